@@ -156,7 +156,9 @@ class Optimizer(Section):
     name: Literal["adamw", "adamw8bit"] = "adamw"
     """adamw8bit needs bitsandbytes (the `gpu` extra)."""
     lr: Positive = 1e-4
-    """Learning rate, reached after the warm-up and then constant."""
+    """Learning rate, reached after the warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: stay at lr, or fall to 0 at the end of train.updates."""
     weight_decay: NotNegative = 1e-4
     """Decoupled weight decay."""
     betas: Annotated[tuple[Decay, Decay], _as_tuple] = (0.9, 0.999)

@@ -22,9 +22,11 @@ from typing import Any, Protocol
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
 
 from flowalign import checkpoint
 from flowalign.backbone import Backbone
@@ -140,10 +142,7 @@ class Loop:
             # reduction, would meet other collectives where processes differ in micro-batches
             model.broadcast_buffers = False
         self.schedule = schedule(backbone, config)
-        warmup = config.optimizer.warmup
-        self.lr = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer.optimizer, lambda step: min(1.0, (step + 1) / (warmup + 1))
-        )
+        self.lr = learning_rate(config, self.optimizer.optimizer)
         self.ema = EMAModel(self.parameters, decay=config.ema.decay) if config.ema else None
         self.update = 0  # rollouts done
         self.steps = 0  # optimizer steps done
@@ -248,7 +247,8 @@ class Loop:
             for name, value in metrics.items():
                 totals[name].append((value, len(pairs.rows)))
         means = {k: sum(v * n for v, n in vs) / sum(n for _, n in vs) for k, vs in totals.items()}
-        return self._mean(means) | {"grad_norm": self._descend(), "lr": self.lr.get_last_lr()[0]}
+        rate = self.lr.get_last_lr()[0]
+        return self._mean(means) | {"grad_norm": self._descend(), "lr": rate}
 
     def velocity(self, pairs: Pairs) -> Tensor:
         """The student's velocity [b,C,h,w] at the pairs, as the rollout computed it."""
@@ -430,3 +430,11 @@ def optimizer(config: Config, parameters: list[torch.nn.Parameter]) -> torch.opt
     else:
         kind = torch.optim.AdamW
     return kind(parameters, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
+
+
+def learning_rate(config: Config, optimizer: torch.optim.Optimizer) -> LambdaLR:
+    """diffusers' schedule of that name, over the optimizer steps of the whole run."""
+    o = config.optimizer
+    name = "constant_with_warmup" if o.schedule == "constant" else o.schedule
+    total = config.train.updates * o.updates_per_rollout
+    return get_scheduler(name, optimizer, num_warmup_steps=o.warmup, num_training_steps=total)

@@ -146,8 +146,18 @@ def test_updates_per_rollout_are_optimizer_steps_on_shares(
     assert (loop.update, loop.steps) == (2, 4)
     steps = {float(state["step"]) for state in loop.optimizer.optimizer.state.values()}
     assert steps == {4.0}
-    assert loop.lr.get_last_lr() == [pytest.approx(1e-3 * 5 / 10)]
-    assert lines(loop)[0]["ratio_error"] > 0  # the second share sees moved weights
+    assert loop.lr.get_last_lr() == [pytest.approx(1e-3 * 4 / 9)]
+    assert lines(loop)[1]["ratio_error"] > 0  # the second share sees moved weights
+
+
+@pytest.mark.parametrize(("schedule", "rates"), [("constant", [1, 1, 1]),
+                                                 ("linear", [1, 2 / 3, 1 / 3]),
+                                                 ("cosine", [1, 0.75, 0.25])])  # fmt: skip
+def test_the_learning_rate_goes_as_its_schedule_over_the_whole_run(
+    random_model: str, tmp_path: Path, schedule: str, rates: list[float]
+) -> None:
+    loop = updated(random_model, tmp_path / "run", f"optimizer.schedule={schedule}", count=3)
+    assert [line["lr"] / 1e-3 for line in lines(loop)] == pytest.approx(rates)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from flowalign.tiny import PROMPTS
-from flowalign.tiny.scenes import COLORS, PROMPT_COLORS, RELATIONS, SHAPES
+from flowalign.tiny.scenes import COLORS, PROMPT_COLORS, RELATIONS, SHAPES, SIGN_COLORS
 
 Metadata = dict[str, Any]
 TAGS = {  # entries of the official test set, which fix the proportions of ours
@@ -126,7 +126,7 @@ _HELD_OUT = frozenset(TEST_WORDS) | frozenset(VALIDATION_WORDS)
 
 
 def _random_color(rng: np.random.Generator) -> str | None:
-    names = [*PROMPT_COLORS, None]
+    names = [*SIGN_COLORS, None]
     return names[rng.integers(len(names))]
 
 
@@ -143,7 +143,12 @@ def geneval_file(split: str, entries: int, seed: int) -> list[Metadata]:
 
 
 def sign_file(split: str, entries: int, seed: int) -> list[Metadata]:
-    """`entries` signs: random words for training, real ones for val and test."""
+    """`entries` signs: random words for training, real ones for val and test.
+
+    No prompt asks for a yellow board: its black letters are a second alphabet, which the shipped
+    model can hardly write, so that its images would all have the same reward. A prompt
+    that names no colour may still draw one.
+    """
     rng = np.random.default_rng(seed)
     if split == "train":
         return [sign_prompt(random_word(rng), _random_color(rng)) for _ in range(entries)]

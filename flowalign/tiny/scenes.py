@@ -28,6 +28,7 @@ COLORS: dict[str, tuple[int, int, int]] = {
     "black": (30, 30, 30),
 }
 PROMPT_COLORS = ("red", "yellow", "green", "blue")  # drawn; the rest only the detector knows
+SIGN_COLORS = ("red", "green", "blue")  # asked for in prompts of signs; yellow has black letters
 RELATIONS: dict[str, tuple[int, int]] = {
     "left of": (-1, 0),
     "right of": (1, 0),
