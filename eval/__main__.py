@@ -234,16 +234,18 @@ def _conditions(config: EvalConfig, environment: Mapping[str, str]) -> str:
 
 def draw(path: Path, benchmark: Benchmark, judged: Mapping[str, Judged]) -> None:
     """The first prompts of a benchmark: one row of images per model, its score under each."""
-    from flowalign.pictures import grid
+    from flowalign.pictures import side_by_side
 
     part = benchmark.headline or "value"
-    images, captions = [], []
-    for name, found in judged.items():
-        images += found.pictures
-        for row in found.rows[: len(found.pictures)]:
-            captions.append(f"{name}: {row.get(part, math.nan):.2f}\n{row['prompt']}")
+    captions = [
+        [
+            f"{name}: {row.get(part, math.nan):.2f}\n{row['prompt']}"
+            for row in found.rows[: len(found.pictures)]
+        ]
+        for name, found in judged.items()
+    ]
     title = f"{benchmark.name}: same prompts and noise, one row a model"
-    grid(path, images, captions, columns=len(images) // len(judged), title=title)
+    side_by_side(path, [list(f.pictures) for f in judged.values()], captions, title=title)
 
 
 def show(table: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 CONFIGS = Path(__file__).parent / "configs" / "tiny"
+SHORT = "train.updates=50"  # of the config's 70 or 90: a first look, within a coffee break
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     teacher = args.output / f"teacher_{args.teacher}"
     print(f"Training a LoRA teacher with GRPO; its log and pictures go to {teacher}", flush=True)
     config = str(CONFIGS / f"teacher_{args.teacher}.yaml")
-    status = train(["--config", config, "--resume", f"output={teacher}", *args.overrides])
+    status = train(["--config", config, "--resume", f"output={teacher}", SHORT, *args.overrides])
     if status:
         return status
     print("\nScoring base and teacher on held-out prompts, same noise:", flush=True)

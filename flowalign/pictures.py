@@ -44,21 +44,21 @@ def grid(
     figure.savefig(path)
 
 
-def before_after(
+def side_by_side(
     path: Path,
-    before: Tensor,
-    after: Tensor,
-    captions: tuple[Sequence[str], Sequence[str]],
+    models: Sequence[Sequence[Tensor]],
+    captions: Sequence[Sequence[str]],
     *,
     columns: int = 8,
     title: str = "",
 ) -> None:
-    """Rows of pairs: the base above, the trained model below, same prompts and noise."""
+    """Several models on the same prompts and noise: models[m][n] is image n of model m. One row a
+    model, wrapped together after `columns` prompts."""
     images, labels = [], []
-    for start in range(0, len(before), columns):
+    for start in range(0, len(models[0]), columns):
         part = slice(start, start + columns)
-        for source, texts in ((before, captions[0]), (after, captions[1])):
-            images += list(source[part])
+        for row, texts in zip(models, captions, strict=True):
+            images += list(row[part])
             labels += list(texts[part])
     grid(path, images, labels, columns=columns, title=title)
 

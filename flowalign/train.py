@@ -254,7 +254,7 @@ def compare(
     """Base and result on the same held-out prompts and noise, as one picture."""
     from flowalign.eval.suite import generate
     from flowalign.loop import STUDENT
-    from flowalign.pictures import before_after
+    from flowalign.pictures import read_metrics, side_by_side
     from flowalign.rewards import score
 
     settings = eval_settings(config)
@@ -271,5 +271,9 @@ def compare(
         captions.append(
             [f"{p}\n{v:.2f}" for p, v in zip(prompts.prompts, value.tolist(), strict=True)]
         )
-    title = f"{config.output}: base above, trained below (same prompts and noise)"
-    before_after(path, before, after, (captions[0], captions[1]), title=title)
+    scores = [v for _, v in read_metrics(path.parent / "metrics.jsonl")["eval/headline"]]
+    title = (
+        f"{path.parent.name}: base above, trained below, same prompts and noise. "
+        f"On all held-out prompts: {scores[0]:.3f} -> {max(scores):.3f}"
+    )
+    side_by_side(path, (list(before), list(after)), captions, title=title)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -71,6 +73,7 @@ class OCR:
     """Reward in [0,1]: the text that an engine reads off the image, against the target text.
 
     engine: "rapidocr", "paddleocr" (with that engine's options), or an Engine object.
+    workers: images read at once, each by an engine of its own (an Engine object reads alone).
     rule: "published" (`text_reward`) or "strict" (`strict_reward`).
     The target is `target` of the image's metadata, else what the prompt puts in quotes. No text
     found scores 0. An image whose engine call fails, or that has no target, is invalid.
@@ -81,17 +84,30 @@ class OCR:
     name = "ocr"
 
     def __init__(
-        self, engine: str | Engine = "rapidocr", rule: str = "published", **engine_options: Any
+        self,
+        engine: str | Engine = "rapidocr",
+        rule: str = "published",
+        workers: int = 1,
+        **engine_options: Any,
     ) -> None:
-        self.check_options(engine, rule, **engine_options)
-        self.engine = ENGINES[engine](**engine_options) if isinstance(engine, str) else engine
+        self.check_options(engine, rule, workers, **engine_options)
+        if isinstance(engine, str):
+            self.engines = [ENGINES[engine](**engine_options) for _ in range(workers)]
+        else:
+            self.engines = [engine]
+        self.engine = self.engines[0]
         self.rule = RULES[rule]
 
     @staticmethod
     def check_options(
-        engine: str | Engine = "rapidocr", rule: str = "published", **engine_options: Any
+        engine: str | Engine = "rapidocr",
+        rule: str = "published",
+        workers: int = 1,
+        **engine_options: Any,
     ) -> None:
         """Raise ValueError for options that cannot work; imports no engine."""
+        if not isinstance(workers, int) or workers < 1:
+            raise ValueError(f"`workers` of reward ocr is {workers!r}; use 1 or more.")
         if rule not in RULES:
             raise ValueError(f"rule {rule!r} of reward ocr is unknown; use one of {list(RULES)}.")
         if isinstance(engine, str) and engine not in ENGINES:
@@ -122,16 +138,33 @@ class OCR:
         """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU; a failed image has its reason."""
         value = torch.full((len(images),), float("nan"))
         exact, reasons = value.clone(), {}
-        for row, (image, prompt, meta) in enumerate(zip(images, prompts, metadata, strict=True)):
-            try:
-                target = _target(prompt, meta)
-                lines = self.engine.read(to_uint8(image))
-                value[row] = self.rule(target, lines)
-                wanted, seen = _compared(target, lines)
-                exact[row] = float(wanted == seen)
-            except Exception as error:
+        free: SimpleQueue[Engine] = SimpleQueue()
+        for engine in self.engines:
+            free.put(engine)
+        with ThreadPoolExecutor(len(self.engines)) as pool:
+            futures = [
+                pool.submit(self._judge, free, image, prompt, meta)
+                for image, prompt, meta in zip(images, prompts, metadata, strict=True)
+            ]
+        for row, future in enumerate(futures):
+            if error := future.exception():
                 reasons[row] = f"{type(error).__name__}: {error}"
+            else:
+                value[row], exact[row] = future.result()
         return Guarded(value, torch.isfinite(value), {"exact": exact}, reasons)
+
+    def _judge(
+        self, free: SimpleQueue[Engine], image: Tensor, prompt: str, metadata: Mapping[str, Any]
+    ) -> tuple[float, float]:
+        """(reward, exact) of one image, read by whichever engine is free."""
+        target = _target(prompt, metadata)
+        engine = free.get()
+        try:
+            lines = engine.read(to_uint8(image))
+        finally:
+            free.put(engine)
+        wanted, seen = _compared(target, lines)
+        return self.rule(target, lines), float(wanted == seen)
 
 
 def to_uint8(image: Tensor) -> np.ndarray:

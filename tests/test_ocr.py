@@ -3,6 +3,7 @@
 import json
 import random
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -165,3 +166,25 @@ def test_rapidocr_reads_small_signs():
     assert scores.parts["exact"][:-1].mean() >= 0.9
     assert scores.value[-1] == 0
     assert isinstance(reward, OCR) and reward.engine.name.startswith("rapidocr 3")
+    together = build("ocr", workers=2, **TINY)(images, prompts, [{}] * len(prompts))
+    assert torch.equal(together.value, scores.value)
+
+
+class Meeting:
+    """An engine that answers only while another one reads as well."""
+
+    name = "meeting"
+    both = threading.Barrier(2, timeout=20)
+
+    def read(self, image: np.ndarray) -> list[tuple[str, float]]:
+        self.both.wait()
+        return [(f"w{int(image[0, 0, 0])}", 1.0)]
+
+
+def test_workers_read_at_once_and_each_image_keeps_its_text(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(ocr_engines.ENGINES, "meeting", Meeting)
+    images = torch.arange(6.0)[:, None, None, None].expand(6, 3, 4, 4) / 255
+    scores = OCR("meeting", workers=2)(images, [f'"w{i}"' for i in range(6)], [{}] * 6)
+    assert scores.value.tolist() == [1.0] * 6
+    with pytest.raises(ValueError, match="`workers` of reward ocr is 0; use 1 or more"):
+        check("ocr", {"workers": 0})

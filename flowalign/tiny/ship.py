@@ -50,7 +50,9 @@ scores are in the middle, so that reinforcement has signal and headroom.
 
 ## What it scores on held-out prompts
 
-`python -m flowalign.eval --config configs/tiny/eval.yaml` (mean ± standard error over n images):
+`python -m flowalign.eval --config configs/tiny/eval.yaml sampling.guidance=G` (mean ± standard
+error over n images), for G = 1 (no classifier-free guidance: as the tiny configs train and
+evaluate) and G = 3.5:
 
 {table}"""
 
@@ -84,13 +86,16 @@ def load_as_float32(folder: Path) -> None:
 
 
 def scores(model: Path) -> str:
-    """The table that `flowalign eval` writes of a pipeline folder, on the tiny test prompts."""
+    """The tables that `flowalign eval` writes of a pipeline folder, on the tiny test prompts."""
     from flowalign.eval.__main__ import evaluate
 
-    with tempfile.TemporaryDirectory() as folder:
-        overrides = [f"output={folder}", f"model.id={model}"]
-        evaluate(load(CONFIG, overrides, stage=EvalConfig))
-        return (Path(folder) / "table.md").read_text().replace(str(model), "tiny")
+    tables = []
+    for guidance in (1.0, 3.5):
+        with tempfile.TemporaryDirectory() as folder:
+            overrides = [f"output={folder}", f"model.id={model}", f"sampling.guidance={guidance}"]
+            evaluate(load(CONFIG, overrides, stage=EvalConfig))
+            tables.append((Path(folder) / "table.md").read_text().replace(str(model), "tiny"))
+    return "\n".join(tables)
 
 
 if __name__ == "__main__":
