@@ -5,7 +5,8 @@ The one place with classifier-free guidance, and the one that knows named LoRA a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,8 @@ def _why_not(model: str, error: Exception) -> str:
 
 
 class Backbone:
-    """One frozen base with named adapters. Images are height x width pixels.
+    """One frozen base with named adapters. Images are height x width pixels. name: the base's id,
+    which saved adapters carry.
 
     transformer may be replaced by its wrapped self (accelerate.prepare): `velocity` goes through
     the wrapper, so that rollout and update share one forward path; adapters and saving go
@@ -82,8 +84,9 @@ class Backbone:
         width: int,
         max_sequence_length: int,
         device: torch.device | str = "cpu",
+        name: str | None = None,
     ) -> None:
-        self.pipe = pipe.to(device)
+        self.pipe, self.name = pipe.to(device), name
         self.device = torch.device(device)
         self.core = pipe.transformer.requires_grad_(False).eval()
         self.transformer: nn.Module = self.core
@@ -110,6 +113,7 @@ class Backbone:
             width=model.width,
             max_sequence_length=model.max_sequence_length,
             device=device,
+            name=model.id,
         )
         if model.attention:
             backbone.core.set_attention_backend(model.attention)
@@ -197,20 +201,22 @@ class Backbone:
             init_lora_weights="gaussian",
             target_modules=list(targets),
         )
-        self.core.add_adapter(config, adapter_name=name)
+        with _several_adapters():
+            self.core.add_adapter(config, adapter_name=name)
         self._float32(name)
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
         """A LoRA that was saved by `save_adapter` or diffusers, made active."""
-        weights, metadata = _read_lora(folder)
-        self.core.load_lora_adapter(
-            weights, prefix="transformer", adapter_name=name, metadata=metadata
-        )
+        weights, metadata = read_lora(folder)
+        with _several_adapters():
+            self.core.load_lora_adapter(
+                weights, prefix="transformer", adapter_name=name, metadata=metadata
+            )
         self._float32(name)
 
     def replace_adapter(self, name: str, folder: str | Path) -> None:
         """Put the weights of a saved adapter of the same shape in the place of `name`'s."""
-        weights, _ = _read_lora(folder)
+        weights, _ = read_lora(folder)
         bare = {key.removeprefix("transformer."): value for key, value in weights.items()}
         mine = get_peft_model_state_dict(self.core, adapter_name=name)
         if bare.keys() != mine.keys():
@@ -234,14 +240,9 @@ class Backbone:
         """Write what `pipe.load_lora_weights(folder)` takes; alpha travels in the metadata."""
         metadata = self.core.peft_config[name].to_dict()
         metadata["target_modules"] = sorted(metadata["target_modules"])
-        layers: dict[str, nn.Module | Tensor] = dict(
-            get_peft_model_state_dict(self.core, adapter_name=name)
-        )
-        StableDiffusion3Pipeline.save_lora_weights(
-            folder,
-            transformer_lora_layers=layers,
-            transformer_lora_adapter_metadata=metadata,
-        )
+        metadata["base_model_name_or_path"] = self.name
+        layers = get_peft_model_state_dict(self.core, adapter_name=name)
+        write_lora(folder, layers, metadata)
 
     @contextmanager
     def base(self) -> Iterator[None]:
@@ -253,9 +254,28 @@ class Backbone:
             self.core.enable_adapters()
 
 
-def _read_lora(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+@contextmanager
+def _several_adapters() -> Iterator[None]:
+    """Without peft's warning that there will be more than one: that is the plan."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
+        yield
+
+
+def read_lora(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
     """The weights of a saved LoRA and the metadata (alpha and so on) that lie beside them."""
     weights, metadata = StableDiffusion3Pipeline.lora_state_dict(
         str(folder), use_safetensors=True, return_lora_metadata=True
     )
     return weights, metadata  # pyright: ignore[reportReturnType] (unannotated in diffusers)
+
+
+def write_lora(
+    folder: str | Path, layers: Mapping[str, Tensor], metadata: Mapping[str, Any]
+) -> None:
+    """Write the weights and peft's description of a LoRA as `pipe.load_lora_weights` takes them."""
+    StableDiffusion3Pipeline.save_lora_weights(
+        folder,
+        transformer_lora_layers=dict(layers),
+        transformer_lora_adapter_metadata=dict(metadata),
+    )

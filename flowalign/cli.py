@@ -1,4 +1,4 @@
-"""The `flowalign` command: train, eval, sample, demo."""
+"""The `flowalign` command: train, eval, sample, merge, demo."""
 
 from __future__ import annotations
 
@@ -60,6 +60,28 @@ def sample(argv: Sequence[str]) -> int:
     return 0
 
 
+def merge(argv: Sequence[str]) -> int:
+    """Merge LoRA adapters of one base into one, by adding their weight updates."""
+    parser = argparse.ArgumentParser("flowalign merge", description=merge.__doc__)
+    parser.add_argument("adapters", nargs="+", help="adapter folders, such as outputs/.../adapter")
+    parser.add_argument("--out", required=True, help="the folder to write")
+    parser.add_argument("--method", default="concat", help="concat (exact), svd, ties or dare")
+    parser.add_argument("--weights", nargs="+", type=float, help="one an adapter; default: 1 each")
+    parser.add_argument("--rank", type=int, help="of the result; default: the largest given")
+    parser.add_argument("--density", type=float, default=0.5, help="what ties and dare keep")
+    parser.add_argument("--seed", type=int, default=0, help="of what dare drops")
+    parser.add_argument("--lines", nargs=2, type=float, metavar=("SHALLOW", "DEEP"))
+    args = vars(parser.parse_args(argv))
+    from flowalign.teachers import merge as merging
+
+    try:
+        print(merging.merge(args.pop("adapters"), args.pop("out"), **args))
+    except (ValueError, OSError) as error:
+        print(f"flowalign merge: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 def demo(argv: Sequence[str]) -> int:
     """Teach the tiny model to spell: a few minutes on two cores, nothing to download."""
     from flowalign.demo import main as run
@@ -71,6 +93,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "eval": evaluate,
     "sample": sample,
+    "merge": merge,
     "demo": demo,
 }
 

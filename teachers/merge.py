@@ -1,0 +1,268 @@
+"""Merge LoRA adapters of one base into one adapter, by adding their weight updates.
+
+The update of a layer is dW = scale * B A, with scale = alpha / r (alpha / sqrt(r) under rsLoRA).
+Only whole updates are added: the sum of the A times the sum of the B also holds B_1 A_2, an update
+that no adapter had.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.utils.merge_utils import dare_linear, ties
+from torch import Tensor
+
+from flowalign.backbone import read_lora, write_lora
+from flowalign.config import ADAPTER
+
+METHODS = ("concat", "svd", "ties", "dare")
+BLOCK = re.compile(r"transformer_blocks\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The update of one layer as up @ down: down [r,in], up [out,r], float64, scale in `up`."""
+
+    down: Tensor
+    up: Tensor
+
+    @property
+    def dense(self) -> Tensor:
+        """dW [out,in]."""
+        return self.up @ self.down
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """What was merged, and what each layer lost: |written - merged| / |merged| (Frobenius)."""
+
+    method: str
+    adapters: list[str]
+    weights: list[float]
+    ranks: dict[str, int]
+    errors: dict[str, float]
+
+    @property
+    def worst(self) -> float:
+        """The largest relative error of a layer."""
+        return max(self.errors.values())
+
+    def __str__(self) -> str:
+        rows = [f"| {layer} | {self.ranks[layer]} | {e:.2e} |" for layer, e in self.errors.items()]
+        return "\n".join(["| layer | rank | relative error |", "|---|---|---|", *rows])
+
+
+def merge(
+    adapters: Sequence[str | Path],
+    out: str | Path,
+    *,
+    weights: Sequence[float] | None = None,
+    method: str = "concat",
+    rank: int | None = None,
+    density: float = 0.5,
+    seed: int = 0,
+    lines: tuple[float, float] | None = None,
+) -> MergeReport:
+    """Write to `out` an adapter whose update merges the weighted updates w_i dW_i of the others.
+
+    adapters: folders that `Backbone.save_adapter` or diffusers wrote.
+    weights: one each, 1 by default (the plain sum; 1/n gives the mean).
+    method: "concat": exact, the ranks add up. "svd": the best approximation of the sum of rank
+        `rank` (default: the largest rank given). "ties" (2306.01708): keep the `density` largest
+        entries of each update, elect a sign, and average what agrees with it. "dare" (2311.03099):
+        drop entries at random, keep `density` of them rescaled, and add; drawn from `seed`. Both
+        by peft's functions on the dense updates, then brought to `rank` as "svd" does.
+    lines: (shallow, deep) scales of LiNeS (2410.17146): the update of transformer block l of L is
+        multiplied by shallow + (deep - shallow) * l / (L - 1).
+    Returns the report. Raises ValueError for adapters that do not fit together (another base,
+    other layers or sizes, DoRA), a wrong number of weights, an unknown method or a rank for
+    concat; FileExistsError if `out` already holds an adapter.
+    """
+    weights = [1.0] * len(adapters) if weights is None else list(weights)
+    _check(adapters, Path(out), weights, method, rank, density)
+    found = [_read(folder) for folder in adapters]
+    _check_same(adapters, found)
+    merged, errors = {}, {}
+    with torch.random.fork_rng(devices=[]):  # peft draws from the global generator
+        torch.manual_seed(seed)
+        for layer in found[0].layers:
+            parts = [adapter.layers[layer] for adapter in found]
+            scale = _depth_scale(layer, found[0].blocks, lines)
+            scaled = [w * scale for w in weights]
+            merged[layer], errors[layer] = _merge_layer(parts, scaled, method, rank, density)
+    write_lora(out, _state(merged), _metadata(merged, found[0].base))
+    ranks = {layer: factors.down.shape[0] for layer, factors in merged.items()}
+    return MergeReport(method, [str(a) for a in adapters], weights, ranks, errors)
+
+
+# One layer ---------------------------------------------------------------------------------------
+
+
+def _merge_layer(
+    parts: Sequence[Factors],
+    weights: Sequence[float],
+    method: str,
+    rank: int | None,
+    density: float,
+) -> tuple[Factors, float]:
+    """The merged update, and its relative error against what it stands for."""
+    down = torch.cat([part.down for part in parts])
+    up = torch.cat([w * part.up for w, part in zip(weights, parts, strict=True)], dim=1)
+    if method == "concat":
+        return Factors(down, up), 0.0
+    whole = Factors(down, up).dense
+    if method in ("ties", "dare"):
+        combine = ties if method == "ties" else dare_linear
+        dense = [part.dense for part in parts]
+        whole = combine(dense, torch.tensor(weights, dtype=whole.dtype), density)
+    return _low_rank(whole, rank or max(part.down.shape[0] for part in parts))
+
+
+def _low_rank(whole: Tensor, rank: int) -> tuple[Factors, float]:
+    """The nearest update of that rank (Eckart-Young), its size shared by both factors."""
+    left, sizes, right = torch.linalg.svd(whole, full_matrices=False)
+    root = sizes[:rank].sqrt()
+    factors = Factors(down=root[:, None] * right[:rank], up=left[:, :rank] * root)
+    norm = float(whole.norm())
+    return factors, float(sizes[rank:].norm()) / norm if norm > 0 else 0.0
+
+
+def _depth_scale(layer: str, blocks: int, lines: tuple[float, float] | None) -> float:
+    if lines is None:
+        return 1.0
+    found = BLOCK.search(layer)
+    if found is None:
+        raise ValueError(
+            f"lines scales by depth, and {layer!r} is in no transformer block. Merge without lines."
+        )
+    shallow, deep = lines
+    return shallow + (deep - shallow) * int(found[1]) / max(blocks - 1, 1)
+
+
+# Folders -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Adapter:
+    """A folder that was read: factors by layer name, number of blocks, name of the base."""
+
+    layers: dict[str, Factors]
+    blocks: int
+    base: str | None
+
+
+def _read(folder: str | Path) -> _Adapter:
+    state, metadata = read_lora(folder)
+    config = {k.removeprefix("transformer."): v for k, v in (metadata or {}).items()}
+    names = {key.rsplit(".lora_", 1)[0] for key in state}
+    others = [k for k in state if not k.endswith((".lora_A.weight", ".lora_B.weight"))]
+    if others or config.get("use_dora"):
+        raise ValueError(
+            f"{folder} is no plain LoRA (it holds {others[0] if others else 'DoRA scales'}); its "
+            "updates do not add up. Merge adapters of A and B matrices only."
+        )
+    layers = {}
+    for name in sorted(names, key=_natural):
+        down = state[f"{name}.lora_A.weight"].double()
+        up = state[f"{name}.lora_B.weight"].double()
+        bare = name.removeprefix("transformer.")
+        layers[bare] = Factors(down, up * _scale(bare, down.shape[0], config))
+    depths = [int(found[1]) for name in layers if (found := BLOCK.search(name))]
+    return _Adapter(layers, max(depths, default=0) + 1, config.get("base_model_name_or_path"))
+
+
+def _scale(layer: str, rank: int, config: dict[str, Any]) -> float:
+    """alpha / r of one layer; diffusers takes alpha = r where no alpha is recorded."""
+    patterns = config.get("alpha_pattern") or {}
+    ends = [value for key, value in patterns.items() if layer == key or layer.endswith(f".{key}")]
+    alpha = ends[0] if ends else config.get("lora_alpha", rank)
+    return alpha / (rank**0.5 if config.get("use_rslora") else rank)
+
+
+def _natural(name: str) -> list[str | int]:
+    """Sorts block 10 after block 9."""
+    return [int(part) if part.isdecimal() else part for part in name.split(".")]
+
+
+def _state(merged: dict[str, Factors]) -> dict[str, Tensor]:
+    state = {}
+    for layer, factors in merged.items():
+        state[f"{layer}.lora_A.weight"] = factors.down.float().contiguous()
+        state[f"{layer}.lora_B.weight"] = factors.up.float().contiguous()
+    return state
+
+
+def _metadata(merged: dict[str, Factors], base: str | None) -> dict[str, Any]:
+    """peft's description, with alpha = r everywhere: the scales are in B."""
+    ranks = {layer: factors.down.shape[0] for layer, factors in merged.items()}
+    usual = max(ranks.values())
+    unusual = {layer: rank for layer, rank in ranks.items() if rank != usual}
+    config = LoraConfig(
+        r=usual,
+        lora_alpha=usual,
+        target_modules=list(ranks),
+        rank_pattern=dict(unusual),
+        alpha_pattern=dict(unusual),
+        base_model_name_or_path=base,
+    ).to_dict()
+    return config | {"target_modules": sorted(ranks)}
+
+
+# Refusals ----------------------------------------------------------------------------------------
+
+
+def _check(
+    adapters: Sequence[str | Path],
+    out: Path,
+    weights: Sequence[float],
+    method: str,
+    rank: int | None,
+    density: float,
+) -> None:
+    if method not in METHODS:
+        raise ValueError(f"no merge method {method!r}; use one of {', '.join(METHODS)}.")
+    if not adapters:
+        raise ValueError("there is nothing to merge: give one adapter folder or more.")
+    if len(weights) != len(adapters):
+        raise ValueError(f"{len(weights)} weights for {len(adapters)} adapters; give one each.")
+    if rank is not None and (method == "concat" or rank < 1):
+        raise ValueError(
+            f"rank {rank} with method {method!r}: concat has the sum of the ranks, the others take "
+            "1 or more. Leave rank out, or use svd."
+        )
+    if not 0 < density <= 1:
+        raise ValueError(f"density is {density}; give the share of entries to keep, in (0, 1].")
+    for folder in adapters:
+        if not (Path(folder) / ADAPTER).is_file():
+            raise ValueError(f"{folder} holds no {ADAPTER}. Give the `adapter` folder of a run.")
+    if (out / ADAPTER).exists():
+        raise FileExistsError(f"{out} already holds an adapter. Remove it, or write elsewhere.")
+
+
+def _check_same(folders: Sequence[str | Path], found: Sequence[_Adapter]) -> None:
+    first = found[0]
+    for folder, other in zip(folders[1:], found[1:], strict=True):
+        if first.base and other.base and first.base != other.base:
+            raise ValueError(
+                f"{folders[0]} was trained on {first.base}, {folder} on {other.base}. "
+                "Updates of different bases do not add up; merge adapters of one base."
+            )
+        if different := sorted(first.layers.keys() ^ other.layers.keys()):
+            raise ValueError(
+                f"{folders[0]} and {folder} adapt different layers ({len(different)} are in one "
+                f"of them only, such as {different[0]}). Merge adapters of the same targets."
+            )
+        for layer, mine in first.layers.items():
+            theirs = other.layers[layer]
+            sizes = [(f.up.shape[0], f.down.shape[1]) for f in (mine, theirs)]
+            if sizes[0] != sizes[1]:
+                raise ValueError(
+                    f"{layer} is {sizes[0]} in {folders[0]} and {sizes[1]} in {folder}, so their "
+                    "bases differ. Merge adapters of one base."
+                )

@@ -1,0 +1,199 @@
+"""Merging adds whole weight updates, exactly where it can, and refuses what does not fit."""
+
+from pathlib import Path
+
+import fakes
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from flowalign.backbone import Backbone, read_lora, write_lora
+from flowalign.cli import main
+from flowalign.teachers.merge import merge
+
+SHAPES = [(4, 4.0, 1), (6, 12.0, 2)]  # rank, alpha, seed
+
+
+def teacher(model: str, folder: Path, rank: int, alpha: float, seed: int, **kwargs) -> Path:
+    backbone = fakes.backbone(model)
+    backbone.name = kwargs.pop("base", None)
+    backbone.add_adapter("t", rank=rank, alpha=alpha, **({"targets": fakes.TARGETS} | kwargs))
+    fakes.shake(backbone, "t", seed=seed)
+    backbone.save_adapter("t", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def teachers(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two adapters of the same layers, of different rank and alpha."""
+    folder = tmp_path_factory.mktemp("teachers")
+    return [teacher(random_model, folder / str(s[2]), *s) for s in SHAPES]
+
+
+def velocity(backbone: Backbone) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(4, *backbone.latent_shape, generator=generator)
+    with torch.no_grad():
+        return backbone.velocity(x, 0.6, backbone.encode(fakes.PROMPTS[:4]), guidance=1.0)
+
+
+def merged_velocity(model: str, folder: Path) -> Tensor:
+    backbone = fakes.backbone(model)
+    backbone.load_adapter("m", folder)
+    return velocity(backbone)
+
+
+def described(folder: Path) -> dict:
+    """What peft recorded of a saved adapter."""
+    return {k.removeprefix("transformer."): v for k, v in (read_lora(folder)[1] or {}).items()}
+
+
+def updates(folder: Path) -> dict[str, Tensor]:
+    """{layer: dW}, from the plain definition."""
+    state, config = read_lora(folder)[0], described(folder)
+    scale = config["lora_alpha"] / config["r"]
+    layers = {key.split(".lora_")[0] for key in state}
+    return {
+        layer: scale
+        * state[f"{layer}.lora_B.weight"].double()
+        @ state[f"{layer}.lora_A.weight"].double()
+        for layer in layers
+    }
+
+
+def test_concat_is_the_sum_of_the_outputs(
+    random_model: str, teachers: list[Path], tmp_path: Path
+) -> None:
+    report = merge(teachers, tmp_path, weights=[0.5, 2.0])
+    both = fakes.backbone(random_model)
+    for name, folder in zip("ab", teachers, strict=True):
+        both.load_adapter(name, folder)
+    both.core.set_adapters(["a", "b"], [0.5, 2.0])  # peft adds the outputs of both
+    assert_close(merged_velocity(random_model, tmp_path), velocity(both), rtol=0, atol=1e-6)
+    assert set(report.ranks.values()) == {10} and report.worst == 0
+
+
+def test_svd_is_exact_at_full_rank_and_the_nearest_below(
+    teachers: list[Path], tmp_path: Path
+) -> None:
+    first, second = map(updates, teachers)
+    total = {layer: first[layer] + second[layer] for layer in first}
+    full = merge(teachers, tmp_path / "full", method="svd", rank=10)
+    assert full.worst < 1e-6
+    report = merge(teachers, tmp_path / "low", method="svd")
+    assert set(report.ranks.values()) == {6}  # the largest given
+    low = updates(tmp_path / "low")
+    for layer, whole in total.items():
+        assert_close(updates(tmp_path / "full")[layer], whole, rtol=1e-5, atol=1e-6)
+        lost = torch.linalg.svdvals(whole)[6:].norm() / whole.norm()
+        assert_close((low[layer] - whole).norm() / whole.norm(), lost, rtol=1e-4, atol=1e-6)
+        assert report.errors[layer.removeprefix("transformer.")] == pytest.approx(float(lost))
+
+
+def test_a_and_b_apart_would_be_something_else(teachers: list[Path], tmp_path: Path) -> None:
+    merge([teachers[0], teachers[0]], tmp_path, weights=[0.5, 0.5])
+    for layer, update in updates(teachers[0]).items():
+        assert_close(updates(tmp_path)[layer], update, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["ties", "dare"])
+def test_with_nothing_dropped_one_adapter_is_itself(
+    teachers: list[Path], tmp_path: Path, method: str
+) -> None:
+    merge(teachers[:1], tmp_path, method=method, density=1 - 1e-9 if method == "ties" else 0.999999)
+    for layer, update in updates(teachers[0]).items():
+        kept = updates(tmp_path)[layer]
+        assert (kept - update).norm() / update.norm() < 0.05
+
+
+def test_ties_drops_what_points_the_other_way(teachers: list[Path], tmp_path: Path) -> None:
+    """One adapter against a third of its negative: the larger one wins, undiluted."""
+    negative, out = tmp_path / "negative", tmp_path / "out"
+    merge(teachers[:1], negative, weights=[-1 / 3])
+    merge([teachers[0], negative], out, method="ties", density=0.999, rank=64)
+    merge(teachers, tmp_path / "plain")
+    for layer, update in updates(teachers[0]).items():
+        found = updates(out)[layer]
+        assert (found - update).norm() / update.norm() < 0.05  # the sum would be 2/3 of it
+
+
+def test_dare_is_drawn_from_its_seed_alone(teachers: list[Path], tmp_path: Path) -> None:
+    state = torch.random.get_rng_state()
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        merge(teachers, tmp_path / name, method="dare", seed=seed, rank=20)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    a, b, c = (read_lora(tmp_path / name)[0] for name in "abc")
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    assert not all(torch.equal(a[key], c[key]) for key in a)
+
+
+def test_lines_scales_by_depth(teachers: list[Path], tmp_path: Path) -> None:
+    merge(teachers[:1], tmp_path, lines=(0.5, 2.0))
+    for layer, update in updates(teachers[0]).items():
+        scale = 0.5 if "transformer_blocks.0." in layer else 2.0  # of two blocks
+        assert_close(updates(tmp_path)[layer], scale * update, rtol=1e-5, atol=1e-6)
+
+
+def test_the_merge_keeps_the_name_of_the_base(random_model: str, tmp_path: Path) -> None:
+    one = teacher(random_model, tmp_path / "one", 2, 2.0, 1, base="tiny")
+    merge([one], tmp_path / "out")
+    assert described(tmp_path / "out")["base_model_name_or_path"] == "tiny"
+
+
+# Refusals ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "sum"}, "no merge method 'sum'; use one of concat, svd, ties, dare"),
+        ({"weights": [1.0]}, "1 weights for 2 adapters; give one each"),
+        ({"rank": 8}, "concat has the sum of the ranks"),
+        ({"method": "svd", "rank": 0}, "the others take 1 or more"),
+        ({"method": "ties", "density": 0.0}, "density is 0.0"),
+    ],
+)
+def test_wrong_options_are_refused(
+    teachers: list[Path], tmp_path: Path, options: dict, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        merge(teachers, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_adapters_that_do_not_fit_are_refused(random_model: str, tmp_path: Path) -> None:
+    one = teacher(random_model, tmp_path / "one", 2, 2.0, 1, base="tiny")
+    other = teacher(random_model, tmp_path / "other", 2, 2.0, 1, base="large")
+    few = teacher(random_model, tmp_path / "few", 2, 2.0, 1, targets=["attn.to_q"])
+    state, metadata = read_lora(one)[0], described(one)
+    wide = {k.removeprefix("transformer."): torch.cat([v, v], 1) if "lora_A" in k else v
+            for k, v in state.items()}  # fmt: skip
+    write_lora(tmp_path / "wide", wide, metadata)
+    extra = {k.removeprefix("transformer."): v for k, v in state.items()}
+    extra["transformer_blocks.0.attn.to_q.lora_magnitude_vector"] = torch.ones(32)
+    write_lora(tmp_path / "dora", extra, metadata)
+    for folder, message in (
+        (other, "trained on tiny, .* on large"),
+        (few, "adapt different layers"),
+        (tmp_path / "wide", "so their bases differ"),
+        (tmp_path / "dora", "no plain LoRA"),
+        (tmp_path / "nothing", "holds no pytorch_lora_weights.safetensors"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            merge([one, folder], tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+    with pytest.raises(FileExistsError, match="already holds an adapter"):
+        merge([one], few)
+    with pytest.raises(ValueError, match="nothing to merge"):
+        merge([], tmp_path / "out")
+
+
+def test_the_command_merges_and_refuses(
+    teachers: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["merge", *map(str, teachers), "--out", str(tmp_path / "out"), "--weights", "1", "2"]
+    assert main(command) == 0
+    assert "| transformer_blocks.0.attn.to_q | 10 | 0.00e+00 |" in capsys.readouterr().out
+    assert main(command) == 2
+    assert "already holds an adapter" in capsys.readouterr().err
