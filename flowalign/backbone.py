@@ -16,6 +16,7 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 from packaging.version import Version
 from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 
@@ -24,6 +25,7 @@ from flowalign.config import Model
 from flowalign.tiny import MODEL as TINY
 from flowalign.types import Conditioning
 
+BASE = "__base__"  # peft's name for no adapter, in a batch of several
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -149,26 +151,61 @@ class Backbone:
         return embeds, pooled
 
     def velocity(
-        self, x: Tensor, sigma: float | Tensor, cond: Conditioning, *, guidance: float
+        self,
+        x: Tensor,
+        sigma: float | Tensor,
+        cond: Conditioning,
+        *,
+        guidance: float | Tensor,
+        adapters: Sequence[str] | None = None,
     ) -> Tensor:
-        """v [B,C,h,w], float32, at x [B,C,h,w]; sigma a number or [B].
+        """v [B,C,h,w], float32, at x [B,C,h,w]; sigma and guidance are numbers or [B].
 
         v = v_negative + guidance * (v_positive - v_negative), as diffusers' pipeline has it;
-        guidance 1 is the conditional velocity alone, at half the cost.
+        guidance 1 is the conditional velocity alone, at half the cost where no row has another.
+        adapters: for each row the name of its adapter, or BASE for none, instead of the active
+        one (peft's mixed batches, which are for evaluation: no gradient).
         """
         batch = x.shape[0]
         sigma = torch.as_tensor(sigma, dtype=torch.float32, device=x.device).expand(batch)
         embeds, pooled = cond.embeds[cond.index], cond.pooled[cond.index]
-        if guidance == 1.0:
-            return self._forward(x, sigma, embeds, pooled)
-        both = self._forward(
-            torch.cat([x, x]),
-            torch.cat([sigma, sigma]),
-            torch.cat([cond.negative_embeds.expand_as(embeds), embeds]),
-            torch.cat([cond.negative_pooled.expand_as(pooled), pooled]),
-        )
+        plain = guidance == 1  # one number asks nothing of the device
+        if bool(plain.all()) if isinstance(plain, Tensor) else plain:
+            with self._routed(adapters):
+                return self._forward(x, sigma, embeds, pooled)
+        with self._routed([*adapters, *adapters] if adapters else None):
+            both = self._forward(
+                torch.cat([x, x]),
+                torch.cat([sigma, sigma]),
+                torch.cat([cond.negative_embeds.expand_as(embeds), embeds]),
+                torch.cat([cond.negative_pooled.expand_as(pooled), pooled]),
+            )
         negative, positive = both.chunk(2)
-        return negative + guidance * (positive - negative)
+        scale = torch.as_tensor(guidance, dtype=torch.float32, device=x.device)
+        scale = scale.expand(batch)[:, None, None, None]
+        return torch.where(scale == 1, positive, negative + scale * (positive - negative))
+
+    @contextmanager
+    def _routed(self, adapters: Sequence[str] | None) -> Iterator[None]:
+        """Send row i of every forward through adapters[i]."""
+        if adapters is None:
+            yield
+            return
+
+        def name_rows(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            return args, kwargs | {"adapter_names": list(adapters)}
+
+        handles = [
+            module.register_forward_pre_hook(name_rows, with_kwargs=True)
+            for module in self.core.modules()
+            if isinstance(module, LoraLayer) and isinstance(module, nn.Module)
+        ]
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _forward(self, x: Tensor, sigma: Tensor, embeds: Tensor, pooled: Tensor) -> Tensor:
         output = self.transformer(
@@ -245,6 +282,20 @@ class Backbone:
         write_lora(folder, layers, metadata)
 
     @contextmanager
+    def keeping_active(self) -> Iterator[None]:
+        """The adapter that is active now (if any) is so again afterwards."""
+        active = (
+            self.core.active_adapters()
+            if getattr(self.core, "_hf_peft_config_loaded", False)
+            else []
+        )
+        try:
+            yield
+        finally:
+            if active:
+                self.core.set_adapter(active)
+
+    @contextmanager
     def base(self) -> Iterator[None]:
         """Without any adapter inside the `with`; the active one is back afterwards."""
         self.core.disable_adapters()
@@ -256,9 +307,11 @@ class Backbone:
 
 @contextmanager
 def _several_adapters() -> Iterator[None]:
-    """Without peft's warning that there will be more than one: that is the plan."""
+    """Without peft's warnings that there will be more than one (that is the plan), and, where one
+    cannot be loaded, that the other is active again."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
+        warnings.filterwarnings("ignore", message="Adapter .* was active which is now deleted")
         yield
 
 

@@ -1,0 +1,157 @@
+"""Labels of a mixed batch are those of each teacher alone, and the student does not notice."""
+
+from pathlib import Path
+
+import fakes
+import pytest
+import torch
+from torch import Tensor
+
+from flowalign.backbone import Backbone, read_lora, write_lora
+from flowalign.loop import STUDENT
+from flowalign.rollout import Noise, Schedule, sample
+from flowalign.teachers.bank import Bank, LabelError, Member
+from flowalign.types import PromptBatch, Rollout
+
+KINDS = {  # teachers that differ in rank, alpha and layers
+    "ocr": {"rank": 4, "alpha": 4.0, "targets": fakes.TARGETS},
+    "geneval": {"rank": 2, "alpha": 6.0, "targets": ["attn.to_q", "attn.to_v", "ff.net.2"]},
+}
+ROUTING = {"ocr": "ocr", "geneval": "geneval", "photo": "base"}
+
+
+@pytest.fixture(scope="module")
+def members(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Member]:
+    found: dict[str, Member] = {"base": Member(None)}
+    for seed, (name, kind) in enumerate(KINDS.items()):
+        backbone = fakes.backbone(random_model)
+        backbone.add_adapter("t", **kind)
+        fakes.shake(backbone, "t", seed=seed, scale=0.3)
+        found[name] = Member(tmp_path_factory.mktemp(name))
+        backbone.save_adapter("t", found[name].adapter or "")
+    return found
+
+
+def rollout(backbone: Backbone, copies: int = 2) -> Rollout:
+    """Six images of three tasks at two trained steps."""
+    prompts = PromptBatch(fakes.PROMPTS[:3], ["geneval", "photo", "ocr"], [{}] * 3)
+    schedule = Schedule(backbone.sigmas(4), "sde", 0.7, (0, 2))
+    return sample(
+        backbone, prompts, schedule, guidance=1.0, noise=Noise((0,)), copies=copies, decode=False
+    )
+
+
+def alone(model: str, member: Member, found: Rollout, guidance: float) -> Tensor:
+    """The same states through a backbone that knows nothing but this teacher."""
+    backbone = fakes.backbone(model)
+    if member.adapter:
+        backbone.load_adapter("only", member.adapter)
+    steps = len(found.steps)
+    sigma = found.sigmas[found.steps].repeat(len(found))
+    cond = found.conditioning.select(torch.arange(len(found)).repeat_interleave(steps))
+    with torch.no_grad():
+        flat = backbone.velocity(found.states.flatten(0, 1), sigma, cond, guidance=guidance)
+    return flat.unflatten(0, (len(found), steps))
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_a_mixed_batch_is_each_teacher_alone_to_the_bit(
+    random_model: str, members: dict[str, Member], guidance: float
+) -> None:
+    student = fakes.adapted(random_model)
+    found = rollout(student)
+    scaled = {name: Member(m.adapter, guidance) for name, m in members.items()}
+    label = Bank(student, scaled, ROUTING, dtype=torch.float32)(found)
+    assert label.teacher == ["geneval"] * 2 + ["base"] * 2 + ["ocr"] * 2
+    for name, member in members.items():
+        rows = [i for i, teacher in enumerate(label.teacher) if teacher == name]
+        expected = alone(random_model, member, found, guidance)
+        assert torch.equal(label.velocity[rows], expected[rows])
+
+
+def test_every_teacher_has_its_own_guidance(random_model: str, members: dict[str, Member]) -> None:
+    student = fakes.adapted(random_model)
+    found = rollout(student)
+    scales = {"base": 1.0, "ocr": 4.5, "geneval": 2.0}
+    scaled = {name: Member(m.adapter, scales[name]) for name, m in members.items()}
+    label = Bank(student, scaled, ROUTING, dtype=torch.float32)(found)
+    for name, member in members.items():
+        rows = [i for i, teacher in enumerate(label.teacher) if teacher == name]
+        expected = alone(random_model, member, found, scales[name])
+        torch.testing.assert_close(label.velocity[rows], expected[rows], rtol=0, atol=1e-5)
+
+
+def test_batch_size_changes_nothing_and_labels_are_stored_in_bf16(
+    random_model: str, members: dict[str, Member]
+) -> None:
+    student = fakes.adapted(random_model)
+    found = rollout(student)
+    exact = Bank(student, members, ROUTING, dtype=torch.float32)(found).velocity
+    other = fakes.adapted(random_model)
+    small = Bank(other, members, ROUTING, batch_size=5, dtype=torch.float32)(found).velocity
+    torch.testing.assert_close(small, exact, rtol=0, atol=1e-6)
+    third = fakes.adapted(random_model)
+    stored = Bank(third, members, ROUTING)(found).velocity
+    assert stored.dtype == torch.bfloat16
+    torch.testing.assert_close(stored.float(), exact, rtol=2**-8, atol=1e-6)
+
+
+def test_the_student_does_not_notice_the_bank(
+    random_model: str, members: dict[str, Member]
+) -> None:
+    student = fakes.adapted(random_model)
+    before = rollout(student)
+    bank = Bank(student, members, ROUTING)
+    bank(before)
+    assert torch.equal(rollout(student).states, before.states)
+    trained = [name for name, p in student.core.named_parameters() if p.requires_grad]
+    assert trained and all(f".{STUDENT}." in name for name in trained)
+
+
+# Refusals ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("routing", "message"),
+    [
+        ({}, "no task is routed to a teacher"),
+        ({**ROUTING, "logo": "logos"}, "task 'logo' is routed to 'logos', and there are only"),
+        ({"ocr": "ocr", "geneval": "geneval"}, "no task is routed to teacher 'base'"),
+    ],
+)
+def test_wrong_routing_is_refused(
+    random_model: str, members: dict[str, Member], routing: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Bank(fakes.backbone(random_model), members, routing)
+
+
+def test_a_task_of_a_rollout_without_teacher_is_refused(
+    random_model: str, members: dict[str, Member]
+) -> None:
+    student = fakes.adapted(random_model)
+    bank = Bank(student, {"ocr": members["ocr"]}, {"ocr": "ocr"})
+    with pytest.raises(ValueError, match="task 'geneval' has no teacher; routed are \\['ocr'\\]"):
+        bank(rollout(student))
+
+
+def test_an_adapter_of_another_base_is_refused(random_model: str, tmp_path: Path) -> None:
+    backbone = fakes.adapted(random_model)
+    backbone.save_adapter(STUDENT, tmp_path / "mine")
+    state, metadata = read_lora(tmp_path / "mine")
+    bare = {k.removeprefix("transformer."): v for k, v in state.items()}
+    wide = {k: torch.cat([v, v], 1) if "lora_A" in k else v for k, v in bare.items()}
+    plain = {k.removeprefix("transformer."): v for k, v in (metadata or {}).items()}
+    write_lora(tmp_path / "wide", wide, plain)
+    with pytest.raises(ValueError, match="does not fit the base .* trained on this base"):
+        Bank(backbone, {"t": Member(tmp_path / "wide")}, {"ocr": "t"})
+
+
+def test_labels_that_are_not_finite_stop_with_the_teacher_named(
+    random_model: str, members: dict[str, Member]
+) -> None:
+    student = fakes.adapted(random_model)
+    bank = Bank(student, members, ROUTING)
+    student.adapter_parameters("teacher_ocr")[-1].data.fill_(float("nan"))
+    with pytest.raises(LabelError, match="teacher 'ocr' gives a velocity that is not finite"):
+        bank(rollout(student))
