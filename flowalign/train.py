@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -76,6 +77,7 @@ def train(config: Config, *, resume: bool = False) -> Path:
     loop.accelerator.wait_for_everyone()
     if resume and not loop.resume():
         log.info("no checkpoint under %s: starting anew", folder)
+    _hint_threads(loop.accelerator)
     report.begin(loop)
     try:
         loop.run()
@@ -86,6 +88,20 @@ def train(config: Config, *, resume: bool = False) -> Path:
     loop.accelerator.wait_for_everyone()
     loop.accelerator.end_training()
     return folder / "adapter"
+
+
+def _hint_threads(accelerator: Accelerator) -> None:
+    """Say so where a run on CPUs leaves some idle: accelerate gives a process one thread."""
+    import torch
+
+    used = torch.get_num_threads() * accelerator.num_processes
+    cores = os.cpu_count() or 1
+    if accelerator.device.type == "cpu" and used < cores:
+        accelerator.print(
+            f"using {used} of {cores} CPU cores; "
+            f"accelerate launch --num_cpu_threads_per_process {cores} uses all, as does "
+            "flowalign train without OMP_NUM_THREADS"
+        )
 
 
 def _check_folder(folder: Path, config: Config, resume: bool) -> None:
