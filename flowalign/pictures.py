@@ -35,7 +35,7 @@ def grid(
         axis.imshow(pixels, interpolation="nearest" if small else "antialiased")
         text = "\n".join(textwrap.fill(line, 24) for line in caption.split("\n"))
         axis.set_title(text, fontsize=7, y=-0.04, va="top", pad=0)
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(title, fontsize=11, y=1 - 0.1 / figure.get_figheight(), va="top")
     figure.subplots_adjust(
         left=0.01, right=0.99, top=1 - 0.45 / figure.get_figheight() if title else 0.99,
         bottom=0.5 / figure.get_figheight(), hspace=0.38, wspace=0.06,
