@@ -90,14 +90,14 @@ def merge(
     _check_same(adapters, found)
     merged, errors = {}, {}
     with torch.random.fork_rng(devices=[]):  # peft draws from the global generator
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed GPUs as well
         for layer in found[0].layers:
             parts = [adapter.layers[layer] for adapter in found]
             scale = _depth_scale(layer, found[0].blocks, lines)
             scaled = [w * scale for w in weights]
             merged[layer], errors[layer] = _merge_layer(parts, scaled, method, rank, density)
-    write_lora(out, _state(merged), _metadata(merged, found[0].base))
     ranks = {layer: factors.down.shape[0] for layer, factors in merged.items()}
+    write_lora(out, _state(merged), _metadata(ranks, found[0].base))
     return MergeReport(method, [str(a) for a in adapters], weights, ranks, errors)
 
 
@@ -116,11 +116,12 @@ def _merge_layer(
     up = torch.cat([w * part.up for w, part in zip(weights, parts, strict=True)], dim=1)
     if method == "concat":
         return Factors(down, up), 0.0
-    whole = Factors(down, up).dense
-    if method in ("ties", "dare"):
+    if method == "svd":
+        whole = Factors(down, up).dense
+    else:
         combine = ties if method == "ties" else dare_linear
         dense = [part.dense for part in parts]
-        whole = combine(dense, torch.tensor(weights, dtype=whole.dtype), density)
+        whole = combine(dense, torch.tensor(weights, dtype=down.dtype), density)
     return _low_rank(whole, rank or max(part.down.shape[0] for part in parts))
 
 
@@ -198,9 +199,8 @@ def _state(merged: dict[str, Factors]) -> dict[str, Tensor]:
     return state
 
 
-def _metadata(merged: dict[str, Factors], base: str | None) -> dict[str, Any]:
+def _metadata(ranks: dict[str, int], base: str | None) -> dict[str, Any]:
     """peft's description, with alpha = r everywhere: the scales are in B."""
-    ranks = {layer: factors.down.shape[0] for layer, factors in merged.items()}
     usual = max(ranks.values())
     unusual = {layer: rank for layer, rank in ranks.items() if rank != usual}
     config = LoraConfig(
