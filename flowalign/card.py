@@ -43,7 +43,9 @@ def write_card(folder: Path, config: Config, command: str) -> None:
         base=config.model.id,
         name=folder.name,
         stage=config.stage,
-        tasks=", ".join(f"{t.name} (reward `{t.reward.name}`)" for t in config.tasks),
+        tasks=", ".join(
+            f"{t.name} (reward `{t.reward.name}`)" if t.reward else t.name for t in config.tasks
+        ),
         folder=folder / "adapter",
         scores=score_table(folder),
         command=command,

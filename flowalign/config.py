@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -16,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError, safe_open
 
 from flowalign.data import PromptError, load_prompts
 
@@ -100,7 +102,7 @@ class RewardSpec(Section):
 
 
 class Task(Section):
-    """A named group of prompts with its own reward."""
+    """A named group of prompts with its own reward or teacher."""
 
     name: str = Field(min_length=1, examples=["ocr"])
     """What logs and teachers call it."""
@@ -110,8 +112,10 @@ class Task(Section):
     """Held-out prompts, in the same formats."""
     weight: Positive = 1.0
     """Share of every batch, relative to the other tasks."""
-    reward: RewardSpec
-    """What scores its images."""
+    reward: RewardSpec | None = None
+    """What scores its images; a student or sft needs none, but for an evaluation."""
+    teacher: str | None = Field(default=None, examples=["ocr"])
+    """The teacher that its images are routed to (opd, sft); null = the one of the task's name."""
 
 
 class Rollout(Section):
@@ -131,8 +135,8 @@ class Rollout(Section):
     """One initial noise for all images of a prompt."""
     prompts: Count = 8
     """P, distinct prompts of an update, over all processes."""
-    copies: Annotated[int, Field(ge=2)] = 16
-    """K, images of a prompt: the group that advantages are relative to."""
+    copies: Count = 16
+    """K, images of a prompt: the group of an advantage (for distillation 1 will do)."""
     batch_size: Count = 16
     """Images per forward pass of a process."""
 
@@ -148,6 +152,67 @@ class Grpo(Section):
     """PPO's epsilon (log-probs are means over pixels, so ratios stay within 1e-4 of 1)."""
     kl_weight: NotNegative = 0.0
     """Weight of the KL to the base model; 0 saves its forward pass."""
+
+
+class Teacher(Section):
+    """A frozen velocity field on the same base."""
+
+    adapter: str | None = Field(examples=["runs/teacher_ocr/adapter"])
+    """Adapter folder or Hub id; null = the base itself."""
+    guidance: NotNegative = 1.0
+    """Its CFG scale. Above the student's it is distilled into the student."""
+
+
+class Anchor(Teacher):
+    """Manifold-anchor regularisation (MAR): a teacher of every task, whatever its routing."""
+
+    weight: NotNegative = 0.04
+    """Lambda, relative to the distillation loss."""
+
+
+class States(Section):
+    """Which states of a rollout are trained, among those of rollout.window."""
+
+    select: Literal["all", "window", "random", "low_noise", "high_noise"] = "all"
+    """all; or, drawn anew for every update: count steps in a row, anywhere, or Beta(5, 2) towards
+    low noise, Beta(2, 5) towards high noise."""
+    count: Count = 1
+    """How many (no matter for all). The rollout stops at the last one."""
+
+
+class Student(Section):
+    """On-policy distillation: how the student is pulled towards its teachers."""
+
+    gradient: Literal["pathwise", "policy", "published", "detached"] = "pathwise"
+    """pathwise: through the weighted velocity distance. policy: a clipped policy gradient on the
+    teacher's log-ratio. published: the official arithmetic. detached: its control, whose expected
+    gradient is zero."""
+    weighting: Literal["kl", "published", "mean", "velocity"] = "kl"
+    """w(sigma) of the distance w |v - v_teacher|^2; see flowalign.losses.step_weights."""
+    states: States = States()
+    guidance: NotNegative | None = Field(default=None, examples=[1.0])
+    """CFG scale of the student where it is trained; null = rollout.guidance."""
+    clip_range: Positive = 1e-4
+    """PPO's epsilon (policy, published, detached)."""
+    advantage_clip: Positive = 5.0
+    """Advantages are cut to +- this (policy, published, detached)."""
+    reward_to_go: bool = False
+    """policy: credit a step with the log-ratios of all later trained steps, too."""
+    reward_weight: NotNegative = 0.0
+    """Weight of a GRPO loss on the tasks' rewards (section grpo) beside the distillation."""
+    label_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """How labels are stored between rollout and update."""
+    label_batch: Count = 64
+    """(image, step) pairs per forward pass of the teachers."""
+    diagnose_every: Count = 10
+    """Rollouts between two gradient cosines of the tasks."""
+
+
+class Sft(Section):
+    """Cold start: flow matching on images that the routed teachers sample."""
+
+    states: Count = 4
+    """Noise levels at which each image is learnt from."""
 
 
 class Optimizer(Section):
@@ -230,21 +295,54 @@ class Root(Section):
     model: Model
 
 
-class Config(Root):
-    """A training run."""
+class Job(Root):
+    """What `flowalign train` runs."""
 
-    stage: Literal["grpo"]  # pyright: ignore[reportIncompatibleVariableOverride]
-    """What is trained, and how."""
+
+class Config(Job):
+    """A training run; what is learnt depends on the stage."""
+
     seed: int = 0
     """Seed of prompts, noise and initial weights."""
     lora: Lora = Lora()
     tasks: list[Task] = Field(min_length=1)
     rollout: Rollout = Rollout()
-    grpo: Grpo = Grpo()
     optimizer: Optimizer = Optimizer()
     ema: Ema | None = Ema()
     train: Train = Train()
     evaluation: Evaluation | None = Evaluation()
+
+
+class GrpoConfig(Config):
+    """A teacher, or a mix of tasks, by group-relative policy optimisation."""
+
+    stage: Literal["grpo"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Learn from rewards."""
+    grpo: Grpo = Grpo()
+
+
+class OpdConfig(Config):
+    """A student by on-policy distillation from routed teachers."""
+
+    stage: Literal["opd"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Learn from teachers, on the student's own trajectories."""
+    teachers: dict[str, Teacher] = Field(min_length=1, examples=[{"ocr": {"adapter": "runs/ocr"}}])
+    """Teachers by name."""
+    student: Student = Student()
+    anchor: Anchor | None = None
+    """The anchor of MAR; null = none."""
+    grpo: Grpo = Grpo()
+    """Only for student.reward_weight > 0."""
+
+
+class SftConfig(Config):
+    """A cold start from routed teachers' images."""
+
+    stage: Literal["sft"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Learn from teachers' images."""
+    teachers: dict[str, Teacher] = Field(min_length=1, examples=[{"ocr": {"adapter": "runs/ocr"}}])
+    """Teachers by name."""
+    sft: Sft = Sft()
 
 
 class Benchmark(Section):
@@ -286,9 +384,18 @@ class EvalConfig(Root):
     sampling: Sampling = Sampling()
 
 
-STAGES: dict[str, type[Root]] = {"grpo": Config, "eval": EvalConfig}
-COMMANDS = {"grpo": "flowalign train", "eval": "flowalign eval"}
+STAGES: dict[str, type[Root]] = {
+    "grpo": GrpoConfig,
+    "opd": OpdConfig,
+    "sft": SftConfig,
+    "eval": EvalConfig,
+}
 C = TypeVar("C", bound=Root)
+
+
+def command(stage: str) -> str:
+    """What runs a stage."""
+    return "flowalign train" if issubclass(STAGES[stage], Job) else "flowalign eval"
 
 
 # Reading ---------------------------------------------------------------------------------------
@@ -340,8 +447,8 @@ def parse(
 def _root(data: dict[str, Any], wanted: type[C]) -> tuple[type[C] | None, str]:
     """The model that `stage` names, and what is wrong with it ("" = nothing).
 
-    A stage that does not exist is replaced by the one that must be meant, if there is one, so
-    that the other keys are checked too.
+    A stage that does not exist is replaced by the one with the nearest name, or else with the
+    most of the keys, so that the other keys are checked too.
     """
     possible = {name: root for name, root in STAGES.items() if issubclass(root, wanted)}
     listed = " or ".join(map(repr, possible))
@@ -349,16 +456,15 @@ def _root(data: dict[str, Any], wanted: type[C]) -> tuple[type[C] | None, str]:
     if isinstance(seen, str) and seen in possible:
         return possible[seen], ""
     if isinstance(seen, str) and seen in STAGES:
-        return None, f"stage: {seen!r} is run by `{COMMANDS[seen]}`; this command wants {listed}."
+        return None, f"stage: {seen!r} is run by `{command(seen)}`; this command wants {listed}."
     close = difflib.get_close_matches(str(seen).lower(), possible, n=1)
-    meant = close[0] if close else next(iter(possible)) if len(possible) == 1 else None
+    shared = {name: len(data.keys() & root.model_fields) for name, root in possible.items()}
+    meant = close[0] if close else max(shared, key=shared.__getitem__)
     if "stage" in data:
         hint = f" Did you mean {close[0]!r}?" if close else ""
         problem = f"stage: got {_shown(seen)}; want {listed}.{hint}"
     else:
         problem = f"stage: missing. Add `stage:` with {listed}."
-    if meant is None:
-        return None, problem
     data["stage"] = meant
     return possible[meant], problem
 
@@ -527,11 +633,16 @@ def _touch(keys: Sequence[str], bad: set[str]) -> bool:
 def _conflicts(config: Root) -> Iterator[tuple[list[str], str]]:
     """(the keys involved, the problem) for values that are possible alone but not together."""
     if isinstance(config, Config):
-        yield from _noise_conflicts(config.rollout)
+        yield from _noise_conflicts(config)
         yield from _window_conflicts(config.rollout)
+        yield from _reward_conflicts(config)
         yield from _sharing_conflicts(config)
         yield from _same_names("tasks", [task.name for task in config.tasks])
         yield from _validation_conflicts(config)
+    if isinstance(config, OpdConfig | SftConfig):
+        yield from _routing_conflicts(config)
+    if isinstance(config, OpdConfig):
+        yield from _student_conflicts(config)
     if isinstance(config, EvalConfig):
         yield from _same_names("benchmarks", [mark.name for mark in config.benchmarks])
         yield from _file_names("benchmarks", [mark.name for mark in config.benchmarks])
@@ -575,18 +686,19 @@ def _validation_conflicts(config: Config) -> Iterator[tuple[list[str], str]]:
             )
 
 
-def _noise_conflicts(rollout: Rollout) -> Iterator[tuple[list[str], str]]:
+def _noise_conflicts(config: Config) -> Iterator[tuple[list[str], str]]:
+    """The noise that a stage cannot do without."""
+    rollout, need = config.rollout, _noise_needed(config)
     keys = ["rollout.kind", "rollout.noise_level"]
-    if rollout.kind == "ode":
+    if rollout.kind == "ode" and need:
         yield (
             ["rollout.kind"],
-            "rollout.kind: 'ode' adds no noise, so grpo has nothing to learn from. "
-            "Use 'sde' or 'cps'.",
+            f"rollout.kind: 'ode' adds no noise, so {need}. Use 'sde' or 'cps'.",
         )
-    elif rollout.noise_level == 0:
+    elif rollout.kind != "ode" and rollout.noise_level == 0 and need:
         yield (
             keys,
-            "rollout.noise_level: 0 adds no noise, so grpo has nothing to learn from. "
+            f"rollout.noise_level: 0 adds no noise, so {need}. "
             "Use a value above 0, for example 0.7.",
         )
     elif rollout.kind == "cps" and rollout.noise_level > 1:
@@ -594,6 +706,104 @@ def _noise_conflicts(rollout: Rollout) -> Iterator[tuple[list[str], str]]:
             keys,
             f"rollout.noise_level: {rollout.noise_level} with kind 'cps', whose angle a*pi/2 ends "
             "at a = 1. Use a value in (0, 1].",
+        )
+
+
+def _noise_needed(config: Config) -> str:
+    """What a rollout without noise would lack for this config ("" = nothing)."""
+    if isinstance(config, GrpoConfig):
+        return "grpo has nothing to learn from"
+    if not isinstance(config, OpdConfig):
+        return ""
+    if config.student.reward_weight > 0:
+        return "the reward (student.reward_weight) has nothing to learn from"
+    if config.student.gradient != "pathwise":
+        return f"student.gradient {config.student.gradient!r} has no log-probabilities"
+    if config.student.weighting in ("kl", "published"):
+        return f"student.weighting {config.student.weighting!r} (a KL) is infinite"
+    return ""
+
+
+def _reward_conflicts(config: Config) -> Iterator[tuple[list[str], str]]:
+    """Rewards and groups where rewards are learnt from, or evaluated."""
+    learns = isinstance(config, GrpoConfig) or (
+        isinstance(config, OpdConfig) and config.student.reward_weight > 0
+    )
+    if learns and config.rollout.copies < 2:
+        yield (
+            ["rollout.copies"],
+            f"rollout.copies: got {config.rollout.copies}; an advantage is relative to the other "
+            "images of a prompt. Use 2 or more.",
+        )
+    for index, task in enumerate(config.tasks):
+        if task.reward is None and (learns or config.evaluation):
+            why = "this run learns from it" if learns else "`evaluation` is on"
+            yield (
+                [f"tasks.{index}.reward", "evaluation"],
+                f"tasks.{index}.reward: missing, and {why}. Add `reward:` with the keys name, "
+                "options" + ("." if learns else ", or write `evaluation: null`."),
+            )
+        if task.teacher is not None and isinstance(config, GrpoConfig):
+            yield (
+                [f"tasks.{index}.teacher"],
+                f"tasks.{index}.teacher: {task.teacher!r}, but the stage 'grpo' has no teachers. "
+                "Leave it out, or use the stage 'opd'.",
+            )
+
+
+def routing(config: OpdConfig | SftConfig) -> dict[str, str]:
+    """Task -> name of its teacher."""
+    return {task.name: task.teacher or task.name for task in config.tasks}
+
+
+def _routing_conflicts(config: OpdConfig | SftConfig) -> Iterator[tuple[list[str], str]]:
+    names, routed = sorted(config.teachers), routing(config)
+    for index, task in enumerate(config.tasks):
+        if routed[task.name] not in names:
+            yield (
+                [f"tasks.{index}.teacher", "teachers"],
+                f"tasks.{index}.teacher: task {task.name!r} is routed to "
+                f"{routed[task.name]!r}, and there are only {names}. Name one of these, or add "
+                "that teacher under `teachers`.",
+            )
+    for name in sorted(config.teachers.keys() - set(routed.values())):
+        yield (
+            ["teachers", "tasks"],
+            f"teachers.{name}: no task is routed to it. Give a task `teacher: {name}`, or leave "
+            "it out.",
+        )
+    yield from _file_names("teachers", names)
+
+
+def _student_conflicts(config: OpdConfig) -> Iterator[tuple[list[str], str]]:
+    student, rollout = config.student, config.rollout
+    if student.gradient in ("published", "detached") and student.weighting != "published":
+        yield (
+            ["student.gradient", "student.weighting"],
+            f"student.weighting: {student.weighting!r} with gradient {student.gradient!r}, which "
+            "is the published arithmetic. Use weighting 'published', or gradient 'pathwise'.",
+        )
+    if student.gradient != "pathwise" or student.reward_weight > 0:
+        own = rollout.guidance if student.guidance is None else student.guidance
+        if own != rollout.guidance:
+            yield (
+                ["student.guidance", "rollout.guidance"],
+                f"student.guidance: {own}, but the rollout has {rollout.guidance}: the ratio of "
+                "new and old policy needs one policy. Use the same, or gradient 'pathwise' "
+                "without a reward.",
+            )
+    if student.reward_to_go and student.gradient != "policy":
+        yield (
+            ["student.reward_to_go", "student.gradient"],
+            f"student.reward_to_go: true, but gradient {student.gradient!r} has no rewards over "
+            "time. Use gradient 'policy', or leave it out.",
+        )
+    start, stop = rollout.window or (0, max(rollout.steps - 1, 1))
+    if student.states.select != "all" and student.states.count > stop - start:
+        yield (
+            ["student.states", "rollout.window", "rollout.steps"],
+            f"student.states.count: {student.states.count}, and rollout.window has only "
+            f"{stop - start} steps. Use at most {stop - start}.",
         )
 
 
@@ -633,18 +843,19 @@ def check_world(config: Config | EvalConfig, num_processes: int) -> None:
     if isinstance(config, Config):
         problems = list(_training_problems(config, num_processes))
     else:
-        problems = list(_adapter_problems(config.models))
+        problems = list(_adapter_problems(config))
     for place, name, reward, sources in _judged(config):
-        known = True
+        known = reward is not None
         try:
-            rewards.check(reward.name, reward.options)
+            if reward is not None:
+                rewards.check(reward.name, reward.options)
         except (ValueError, KeyError, TypeError, ImportError) as error:
             problems.append(f"{place}.reward: {_text(error)}")
             known = False
         for key, source in sources.items():
             try:
                 batch = load_prompts(source, name)
-                if known:
+                if known and reward is not None:
                     options = reward.options
                     rewards.check_prompts(reward.name, options, batch.prompts, batch.metadata)
             except (PromptError, OSError) as error:
@@ -657,7 +868,7 @@ def check_world(config: Config | EvalConfig, num_processes: int) -> None:
 
 def _judged(
     config: Config | EvalConfig,
-) -> Iterator[tuple[str, str, RewardSpec, dict[str, str]]]:
+) -> Iterator[tuple[str, str, RewardSpec | None, dict[str, str]]]:
     """(place in the config, name, its reward, {key: prompt set}) of every task or benchmark."""
     if isinstance(config, EvalConfig):
         for index, mark in enumerate(config.benchmarks):
@@ -684,18 +895,54 @@ def _training_problems(config: Config, num_processes: int) -> Iterator[str]:
             "optimizer.name: 'adamw8bit' needs bitsandbytes, which is not installed. "
             "Run `pip install 'flowalign[gpu]'`, or use 'adamw'."
         )
+    yield from _adapter_problems(config)
 
 
-def _adapter_problems(models: Mapping[str, str | None]) -> Iterator[str]:
-    for name, folder in models.items():
-        if folder is None or (Path(folder).expanduser() / ADAPTER).is_file():
+def adapters(config: Root) -> dict[str, str]:
+    """{place in the config: folder or Hub id} of every adapter that a stage reads."""
+    found: dict[str, str | None] = {}
+    if isinstance(config, Config):
+        found["lora.init"] = config.lora.init
+    if isinstance(config, OpdConfig | SftConfig):
+        found |= {f"teachers.{name}": t.adapter for name, t in config.teachers.items()}
+    if isinstance(config, OpdConfig) and config.anchor:
+        found["anchor.adapter"] = config.anchor.adapter
+    if isinstance(config, EvalConfig):
+        found |= {f"models.{name}": folder for name, folder in config.models.items()}
+    return {place: folder for place, folder in found.items() if folder is not None}
+
+
+def _adapter_problems(config: Root) -> Iterator[str]:
+    """Adapters that are not there, or that say of themselves that they are another base's."""
+    for place, source in adapters(config).items():
+        folder = Path(source).expanduser()
+        if (folder / ADAPTER).is_file():
+            try:
+                base = adapter_base(folder)
+            except SafetensorError as error:
+                yield f"{place}: {folder / ADAPTER} is not a safetensors file ({error})."
+                continue
+            if base not in (None, config.model.id):
+                yield (
+                    f"{place}: {source!r} was trained on {base!r}, and model.id is "
+                    f"{config.model.id!r}. Name an adapter of this base, or that base as model.id."
+                )
             continue
-        inner = Path(folder) / "adapter"
-        hint = f"did you mean {inner}?" if (inner.expanduser() / ADAPTER).is_file() else (
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not folder.parent.exists():
+            continue  # a Hub id: found out when it is loaded
+        inner = folder / "adapter"
+        hint = f"did you mean {Path(source) / 'adapter'}?" if (inner / ADAPTER).is_file() else (
             "training writes one to <output>/adapter; null is the base model."
         )  # fmt: skip
-        seen = "the folder holds" if Path(folder).expanduser().is_dir() else "no such folder, so"
-        yield f"models.{name}: {folder!r}: {seen} no {ADAPTER}; {hint}"
+        seen = "the folder holds" if folder.is_dir() else "no such folder, so"
+        yield f"{place}: {source!r}: {seen} no {ADAPTER}; {hint}"
+
+
+def adapter_base(folder: Path) -> str | None:
+    """The base that a saved adapter names as its own, read from the head of its file."""
+    with safe_open(folder / ADAPTER, framework="numpy") as file:
+        text = (file.metadata() or {}).get("lora_adapter_metadata", "{}")
+    return json.loads(text).get("transformer.base_model_name_or_path")
 
 
 def _text(error: Exception) -> str:

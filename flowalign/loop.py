@@ -33,7 +33,7 @@ from flowalign.backbone import Backbone
 from flowalign.config import Config
 from flowalign.data import PromptSampler
 from flowalign.rollout import Noise, Schedule, sample
-from flowalign.types import Conditioning, EvalReport, Rollout, StepLoss
+from flowalign.types import Conditioning, EvalReport, Rollout, Source, StepLoss
 
 STUDENT = "student"  # name of the adapter that is trained
 
@@ -47,8 +47,9 @@ class Pairs:
     """A micro-batch of b (image, step) pairs of a rollout.
 
     rows [b] images of the rollout, columns [b] positions among its trained steps, steps [b]
-    positions in the schedule, sigma [b] there; x, x_next [b,C,h,w]; old_log_prob [b]. first: the
-    micro-batch on which costly diagnostics are taken.
+    positions in the schedule, sigma [b] there; x [b,C,h,w]. x_next [b,C,h,w] and old_log_prob [b]
+    are the sampled action, None where the rollout kept none. first: the micro-batch on which
+    costly diagnostics are taken.
     """
 
     rows: Tensor
@@ -56,10 +57,15 @@ class Pairs:
     steps: Tensor
     sigma: Tensor
     x: Tensor
-    x_next: Tensor
-    old_log_prob: Tensor
+    x_next: Tensor | None
+    old_log_prob: Tensor | None
     conditioning: Conditioning
     first: bool
+
+    def action(self) -> tuple[Tensor, Tensor]:
+        """x_next and old_log_prob of a rollout that has them."""
+        assert self.x_next is not None and self.old_log_prob is not None
+        return self.x_next, self.old_log_prob
 
 
 @dataclass(frozen=True)
@@ -67,20 +73,35 @@ class Prepared:
     """What an algorithm found out about a rollout before the update.
 
     keep [B]: images that carry gradient; metrics: means over all processes; captions: B lines
-    for the sample grid.
+    for the sample grid. states: a rollout to train on instead (None = the one that was prepared).
     """
 
     keep: Tensor
     metrics: Mapping[str, float]
     captions: list[str]
+    states: Rollout | None = None
 
 
 class Algorithm(Protocol):
-    """What is learnt from a rollout."""
+    """What is learnt from a rollout.
+
+    needs_images: rollouts are decoded; needs_latents: they run to their end. guidance: the
+    student's CFG scale where it is trained.
+    """
 
     needs_images: bool
+    needs_latents: bool
+    guidance: float
 
-    def prepare(self, rollout: Rollout) -> Prepared:
+    def plan(self, update: int) -> Schedule:
+        """How the rollout of an update steps, and which of its states are trained."""
+        ...
+
+    def source(self, tasks: list[str]) -> Source | None:
+        """Who samples the prompts of these tasks; None = the student."""
+        ...
+
+    def prepare(self, rollout: Rollout, update: int) -> Prepared:
         """Score or label a rollout, once."""
         ...
 
@@ -106,8 +127,8 @@ def pairs_of(rollout: Rollout, keep: Tensor, size: int) -> Iterator[Pairs]:
             steps=steps[c],
             sigma=rollout.sigmas.to(device)[steps[c]],
             x=rollout.states[r, c],
-            x_next=rollout.next_states[r, c],
-            old_log_prob=rollout.log_probs[r, c],
+            x_next=None if rollout.next_states is None else rollout.next_states[r, c],
+            old_log_prob=None if rollout.log_probs is None else rollout.log_probs[r, c],
             conditioning=rollout.conditioning.select(r),
             first=i == 0,
         )
@@ -141,7 +162,6 @@ class Loop:
             # the base's buffers are constants, and their broadcast, at the forward after a
             # reduction, would meet other collectives where processes differ in micro-batches
             model.broadcast_buffers = False
-        self.schedule = schedule(backbone, config)
         self.lr = learning_rate(config, self.optimizer.optimizer)
         self.ema = EMAModel(self.parameters, decay=config.ema.decay) if config.ema else None
         self.update = 0  # rollouts done
@@ -178,11 +198,12 @@ class Loop:
         began = time.perf_counter()
         rollout = self.rollout(self.update)
         sampled = time.perf_counter()
-        prepared = self.algorithm.prepare(rollout)
+        prepared = self.algorithm.prepare(rollout, self.update)
         scored = time.perf_counter()
         with interrupts_held():
             self._whole = False
-            metrics = dict(prepared.metrics) | self._learn(rollout, prepared.keep)
+            states = prepared.states or rollout
+            metrics = dict(prepared.metrics) | self._learn(states, prepared.keep)
             if self._due(self.config.train.sample_every, offset=1):
                 self._draw(rollout, prepared.captions)
             done = time.perf_counter()
@@ -207,16 +228,19 @@ class Loop:
         settings = self.config.rollout
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         batch = self.prompts.shard(self.prompts.batch(update), rank, world)
+        source = self.algorithm.source(batch.tasks)
         return sample(
             self.backbone,
             batch,
-            self.schedule,
-            guidance=settings.guidance,
+            self.algorithm.plan(update),
+            guidance=source.guidance if source else settings.guidance,
+            adapters=source.adapters if source else None,
             noise=Noise((self.config.seed, update), settings.shared_noise),
             copies=settings.copies,
             first=rank * len(batch),
             batch_size=settings.batch_size,
             decode=self.algorithm.needs_images,
+            finish=self.algorithm.needs_images or self.algorithm.needs_latents,
         )
 
     def _learn(self, rollout: Rollout, keep: Tensor) -> dict[str, float]:
@@ -248,12 +272,11 @@ class Loop:
                 totals[name].append((value, len(pairs.rows)))
         means = {k: sum(v * n for v, n in vs) / sum(n for _, n in vs) for k, vs in totals.items()}
         rate = self.lr.get_last_lr()[0]
-        return self._mean(means) | {"grad_norm": self._descend(), "lr": rate}
+        return mean_over_processes(means) | {"grad_norm": self._descend(), "lr": rate}
 
     def velocity(self, pairs: Pairs) -> Tensor:
-        """The student's velocity [b,C,h,w] at the pairs, as the rollout computed it."""
-        guidance = self.config.rollout.guidance
-        return self.backbone.velocity(pairs.x, pairs.sigma, pairs.conditioning, guidance=guidance)
+        """The student's velocity [b,C,h,w] at the pairs: the forward path of the rollout."""
+        return velocity(self.backbone, pairs, self.algorithm.guidance)
 
     def _descend(self) -> float:
         norm = self.accelerator.clip_grad_norm_(
@@ -329,12 +352,6 @@ class Loop:
     def _due(self, every: int, offset: int = 0) -> bool:
         return (self.update + offset) % every == 0
 
-    def _mean(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Means over the processes that have a name."""
-        rows: list[Mapping[str, float]] = gather_object([values])
-        found = {name: [r[name] for r in rows if name in r] for row in rows for name in row}
-        return {name: sum(each) / len(each) for name, each in found.items()}
-
     # Checkpoints -------------------------------------------------------------------------------
 
     def _tensors(self) -> dict[str, Any]:
@@ -391,6 +408,18 @@ class Loop:
         part = path.with_suffix(".part")
         part.write_text("".join(kept))
         os.replace(part, path)
+
+
+def velocity(backbone: Backbone, pairs: Pairs, guidance: float) -> Tensor:
+    """The active adapter's velocity [b,C,h,w] at the pairs."""
+    return backbone.velocity(pairs.x, pairs.sigma, pairs.conditioning, guidance=guidance)
+
+
+def mean_over_processes(values: Mapping[str, float]) -> dict[str, float]:
+    """Means over the processes that have a name."""
+    rows: list[Mapping[str, float]] = gather_object([values])
+    found = {name: [r[name] for r in rows if name in r] for row in rows for name in row}
+    return {name: sum(each) / len(each) for name, each in found.items()}
 
 
 @contextmanager

@@ -1,12 +1,17 @@
-"""Losses of the policy. Pure tensors. B elements, each one (image, step).
+"""Losses of the policy and of distillation. Pure tensors. B elements, each one (image, step).
 
-The KL to the base is `sde.kl` of two `sde.transition`s: there is no second formula for it here.
+There is one formula for a step (`sde.transition`) and one for its KL (`sde.kl`); what follows
+from them stands here.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from flowalign import sde
+
+WEIGHTINGS = ("kl", "published", "mean", "velocity")
 
 
 def policy_loss(
@@ -16,9 +21,35 @@ def policy_loss(
 
     rho = exp(log_prob - old_log_prob); loss = max(-A rho, -A clip(rho, 1 - eps, 1 + eps)).
     Only log_prob carries gradient: old_log_prob and advantage are detached. Departure from
-    Flow-OPD's code: there the advantage leaks gradient and is [B,1], so that the loss is [B,B];
-    here any shape but [B] is refused.
+    Flow-OPD's code: there the advantage leaks gradient (`published_loss`) and is [B,1], so that
+    the loss is [B,B]; here any shape but [B] is refused.
     """
+    return _clipped(log_prob, old_log_prob, advantage.detach(), clip_range)
+
+
+def published_loss(
+    distance: Tensor,
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    *,
+    clip_range: float,
+    advantage_clip: float,
+    advantage: Tensor | float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Flow-OPD's own arithmetic (`kl_only`, and `mixed` with a task's advantage) and rho, both [B].
+
+    distance [B] is the velocity distance under the weighting "published"; the advantage
+    A = clip(advantage - distance, +- advantage_clip) is NOT detached, which is why it learns: at
+    rho = 1 its gradient is that of the distance, plus a score term of expectation zero. Departure:
+    per element, where the published code broadcasts [B,1] with [B] to [B,B].
+    """
+    total = (advantage - distance).clamp(-advantage_clip, advantage_clip)
+    return _clipped(log_prob, old_log_prob, total, clip_range)
+
+
+def _clipped(
+    log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, clip_range: float
+) -> tuple[Tensor, Tensor]:
     shapes = [list(t.shape) for t in (log_prob, old_log_prob, advantage)]
     if log_prob.ndim != 1 or shapes != [shapes[0]] * 3:
         raise ValueError(
@@ -27,7 +58,6 @@ def policy_loss(
         )
     if not clip_range > 0:
         raise ValueError(f"clip_range is {clip_range}; take one above 0 (1e-5 to 1e-3 is usual)")
-    advantage = advantage.detach()
     ratio = torch.exp(log_prob - old_log_prob.detach())
     clipped = ratio.clamp(1 - clip_range, 1 + clip_range)
     return torch.maximum(-advantage * ratio, -advantage * clipped), ratio
@@ -36,3 +66,43 @@ def policy_loss(
 def clip_fraction(ratio: Tensor, clip_range: float) -> Tensor:
     """The share (a scalar) of the ratios [B] that lie outside 1 +- clip_range."""
     return ((ratio.detach() - 1).abs() > clip_range).float().mean()
+
+
+def velocity_error(velocity: Tensor, target: Tensor) -> Tensor:
+    """|v - v_target|^2 [B], the MEAN over C, h, w, in float32; target carries no gradient."""
+    return sde.image_mean((velocity - target.detach().to(velocity.dtype)) ** 2)
+
+
+def step_weights(
+    sigmas: Tensor, *, weighting: str, kind: str = "sde", noise_level: float = 0.0
+) -> Tensor:
+    """w [T], for which a step's distance is w * |v - v_teacher|^2. sigmas [T+1] of the rollout.
+
+    The mean of a transition is linear in the velocity, mean = .. + slope * v, so with it
+        kl         slope^2 / (2 std^2): the exact reverse KL of the two transitions, `sde.kl`
+                   (Flow-OPD 2605.08063, on its project page)
+        published  the same times (-dt): Flow-OPD's code, which divides by 2 s^2, std^2 = s^2 (-dt)
+        mean       slope^2: the distance of the means (DiffusionOPD, 2605.15055)
+        velocity   1 (DanceOPD, 2606.27377)
+    A step without noise has no KL: there w is infinite under "kl" and "published".
+    """
+    if weighting not in WEIGHTINGS:
+        raise ValueError(f"unknown weighting {weighting!r}; take one of {', '.join(WEIGHTINGS)}")
+    count = len(sigmas) - 1
+    if weighting == "velocity":
+        return torch.ones(count)
+    x, sigma, following = torch.zeros(count, 1, 1, 1), sigmas[:-1].cpu(), sigmas[1:].cpu()
+    unit = sde.transition(
+        x,
+        torch.ones_like(x),
+        sigma,
+        following,
+        noise_level=noise_level,
+        kind=kind,
+        sigma_max=float(sigmas[min(1, count - 1)]),
+    )
+    squared = unit.mean.flatten() ** 2
+    if weighting == "mean":
+        return squared
+    exact = squared / (2 * unit.std.flatten() ** 2)
+    return exact * (sigma - following) if weighting == "published" else exact

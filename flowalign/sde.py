@@ -123,7 +123,7 @@ def log_prob(gaussian: Gaussian, x_next: Tensor) -> Tensor:
     _require_noise(gaussian)
     mean, std = gaussian.mean, gaussian.std
     squares = (x_next.to(mean.dtype) - mean) ** 2 / (2 * std**2)
-    return -_image_mean(squares) - torch.log(std).flatten() - LOG_SQRT_2PI
+    return -image_mean(squares) - torch.log(std).flatten() - LOG_SQRT_2PI
 
 
 def kl(p: Gaussian, q: Gaussian) -> Tensor:
@@ -139,7 +139,7 @@ def kl(p: Gaussian, q: Gaussian) -> Tensor:
             f"kl needs equal std, got {p.std.flatten().tolist()} and {q.std.flatten().tolist()}; "
             "build both transitions from the same sigmas, noise level and kind"
         )
-    return _image_mean((p.mean - q.mean) ** 2 / (2 * p.std**2))
+    return image_mean((p.mean - q.mean) ** 2 / (2 * p.std**2))
 
 
 def _column(name: str, sigma: float | Tensor, x: Tensor) -> Tensor:
@@ -151,8 +151,9 @@ def _column(name: str, sigma: float | Tensor, x: Tensor) -> Tensor:
     return sigma.to(x.device, dtype).expand(x.shape[0]).reshape(-1, *[1] * (x.ndim - 1))
 
 
-def _image_mean(x: Tensor) -> Tensor:
-    """[B,...] -> [B]. One axis at a time: a sum over all at once may be split by batch size."""
+def image_mean(x: Tensor) -> Tensor:
+    """The mean of each image, [B,...] -> [B]. One axis at a time: a sum over all at once may be
+    split by batch size."""
     while x.ndim > 1:
         x = x.mean(-1)
     return x

@@ -11,7 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowalign.config import Config, ConfigError, check_world, load, to_yaml
+from flowalign.config import (
+    Config,
+    ConfigError,
+    GrpoConfig,
+    OpdConfig,
+    SftConfig,
+    check_world,
+    load,
+    routing,
+    to_yaml,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -19,9 +29,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flowalign.backbone import Backbone
+    from flowalign.config import Grpo as GrpoSettings
+    from flowalign.config import Teacher as TeacherSettings
     from flowalign.eval.suite import Benchmark, Settings
-    from flowalign.loop import Loop
+    from flowalign.loop import Algorithm, Loop
     from flowalign.progress import Progress
+    from flowalign.student import Student
+    from flowalign.teachers.bank import Bank
+    from flowalign.teachers.grpo import Grpo
     from flowalign.types import EvalReport, Reward
 
 log = logging.getLogger("flowalign")
@@ -130,16 +145,14 @@ def _check_folder(folder: Path, config: Config, resume: bool) -> None:
 
 
 def wire(config: Config) -> tuple[Loop, Progress, dict[str, Reward]]:
-    """Build every part of a GRPO run from its config -> the loop, its display, its rewards."""
+    """Build every part of a run from its config -> the loop, its display, its rewards."""
     from accelerate import Accelerator
     from accelerate.utils import set_seed
 
     from flowalign import rewards
     from flowalign.data import PromptSampler, load_prompts
-    from flowalign.loop import Loop, schedule
+    from flowalign.loop import Loop
     from flowalign.progress import Progress
-    from flowalign.rewards.by_task import ByTask
-    from flowalign.teachers.grpo import Grpo
 
     accelerator = Accelerator(
         mixed_precision=config.train.mixed_precision,
@@ -147,17 +160,10 @@ def wire(config: Config) -> tuple[Loop, Progress, dict[str, Reward]]:
         project_dir=config.output,
     )
     set_seed(config.seed)  # the LoRA's initial A; all else has generators of its own
-    built = {t.name: rewards.build(t.reward.name, **t.reward.options) for t in config.tasks}
+    built = {
+        t.name: rewards.build(t.reward.name, **t.reward.options) for t in config.tasks if t.reward
+    }
     backbone = student(config, accelerator.device)
-    algorithm = Grpo(
-        config.grpo,
-        ByTask(built),
-        backbone,
-        schedule(backbone, config),
-        accelerator,
-        guidance=config.rollout.guidance,
-        max_invalid_share=config.train.max_invalid_share,
-    )
     sampler = PromptSampler(
         {t.name: load_prompts(t.prompts, t.name) for t in config.tasks},
         {t.name: t.weight for t in config.tasks},
@@ -170,13 +176,106 @@ def wire(config: Config) -> tuple[Loop, Progress, dict[str, Reward]]:
         backbone,
         accelerator,
         sampler,
-        algorithm,
+        algorithm(config, backbone, built, accelerator),
         evaluator(config, backbone, built, accelerator),
         progress.update,
         lambda path, images, captions: draw(config, path, images, captions),
     )
     accelerator.init_trackers("tensorboard")
     return loop, progress, built
+
+
+def algorithm(
+    config: Config, backbone: Backbone, rewards: Mapping[str, Reward], accelerator: Accelerator
+) -> Algorithm:
+    """What the stage of a config learns."""
+    if isinstance(config, GrpoConfig):
+        return grpo(config, config.grpo, backbone, rewards, accelerator)
+    if isinstance(config, OpdConfig):
+        return opd(config, backbone, rewards, accelerator)
+    assert isinstance(config, SftConfig)
+    from flowalign.teachers.sft import Sft
+
+    return Sft(
+        bank(backbone, config.teachers, routing(config)),
+        backbone.sigmas(config.rollout.steps),
+        states=config.sft.states,
+        shift=backbone.pipe.scheduler.config.shift,
+        guidance=config.rollout.guidance,
+        seed=config.seed,
+    )
+
+
+def grpo(
+    config: Config,
+    settings: GrpoSettings,
+    backbone: Backbone,
+    rewards: Mapping[str, Reward],
+    accelerator: Accelerator,
+) -> Grpo:
+    """Learning from the tasks' rewards."""
+    from flowalign.loop import schedule
+    from flowalign.rewards.by_task import ByTask
+    from flowalign.teachers.grpo import Grpo
+
+    return Grpo(
+        settings,
+        ByTask(rewards),
+        backbone,
+        schedule(backbone, config),
+        accelerator,
+        guidance=config.rollout.guidance,
+        max_invalid_share=config.train.max_invalid_share,
+    )
+
+
+def opd(
+    config: OpdConfig,
+    backbone: Backbone,
+    rewards: Mapping[str, Reward],
+    accelerator: Accelerator,
+) -> Student:
+    """Learning from routed teachers, an anchor and, where asked, the rewards as well."""
+    from flowalign.loop import schedule
+    from flowalign.student import Student
+
+    s, routed, anchor = config.student, routing(config), config.anchor
+    everywhere = dict.fromkeys(routed, "anchor")
+    storage = {"dtype": s.label_dtype, "batch_size": s.label_batch}
+    return Student(
+        s,
+        bank(backbone, config.teachers, routed, **storage),
+        backbone,
+        schedule(backbone, config),
+        accelerator,
+        guidance=config.rollout.guidance if s.guidance is None else s.guidance,
+        seed=config.seed,
+        micro_batch=config.optimizer.micro_batch,
+        anchor=bank(backbone, {"anchor": anchor}, everywhere, **storage) if anchor else None,
+        anchor_weight=anchor.weight if anchor else 0.0,
+        grpo=grpo(config, config.grpo, backbone, rewards, accelerator)
+        if s.reward_weight > 0
+        else None,
+    )
+
+
+def bank(
+    backbone: Backbone,
+    teachers: Mapping[str, TeacherSettings],
+    routed: Mapping[str, str],
+    *,
+    dtype: str = "float32",
+    batch_size: int = 64,
+) -> Bank:
+    """The teachers of a config on the student's base; ConfigError if one does not fit it."""
+    from flowalign.backbone import DTYPES
+    from flowalign.teachers.bank import Bank, Member
+
+    members = {name: Member(t.adapter, t.guidance) for name, t in teachers.items()}
+    try:
+        return Bank(backbone, members, routed, dtype=DTYPES[dtype], batch_size=batch_size)
+    except ValueError as error:
+        raise ConfigError([f"teachers: {error}"]) from error
 
 
 def student(config: Config, device: torch.device) -> Backbone:
@@ -227,7 +326,7 @@ def held_out(config: Config, rewards: Mapping[str, Reward]) -> list[Benchmark]:
     assert config.evaluation
     found = []
     for task in config.tasks:
-        if task.validation:
+        if task.validation and task.name in rewards:
             prompts = load_prompts(task.validation, task.name)
             prompts = prompts.select(range(min(len(prompts), config.evaluation.prompts)))
             found.append(Benchmark(task.name, prompts, rewards[task.name]))

@@ -60,19 +60,22 @@ class Conditioning:
 
 @dataclass(frozen=True)
 class Rollout:
-    """Trajectories sampled from the student now. Only the S trained steps are kept.
+    """Trajectories sampled now. Only the S trained steps are kept.
 
     states, next_states [B,S,C,h,w] before and after each trained step, in their storage dtype;
-    steps [S] positions in the schedule; sigmas [T+1]; log_probs [B,S]; images [B,3,H,W] in
-    [0,1] (None where no reward is needed); group [B], the prompt that an image belongs to;
-    batch: the prompts, tasks and metadata of the B images, one row an image.
+    steps [S] positions in the schedule; sigmas [T+1]; log_probs [B,S] of the next states (both
+    None where no action is needed, or none is random); latents [B,C,h,w] at the end of the
+    trajectory and images [B,3,H,W] in [0,1] (None where the rollout stopped before); group [B],
+    the prompt that an image belongs to; batch: the prompts, tasks and metadata of the B images,
+    one row an image.
     """
 
     states: Tensor
-    next_states: Tensor
+    next_states: Tensor | None
     steps: list[int]
     sigmas: Tensor
-    log_probs: Tensor
+    log_probs: Tensor | None
+    latents: Tensor | None
     images: Tensor | None
     group: Tensor
     batch: PromptBatch
@@ -115,6 +118,14 @@ class Detections:
 
     boxes: Mapping[str, Sequence[Sequence[float]]]
     colors: Mapping[str, Sequence[str]] | Callable[[str, int], str]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Who samples a rollout, prompt by prompt: names of adapters on the base, and CFG scales."""
+
+    adapters: list[str]
+    guidance: list[float]
 
 
 @dataclass(frozen=True)

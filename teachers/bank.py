@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flowalign.backbone import BASE, Backbone
-from flowalign.types import Conditioning, Rollout, TeacherLabel
+from flowalign.types import Conditioning, Rollout, Source, TeacherLabel
 
 
 class LabelError(RuntimeError):
@@ -84,10 +84,19 @@ class Bank:
     @torch.no_grad()
     def velocity(self, x: Tensor, sigma: Tensor, cond: Conditioning, names: list[str]) -> Tensor:
         """v [B,C,h,w], float32: row i by the teacher names[i], at that teacher's guidance."""
-        adapters = [BASE if self.members[n].adapter is None else _adapter(n) for n in names]
-        scales = [self.members[name].guidance for name in names]
-        guidance = torch.tensor(scales, device=x.device)
-        return self.backbone.velocity(x, sigma, cond, guidance=guidance, adapters=adapters)
+        of = self._source(names)
+        guidance = torch.tensor(of.guidance, device=x.device)
+        return self.backbone.velocity(x, sigma, cond, guidance=guidance, adapters=of.adapters)
+
+    def source(self, tasks: list[str]) -> Source:
+        """Each task's teacher as the one who samples its prompts."""
+        return self._source(self.route(tasks))
+
+    def _source(self, names: list[str]) -> Source:
+        return Source(
+            adapters=[BASE if self.members[n].adapter is None else _adapter(n) for n in names],
+            guidance=[self.members[name].guidance for name in names],
+        )
 
 
 def check_routing(members: Mapping[str, object], routing: Mapping[str, str]) -> None:

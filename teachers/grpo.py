@@ -18,6 +18,7 @@ from flowalign.backbone import Backbone
 from flowalign.config import Grpo as Settings
 from flowalign.credit import ADVANTAGES, clip_advantage
 from flowalign.loop import Pairs, Prepared, TrainingError
+from flowalign.loop import velocity as velocity_of
 from flowalign.losses import clip_fraction, policy_loss
 from flowalign.rollout import Schedule
 from flowalign.types import PromptBatch, Rollout, Scores, StepLoss
@@ -26,7 +27,7 @@ from flowalign.types import PromptBatch, Rollout, Scores, StepLoss
 class Grpo:
     """The algorithm: `score` judges images, `schedule` and `guidance` are the rollout's."""
 
-    needs_images = True
+    needs_images = needs_latents = True
 
     def __init__(
         self,
@@ -44,7 +45,14 @@ class Grpo:
         self.max_invalid_share = max_invalid_share
         self.advantage = torch.empty(0)
 
-    def prepare(self, rollout: Rollout) -> Prepared:
+    def plan(self, update: int) -> Schedule:
+        """The same for every update: all steps of the window."""
+        return self.schedule
+
+    def source(self, tasks: list[str]) -> None:
+        """The student samples."""
+
+    def prepare(self, rollout: Rollout, update: int) -> Prepared:
         """Score the images; the advantage of each is relative to its group and, where the
         variant asks, to the batch of all processes."""
         assert rollout.images is not None
@@ -79,9 +87,10 @@ class Grpo:
         """The clipped policy loss, plus kl_weight times the KL to the base."""
         new = self.schedule.transition(pairs.x, velocity, pairs.steps)
         advantage = self.advantage[pairs.rows]
-        log_prob = sde.log_prob(new, pairs.x_next)
+        x_next, old_log_prob = pairs.action()
+        log_prob = sde.log_prob(new, x_next)
         elements, ratio = policy_loss(
-            log_prob, pairs.old_log_prob, advantage, clip_range=self.settings.clip_range
+            log_prob, old_log_prob, advantage, clip_range=self.settings.clip_range
         )
         policy = total = elements.mean()
         metrics = {
@@ -90,9 +99,7 @@ class Grpo:
         }
         if self.settings.kl_weight > 0 or pairs.first:  # on one micro-batch it only shows drift
             with torch.no_grad(), self.backbone.base():
-                reference = self.backbone.velocity(
-                    pairs.x, pairs.sigma, pairs.conditioning, guidance=self.guidance
-                )
+                reference = velocity_of(self.backbone, pairs, self.guidance)
             base = self.schedule.transition(pairs.x, reference, pairs.steps)
             kl = sde.kl(new, base).mean()
             metrics["kl"] = float(kl.detach())

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from safetensors.torch import save_file
 
 from flowalign.config import (
     ADAPTER,
@@ -14,6 +15,7 @@ from flowalign.config import (
     Config,
     ConfigError,
     EvalConfig,
+    GrpoConfig,
     Root,
     check_world,
     load,
@@ -64,7 +66,7 @@ ema: null
 
 
 def test_yaml_is_read_as_written(tmp_path: Path) -> None:
-    config = load(write(tmp_path, YAML))
+    config = load(write(tmp_path, YAML), stage=GrpoConfig)
     assert (config.optimizer.lr, config.optimizer.eps, config.grpo.clip_range) == (1e-4, 1e-8, 5e-5)
     assert config.optimizer.betas == (0.8, 0.95) and config.rollout.window == (0, 5)
     assert config.train.mixed_precision == "no" and config.ema is None
@@ -132,7 +134,10 @@ def test_a_config_is_frozen() -> None:
         ),
         ({"tasks": []}, ["tasks: got the list []; want at least 1 item"]),
         ({"tasks": [{**TASK, "weight": 0}]}, ["tasks.0.weight: got", "0; want greater than 0"]),
-        ({"rollout": {"copies": 1}}, ["rollout.copies: got", "1; want greater than or equal to 2"]),
+        (
+            {"rollout": {"copies": 1}},
+            ["rollout.copies: got", "1; an advantage is relative to the other images"],
+        ),
         ({"optimizer": {"lr": float("nan")}}, ["optimizer.lr: got the number nan", "finite"]),
         ({"grpo": {"kl_weight": -1}}, ["grpo.kl_weight"]),
         ({"grpo": {"advantage": "group"}}, ["grpo.advantage", "'batch_std'", "mean 'group_std'?"]),
@@ -229,9 +234,13 @@ def test_an_evaluation_is_read_by_its_stage(stage: type[Root], tmp_path: Path) -
     assert isinstance(parse(raw(), stage=Root), Config)
 
 
+TRAINING = "'grpo' or 'opd' or 'sft'"
+ALL = f"{TRAINING} or 'eval'"
+
+
 def test_a_config_of_another_command_is_refused() -> None:
     (problem,) = problems(raw_eval())
-    assert problem == "stage: 'eval' is run by `flowalign eval`; this command wants 'grpo'."
+    assert problem == f"stage: 'eval' is run by `flowalign eval`; this command wants {TRAINING}."
     (problem,) = problems(raw(), stage=EvalConfig)
     assert problem == "stage: 'grpo' is run by `flowalign train`; this command wants 'eval'."
     assert len(problems(raw_eval(), "stage=grpo")) == 2  # no tasks, unknown benchmarks
@@ -240,10 +249,18 @@ def test_a_config_of_another_command_is_refused() -> None:
 @pytest.mark.parametrize(
     ("seen", "wanted", "said"),
     [
-        ("grop", Config, "stage: got the text 'grop'; want 'grpo'. Did you mean 'grpo'?"),
-        ("grop", Root, "stage: got the text 'grop'; want 'grpo' or 'eval'. Did you mean 'grpo'?"),
+        (
+            "grop",
+            Config,
+            f"stage: got the text 'grop'; want {TRAINING}. Did you mean 'grpo'?",
+        ),
+        (
+            "grop",
+            Root,
+            f"stage: got the text 'grop'; want {ALL}. Did you mean 'grpo'?",
+        ),
         (None, EvalConfig, "stage: got nothing (null); want 'eval'."),
-        (["eval"], Root, "stage: got the list ['eval']; want 'grpo' or 'eval'."),
+        (["eval"], Root, f"stage: got the list ['eval']; want {ALL}."),
     ],
 )
 def test_an_unknown_stage_is_explained(seen: Any, wanted: type[Root], said: str) -> None:
@@ -254,8 +271,9 @@ def test_a_missing_stage_hides_no_other_problem() -> None:
     data = raw(sead=1)
     del data["stage"]
     missing, unknown = problems(data)
-    assert missing == "stage: missing. Add `stage:` with 'grpo'." and "`seed`" in unknown
-    assert problems(data, stage=Root) == ["stage: missing. Add `stage:` with 'grpo' or 'eval'."]
+    assert missing == f"stage: missing. Add `stage:` with {TRAINING}." and "`seed`" in unknown
+    missing, unknown = problems(data, stage=Root)
+    assert missing == f"stage: missing. Add `stage:` with {ALL}." and "`seed`" in unknown
 
 
 @pytest.mark.parametrize(
@@ -344,7 +362,7 @@ def test_prompts_that_the_reward_cannot_judge_are_refused(rewards: None, tmp_pat
 def test_what_an_evaluation_lacks_is_reported_at_once(rewards: None, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("poison")
     (tmp_path / "run" / "adapter").mkdir(parents=True)
-    (tmp_path / "run" / "adapter" / ADAPTER).write_bytes(b"")
+    save_file({}, tmp_path / "run" / "adapter" / ADAPTER)
     models = {"base": None, "far": str(tmp_path / "no"), "near": str(tmp_path / "run")}
     good = {**MARK, "prompts": str(tmp_path / "a.txt")}
     marks = [good, {**good, "name": "x", "reward": {"name": "ocl"}}, {**MARK, "name": "y"}]
