@@ -21,7 +21,7 @@ from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 
 from flowalign import sde
-from flowalign.config import Model
+from flowalign.config import Model, adapter_folder
 from flowalign.tiny import MODEL as TINY
 from flowalign.types import Conditioning
 
@@ -318,7 +318,7 @@ def _several_adapters() -> Iterator[None]:
 def read_lora(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
     """The weights of a saved LoRA and the metadata (alpha and so on) that lie beside them."""
     weights, metadata = StableDiffusion3Pipeline.lora_state_dict(
-        str(folder), use_safetensors=True, return_lora_metadata=True
+        str(adapter_folder(folder)), use_safetensors=True, return_lora_metadata=True
     )
     return weights, metadata  # pyright: ignore[reportReturnType] (unannotated in diffusers)
 

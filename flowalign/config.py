@@ -9,7 +9,7 @@ import difflib
 import importlib.util
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from types import UnionType
@@ -20,6 +20,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from safetensors import SafetensorError, safe_open
 
 from flowalign.data import PromptError, load_prompts
+from flowalign.tiny import TEACHERS
 
 Count = Annotated[int, Field(ge=1)]
 Pixels = Annotated[int, Field(gt=0, multiple_of=16)]
@@ -345,6 +346,43 @@ class SftConfig(Config):
     sft: Sft = Sft()
 
 
+class MergeConfig(Job):
+    """A merge of adapters of one base; see flowalign.teachers.merge."""
+
+    stage: Literal["merge"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Add weight updates."""
+    adapters: list[str] = Field(min_length=2, examples=[["runs/a/adapter", "runs/b/adapter"]])
+    """Adapter folders or Hub ids."""
+    weights: list[float] | None = Field(default=None, examples=[[0.5, 0.5]])
+    """One an adapter; null = 1 each, the plain sum."""
+    method: Literal["concat", "svd", "ties", "dare"] = "concat"
+    """concat is exact, and the ranks add."""
+    rank: Count | None = Field(default=None, examples=[32])
+    """Rank of the result (not for concat); null = the largest given."""
+    density: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """The share that ties and dare keep."""
+    seed: int = 0
+    """Of what dare drops."""
+    lines: Annotated[tuple[float, float], _as_tuple] | None = Field(
+        default=None, examples=[[0.5, 1]]
+    )
+    """LiNeS: scales of the shallowest and the deepest block."""
+
+
+class RecipeConfig(Job):
+    """Stages that run one after the other, each in a folder of its name under `output`."""
+
+    stage: Literal["recipe"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Run other stages."""
+    seed: int = 0
+    """Seed of every stage that does not set its own."""
+    stages: dict[str, dict[str, Any]] = Field(
+        min_length=1, examples=[{"ocr": {"use": "teacher_ocr.yaml"}}]
+    )
+    """Name -> the keys of a stage's config, over those of the file that `use` names (relative to
+    this one). `stage:NAME` as a value is the adapter of an earlier stage."""
+
+
 class Benchmark(Section):
     """Held-out prompts and what judges their images."""
 
@@ -388,6 +426,8 @@ STAGES: dict[str, type[Root]] = {
     "grpo": GrpoConfig,
     "opd": OpdConfig,
     "sft": SftConfig,
+    "merge": MergeConfig,
+    "recipe": RecipeConfig,
     "eval": EvalConfig,
 }
 C = TypeVar("C", bound=Root)
@@ -406,16 +446,20 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, stage: type[C] = Co
 
     stage: the kind of config that is wanted, one of STAGES' values or Root.
     """
+    return parse(read(path), overrides, source=str(path), stage=stage)
+
+
+def read(path: str | Path) -> Any:
+    """What a YAML file holds, unchecked; ConfigError if it is missing or not YAML."""
     path = Path(path)
     if not path.is_file():
         present = ", ".join(sorted(str(p) for p in path.parent.glob("*.yaml"))[:12])
         hint = f"there are {present}" if present else f"no .yaml lies in {path.parent.absolute()}"
         raise ConfigError([f"no such file; {hint}."], str(path))
     try:
-        data = _read_yaml(path.read_text(encoding="utf-8"))
+        return _read_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError([f"not readable as YAML: {error}"], str(path)) from None
-    return parse(data, overrides, source=str(path), stage=stage)
 
 
 def parse(
@@ -643,10 +687,29 @@ def _conflicts(config: Root) -> Iterator[tuple[list[str], str]]:
         yield from _routing_conflicts(config)
     if isinstance(config, OpdConfig):
         yield from _student_conflicts(config)
+    if isinstance(config, MergeConfig):
+        yield from _merge_conflicts(config)
+    if isinstance(config, RecipeConfig):
+        yield from _file_names("stages", config.stages)
     if isinstance(config, EvalConfig):
         yield from _same_names("benchmarks", [mark.name for mark in config.benchmarks])
         yield from _file_names("benchmarks", [mark.name for mark in config.benchmarks])
         yield from _file_names("models", config.models)
+
+
+def _merge_conflicts(config: MergeConfig) -> Iterator[tuple[list[str], str]]:
+    if config.weights is not None and len(config.weights) != len(config.adapters):
+        yield (
+            ["weights", "adapters"],
+            f"weights: {len(config.weights)} for {len(config.adapters)} adapters. Give one each, "
+            "or null.",
+        )
+    if config.rank is not None and config.method == "concat":
+        yield (
+            ["rank", "method"],
+            f"rank: {config.rank}, but method 'concat' has the sum of the ranks. Use 'svd', or "
+            "leave it out.",
+        )
 
 
 def _sharing_conflicts(config: Config) -> Iterator[tuple[list[str], str]]:
@@ -833,17 +896,17 @@ def _window_conflicts(rollout: Rollout) -> Iterator[tuple[list[str], str]]:
         )
 
 
-def check_world(config: Config | EvalConfig, num_processes: int) -> None:
+def check_world(config: Root, num_processes: int, pending: Collection[str] = ()) -> None:
     """Refuse what cannot run here: shares of the processes, prompt sets, rewards, adapters.
 
-    Called before any model is loaded; raises one ConfigError with every problem.
+    Called before any model is loaded; raises one ConfigError with every problem. pending: adapters
+    that are not there yet, because an earlier stage of a recipe will write them.
     """
     import flowalign.rewards as rewards  # only here: importing a config needs no rewards
 
+    problems = list(_adapter_problems(config, pending))
     if isinstance(config, Config):
-        problems = list(_training_problems(config, num_processes))
-    else:
-        problems = list(_adapter_problems(config))
+        problems += _training_problems(config, num_processes)
     for place, name, reward, sources in _judged(config):
         known = reward is not None
         try:
@@ -867,14 +930,14 @@ def check_world(config: Config | EvalConfig, num_processes: int) -> None:
 
 
 def _judged(
-    config: Config | EvalConfig,
+    config: Root,
 ) -> Iterator[tuple[str, str, RewardSpec | None, dict[str, str]]]:
     """(place in the config, name, its reward, {key: prompt set}) of every task or benchmark."""
     if isinstance(config, EvalConfig):
         for index, mark in enumerate(config.benchmarks):
             yield f"benchmarks.{index}", mark.name, mark.reward, {"prompts": mark.prompts}
         return
-    for index, task in enumerate(config.tasks):
+    for index, task in enumerate(config.tasks if isinstance(config, Config) else ()):
         sources = {"prompts": task.prompts}
         if task.validation is not None:
             sources["validation"] = task.validation
@@ -895,7 +958,6 @@ def _training_problems(config: Config, num_processes: int) -> Iterator[str]:
             "optimizer.name: 'adamw8bit' needs bitsandbytes, which is not installed. "
             "Run `pip install 'flowalign[gpu]'`, or use 'adamw'."
         )
-    yield from _adapter_problems(config)
 
 
 def adapters(config: Root) -> dict[str, str]:
@@ -907,15 +969,27 @@ def adapters(config: Root) -> dict[str, str]:
         found |= {f"teachers.{name}": t.adapter for name, t in config.teachers.items()}
     if isinstance(config, OpdConfig) and config.anchor:
         found["anchor.adapter"] = config.anchor.adapter
+    if isinstance(config, MergeConfig):
+        found |= {f"adapters.{i}": source for i, source in enumerate(config.adapters)}
     if isinstance(config, EvalConfig):
         found |= {f"models.{name}": folder for name, folder in config.models.items()}
     return {place: folder for place, folder in found.items() if folder is not None}
 
 
-def _adapter_problems(config: Root) -> Iterator[str]:
-    """Adapters that are not there, or that say of themselves that they are another base's."""
+def adapter_folder(source: str | Path) -> Path:
+    """Where an adapter lies: a folder, or tiny/NAME for one that ships with the package. A Hub id
+    comes back as it is."""
+    shipped = TEACHERS / str(source).removeprefix("tiny/")
+    return shipped if str(source).startswith("tiny/") else Path(source).expanduser()
+
+
+def _adapter_problems(config: Root, pending: Collection[str] = ()) -> Iterator[str]:
+    """Adapters that are not there, or that say of themselves that they are another base's.
+    pending: those that an earlier stage of a recipe will write."""
     for place, source in adapters(config).items():
-        folder = Path(source).expanduser()
+        folder = adapter_folder(source)
+        if source in pending:
+            continue
         if (folder / ADAPTER).is_file():
             try:
                 base = adapter_base(folder)

@@ -91,7 +91,8 @@ def step_weights(
     count = len(sigmas) - 1
     if weighting == "velocity":
         return torch.ones(count)
-    x, sigma, following = torch.zeros(count, 1, 1, 1), sigmas[:-1].cpu(), sigmas[1:].cpu()
+    sigma, following = sigmas[:-1].cpu(), sigmas[1:].cpu()
+    x = torch.zeros(count, 1, 1, 1, dtype=sigmas.dtype)
     unit = sde.transition(
         x,
         torch.ones_like(x),

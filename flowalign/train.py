@@ -15,7 +15,10 @@ from flowalign.config import (
     Config,
     ConfigError,
     GrpoConfig,
+    Job,
+    MergeConfig,
     OpdConfig,
+    RecipeConfig,
     SftConfig,
     check_world,
     load,
@@ -61,8 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from flowalign.loop import TrainingError
 
     try:
-        config = load(args.config, args.overrides)
-        train(config, resume=args.resume)
+        run(load(args.config, args.overrides, stage=Job), Path(args.config).parent, args.resume)
     except (ConfigError, ModelError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -73,6 +75,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted; continue from the last checkpoint with --resume", file=sys.stderr)
         return 130
     return 0
+
+
+def run(config: Job, home: Path, resume: bool) -> Path:
+    """Whatever `flowalign train` can run. home: the folder of the config file."""
+    if isinstance(config, Config):
+        return train(config, resume=resume)
+    from flowalign import recipe
+    from flowalign.eval.__main__ import evaluate
+
+    if isinstance(config, MergeConfig):
+        name = Path(config.output).name
+        stages = {name: config.model_dump(mode="json", exclude={"output", "model"})}
+        parent = str(Path(config.output).parent)
+        config = RecipeConfig(stage="recipe", output=parent, model=config.model, stages=stages)
+    assert isinstance(config, RecipeConfig)
+    return recipe.run(config, home, lambda stage: train(stage, resume=True), evaluate)
 
 
 def train(config: Config, *, resume: bool = False) -> Path:

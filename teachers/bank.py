@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from flowalign.backbone import BASE, Backbone
+from flowalign.loop import TrainingError
 from flowalign.types import Conditioning, Rollout, Source, TeacherLabel
 
 
-class LabelError(RuntimeError):
+class LabelError(TrainingError):
     """A teacher that gives no usable label: which, where, and what to do."""
 
 

@@ -1,0 +1,215 @@
+"""A list of stages, each with its folder: teachers -> merge or sft -> student -> table.
+
+A recipe is checked as a whole before its first stage runs. A stage that is finished is skipped when
+the recipe is run again, and one that was killed continues from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from flowalign.config import (
+    ADAPTER,
+    STAGES,
+    Config,
+    ConfigError,
+    EvalConfig,
+    MergeConfig,
+    RecipeConfig,
+    Root,
+    adapter_folder,
+    adapters,
+    check_world,
+    parse,
+    read,
+    to_yaml,
+)
+
+REFERENCE = "stage:"
+DONE = "done.json"  # what a finished stage leaves: its config, and the inputs it was made from
+
+
+def run(
+    config: RecipeConfig,
+    home: Path,
+    train: Callable[[Config], object],
+    evaluate: Callable[[EvalConfig], object],
+) -> Path:
+    """Run what is not finished; returns the output folder. home: where `use` files are looked for.
+
+    train and evaluate run one stage each; train resumes where there are checkpoints. Raises
+    ConfigError, before any stage runs, with everything that is wrong in any of them.
+    """
+    from accelerate import PartialState
+
+    state = PartialState()
+    stages = plan(config, home, state.num_processes)
+    show = print if state.is_main_process else (lambda *text, **how: None)
+    for number, (name, stage) in enumerate(stages.items(), 1):
+        head = f"[{number}/{len(stages)}] {name} ({stage.stage})"
+        if finished(stage):
+            show(f"{head}: finished before", flush=True)
+            continue
+        show(f"{head} -> {stage.output}", flush=True)
+        if isinstance(stage, Config):
+            train(stage)
+        elif isinstance(stage, MergeConfig):
+            _merge(stage, state.is_main_process)
+        elif isinstance(stage, EvalConfig):
+            evaluate(stage)
+        if state.is_main_process:
+            _finish(stage)
+        state.wait_for_everyone()
+    return Path(config.output)
+
+
+# Planning --------------------------------------------------------------------------------------
+
+
+def plan(config: RecipeConfig, home: Path, num_processes: int = 1) -> dict[str, Root]:
+    """The config of every stage by name, checked; ConfigError with all that is wrong."""
+    stages: dict[str, Root] = {}
+    problems: list[str] = []
+    pending: list[str] = []
+    for name in config.stages:
+        try:
+            stage = _stage(config, name, home, list(stages))
+            check_world(stage, num_processes, pending)
+        except ConfigError as error:
+            problems += [f"stages.{name}.{text}" for text in error.problems]
+            stage = None
+        if stage is not None:
+            stages[name] = stage
+        pending.append(str(_adapter_of(config, name)))  # a broken stage is blamed once
+    problems += _mixed_precisions(stages)
+    if not problems:
+        problems += [text for stage in stages.values() for text in _stale(stage, stages)]
+    if problems:
+        raise ConfigError(problems)
+    return stages
+
+
+def _stage(config: RecipeConfig, name: str, home: Path, earlier: list[str]) -> Root:
+    """The config of one stage: its file, its own keys, and what the recipe gives to all."""
+    own = deepcopy(config.stages[name])
+    use = own.pop("use", None)
+    if use is not None and not isinstance(use, str):
+        raise ConfigError([f"use: got {use!r}; want the name of a YAML file."])
+    data = read(home / use) if use is not None else {}
+    data = _over(data, own)
+    data["model"] = config.model.model_dump(mode="json")
+    data["output"] = str(Path(config.output) / name)
+    kind = STAGES.get(str(data.get("stage")), Root)
+    if "seed" in kind.model_fields and "seed" not in own:
+        data["seed"] = config.seed
+    if kind is RecipeConfig:
+        raise ConfigError(["stage: 'recipe' inside a recipe. List its stages here instead."])
+    problems: list[str] = []
+    data = _resolve(data, lambda ref: _reference(config, ref, earlier, problems))
+    if problems:
+        raise ConfigError(problems)
+    return parse(data, source=name, stage=Root)
+
+
+def _over(data: Any, own: Mapping[str, Any]) -> dict[str, Any]:
+    """data with the keys of own laid over it, section by section."""
+    found = dict(data or {})
+    for key, value in own.items():
+        old = found.get(key)
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        found[key] = _over(old, value) if both else value
+    return found
+
+
+def _resolve(value: Any, resolve: Callable[[str], str]) -> Any:
+    """The same with every `stage:NAME` replaced."""
+    if isinstance(value, Mapping):
+        return {key: _resolve(item, resolve) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_resolve(item, resolve) for item in value]
+    if isinstance(value, str) and value.startswith(REFERENCE):
+        return resolve(value.removeprefix(REFERENCE))
+    return value
+
+
+def _reference(config: RecipeConfig, name: str, earlier: list[str], problems: list[str]) -> str:
+    if name not in earlier and name in config.stages:
+        problems.append(f"{REFERENCE}{name}: that stage comes later, or is wrong itself.")
+    elif name not in config.stages:
+        problems.append(f"{REFERENCE}{name}: there is no such stage; earlier ones are {earlier}.")
+    return str(_adapter_of(config, name))
+
+
+def _adapter_of(config: RecipeConfig, name: str) -> Path:
+    """Where a stage leaves its adapter."""
+    return Path(config.output) / name / "adapter"
+
+
+def _mixed_precisions(stages: Mapping[str, Root]) -> list[str]:
+    """accelerate has one precision for a whole process."""
+    found = {n: s.train.mixed_precision for n, s in stages.items() if isinstance(s, Config)}
+    if len(set(found.values())) < 2:
+        return []
+    return [f"stages: train.mixed_precision differs ({found}). Use one for the whole recipe."]
+
+
+# What is finished ------------------------------------------------------------------------------
+
+
+def finished(stage: Root) -> bool:
+    """Whether the stage has run to its end."""
+    return (Path(stage.output) / DONE).is_file()
+
+
+def _stale(stage: Root, stages: Mapping[str, Root]) -> list[str]:
+    """A finished stage that is not what the recipe asks for now."""
+    if not finished(stage):
+        return []
+    done = json.loads((Path(stage.output) / DONE).read_text())
+    again = f"Delete {stage.output} to run it again, or choose another `output`."
+    now, then = stage.model_dump(mode="json"), done["config"]
+    changed = sorted(key for key in now.keys() | then if now.get(key) != then.get(key))
+    if changed:
+        return [f"{stage.output}: finished with another {', '.join(changed)}. {again}"]
+    unready = {str(Path(s.output) / "adapter") for s in stages.values() if not finished(s)}
+    for place, source in adapters(stage).items():
+        if source in unready or _digest(source) != done["inputs"].get(source):
+            return [f"{stage.output}: finished with another {place} ({source}). {again}"]
+    return []
+
+
+def _finish(stage: Root) -> None:
+    """Mark a stage as finished, in one rename."""
+    inputs = {source: _digest(source) for source in adapters(stage).values()}
+    text = json.dumps({"config": stage.model_dump(mode="json"), "inputs": inputs}, indent=1)
+    part = Path(stage.output) / f"{DONE}.part"
+    part.write_text(text)
+    os.replace(part, part.with_suffix(""))
+
+
+def _digest(source: str) -> str | None:
+    """SHA-256 of an adapter's weights; None for one on the Hub."""
+    file = adapter_folder(source) / ADAPTER
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+
+
+def _merge(stage: MergeConfig, main: bool) -> None:
+    """Merge into <output>/adapter; the report lies beside it."""
+    from flowalign.teachers import merge as merging
+
+    if not main:
+        return
+    folder = Path(stage.output)
+    shutil.rmtree(folder / "adapter", ignore_errors=True)  # of a merge that was killed
+    settings = stage.model_dump(exclude={"stage", "output", "model", "adapters"})
+    sources = [adapter_folder(source) for source in stage.adapters]
+    report = merging.merge(sources, folder / "adapter", **settings)
+    (folder / "report.md").write_text(f"{report}\n")
+    (folder / "config.yaml").write_text(to_yaml(stage))

@@ -1,0 +1,146 @@
+"""losses.py, distillation: its weights are the KL's, its gradients those that are claimed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.testing import assert_close
+
+from flowalign import sde
+from flowalign.losses import WEIGHTINGS, published_loss, step_weights, velocity_error
+from flowalign.types import Gaussian
+
+GOLDEN = Path(__file__).parent / "golden"
+VECTORS = json.loads((GOLDEN / "opd_loss.json").read_text())
+TENSORS = load_file(GOLDEN / "opd_loss.safetensors")
+SIGMAS = sde.sigmas(10, 3.0).double()
+
+
+def latents(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def step(x: Tensor, velocity: Tensor, steps: Tensor, kind: str, noise_level: float) -> Gaussian:
+    sigma, following = SIGMAS[steps], SIGMAS[steps + 1]
+    return sde.transition(
+        x,
+        velocity,
+        sigma,
+        following,
+        noise_level=noise_level,
+        kind=kind,
+        sigma_max=float(SIGMAS[1]),
+    )
+
+
+@pytest.mark.parametrize(("kind", "noise_level"), [("sde", 0.7), ("sde", 1.0), ("cps", 0.6)])
+def test_kl_weights_give_the_written_kl_and_its_gradient(kind: str, noise_level: float) -> None:
+    steps = torch.arange(9)
+    x, student, teacher = (latents(9, 2, 3, 3, seed=seed) for seed in range(3))
+    student.requires_grad_()
+    weight = step_weights(SIGMAS, weighting="kl", kind=kind, noise_level=noise_level)[steps]
+    ours = weight * velocity_error(student, teacher)
+    written = sde.kl(
+        step(x, student, steps, kind, noise_level), step(x, teacher, steps, kind, noise_level)
+    )
+    assert_close(ours, written, rtol=1e-10, atol=0)
+    (gradient,) = torch.autograd.grad(ours.sum(), student)
+    (expected,) = torch.autograd.grad(written.sum(), student)
+    assert_close(gradient, expected, rtol=1e-10, atol=1e-14)
+
+
+def test_kl_weights_are_the_formula_of_the_paper() -> None:
+    """(-dt)/2 (1/s + s (1 - sigma)/(2 sigma))^2 of Flow-OPD's project page."""
+    sigma, dt = SIGMAS[1:-2], SIGMAS[2:-1] - SIGMAS[1:-2]
+    s = 0.7 * (sigma / (1 - sigma)).sqrt()
+    formula = -dt / 2 * (1 / s + s * (1 - sigma) / (2 * sigma)) ** 2
+    weights = step_weights(SIGMAS, weighting="kl", noise_level=0.7)[1:-1]
+    assert_close(weights, formula, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["sde", "cps", "ode"])
+def test_the_other_weightings_are_what_their_papers_match(kind: str) -> None:
+    steps, noise = torch.arange(9), 0.0 if kind == "ode" else 0.7
+    x, student, teacher = (latents(9, 2, 3, 3, seed=seed) for seed in range(3))
+    a, b = (step(x, v, steps, kind, noise).mean for v in (student, teacher))
+    mean, plain = (
+        step_weights(SIGMAS, weighting=name, kind=kind, noise_level=noise)[steps]
+        for name in ("mean", "velocity")
+    )
+    error = velocity_error(student, teacher)
+    assert_close(mean * error, ((a - b) ** 2).mean((1, 2, 3)), rtol=1e-10, atol=1e-15)
+    assert_close(plain * error, ((student - teacher) ** 2).mean((1, 2, 3)))
+
+
+def test_the_published_weights_lie_on_one_step() -> None:
+    """FACTS 10: without dt, 76 % of the weight is on step 8 of 10 and 1.2 % on the first five."""
+    share = step_weights(SIGMAS, weighting="published", noise_level=0.7)[:9]
+    share = share / share.sum()
+    assert float(share[8]) == pytest.approx(0.76, abs=0.005)
+    assert float(share[:5].sum()) == pytest.approx(0.012, abs=0.0005)
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+def test_a_student_that_is_its_teacher_has_no_loss(weighting: str) -> None:
+    velocity = latents(9, 2, 3, 3).requires_grad_()
+    weight = step_weights(SIGMAS, weighting=weighting, noise_level=0.7)[:9]
+    loss = (weight * velocity_error(velocity, velocity)).sum()
+    (gradient,) = torch.autograd.grad(loss, velocity)
+    assert loss.item() == 0 and not gradient.any()
+
+
+def test_an_unknown_weighting_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown weighting 'lk'; take one of kl, published"):
+        step_weights(SIGMAS, weighting="lk")
+
+
+# Against the published code -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", VECTORS["cases"], ids=lambda c: f"{c['inputs']}-{c['config']}")
+def test_the_published_loss_and_gradient(case: dict) -> None:
+    given, train = VECTORS["inputs"][case["inputs"]], case["train"]
+    name = f"in.{case['inputs']}"
+    x, teacher, base, x_next, old, task = (
+        TENSORS[f"{name}.{key}"]
+        for key in ("x", "v_teacher", "v_base", "next_latents", "old_log_prob", "task_advantage")
+    )
+    velocity = TENSORS[f"{name}.v_theta"].clone().requires_grad_()
+    steps, noise = torch.tensor(given["step_index"]), given["noise_level"]
+    weight = step_weights(SIGMAS, weighting="published", noise_level=noise)[steps]
+    distance = weight * velocity_error(velocity, teacher)
+    assert_close(distance.detach().tolist(), given["kl_code"], rtol=1e-6, atol=1e-12)
+    if train["reward_mode"] == "gkd":  # pathwise, in our words
+        loss = distance.mean()
+    else:
+        log_prob = sde.log_prob(step(x, velocity, steps, "sde", noise), x_next)
+        mixed = task if train["reward_mode"] == "mixed" else 0.0
+        loss = published_loss(
+            -train["kl_scale"] * distance,
+            log_prob,
+            old,
+            clip_range=train["clip_range"],
+            advantage_clip=train["adv_clip_max"],
+            advantage=mixed,
+        )[0].mean()
+    loss = loss + train["beta"] * (weight * velocity_error(velocity, base)).mean()  # MAR
+    assert loss.item() == pytest.approx(case["expected"]["loss"], rel=1e-6, abs=1e-12)
+    (gradient,) = torch.autograd.grad(loss, velocity)
+    expected = TENSORS[f"{case['prefix']}.grad_v_theta"]
+    assert_close(gradient, expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("name", list(VECTORS["inputs"]))
+def test_the_exact_kl_is_that_of_the_project_page(name: str) -> None:
+    """Theirs sums over the dimensions of a latent, ours is the mean."""
+    given = VECTORS["inputs"][name]
+    velocity, teacher = TENSORS[f"in.{name}.v_theta"], TENSORS[f"in.{name}.v_teacher"]
+    steps = torch.tensor(given["step_index"])
+    weight = step_weights(SIGMAS, weighting="kl", noise_level=given["noise_level"])[steps]
+    ours = weight * velocity_error(velocity, teacher) * velocity[0].numel()
+    if (steps > 0).all():  # on the first step the page's formula has 1 - sigma = 0
+        assert_close(ours.tolist(), given["kl_page_formula"], rtol=1e-6, atol=1e-12)
