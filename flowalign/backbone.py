@@ -255,7 +255,7 @@ class Backbone:
         """Put the weights of a saved adapter of the same shape in the place of `name`'s."""
         weights, _ = read_lora(folder)
         bare = {key.removeprefix("transformer."): value for key, value in weights.items()}
-        mine = get_peft_model_state_dict(self.core, adapter_name=name)
+        mine = self._weights(name)
         if bare.keys() != mine.keys():
             raise ValueError(
                 f"{folder} holds {len(bare.keys() & mine.keys())} of the {len(mine)} weights of "
@@ -278,8 +278,12 @@ class Backbone:
         metadata = self.core.peft_config[name].to_dict()
         metadata["target_modules"] = sorted(metadata["target_modules"])
         metadata["base_model_name_or_path"] = self.name
-        layers = get_peft_model_state_dict(self.core, adapter_name=name)
-        write_lora(folder, layers, metadata)
+        write_lora(folder, self._weights(name), metadata)
+
+    def _weights(self, name: str) -> dict[str, Tensor]:
+        """The weights of an adapter as they are saved. (Asked whether it should save embeddings,
+        peft would look for the base on the Hub.)"""
+        return get_peft_model_state_dict(self.core, adapter_name=name, save_embedding_layers=False)
 
     @contextmanager
     def keeping_active(self) -> Iterator[None]:

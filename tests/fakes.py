@@ -213,3 +213,27 @@ def wired(found: config.Config, *, moved: bool = False) -> Loop:
     if moved:
         shake(loop.backbone)
     return loop
+
+
+def teachers(model: str, folder: Path) -> dict[str, str]:
+    """Two teachers of a model that differ: name -> adapter folder."""
+    found = {}
+    for seed, name in enumerate(["even", "odd"]):
+        teacher = backbone(model)
+        teacher.name = model
+        teacher.add_adapter("t", rank=2 + seed, alpha=4.0, targets=TARGETS)
+        shake(teacher, "t", seed=seed + 5, scale=0.2)
+        found[name] = str(folder / name)
+        teacher.save_adapter("t", found[name])
+    return found
+
+
+def distillation(
+    model: str, output: Path, *overrides: str, stage: str = "opd", reward: str = "redness"
+) -> config.Config:
+    """The same run with two tasks and a teacher each."""
+    raw = settings(model, output).model_dump(mode="json", exclude={"grpo", "stage"})
+    task = raw["tasks"][0]
+    taught = {name: {"adapter": path} for name, path in teachers(model, output.parent).items()}
+    raw["tasks"] = [{**task, "name": name} for name in taught]
+    return config.parse({**raw, "stage": stage, "teachers": taught}, overrides)

@@ -1,0 +1,152 @@
+"""recipe.py: stages feed one another, are checked as a whole, resumed, and not run twice."""
+
+import json
+from pathlib import Path
+
+import fakes
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from flowalign import recipe, train
+from flowalign.config import ADAPTER, Config, ConfigError, EvalConfig, Root
+
+
+def written(model: str, folder: Path, **stages: dict) -> Path:
+    """A recipe: two teachers, their merge, a student that starts from it, a table."""
+    folder.mkdir(exist_ok=True)
+    raw = fakes.settings(model, folder / "unused").model_dump(mode="json")
+    raw["tasks"][0]["name"] = "red"
+    del raw["output"], raw["model"], raw["seed"]
+    (folder / "teacher.yaml").write_text(yaml.safe_dump(raw))
+    del raw["grpo"]
+    student = {**raw, "stage": "opd", "lora": {"init": "stage:merge"}}
+    student["teachers"] = {"red": {"adapter": "stage:first"}, "blue": {"adapter": "stage:second"}}
+    student["tasks"] = [{**raw["tasks"][0], "name": name} for name in ("red", "blue")]
+    mark = {
+        "name": "red",
+        "prompts": raw["tasks"][0]["prompts"],
+        "reward": {"name": "fakes:redness"},
+    }
+    table = {
+        "stage": "eval",
+        "models": {"base": None, "student": "stage:student"},
+        "benchmarks": [mark],
+        "sampling": {"steps": 2, "guidance": 1.0},
+    }
+    everything = {
+        "first": {"use": "teacher.yaml", "train": {"updates": 1}},
+        "second": {"use": "teacher.yaml", "train": {"updates": 1}, "seed": 7},
+        "merge": {"stage": "merge", "adapters": ["stage:first", "stage:second"]},
+        "student": student,
+        "table": table,
+    }
+    base = {"id": model, "height": 32, "width": 32, "max_sequence_length": 16}
+    data = {
+        "stage": "recipe", "output": str(folder / "out"), "seed": 3, "model": base,
+        "stages": everything | stages,
+    }  # fmt: skip
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(data, sort_keys=False))
+    return path
+
+
+def planned(path: Path) -> dict[str, Root]:
+    found = train.load(path, stage=train.Job)
+    assert isinstance(found, train.RecipeConfig)
+    return recipe.plan(found, path.parent)
+
+
+def problems(path: Path) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        planned(path)
+    return caught.value.problems
+
+
+def test_stages_get_the_recipes_model_and_seed_and_each_others_adapters(
+    random_model: str, tmp_path: Path
+) -> None:
+    stages = planned(written(random_model, tmp_path))
+    first, second, merge, student, table = stages.values()
+    assert isinstance(first, Config) and isinstance(second, Config) and isinstance(student, Config)
+    assert (first.seed, second.seed, first.train.updates) == (3, 7, 1)
+    assert {stage.model.id for stage in stages.values()} == {random_model}
+    out = tmp_path / "out"
+    assert merge.model_dump()["adapters"] == [str(out / n / "adapter") for n in ("first", "second")]
+    assert student.lora.init == str(out / "merge" / "adapter")
+    assert isinstance(table, EvalConfig)
+    assert table.models == {"base": None, "student": str(out / "student" / "adapter")}
+
+
+@pytest.mark.parametrize(
+    ("stage", "said"),
+    [
+        ({"use": "techer.yaml"}, "stages.first.no such file; there are"),
+        ({"use": 3}, "stages.first.use: got 3; want the name of a YAML file"),
+        ({"use": "teacher.yaml", "rolout": {}}, "stages.first.rolout: unknown key. Did you mean"),
+        ({"use": "teacher.yaml", "lora": {"init": "stage:table"}}, "that stage comes later"),
+        ({"use": "teacher.yaml", "lora": {"init": "stage:tabel"}}, "there is no such stage"),
+        ({"use": "teacher.yaml", "lora": {"init": "no/such/one"}}, "stages.first.lora.init: 'no/"),
+        ({"use": "teacher.yaml", "rollout": {"prompts": 3, "copies": 1}}, "rollout.copies: got 1"),
+        ({"stage": "recipe", "stages": {}}, "'recipe' inside a recipe"),
+        ({"use": "teacher.yaml", "train": {"mixed_precision": "bf16"}}, "mixed_precision differs"),
+    ],
+)
+def test_what_is_wrong_in_any_stage_is_said_before_the_first_runs(
+    random_model: str, tmp_path: Path, stage: dict, said: str
+) -> None:
+    found = problems(written(random_model, tmp_path, first=stage))
+    assert any(said in problem for problem in found), found
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_recipe_runs_once_and_notices_what_changed(random_model: str, tmp_path: Path) -> None:
+    path = written(random_model, tmp_path)
+    assert train.main(["--config", str(path)]) == 0
+    out = tmp_path / "out"
+    times = {file: file.stat().st_mtime_ns for file in out.rglob(ADAPTER)}
+    assert {file.parent.parent.name for file in times} == {"first", "second", "merge", "student"}
+    assert (out / "merge" / "report.md").read_text().startswith("| layer | rank | relative error |")
+    assert "student" in (out / "table" / "table.md").read_text()
+    weights = load_file(out / "student" / "adapter" / ADAPTER)
+    assert weights.keys() == load_file(out / "merge" / "adapter" / ADAPTER).keys()
+    assert train.main(["--config", str(path)]) == 0
+    assert {file: file.stat().st_mtime_ns for file in out.rglob(ADAPTER)} == times
+    written(
+        random_model, tmp_path, second={"use": "teacher.yaml", "seed": 8, "train": {"updates": 1}}
+    )
+    (changed,) = problems(path)
+    assert "out/second: finished with another seed. Delete" in changed
+    written(random_model, tmp_path)
+    done = json.loads((out / "merge" / "done.json").read_text())
+    done["inputs"][str(out / "first" / "adapter")] = "0" * 64
+    (out / "merge" / "done.json").write_text(json.dumps(done))
+    (stale,) = problems(path)
+    assert "out/merge: finished with another adapters.0" in stale
+
+
+def test_a_killed_stage_continues_from_its_checkpoint(
+    random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = written(random_model, tmp_path / "whole")
+    assert train.main(["--config", str(whole)]) == 0
+    path = written(random_model, tmp_path / "parts")
+    from flowalign.loop import Loop
+
+    inner = Loop._one_update
+
+    def killed(self: Loop) -> None:
+        if "student" in str(self.folder) and self.update == 2:
+            raise RuntimeError("killed")
+        inner(self)
+
+    monkeypatch.setattr(Loop, "_one_update", killed)
+    with pytest.raises(RuntimeError, match="killed"):
+        train.main(["--config", str(path)])
+    monkeypatch.setattr(Loop, "_one_update", inner)
+    assert train.main(["--config", str(path)]) == 0
+    ours, theirs = (
+        load_file(tmp_path / name / "out" / "student" / "adapter" / ADAPTER)
+        for name in ("parts", "whole")
+    )
+    assert all((ours[key] == theirs[key]).all() for key in theirs)

@@ -1,0 +1,357 @@
+"""student.py and sft.py: what is trained, on which states, and that it is what was meant."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import fakes
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from flowalign import sde
+from flowalign.config import OpdConfig, States
+from flowalign.loop import STUDENT, Loop, TrainingError, pairs_of
+from flowalign.student import Student, chosen
+from flowalign.teachers.sft import Sft
+from flowalign.types import Rollout
+
+LINEAR = ["optimizer.eps=1.0", "optimizer.lr=30.0"]  # Adam's first step ~ lr * gradient
+EXACT = "student.label_dtype=float32"
+
+
+def weights(loop: Loop) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in loop.parameters])
+
+
+def lines(loop: Loop) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (loop.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def prepared(model: str, folder: Path, *overrides: str) -> tuple[Loop, Student, Rollout]:
+    """A run that has sampled and labelled its first rollout."""
+    loop = fakes.wired(fakes.distillation(model, folder, EXACT, *overrides), moved=True)
+    rollout = loop.rollout(0)
+    assert isinstance(loop.algorithm, Student)
+    loop.algorithm.prepare(rollout, 0)
+    return loop, loop.algorithm, rollout
+
+
+def gradient(loop: Loop, loss: Tensor) -> Tensor:
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, loop.parameters)])
+
+
+# Which states ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("select", ["all", "window", "random", "low_noise", "high_noise"])
+def test_states_are_drawn_from_the_window_by_seed_and_update(select: str) -> None:
+    window, states = [2, 3, 4, 5, 6], States(select=select, count=3)  # pyright: ignore
+    drawn = [chosen(states, window, (0, update)) for update in range(200)]
+    assert drawn == [chosen(states, window, (0, update)) for update in range(200)]
+    size = 5 if select == "all" else 3
+    assert all(
+        len(set(d)) == size and set(d) <= set(window) and sorted(d) == list(d) for d in drawn
+    )
+    if select == "window":
+        assert {d[2] - d[0] for d in drawn} == {2}
+    if select != "all":
+        assert len(set(drawn)) >= 3
+
+
+def test_beta_leans_the_way_its_name_says() -> None:
+    means = {}
+    for select in ("low_noise", "random", "high_noise"):
+        states = States(select=select)
+        drawn = [chosen(states, list(range(9)), (1, update))[0] for update in range(500)]
+        means[select] = sum(drawn) / len(drawn)
+    assert means["low_noise"] == pytest.approx(9 * 5 / 7 - 0.5, abs=0.3)
+    assert means["random"] == pytest.approx(4, abs=0.4)
+    assert means["high_noise"] == pytest.approx(9 * 2 / 7 - 0.5, abs=0.3)
+
+
+@pytest.mark.parametrize(("gradient", "extra"), [("pathwise", 0), ("policy", 1)])
+def test_the_rollout_stops_at_the_last_trained_state(
+    random_model: str, tmp_path: Path, gradient: str, extra: int
+) -> None:
+    """No later step, no decoding; and no forward at that state unless its action is needed."""
+    loop = fakes.wired(
+        fakes.distillation(random_model, tmp_path / "run", f"student.gradient={gradient}",
+                           "student.states={select: random, count: 1}"))  # fmt: skip
+    calls: list[int] = []
+    loop.backbone.core.register_forward_pre_hook(lambda *_: calls.append(1))
+    for update in range(6):
+        calls.clear()
+        rollout = loop.rollout(update)
+        assert rollout.images is None and rollout.latents is None
+        assert len(calls) == rollout.steps[-1] + extra
+        assert rollout.states.shape[:2] == (8, 1)
+
+
+def test_the_states_are_those_of_the_whole_rollout(random_model: str, tmp_path: Path) -> None:
+    loop, _, whole = prepared(random_model, tmp_path / "run")
+    one = dataclasses.replace(loop.algorithm.plan(0), chosen=(2,))
+    loop.algorithm.plan = lambda update: one  # pyright: ignore[reportAttributeAccessIssue]
+    assert torch.equal(loop.rollout(0).states[:, 0], whole.states[:, 2])
+
+
+# What is learnt ----------------------------------------------------------------------------------
+
+
+def test_the_pathwise_gradient_is_that_of_the_written_kl(random_model: str, tmp_path: Path) -> None:
+    loop, student, rollout = prepared(random_model, tmp_path / "run")
+    (pairs,) = pairs_of(rollout, torch.ones(8, dtype=torch.bool), 100)
+    ours = gradient(loop, student.loss(pairs, loop.velocity(pairs)).total)
+    label = student.labels[pairs.rows, pairs.columns]
+    a, b = (
+        student.schedule.transition(pairs.x, velocity, pairs.steps)
+        for velocity in (loop.velocity(pairs), label)
+    )
+    written = gradient(loop, sde.kl(a, b).mean())
+    assert_close(ours, written, rtol=1e-4, atol=1e-6 * float(written.abs().max()))
+
+
+def test_each_image_is_pulled_to_the_teacher_of_its_task(random_model: str, tmp_path: Path) -> None:
+    _, student, rollout = prepared(random_model, tmp_path / "run")
+    label = student.teachers(rollout)
+    assert label.teacher == rollout.batch.tasks and set(label.teacher) == {"even", "odd"}
+    swapped = ["tasks.0.teacher=odd", "tasks.1.teacher=even"]
+    _, other, again = prepared(random_model, tmp_path / "swapped", *swapped)
+    assert torch.equal(again.states, rollout.states)
+    assert (other.labels - label.velocity).abs().amax((1, 2, 3, 4)).min() > 1e-3
+
+
+@pytest.mark.parametrize("anchor", ["null", "{adapter: null, weight: 0.5}"])
+def test_a_student_that_is_its_teacher_has_no_loss(
+    random_model: str, tmp_path: Path, anchor: str
+) -> None:
+    """And an anchor on the base pulls it away, by its weight."""
+    folder = fakes.teachers(random_model, tmp_path)["even"]
+    same = ["tasks.1.teacher=even", "teachers.odd=null", f"lora.init={folder}", f"anchor={anchor}"]
+    data = fakes.distillation(random_model, tmp_path / "run").model_dump(mode="json")
+    del data["teachers"]["odd"]
+    data["tasks"][1]["teacher"] = "even"
+    found = fakes.config.parse(data, [*same[2:], EXACT])
+    loop = fakes.wired(found)
+    rollout = loop.rollout(0)
+    student = loop.algorithm
+    assert isinstance(student, Student)
+    student.prepare(rollout, 0)
+    (pairs,) = pairs_of(rollout, torch.ones(8, dtype=torch.bool), 100)
+    loss = student.loss(pairs, loop.velocity(pairs))
+    assert loss.distill is not None and loss.distill.item() == 0
+    if anchor == "null":
+        assert loss.total.item() == 0 and not gradient(loop, loss.total).any()
+    else:
+        assert loss.anchor is not None and loss.anchor.item() > 0
+        assert loss.total.item() == pytest.approx(0.5 * loss.anchor.item())
+
+
+@pytest.mark.parametrize("how", ["policy", "published", "detached"])
+def test_the_ratio_is_one_and_only_the_published_form_leaks(
+    random_model: str, tmp_path: Path, how: str
+) -> None:
+    weighting = "kl" if how == "policy" else "published"
+    given = [f"student.gradient={how}", f"student.weighting={weighting}"]
+    loop, student, rollout = prepared(random_model, tmp_path / "run", *given)
+    (pairs,) = pairs_of(rollout, torch.ones(8, dtype=torch.bool), 100)
+    velocity = loop.velocity(pairs)
+    x_next, old = pairs.action()
+    new = sde.log_prob(student.schedule.transition(pairs.x, velocity, pairs.steps), x_next)
+    assert torch.equal(new, old)
+    error = ((velocity - student.labels[pairs.rows, pairs.columns]) ** 2).mean((1, 2, 3))
+    distance = student.weights[pairs.steps] * error
+    if how == "policy":
+        advantage = student.advantage[pairs.rows, pairs.columns]
+        teacher = student.schedule.transition(
+            pairs.x, student.labels[pairs.rows, pairs.columns], pairs.steps
+        )
+        assert_close(advantage, (sde.log_prob(teacher, x_next) - old).detach())
+    else:
+        advantage = -distance if how == "published" else -distance.detach()
+    expected = gradient(loop, (-advantage * torch.exp(new - old.detach())).mean())
+    ours = gradient(loop, student.loss(pairs, loop.velocity(pairs)).total)
+    assert_close(ours, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_the_log_ratio_of_a_teacher_is_on_average_minus_the_kl(
+    random_model: str, tmp_path: Path
+) -> None:
+    """E_old[log pi_T - log pi_old] = -KL(old || T): the policy form aims at the same minimum."""
+    given = ["student.gradient=policy", "rollout.prompts=32", "rollout.copies=16"]
+    _, student, rollout = prepared(random_model, tmp_path / "run", *given)
+    kl = []
+    for column, step in enumerate(rollout.steps):
+        x, steps = rollout.states[:, column], torch.full((len(rollout),), step)
+        assert rollout.next_states is not None
+        teacher = student.schedule.transition(x, student.labels[:, column], steps)
+        sigma, following = student.schedule.sigmas[step : step + 2].tolist()
+        velocity = student.backbone.velocity(
+            x, sigma, rollout.conditioning, guidance=student.guidance
+        ).detach()
+        del following
+        kl.append(sde.kl(student.schedule.transition(x, velocity, steps), teacher))
+    mean, expected = student.advantage.mean(0), -torch.stack(kl, 1).mean(0)
+    error = student.advantage.std(0) / len(rollout) ** 0.5
+    assert ((mean - expected).abs() < 4 * error).all()
+
+
+def test_reward_to_go_sums_what_comes_after(random_model: str, tmp_path: Path) -> None:
+    given = ["student.gradient=policy", "student.advantage_clip=1e9"]
+    _, plain, _ = prepared(random_model, tmp_path / "a", *given)
+    _, summed, _ = prepared(random_model, tmp_path / "b", *given, "student.reward_to_go=true")
+    assert_close(summed.advantage[:, 0], plain.advantage.sum(1), rtol=1e-4, atol=1e-7)
+    assert torch.equal(summed.advantage[:, -1], plain.advantage[:, -1])
+
+
+def test_a_student_with_rewards_adds_their_loss(random_model: str, tmp_path: Path) -> None:
+    """OPD + GRPO: at the first update, the gradient is the sum of both."""
+    found = {}
+    for name, given in {"opd": [], "both": ["student.reward_weight=2"]}.items():
+        loop, student, rollout = prepared(random_model, tmp_path / name, *given)
+        (pairs,) = pairs_of(rollout, torch.ones(8, dtype=torch.bool), 100)
+        loss = student.loss(pairs, loop.velocity(pairs))
+        found[name] = gradient(loop, loss.total)
+        if loss.policy is not None:
+            reward = gradient(loop, student.loss(pairs, loop.velocity(pairs)).policy)  # pyright: ignore
+            assert rollout.images is not None and reward.abs().max() > 0
+            assert_close(found[name], found["opd"] + 2 * reward, rtol=1e-3, atol=1e-6)
+
+
+def test_a_run_comes_nearer_to_its_teachers(random_model: str, tmp_path: Path) -> None:
+    given = ["train.updates=40", "optimizer.lr=1e-2", "ema=null", "rollout.prompts=8",
+             "optimizer.schedule=linear", "student.weighting=velocity"]  # fmt: skip
+    loop = fakes.wired(fakes.distillation(random_model, tmp_path / "run", *given))
+    loop.run()
+    found = lines(loop)
+    for task in ("even", "odd"):
+        kl = [row[f"kl/{task}"] for row in found]
+        assert sum(kl[-10:]) < 0.5 * sum(kl[:10])
+    assert {"weight/step_0", "gradient_cosine/even~odd"} <= found[0].keys()
+    assert all(row["loss"] == pytest.approx(row["distill"]) for row in found)
+
+
+# As exact as any run -----------------------------------------------------------------------------
+
+
+def test_micro_batches_change_nothing(random_model: str, tmp_path: Path) -> None:
+    found = []
+    for size in (8, 3):
+        given = [*LINEAR, "train.updates=1", f"optimizer.micro_batch={size}", "ema=null"]
+        loop = fakes.wired(
+            fakes.distillation(random_model, tmp_path / str(size), *given), moved=True
+        )
+        loop.run()
+        found.append(weights(loop))
+    assert_close(found[0], found[1], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", ["opd", "sft"])
+def test_a_resumed_run_equals_the_uninterrupted_one(
+    random_model: str, tmp_path: Path, stage: str
+) -> None:
+    def run(name: str, *given: str, resume: bool = False) -> Tensor:
+        states = ["student.states={select: random, count: 1}"] if stage == "opd" else []
+        config = fakes.distillation(random_model, tmp_path / name, *states, *given, stage=stage)
+        loop = fakes.wired(config)
+        assert loop.resume() is resume
+        loop.run()
+        return weights(loop)
+
+    whole = run("whole")
+    run("parts", "train.updates=2")
+    assert torch.equal(run("parts", resume=True), whole)
+
+
+def test_a_nan_label_stops_the_run_and_names_the_teacher(random_model: str, tmp_path: Path) -> None:
+    loop = fakes.wired(fakes.distillation(random_model, tmp_path / "run"))
+    loop.backbone.adapter_parameters("teacher_odd")[0].data.fill_(float("nan"))
+    with pytest.raises(TrainingError, match="teacher 'odd' gives a velocity that is not finite"):
+        loop.run()
+
+
+# Cold start --------------------------------------------------------------------------------------
+
+
+def test_sft_learns_the_straight_way_to_the_teachers_images(
+    random_model: str, tmp_path: Path
+) -> None:
+    found = fakes.distillation(random_model, tmp_path / "run", "sft.states=3", stage="sft")
+    loop = fakes.wired(found, moved=True)
+    assert isinstance(loop.algorithm, Sft)
+    rollout = loop.rollout(0)
+    assert rollout.latents is not None
+    bank = loop.algorithm.bank
+    sampled = bank.source(rollout.batch.tasks)
+    assert [name for name in sampled.adapters] == [f"teacher_{t}" for t in rollout.batch.tasks]
+    states = loop.algorithm.prepare(rollout, 0).states
+    assert states is not None and states.states.shape[1] == 3
+    sigma = states.sigmas[:3].reshape(1, 3, 1, 1, 1)
+    straight = states.states - sigma * loop.algorithm.target  # x_sigma - sigma v = x0
+    assert_close(straight, rollout.latents[:, None].expand_as(straight), rtol=0, atol=1e-5)
+    assert (states.sigmas.diff() < 0).all() and states.sigmas[0] <= 1
+
+
+def test_the_teachers_sample_for_sft(random_model: str, tmp_path: Path) -> None:
+    """Each image is what its task's teacher alone draws from the same noise."""
+    loop = fakes.wired(fakes.distillation(random_model, tmp_path / "run", stage="sft"), moved=True)
+    mixed = loop.rollout(0)
+    for name in ("even", "odd"):
+        rows = [i for i, task in enumerate(mixed.batch.tasks) if task == name]
+        loop.backbone.core.set_adapter(f"teacher_{name}")
+        loop.algorithm.source = lambda tasks: None  # pyright: ignore[reportAttributeAccessIssue]
+        alone = loop.rollout(0)
+        assert mixed.latents is not None and alone.latents is not None
+        assert_close(mixed.latents[rows], alone.latents[rows], rtol=0, atol=1e-5)
+    loop.backbone.core.set_adapter(STUDENT)
+
+
+# Refusals ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["tasks.0.teacher=nobody"], "tasks.0.teacher: task 'even' is routed to 'nobody', and"),
+        (["tasks.0.teacher=odd"], "teachers.even: no task is routed to it."),
+        (["rollout.kind=ode"], "rollout.kind: 'ode' adds no noise, so student.weighting 'kl'"),
+        (
+            ["rollout.kind=ode", "student.weighting=mean", "student.gradient=policy"],
+            "so student.gradient 'policy' has no log-probabilities",
+        ),
+        (["student.gradient=published"], "student.weighting: 'kl' with gradient 'published'"),
+        (["student.reward_to_go=true"], "student.reward_to_go: true, but gradient 'pathwise'"),
+        (["student.states={select: random, count: 4}"], "count: 4, and rollout.window has only 3"),
+        (
+            ["student.gradient=policy", "student.guidance=2"],
+            "student.guidance: 2.0, but the rollout has 1.0",
+        ),
+        (["student.reward_weight=1", "rollout.copies=1"], "rollout.copies: got 1"),
+        (["student.reward_weight=1", "tasks.1.reward=null"], "tasks.1.reward: missing, and this"),
+    ],
+)
+def test_what_cannot_be_learnt_is_refused(
+    random_model: str, tmp_path: Path, given: list[str], said: str
+) -> None:
+    with pytest.raises(fakes.config.ConfigError) as caught:
+        fakes.distillation(random_model, tmp_path / "run", *given)
+    assert any(said in problem for problem in caught.value.problems), caught.value.problems
+
+
+def test_pure_distillation_needs_no_reward(random_model: str, tmp_path: Path) -> None:
+    given = ["tasks.0.reward=null", "tasks.1.reward=null", "rollout.copies=1", "train.updates=1"]
+    found = fakes.distillation(random_model, tmp_path / "run", *given)
+    assert isinstance(found, OpdConfig)
+    fakes.wired(found).run()
+    assert (tmp_path / "run" / "adapter").is_dir()
+
+
+def test_an_adapter_of_another_base_is_refused_before_the_model_is_loaded(
+    random_model: str, tmp_path: Path
+) -> None:
+    found = fakes.distillation(random_model, tmp_path / "run", "model.id=tiny")
+    with pytest.raises(fakes.config.ConfigError) as caught:
+        fakes.config.check_world(found, 1)
+    assert f"teachers.even: '{tmp_path / 'even'}' was trained on" in caught.value.problems[0]
+    assert "and model.id is 'tiny'" in caught.value.problems[0]
