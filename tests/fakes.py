@@ -183,6 +183,14 @@ class Interrupting:
         return found
 
 
+# Features ----------------------------------------------------------------------------------------
+
+
+def mean_colour(images: Tensor) -> Tensor:
+    """[B,3]: what a picture looks like from afar."""
+    return images.mean((2, 3))
+
+
 # Runs --------------------------------------------------------------------------------------------
 
 
