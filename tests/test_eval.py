@@ -16,6 +16,7 @@ from flowalign.backbone import Backbone, load_pipeline
 from flowalign.config import SD3_ATTENTION
 from flowalign.eval import suite
 from flowalign.eval.__main__ import main
+from flowalign.eval.fidelity import frechet, frechet_stderr
 from flowalign.eval.geneval import summarize
 from flowalign.eval.stats import average, difference, distance, enough, rows_of
 from flowalign.eval.suite import Benchmark, Judged, Settings
@@ -153,6 +154,13 @@ def test_the_error_of_a_distance_is_that_of_its_images_and_its_difference_is_pai
     assert far.row.stderr == pytest.approx(1 / 20, rel=0.4)  # 1 / sqrt(400); 20 groups
     gap = far.minus(near)
     assert gap.mean == pytest.approx(2, abs=1e-5) and gap.stderr < 1e-5 and gap.n == 400
+
+
+def test_the_error_of_the_frechet_distance_agrees_with_the_bootstrap():
+    draws = torch.Generator().manual_seed(0)
+    features, reference = torch.randn(2, 600, 4, generator=draws)
+    error = distance(features + 0.5, reference, frechet).row.stderr
+    assert error == pytest.approx(frechet_stderr(features + 0.5, reference), rel=0.4)
 
 
 def test_an_image_without_features_is_left_out_of_the_distance():

@@ -146,7 +146,7 @@ def test_decimals_follow_the_size_of_a_column(results: Results, mean: float, tex
 class Page(HTMLParser):
     """Every attribute by tag, the text, and whether the tags nest."""
 
-    VOID = ("meta", "img", "input", "br", "link")
+    VOID = ("meta", "img", "input", "wbr", "link")
 
     def __init__(self, text: str) -> None:
         super().__init__()
