@@ -1,28 +1,30 @@
 """Score models on held-out prompts: `python -m flowalign.eval --config FILE [key.path=value ...]`.
 
-Writes results.json, table.md and one grid_<benchmark>.png per benchmark into `output`.
+Writes results.json, table.md, report.html (one page with tables and images), images/ and one
+grid_<benchmark>.png per benchmark into `output`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flowalign.config import ConfigError, EvalConfig, check_world, load
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from torch import Tensor, device
 
     from flowalign.backbone import Backbone
+    from flowalign.eval.reference import Reference
     from flowalign.eval.suite import Benchmark, Judged, Settings
 
-SHOWN = 16  # prompts of a grid
+CLIP, METRIC = "flowalign.rewards.clip:Clip", "feat:frechet"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
+        print("interrupted; no table was written", file=sys.stderr)
         return 130
     return 0
 
@@ -57,17 +59,24 @@ def evaluate(config: EvalConfig) -> Path:
     from accelerate import Accelerator
 
     from flowalign.backbone import Backbone
+    from flowalign.eval.files import write
+    from flowalign.eval.table import Results
     from flowalign.progress import quiet
 
     quiet()
     accelerator = Accelerator()
     check_world(config, accelerator.num_processes)
     benchmarks = wire(config)
+    reference = wire_reference(config, benchmarks, accelerator.device)
     backbone = Backbone.load(config.model, accelerator.device)
     load_adapters(backbone, config)
-    found = judge(backbone, config, benchmarks, accelerator)
+    judged = judge(backbone, config, benchmarks, reference, accelerator)
     if accelerator.is_main_process:
-        write(config, benchmarks, found)
+        distances = (
+            {m: reference.distance(of.values()) for m, of in judged.items()} if reference else {}
+        )
+        results = Results(benchmarks, judged, distances)
+        show(write(config, results, settings(config)))
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return Path(config.output)
@@ -92,6 +101,30 @@ def wire(config: EvalConfig) -> list[Benchmark]:
     if problems:
         raise ConfigError(problems)
     return found
+
+
+def wire_reference(
+    config: EvalConfig, benchmarks: Sequence[Benchmark], device: device
+) -> Reference | None:
+    """What fidelity is measured with, None where it is not; ConfigError if that cannot work."""
+    if config.fidelity is None:
+        return None
+    from flowalign.eval import reference
+
+    try:
+        features = _features(config.fidelity.features, device)
+    except (ImportError, ValueError, OSError) as error:
+        raise ConfigError([f"fidelity.features: {error}"]) from error
+    return reference.build(config, benchmarks, features, device)
+
+
+def _features(name: str, device: device) -> Callable[[Tensor], Tensor]:
+    """Images [B,3,H,W] -> [B,D]: of a CLIP, or by a dotted path "package.module:function"."""
+    from flowalign import rewards
+
+    if ":" in name:
+        return rewards.load(name, "features")
+    return rewards.load(CLIP, "features")(name, device=device).image_features
 
 
 def settings(config: EvalConfig) -> Settings:
@@ -142,19 +175,25 @@ def judge(
     backbone: Backbone,
     config: EvalConfig,
     benchmarks: Sequence[Benchmark],
+    reference: Reference | None,
     accelerator: Accelerator,
 ) -> dict[str, dict[str, Judged]]:
-    """{model: {benchmark: its judged images}}, with a bar on a terminal and a line for each."""
+    """{model: {benchmark: its judged images}}, with a bar on a terminal and a line for each.
+
+    Its pictures are saved on the way, and only those that the report shows stay in memory.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as Left
 
+    from flowalign.eval.files import save_images
     from flowalign.eval.suite import EvalReport, headline, judge_images, rows_of
 
     console = Console(stderr=True, quiet=not accelerator.is_main_process)
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), Left())
     found: dict[str, dict[str, Judged]] = {name: {} for name in config.models}
     sampling, world = settings(config), accelerator.num_processes
+    folder, shown = Path(config.output) / "images", config.report.images
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         total = len(config.models) * sum(len(benchmark.prompts) for benchmark in benchmarks)
         images = bar.add_task("images", total=total)
@@ -162,90 +201,21 @@ def judge(
             for mark in benchmarks:
                 bar.update(images, description=f"{name}: {mark.name}")
                 with using(backbone, config, name):
-                    found[name][mark.name] = judge_images(
+                    judged = judge_images(
                         backbone,
                         mark,
                         sampling,
                         accelerator,
-                        keep=SHOWN,
+                        keep=len(mark.prompts) if config.keep_images else shown,
+                        features=reference.features if reference else None,
                         advance=lambda count: bar.advance(images, count * world),
                     )
-                report = EvalReport(rows_of(mark, found[name][mark.name].rows), {}, {})
+                if accelerator.is_main_process and judged.pictures:
+                    save_images(folder / name / mark.name, judged.pictures)
+                found[name][mark.name] = replace(judged, pictures=judged.pictures[:shown])
+                report = EvalReport(rows_of(mark, judged.rows), {}, {})
                 console.print(f"{name}: {mark.name} {headline(report, [mark]):.3f}")
     return found
-
-
-def write(
-    config: EvalConfig, benchmarks: Sequence[Benchmark], found: Mapping[str, Mapping[str, Judged]]
-) -> None:
-    """The three kinds of files of an evaluation; the table is printed, too."""
-    from flowalign.eval.suite import EvalReport, difference, environment, markdown, rows_of
-
-    folder, shared = Path(config.output), environment()
-    sampling = vars(settings(config)) | config.model.model_dump(mode="json")
-    reports, differences = {}, {}
-    first = found[next(iter(config.models))]
-    for name, judged in found.items():
-        rows = [row for mark in benchmarks for row in rows_of(mark, judged[mark.name].rows)]
-        reports[name] = EvalReport(rows, sampling, shared)
-        if judged is not first:
-            differences[name] = [
-                difference(mark, first[mark.name].rows, judged[mark.name].rows)
-                for mark in benchmarks
-            ]
-    folder.mkdir(parents=True, exist_ok=True)
-    models = {
-        name: {
-            "adapter": config.models[name],
-            **vars(report),
-            "rows": [vars(row) for row in report.rows],
-            "difference": [vars(row) for row in differences.get(name, [])],
-            "images": {mark: judged.rows for mark, judged in found[name].items()},
-        }
-        for name, report in reports.items()
-    }
-    results = {"config": config.model_dump(mode="json"), "models": models}
-    (folder / "results.json").write_text(json.dumps(_plain(results), allow_nan=False, indent=1))
-    table = markdown(reports, differences)
-    (folder / "table.md").write_text(f"{table}\n{_conditions(config, shared)}\n")
-    for mark in benchmarks:
-        draw(folder / f"grid_{mark.name}.png", mark, {n: j[mark.name] for n, j in found.items()})
-    show(table)
-
-
-def _plain(value: Any) -> Any:
-    """The same for JSON: NaN and infinity become null."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _conditions(config: EvalConfig, environment: Mapping[str, str]) -> str:
-    """What the numbers hold for, in two sentences."""
-    s, m = config.sampling, config.model
-    versions = ", ".join(f"{name} {version}" for name, version in environment.items())
-    return (
-        f"One image per prompt of {m.id} ({m.dtype}, {m.height}x{m.width}): {s.steps} Euler "
-        f"steps, guidance {s.guidance:g}, seed {s.seed}. Measured with {versions}."
-    )
-
-
-def draw(path: Path, benchmark: Benchmark, judged: Mapping[str, Judged]) -> None:
-    """The first prompts of a benchmark: one row of images per model, its score under each."""
-    from flowalign.pictures import side_by_side
-
-    part = benchmark.headline or "value"
-    captions = [
-        [
-            f"{name}: {row.get(part, math.nan):.2f}\n{row['prompt']}"
-            for row in found.rows[: len(found.pictures)]
-        ]
-        for name, found in judged.items()
-    ]
-    title = f"{benchmark.name}: same prompts and noise, one row a model"
-    side_by_side(path, [list(f.pictures) for f in judged.values()], captions, title=title)
 
 
 def show(table: str) -> None:

@@ -20,6 +20,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from safetensors import SafetensorError, safe_open
 
 from flowalign.data import PromptError, load_prompts
+from flowalign.pictures import IMAGES, image_files
 from flowalign.tiny import TEACHERS
 
 Count = Annotated[int, Field(ge=1)]
@@ -409,6 +410,24 @@ class Sampling(Section):
     """Images per forward pass of a process."""
 
 
+class Fidelity(Section):
+    """How far the images are from reference images: a Fréchet distance between their features."""
+
+    features: str = Field(default="tiny", examples=["tiny", "my_features:dino"])
+    """A CLIP (`tiny`, a folder, a Hub id), or package.module:function, [B,3,H,W] -> [B,D]."""
+    reference: str = Field(default="tiny", examples=["tiny", "data/coco_val2017"])
+    """`tiny` (scenes drawn from the benchmarks' own metadata), or a folder of images."""
+
+
+class Report(Section):
+    """What report.html shows."""
+
+    title: str | None = Field(default=None, examples=["Flow-OPD on the tiny world"])
+    """Its heading; null = named after the base model."""
+    images: Annotated[int, Field(ge=0)] = 24
+    """Prompts of a benchmark whose images are shown, the first ones."""
+
+
 class EvalConfig(Root):
     """An evaluation of the base model and of adapters on it."""
 
@@ -418,8 +437,14 @@ class EvalConfig(Root):
         default={"base": None}, min_length=1, examples=[{"base": None, "ocr": "runs/ocr/adapter"}]
     )
     """Name -> adapter folder, or null for the base model; the first is compared with."""
+    compare: dict[str, list[str]] = Field(default={}, examples=[{"student": ["ocr", "merged"]}])
+    """Name -> other models that it is compared with, besides the first."""
     benchmarks: list[Benchmark] = Field(min_length=1)
     sampling: Sampling = Sampling()
+    fidelity: Fidelity | None = None
+    report: Report = Report()
+    keep_images: bool = False
+    """Keep every image under <output>/images; false = those that the report shows."""
 
 
 STAGES: dict[str, type[Root]] = {
@@ -695,6 +720,8 @@ def _conflicts(config: Root) -> Iterator[tuple[list[str], str]]:
         yield from _same_names("benchmarks", [mark.name for mark in config.benchmarks])
         yield from _file_names("benchmarks", [mark.name for mark in config.benchmarks])
         yield from _file_names("models", config.models)
+        yield from _column_names(config.benchmarks)
+        yield from _unknown_models(config)
 
 
 def _merge_conflicts(config: MergeConfig) -> Iterator[tuple[list[str], str]]:
@@ -737,6 +764,31 @@ def _file_names(key: str, names: Iterable[str]) -> Iterator[tuple[list[str], str
                 f"{key}: the name {name!r} is to stand in file names and tables. "
                 "Use letters, digits, _ and - only.",
             )
+
+
+def _column_names(benchmarks: Sequence[Benchmark]) -> Iterator[tuple[list[str], str]]:
+    for index, mark in enumerate(benchmarks):
+        if mark.name in ("average", "fidelity"):
+            yield (
+                [f"benchmarks.{index}.name"],
+                f"benchmarks.{index}.name: {mark.name!r} is a column that every table has for "
+                "itself. Choose another name.",
+            )
+
+
+def _unknown_models(config: EvalConfig) -> Iterator[tuple[list[str], str]]:
+    for name, others in config.compare.items():
+        for model in (name, *others):
+            if model not in config.models:
+                close = difflib.get_close_matches(model, config.models, n=1)
+                hint = f" Did you mean {close[0]!r}?" if close else ""
+                yield (
+                    [f"compare.{name}", "models"],
+                    f"compare.{name}: no model is named {model!r}.{hint} "
+                    f"Possible: {', '.join(config.models)}.",
+                )
+        if name in others:
+            yield [f"compare.{name}"], f"compare.{name}: compared with itself. Leave it out."
 
 
 def _validation_conflicts(config: Config) -> Iterator[tuple[list[str], str]]:
@@ -907,6 +959,8 @@ def check_world(config: Root, num_processes: int, pending: Collection[str] = ())
     problems = list(_adapter_problems(config, pending))
     if isinstance(config, Config):
         problems += _training_problems(config, num_processes)
+    if isinstance(config, EvalConfig):
+        problems += _reference_problems(config.fidelity)
     for place, name, reward, sources in _judged(config):
         known = reward is not None
         try:
@@ -1017,6 +1071,19 @@ def adapter_base(folder: Path) -> str | None:
     with safe_open(folder / ADAPTER, framework="numpy") as file:
         text = (file.metadata() or {}).get("lora_adapter_metadata", "{}")
     return json.loads(text).get("transformer.base_model_name_or_path")
+
+
+def _reference_problems(fidelity: Fidelity | None) -> Iterator[str]:
+    if fidelity is None or fidelity.reference == "tiny":
+        return
+    folder = Path(fidelity.reference).expanduser()
+    if image_files(folder):
+        return
+    seen = f"the folder holds no {', '.join(IMAGES)}" if folder.is_dir() else "no such folder"
+    yield (
+        f"fidelity.reference: {fidelity.reference!r}: {seen}. Name a folder of images, or 'tiny' "
+        "for scenes drawn from the benchmarks' own metadata."
+    )
 
 
 def _text(error: Exception) -> str:

@@ -1,15 +1,52 @@
-"""Pictures a person looks at: labelled image grids and the plot of a run's metrics."""
+"""Pictures a person looks at: image files, labelled grids and the plot of a run's metrics."""
 
 from __future__ import annotations
 
+import io
 import json
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import torch
+from PIL import Image
 from torch import Tensor
 
 SMALL = 128  # images are drawn at least this wide
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+
+
+def image_files(folder: Path) -> list[Path]:
+    """The images in a folder and those below it, sorted; empty where there is no such folder."""
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGES)
+
+
+def png(image: Tensor) -> bytes:
+    """A PNG file of an image [3,H,W] in [0,1]."""
+    pixels = (image.detach().float().clamp(0, 1) * 255).round().byte().permute(1, 2, 0)
+    return _encoded(Image.fromarray(pixels.cpu().numpy()))
+
+
+def pixels_of(file: bytes) -> Tensor:
+    """The image [3,H,W] in [0,1] of a PNG file."""
+    pixels = np.array(Image.open(io.BytesIO(file)).convert("RGB"))
+    return torch.from_numpy(pixels).permute(2, 0, 1) / 255
+
+
+def thumbnail(file: bytes, longest: int) -> bytes:
+    """The PNG file itself, or a smaller one where the image has a side above `longest` pixels."""
+    image = Image.open(io.BytesIO(file))
+    if max(image.size) <= longest:
+        return file
+    image.thumbnail((longest, longest), Image.Resampling.LANCZOS)
+    return _encoded(image)
+
+
+def _encoded(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
 
 
 def grid(

@@ -183,6 +183,14 @@ class Interrupting:
         return found
 
 
+# Features ----------------------------------------------------------------------------------------
+
+
+def mean_colour(images: Tensor) -> Tensor:
+    """[B,3]: what a picture looks like from afar."""
+    return images.mean((2, 3))
+
+
 # Runs --------------------------------------------------------------------------------------------
 
 
@@ -229,11 +237,14 @@ def teachers(model: str, folder: Path) -> dict[str, str]:
 
 
 def distillation(
-    model: str, output: Path, *overrides: str, stage: str = "opd", reward: str = "redness"
+    model: str, output: Path, *overrides: str, stage: str = "opd", alone: str = ""
 ) -> config.Config:
-    """The same run with two tasks and a teacher each."""
+    """The same run with two tasks and a teacher each; alone: the one that has both."""
     raw = settings(model, output).model_dump(mode="json", exclude={"grpo", "stage"})
     task = raw["tasks"][0]
     taught = {name: {"adapter": path} for name, path in teachers(model, output.parent).items()}
     raw["tasks"] = [{**task, "name": name} for name in taught]
+    if alone:
+        taught = {alone: taught[alone]}
+        raw["tasks"] = [{**task, "teacher": alone} for task in raw["tasks"]]
     return config.parse({**raw, "stage": stage, "teachers": taught}, overrides)

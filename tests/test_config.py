@@ -235,7 +235,7 @@ def test_an_evaluation_is_read_by_its_stage(stage: type[Root], tmp_path: Path) -
 
 
 TRAINING = "'grpo' or 'opd' or 'sft'"
-ALL = f"{TRAINING} or 'eval'"
+ALL = f"{TRAINING} or 'merge' or 'recipe' or 'eval'"
 
 
 def test_a_config_of_another_command_is_refused() -> None:
@@ -288,6 +288,13 @@ def test_a_missing_stage_hides_no_other_problem() -> None:
         ({"models": {"a/b": None}}, "models: the name 'a/b' is to stand in file names"),
         ({"benchmarks": [{**MARK, "name": "a b"}]}, "benchmarks: the name 'a b' is to stand"),
         ({"benchmarks": [MARK, MARK]}, "benchmarks.0, benchmarks.1: all are named 'ocr'"),
+        ({"benchmarks": [{**MARK, "name": "average"}]}, "benchmarks.0.name: 'average' is a column"),
+        ({"compare": {"bse": ["base"]}}, "compare.bse: no model is named 'bse'. Did you mean"),
+        ({"compare": {"base": ["x"]}}, "compare.base: no model is named 'x'. Possible: base."),
+        ({"compare": {"base": ["base"]}}, "compare.base: compared with itself."),
+        ({"compare": {"base": "x"}}, "compare.base: got the text 'x'; want a"),
+        ({"report": {"images": -1}}, "report.images: got the whole number -1;"),
+        ({"fidelity": {"ref": "tiny"}}, "fidelity.ref: unknown key. Did you mean `reference`?"),
     ],
 )
 def test_a_wrong_evaluation_is_explained(sections: dict[str, Any], said: str) -> None:
@@ -378,3 +385,20 @@ def test_what_an_evaluation_lacks_is_reported_at_once(rewards: None, tmp_path: P
     models["far"] = models["near"] = str(tmp_path / "run" / "adapter")
     (tmp_path / "a.txt").write_text("x")
     check_world(parse(raw_eval(models=models, benchmarks=[good]), stage=EvalConfig), 3)
+
+
+def test_reference_images_that_are_not_there_are_reported(rewards: None, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    found = tmp_path / "clean"
+    data = raw_eval(
+        benchmarks=[{**MARK, "prompts": str(tmp_path / "a.txt")}],
+        fidelity={"reference": str(found)},
+    )
+    with pytest.raises(ConfigError, match="fidelity.reference: .*no such folder. Name a folder"):
+        check_world(parse(data, stage=EvalConfig), 1)
+    found.mkdir()
+    (found / "notes.txt").write_text("none yet")
+    with pytest.raises(ConfigError, match=r"the folder holds no \.png, \.jpg"):
+        check_world(parse(data, stage=EvalConfig), 1)
+    (found / "notes.txt").rename(found / "1.PNG")
+    check_world(parse(data, stage=EvalConfig), 1)

@@ -6,16 +6,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fakes
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from flowalign.backbone import Backbone, load_pipeline
 from flowalign.config import SD3_ATTENTION
 from flowalign.eval import suite
 from flowalign.eval.__main__ import main
+from flowalign.eval.fidelity import frechet, frechet_stderr
 from flowalign.eval.geneval import summarize
-from flowalign.eval.suite import Benchmark, Judged, Settings, difference, markdown, rows_of
+from flowalign.eval.stats import average, difference, distance, enough, rows_of
+from flowalign.eval.suite import Benchmark, Judged, Settings
+from flowalign.eval.table import details
+from flowalign.pictures import pixels_of
 from flowalign.types import EvalReport, EvalRow, PromptBatch, Scores
 
 NAN = math.nan
@@ -97,7 +103,7 @@ def test_a_reward_that_failed_on_everything_has_no_headline_but_a_report(tags: s
         del image["correct"]  # a reward that raised gives no parts
     report = EvalReport(rows_of(GENEVAL, images), {}, {})
     assert math.isnan(suite.headline(report, [GENEVAL]))
-    assert "| geneval | correct | 0 | – |" in markdown({"base": report})
+    assert "| geneval | correct | 0 | – |" in details({"base": report.rows})
 
 
 def test_the_difference_is_paired():
@@ -117,22 +123,63 @@ def test_the_difference_of_overall_is_that_of_the_two_overalls():
         difference(GENEVAL, before[:2], after)
 
 
-def test_the_table_has_a_column_a_model_and_a_second_part_for_the_differences():
+def test_the_average_weighs_every_benchmark_alike_and_takes_its_error_from_theirs():
+    rows = [EvalRow("a", "x", 0.2, 0.03, 100), EvalRow("b", "x", 0.6, 0.04, 10)]
+    assert (average(rows).mean, average(rows).n) == (pytest.approx(0.4), 110)
+    assert average(rows).stderr == pytest.approx(0.025)  # hypot(.03, .04) / 2
+    unknown = average([*rows, EvalRow("c", "x", NAN, NAN, 0)])
+    assert math.isnan(unknown.mean) and math.isnan(unknown.stderr)  # not a mean over fewer
+
+
+def test_the_average_of_differences_is_paired():
+    gains = [
+        difference(OCR, judged("   ", [0.1, 0.5, 0.9]), judged("   ", [0.2, 0.6, 1.0])),
+        difference(GENEVAL, judged("aab", [1, 0, 0]), judged("aab", [1, 0, 1])),
+    ]
+    assert average(gains).mean == pytest.approx((0.1 + 0.5) / 2) and average(gains).n == 6
+    flat = difference(OCR, judged("  ", [0, 1]), judged("  ", [0.5, 1.5]))
+    assert average([gains[0], flat]).stderr == pytest.approx(0, abs=1e-12)
+
+
+def shift(features: torch.Tensor, reference: torch.Tensor) -> float:
+    """A distance whose error is known: how far the means are apart."""
+    return float((features.mean() - reference.mean()).abs())
+
+
+def test_the_error_of_a_distance_is_that_of_its_images_and_its_difference_is_paired():
+    draws = torch.Generator().manual_seed(0)
+    features, reference = torch.randn(400, 1, generator=draws), torch.zeros(10, 1)
+    far, near = distance(features + 3, reference, shift), distance(features + 1, reference, shift)
+    assert far.row.mean == pytest.approx(3 + float(features.mean()), abs=1e-5)
+    assert far.row.stderr == pytest.approx(1 / 20, rel=0.4)  # 1 / sqrt(400); 20 groups
+    gap = far.minus(near)
+    assert gap.mean == pytest.approx(2, abs=1e-5) and gap.stderr < 1e-5 and gap.n == 400
+
+
+def test_the_error_of_the_frechet_distance_agrees_with_the_bootstrap():
+    draws = torch.Generator().manual_seed(0)
+    features, reference = torch.randn(2, 600, 4, generator=draws)
+    error = distance(features + 0.5, reference, frechet).row.stderr
+    assert error == pytest.approx(frechet_stderr(features + 0.5, reference), rel=0.4)
+
+
+def test_an_image_without_features_is_left_out_of_the_distance():
+    features, reference = torch.arange(60.0)[:, None], torch.zeros(9, 1)
+    features[5] = NAN
+    found = distance(features, reference, shift)
+    assert found.n == 59 and found.value == pytest.approx((59 * 30 - 5) / 59)
+    few = distance(features[: enough(1)].repeat(1, 60), reference, shift)
+    assert math.isnan(few.value) and math.isnan(few.row.stderr)
+
+
+def test_the_details_have_a_column_a_model():
     rows = {"base": [EvalRow("ocr", "reward", 0.25, 0.01, 8)], "tuned": []}
     rows["tuned"] = [EvalRow("ocr", "reward", 0.5, NAN, 7), EvalRow("ocr", "exact", NAN, NAN, 0)]
-    reports = {name: EvalReport(found, {}, {}) for name, found in rows.items()}
-    gain = EvalRow("ocr", "reward", 0.25, 0.0123, 7)
-    assert markdown(reports, {"tuned": [gain]}).splitlines() == [
+    assert details(rows).splitlines() == [
         "| benchmark | metric | n | base | tuned |",
         "|---|---|---|---|---|",
         "| ocr | reward | 7 to 8 | 0.250 ± 0.010 | 0.500 ± ? |",
         "| ocr | exact | 0 | – | – |",
-        "",
-        "Difference to base on the same prompts and noise:",
-        "",
-        "| benchmark | metric | n | tuned − base |",
-        "|---|---|---|---|",
-        "| ocr | reward | 7 | +0.250 ± 0.012 |",
     ]
 
 
@@ -154,7 +201,10 @@ def test_an_image_depends_neither_on_the_batch_nor_on_who_samples_it(
 
     def run(size: int, world: int = 1, rank: int = 0) -> Judged:
         processes: Any = SimpleNamespace(num_processes=world, process_index=rank)
-        return suite.judge_images(backbone, mark, Settings(2, 1.0, 7, size), processes, keep=3)
+        settings = Settings(2, 1.0, 7, size)
+        return suite.judge_images(
+            backbone, mark, settings, processes, keep=3, features=fakes.mean_colour
+        )
 
     whole = run(5)
     assert [row["index"] for row in whole.rows] == [0, 1, 2, 3, 4]
@@ -166,8 +216,27 @@ def test_an_image_depends_neither_on_the_batch_nor_on_who_samples_it(
         assert [row["index"] for row in rows] == [0, 1, 2, 3, 4]
         values = torch.tensor([row["value"] for row in rows])
         torch.testing.assert_close(values, torch.tensor([row["value"] for row in whole.rows]))
+        features = torch.cat([part.features for part in parts if part.features is not None])
+        torch.testing.assert_close(features, whole.features)
         pictures = [picture for part in parts for picture in part.pictures]
-        torch.testing.assert_close(torch.stack(pictures), torch.stack(whole.pictures))
+        for mine, theirs in zip(pictures, whole.pictures, strict=True):
+            torch.testing.assert_close(pixels_of(mine), pixels_of(theirs), rtol=0, atol=1 / 255)
+
+
+def test_features_are_those_of_the_images_and_nan_where_there_is_no_image(
+    backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+):
+    mark = Benchmark("x", PromptBatch(["a", "b"], ["x"] * 2, [{}] * 2), Judge())
+    images = torch.rand(2, 3, 8, 8)
+    images[1, 0, 0, 0] = NAN
+    monkeypatch.setattr(suite, "generate", lambda *args: images)
+    found = suite.judge_images(
+        backbone, mark, Settings(2, 1.0, 7, 2), keep=2, features=fakes.mean_colour
+    )
+    assert found.features is not None and bool(found.features[1].isnan().all())
+    torch.testing.assert_close(found.features[0], images[0].mean((1, 2)))
+    torch.testing.assert_close(pixels_of(found.pictures[0]), images[0], rtol=0, atol=0.5 / 255)
+    assert suite.judge_images(backbone, mark, Settings(2, 1.0, 7, 2)).features is None
 
 
 @pytest.fixture
@@ -205,10 +274,79 @@ def test_the_command_writes_results_table_and_grid(
     assert list(models) == ["fresh", "base"] and models["base"]["settings"]["steps"] == 2
     first, second = models["fresh"]["images"]["red"]
     assert second["value"] is None and first["value"] == models["base"]["images"]["red"][0]["value"]
+    (gain, both) = models["base"]["difference"]
+    assert (gain["benchmark"], gain["mean"], gain["n"]) == ("red", 0, 1)
+    assert both["benchmark"] == "average" and models["fresh"]["difference"] == []
+    assert models["fresh"]["average"]["mean"] == first["value"]
+    assert models["base"]["fidelity"] is None
     table = (folder / "table.md").read_text()
-    assert "| red | reward | 1 | +0.000 ± ? |" in table and "base − fresh" in table
+    assert "| base − fresh | +0.00000 ± ? | +0.00000 ± ? |" in table
     assert table.startswith(capsys.readouterr().out.strip())
     assert (folder / "grid_red.png").stat().st_size > 1000
+    assert "base − fresh" in (folder / "report.html").read_text()
+    shown = sorted(str(path.relative_to(folder)) for path in folder.glob("images/**/*.png"))
+    names = [f"images/{model}/red/{index}.png" for model in ("base", "fresh") for index in (0, 1)]
+    assert shown == names
+
+
+@pytest.mark.parametrize(("keep", "kept"), [("false", 1), ("true", 2)])
+def test_images_are_kept_as_far_as_the_report_shows_them_or_all(config: Path, keep: str, kept: int):
+    overrides = ["report.images=1", f"keep_images={keep}", "models={base: null}"]
+    assert main(["--config", str(config), *overrides]) == 0
+    folder = config.parent / "out"
+    assert len(list(folder.glob("images/base/red/*.png"))) == kept
+    assert (folder / "report.html").read_text().count("data:image/png;base64,") == 1
+
+
+@pytest.fixture
+def fidelity() -> list[str]:
+    """Overrides: a distance between mean colours of 30 images."""
+    return ["fidelity.features=fakes:mean_colour", "benchmarks.0.limit=30"]
+
+
+def test_fidelity_is_a_column_and_it_is_paired(config: Path, fidelity: list[str]):
+    references = config.parent / "clean" / "below"
+    references.mkdir(parents=True)
+    for index in range(30):  # of any size: they are cropped to the model's
+        Image.new("RGB", (40 + index, 50), (255, 255, 255)).save(references / f"{index}.png")
+    (config.parent / "prompts.txt").write_text("\n".join(f"a {i}" for i in range(30)))
+    where = f"fidelity.reference={config.parent / 'clean'}"
+    compare = "compare={base: [fresh]}"
+    assert main(["--config", str(config), *fidelity, where, compare]) == 0
+    results = json.loads((config.parent / "out" / "results.json").read_text())
+    row = results["models"]["base"]["fidelity"]
+    assert (row["benchmark"], row["metric"], row["n"]) == ("fidelity", "frechet", 30)
+    assert 0 < row["mean"] < 1 and 0 < row["stderr"] < 0.1
+    gap = results["compare"]["base"]["fresh"][1]
+    assert (gap["benchmark"], gap["mean"], gap["stderr"]) == ("fidelity", 0, 0)
+    table = (config.parent / "out" / "table.md").read_text()
+    assert "|  | red | fidelity ↓ | average |" in table and "base minus others" in table
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["fidelity.reference=nowhere"], "fidelity.reference: 'nowhere': no such folder"),
+        (["fidelity.reference=tiny"], "fidelity.reference: 'tiny' draws prompts of the tiny"),
+        (["fidelity.reference=clean"], "fidelity.reference: 2 images are too few for a distance"),
+        (["fidelity.features=fakes:nothing"], "fidelity.features: features 'fakes:nothing'"),
+    ],
+)
+def test_fidelity_that_cannot_be_measured_is_refused(
+    config: Path,
+    fidelity: list[str],
+    overrides: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.chdir(config.parent)
+    (config.parent / "clean").mkdir()
+    for index in range(2):
+        Image.new("RGB", (32, 32)).save(config.parent / "clean" / f"{index}.png")
+    assert main(["--config", str(config), *fidelity, *overrides]) == 2
+    assert said in capsys.readouterr().err
+    assert not (config.parent / "out").exists()
 
 
 @pytest.mark.parametrize(

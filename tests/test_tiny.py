@@ -128,6 +128,8 @@ def test_the_shipped_prompts_are_those_that_the_module_writes(split: str):
     entries, seed = FILES[split]
     assert shipped(f"geneval_{split}") == prompts.geneval_file(split, entries, seed)
     assert shipped(f"ocr_{split}") == prompts.sign_file(split, entries, seed)
+    preference = prompts.preference_file(split, entries, seed + len(FILES))
+    assert shipped(f"preference_{split}") == preference and len(preference) == entries
 
 
 def test_the_shipped_sets_share_no_prompt_but_of_single_objects():

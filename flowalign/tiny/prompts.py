@@ -1,4 +1,5 @@
-"""Prompts of the tiny world: GenEval's six tags over shapes, and signs with short words.
+"""Prompts of the tiny world: GenEval's six tags over shapes, signs with short words, and the mix of
+both that the preference task asks for in words of its own.
 
 `python -m flowalign.tiny.prompts` writes the shipped files. The combinations and the words of
 `*_val` and `*_test` are never drawn in pretraining nor trained on (single_object, with its four
@@ -118,11 +119,11 @@ def random_word(rng: np.random.Generator) -> str:
     while True:
         length = rng.choice([2, 3, 4], p=[0.25, 0.45, 0.3])
         word = "".join(LETTERS[i] for i in rng.integers(len(LETTERS), size=length))
-        if word not in _HELD_OUT:
+        if word not in HELD_OUT:
             return word
 
 
-_HELD_OUT = frozenset(TEST_WORDS) | frozenset(VALIDATION_WORDS)
+HELD_OUT = frozenset(TEST_WORDS) | frozenset(VALIDATION_WORDS)
 
 
 def _random_color(rng: np.random.Generator) -> str | None:
@@ -157,14 +158,35 @@ def sign_file(split: str, entries: int, seed: int) -> list[Metadata]:
     return [sign_prompt(words[i], _random_color(rng)) for i in order[:entries]]
 
 
+def preference_prompt(row: Metadata) -> Metadata:
+    """The same scene as the preference task words it, so that a model can tell the tasks apart.
+
+    Shapes without "a photo of", and "one sign" for "a sign". The base model, which knows neither
+    wording, draws both nearly as well as its own; it fails at signs worded any freer.
+    """
+    text = row["prompt"]
+    text = f"one {text[2:]}" if "target" in row else text.removeprefix("a photo of ")
+    return row | {"prompt": text}
+
+
+def preference_file(split: str, entries: int, seed: int) -> list[Metadata]:
+    """`entries` prompts of a split: 70 % shapes in the proportions of the tags, 30 % signs."""
+    signs = round(0.3 * entries)
+    shapes = geneval_file(split, entries - signs + len(TAGS), seed)[: entries - signs]  # it rounds
+    rows = shapes + sign_file(split, signs, seed)
+    order = np.random.default_rng(seed).permutation(len(rows))
+    return [preference_prompt(rows[i]) for i in order]
+
+
 def main() -> None:
-    """Write the six shipped prompt files."""
+    """Write the nine shipped prompt files."""
     PROMPTS.mkdir(exist_ok=True)
     sizes = {"train": 2000, "val": 256, "test": 768}
     for seed, (split, entries) in enumerate(sizes.items()):
         files = {
             "geneval": geneval_file(split, entries, seed),
             "ocr": sign_file(split, entries, seed),
+            "preference": preference_file(split, entries, seed + len(sizes)),
         }
         for name, rows in files.items():
             text = "".join(json.dumps(row) + "\n" for row in rows)

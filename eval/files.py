@@ -1,0 +1,132 @@
+"""What an evaluation leaves behind: results.json, table.md, report.html, grid_<benchmark>.png."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from flowalign.config import EvalConfig, to_yaml
+from flowalign.eval import report
+from flowalign.eval.stats import GROUPS
+from flowalign.eval.suite import Benchmark, Judged, Settings, environment
+from flowalign.eval.table import Results, Table, details, markdown, tables
+from flowalign.pictures import pixels_of, side_by_side
+from flowalign.types import EvalReport, EvalRow
+
+SHOWN = 16  # prompts of a grid_<benchmark>.png
+
+
+def write(config: EvalConfig, results: Results, settings: Settings) -> str:
+    """Write all of them into config.output; returns the tables as Markdown, without the details."""
+    folder, around = Path(config.output), environment()
+    folder.mkdir(parents=True, exist_ok=True)
+    found = tables(results, config.compare)
+    sampling = vars(settings) | config.model.model_dump(mode="json")
+    reports = {m: EvalReport(results.rows(m), sampling, around) for m in results.judged}
+    content = _plain(document(config, results, reports))
+    (folder / "results.json").write_text(json.dumps(content, allow_nan=False, indent=1))
+    said, short = conditions(config, results, around), "\n".join(map(markdown, found))
+    long = details({model: its.rows for model, its in reports.items()})
+    (folder / "table.md").write_text(f"{short}\nEvery metric:\n\n{long}\n{' '.join(said)}\n")
+    (folder / "report.html").write_text(page(config, results, found, said), encoding="utf-8")
+    for mark in results.benchmarks:
+        judged = {model: of[mark.name] for model, of in results.judged.items()}
+        if config.report.images:
+            draw(folder / f"grid_{mark.name}.png", mark, judged)
+    return short
+
+
+def save_images(folder: Path, pictures: Sequence[bytes]) -> None:
+    """Pictures as <index>.png."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for index, picture in enumerate(pictures):
+        (folder / f"{index}.png").write_bytes(picture)
+
+
+def document(
+    config: EvalConfig, results: Results, reports: Mapping[str, EvalReport]
+) -> dict[str, Any]:
+    """results.json: every number, and every image's scores."""
+
+    def listed(rows: Mapping[str, EvalRow]) -> list[dict[str, Any]]:
+        return [vars(row) for row in rows.values()]
+
+    models = {}
+    for model, found in reports.items():
+        scores, first = results.scores(model), results.first
+        models[model] = {
+            "adapter": config.models[model],
+            **vars(found),
+            "rows": [vars(row) for row in found.rows],
+            "fidelity": vars(scores["fidelity"]) if "fidelity" in scores else None,
+            "average": vars(scores["average"]),
+            "difference": listed(results.difference(model, first)) if model != first else [],
+            "images": {mark: judged.rows for mark, judged in results.judged[model].items()},
+        }
+    compared = {
+        model: {other: listed(results.difference(model, other)) for other in others}
+        for model, others in config.compare.items()
+    }
+    return {"config": config.model_dump(mode="json"), "models": models, "compare": compared}
+
+
+def _plain(value: Any) -> Any:
+    """The same for JSON: NaN and infinity become null."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def conditions(config: EvalConfig, results: Results, environment: Mapping[str, str]) -> list[str]:
+    """What the numbers hold for, a sentence each."""
+    s, m, f = config.sampling, config.model, config.fidelity
+    counts = ", ".join(f"{len(mark.prompts)} of {mark.name}" for mark in results.benchmarks)
+    versions = ", ".join(f"{name} {version}" for name, version in environment.items())
+    found = [
+        f"One image per prompt ({counts}) of {m.id} ({m.dtype}, {m.height}x{m.width}): {s.steps} "
+        f"Euler steps, guidance {s.guidance:g}, seed {s.seed}."
+    ]
+    if len(results.benchmarks) > 1:
+        found.append("average: the unweighted mean of the benchmarks.")
+    for a, b in combinations(results.benchmarks, 2):
+        if set(a.prompts.prompts) & set(b.prompts.prompts):
+            found.append(
+                f"{a.name} and {b.name} share prompts, yet the average's error takes them as "
+                "independent."
+            )
+    if f:
+        found.append(
+            f"fidelity: Fréchet distance, lower is better, between the {f.features!r} features of "
+            f"all images of a model and of the reference {f.reference!r}; its error is a "
+            f"jackknife over {GROUPS} groups of images."
+        )
+    return [*found, f"Measured with {versions}."]
+
+
+def page(config: EvalConfig, results: Results, found: Sequence[Table], said: Sequence[str]) -> str:
+    """report.html."""
+    title = (
+        config.report.title or f"flowalign eval: {len(results.judged)} models on {config.model.id}"
+    )
+    return report.render(results, found, title=title, conditions=said, config=to_yaml(config))
+
+
+def draw(path: Path, benchmark: Benchmark, judged: Mapping[str, Judged]) -> None:
+    """The first prompts of a benchmark: one row of images per model, its score under each."""
+    part = benchmark.headline or "value"
+    images = [[pixels_of(file) for file in found.pictures[:SHOWN]] for found in judged.values()]
+    captions = [
+        [
+            f"{name}: {row.get(part, math.nan):.2f}\n{row['prompt']}"
+            for row in found.rows[: len(found.pictures)][:SHOWN]
+        ]
+        for name, found in judged.items()
+    ]
+    title = f"{benchmark.name}: same prompts and noise, one row a model"
+    side_by_side(path, images, captions, title=title)

@@ -1,0 +1,86 @@
+"""The Fréchet distance is the formula's, rises with damage, and refuses what it cannot measure."""
+
+import time
+
+import numpy as np
+import pytest
+
+from flowalign.eval.fidelity import frechet, frechet_stderr
+from flowalign.tiny import prompts
+from flowalign.tiny.stream import rendered
+
+RNG = np.random.default_rng(0)
+NORMAL = RNG.normal(size=(500, 4))
+
+
+def exact(features: np.ndarray) -> np.ndarray:
+    """The same rows moved so that their mean is 0 and their covariance is 1, to rounding."""
+    centred = features - features.mean(0)
+    root = np.linalg.cholesky(np.cov(centred.T))
+    return centred @ np.linalg.inv(root).T
+
+
+def test_gaussians_with_a_known_distance():
+    unit = exact(NORMAL)
+    shift, scale = np.array([1.0, 0, -2, 0]), np.array([1.0, 2, 3, 0.5])
+    assert frechet(unit, unit) == pytest.approx(0, abs=1e-9)
+    assert frechet(unit + shift, unit) == pytest.approx(5)
+    # equal axes: the sum of (s1 - s2)^2
+    assert frechet(unit * scale, unit) == pytest.approx(((scale - 1) ** 2).sum())
+    assert frechet(unit, unit * scale + shift) == pytest.approx(5 + ((scale - 1) ** 2).sum())
+
+
+def test_axes_that_are_turned_agree_with_the_matrix_root():
+    """tr (C1 C2)^(1/2) by the eigenvalues of the product itself, which is not symmetric."""
+    a, b = NORMAL @ RNG.normal(size=(4, 4)), RNG.normal(size=(300, 4)) @ RNG.normal(size=(4, 4))
+    c1, c2 = np.cov(a.T), np.cov(b.T)
+    root = np.sqrt(np.linalg.eigvals(c1 @ c2).real).sum()
+    wanted = ((a.mean(0) - b.mean(0)) ** 2).sum() + np.trace(c1 + c2) - 2 * root
+    assert frechet(a, b) == pytest.approx(wanted)
+    assert frechet(b, a) == pytest.approx(wanted)
+    assert frechet(a[::-1], b) == pytest.approx(wanted)
+
+
+def test_the_stderr_is_the_spread_over_samples_and_owns_its_seed():
+    draws = [RNG.normal(size=(200, 3)) + 0.5 for _ in range(200)]
+    reference = RNG.normal(size=(5000, 3))
+    spread = np.std([frechet(draw, reference) for draw in draws])
+    found = [frechet_stderr(draw, reference) for draw in draws[:10]]
+    assert np.mean(found) == pytest.approx(spread, rel=0.25)
+    np.random.seed(1)  # whatever others draw
+    assert frechet_stderr(draws[0], reference) == found[0]
+    assert frechet_stderr(draws[0], reference, seed=1) != found[0]
+
+
+def test_the_stderr_takes_no_time():
+    features = RNG.normal(size=(512, 64))
+    began = time.perf_counter()
+    frechet_stderr(features, features[:400])
+    assert time.perf_counter() - began < 2
+
+
+@pytest.mark.parametrize(
+    ("features", "said"),
+    [
+        (NORMAL[:4], "4 images, with 4 values"),
+        (NORMAL[:, :3], "3 columns and the reference 4"),
+        (NORMAL[0], r"shape \[4\]"),
+        (np.where(NORMAL == NORMAL[7], np.nan, NORMAL), "row 7"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(features: np.ndarray, said: str):
+    with pytest.raises(ValueError, match=said):
+        frechet(features, NORMAL)
+    with pytest.raises(ValueError, match=said):
+        frechet_stderr(features, NORMAL)
+
+
+def test_rendered_depends_on_the_seed_and_the_place_alone():
+    rows = [prompts.preference_prompt(r) for r in prompts.geneval_file("test", 6, 0)]
+    rows.append(prompts.sign_prompt("CAT", None))
+    images = rendered(rows, seed=3, each=2)
+    assert images.shape == (2 * len(rows), 3, 64, 64) and 0 <= images.min() < images.max() <= 1
+    assert (images[4:6] == rendered(rows[:3], seed=3, each=2)[4:6]).all()
+    assert (images[::2] == rendered(rows, seed=3)).all()
+    assert not (images[0] == images[1]).all()
+    assert not (images == rendered(rows, seed=4, each=2)).all()

@@ -1,0 +1,225 @@
+"""The tables of an evaluation and its page: what is best, what is paired, what it needs."""
+
+import base64
+import math
+from html.parser import HTMLParser
+
+import pytest
+import torch
+
+from flowalign.eval import report
+from flowalign.eval.stats import Distance
+from flowalign.eval.suite import Benchmark, Judged
+from flowalign.eval.table import Results, Table, markdown, tables
+from flowalign.pictures import png
+from flowalign.types import EvalRow, PromptBatch
+
+NAN = math.nan
+PROMPTS = ['a "<b>cat</b>" & a dog', "two stars", "a red sign", "nothing"]
+CORRECT = {"base": [1, 0, 1, 0], "ocr": [1, 1, 1, 0], "student": [1, 1, 1, NAN]}
+GRADED = {
+    "base": [0.1, 0.2, 0.3, 0.4],
+    "ocr": [0.2, 0.3, 0.4, 0.5],
+    "student": [0.9, 0.2, 0.3, 0.4],
+}
+
+
+class Judge:
+    def __init__(self, headline: str | None) -> None:
+        self.headline = headline
+
+
+def benchmark(name: str, headline: str | None) -> Benchmark:
+    tags = [{"tag": tag} if headline else {} for tag in "aabb"]
+    batch = PromptBatch(PROMPTS, [name] * 4, tags)
+    return Benchmark(name, batch, Judge(headline))  # type: ignore[arg-type]  # it judges no more
+
+
+def judged(mark: Benchmark, scores: list[float], shade: float) -> Judged:
+    part = mark.headline or "value"
+    rows = [
+        {"index": i, "prompt": PROMPTS[i], "metadata": mark.prompts.metadata[i], "value": score}
+        | {part: score}
+        for i, score in enumerate(scores)
+    ]
+    images = [torch.full((3, 4, 4), shade + i / 100) for i in range(3)]  # one is not shown
+    return Judged(rows, [png(image) for image in images])
+
+
+MARKS = [benchmark("geneval", "correct"), benchmark("ocr", None)]
+
+
+@pytest.fixture
+def results() -> Results:
+    found = {
+        model: {
+            "geneval": judged(MARKS[0], CORRECT[model], index / 4),
+            "ocr": judged(MARKS[1], GRADED[model], index / 4 + 0.1),
+        }
+        for index, model in enumerate(CORRECT)
+    }
+    far = {"base": 3.0, "ocr": 5.0, "student": 2.0}
+    without = torch.linspace(-0.1, 0.1, 20)
+    distances = {model: Distance(value, value + without, 8) for model, value in far.items()}
+    return Results(MARKS, found, distances)
+
+
+# Tables ------------------------------------------------------------------------------------------
+
+
+def test_the_main_table_is_models_by_benchmarks_then_fidelity_and_average(results: Results):
+    main, to_base, extra = tables(results, {"student": ["ocr"]})
+    assert main.columns == ["geneval", "ocr", "fidelity", "average"]
+    assert list(main.rows) == ["base", "ocr", "student"]
+    assert list(to_base.rows) == ["ocr − base", "student − base"]
+    assert list(extra.rows) == ["student − ocr"]
+    row = main.rows["base"]
+    assert row["average"].mean == pytest.approx((0.5 + 0.25) / 2)
+    assert row["average"].mean == pytest.approx((row["geneval"].mean + row["ocr"].mean) / 2)
+    errors = row["geneval"].stderr, row["ocr"].stderr  # fidelity is no part of it
+    assert row["average"].stderr == pytest.approx(math.hypot(*errors) / 2)
+    assert main.n("geneval") == "3 to 4" and to_base.n("average") == "7 to 8"
+
+
+def test_differences_are_paired_in_every_column(results: Results):
+    _, to_base, extra = tables(results, {"student": ["ocr"]})
+    row = to_base.rows["ocr − base"]
+    assert row["ocr"].mean == pytest.approx(0.1) and row["ocr"].stderr < 1e-9
+    assert row["fidelity"].mean == 2 and row["fidelity"].stderr < 1e-6
+    assert row["average"].mean == pytest.approx((0.25 + 0.1) / 2)
+    assert row["average"].stderr == pytest.approx(row["geneval"].stderr / 2)
+    assert extra.rows["student − ocr"]["fidelity"].mean == -3
+    assert to_base.trend("ocr − base", "ocr") == "better"
+    assert to_base.trend("ocr − base", "fidelity") == "worse"  # it is farther away
+    assert to_base.trend("student − base", "ocr") == ""  # within two errors
+
+
+def rows_with(column: str, means: list[float]) -> dict[str, dict[str, EvalRow]]:
+    return {f"m{i}": {column: EvalRow("x", "x", m, 0.1, 9)} for i, m in enumerate(means)}
+
+
+@pytest.mark.parametrize(
+    ("column", "means", "best"),
+    [
+        ("ocr", [0.1, 0.3, 0.2], {"m1"}),
+        ("fidelity", [0.1, 0.3, 0.2], {"m0"}),
+        ("ocr", [0.30004, 0.29996, 0.2], {"m0", "m1"}),  # alike in print
+        ("ocr", [NAN, 0.3, 0.2], {"m1"}),
+        ("ocr", [NAN, 0.3], set()),  # nothing to compare with
+        ("ocr", [0.3], set()),
+    ],
+)
+def test_the_best_of_a_column(column: str, means: list[float], best: set[str]):
+    rows = rows_with(column, means)
+    assert Table("", rows, {column: 3}).best(column) == best
+    assert Table("", rows, {column: 3}, signed=True).best(column) == set()
+
+
+def test_a_table_as_markdown():
+    rows = {
+        "base": {"ocr": EvalRow("", "", 22.338, 0.5, 8), "fidelity": EvalRow("", "", 0.5, NAN, 8)},
+        "new": {"ocr": EvalRow("", "", 23.0, 0.25, 7), "fidelity": EvalRow("", "", NAN, NAN, 8)},
+    }
+    assert markdown(Table("Scores.", rows, {"ocr": 2, "fidelity": 3})).splitlines() == [
+        "Scores.",
+        "",
+        "|  | ocr | fidelity ↓ |",
+        "|---|---|---|",
+        "| base | 22.34 ± 0.50 | 0.500 ± ? |",
+        "| new | **23.00 ± 0.25** | – |",
+        "| n | 7 to 8 | 8 |",
+    ]
+    gain = {"new − base": {"ocr": EvalRow("", "", 0.662, 0.1, 7)}}
+    assert "| +0.66 ± 0.10 |" in markdown(Table("", gain, {"ocr": 2}, signed=True))
+
+
+@pytest.mark.parametrize(("mean", "text"), [(22.338, "22.34"), (0.5, "0.500"), (0.0412, "0.04120")])
+def test_decimals_follow_the_size_of_a_column(results: Results, mean: float, text: str):
+    distance = Distance(mean, torch.zeros(20), 8)
+    scaled = Results(MARKS, results.judged, dict.fromkeys(results.judged, distance))
+    assert tables(scaled, {})[0].text("base", "fidelity").startswith(f"{text} ±")
+
+
+# The page ----------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """Every attribute by tag, the text, and whether the tags nest."""
+
+    VOID = ("meta", "img", "input", "wbr", "link")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.attributes: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.attributes if name == tag]
+
+
+@pytest.fixture
+def text(results: Results) -> str:
+    found = tables(results, {"student": ["ocr"]})
+    return report.render(
+        results, found, title="T < 1", conditions=["Seed 7."], config="stage: eval"
+    )
+
+
+def test_the_page_parses_and_refers_to_nothing_outside(text: str):
+    page = Page(text)
+    assert page.open == []
+    for _, attributes in page.attributes:
+        for key in ("src", "href", "data", "action", "srcset", "poster"):
+            assert (attributes.get(key) or "data:").startswith("data:")
+    assert not {"link", "iframe", "object", "base"} & {tag for tag, _ in page.attributes}
+    assert all("src" not in script for script in page.all("script"))
+    assert "://" not in text and "@import" not in text and "url(" not in text
+
+
+def test_the_page_shows_every_kept_image_of_every_model(text: str, results: Results):
+    sources = [image["src"] or "" for image in Page(text).all("img")]
+    kept = [p for of in results.judged.values() for mine in of.values() for p in mine.pictures]
+    assert len(sources) == len(kept) == 18
+    assert {base64.b64decode(source.partition(",")[2]) for source in sources} == set(kept)
+
+
+def test_the_page_has_the_numbers_the_conditions_and_safe_text(text: str):
+    for part in ("T &lt; 1", "Seed 7.", "stage: eval", "student − ocr", "2 images", "value 0.9"):
+        assert part in text
+    assert "&lt;b&gt;cat&lt;/b&gt;" in text and "<b>cat" not in text
+    assert '<td class="best">1.000' in text
+
+
+def test_models_disagree_where_scores_are_far_apart_or_missing(results: Results):
+    lines = report.lines(results, MARKS[0])
+    assert [line.disagree for line in lines] == [False, True, False]
+    assert [line.disagree for line in report.lines(results, MARKS[1])] == [True, False, False]
+    assert report.disagree([0.5, NAN], 1) and not report.disagree([NAN, NAN], 1)
+    assert not report.disagree([0.5, 0.5], 0)
+    assert [cell.level for cell in lines[1].cells] == [0, 100, 100]
+
+
+def test_a_bar_for_each_tag_and_model(results: Results):
+    bars = report.bars(results, MARKS[0])
+    assert list(bars) == ["a", "b"] and [bar.model for bar in bars["a"]] == list(CORRECT)
+    assert [bar.end for bar in bars["a"]] == [50, 100, 100]
+    assert bars["b"][2].n == 1 and bars["b"][2].error == 0 and bars["b"][2].text.endswith("?")
+    assert report.bars(results, MARKS[1]) == {}
+
+
+def test_a_large_image_is_reduced_for_the_page(results: Results):
+    large = png(torch.rand(3, 300, 600))
+    rows = results.judged["base"]["ocr"].rows
+    single = Results(MARKS[1:], {"base": {"ocr": Judged(rows, [large])}}, {})
+    (line,) = report.lines(single, MARKS[1])
+    assert len(base64.b64decode(line.cells[0].source.partition(",")[2])) < len(large) / 3
