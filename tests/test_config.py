@@ -309,7 +309,7 @@ def test_every_key_is_described(root: type[Root]) -> None:
         return [k for k, v in fields if not v.get("description") and "$ref" not in str(v)]
 
     schema = root.model_json_schema()
-    assert schema["$defs"]["RewardSpec"]["properties"]["options"]["description"]
+    assert schema["$defs"]["Model"]["properties"]["id"]["description"]
     assert not [k for part in (schema, *schema["$defs"].values()) for k in undescribed(part)]
 
 
