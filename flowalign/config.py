@@ -270,6 +270,19 @@ class Train(Section):
     """Where accelerate logs to."""
 
 
+class Benchmark(Section):
+    """Held-out prompts and what judges their images."""
+
+    name: str = Field(min_length=1, examples=["ocr"])
+    """What tables and files call it."""
+    prompts: str = Field(examples=["tiny/ocr_test", "prompts/test.jsonl"])
+    """A .txt, a .jsonl, or tiny/NAME."""
+    limit: Count | None = Field(default=None, examples=[128])
+    """Take the first prompts only; null = all."""
+    reward: RewardSpec
+    """What scores its images."""
+
+
 class Evaluation(Section):
     """Evaluation on the validation prompts while training."""
 
@@ -285,6 +298,8 @@ class Evaluation(Section):
     """Images per forward pass; null = rollout.batch_size."""
     seed: int = 1234
     """Seed of the initial noise, the same at every evaluation."""
+    watch: list[Benchmark] = []
+    """Benchmarks that are scored, too, but not aimed at: an alarm tells when one falls."""
 
 
 class Root(Section):
@@ -382,19 +397,6 @@ class RecipeConfig(Job):
     )
     """Name -> the keys of a stage's config, over those of the file that `use` names (relative to
     this one). `stage:NAME` as a value is the adapter of an earlier stage."""
-
-
-class Benchmark(Section):
-    """Held-out prompts and what judges their images."""
-
-    name: str = Field(min_length=1, examples=["ocr"])
-    """What tables and files call it."""
-    prompts: str = Field(examples=["tiny/ocr_test", "prompts/test.jsonl"])
-    """A .txt, a .jsonl, or tiny/NAME."""
-    limit: Count | None = Field(default=None, examples=[128])
-    """Take the first prompts only; null = all."""
-    reward: RewardSpec
-    """What scores its images."""
 
 
 class Sampling(Section):
@@ -706,7 +708,11 @@ def _conflicts(config: Root) -> Iterator[tuple[list[str], str]]:
         yield from _window_conflicts(config.rollout)
         yield from _reward_conflicts(config)
         yield from _sharing_conflicts(config)
+        watched = config.evaluation.watch if config.evaluation else []
         yield from _same_names("tasks", [task.name for task in config.tasks])
+        if watched:
+            names = [mark.name for mark in [*watched, *config.tasks]]
+            yield from _same_names("evaluation.watch", names)
         yield from _validation_conflicts(config)
     if isinstance(config, OpdConfig | SftConfig):
         yield from _routing_conflicts(config)
@@ -991,7 +997,11 @@ def _judged(
         for index, mark in enumerate(config.benchmarks):
             yield f"benchmarks.{index}", mark.name, mark.reward, {"prompts": mark.prompts}
         return
-    for index, task in enumerate(config.tasks if isinstance(config, Config) else ()):
+    if not isinstance(config, Config):
+        return
+    for index, mark in enumerate(config.evaluation.watch if config.evaluation else ()):
+        yield f"evaluation.watch.{index}", mark.name, mark.reward, {"prompts": mark.prompts}
+    for index, task in enumerate(config.tasks):
         sources = {"prompts": task.prompts}
         if task.validation is not None:
             sources["validation"] = task.validation

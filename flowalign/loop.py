@@ -7,6 +7,7 @@ teachers), and turns velocities at (image, step) pairs into a loss. The loop ord
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import signal
@@ -29,11 +30,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from flowalign import checkpoint
+from flowalign.alarm import Alarm
 from flowalign.backbone import Backbone
 from flowalign.config import Config
 from flowalign.data import PromptSampler
 from flowalign.rollout import Noise, Schedule, sample
 from flowalign.types import Conditioning, EvalReport, Rollout, Source, StepLoss
+
+log = logging.getLogger("flowalign")
 
 STUDENT = "student"  # name of the adapter that is trained
 
@@ -168,6 +172,7 @@ class Loop:
         self.steps = 0  # optimizer steps done
         self.evaluated = -1  # update of the last evaluation
         self.best: dict[str, float] = {}
+        self.alarm = Alarm()
         self._settled()
 
     # The main path -----------------------------------------------------------------------------
@@ -215,6 +220,7 @@ class Loop:
                 "images_per_second": images / (done - began),
             }
             self.update += 1
+            self.alarm.update(metrics)
             self._log(metrics)
             self._settled()
 
@@ -323,8 +329,13 @@ class Loop:
         with self.averaged():
             headline, report = self.evaluate()
             with interrupts_held():
-                rows = {f"eval/{r.benchmark}/{r.metric}": r.mean for r in report.rows}
-                self._log({"eval/headline": headline, **rows})
+                rows = {f"{r.benchmark}/{r.metric}": (r.mean, r.stderr) for r in report.rows}
+                means = {f"eval/{name}": mean for name, (mean, _) in rows.items()}
+                alarms = self.alarm.look(rows)
+                self._log({"eval/headline": headline, **means, "alarms": len(alarms)})
+                if self.accelerator.is_main_process:
+                    for text in alarms:
+                        log.warning("update %d: %s", self.update, text)
                 if headline > self.best.get("headline", float("-inf")):
                     self.best = {"headline": headline, "update": self.update}
                     self._keep_adapter(self.best)
@@ -374,7 +385,12 @@ class Loop:
             self.accelerator,
             tensors=self._tensors(),
             states=states,
-            progress={"steps": self.steps, "evaluated": self.evaluated, "best": self.best},
+            progress={
+                "steps": self.steps,
+                "evaluated": self.evaluated,
+                "best": self.best,
+                "alarm": self.alarm.state(),
+            },
         )
 
     def resume(self) -> bool:
@@ -392,6 +408,7 @@ class Loop:
             self.accelerator.scaler.load_state_dict(states["scaler"])
         self.update, self.steps = progress["update"], progress["steps"]
         self.evaluated, self.best = progress["evaluated"], progress["best"]
+        self.alarm.load(progress["alarm"])
         self._cut_log()
         return True
 

@@ -320,9 +320,10 @@ def evaluator(
     if config.evaluation is None:
         return None
     benchmarks, settings = held_out(config, rewards), eval_settings(config)
+    everything = [*benchmarks, *watched(config)]
 
     def evaluate() -> tuple[float, EvalReport]:
-        report = suite.run(backbone, benchmarks, settings, accelerator)
+        report = suite.run(backbone, everything, settings, accelerator)
         return suite.headline(report, benchmarks), report
 
     return evaluate
@@ -348,6 +349,21 @@ def held_out(config: Config, rewards: Mapping[str, Reward]) -> list[Benchmark]:
             prompts = load_prompts(task.validation, task.name)
             prompts = prompts.select(range(min(len(prompts), config.evaluation.prompts)))
             found.append(Benchmark(task.name, prompts, rewards[task.name]))
+    return found
+
+
+def watched(config: Config) -> list[Benchmark]:
+    """The benchmarks of a config that are only watched."""
+    from flowalign import rewards
+    from flowalign.data import load_prompts
+    from flowalign.eval.suite import Benchmark
+
+    found = []
+    for mark in config.evaluation.watch if config.evaluation else ():
+        prompts = load_prompts(mark.prompts, mark.name)
+        prompts = prompts.select(range(min(len(prompts), mark.limit or len(prompts))))
+        reward = rewards.build(mark.reward.name, **mark.reward.options)
+        found.append(Benchmark(mark.name, prompts, reward))
     return found
 
 
