@@ -246,23 +246,20 @@ class Backbone:
         """A LoRA that was saved by `save_adapter` or diffusers, made active."""
         weights, metadata = read_lora(folder)
         with _several_adapters():
-            self.core.load_lora_adapter(
-                weights, prefix="transformer", adapter_name=name, metadata=metadata
-            )
+            self.core.load_lora_adapter(weights, prefix=None, adapter_name=name, metadata=metadata)
         self._float32(name)
 
     def replace_adapter(self, name: str, folder: str | Path) -> None:
         """Put the weights of a saved adapter of the same shape in the place of `name`'s."""
         weights, _ = read_lora(folder)
-        bare = {key.removeprefix("transformer."): value for key, value in weights.items()}
         mine = self._weights(name)
-        if bare.keys() != mine.keys():
+        if weights.keys() != mine.keys():
             raise ValueError(
-                f"{folder} holds {len(bare.keys() & mine.keys())} of the {len(mine)} weights of "
-                f"adapter {name!r} and {len(bare.keys() - mine.keys())} others. "
+                f"{folder} holds {len(weights.keys() & mine.keys())} of the {len(mine)} weights of "
+                f"adapter {name!r} and {len(weights.keys() - mine.keys())} others. "
                 "Give an adapter of the same layers, or load it under a name of its own."
             )
-        set_peft_model_state_dict(self.core, bare, adapter_name=name)
+        set_peft_model_state_dict(self.core, weights, adapter_name=name)
 
     def _float32(self, name: str) -> None:
         self.core.set_adapter(name)
@@ -320,11 +317,16 @@ def _several_adapters() -> Iterator[None]:
 
 
 def read_lora(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """The weights of a saved LoRA and the metadata (alpha and so on) that lie beside them."""
+    """The weights of a saved LoRA on a transformer, by layer, and the metadata (alpha and so on) that
+    lie beside them. folder: as in `adapter_folder`."""
     weights, metadata = StableDiffusion3Pipeline.lora_state_dict(
         str(adapter_folder(folder)), use_safetensors=True, return_lora_metadata=True
     )
-    return weights, metadata  # pyright: ignore[reportReturnType] (unannotated in diffusers)
+    prefix = "transformer."
+    bare = {k.removeprefix(prefix): v for k, v in weights.items()}
+    if metadata is not None:
+        metadata = {k.removeprefix(prefix): v for k, v in metadata.items()}  # pyright: ignore
+    return bare, metadata
 
 
 def write_lora(

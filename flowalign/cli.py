@@ -83,7 +83,7 @@ def merge(argv: Sequence[str]) -> int:
 
 
 def demo(argv: Sequence[str]) -> int:
-    """Teach the tiny model to spell: a few minutes on two cores, nothing to download."""
+    """Distil three tiny teachers into one student: minutes on two cores, nothing to download."""
     from flowalign.demo import main as run
 
     return run(argv)

@@ -396,7 +396,8 @@ class RecipeConfig(Job):
         min_length=1, examples=[{"ocr": {"use": "teacher_ocr.yaml"}}]
     )
     """Name -> the keys of a stage's config, over those of the file that `use` names (relative to
-    this one). `stage:NAME` as a value is the adapter of an earlier stage."""
+    this one), with changes in `set` as on the command line. `stage:NAME` as a value is the adapter
+    of an earlier stage."""
 
 
 class Sampling(Section):

@@ -99,9 +99,11 @@ def plan(config: RecipeConfig, home: Path, num_processes: int = 1) -> dict[str, 
 def _stage(config: RecipeConfig, name: str, home: Path, earlier: list[str]) -> Root:
     """The config of one stage: its file, its own keys, and what the recipe gives to all."""
     own = deepcopy(config.stages[name])
-    use = own.pop("use", None)
+    use, changes = own.pop("use", None), own.pop("set", [])
     if use is not None and not isinstance(use, str):
         raise ConfigError([f"use: got {use!r}; want the name of a YAML file."])
+    if not isinstance(changes, list) or not all(isinstance(text, str) for text in changes):
+        raise ConfigError([f"set: got {changes!r}; want a list of texts, key.path=value."])
     data = read(home / use) if use is not None else {}
     data = _over(data, own)
     data["model"] = config.model.model_dump(mode="json")
@@ -115,7 +117,7 @@ def _stage(config: RecipeConfig, name: str, home: Path, earlier: list[str]) -> R
     data = _resolve(data, lambda ref: _reference(config, ref, earlier, problems))
     if problems:
         raise ConfigError(problems)
-    return parse(data, source=name, stage=Root)
+    return parse(data, changes, source=name, stage=Root)
 
 
 def _over(data: Any, own: Mapping[str, Any]) -> dict[str, Any]:

@@ -160,7 +160,7 @@ class _Adapter:
 
 def _read(folder: str | Path) -> _Adapter:
     state, metadata = read_lora(folder)
-    config = {k.removeprefix("transformer."): v for k, v in (metadata or {}).items()}
+    config = metadata or {}
     names = {key.rsplit(".lora_", 1)[0] for key in state}
     others = [k for k in state if not k.endswith((".lora_A.weight", ".lora_B.weight"))]
     if others or config.get("use_dora"):
@@ -172,8 +172,7 @@ def _read(folder: str | Path) -> _Adapter:
     for name in sorted(names, key=_natural):
         down = state[f"{name}.lora_A.weight"].double()
         up = state[f"{name}.lora_B.weight"].double()
-        bare = name.removeprefix("transformer.")
-        layers[bare] = Factors(down, up * _scale(bare, down.shape[0], config))
+        layers[name] = Factors(down, up * _scale(name, down.shape[0], config))
     depths = [int(found[1]) for name in layers if (found := BLOCK.search(name))]
     return _Adapter(layers, max(depths, default=0) + 1, config.get("base_model_name_or_path"))
 

@@ -139,9 +139,9 @@ def test_an_adapter_of_another_base_is_refused(random_model: str, tmp_path: Path
     backbone = fakes.adapted(random_model)
     backbone.save_adapter(STUDENT, tmp_path / "mine")
     state, metadata = read_lora(tmp_path / "mine")
-    bare = {k.removeprefix("transformer."): v for k, v in state.items()}
+    bare = {k: v for k, v in state.items()}
     wide = {k: torch.cat([v, v], 1) if "lora_A" in k else v for k, v in bare.items()}
-    plain = {k.removeprefix("transformer."): v for k, v in (metadata or {}).items()}
+    plain = {k: v for k, v in (metadata or {}).items()}
     write_lora(tmp_path / "wide", wide, plain)
     with pytest.raises(ValueError, match="does not fit the base .* trained on this base"):
         Bank(backbone, {"t": Member(tmp_path / "wide")}, {"ocr": "t"})

@@ -46,7 +46,7 @@ def merged_velocity(model: str, folder: Path) -> Tensor:
 
 def described(folder: Path) -> dict:
     """What peft recorded of a saved adapter."""
-    return {k.removeprefix("transformer."): v for k, v in (read_lora(folder)[1] or {}).items()}
+    return read_lora(folder)[1] or {}
 
 
 def updates(folder: Path) -> dict[str, Tensor]:
@@ -167,10 +167,10 @@ def test_adapters_that_do_not_fit_are_refused(random_model: str, tmp_path: Path)
     other = teacher(random_model, tmp_path / "other", 2, 2.0, 1, base="large")
     few = teacher(random_model, tmp_path / "few", 2, 2.0, 1, targets=["attn.to_q"])
     state, metadata = read_lora(one)[0], described(one)
-    wide = {k.removeprefix("transformer."): torch.cat([v, v], 1) if "lora_A" in k else v
+    wide = {k: torch.cat([v, v], 1) if "lora_A" in k else v
             for k, v in state.items()}  # fmt: skip
     write_lora(tmp_path / "wide", wide, metadata)
-    extra = {k.removeprefix("transformer."): v for k, v in state.items()}
+    extra = {k: v for k, v in state.items()}
     extra["transformer_blocks.0.attn.to_q.lora_magnitude_vector"] = torch.ones(32)
     write_lora(tmp_path / "dora", extra, metadata)
     for folder, message in (

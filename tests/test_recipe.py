@@ -35,7 +35,7 @@ def written(model: str, folder: Path, **stages: dict) -> Path:
         "sampling": {"steps": 2, "guidance": 1.0},
     }
     everything = {
-        "first": {"use": "teacher.yaml", "train": {"updates": 1}},
+        "first": {"use": "teacher.yaml", "set": ["train.updates=1"]},
         "second": {"use": "teacher.yaml", "train": {"updates": 1}, "seed": 7},
         "merge": {"stage": "merge", "adapters": ["stage:first", "stage:second"]},
         "student": student,
@@ -82,6 +82,8 @@ def test_stages_get_the_recipes_model_and_seed_and_each_others_adapters(
     ("stage", "said"),
     [
         ({"use": "techer.yaml"}, "stages.first.no such file; there are"),
+        ({"use": "teacher.yaml", "set": "x=1"}, "stages.first.set: got 'x=1'; want a list"),
+        ({"use": "teacher.yaml", "set": ["tasks.3.name=x"]}, "tasks has 1 items, from 0, and no"),
         ({"use": 3}, "stages.first.use: got 3; want the name of a YAML file"),
         ({"use": "teacher.yaml", "rolout": {}}, "stages.first.rolout: unknown key. Did you mean"),
         ({"use": "teacher.yaml", "lora": {"init": "stage:table"}}, "that stage comes later"),
