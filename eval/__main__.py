@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowalign.config import ConfigError, EvalConfig, check_world, load
+from flowalign.checks import check_world
+from flowalign.config import ConfigError, EvalConfig, load
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

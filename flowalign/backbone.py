@@ -21,7 +21,8 @@ from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 
 from flowalign import sde
-from flowalign.config import Model, adapter_folder
+from flowalign.checks import adapter_folder
+from flowalign.config import Model
 from flowalign.tiny import MODEL as TINY
 from flowalign.types import Conditioning
 
@@ -317,7 +318,7 @@ def _several_adapters() -> Iterator[None]:
 
 
 def read_lora(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """The weights of a saved LoRA on a transformer, by layer, and the metadata (alpha and so on) that
+    """The weights of a saved LoRA on a transformer, by layer, and the metadata (alpha ...) that
     lie beside them. folder: as in `adapter_folder`."""
     weights, metadata = StableDiffusion3Pipeline.lora_state_dict(
         str(adapter_folder(folder)), use_safetensors=True, return_lora_metadata=True

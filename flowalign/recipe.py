@@ -15,6 +15,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from flowalign.checks import adapter_folder, adapters, check_world
 from flowalign.config import (
     ADAPTER,
     STAGES,
@@ -24,9 +25,6 @@ from flowalign.config import (
     MergeConfig,
     RecipeConfig,
     Root,
-    adapter_folder,
-    adapters,
-    check_world,
     parse,
     read,
     to_yaml,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flowalign.checks import check_world
 from flowalign.config import (
     Config,
     ConfigError,
@@ -20,7 +21,6 @@ from flowalign.config import (
     OpdConfig,
     RecipeConfig,
     SftConfig,
-    check_world,
     load,
     routing,
     to_yaml,

@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 from safetensors.torch import save_file
 
+from flowalign.checks import check_world
 from flowalign.config import (
     ADAPTER,
     STAGES,
@@ -17,7 +18,6 @@ from flowalign.config import (
     EvalConfig,
     GrpoConfig,
     Root,
-    check_world,
     load,
     parse,
     to_yaml,
@@ -333,7 +333,7 @@ def rewards(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_world_lacks_is_reported_at_once(
     rewards: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowalign.config.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("flowalign.checks.importlib.util.find_spec", lambda name: None)
     (tmp_path / "a.txt").write_text("x")
     task = {**TASK, "prompts": str(tmp_path / "a.txt"), "validation": str(tmp_path / "b.txt")}
     optimizer = {"updates_per_rollout": 2, "name": "adamw8bit"}

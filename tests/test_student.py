@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign import sde
+from flowalign.checks import check_world
 from flowalign.config import OpdConfig, States
 from flowalign.loop import STUDENT, Loop, TrainingError, pairs_of
 from flowalign.losses import velocity_error
@@ -362,6 +363,6 @@ def test_an_adapter_of_another_base_is_refused_before_the_model_is_loaded(
 ) -> None:
     found = fakes.distillation(random_model, tmp_path / "run", "model.id=tiny")
     with pytest.raises(fakes.config.ConfigError) as caught:
-        fakes.config.check_world(found, 1)
+        check_world(found, 1)
     assert f"teachers.even: '{tmp_path / 'even'}' was trained on" in caught.value.problems[0]
     assert "and model.id is 'tiny'" in caught.value.problems[0]

@@ -1,0 +1,269 @@
+"""Values of a config that are possible alone but not together. Nothing is read from disk."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from flowalign.schema import (
+    Benchmark,
+    Config,
+    EvalConfig,
+    GrpoConfig,
+    MergeConfig,
+    OpdConfig,
+    RecipeConfig,
+    Rollout,
+    Root,
+    SftConfig,
+    routing,
+)
+
+
+def conflicts(config: Root) -> Iterator[tuple[list[str], str]]:
+    """(the keys involved, the problem) for values that are possible alone but not together."""
+    if isinstance(config, Config):
+        yield from _noise_conflicts(config)
+        yield from _window_conflicts(config.rollout)
+        yield from _reward_conflicts(config)
+        yield from _sharing_conflicts(config)
+        watched = config.evaluation.watch if config.evaluation else []
+        yield from _same_names("tasks", [task.name for task in config.tasks])
+        if watched:
+            names = [mark.name for mark in [*watched, *config.tasks]]
+            yield from _same_names("evaluation.watch", names)
+        yield from _validation_conflicts(config)
+    if isinstance(config, OpdConfig | SftConfig):
+        yield from _routing_conflicts(config)
+    if isinstance(config, OpdConfig):
+        yield from _student_conflicts(config)
+    if isinstance(config, MergeConfig):
+        yield from _merge_conflicts(config)
+    if isinstance(config, RecipeConfig):
+        yield from _file_names("stages", config.stages)
+    if isinstance(config, EvalConfig):
+        yield from _same_names("benchmarks", [mark.name for mark in config.benchmarks])
+        yield from _file_names("benchmarks", [mark.name for mark in config.benchmarks])
+        yield from _file_names("models", config.models)
+        yield from _column_names(config.benchmarks)
+        yield from _unknown_models(config)
+
+
+def _merge_conflicts(config: MergeConfig) -> Iterator[tuple[list[str], str]]:
+    if config.weights is not None and len(config.weights) != len(config.adapters):
+        yield (
+            ["weights", "adapters"],
+            f"weights: {len(config.weights)} for {len(config.adapters)} adapters. Give one each, "
+            "or null.",
+        )
+    if config.rank is not None and config.method == "concat":
+        yield (
+            ["rank", "method"],
+            f"rank: {config.rank}, but method 'concat' has the sum of the ranks. Use 'svd', or "
+            "leave it out.",
+        )
+
+
+def _sharing_conflicts(config: Config) -> Iterator[tuple[list[str], str]]:
+    prompts, updates = config.rollout.prompts, config.optimizer.updates_per_rollout
+    if prompts % updates:
+        yield (
+            ["rollout.prompts", "optimizer.updates_per_rollout"],
+            f"rollout.prompts: {prompts} prompts cannot be shared evenly among "
+            f"optimizer.updates_per_rollout = {updates}; a group stays whole. "
+            f"Use a multiple of {updates}, for example {-(-prompts // updates) * updates}.",
+        )
+
+
+def _same_names(key: str, names: Sequence[str]) -> Iterator[tuple[list[str], str]]:
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        places = ", ".join(f"{key}.{i}" for i, other in enumerate(names) if other == name)
+        yield [key], f"{places}: all are named {name!r}. Give each its own name."
+
+
+def _file_names(key: str, names: Iterable[str]) -> Iterator[tuple[list[str], str]]:
+    for name in names:
+        if not re.fullmatch(r"[\w-]+", name):
+            yield (
+                [key],
+                f"{key}: the name {name!r} is to stand in file names and tables. "
+                "Use letters, digits, _ and - only.",
+            )
+
+
+def _column_names(benchmarks: Sequence[Benchmark]) -> Iterator[tuple[list[str], str]]:
+    for index, mark in enumerate(benchmarks):
+        if mark.name in ("average", "fidelity"):
+            yield (
+                [f"benchmarks.{index}.name"],
+                f"benchmarks.{index}.name: {mark.name!r} is a column that every table has for "
+                "itself. Choose another name.",
+            )
+
+
+def _unknown_models(config: EvalConfig) -> Iterator[tuple[list[str], str]]:
+    for name, others in config.compare.items():
+        for model in (name, *others):
+            if model not in config.models:
+                close = difflib.get_close_matches(model, config.models, n=1)
+                hint = f" Did you mean {close[0]!r}?" if close else ""
+                yield (
+                    [f"compare.{name}", "models"],
+                    f"compare.{name}: no model is named {model!r}.{hint} "
+                    f"Possible: {', '.join(config.models)}.",
+                )
+        if name in others:
+            yield [f"compare.{name}"], f"compare.{name}: compared with itself. Leave it out."
+
+
+def _validation_conflicts(config: Config) -> Iterator[tuple[list[str], str]]:
+    for index, task in enumerate(config.tasks):
+        if config.evaluation and task.validation is None:
+            yield (
+                ["evaluation", f"tasks.{index}.validation"],
+                f"tasks.{index}.validation: missing, though `evaluation` is on. Name a prompt set "
+                "that is not trained on, or write `evaluation: null`.",
+            )
+
+
+def _noise_conflicts(config: Config) -> Iterator[tuple[list[str], str]]:
+    """The noise that a stage cannot do without."""
+    rollout, need = config.rollout, _noise_needed(config)
+    keys = ["rollout.kind", "rollout.noise_level"]
+    if rollout.kind == "ode" and need:
+        yield (
+            ["rollout.kind"],
+            f"rollout.kind: 'ode' adds no noise, so {need}. Use 'sde' or 'cps'.",
+        )
+    elif rollout.kind != "ode" and rollout.noise_level == 0 and need:
+        yield (
+            keys,
+            f"rollout.noise_level: 0 adds no noise, so {need}. "
+            "Use a value above 0, for example 0.7.",
+        )
+    elif rollout.kind == "cps" and rollout.noise_level > 1:
+        yield (
+            keys,
+            f"rollout.noise_level: {rollout.noise_level} with kind 'cps', whose angle a*pi/2 ends "
+            "at a = 1. Use a value in (0, 1].",
+        )
+
+
+def _noise_needed(config: Config) -> str:
+    """What a rollout without noise would lack for this config ("" = nothing)."""
+    if isinstance(config, GrpoConfig):
+        return "grpo has nothing to learn from"
+    if not isinstance(config, OpdConfig):
+        return ""
+    if config.student.reward_weight > 0:
+        return "the reward (student.reward_weight) has nothing to learn from"
+    if config.student.gradient != "pathwise":
+        return f"student.gradient {config.student.gradient!r} has no log-probabilities"
+    if config.student.weighting in ("kl", "published"):
+        return f"student.weighting {config.student.weighting!r} (a KL) is infinite"
+    return ""
+
+
+def _reward_conflicts(config: Config) -> Iterator[tuple[list[str], str]]:
+    """Rewards and groups where rewards are learnt from, or evaluated."""
+    learns = isinstance(config, GrpoConfig) or (
+        isinstance(config, OpdConfig) and config.student.reward_weight > 0
+    )
+    if learns and config.rollout.copies < 2:
+        yield (
+            ["rollout.copies"],
+            f"rollout.copies: got {config.rollout.copies}; an advantage is relative to the other "
+            "images of a prompt. Use 2 or more.",
+        )
+    for index, task in enumerate(config.tasks):
+        if task.reward is None and (learns or config.evaluation):
+            why = "this run learns from it" if learns else "`evaluation` is on"
+            yield (
+                [f"tasks.{index}.reward", "evaluation"],
+                f"tasks.{index}.reward: missing, and {why}. Add `reward:` with the keys name, "
+                "options" + ("." if learns else ", or write `evaluation: null`."),
+            )
+        if task.teacher is not None and isinstance(config, GrpoConfig):
+            yield (
+                [f"tasks.{index}.teacher"],
+                f"tasks.{index}.teacher: {task.teacher!r}, but the stage 'grpo' has no teachers. "
+                "Leave it out, or use the stage 'opd'.",
+            )
+
+
+def _routing_conflicts(config: OpdConfig | SftConfig) -> Iterator[tuple[list[str], str]]:
+    names, routed = sorted(config.teachers), routing(config)
+    for index, task in enumerate(config.tasks):
+        if routed[task.name] not in names:
+            yield (
+                [f"tasks.{index}.teacher", "teachers"],
+                f"tasks.{index}.teacher: task {task.name!r} is routed to "
+                f"{routed[task.name]!r}, and there are only {names}. Name one of these, or add "
+                "that teacher under `teachers`.",
+            )
+    for name in sorted(config.teachers.keys() - set(routed.values())):
+        yield (
+            ["teachers", "tasks"],
+            f"teachers.{name}: no task is routed to it. Give a task `teacher: {name}`, or leave "
+            "it out.",
+        )
+    yield from _file_names("teachers", names)
+
+
+def _student_conflicts(config: OpdConfig) -> Iterator[tuple[list[str], str]]:
+    student, rollout = config.student, config.rollout
+    if student.gradient in ("published", "detached") and student.weighting != "published":
+        yield (
+            ["student.gradient", "student.weighting"],
+            f"student.weighting: {student.weighting!r} with gradient {student.gradient!r}, which "
+            "is the published arithmetic. Use weighting 'published', or gradient 'pathwise'.",
+        )
+    if student.gradient != "pathwise" or student.reward_weight > 0:
+        own = rollout.guidance if student.guidance is None else student.guidance
+        if own != rollout.guidance:
+            yield (
+                ["student.guidance", "rollout.guidance"],
+                f"student.guidance: {own}, but the rollout has {rollout.guidance}: the ratio of "
+                "new and old policy needs one policy. Use the same, or gradient 'pathwise' "
+                "without a reward.",
+            )
+    if student.reward_to_go and student.gradient != "policy":
+        yield (
+            ["student.reward_to_go", "student.gradient"],
+            f"student.reward_to_go: true, but gradient {student.gradient!r} has no rewards over "
+            "time. Use gradient 'policy', or leave it out.",
+        )
+    start, stop = rollout.window or (0, max(rollout.steps - 1, 1))
+    if student.states.select != "all" and student.states.count > stop - start:
+        yield (
+            ["student.states", "rollout.window", "rollout.steps"],
+            f"student.states.count: {student.states.count}, and rollout.window has only "
+            f"{stop - start} steps. Use at most {stop - start}.",
+        )
+
+
+def _window_conflicts(rollout: Rollout) -> Iterator[tuple[list[str], str]]:
+    keys = ["rollout.window", "rollout.steps", "rollout.kind"]
+    steps = rollout.steps
+    if rollout.window is None:
+        if steps == 1:
+            yield (
+                keys[:2],
+                "rollout.steps: 1, and the default window is all steps but the last, which leaves "
+                "none to train. Use more steps.",
+            )
+        return
+    start, stop = rollout.window
+    if not 0 <= start < stop <= steps:
+        yield (
+            keys[:2],
+            f"rollout.window: [{start}, {stop}] is not a non-empty part of [0, {steps}] "
+            f"(rollout.steps = {steps}). Want 0 <= start < stop <= {steps}.",
+        )
+    elif rollout.kind == "cps" and stop == steps:
+        yield (
+            keys,
+            f"rollout.window: [{start}, {stop}] holds the last step, which is noiseless under "
+            f"'cps'. Let it stop at {steps - 1} or earlier, or use kind 'sde'.",
+        )

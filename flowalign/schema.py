@@ -1,0 +1,457 @@
+"""What a config may hold: frozen pydantic models, one a section, one a stage.
+
+A docstring under each field says what it means; `flowalign.config` reads YAML into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+Count = Annotated[int, Field(ge=1)]
+Pixels = Annotated[int, Field(gt=0, multiple_of=16)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+_as_tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+_no_is_a_word = BeforeValidator(lambda value: "no" if value is False else value)  # YAML 1.1
+
+SD3_ATTENTION = [
+    "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
+    "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
+]  # fmt: skip
+
+
+ADAPTER = "pytorch_lora_weights.safetensors"  # what an adapter folder holds
+
+
+class ConfigError(ValueError):
+    """A config that cannot be run; `problems` holds one text for each thing wrong with it."""
+
+    def __init__(self, problems: Sequence[str], source: str = "config") -> None:
+        self.problems = list(problems)
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        super().__init__("\n  - ".join([f"{source}: {count}", *self.problems]))
+
+
+class Section(BaseModel):
+    """A part of the config: frozen, no unknown keys, no silent conversion of types."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )  # fmt: skip
+
+
+class Model(Section):
+    """The base model."""
+
+    id: str = Field(examples=["tiny", "stabilityai/stable-diffusion-3.5-medium"])
+    """`tiny` (ships with the package), a folder, or a Hub id."""
+    revision: str | None = Field(default=None, examples=["main"])
+    """Branch, tag or commit on the Hub."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Storage of the frozen weights; adapters are trained in float32."""
+    height: Pixels = 512
+    """Pixels, a multiple of 16."""
+    width: Pixels = 512
+    """Pixels, a multiple of 16."""
+    max_sequence_length: Count = 128
+    """Tokens of the T5 encoder."""
+    attention: str | None = Field(default=None, examples=["native", "xformers", "flash"])
+    """A diffusers attention backend; null = its default (SDPA)."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: slower, much less memory."""
+    compile: bool = False
+    """torch.compile the transformer."""
+
+
+class Lora(Section):
+    """The adapter that is trained."""
+
+    rank: Count = 32
+    """Rank r of the update (alpha / r) B A."""
+    alpha: Positive = 64.0
+    """Scale of the update, divided by the rank."""
+    targets: list[str] = Field(default=SD3_ATTENTION, min_length=1)
+    """Name endings of the layers that are adapted."""
+    init: str | None = Field(default=None, examples=["runs/teacher_ocr/adapter"])
+    """Adapter folder to start from; null = a fresh one (B = 0)."""
+
+
+class RewardSpec(Section):
+    """A reward by its registered name."""
+
+    name: str = Field(examples=["ocr"])
+    """Name in flowalign.rewards, built in or plugged in."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the reward."""
+
+
+class Task(Section):
+    """A named group of prompts with its own reward or teacher."""
+
+    name: str = Field(min_length=1, examples=["ocr"])
+    """What logs and teachers call it."""
+    prompts: str = Field(examples=["tiny/ocr_train", "prompts/train.jsonl"])
+    """Training prompts: a .txt, a .jsonl, or tiny/NAME."""
+    validation: str | None = Field(default=None, examples=["tiny/ocr_test", "prompts/test.jsonl"])
+    """Held-out prompts, in the same formats."""
+    weight: Positive = 1.0
+    """Share of every batch, relative to the other tasks."""
+    reward: RewardSpec | None = None
+    """What scores its images; a student or sft needs none, but for an evaluation."""
+    teacher: str | None = Field(default=None, examples=["ocr"])
+    """The teacher that its images are routed to (opd, sft); null = the one of the task's name."""
+
+
+class Rollout(Section):
+    """How trajectories are sampled for training."""
+
+    steps: Count = 10
+    """Denoising steps T."""
+    kind: Literal["sde", "cps", "ode"] = "sde"
+    """How a step adds noise; see flowalign.sde."""
+    noise_level: NotNegative = 0.7
+    """The a of sde (any) and cps (up to 1)."""
+    guidance: NotNegative = 4.5
+    """CFG scale; 1 = no unconditional pass."""
+    window: Annotated[tuple[int, int], _as_tuple] | None = Field(default=None, examples=[[0, 5]])
+    """[start, stop): the steps with noise and training; null = all but the last."""
+    shared_noise: bool = False
+    """One initial noise for all images of a prompt."""
+    prompts: Count = 8
+    """P, distinct prompts of an update, over all processes."""
+    copies: Count = 16
+    """K, images of a prompt: the group of an advantage (for distillation 1 will do)."""
+    batch_size: Count = 16
+    """Images per forward pass of a process."""
+
+
+class Grpo(Section):
+    """The policy gradient."""
+
+    advantage: Literal["group_std", "batch_std", "gaussian"] = "group_std"
+    """Which variant of flowalign.credit."""
+    advantage_clip: Positive = 5.0
+    """Advantages are cut to +- this."""
+    clip_range: Positive = 1e-4
+    """PPO's epsilon (log-probs are means over pixels, so ratios stay within 1e-4 of 1)."""
+    kl_weight: NotNegative = 0.0
+    """Weight of the KL to the base model; 0 saves its forward pass."""
+
+
+class Teacher(Section):
+    """A frozen velocity field on the same base."""
+
+    adapter: str | None = Field(examples=["runs/teacher_ocr/adapter"])
+    """Adapter folder or Hub id; null = the base itself."""
+    guidance: NotNegative = 1.0
+    """Its CFG scale. Above the student's it is distilled into the student."""
+
+
+class Anchor(Teacher):
+    """Manifold-anchor regularisation (MAR): a teacher of every task, whatever its routing."""
+
+    weight: NotNegative = 0.04
+    """Lambda, relative to the distillation loss."""
+
+
+class States(Section):
+    """Which states of a rollout are trained, among those of rollout.window."""
+
+    select: Literal["all", "window", "random", "low_noise", "high_noise"] = "all"
+    """all; or, drawn anew for every update: count steps in a row, anywhere, or Beta(5, 2) towards
+    low noise, Beta(2, 5) towards high noise."""
+    count: Count = 1
+    """How many (no matter for all). The rollout stops at the last one."""
+
+
+class Student(Section):
+    """On-policy distillation: how the student is pulled towards its teachers."""
+
+    gradient: Literal["pathwise", "policy", "published", "detached"] = "pathwise"
+    """pathwise: through the weighted velocity distance. policy: a clipped policy gradient on the
+    teacher's log-ratio. published: the official arithmetic. detached: its control, whose expected
+    gradient is zero."""
+    weighting: Literal["kl", "published", "mean", "velocity"] = "kl"
+    """w(sigma) of the distance w |v - v_teacher|^2; see flowalign.losses.step_weights."""
+    states: States = States()
+    guidance: NotNegative | None = Field(default=None, examples=[1.0])
+    """CFG scale of the student where it is trained; null = rollout.guidance."""
+    clip_range: Positive = 1e-4
+    """PPO's epsilon (policy, published, detached)."""
+    advantage_clip: Positive = 5.0
+    """Advantages are cut to +- this (policy, published, detached)."""
+    reward_to_go: bool = False
+    """policy: credit a step with the log-ratios of all later trained steps, too."""
+    reward_weight: NotNegative = 0.0
+    """Weight of a GRPO loss on the tasks' rewards (section grpo) beside the distillation."""
+    label_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """How labels are stored between rollout and update."""
+    label_batch: Count = 64
+    """(image, step) pairs per forward pass of the teachers."""
+    diagnose_every: Count = 10
+    """Rollouts between two gradient cosines of the tasks."""
+
+
+class Sft(Section):
+    """Cold start: flow matching on images that the routed teachers sample."""
+
+    states: Count = 4
+    """Noise levels at which each image is learnt from."""
+
+
+class Optimizer(Section):
+    """AdamW and what surrounds it."""
+
+    name: Literal["adamw", "adamw8bit"] = "adamw"
+    """adamw8bit needs bitsandbytes (the `gpu` extra)."""
+    lr: Positive = 1e-4
+    """Learning rate, reached after the warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: stay at lr, or fall to 0 at the end of train.updates."""
+    weight_decay: NotNegative = 1e-4
+    """Decoupled weight decay."""
+    betas: Annotated[tuple[Decay, Decay], _as_tuple] = (0.9, 0.999)
+    """Decay of the first and second moment."""
+    eps: Positive = 1e-8
+    """Added to the root of the second moment."""
+    max_grad_norm: Positive = 1.0
+    """The gradient's norm is clipped to this."""
+    warmup: Annotated[int, Field(ge=0)] = 0
+    """Updates of linear warm-up."""
+    updates_per_rollout: Count = 1
+    """Optimizer steps per rollout, each on an equal share of its prompts."""
+    micro_batch: Count = 16
+    """(image, step) pairs per forward and backward pass."""
+
+
+class Ema(Section):
+    """A moving average of the adapter."""
+
+    decay: Decay = 0.9
+    """Share of the old average that is kept."""
+    every: Count = 8
+    """Optimizer steps between two averagings."""
+
+
+class Train(Section):
+    """Length and housekeeping of the run."""
+
+    updates: Count = 100
+    """Rollouts in all."""
+    mixed_precision: Annotated[Literal["no", "fp16", "bf16"], _no_is_a_word] = "no"
+    """accelerate's autocast."""
+    checkpoint_every: Count = 20
+    """Rollouts between two checkpoints."""
+    keep: Count = 3
+    """Checkpoints that are kept, the newest."""
+    sample_every: Count = 20
+    """Rollouts between two sample grids."""
+    max_invalid_share: Share = 0.5
+    """The run stops when a larger share of a rollout could not be scored."""
+    trackers: list[Literal["tensorboard", "wandb"]] = ["tensorboard"]
+    """Where accelerate logs to."""
+
+
+class Benchmark(Section):
+    """Held-out prompts and what judges their images."""
+
+    name: str = Field(min_length=1, examples=["ocr"])
+    """What tables and files call it."""
+    prompts: str = Field(examples=["tiny/ocr_test", "prompts/test.jsonl"])
+    """A .txt, a .jsonl, or tiny/NAME."""
+    limit: Count | None = Field(default=None, examples=[128])
+    """Take the first prompts only; null = all."""
+    reward: RewardSpec
+    """What scores its images."""
+
+
+class Evaluation(Section):
+    """Evaluation on the validation prompts while training."""
+
+    every: Count = 20
+    """Rollouts between two evaluations."""
+    prompts: Count = 128
+    """Prompts per task, at most."""
+    steps: Count | None = Field(default=None, examples=[40])
+    """Denoising steps; null = rollout.steps."""
+    guidance: NotNegative | None = Field(default=None, examples=[4.5])
+    """CFG scale; null = rollout.guidance."""
+    batch_size: Count | None = Field(default=None, examples=[16])
+    """Images per forward pass; null = rollout.batch_size."""
+    seed: int = 1234
+    """Seed of the initial noise, the same at every evaluation."""
+    watch: list[Benchmark] = []
+    """Benchmarks that are scored, too, but not aimed at: an alarm tells when one falls."""
+
+
+class Root(Section):
+    """What the configs of all stages have; `load(..., stage=Root)` takes any of them."""
+
+    stage: str
+    """What is done: a key of STAGES."""
+    output: str = Field(min_length=1, examples=["runs/teacher_ocr"])
+    """Folder of the run."""
+    model: Model
+
+
+class Job(Root):
+    """What `flowalign train` runs."""
+
+
+class Config(Job):
+    """A training run; what is learnt depends on the stage."""
+
+    seed: int = 0
+    """Seed of prompts, noise and initial weights."""
+    lora: Lora = Lora()
+    tasks: list[Task] = Field(min_length=1)
+    rollout: Rollout = Rollout()
+    optimizer: Optimizer = Optimizer()
+    ema: Ema | None = Ema()
+    train: Train = Train()
+    evaluation: Evaluation | None = Evaluation()
+
+
+class GrpoConfig(Config):
+    """A teacher, or a mix of tasks, by group-relative policy optimisation."""
+
+    stage: Literal["grpo"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Learn from rewards."""
+    grpo: Grpo = Grpo()
+
+
+class OpdConfig(Config):
+    """A student by on-policy distillation from routed teachers."""
+
+    stage: Literal["opd"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Learn from teachers, on the student's own trajectories."""
+    teachers: dict[str, Teacher] = Field(min_length=1, examples=[{"ocr": {"adapter": "runs/ocr"}}])
+    """Teachers by name."""
+    student: Student = Student()
+    anchor: Anchor | None = None
+    """The anchor of MAR; null = none."""
+    grpo: Grpo = Grpo()
+    """Only for student.reward_weight > 0."""
+
+
+class SftConfig(Config):
+    """A cold start from routed teachers' images."""
+
+    stage: Literal["sft"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Learn from teachers' images."""
+    teachers: dict[str, Teacher] = Field(min_length=1, examples=[{"ocr": {"adapter": "runs/ocr"}}])
+    """Teachers by name."""
+    sft: Sft = Sft()
+
+
+class MergeConfig(Job):
+    """A merge of adapters of one base; see flowalign.teachers.merge."""
+
+    stage: Literal["merge"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Add weight updates."""
+    adapters: list[str] = Field(min_length=2, examples=[["runs/a/adapter", "runs/b/adapter"]])
+    """Adapter folders or Hub ids."""
+    weights: list[float] | None = Field(default=None, examples=[[0.5, 0.5]])
+    """One an adapter; null = 1 each, the plain sum."""
+    method: Literal["concat", "svd", "ties", "dare"] = "concat"
+    """concat is exact, and the ranks add."""
+    rank: Count | None = Field(default=None, examples=[32])
+    """Rank of the result (not for concat); null = the largest given."""
+    density: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """The share that ties and dare keep."""
+    seed: int = 0
+    """Of what dare drops."""
+    lines: Annotated[tuple[float, float], _as_tuple] | None = Field(
+        default=None, examples=[[0.5, 1]]
+    )
+    """LiNeS: scales of the shallowest and the deepest block."""
+
+
+class RecipeConfig(Job):
+    """Stages that run one after the other, each in a folder of its name under `output`."""
+
+    stage: Literal["recipe"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Run other stages."""
+    seed: int = 0
+    """Seed of every stage that does not set its own."""
+    stages: dict[str, dict[str, Any]] = Field(
+        min_length=1, examples=[{"ocr": {"use": "teacher_ocr.yaml"}}]
+    )
+    """Name -> the keys of a stage's config, over those of the file that `use` names (relative to
+    this one), with changes in `set` as on the command line. `stage:NAME` as a value is the adapter
+    of an earlier stage."""
+
+
+class Sampling(Section):
+    """How images are sampled for an evaluation."""
+
+    steps: Count = 10
+    """Denoising steps, without noise (Euler)."""
+    guidance: NotNegative = 4.5
+    """CFG scale; 1 = no unconditional pass."""
+    seed: int = 1234
+    """Seed of the initial noise, the same for every model."""
+    batch_size: Count = 32
+    """Images per forward pass of a process."""
+
+
+class Fidelity(Section):
+    """How far the images are from reference images: a Fréchet distance between their features."""
+
+    features: str = Field(default="tiny", examples=["tiny", "my_features:dino"])
+    """A CLIP (`tiny`, a folder, a Hub id), or package.module:function, [B,3,H,W] -> [B,D]."""
+    reference: str = Field(default="tiny", examples=["tiny", "data/coco_val2017"])
+    """`tiny` (scenes drawn from the benchmarks' own metadata), or a folder of images."""
+
+
+class Report(Section):
+    """What report.html shows."""
+
+    title: str | None = Field(default=None, examples=["Flow-OPD on the tiny world"])
+    """Its heading; null = named after the base model."""
+    images: Annotated[int, Field(ge=0)] = 24
+    """Prompts of a benchmark whose images are shown, the first ones."""
+
+
+class EvalConfig(Root):
+    """An evaluation of the base model and of adapters on it."""
+
+    stage: Literal["eval"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Says that this is an evaluation."""
+    models: dict[str, str | None] = Field(
+        default={"base": None}, min_length=1, examples=[{"base": None, "ocr": "runs/ocr/adapter"}]
+    )
+    """Name -> adapter folder, or null for the base model; the first is compared with."""
+    compare: dict[str, list[str]] = Field(default={}, examples=[{"student": ["ocr", "merged"]}])
+    """Name -> other models that it is compared with, besides the first."""
+    benchmarks: list[Benchmark] = Field(min_length=1)
+    sampling: Sampling = Sampling()
+    fidelity: Fidelity | None = None
+    report: Report = Report()
+    keep_images: bool = False
+    """Keep every image under <output>/images; false = those that the report shows."""
+
+
+STAGES: dict[str, type[Root]] = {
+    "grpo": GrpoConfig,
+    "opd": OpdConfig,
+    "sft": SftConfig,
+    "merge": MergeConfig,
+    "recipe": RecipeConfig,
+    "eval": EvalConfig,
+}
+
+
+def command(stage: str) -> str:
+    """What runs a stage."""
+    return "flowalign train" if issubclass(STAGES[stage], Job) else "flowalign eval"
+
+
+def routing(config: OpdConfig | SftConfig) -> dict[str, str]:
+    """Task -> name of its teacher."""
+    return {task.name: task.teacher or task.name for task in config.tasks}
