@@ -9,3 +9,4 @@ from pathlib import Path
 ROOT = Path(__file__).parent
 MODEL = ROOT / "model"
 PROMPTS = ROOT / "prompts"
+PREFERENCE = ROOT / "preference_model"
