@@ -34,6 +34,7 @@ Factory = TypeVar("Factory", bound=Callable[..., Any])
 REWARDS: dict[str, str] = {
     "geneval": "flowalign.rewards.geneval:GenEval",
     "ocr": "flowalign.rewards.ocr:OCR",
+    "pickscore": "flowalign.rewards.pickscore:PickScore",
 }
 
 _registered: dict[str, Callable[..., Any]] = {}

@@ -10,3 +10,4 @@ ROOT = Path(__file__).parent
 MODEL = ROOT / "model"
 PROMPTS = ROOT / "prompts"
 TEACHERS = ROOT / "teachers"
+PREFERENCE = ROOT / "preference_model"

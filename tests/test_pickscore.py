@@ -1,0 +1,148 @@
+"""PickScore is its formula in any batch; the shipped one prefers clean scenes to spoilt ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import CLIPModel, CLIPProcessor
+
+from flowalign.rewards import build, check, score
+from flowalign.rewards.clip import Clip
+from flowalign.rewards.pickscore import PickScore
+from flowalign.tiny import PREFERENCE, degrade, preference
+from flowalign.tiny.stream import rendered
+
+OPTIONS = {"model": "tiny", "normalizer": 25.0, "device": "cpu"}
+REWARD = PickScore(**OPTIONS)
+
+
+def held_out(count: int, seed: int = 0) -> list[tuple[dict, list]]:
+    """Rows of the test prompts, each with the prompts that a mismatch is taken from."""
+    source = preference.rows("test", np.random.default_rng(seed))
+    return [next(source) for _ in range(count)]
+
+
+def scored(images: np.ndarray, rows: list[tuple[dict, list]]) -> Tensor:
+    """Raw scores [N] of uint8 images [N,64,64,3]."""
+    tensor = torch.from_numpy(images).permute(0, 3, 1, 2) / 255
+    return REWARD(tensor, [row["prompt"] for row, _ in rows], [{}] * len(rows)).parts["raw"]
+
+
+def test_the_shipped_folder_is_a_small_clip_as_the_hub_holds_one():
+    assert sum(path.stat().st_size for path in PREFERENCE.iterdir()) <= 2_000_000
+    model = CLIPModel.from_pretrained(PREFERENCE)
+    assert model.dtype == torch.float32
+    spell = CLIPProcessor.from_pretrained(PREFERENCE).tokenizer
+    assert spell.tokenize('one sign that says "CAT"')[-4:-1] == ["C", "A", "T"]
+
+
+def test_the_value_is_the_formula():
+    rows = held_out(6)
+    metadata = [row for row, _ in rows]
+    images, prompts = rendered(metadata, 0), [row["prompt"] for row in metadata]
+    tokens = REWARD.clip.tokenizer(prompts, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        outputs = REWARD.clip.model(
+            input_ids=tokens["input_ids"],
+            pixel_values=(images * 255).round() / 127.5 - 1,
+        )
+    scores = REWARD(images, prompts, [{}] * 6)
+    assert torch.allclose(scores.parts["raw"], outputs.logits_per_image.diagonal(), atol=1e-3)
+    assert torch.equal(scores.value, scores.parts["raw"] / 25)
+    assert bool(scores.valid.all())
+
+
+def test_batch_size_and_order_do_not_matter():
+    rows = [row for row, _ in held_out(9)]
+    images, prompts = rendered(rows, 1), [row["prompt"] for row in rows]
+    whole = REWARD(images, prompts, rows).value
+    single = build("pickscore", **OPTIONS, batch_size=2)
+    back = torch.arange(8, -1, -1)
+    turned = single(images[back], prompts[::-1], rows).value[back]
+    assert torch.allclose(whole, turned, atol=1e-5)
+
+
+def test_a_prompt_is_encoded_once_and_cut_where_the_model_ends(monkeypatch: pytest.MonkeyPatch):
+    clip = Clip("tiny", device="cpu")
+    long = " ".join(["star"] * 100)
+    vectors = clip.text_features(["a star", long, "a star"])
+    assert torch.allclose(vectors.norm(dim=-1), torch.ones(3), atol=1e-6)
+    assert torch.equal(vectors[0], vectors[2]) and set(clip._texts) == {"a star", long}
+    monkeypatch.setattr(clip, "model", None)  # nothing is encoded again
+    assert torch.equal(clip.text_features([long]), vectors[1:2])
+
+
+def test_an_image_that_is_broken_masks_only_itself():
+    images = torch.rand(3, 3, 64, 64)
+    images[1, 0, 0, 0] = float("nan")
+    result = score(REWARD, images, ["a star"] * 3, [{}] * 3)
+    assert result.valid.tolist() == [True, False, True] and "NaN" in result.reasons[1]
+    assert REWARD.clip.image_features(images[:0]).shape == (0, REWARD.clip.width)
+
+
+@pytest.mark.parametrize(
+    ("kind", "least"),
+    [
+        ("blur", 0.9),
+        ("bleed", 0.9),
+        ("malformed", 0.8),
+        ("clutter", 0.85),
+        ("faded", 0.9),
+        ("oversaturated", 0.85),
+        ("missing", 0.9),
+        ("mismatch", 0.65),
+    ],
+)
+def test_clean_scenes_of_held_out_prompts_beat_spoilt_ones(kind: str, least: float):
+    rng, rows = np.random.default_rng(5), held_out(60, seed=5)
+    pairs = [degrade.pair(row, kind, pool, i, rng) for i, (row, pool) in enumerate(rows)]
+    clean, spoilt = (scored(np.stack(images), rows) for images in zip(*pairs, strict=True))
+    assert (clean > spoilt).float().mean() >= least
+    assert (clean - spoilt).mean() > 0
+
+
+def test_a_decoded_clean_scene_beats_a_spoilt_one_that_is_sharp():
+    """The softness of the autoencoder is not what is scored."""
+    rng, rows = np.random.default_rng(6), held_out(60, seed=6)
+    kinds = ("malformed", "clutter", "bleed")
+    pairs = [degrade.pair(row, kinds[i % 3], pool, i, rng) for i, (row, pool) in enumerate(rows)]
+    clean, spoilt = (np.stack(images) for images in zip(*pairs, strict=True))
+    soft = preference.Codec()(clean)
+    assert (scored(soft, rows) > scored(spoilt, rows)).float().mean() >= 0.75
+
+
+@pytest.mark.parametrize("color", [(0, 0, 0), (255, 255, 255), (235, 235, 235), (255, 0, 0)])
+def test_a_blank_picture_does_not_pay(color: tuple[int, int, int]):
+    rows = held_out(60, seed=7)
+    images = (rendered([row for row, _ in rows], 7) * 255).byte().permute(0, 2, 3, 1).numpy()
+    blank = np.broadcast_to(np.array(color, np.uint8), images.shape).copy()
+    assert (scored(images, rows) > scored(blank, rows)).float().mean() >= 0.95
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"normalizer": 0}, "`normalizer` of reward pickscore is 0"),
+        ({"normalizer": float("nan")}, "number above 0"),
+        ({"normalizer": "26"}, "number above 0"),
+        ({"batch_size": 0}, "1 or more images"),
+        ({"model": "tinny"}, "`model` 'tinny': there is no such folder"),
+        ({"model": "./nowhere/at_all"}, "Hub id such as"),
+        ({"processor": "/no/where"}, "`processor` '/no/where'"),
+        ({"model": "tiny", "normaliser": 2}, "did you mean 'normalizer'"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_loaded(options: dict, said: str):
+    with pytest.raises(ValueError, match=said):
+        check("pickscore", options)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="holds no config.json"):
+        check("pickscore", {"model": str(tmp_path)})
+    check("pickscore", {})
+    check("pickscore", {"model": str(PREFERENCE), "processor": None, "normalizer": 20})
