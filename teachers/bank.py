@@ -125,7 +125,7 @@ def _adapter(name: str) -> str:
 def _load(backbone: Backbone, name: str, folder: str | Path) -> None:
     try:
         backbone.load_adapter(name, folder)
-    except (RuntimeError, ValueError, KeyError) as error:
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"the adapter in {folder} does not fit the base {backbone.name or 'model'}: "
             f"{str(error).splitlines()[0]}. Give an adapter that was trained on this base."

@@ -61,7 +61,7 @@ def ship(name: str, run: Path, rank: int) -> Path:
 
 def main() -> None:
     """Ship the teachers named."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("runs", nargs="+", metavar="NAME=RUN", help="output folders of training")
     parser.add_argument("--rank", type=int, default=16)
     args = parser.parse_args()
