@@ -10,6 +10,7 @@ import fakes
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from torch.testing import assert_close
 
 import flowalign
@@ -106,7 +107,14 @@ def test_two_processes_do_what_one_does(random_model: str, tmp_path: Path) -> No
     start = torch.cat([p.detach().flatten() for p in probe.parameters])
     path = config_file(random_model, tmp_path / "one" / "run", *overrides, reward="Choosy")
     assert main("--config", path) == 0
-    two = tmp_path / "two" / "run"
+    expected = processes_agree(path, tmp_path)
+    end = torch.cat([expected[str(i)].flatten() for i in range(30)])
+    assert len(expected) == 30 and (end - start).abs().max() > 1e-3
+
+
+def processes_agree(path: Path, folder: Path) -> dict[str, Tensor]:
+    """Run again what was run in folder/one, in two processes: the weights are the same."""
+    two = folder / "two" / "run"
     environment = os.environ | {"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2",
                "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
@@ -115,14 +123,28 @@ def test_two_processes_do_what_one_does(random_model: str, tmp_path: Path) -> No
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     found, expected = (
-        load_file(tmp_path / name / "run" / "checkpoints" / "update_000002" / "adapter.safetensors")
+        load_file(folder / name / "run" / "checkpoints" / "update_000002" / "adapter.safetensors")
         for name in ("two", "one")
     )
-    assert found.keys() == expected.keys() and len(found) == 30
+    assert found.keys() == expected.keys()
     for key in expected:
         assert_close(found[key], expected[key], rtol=0, atol=1e-5)
-    end = torch.cat([expected[str(i)].flatten() for i in range(30)])
-    assert (end - start).abs().max() > 1e-3
+    return expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["opd", "sft"])
+def test_two_processes_distil_as_one_does(random_model: str, tmp_path: Path, stage: str) -> None:
+    """Labels, cosines of the tasks and the noise of sft belong to the images, not to a process."""
+    states = ["student.states={select: random, count: 2}"] if stage == "opd" else []
+    given = ["rollout.prompts=4", "rollout.batch_size=16", "optimizer.micro_batch=3",
+             "optimizer.eps=1.0", "optimizer.lr=30.0", "train.updates=2"]  # fmt: skip
+    one = tmp_path / "one" / "run"
+    found = fakes.distillation(random_model, one, *given, *states, stage=stage)
+    path = tmp_path / "distil.yaml"
+    path.write_text(to_yaml(found))
+    assert main("--config", path) == 0
+    processes_agree(path, tmp_path)
 
 
 def test_train_raises_for_its_callers(tmp_path: Path) -> None:
