@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -113,28 +113,46 @@ def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def metrics_plot(log: Path, path: Path, title: str = "") -> None:
-    """The four curves that tell how a run went: reward, held-out score, drift, stability."""
+    """The curves that tell how a run went; which ones depends on what it logged."""
     from matplotlib.figure import Figure
 
     curves = read_metrics(log)
-    panels = {
-        "training reward": ["reward"],
-        "held-out score": ["eval/headline"],
-        "KL to the base (drift)": ["kl"],
-        "share": ["kept_share", "clip_fraction", "invalid_share"],
-    }
-    figure = Figure(figsize=(11, 2.8), dpi=110, layout="constrained")
-    for axis, (label, names) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+    panels = {name: found for name, found in _panels(curves).items() if found}
+    figure = Figure(figsize=(2.75 * len(panels), 2.8), dpi=110, layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False).flat
+    for axis, (label, names) in zip(axes, panels.items(), strict=True):
         for name in names:
-            points = curves.get(name, [])
-            x, y = [p[0] for p in points], [p[1] for p in points]
-            axis.plot(x, y, marker="o" if len(x) < 20 else "", markersize=4, label=name)
+            x, y = zip(*curves[name], strict=True)
+            axis.plot(
+                x, y, marker="o" if len(x) < 20 else "", markersize=4, linewidth=1, label=name
+            )
         axis.set_title(label, fontsize=10)
         axis.set_xlabel("rollouts", fontsize=9)
         axis.tick_params(labelsize=8)
         axis.grid(alpha=0.3)
         if len(names) > 1:
-            axis.legend(fontsize=7)
+            axis.legend([name.rsplit("/", 1)[-1] for name in names], fontsize=7)
     figure.suptitle(title, fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
+
+
+def _panels(curves: Mapping[str, object]) -> dict[str, list[str]]:
+    """Panel -> the curves in it, of those there are: reward, held-out score, drift and stability of
+    a policy; distance by task and by step, and how the tasks agree, of a distillation."""
+
+    def all_of(prefix: str, steps: bool = False) -> list[str]:
+        found = [name for name in curves if name.startswith(prefix)]
+        return sorted(name for name in found if name.startswith(f"{prefix}step_") == steps)
+
+    wanted = {
+        "training reward": ["reward"],
+        "distillation": ["distill", "anchor"],
+        "held-out score": ["eval/headline"],
+        "KL to the base (drift)": ["kl"],
+        "KL to the teacher, by task": all_of("kl/"),
+        "by step": all_of("kl/", steps=True),
+        "gradient cosine": all_of("gradient_cosine/"),
+        "share": ["kept_share", "clip_fraction", "invalid_share"],
+    }
+    return {label: [n for n in names if n in curves] for label, names in wanted.items()}

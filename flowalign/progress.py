@@ -10,6 +10,7 @@ from rich.progress import Progress as Bar
 
 SHOWN = {
     "reward": "reward {:.3f}",
+    "distill": "distance {:.4f}",
     "kl": "KL {:.2e}",
     "clip_fraction": "clip {:.0%}",
     "images_per_second": "{:.1f} images/s",
