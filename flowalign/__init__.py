@@ -18,14 +18,16 @@ def load(
     """A diffusers StableDiffusion3Pipeline, with a LoRA if one is given.
 
     model: "tiny" (ships with the package), a folder, or a hub id. lora: a folder that training
-    wrote (`<output>/adapter`), or anything `pipe.load_lora_weights` takes. Further arguments go
-    to `StableDiffusion3Pipeline.from_pretrained` (torch_dtype, revision, ...).
+    wrote (`<output>/adapter`), tiny/NAME for a teacher that ships with the package, or anything
+    `pipe.load_lora_weights` takes. Further arguments go to `StableDiffusion3Pipeline.from_pretrained`
+    (torch_dtype, revision, ...).
     """
     from diffusers import StableDiffusion3Pipeline
 
     from flowalign.backbone import resolve
+    from flowalign.checks import adapter_folder
 
     pipe = StableDiffusion3Pipeline.from_pretrained(resolve(model), **kw)
     if lora is not None:
-        pipe.load_lora_weights(str(lora))
+        pipe.load_lora_weights(str(adapter_folder(lora)))
     return pipe

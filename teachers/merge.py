@@ -19,6 +19,7 @@ from peft.utils.merge_utils import dare_linear, ties
 from torch import Tensor
 
 from flowalign.backbone import read_lora, write_lora
+from flowalign.checks import adapter_folder
 from flowalign.config import ADAPTER
 
 METHODS = ("concat", "svd", "ties", "dare")
@@ -238,7 +239,7 @@ def _check(
     if not 0 < density <= 1:
         raise ValueError(f"density is {density}; give the share of entries to keep, in (0, 1].")
     for folder in adapters:
-        if not (Path(folder) / ADAPTER).is_file():
+        if not (adapter_folder(folder) / ADAPTER).is_file():
             raise ValueError(f"{folder} holds no {ADAPTER}. Give the `adapter` folder of a run.")
     if (out / ADAPTER).exists():
         raise FileExistsError(f"{out} already holds an adapter. Remove it, or write elsewhere.")
