@@ -19,8 +19,8 @@ def load(
 
     model: "tiny" (ships with the package), a folder, or a hub id. lora: a folder that training
     wrote (`<output>/adapter`), tiny/NAME for a teacher that ships with the package, or anything
-    `pipe.load_lora_weights` takes. Further arguments go to `StableDiffusion3Pipeline.from_pretrained`
-    (torch_dtype, revision, ...).
+    `pipe.load_lora_weights` takes. Further arguments (torch_dtype, revision, ...) go to
+    `StableDiffusion3Pipeline.from_pretrained`.
     """
     from diffusers import StableDiffusion3Pipeline
 

@@ -152,3 +152,16 @@ def test_a_killed_stage_continues_from_its_checkpoint(
         for name in ("parts", "whole")
     )
     assert all((ours[key] == theirs[key]).all() for key in theirs)
+
+
+@pytest.mark.parametrize("name", ["flow_opd", "demo"])
+def test_the_shipped_recipes_are_sound(name: str, tmp_path: Path) -> None:
+    """Every stage is checked as a run would be; the table has a row for each that makes a model."""
+    path = Path(__file__).parent.parent / "configs" / "tiny" / f"{name}.yaml"
+    config = train.load(path, [f"output={tmp_path}"], stage=train.RecipeConfig)
+    stages = recipe.plan(config, path.parent)
+    table = stages.pop("table")
+    assert isinstance(table, EvalConfig)
+    made = {str(tmp_path / stage / "adapter") for stage in stages}
+    assert made <= set(table.models.values()) and list(table.models)[0] == "base"
+    assert {mark.name for mark in table.benchmarks} == {"geneval", "ocr", "preference"}
