@@ -266,11 +266,12 @@ class Loop:
         if not keep.any():  # every process must take part in the gradient's reduction
             keep = keep | (torch.arange(len(keep)) == share.nonzero()[0])
         count = int(share.sum()) * len(rollout.steps)
-        micro = list(pairs_of(rollout, keep, self.config.optimizer.micro_batch))
+        size = self.config.optimizer.micro_batch
+        batches = math.ceil(int(keep.sum()) * len(rollout.steps) / size)
         totals: dict[str, list[tuple[float, int]]] = defaultdict(list)
-        for i, pairs in enumerate(micro):
+        for i, pairs in enumerate(pairs_of(rollout, keep, size)):
             quiet = self.accelerator.no_sync(self.backbone.transformer)
-            with quiet if i < len(micro) - 1 else nullcontext():
+            with quiet if i < batches - 1 else nullcontext():
                 found = self.algorithm.loss(pairs, self.velocity(pairs))
                 self.accelerator.backward(found.total * (len(pairs.rows) / count))
             metrics = {"loss": float(found.total.detach()), **found.metrics}
