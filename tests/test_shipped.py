@@ -16,6 +16,8 @@ from diffusers import StableDiffusion3Pipeline
 from PIL import Image
 
 import flowalign
+from flowalign.checks import adapter_base, adapter_folder
+from flowalign.config import ADAPTER
 from flowalign.tiny import MODEL
 
 ROOT = Path(__file__).parents[1]
@@ -82,6 +84,15 @@ def test_train_then_evaluate_then_load(tmp_path: Path) -> None:
     assert "geneval" in (tmp_path / "eval" / "table.md").read_text()
     assert json.loads((tmp_path / "eval" / "results.json").read_text())
     flowalign.load("tiny", lora=adapter)
+
+
+@pytest.mark.parametrize("name", ["geneval", "ocr", "preference"])
+def test_the_shipped_teachers_are_small_and_know_their_base(name: str) -> None:
+    folder = adapter_folder(f"tiny/{name}")
+    assert (folder / ADAPTER).stat().st_size < 500_000
+    assert adapter_base(folder) == "tiny"
+    pipe = flowalign.load("tiny", lora=f"tiny/{name}")
+    assert pipe.get_list_adapters()["transformer"]
 
 
 def test_an_unknown_command_says_what_is_possible() -> None:
