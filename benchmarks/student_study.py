@@ -2,9 +2,10 @@
 
     python benchmarks/student_study.py --updates 40 --prompts 384
 
-Each variant changes one setting of configs/tiny/student_flow_opd.yaml without MAR; the teachers,
-the number of student trajectories and of optimizer steps, the learning rate and its decline, and
-the seed are held equal. Scores are means over the tasks on the same validation prompts and noise,
+Each variant changes what its name says in configs/tiny/student_flow_opd.yaml, which starts from the
+merge of its teachers here and has no MAR; the teachers, the number of student trajectories and
+(but for two variants) of optimizer steps, the learning rate and its decline, and the seed are
+held equal. Scores are means over the tasks on the same validation prompts and noise,
 differences are paired with the default's. A forward is one image through the transformer once (a
 backward pass counts as two); those of evaluation are not counted. Prints Markdown tables.
 """
@@ -28,36 +29,36 @@ from flowalign.eval.stats import difference
 from flowalign.teachers.merge import merge
 
 PRESET = "configs/tiny/student_flow_opd.yaml"
-ALL = "student.states={select: all}"
-POLICY = ["student.gradient=policy"]
-PUBLISHED = "student.weighting=published"
 UNTRAINED = "train.updates=0"
-MERGED = "merged"  # stands for the merge of the preset's teachers
+SCRATCH = "lora.init=null"
+PUBLISHED = "student.weighting=published"
+THREE = "student.states={select: random, count: 3}"
+TASKS = ("geneval", "ocr", "preference")
+DEFAULT = "default: from the merge, pathwise, velocity, one high-noise state"
 VARIANTS: dict[str, list[str]] = {
-    "base": [UNTRAINED],
-    "default: pathwise, velocity, one high-noise state, from scratch": [],
+    "the base": [SCRATCH, UNTRAINED],
+    "the merge": [UNTRAINED],
+    DEFAULT: [],
+    "start: scratch": [SCRATCH],
     "weighting kl": ["student.weighting=kl"],
-    "weighting mean (DiffusionOPD)": ["student.weighting=mean"],
+    "weighting mean (DiffusionOPD's)": ["student.weighting=mean"],
     "weighting published": [PUBLISHED],
-    "states: all": [ALL],
-    "states: all, weighting kl": [ALL, "student.weighting=kl"],
-    "states: all, weighting published": [ALL, PUBLISHED],
-    "states: random 1": ["student.states={select: random, count: 1}"],
-    "states: random 3": ["student.states={select: random, count: 3}"],
-    "states: window 3": ["student.states={select: window, count: 3}"],
-    "states: low-noise 1 (DanceOPD)": ["student.states={select: low_noise, count: 1}"],
+    "states: 1 random": ["student.states={select: random, count: 1}"],
+    "states: 1 low-noise (DanceOPD's)": ["student.states={select: low_noise, count: 1}"],
+    "states: 3 random": [THREE],
+    "states: 3 random, weighting published": [THREE, PUBLISHED],
+    "states: all": ["student.states={select: all}"],
+    "gradient published, 3 random": ["student.gradient=published", PUBLISHED, THREE],
+    "gradient detached, 3 random": ["student.gradient=detached", PUBLISHED, THREE],
+    "gradient policy, 3 random": ["student.gradient=policy", THREE],
+    "gradient policy, to go, 3 random": [
+        "student.gradient=policy", THREE, "student.reward_to_go=true",
+    ],
     "ode rollouts": ["rollout.kind=ode"],
-    "cps rollouts": ["rollout.kind=cps"],
-    "gradient published": ["student.gradient=published", PUBLISHED],
-    "gradient published, states: all": ["student.gradient=published", PUBLISHED, ALL],
-    "gradient detached, states: all": ["student.gradient=detached", PUBLISHED, ALL],
-    "gradient policy, states: all": [*POLICY, ALL],
-    "gradient policy, reward to go, states: all": [*POLICY, ALL, "student.reward_to_go=true"],
-    "start: merge": [f"lora.init={MERGED}"],
-    "start: merge, weighting kl": [f"lora.init={MERGED}", "student.weighting=kl"],
-    "start: merge, trained 0 updates": [f"lora.init={MERGED}", UNTRAINED],
-    "teachers' guidance 2": [f"teachers.{t}.guidance=2" for t in ("geneval", "ocr", "preference")],
-}
+    "1 optimizer step a rollout": ["optimizer.updates_per_rollout=1"],
+    "8 optimizer steps a rollout": ["optimizer.updates_per_rollout=8"],
+    "teachers at guidance 2": [f"teachers.{task}.guidance=2" for task in TASKS],
+}  # fmt: skip
 
 
 class Meter:
@@ -76,19 +77,14 @@ class Meter:
 
 def config_of(overrides: list[str], out: Path, args: argparse.Namespace) -> OpdConfig:
     """The preset with a variant's settings, without evaluations of its own."""
-    settings = [o.replace(MERGED, str(args.out / "merged")) for o in overrides]
-    updates = (
-        [] if any("train.updates" in o for o in settings) else [f"train.updates={args.updates}"]
-    )
-    length = max(1, args.updates)
-    quiet = [
-        f"train.checkpoint_every={length}",
-        f"train.sample_every={length}",
-        "train.trackers=[]",
-    ]
-    common = [f"output={out}", "anchor=null", "evaluation.every=100000", f"seed={args.seed}"]
-    settings = [o for o in settings if o != UNTRAINED]
-    return load(PRESET, [*settings, *updates, *quiet, *common, *args.set], stage=OpdConfig)
+    length = args.updates
+    common = [
+        f"output={out}", f"seed={args.seed}", "anchor=null", f"train.updates={length}",
+        f"train.checkpoint_every={length}", f"train.sample_every={length}", "train.trackers=[]",
+        f"lora.init={args.out / 'merged'}",
+    ]  # fmt: skip
+    settings = [o for o in overrides if o != UNTRAINED]
+    return load(PRESET, [*common, *settings, *args.set], stage=OpdConfig)
 
 
 def run(name: str, overrides: list[str], args: argparse.Namespace) -> dict[str, Any]:
@@ -138,7 +134,7 @@ def line(name: str, result: Mapping[str, Any], default: Mapping[str, Any], marks
 
 def main() -> None:
     """Run the variants asked for, in order; finished ones are read back."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--updates", type=int, default=40)
     parser.add_argument("--prompts", type=int, default=384, help="validation prompts per task")
     parser.add_argument("--seed", type=int, default=0)
@@ -162,13 +158,12 @@ def main() -> None:
     names = " | ".join(mark.name for mark in marks)
     head = f"| variant | {names} | mean | to the default | seconds | forwards |"
     results = {}
-    default = next(name for name in VARIANTS if name.startswith("default"))
-    for name in dict.fromkeys([default, *args.only]):
+    for name in dict.fromkeys([DEFAULT, *args.only]):
         results[name] = run(name, VARIANTS[name], args)
         print(name, flush=True)
     print(head + "\n" + "|---" * (len(marks) + 5) + "|")
     for name in args.only:
-        print(line(name, results[name], results[default], marks))
+        print(line(name, results[name], results[DEFAULT], marks))
 
 
 if __name__ == "__main__":
