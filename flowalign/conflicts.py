@@ -234,7 +234,7 @@ def _student_conflicts(config: OpdConfig) -> Iterator[tuple[list[str], str]]:
             f"student.reward_to_go: true, but gradient {student.gradient!r} has no rewards over "
             "time. Use gradient 'policy', or leave it out.",
         )
-    start, stop = rollout.window or (0, max(rollout.steps - 1, 1))
+    start, stop = rollout.trained
     if student.states.select != "all" and student.states.count > stop - start:
         yield (
             ["student.states", "rollout.window", "rollout.steps"],

@@ -465,8 +465,8 @@ def interrupts_held() -> Iterator[None]:
 def schedule(backbone: Backbone, config: Config) -> Schedule:
     """The schedule of a config's rollouts: by default every step but the last is trained."""
     rollout = config.rollout
-    window = rollout.window or (0, rollout.steps - 1)
-    return Schedule(backbone.sigmas(rollout.steps), rollout.kind, rollout.noise_level, window)
+    sigmas = backbone.sigmas(rollout.steps)
+    return Schedule(sigmas, rollout.kind, rollout.noise_level, rollout.trained)
 
 
 def optimizer(config: Config, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -129,6 +129,11 @@ class Rollout(Section):
     batch_size: Count = 16
     """Images per forward pass of a process."""
 
+    @property
+    def trained(self) -> tuple[int, int]:
+        """[start, stop) of the steps with noise and training."""
+        return self.window or (0, self.steps - 1)
+
 
 class Grpo(Section):
     """The policy gradient."""
