@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from torch import Tensor, device
 
     from flowalign.backbone import Backbone
+    from flowalign.config import Benchmark as Mark
     from flowalign.eval.reference import Reference
     from flowalign.eval.suite import Benchmark, Judged, Settings
 
-CLIP, METRIC = "flowalign.rewards.clip:Clip", "feat:frechet"
+CLIP = "flowalign.rewards.clip:Clip"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -67,7 +68,7 @@ def evaluate(config: EvalConfig) -> Path:
     quiet()
     accelerator = Accelerator()
     check_world(config, accelerator.num_processes)
-    benchmarks = wire(config)
+    benchmarks = wire(config.benchmarks, "benchmarks")
     reference = wire_reference(config, benchmarks, accelerator.device)
     backbone = Backbone.load(config.model, accelerator.device)
     load_adapters(backbone, config)
@@ -83,20 +84,21 @@ def evaluate(config: EvalConfig) -> Path:
     return Path(config.output)
 
 
-def wire(config: EvalConfig) -> list[Benchmark]:
-    """The benchmarks with their prompts and rewards; ConfigError if one cannot be built."""
+def wire(marks: Sequence[Mark], place: str) -> list[Benchmark]:
+    """The benchmarks at a place of a config, with their prompts and rewards; ConfigError if one
+    cannot be built."""
     from flowalign import rewards
     from flowalign.data import load_prompts
     from flowalign.eval.suite import Benchmark
 
     found, problems = [], []
-    for index, mark in enumerate(config.benchmarks):
+    for index, mark in enumerate(marks):
         prompts = load_prompts(mark.prompts, mark.name)
         count = min(len(prompts), mark.limit or len(prompts))
         try:
             reward = rewards.build(mark.reward.name, **mark.reward.options)
         except (ImportError, ValueError, OSError) as error:
-            problems.append(f"benchmarks.{index}.reward: {error}")
+            problems.append(f"{place}.{index}.reward: {error}")
             continue
         found.append(Benchmark(mark.name, prompts.select(range(count)), reward))
     if problems:

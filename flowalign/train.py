@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flowalign.backbone import Backbone
-    from flowalign.config import Grpo as GrpoSettings
     from flowalign.config import Teacher as TeacherSettings
     from flowalign.eval.suite import Benchmark, Settings
     from flowalign.loop import Algorithm, Loop
@@ -208,7 +207,7 @@ def algorithm(
 ) -> Algorithm:
     """What the stage of a config learns."""
     if isinstance(config, GrpoConfig):
-        return grpo(config, config.grpo, backbone, rewards, accelerator)
+        return grpo(config, backbone, rewards, accelerator)
     if isinstance(config, OpdConfig):
         return opd(config, backbone, rewards, accelerator)
     assert isinstance(config, SftConfig)
@@ -225,8 +224,7 @@ def algorithm(
 
 
 def grpo(
-    config: Config,
-    settings: GrpoSettings,
+    config: GrpoConfig | OpdConfig,
     backbone: Backbone,
     rewards: Mapping[str, Reward],
     accelerator: Accelerator,
@@ -237,7 +235,7 @@ def grpo(
     from flowalign.teachers.grpo import Grpo
 
     return Grpo(
-        settings,
+        config.grpo,
         ByTask(rewards),
         backbone,
         schedule(backbone, config),
@@ -271,9 +269,7 @@ def opd(
         micro_batch=config.optimizer.micro_batch,
         anchor=bank(backbone, {"anchor": anchor}, everywhere, **storage) if anchor else None,
         anchor_weight=anchor.weight if anchor else 0.0,
-        grpo=grpo(config, config.grpo, backbone, rewards, accelerator)
-        if s.reward_weight > 0
-        else None,
+        grpo=grpo(config, backbone, rewards, accelerator) if s.reward_weight > 0 else None,
     )
 
 
@@ -316,11 +312,12 @@ def evaluator(
 ) -> Callable[[], tuple[float, EvalReport]] | None:
     """What the loop calls to score the current adapter on held-out prompts."""
     from flowalign.eval import suite
+    from flowalign.eval.__main__ import wire as wire_benchmarks
 
     if config.evaluation is None:
         return None
     benchmarks, settings = held_out(config, rewards), eval_settings(config)
-    everything = [*benchmarks, *watched(config)]
+    everything = [*benchmarks, *wire_benchmarks(config.evaluation.watch, "evaluation.watch")]
 
     def evaluate() -> tuple[float, EvalReport]:
         report = suite.run(backbone, everything, settings, accelerator)
@@ -349,21 +346,6 @@ def held_out(config: Config, rewards: Mapping[str, Reward]) -> list[Benchmark]:
             prompts = load_prompts(task.validation, task.name)
             prompts = prompts.select(range(min(len(prompts), config.evaluation.prompts)))
             found.append(Benchmark(task.name, prompts, rewards[task.name]))
-    return found
-
-
-def watched(config: Config) -> list[Benchmark]:
-    """The benchmarks of a config that are only watched."""
-    from flowalign import rewards
-    from flowalign.data import load_prompts
-    from flowalign.eval.suite import Benchmark
-
-    found = []
-    for mark in config.evaluation.watch if config.evaluation else ():
-        prompts = load_prompts(mark.prompts, mark.name)
-        prompts = prompts.select(range(min(len(prompts), mark.limit or len(prompts))))
-        reward = rewards.build(mark.reward.name, **mark.reward.options)
-        found.append(Benchmark(mark.name, prompts, reward))
     return found
 
 
