@@ -242,3 +242,15 @@ def test_a_gradient_that_is_not_finite_stops_the_run(random_model: str, tmp_path
     loop.parameters[0].register_hook(lambda grad: torch.full_like(grad, float("inf")))
     with pytest.raises(TrainingError, match="gradient is not finite.*lower optimizer.lr"):
         loop.run()
+
+
+def test_what_is_only_watched_is_scored_but_not_aimed_at(random_model: str, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    watch = f"{{name: other, prompts: {prompts}, limit: 3, reward: {{name: 'fakes:constant'}}}}"
+    given = [f"tasks.0.validation={prompts}", f"evaluation={{every: 1, watch: [{watch}]}}"]
+    found = lines(updated(random_model, tmp_path / "run", *given))
+    scored = [row for row in found if "eval/headline" in row]
+    assert len(scored) == 2  # before the first update and after it
+    for row in scored:
+        assert row["eval/other/reward"] == 0.5 and row["alarms"] == 0
+        assert row["eval/headline"] == row["eval/red/reward"] != 0.5
