@@ -54,6 +54,11 @@ else
         pip install "$torch"
     fi
 fi
+torch_is() { $venv/bin/python -c "from importlib.metadata import version; v = version('torch').split('+')[0]; print($1)"; }
 say "installing flowalign and its dev tools"
-pip install --quiet -e '.[dev]'
+pip install --quiet -e '.[dev]' "torch==$(torch_is v)"
+# open_clip beside the environment, for tests/conftest.py: it needs torchvision, whose build on PyPI is
+# for CUDA, and a torchvision that cannot be imported stops transformers and diffusers
+pip install --quiet --upgrade --no-deps --target $venv/open_clip open-clip-torch ftfy wcwidth \
+    "torchvision==$(torch_is "f'0.{int(v.split(chr(46))[1]) + 15}.*'")"
 echo "$want" >$stamp

@@ -1,6 +1,12 @@
 """Shared by all tests: as many torch threads as there are cores, shared among xdist's workers."""
 
+import importlib
+import importlib.util
 import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -18,3 +24,24 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")
     fakes.pipeline().save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def open_clip() -> Iterator[ModuleType]:
+    """open_clip, from where scripts/setup.sh puts it if the environment has none.
+
+    Its torchvision may be built for CUDA and lack two operators on a CPU; no test calls them. That
+    transformers has no torchvision is settled before it could find this one.
+    """
+    from transformers.utils import is_torchvision_available
+
+    is_torchvision_available()
+    if importlib.util.find_spec("open_clip") is None:
+        folder = Path(sys.prefix) / "open_clip"
+        if not folder.is_dir():
+            pytest.skip("open_clip is not installed; run scripts/setup.sh")
+        sys.path.append(str(folder))
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for name in ("nms", "qnms") if torch.version.cuda is None else ():
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    yield importlib.import_module("open_clip")
