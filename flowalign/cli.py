@@ -1,4 +1,4 @@
-"""The `flowalign` command: train, eval, sample, merge, demo."""
+"""The `flowalign` command: train, eval, sample, merge, doctor, demo."""
 
 from __future__ import annotations
 
@@ -82,6 +82,13 @@ def merge(argv: Sequence[str]) -> int:
     return 0
 
 
+def doctor(argv: Sequence[str]) -> int:
+    """Examine a reward: what it says, what it costs, and what would break a run."""
+    from flowalign.doctor import main as run
+
+    return run(argv)
+
+
 def demo(argv: Sequence[str]) -> int:
     """Distil three tiny teachers into one student: minutes on two cores, nothing to download."""
     from flowalign.demo import main as run
@@ -94,6 +101,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "eval": evaluate,
     "sample": sample,
     "merge": merge,
+    "doctor": doctor,
     "demo": demo,
 }
 

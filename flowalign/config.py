@@ -89,6 +89,7 @@ __all__ = [
     "Task",
     "Teacher",
     "Train",
+    "assignments",
     "command",
     "load",
     "parse",
@@ -122,6 +123,15 @@ def read(path: str | Path) -> Any:
         return _read_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError([f"not readable as YAML: {error}"], str(path)) from None
+
+
+def assignments(texts: Sequence[str]) -> dict[str, Any]:
+    """{key: value} of `key.path=value` texts, as overrides are read; ConfigError for others."""
+    data: dict[str, Any] = {}
+    problems = [p for text in texts if (p := _override(data, text))]
+    if problems:
+        raise ConfigError(problems, "options")
+    return data
 
 
 def parse(

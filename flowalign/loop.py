@@ -34,7 +34,7 @@ from flowalign.alarm import Alarm
 from flowalign.backbone import Backbone
 from flowalign.config import Config
 from flowalign.data import PromptSampler
-from flowalign.rollout import Noise, Schedule, sample
+from flowalign.rollout import Noise, Schedule, See, sample
 from flowalign.types import Conditioning, EvalReport, Rollout, Source, StepLoss
 
 log = logging.getLogger("flowalign")
@@ -90,12 +90,14 @@ class Algorithm(Protocol):
     """What is learnt from a rollout.
 
     needs_images: rollouts are decoded; needs_latents: they run to their end. guidance: the
-    student's CFG scale where it is trained.
+    student's CFG scale where it is trained. see: told of each batch of images while the rollout
+    goes on (None = it waits for `prepare`).
     """
 
     needs_images: bool
     needs_latents: bool
     guidance: float
+    see: See | None
 
     def plan(self, update: int) -> Schedule:
         """How the rollout of an update steps, and which of its states are trained."""
@@ -247,6 +249,7 @@ class Loop:
             batch_size=settings.batch_size,
             decode=self.algorithm.needs_images,
             finish=self.algorithm.needs_images or self.algorithm.needs_latents,
+            see=self.algorithm.see,
         )
 
     def _learn(self, rollout: Rollout, keep: Tensor) -> dict[str, float]:

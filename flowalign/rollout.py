@@ -6,7 +6,7 @@ whole batch and on the number of the copy, not on batch size or number of proces
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,9 @@ from torch import Tensor
 from flowalign import sde
 from flowalign.backbone import Backbone
 from flowalign.types import Conditioning, Gaussian, PromptBatch, Rollout
+
+See = Callable[[int, Tensor, PromptBatch], None]
+"""Told of a batch of images: the row of the first one, images [b,3,H,W] in [0,1], their b rows."""
 
 
 @dataclass(frozen=True)
@@ -103,18 +106,21 @@ def sample(
     decode: bool = True,
     finish: bool | None = None,
     adapters: Sequence[str] | None = None,
+    see: See | None = None,
 ) -> Rollout:
     """Sample `copies` images of each of P prompts -> Rollout of B = P * copies.
 
     first: the place of prompts[0] in the batch of all processes. batch_size: images a forward.
     finish: go on to the last latents; by default only where images are decoded from them, else
     the rollout stops at the last trained state. adapters and guidance may be one for each prompt.
+    see: told of each batch of images as soon as it is decoded, before the next is sampled.
     """
     finish = decode if finish is None else finish
     cond = backbone.encode(prompts.prompts, copies)
     rows = [(first + p, c) for p in range(len(prompts)) for c in range(copies)]
     scales = [guidance] * len(prompts) if isinstance(guidance, int | float) else list(guidance)
-    trajectories = []
+    trajectories, images = [], []
+    everyone = prompts.select([p - first for p, _ in rows])
     for start in range(0, len(rows), batch_size):
         part = rows[start : start + batch_size]
         shape, extra = backbone.latent_shape, len(schedule.noisy)
@@ -127,19 +133,23 @@ def sample(
             [adapters[p] for p in place] if adapters else None,
         )
         trajectories.append(_trajectory(source, schedule, drawn, finish))
+        if decode:
+            images.append(backbone.decode(trajectories[-1][-1], batch_size))
+            if see:
+                mine = range(start, start + len(part))
+                see(start, images[-1], everyone.select(mine))
     states, following, log_probs, last = zip(*trajectories, strict=True)
     acted = schedule.actions and bool(schedule.noisy)
-    latents = torch.cat(last)
     return Rollout(
         states=torch.cat(states),
         next_states=torch.cat(following) if acted else None,
         steps=schedule.trained,
         sigmas=schedule.sigmas,
         log_probs=torch.cat(log_probs) if acted else None,
-        latents=latents if finish else None,
-        images=backbone.decode(latents, batch_size) if decode else None,
+        latents=torch.cat(last) if finish else None,
+        images=torch.cat(images) if decode else None,
         group=torch.tensor([p for p, _ in rows]),
-        batch=prompts.select([p - first for p, _ in rows]),
+        batch=everyone,
         conditioning=cond,
     )
 

@@ -258,6 +258,10 @@ class Train(Section):
     """Rollouts between two sample grids."""
     max_invalid_share: Share = 0.5
     """The run stops when a larger share of a rollout could not be scored."""
+    score_while_sampling: bool = True
+    """Score a batch of images while the next is sampled (not groupwise rewards)."""
+    score_seconds: Positive | None = 1800.0
+    """A batch of images whose reward takes longer is masked; null = wait for ever."""
     trackers: list[Literal["tensorboard", "wandb"]] = ["tensorboard"]
     """Where accelerate logs to."""
 

@@ -62,6 +62,7 @@ class Student:
         self.weights = weights(self.schedule, settings.weighting)
         self.kl_weights = weights(self.schedule, "kl")
         self.needs_images = self.needs_latents = grpo is not None
+        self.see = grpo.see if grpo else None
         self.tasks: list[str] = []
         self.labels = self.anchors = self.advantage = torch.empty(0)
 

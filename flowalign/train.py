@@ -234,14 +234,17 @@ def grpo(
     from flowalign.rewards.by_task import ByTask
     from flowalign.teachers.grpo import Grpo
 
+    score, train = ByTask(rewards), config.train
     return Grpo(
         config.grpo,
-        ByTask(rewards),
+        score,
         backbone,
         schedule(backbone, config),
         accelerator,
         guidance=config.rollout.guidance,
-        max_invalid_share=config.train.max_invalid_share,
+        max_invalid_share=train.max_invalid_share,
+        while_sampling=train.score_while_sampling and not score.groupwise,
+        seconds=train.score_seconds,
     )
 
 

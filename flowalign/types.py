@@ -176,7 +176,11 @@ class EvalReport:
 
 
 class Reward(Protocol):
-    """Anything that scores images. It may raise: the caller masks the images it failed on."""
+    """Anything that scores images. It may raise: the caller masks the images it failed on.
+
+    Pointwise unless it has a true attribute `groupwise`: then it is called with all images of one
+    prompt at a time, and may compare them.
+    """
 
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]

@@ -5,6 +5,7 @@ registered in this process, the REWARDS table, the installed entry points of the
 "flowalign.rewards", and last as a dotted path "package.module:attribute". What is found is
 either a factory (a class or function that takes the options and returns a Reward), or a plain
 function (images, prompts, metadata, **options) -> Scores, which is itself the reward.
+A reward whose attribute `groupwise` is true is shown all images of one prompt at a time.
 A factory may carry `check_options(**options)` and `check_prompts(prompts, metadata, **options)`,
 static methods that raise ValueError, without loading a model, for what it could not work with.
 """
@@ -32,9 +33,13 @@ __all__ = [
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 
 REWARDS: dict[str, str] = {
+    "diversity": "flowalign.rewards.diversity:Diversity",
+    "gated": "flowalign.rewards.combine:Gated",
     "geneval": "flowalign.rewards.geneval:GenEval",
+    "normalized": "flowalign.rewards.combine:Normalized",
     "ocr": "flowalign.rewards.ocr:OCR",
     "pickscore": "flowalign.rewards.pickscore:PickScore",
+    "weighted": "flowalign.rewards.combine:Weighted",
 }
 
 _registered: dict[str, Callable[..., Any]] = {}
@@ -73,7 +78,10 @@ def build(name: str, **options: Any) -> Reward:
     """
     check(name, options)
     factory = _find(name)
-    return functools.partial(factory, **options) if _is_reward(factory) else factory(**options)
+    if not _is_reward(factory):
+        return factory(**options)
+    # update_wrapper: a plain function keeps its name and what it says of itself (`groupwise`)
+    return functools.update_wrapper(functools.partial(factory, **options), factory)
 
 
 def check(name: str, options: Mapping[str, Any]) -> None:

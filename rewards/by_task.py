@@ -17,6 +17,11 @@ class ByTask:
     def __init__(self, rewards: Mapping[str, Reward]) -> None:
         self.rewards = dict(rewards)
 
+    @property
+    def groupwise(self) -> bool:
+        """Whether a reward must see all images of a prompt at once."""
+        return any(getattr(reward, "groupwise", False) for reward in self.rewards.values())
+
     def __call__(self, images: Tensor, batch: PromptBatch) -> Guarded:
         """images [B,3,H,W] and their rows -> Guarded scores of B; parts of other tasks are NaN."""
         value = torch.full((len(images),), float("nan"))

@@ -30,10 +30,13 @@ def score(
 ) -> Guarded:
     """Ask a reward about images [B,3,H,W] and mask what it failed on; results are on the CPU.
 
-    A reward that raises is asked again once, image by image, so that one bad image does not cost
-    the batch; not so where the failure is not an image's (ConnectionError, TimeoutError,
-    ImportError). Answers that are no Scores, of the wrong length or dtype, mask every image they
-    are about; NaN and infinity mask their image. Each distinct reason is logged once a call.
+    An image with pixels that are NaN or infinite is not shown to the reward: it is invalid.
+    A reward whose attribute `groupwise` is true is asked about the images of one prompt at a time,
+    in their order; any other about all at once. A pointwise reward that raises is asked again once,
+    image by image, so that one bad image does not cost the batch. A failure that is not an image's
+    (ConnectionError, TimeoutError, ImportError) ends the call: nothing more is asked. Answers that
+    are no Scores, of the wrong length or dtype, mask every image they are about; NaN and infinity
+    mask their image. Each distinct reason is logged once a call.
     Raises ValueError if the inputs differ in length; KeyboardInterrupt and SystemExit pass.
     """
     count = len(images)
@@ -42,19 +45,51 @@ def score(
             f"got {count} images, {len(prompts)} prompts and {len(metadata)} metadata; "
             "they must be one row an image."
         )
+    groupwise = bool(getattr(reward, "groupwise", False))
+    known = torch.isfinite(images).flatten(1).all(1) if count else torch.ones(0, dtype=torch.bool)
+    shown, broken = known.nonzero().flatten().tolist(), (~known).nonzero().flatten().tolist()
+    units = _groups(prompts, shown) if groupwise else [shown] if shown else []
+    answers = [failed(len(broken), "the image has pixels that are NaN or infinite")]
     try:
-        answers = [_ask(reward, images, prompts, metadata)] if count else []
+        for rows in units:
+            answers += _ask_rows(reward, images, prompts, metadata, rows, again=not groupwise)
     except (ConnectionError, TimeoutError, ImportError) as error:
-        answers = [_failed(count, _text(error))]
-    except Exception as error:
-        if count == 1:
-            answers = [_failed(1, _text(error))]
-        else:
-            rows = [slice(row, row + 1) for row in range(count)]
-            answers = [_ask_one(reward, images[r], prompts[r], metadata[r]) for r in rows]
-    result = _join(answers)
+        done = sum(len(answer.value) for answer in answers)
+        answers.append(failed(count - done, _text(error)))
+    result = _placed(join(answers), [*broken, *(row for rows in units for row in rows)])
     _report(reward, result)
     return result
+
+
+def _groups(prompts: Sequence[str], rows: Sequence[int]) -> list[list[int]]:
+    """These rows by distinct prompt."""
+    groups: dict[str, list[int]] = {}
+    for row in rows:
+        groups.setdefault(prompts[row], []).append(row)
+    return list(groups.values())
+
+
+def _ask_rows(
+    reward: Reward,
+    images: Tensor,
+    prompts: Sequence[str],
+    metadata: Sequence[Mapping[str, Any]],
+    rows: Sequence[int],
+    *,
+    again: bool,
+) -> list[Guarded]:
+    """One call about some rows; where it fails, one a row if `again`, else all are masked."""
+    inputs: Any = images, prompts, metadata
+    if len(rows) < len(images):
+        inputs = images[rows], [prompts[r] for r in rows], [metadata[r] for r in rows]
+    try:
+        return [_ask(reward, *inputs)]
+    except (ConnectionError, TimeoutError, ImportError):
+        raise
+    except Exception as error:
+        if not again or len(rows) == 1:
+            return [failed(len(rows), _text(error))]
+    return [_ask_one(reward, images[[r]], [prompts[r]], [metadata[r]]) for r in rows]
 
 
 def _ask_one(
@@ -63,7 +98,7 @@ def _ask_one(
     try:
         return _ask(reward, image, prompt, metadata)
     except Exception as error:
-        return _failed(1, _text(error))
+        return failed(1, _text(error))
 
 
 @torch.no_grad()
@@ -75,7 +110,7 @@ def _ask(
     count = len(images)
     fault = _fault(answer, count)
     if fault:
-        return _failed(count, fault)
+        return failed(count, fault)
     value = answer.value.detach().to("cpu", torch.float32)
     said_valid, finite = answer.valid.detach().cpu(), torch.isfinite(value)
     reasons = {}
@@ -105,15 +140,16 @@ def _fault(answer: Any, count: int) -> str:
     return ""
 
 
-def _failed(count: int, reason: str) -> Guarded:
+def failed(count: int, reason: str) -> Guarded:
+    """Scores of images that all failed for one reason."""
     value, valid = torch.full((count,), float("nan")), torch.zeros(count, dtype=torch.bool)
     return Guarded(value, valid, {}, dict.fromkeys(range(count), reason))
 
 
-def _join(answers: Sequence[Guarded]) -> Guarded:
+def join(answers: Sequence[Guarded]) -> Guarded:
     """Answers one after the other; a part that some of them lack is NaN there."""
     if not answers:
-        return _failed(0, "")
+        return failed(0, "")
     part_names = dict.fromkeys(name for answer in answers for name in answer.parts)
     parts = {
         name: torch.cat(
@@ -127,6 +163,14 @@ def _join(answers: Sequence[Guarded]) -> Guarded:
         start += len(answer.value)
     value = torch.cat([answer.value for answer in answers])
     return Guarded(value, torch.cat([answer.valid for answer in answers]), parts, reasons)
+
+
+def _placed(found: Guarded, order: Sequence[int]) -> Guarded:
+    """The same scores with row i moved to order[i]."""
+    place = torch.tensor(order, dtype=torch.long).argsort()
+    parts = {name: part[place] for name, part in found.parts.items()}
+    reasons = {order[row]: text for row, text in found.reasons.items()}
+    return Guarded(found.value[place], found.valid[place], parts, reasons)
 
 
 def _report(reward: Reward, result: Guarded) -> None:

@@ -20,29 +20,39 @@ from flowalign.credit import ADVANTAGES, clip_advantage
 from flowalign.loop import Pairs, Prepared, TrainingError
 from flowalign.loop import velocity as velocity_of
 from flowalign.losses import clip_fraction, policy_loss
+from flowalign.rewards.ahead import Ahead
+from flowalign.rewards.guarded import Guarded
 from flowalign.rollout import Schedule
-from flowalign.types import PromptBatch, Rollout, Scores, StepLoss
+from flowalign.types import PromptBatch, Rollout, StepLoss
 
 
 class Grpo:
-    """The algorithm: `score` judges images, `schedule` and `guidance` are the rollout's."""
+    """The algorithm: `score` judges images, `schedule` and `guidance` are the rollout's.
+
+    while_sampling: a batch of images is scored while the next one is sampled (not for rewards that
+    must see a whole group). seconds: images whose score takes longer are masked.
+    """
 
     needs_images = needs_latents = True
 
     def __init__(
         self,
         settings: Settings,
-        score: Callable[[Tensor, PromptBatch], Scores],
+        score: Callable[[Tensor, PromptBatch], Guarded],
         backbone: Backbone,
         schedule: Schedule,
         accelerator: Accelerator,
         *,
         guidance: float,
         max_invalid_share: float,
+        while_sampling: bool = False,
+        seconds: float | None = None,
     ) -> None:
-        self.settings, self.score, self.backbone = settings, score, backbone
+        self.settings, self.backbone = settings, backbone
         self.schedule, self.accelerator, self.guidance = schedule, accelerator, guidance
         self.max_invalid_share = max_invalid_share
+        self.scoring = Ahead(score, seconds)
+        self.see = self._see if while_sampling else None
         self.advantage = torch.empty(0)
 
     def plan(self, update: int) -> Schedule:
@@ -55,8 +65,7 @@ class Grpo:
     def prepare(self, rollout: Rollout, update: int) -> Prepared:
         """Score the images; the advantage of each is relative to its group and, where the
         variant asks, to the batch of all processes."""
-        assert rollout.images is not None
-        scores = self.score(rollout.images, rollout.batch)
+        scores = self._scores(rollout)
         device = self.accelerator.device
         value, valid, group = (
             self.accelerator.gather(t.to(device)).cpu()  # type: ignore[union-attr]
@@ -107,10 +116,24 @@ class Grpo:
                 total = total + self.settings.kl_weight * kl
         return StepLoss(total=total, policy=policy, metrics=metrics)
 
-    def _check(self, valid: Tensor, scores: Scores) -> None:
+    def _see(self, start: int, images: Tensor, batch: PromptBatch) -> None:
+        """Score these images now; the first of a rollout drop what an interrupted one left."""
+        if start == 0:
+            self.scoring.forget()
+        self.scoring.submit(images, batch)
+
+    def _scores(self, rollout: Rollout) -> Guarded:
+        """Of all images: those that were submitted while sampling, else all of them now."""
+        assert rollout.images is not None
+        if self.scoring.waiting != len(rollout):
+            self.scoring.forget()
+            self.scoring.submit(rollout.images, rollout.batch)
+        return self.scoring.collect()
+
+    def _check(self, valid: Tensor, scores: Guarded) -> None:
         share = 1 - float(valid.float().mean())
         if share > self.max_invalid_share or not valid.any():
-            mine = set(getattr(scores, "reasons", {}).values())
+            mine = set(scores.reasons.values())
             reasons = sorted(set(gather_object(list(mine))))[:3]
             raise TrainingError(
                 f"the reward failed on {share:.0%} of the images, more than "
@@ -118,7 +141,7 @@ class Grpo:
                 "Mend the reward and run again with --resume."
             )
 
-    def _parts(self, scores: Scores) -> dict[str, float]:
+    def _parts(self, scores: Guarded) -> dict[str, float]:
         """Mean of every part over the images (of all processes) that have it."""
         mine = {}
         for name, part in scores.parts.items():

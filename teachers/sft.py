@@ -31,6 +31,7 @@ class Sft:
     """
 
     needs_images, needs_latents = False, True
+    see = None
 
     def __init__(
         self, bank: Bank, sigmas: Tensor, *, states: int, shift: float, guidance: float, seed: int

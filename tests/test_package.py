@@ -19,6 +19,7 @@ WIRING = (
     "flowalign.train",
     "flowalign.cli",
     "flowalign.demo",
+    "flowalign.doctor",
     "flowalign.recipe",
     "flowalign.tiny.ship",
     "flowalign.tiny.ship_teachers",

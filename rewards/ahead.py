@@ -1,0 +1,94 @@
+"""Scoring in the background: images are judged while the next ones are sampled."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from torch import Tensor
+
+from flowalign.rewards.guarded import Guarded, failed, join
+from flowalign.types import PromptBatch
+
+Score = Callable[[Tensor, PromptBatch], Guarded]
+
+
+@dataclass
+class _Job:
+    images: Tensor
+    batch: PromptBatch
+    answer: Future[Guarded]
+
+
+class Ahead:
+    """Asks `score` about batches of images, in order, in one thread beside the caller's.
+
+    The answers are those of asking at once, as far as a reward judges each image by itself.
+    seconds: a batch that takes longer is given up and its images are masked (None = wait for
+    ever); the thread that hangs is left behind, as Python cannot end it, and a new one takes over.
+    """
+
+    def __init__(self, score: Score, seconds: float | None = None) -> None:
+        self.score, self.seconds = score, seconds
+        self._jobs: list[_Job] = []
+        self._queue: SimpleQueue[_Job | None] | None = None
+
+    @property
+    def waiting(self) -> int:
+        """How many images were submitted and not collected."""
+        return sum(len(job.images) for job in self._jobs)
+
+    def submit(self, images: Tensor, batch: PromptBatch) -> None:
+        """Start to score images [B,3,H,W] and their B rows; returns at once."""
+        job = _Job(images, batch, Future())
+        self._jobs.append(job)
+        if self._queue is None:
+            self._queue = SimpleQueue()
+            work = threading.Thread(target=_work, args=(self.score, self._queue), daemon=True)
+            work.start()
+        self._queue.put(job)
+
+    def collect(self) -> Guarded:
+        """The scores of everything submitted since the last call, in order.
+
+        Whatever `score` raises, KeyboardInterrupt included, is raised here.
+        """
+        answers = []
+        while self._jobs:
+            job = self._jobs.pop(0)
+            try:
+                answers.append(job.answer.result(self.seconds))
+            except FutureTimeout:
+                if job.answer.done():  # in the last moment, or `score` itself timed out
+                    answers.append(job.answer.result())
+                    continue
+                reason = f"TimeoutError: no answer within {self.seconds:g} s"
+                answers.append(failed(len(job.images), reason))
+                left, _ = self._jobs, self.forget()
+                for each in left:
+                    self.submit(each.images, each.batch)
+        return join(answers)
+
+    def forget(self) -> None:
+        """Drop what was submitted and not collected; a batch that is being scored runs to its end
+        unseen."""
+        for job in self._jobs:
+            job.answer.cancel()
+        self._jobs = []
+        if self._queue is not None:
+            self._queue.put(None)
+        self._queue = None
+
+
+def _work(score: Score, queue: SimpleQueue[_Job | None]) -> None:
+    while (job := queue.get()) is not None:
+        if not job.answer.set_running_or_notify_cancel():
+            continue
+        try:
+            job.answer.set_result(score(job.images, job.batch))
+        except BaseException as error:  # KeyboardInterrupt too: the caller's to bear
+            job.answer.set_exception(error)

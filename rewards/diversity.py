@@ -1,0 +1,52 @@
+"""How much the images of a prompt differ from each other: a guard against collapse."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowalign.rewards.clip import Clip, check_model
+from flowalign.types import Scores
+
+MODEL = "openai/clip-vit-large-patch14"
+
+
+class Diversity:
+    """Groupwise reward in [0,2]: 1 - mean cosine of an image to the others of its prompt.
+
+    The cosine is of CLIP image features. model: a Hub id or folder of a CLIPModel, or "tiny".
+    An image that has no other of its prompt beside it is invalid. Meant as a small part of a
+    `weighted` sum: alone it pays for noise.
+    """
+
+    name = "diversity"
+    groupwise = True
+
+    def __init__(
+        self,
+        model: str = MODEL,
+        *,
+        revision: str | None = None,
+        device: str | torch.device | None = None,
+        batch_size: int = 64,
+    ) -> None:
+        self.check_options(model)
+        self.clip = Clip(model, None, revision, device, batch_size)
+
+    @staticmethod
+    def check_options(model: str = MODEL, **others: Any) -> None:
+        """Raise ValueError for a model that cannot be one; loads nothing."""
+        check_model(model, "model")
+
+    def __call__(
+        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> Scores:
+        """images [K,3,H,W] in [0,1] of one prompt -> Scores of K, on the CPU."""
+        if len(images) < 2:
+            raise ValueError("one image alone has no diversity; sample more copies of a prompt.")
+        seen = self.clip.image_features(images).cpu()
+        cosines = (seen @ seen.T).fill_diagonal_(0)
+        return Scores.of(1 - cosines.sum(1) / (len(images) - 1))
