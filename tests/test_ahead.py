@@ -1,0 +1,169 @@
+"""Scoring beside sampling: the same scores, sooner; what hangs is given up."""
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import fakes
+import pytest
+import torch
+
+from flowalign.loop import TrainingError
+from flowalign.rewards.ahead import Ahead
+from flowalign.rewards.guarded import Guarded, score
+from flowalign.types import PromptBatch, Scores
+
+REDNESS = fakes.redness
+BATCH = PromptBatch(["a", "b"], ["t", "t"], [{}, {}])
+IMAGES = torch.rand(6, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+
+
+def asking(reward):
+    """What `Ahead` calls, for one reward."""
+    return lambda images, batch: score(reward, images, batch.prompts, batch.metadata)
+
+
+def submit_all(ahead: Ahead) -> None:
+    for start in (0, 2, 4):
+        ahead.submit(IMAGES[start : start + 2], BATCH)
+
+
+def test_the_answers_come_in_order_and_are_those_of_asking_at_once():
+    ahead = Ahead(asking(fakes.redness))
+    submit_all(ahead)
+    assert ahead.waiting == 6
+    found = ahead.collect()
+    whole = fakes.redness(IMAGES, BATCH.prompts * 3, BATCH.metadata * 3)
+    assert torch.equal(found.value, whole.value)
+    assert torch.equal(found.parts["red"], whole.parts["red"])
+    assert ahead.waiting == 0
+
+
+def test_submitting_does_not_wait():
+    released = threading.Event()
+
+    def patient(images, prompts, metadata):
+        assert released.wait(10)
+        return Scores.of(images.mean((1, 2, 3)))
+
+    ahead = Ahead(asking(patient))
+    submit_all(ahead)  # would hang here if it waited
+    released.set()
+    assert bool(ahead.collect().valid.all())
+
+
+def test_a_batch_that_hangs_is_masked_and_the_others_are_scored():
+    never = threading.Event()
+    calls = []
+
+    def sleepy(images, prompts, metadata):
+        calls.append(len(images))
+        if len(calls) == 2:
+            never.wait(30)
+        return Scores.of(images.mean((1, 2, 3)))
+
+    ahead = Ahead(asking(sleepy), seconds=0.2)
+    submit_all(ahead)
+    found = ahead.collect()
+    never.set()
+    assert found.valid.tolist() == [True, True, False, False, True, True]
+    assert found.reasons[2] == "TimeoutError: no answer within 0.2 s"
+    assert calls == [2, 2, 2], "a batch was scored twice"
+
+
+def test_what_is_forgotten_is_not_collected():
+    ahead = Ahead(asking(fakes.redness))
+    submit_all(ahead)
+    ahead.forget()
+    ahead.submit(IMAGES[:2], BATCH)
+    assert len(ahead.collect().value) == 2
+
+
+def test_what_the_caller_must_hear_is_raised_where_it_collects():
+    def interrupted(images: torch.Tensor, batch: PromptBatch) -> Guarded:
+        raise KeyboardInterrupt
+
+    ahead = Ahead(interrupted)
+    ahead.submit(IMAGES[:2], BATCH)
+    with pytest.raises(KeyboardInterrupt):
+        ahead.collect()
+
+
+# In a run ----------------------------------------------------------------------------------------
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    timed = ("seconds/", "images_per_second")
+    return [{k: v for k, v in json.loads(x).items() if not k.startswith(timed)} for x in lines]
+
+
+def finished(model: str, folder: Path, *overrides: str, reward: str = "noisy_redness") -> Path:
+    found = fakes.settings(
+        model, folder, "train.updates=2", "rollout.batch_size=2", *overrides, reward=reward
+    )
+    fakes.wired(found).run()
+    return folder
+
+
+def test_a_run_that_scores_while_sampling_gives_the_same_numbers(random_model, tmp_path):
+    ahead = finished(random_model, tmp_path / "ahead", reward="redness")
+    after = finished(
+        random_model, tmp_path / "after", "train.score_while_sampling=false", reward="redness"
+    )
+    assert metrics(ahead) == metrics(after)
+
+
+def test_scoring_and_sampling_take_turns_in_time(random_model, tmp_path, monkeypatch):
+    """While the rollout samples its later batches the first ones are being scored."""
+    asked = []
+
+    def watched(images, prompts, metadata):
+        asked.append((len(images), threading.current_thread() is threading.main_thread()))
+        return REDNESS(images, prompts, metadata)
+
+    monkeypatch.setattr(fakes, "redness", watched)
+    loop = fakes.wired(fakes.settings(random_model, tmp_path, "rollout.batch_size=2"))
+    rollout = loop.rollout(0)
+    deadline = time.monotonic() + 10
+    while len(asked) < 4 and time.monotonic() < deadline:  # before anybody collects
+        time.sleep(0.01)
+    assert asked == [(2, False)] * 4
+    assert torch.isfinite(torch.tensor(loop.algorithm.prepare(rollout, 0).metrics["reward"]))
+
+
+def hanging(images, prompts, metadata):
+    """Redness that never comes back about the images of the first prompt."""
+    if fakes.PROMPTS[0] in prompts:
+        threading.Event().wait(60)
+    return REDNESS(images, prompts, metadata)
+
+
+def test_a_reward_that_hangs_is_masked_and_past_a_share_the_run_stops(
+    random_model, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(fakes, "redness", hanging)
+    overrides = ["rollout.batch_size=4", "train.score_seconds=0.5", "rollout.prompts=8"]
+    found = fakes.settings(random_model, tmp_path / "some", "train.updates=1", *overrides)
+    fakes.wired(found).run()
+    assert metrics(tmp_path / "some")[0]["invalid_share"] == pytest.approx(1 / 8)
+    found = fakes.settings(
+        random_model, tmp_path / "many", *overrides, "train.max_invalid_share=0.1"
+    )
+    with pytest.raises(TrainingError, match="no answer within 0.5 s"):
+        fakes.wired(found).run()
+
+
+@pytest.mark.parametrize("reward", ["grouped", "redness"])
+def test_a_groupwise_reward_waits_for_its_group(random_model, tmp_path, monkeypatch, reward):
+    sizes = []
+
+    def grouped(images, prompts, metadata):
+        sizes.append(len(images))
+        return fakes.redness(images, prompts, metadata)
+
+    grouped.groupwise = reward == "grouped"
+    monkeypatch.setattr(fakes, "grouped", grouped, raising=False)
+    finished(random_model, tmp_path / reward, "train.updates=1", reward="grouped")
+    assert set(sizes) == ({4} if grouped.groupwise else {2})

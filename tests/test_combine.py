@@ -1,0 +1,209 @@
+"""Composed rewards: sums, gates, a common scale; rewards that see a whole group."""
+
+import math
+
+import fakes
+import pytest
+import torch
+
+from flowalign import rewards
+from flowalign.rewards import build, check, check_prompts, score
+from flowalign.rewards.combine import Normalized, Weighted
+from flowalign.rewards.diversity import Diversity
+from flowalign.types import Scores
+
+RED = {"name": "fakes:redness"}
+IMAGES = torch.rand(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+PROMPTS = ["a", "b", "a", "b", "a", "c"]
+METADATA = [{}] * 6
+REDNESS = fakes.redness(IMAGES, PROMPTS, METADATA).value
+
+
+def brightness(images, prompts, metadata):
+    """Mean of all pixels."""
+    return Scores.of(images.mean((1, 2, 3)))
+
+
+def refusing(images, prompts, metadata):
+    """Says nothing of the second image."""
+    value = brightness(images, prompts, metadata).value
+    value[1] = math.nan
+    return Scores.of(value)
+
+
+def contrast(images, prompts, metadata):
+    """How much brighter than the group's mean; shows what it was called with."""
+    assert len(set(prompts)) == 1, "more than one prompt at a time"
+    value = images.mean((1, 2, 3))
+    return Scores.of(value - value.mean(), size=torch.full_like(value, len(images)))
+
+
+contrast.groupwise = True
+
+
+def offline(images, prompts, metadata):
+    """A service that is down, and counts who asks."""
+    offline.asked += 1
+    raise ConnectionError("nobody there")
+
+
+offline.groupwise = True
+offline.asked = 0
+
+
+def spec(name, **options):
+    return {"name": f"test_combine:{name}", "options": options}
+
+
+def ask(reward, images=IMAGES):
+    return score(reward, images, PROMPTS, METADATA)
+
+
+# The weighted sum ---------------------------------------------------------------------------------
+
+
+def test_a_weighted_sum_is_the_sum_and_shows_its_components():
+    bright = brightness(IMAGES, PROMPTS, METADATA).value
+    found = ask(
+        build("weighted", rewards=[RED | {"weight": 2.0}, spec("brightness") | {"weight": -0.5}])
+    )
+    assert torch.allclose(found.value, 2 * REDNESS - 0.5 * bright)
+    assert torch.equal(found.parts["fakes:redness"], REDNESS)
+    assert torch.equal(found.parts["fakes:redness/red"], IMAGES[:, 0].mean((1, 2)))
+
+
+def test_an_image_that_one_component_failed_on_is_invalid_with_its_reason():
+    found = ask(build("weighted", rewards=[RED, spec("refusing") | {"label": "shy"}]))
+    assert found.valid.tolist() == [True, False, True, True, True, True]
+    assert found.reasons == {1: "shy: returned nan"}
+    assert math.isnan(found.value[1])
+
+
+# The gate -----------------------------------------------------------------------------------------
+
+
+def test_a_gate_lets_the_reward_count_only_past_its_threshold():
+    bright = brightness(IMAGES, PROMPTS, METADATA).value
+    middle = float(bright.median())
+    found = ask(build("gated", reward=RED, gate=spec("brightness"), threshold=middle, below=-1.0))
+    expected = torch.where(bright >= middle, REDNESS, -1.0)
+    assert torch.allclose(found.value, expected)
+    assert bool(found.valid.all())
+    assert torch.isnan(found.parts["reward"][bright < middle]).all()
+
+
+def test_a_gate_that_failed_is_no_gate_that_is_shut():
+    found = ask(build("gated", reward=RED, gate=spec("refusing"), threshold=2.0))
+    assert found.valid.tolist() == [True, False, True, True, True, True]
+    assert found.value[[0, 2, 3, 4, 5]].tolist() == [0.0] * 5
+
+
+# One scale ----------------------------------------------------------------------------------------
+
+
+def test_the_median_is_worth_a_half_and_order_is_kept():
+    median = float(REDNESS.quantile(0.5))
+    found = ask(build("normalized", reward=RED, median=median, spread=0.05))
+    assert torch.allclose(found.value, 1 / (1 + torch.exp(-(REDNESS - median) / 0.05)))
+    assert torch.equal(found.value.argsort(), REDNESS.argsort())
+    assert torch.equal(found.parts["raw"], REDNESS)
+    at_median = build("normalized", reward=RED, median=float(REDNESS[0]), spread=1.0)
+    assert float(ask(at_median).value[0]) == pytest.approx(0.5)
+
+
+def test_a_benchmark_of_a_normalized_reward_is_known_by_the_number_before():
+    assert Normalized(RED, median=0.0, spread=1.0).headline == "raw"
+    geneval = {"name": "geneval"}
+    assert Normalized(geneval, median=0.0, spread=1.0).headline == "correct"
+
+
+# Whole groups -------------------------------------------------------------------------------------
+
+
+def test_a_groupwise_reward_sees_all_images_of_one_prompt_and_no_other():
+    bright = IMAGES.mean((1, 2, 3))
+    found = ask(build("test_combine:contrast"))
+    assert found.parts["size"].tolist() == [3, 2, 3, 2, 3, 1]
+    for rows in ([0, 2, 4], [1, 3], [5]):
+        assert torch.allclose(found.value[rows], bright[rows] - bright[rows].mean())
+
+
+def test_a_picture_of_nans_leaves_its_group():
+    images = IMAGES.clone()
+    images[2] = math.nan
+    found = ask(build("test_combine:contrast"), images)
+    assert found.valid.tolist() == [True, True, False, True, True, True]
+    assert found.parts["size"][[0, 4]].tolist() == [2, 2]
+    assert "NaN" in found.reasons[2]
+
+
+def test_a_sum_with_a_groupwise_component_is_groupwise():
+    both = Weighted([RED, spec("contrast")])
+    assert both.groupwise and not Weighted([RED]).groupwise
+    expected = REDNESS + ask(build("test_combine:contrast")).value
+    assert torch.allclose(ask(both).value, expected)
+
+
+def test_a_groupwise_reward_that_fails_masks_its_group_alone(caplog):
+    def moody(images, prompts, metadata):
+        if prompts[0] == "b":
+            raise RuntimeError("not this one")
+        return Scores.of(images.mean((1, 2, 3)))
+
+    moody.groupwise = True
+    found = ask(moody)
+    assert found.valid.tolist() == [True, False, True, False, True, True]
+    assert set(found.reasons.values()) == {"RuntimeError: not this one"}
+
+
+def test_a_dead_service_is_asked_once_not_once_a_group():
+    offline.asked = 0
+    found = ask(offline)
+    assert offline.asked == 1 and not found.valid.any() and len(found.reasons) == 6
+
+
+def test_diversity_is_one_minus_the_mean_cosine_to_the_others():
+    reward = Diversity("tiny")
+    features = reward.clip.image_features(IMAGES[[0, 2, 4]])
+    cosines = features @ features.T
+    expected = [1 - (cosines[i].sum() - 1) / 2 for i in range(3)]
+    found = ask(reward)
+    assert torch.allclose(found.value[[0, 2, 4]], torch.stack(expected), atol=1e-6)
+    assert not found.valid[5] and "more copies" in found.reasons[5]
+    same = score(reward, IMAGES[[0, 0]], ["a", "a"], [{}, {}])
+    assert torch.allclose(same.value, torch.zeros(2), atol=1e-6)
+
+
+# What is refused ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("weighted", {"rewards": []}, "give a list"),
+        ("weighted", {"rewards": ["ocr"]}, "component 'ocr'"),
+        ("weighted", {"rewards": [{"name": "ocrr"}]}, "did you mean 'ocr'"),
+        ("weighted", {"rewards": [{"name": "ocr", "wieght": 1}]}, "weight and label"),
+        ("weighted", {"rewards": [{"name": "ocr", "weight": "1"}]}, "finite number"),
+        ("weighted", {"rewards": [{"name": "ocr"}, {"name": "ocr"}]}, "its own `label`"),
+        ("weighted", {"rewards": [{"name": "ocr", "options": {"rule": "x"}}]}, "rule 'x'"),
+        ("gated", {"reward": RED, "gate": RED, "threshold": math.nan}, "`threshold`"),
+        ("gated", {"reward": RED, "gate": RED}, "threshold"),
+        ("normalized", {"reward": RED, "median": 0.5, "spread": 0}, "above 0"),
+        ("diversity", {"model": "./nowhere"}, "no such folder"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_any_model_is_loaded(name, options, said):
+    with pytest.raises(ValueError, match=said):
+        check(name, options)
+
+
+def test_a_component_may_refuse_prompts():
+    for name, options in (
+        ("weighted", {"rewards": [RED, {"name": "ocr"}]}),
+        ("gated", {"reward": RED, "gate": {"name": "ocr"}, "threshold": 1.0}),
+        ("normalized", {"reward": {"name": "ocr"}, "median": 0.5, "spread": 0.1}),
+    ):
+        with pytest.raises(ValueError, match="quotes"):
+            check_prompts(name, options, ["no text here"], [{}])
+    assert {"weighted", "gated", "normalized", "diversity"} <= set(rewards.names())

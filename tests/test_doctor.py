@@ -1,0 +1,93 @@
+"""`flowalign doctor --reward`: sound rewards pass, each planted fault is named."""
+
+import itertools
+import math
+
+import fakes
+import pytest
+import torch
+
+from flowalign.cli import main
+from flowalign.doctor import diagnose
+from flowalign.types import Scores
+
+_calls = itertools.count()
+
+
+def of_the_batch(images, prompts, metadata):
+    """Depends on what else is in the batch."""
+    value = images.mean((1, 2, 3))
+    return Scores.of(value - value.mean())
+
+
+def of_the_moment(images, prompts, metadata):
+    """Depends on when it is asked."""
+    return Scores.of(images.mean((1, 2, 3)) + next(_calls))
+
+
+def of_the_place(images, prompts, metadata):
+    """Depends on the row."""
+    return Scores.of(torch.arange(len(images)).float())
+
+
+def failing(images, prompts, metadata):
+    """Cannot judge bright images."""
+    value = images.mean((1, 2, 3))
+    return Scores.of(value.masked_fill(value > 0.6, math.nan))
+
+
+def faults(name, **options):
+    health = diagnose(name, options, count=4, size=None)
+    return [finding.text for finding in health.findings if finding.level == "fault"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("geneval", {}),
+        ("pickscore", {"model": "tiny"}),
+        ("diversity", {"model": "tiny"}),
+        ("fakes:redness", {}),
+    ],
+)
+def test_sound_rewards_have_no_fault(name, options):
+    assert faults(name, **options) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("fakes:constant", "constant: every image has 0.5"),
+        ("test_doctor:of_the_batch", "one by one: differs"),
+        ("test_doctor:of_the_moment", "asked again: differs"),
+        ("test_doctor:of_the_place", "in reverse order: differs"),
+        ("test_doctor:failing", "failed on"),
+    ],
+)
+def test_each_fault_is_named(name, said):
+    assert any(text.startswith(said) for text in faults(name))
+
+
+def test_a_reward_of_a_size_gets_pictures_of_that_size(monkeypatch):
+    seen = set()
+
+    def sized(images, prompts, metadata):
+        seen.add(tuple(images.shape[1:]))
+        assert images.min() >= 0 and images.max() <= 1
+        return fakes.redness(images, prompts, metadata)
+
+    monkeypatch.setattr(fakes, "sized", sized, raising=False)
+    assert diagnose("fakes:sized", {}, count=2, size=96).healthy
+    assert seen == {(3, 96, 96)}
+
+
+def test_the_command_prints_the_scores_and_ends_by_its_findings(capsys):
+    assert main(["doctor", "--reward", "geneval", "--count", "4", "reward=official"]) == 0
+    said = capsys.readouterr().out
+    assert "its prompt" in said and "ms an image" in said and "MiB of RAM" in said
+    assert main(["doctor", "--reward", "fakes:constant", "--count", "2"]) == 1
+    assert "nothing can be learnt" in capsys.readouterr().out
+    assert main(["doctor", "--reward", "geneval", "treshold=1"]) == 2
+    assert "did you mean 'threshold'" in capsys.readouterr().err
+    assert main(["doctor", "--reward", "geneval", "threshold"]) == 2
+    assert "key.path=value" in capsys.readouterr().err
