@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,9 @@ from flowalign.rollout import Noise, Schedule, See, sample
 from flowalign.types import Conditioning, EvalReport, Rollout, Source, StepLoss
 
 log = logging.getLogger("flowalign")
+
+Seen = dict[str, list[tuple[float, int]]]
+"""What was measured on the way, by name: means, and of how many pairs each is one."""
 
 STUDENT = "student"  # name of the adapter that is trained
 
@@ -254,24 +257,23 @@ class Loop:
 
     def _learn(self, rollout: Rollout, keep: Tensor) -> dict[str, float]:
         """The optimizer steps of one rollout, each on an equal share of its prompts."""
-        totals: dict[str, list[float]] = defaultdict(list)
+        seen: Seen = defaultdict(list)
         shares = self.config.optimizer.updates_per_rollout
         size = len(rollout) // shares
         for share in range(shares):
             mine = torch.zeros(len(rollout), dtype=torch.bool)
             mine[share * size : (share + 1) * size] = True
-            for name, value in self._step(rollout, mine, mine & keep.cpu()).items():
-                totals[name].append(value)
-        return {name: sum(values) / len(values) for name, values in totals.items()}
+            self._step(rollout, mine, mine & keep.cpu(), seen)
+        return mean_over_processes(seen)
 
-    def _step(self, rollout: Rollout, share: Tensor, keep: Tensor) -> dict[str, float]:
-        """One optimizer step: the mean loss over all pairs of the share, dropped images as 0."""
+    def _step(self, rollout: Rollout, share: Tensor, keep: Tensor, seen: Seen) -> None:
+        """One optimizer step: the mean loss over all pairs of the share, dropped images as 0.
+        What was measured is added to `seen`."""
         if not keep.any():  # every process must take part in the gradient's reduction
             keep = keep | (torch.arange(len(keep)) == share.nonzero()[0])
         count = int(share.sum()) * len(rollout.steps)
         size = self.config.optimizer.micro_batch
         batches = math.ceil(int(keep.sum()) * len(rollout.steps) / size)
-        totals: dict[str, list[tuple[float, int]]] = defaultdict(list)
         for i, pairs in enumerate(pairs_of(rollout, keep, size)):
             quiet = self.accelerator.no_sync(self.backbone.transformer)
             with quiet if i < batches - 1 else nullcontext():
@@ -279,10 +281,9 @@ class Loop:
                 self.accelerator.backward(found.total * (len(pairs.rows) / count))
             metrics = {"loss": float(found.total.detach()), **found.metrics}
             for name, value in metrics.items():
-                totals[name].append((value, len(pairs.rows)))
-        means = {k: sum(v * n for v, n in vs) / sum(n for _, n in vs) for k, vs in totals.items()}
-        rate = self.lr.get_last_lr()[0]
-        return mean_over_processes(means) | {"grad_norm": self._descend(), "lr": rate}
+                seen[name].append((value, found.counts.get(name, len(pairs.rows))))
+        seen["lr"].append((self.lr.get_last_lr()[0], 1))
+        seen["grad_norm"].append((self._descend(), 1))
 
     def velocity(self, pairs: Pairs) -> Tensor:
         """The student's velocity [b,C,h,w] at the pairs: the forward path of the rollout."""
@@ -436,11 +437,14 @@ def velocity(backbone: Backbone, pairs: Pairs, guidance: float) -> Tensor:
     return backbone.velocity(pairs.x, pairs.sigma, pairs.conditioning, guidance=guidance)
 
 
-def mean_over_processes(values: Mapping[str, float]) -> dict[str, float]:
-    """Means over the processes that have a name."""
-    rows: list[Mapping[str, float]] = gather_object([values])
-    found = {name: [r[name] for r in rows if name in r] for row in rows for name in row}
-    return {name: sum(each) / len(each) for name, each in found.items()}
+def mean_over_processes(seen: Mapping[str, Sequence[tuple[float, int]]]) -> dict[str, float]:
+    """The mean of each name's (mean, count)s, over all processes that have some."""
+    sums = {name: (sum(v * n for v, n in vs), sum(n for _, n in vs)) for name, vs in seen.items()}
+    everyone: list[Mapping[str, tuple[float, int]]] = gather_object([sums])
+    found = {
+        name: [each[name] for each in everyone if name in each] for row in everyone for name in row
+    }
+    return {k: sum(total for total, _ in vs) / sum(n for _, n in vs) for k, vs in found.items()}
 
 
 @contextmanager

@@ -87,7 +87,8 @@ class Student:
         metrics = dict(prepared.metrics) if prepared else {}
         metrics |= {f"weight/step_{i}": float(self.weights[i]) for i in rollout.steps}
         if update % self.settings.diagnose_every == 0:
-            metrics |= mean_over_processes(self._cosines(rollout))
+            cosines = {name: [(value, 1)] for name, value in self._cosines(rollout).items()}
+            metrics |= mean_over_processes(cosines)
         lines = zip(rollout.batch.prompts, found.teacher, strict=True)
         captions = prepared.captions if prepared else [f"{p}\n{name}" for p, name in lines]
         keep = torch.ones(len(rollout), dtype=torch.bool)  # an image without advantage is labelled
@@ -99,7 +100,8 @@ class Student:
         weight = self.weights.to(error.device)[pairs.steps]
         total = distill = self._distillation(pairs, velocity, weight * error).mean()
         anchor = policy = None
-        metrics = self._errors(pairs, error.detach()) | {"distill": float(distill.detach())}
+        metrics, counts = self._errors(pairs, error.detach())
+        metrics["distill"] = float(distill.detach())
         if self.anchor:
             away = velocity_error(velocity, self.anchors[pairs.rows, pairs.columns])
             anchor = (weight * away).mean()
@@ -109,7 +111,7 @@ class Student:
             rewarded = self.grpo.loss(pairs, velocity)
             policy, metrics = rewarded.total, {**metrics, **rewarded.metrics}
             total = total + self.settings.reward_weight * policy
-        return StepLoss(total, policy=policy, distill=distill, anchor=anchor, metrics=metrics)
+        return StepLoss(total, policy, distill, anchor, metrics, counts)
 
     # The four gradients ------------------------------------------------------------------------
 
@@ -148,8 +150,9 @@ class Student:
 
     # Diagnostics -------------------------------------------------------------------------------
 
-    def _errors(self, pairs: Pairs, error: Tensor) -> dict[str, float]:
-        """KL to the teacher (under an ode: the velocity error) by task and by step."""
+    def _errors(self, pairs: Pairs, error: Tensor) -> tuple[dict[str, float], dict[str, int]]:
+        """KL to the teacher (under an ode: the velocity error) by task and by step, and of how
+        many pairs each is the mean."""
         name = "kl" if self.schedule.noisy else "velocity_error"
         values = error * self.kl_weights.to(error.device)[pairs.steps]
         tasks = [self.tasks[row] for row in pairs.rows.tolist()]
@@ -158,7 +161,8 @@ class Student:
         for labels in keys:
             for label, value in zip(labels, values.tolist(), strict=True):
                 found.setdefault(f"{name}/{label}", []).append(value)
-        return {key: sum(each) / len(each) for key, each in found.items()}
+        means = {key: sum(each) / len(each) for key, each in found.items()}
+        return means, {key: len(each) for key, each in found.items()}
 
     def _cosines(self, rollout: Rollout) -> dict[str, float]:
         """How far the tasks pull the same way: cosines of the gradients of their losses, each on

@@ -146,13 +146,17 @@ class Gaussian:
 
 @dataclass(frozen=True)
 class StepLoss:
-    """The loss of one micro-batch: total and its parts (scalars), and metrics to log."""
+    """The loss of one micro-batch: total and its parts (scalars), and metrics to log.
+
+    counts: of how many of its pairs a metric is the mean, where that is not all of them.
+    """
 
     total: Tensor
     policy: Tensor | None = None
     distill: Tensor | None = None
     anchor: Tensor | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

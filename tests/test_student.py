@@ -366,3 +366,21 @@ def test_an_adapter_of_another_base_is_refused_before_the_model_is_loaded(
         check_world(found, 1)
     assert f"teachers.even: '{tmp_path / 'even'}' was trained on" in caught.value.problems[0]
     assert "and model.id is 'tiny'" in caught.value.problems[0]
+
+
+def test_a_task_s_kl_is_the_mean_over_its_images_however_they_fall_into_micro_batches(
+    random_model: str, tmp_path: Path
+) -> None:
+    """Micro-batches of 3 hold unequal numbers of each task."""
+    found = {}
+    for size in (3, 8):
+        settings = fakes.distillation(
+            random_model, tmp_path / str(size), "train.updates=1", f"optimizer.micro_batch={size}"
+        )
+        loop = fakes.wired(settings, moved=True)
+        loop.run()
+        line = json.loads((loop.folder / "metrics.jsonl").read_text().splitlines()[0])
+        found[size] = {name: value for name, value in line.items() if name.startswith("kl/")}
+    assert found[3].keys() == found[8].keys() and len(found[3]) > 2
+    for name, value in found[8].items():
+        assert found[3][name] == pytest.approx(value, rel=1e-4)
