@@ -32,7 +32,11 @@ __all__ = [
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 
 REWARDS: dict[str, str] = {
+    "aesthetic": "flowalign.rewards.aesthetic:Aesthetic",
+    "clipscore": "flowalign.rewards.clipscore:ClipScore",
     "geneval": "flowalign.rewards.geneval:GenEval",
+    "hpsv2": "flowalign.rewards.hpsv2:HPSv2",
+    "imagereward": "flowalign.rewards.imagereward:ImageReward",
     "ocr": "flowalign.rewards.ocr:OCR",
     "pickscore": "flowalign.rewards.pickscore:PickScore",
 }
