@@ -56,9 +56,7 @@ class Clip(TwoTowers):
         self.tokenizer = AutoTokenizer.from_pretrained(source, **its)
         positions = self.model.text_model.embeddings.position_embedding.num_embeddings
         self.context = min(CONTEXT, positions, self.tokenizer.model_max_length)
-        self.scale = float(
-            self.model.logit_scale.detach().exp()
-        )  # training multiplied the cosine by it
+        self.scale = float(self.model.logit_scale.detach().exp())  # times the cosine, in training
         width = self.model.visual_projection.out_features
         super().__init__(self.model, width, device, batch_size, offload, text_cache)
 

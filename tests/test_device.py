@@ -14,6 +14,8 @@ from flowalign.rewards.device import Placement
 class Tied(nn.Module):
     """Two names for one parameter, and a buffer that no file holds."""
 
+    steps: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.one = nn.Linear(3, 3)

@@ -1,4 +1,4 @@
-"""HPS v2 is the cosine of open_clip's vectors of an image with bars, from the file as it is published."""
+"""HPS v2 is the cosine of open_clip's vectors, from a file wrapped as the published one is."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
@@ -75,17 +76,11 @@ def test_batch_size_order_and_offloading_do_not_matter(options: dict):
 def test_bars_are_black_and_leave_the_picture_in_the_middle(height: int, width: int):
     _, (picture,) = pictures(1, height, width)
     white = Image.new("RGB", picture.size, (255, 255, 255))
-    mask = letterbox(np_of(white), 32)[:, :, 0]
+    mask = letterbox(np.asarray(white), 32)[:, :, 0]
     rows, columns = (mask == 255).any(1).nonzero()[0], (mask == 255).any(0).nonzero()[0]
     assert ((mask == 255) | (mask == 0)).all() and max(len(rows), len(columns)) == 32
     assert abs(rows[0] - (31 - rows[-1])) <= 1 and abs(columns[0] - (31 - columns[-1])) <= 1
     assert len(rows) / len(columns) == pytest.approx(height / width, rel=0.05)
-
-
-def np_of(image: Image.Image):
-    import numpy as np
-
-    return np.asarray(image)
 
 
 def test_another_models_file_is_refused(options: dict, tmp_path: Path):

@@ -34,14 +34,7 @@ SMALL = {
         "max_position_embeddings": 64,
     },
 }
-WORDS = [
-    "[PAD]",
-    "[UNK]",
-    "[CLS]",
-    "[SEP]",
-    "[MASK]",
-    *"a one two red blue green star sign".split(),
-]
+WORDS: list[str] = "[PAD] [UNK] [CLS] [SEP] [MASK] a one two red blue green star sign".split()
 PROMPTS = ["a red star", "Two blue sign", "one", "a green one", "red red red", "a star " * 40]
 MLP = {0: (TEXT_WIDE, 1024), 2: (1024, 128), 4: (128, 64), 6: (64, 16), 7: (16, 1)}
 
@@ -108,8 +101,8 @@ class Reference:
 
     @staticmethod
     def attend(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
-        found = []
-        for qh, kh, vh in zip(q.chunk(heads, -1), k.chunk(heads, -1), v.chunk(heads, -1)):
+        found, parts = [], (x.chunk(heads, -1) for x in (q, k, v))
+        for qh, kh, vh in zip(*parts, strict=True):
             found.append((qh @ kh.T / qh.shape[-1] ** 0.5).softmax(-1) @ vh)
         return torch.cat(found, -1)
 
@@ -200,7 +193,7 @@ def test_batch_size_order_and_offloading_do_not_matter(options: dict):
 
 
 def test_the_published_sizes_are_those_of_the_published_names():
-    """Every tensor of BLIP-L with a BERT-base reader and the head, and 446 million weights."""
+    """Every tensor of BLIP-L with a BERT-base reader and the head."""
     with torch.device("meta"):
         network = Network()
     shapes = {name: list(tensor.shape) for name, tensor in network.state_dict().items()}
