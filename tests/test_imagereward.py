@@ -34,7 +34,9 @@ SMALL = {
         "max_position_embeddings": 64,
     },
 }
-WORDS: list[str] = "[PAD] [UNK] [CLS] [SEP] [MASK] a one two red blue green star sign".split()
+WORDS: tuple[str, ...] = (
+    *"[PAD] [UNK] [CLS] [SEP] [MASK] a one two red blue green star sign".split(),
+)
 PROMPTS = ["a red star", "Two blue sign", "one", "a green one", "red red red", "a star " * 40]
 MLP = {0: (TEXT_WIDE, 1024), 2: (1024, 128), 4: (128, 64), 6: (64, 16), 7: (16, 1)}
 
