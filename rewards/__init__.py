@@ -33,9 +33,13 @@ __all__ = [
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 
 REWARDS: dict[str, str] = {
+    "aesthetic": "flowalign.rewards.aesthetic:Aesthetic",
+    "clipscore": "flowalign.rewards.clipscore:ClipScore",
     "diversity": "flowalign.rewards.diversity:Diversity",
     "gated": "flowalign.rewards.combine:Gated",
     "geneval": "flowalign.rewards.geneval:GenEval",
+    "hpsv2": "flowalign.rewards.hpsv2:HPSv2",
+    "imagereward": "flowalign.rewards.imagereward:ImageReward",
     "normalized": "flowalign.rewards.combine:Normalized",
     "ocr": "flowalign.rewards.ocr:OCR",
     "pickscore": "flowalign.rewards.pickscore:PickScore",

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowalign.rewards.clip import Clip, check_model
+from flowalign.rewards.clip import LARGE, Clip, check_model
+from flowalign.rewards.options import check_common
 from flowalign.types import Scores
-
-MODEL = "openai/clip-vit-large-patch14"
 
 
 class Diversity:
@@ -27,18 +26,20 @@ class Diversity:
 
     def __init__(
         self,
-        model: str = MODEL,
+        model: str = LARGE,
         *,
         revision: str | None = None,
         device: str | torch.device | None = None,
         batch_size: int = 64,
+        offload: bool = False,
     ) -> None:
-        self.check_options(model)
-        self.clip = Clip(model, None, revision, device, batch_size)
+        self.check_options(model, batch_size=batch_size)
+        self.clip = Clip(model, None, revision, device, batch_size, offload)
 
     @staticmethod
-    def check_options(model: str = MODEL, **others: Any) -> None:
-        """Raise ValueError for a model that cannot be one; loads nothing."""
+    def check_options(model: str = LARGE, **options: Any) -> None:
+        """Raise ValueError for options that cannot work; loads no model."""
+        check_common("diversity", **options)
         check_model(model, "model")
 
     def __call__(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,8 @@ import torch
 from torch import Tensor
 
 from flowalign.rewards.clip import Clip, check_model
+from flowalign.rewards.options import check_common
+from flowalign.rewards.towers import TEXT_CACHE
 from flowalign.types import Scores
 
 MODEL = "yuvalkirstain/PickScore_v1"
@@ -23,6 +24,7 @@ class PickScore:
         with which the default processor is the model's own.
     normalizer: 26 as in Flow-GRPO (flow_grpo/pickscore_scorer.py); SD3.5 images then have about
         .83. It sets the scale of the value only.
+    offload: the weights lie on the CPU between calls. text_cache: prompts whose vectors are kept.
     parts: "raw", the score before division, which is what papers print.
     An image with pixels that are no numbers raises ValueError (`flowalign.rewards.score` masks).
     """
@@ -38,32 +40,26 @@ class PickScore:
         revision: str | None = None,
         device: str | torch.device | None = None,
         batch_size: int = 64,
+        offload: bool = False,
+        text_cache: int = TEXT_CACHE,
     ) -> None:
-        self.check_options(model, processor, normalizer=normalizer, batch_size=batch_size)
+        shared: dict[str, Any] = {
+            "device": device,
+            "batch_size": batch_size,
+            "offload": offload,
+            "text_cache": text_cache,
+        }
+        self.check_options(model, processor, normalizer=normalizer, **shared)
         own = model == "tiny" and processor == PROCESSOR
-        self.clip = Clip(model, None if own else processor, revision, device, batch_size)
+        self.clip = Clip(model, None if own else processor, revision, **shared)
         self.normalizer = normalizer
 
     @staticmethod
     def check_options(
-        model: str = MODEL,
-        processor: str | None = PROCESSOR,
-        *,
-        normalizer: float = 26.0,
-        batch_size: int = 64,
-        **others: Any,
+        model: str = MODEL, processor: str | None = PROCESSOR, **options: Any
     ) -> None:
         """Raise ValueError for options that cannot work; loads no model."""
-        number = isinstance(normalizer, (int, float)) and not isinstance(normalizer, bool)
-        if not number or not math.isfinite(normalizer) or normalizer <= 0:
-            raise ValueError(
-                f"`normalizer` of reward pickscore is {normalizer!r}; it divides the score, so "
-                "give a number above 0 (26 for PickScore_v1)."
-            )
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(
-                f"`batch_size` of reward pickscore is {batch_size!r}; use 1 or more images."
-            )
+        check_common("pickscore", **options)
         check_model(model, "model")
         if processor is not None:
             check_model(processor, "processor")
@@ -72,6 +68,5 @@ class PickScore:
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> Scores:
         """images [B,3,H,W] in [0,1] and their B prompts -> Scores of B, on the CPU."""
-        seen, read = self.clip.image_features(images), self.clip.text_features(prompts)
-        raw = (self.clip.scale * (seen * read).sum(-1)).cpu()
+        raw = self.clip.scale * self.clip.cosine(images, prompts)
         return Scores.of(raw / self.normalizer, raw=raw)

@@ -1,0 +1,149 @@
+"""The aesthetic predictor is its formula; a file of its head that is not one is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from small_models import (
+    PROMPTS,
+    SIDE,
+    assert_batch_and_order_do_not_matter,
+    clip_folder,
+    cropped,
+    hostile_files,
+    pictures,
+)
+from torch import Tensor
+from transformers import CLIPModel
+
+from flowalign.rewards import build, check
+
+SIZES = {0: (24, 1024), 2: (1024, 128), 4: (128, 64), 6: (64, 16), 7: (16, 1)}
+
+
+def head_weights() -> dict[str, Tensor]:
+    """A random head under the names of the published file."""
+    rng, found = torch.Generator().manual_seed(1), {}
+    for layer, (inner, outer) in SIZES.items():
+        found[f"layers.{layer}.weight"] = torch.randn(outer, inner, generator=rng) / inner**0.5
+        found[f"layers.{layer}.bias"] = torch.randn(outer, generator=rng)
+    return found
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    folder = tmp_path_factory.mktemp("aesthetic")
+    torch.save(head_weights(), folder / "sac+logos+ava1-l14-linearMSE.pth")
+    head = str(folder / "sac+logos+ava1-l14-linearMSE.pth")
+    return {"model": str(clip_folder(folder / "clip")), "head": head, "device": "cpu"}
+
+
+@torch.no_grad()
+def test_the_value_is_the_formula(options: dict):
+    images, files = pictures(6, 48, 40)
+    model = CLIPModel.from_pretrained(options["model"])
+    seen = model.vision_model(pixel_values=cropped(files, SIDE)).pooler_output
+    vectors = model.visual_projection(seen).numpy().astype(np.float64)
+    x = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    weights = {name: tensor.numpy() for name, tensor in head_weights().items()}
+    for layer in SIZES:  # linear all through
+        x = x @ weights[f"layers.{layer}.weight"].T + weights[f"layers.{layer}.bias"]
+    scores = build("aesthetic", **options)(images, PROMPTS, [{}] * 6)
+    assert scores.parts["raw"].tolist() == pytest.approx(x[:, 0].tolist(), abs=1e-4)
+    assert torch.equal(scores.value, scores.parts["raw"] / 10)
+    again = build("aesthetic", **options)(images, PROMPTS[::-1], [{}] * 6)
+    assert torch.equal(again.value, scores.value)  # the prompt is not looked at
+
+
+def test_batch_size_order_and_offloading_do_not_matter(options: dict):
+    images, _ = pictures(6, 40, 48)
+    by_two = build("aesthetic", **options, batch_size=2, offload=True)
+    assert_batch_and_order_do_not_matter(build("aesthetic", **options), by_two, images, PROMPTS)
+
+
+def test_a_safetensors_head_is_the_same_head(options: dict, tmp_path: Path):
+    images, _ = pictures(2, 40, 40)
+    save_file(head_weights(), tmp_path / "head.safetensors")
+    safe = build("aesthetic", **{**options, "head": str(tmp_path / "head.safetensors")})
+    rows, two = [{}, {}], PROMPTS[:2]
+    expected = build("aesthetic", **options)(images, two, rows).value
+    assert torch.equal(safe(images, two, rows).value, expected)
+
+
+def changed(**changes: Tensor | None) -> dict[str, Tensor]:
+    merged = {**head_weights(), **{name.replace("__", "."): t for name, t in changes.items()}}
+    return {name: tensor for name, tensor in merged.items() if tensor is not None}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (changed(layers__6__bias=None), "layers.6.bias is missing"),
+        (changed(layers__1__weight=torch.ones(1)), "layers.1.weight is not in the model"),
+        (
+            changed(layers__0__weight=torch.ones(1024, 768)),
+            r"shape \[1024, 768\], not \[1024, 24\]",
+        ),
+        ({}, "layers.0.weight is missing.* and 7 more"),
+        ({"layers.0.weight": [1.0]}, "no table of tensors"),
+        ([torch.ones(2)], "holds a list"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(options: dict, tmp_path: Path, content, said: str):
+    torch.save(content, tmp_path / "head.pth")
+    with pytest.raises(ValueError, match=said) as caught:
+        build("aesthetic", **{**options, "head": str(tmp_path / "head.pth")})
+    assert "head.pth" in str(caught.value)
+
+
+def test_a_file_with_code_in_it_is_refused_and_not_executed(options: dict, tmp_path: Path):
+    files, mark = hostile_files(tmp_path)
+    for name, content in {"torn.pth": b"PK\x03\x04", "torn.safetensors": b"\xff" * 40}.items():
+        (tmp_path / name).write_bytes(content)
+        files.append(tmp_path / name)
+    for file in files:
+        with pytest.raises(ValueError, match="nothing in it was executed"):
+            build("aesthetic", **{**options, "head": str(file)})
+    assert not mark.exists()
+
+
+def test_a_head_on_the_hub_is_asked_for_by_its_address(options: dict, monkeypatch):
+    asked = []
+
+    def download(repository: str, file: str, revision: str | None) -> str:
+        asked.append((repository, file, revision))
+        if revision is None:
+            raise RuntimeError("no network")
+        return options["head"]
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    build("aesthetic", **{**options, "head": "owner/name/sub/head.pth@abc1"})
+    default = {key: value for key, value in options.items() if key != "head"}
+    with pytest.raises(OSError, match="no network.* give its path"):
+        build("aesthetic", **default)
+    assert asked == [
+        ("owner/name", "sub/head.pth", "abc1"),
+        ("trl-lib/ddpo-aesthetic-predictor", "aesthetic-model.pth", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"head": "nowhere.pth"}, "`head` 'nowhere.pth': there is no such file"),
+        ({"head": "/no/where/head.pth"}, "the published file is trl-lib/"),
+        ({"head": "."}, "it is a folder"),
+        ({"head": None}, "it is a NoneType"),
+        ({"model": "nowhere"}, "`model` 'nowhere'"),
+        ({"normalizer": 0}, "`normalizer` of reward aesthetic"),
+        ({"text_cache": 3}, "no option 'text_cache'"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_loaded(wrong: dict, said: str):
+    with pytest.raises(ValueError, match=said):
+        check("aesthetic", wrong)
+    check("aesthetic", {})

@@ -1,0 +1,100 @@
+"""CLIPScore is 100 cos of CLIP's vectors in any batch, and tells a prompt from another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from small_models import (
+    PROMPTS,
+    SIDE,
+    assert_batch_and_order_do_not_matter,
+    clip_folder,
+    cropped,
+    pictures,
+)
+from transformers import CLIPModel, PreTrainedTokenizerFast
+
+from flowalign.config import EvalConfig, load
+from flowalign.rewards import build, check
+from flowalign.tiny import preference
+from flowalign.tiny.stream import rendered
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(clip_folder(tmp_path_factory.mktemp("clip")))
+
+
+@torch.no_grad()
+def test_the_value_is_the_formula(folder: str):
+    images, files = pictures(6, 40, 48)
+    model = CLIPModel.from_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    expected = []
+    for row, prompt in enumerate(PROMPTS):  # one at a time, without padding
+        ids = torch.tensor([tokenizer.encode(prompt)])
+        pixels = cropped(files[row : row + 1], SIDE)
+        expected.append(model(input_ids=ids, pixel_values=pixels).logits_per_image.item())
+    scores = build("clipscore", model=folder, device="cpu")(images, PROMPTS, [{}] * 6)
+    assert scores.parts["raw"].tolist() == pytest.approx(expected, abs=1e-3)
+    assert torch.equal(scores.value, scores.parts["raw"] / 30)
+    assert bool(scores.valid.all()) and max(expected) - min(expected) > 1
+
+
+def test_batch_size_order_and_offloading_do_not_matter(folder: str):
+    images, _ = pictures(6, 40, 48)
+    whole = build("clipscore", model=folder, device="cpu")
+    by_two = build(
+        "clipscore", model=folder, device="cpu", batch_size=2, offload=True, text_cache=1
+    )
+    assert_batch_and_order_do_not_matter(whole, by_two, images, PROMPTS)
+
+
+def test_the_tiny_clip_prefers_the_prompt_that_an_image_was_rendered_from():
+    source = preference.rows("test", np.random.default_rng(3))
+    rows = [next(source)[0] for _ in range(80)]
+    prompts = [row["prompt"] for row in rows]
+    others = prompts[7:] + prompts[:7]
+    images, reward = rendered(rows, 3), build("clipscore", model="tiny", device="cpu")
+    right, wrong = (reward(images, p, rows).parts["raw"] for p in (prompts, others))
+    differ = torch.tensor([a != b for a, b in zip(prompts, others, strict=True)])
+    assert (right > wrong)[differ].float().mean() >= 0.9
+    assert (right - wrong)[differ].mean() > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"normalizer": -1}, "`normalizer` of reward clipscore is -1"),
+        ({"batch_size": True}, "`batch_size` of reward clipscore is True"),
+        ({"offload": "yes"}, "`offload` of reward clipscore is 'yes'; use true or false"),
+        ({"text_cache": -1}, "0 for none"),
+        ({"device": "gpu"}, "`device` of reward clipscore is 'gpu'"),
+        ({"model": "no such model"}, "there is no such folder"),
+        ({"model": 3}, "`model` 3: it is a int"),
+        ({"processor": "tiny"}, "no option 'processor'"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_loaded(options: dict, said: str):
+    with pytest.raises(ValueError, match=said):
+        check("clipscore", options)
+
+
+def test_the_defaults_are_the_published_model(tmp_path: Path):
+    check("clipscore", {})
+    with pytest.raises(ValueError, match="holds no config.json"):
+        check("clipscore", {"model": str(tmp_path)})
+
+
+def test_the_config_in_the_docs_is_one_that_runs_take(tmp_path: Path):
+    text = (Path(__file__).parent.parent / "docs" / "rewards" / "preference.md").read_text()
+    (tmp_path / "drawbench.yaml").write_text(text.split("```yaml")[1].split("```")[0])
+    config = load(tmp_path / "drawbench.yaml", stage=EvalConfig)
+    rewards = [benchmark.reward for benchmark in config.benchmarks]
+    for reward in rewards:
+        check(reward.name, reward.options)
+    names = ["pickscore", "clipscore", "hpsv2", "imagereward", "aesthetic"]
+    assert [reward.name for reward in rewards] == names

@@ -1,0 +1,136 @@
+"""HPS v2 is the cosine of open_clip's vectors, from a file wrapped as the published one is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+from small_models import (
+    PROMPTS,
+    assert_batch_and_order_do_not_matter,
+    hostile_files,
+    normalized,
+    pictures,
+    shake,
+)
+
+from flowalign.rewards import build, check
+from flowalign.rewards.hpsv2 import FILES
+from flowalign.rewards.pixels import letterbox
+
+CONFIG = {
+    "embed_dim": 24,
+    "vision_cfg": {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8},
+    "text_cfg": {
+        "context_length": 77,
+        "vocab_size": 49408,
+        "width": 32,
+        "heads": 2,
+        "layers": 2,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def options(open_clip: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    folder = tmp_path_factory.mktemp("hps")
+    (folder / "flowalign-small.json").write_text(json.dumps(CONFIG))
+    open_clip.add_model_config(folder / "flowalign-small.json")
+    torch.manual_seed(0)
+    model = open_clip.create_model("flowalign-small")
+    shake(model)
+    torch.save({"state_dict": model.state_dict(), "epoch": 3}, folder / "HPS_v2.1_compressed.pt")
+    weights = str(folder / "HPS_v2.1_compressed.pt")
+    return {"weights": weights, "architecture": "flowalign-small", "device": "cpu"}
+
+
+@torch.no_grad()
+def test_the_value_is_the_formula(options: dict, open_clip: ModuleType):
+    images, files = pictures(6, 24, 48)  # twice as wide as high: 32 x 16 and bars of 8
+    squares = [ImageOps.pad(f, (32, 32), Image.Resampling.BICUBIC, color=(0, 0, 0)) for f in files]
+    model = open_clip.create_model("flowalign-small", pretrained=options["weights"])
+    tokens = open_clip.get_tokenizer("flowalign-small")(PROMPTS)
+    expected = torch.cosine_similarity(
+        model.eval().encode_image(normalized(squares)), model.encode_text(tokens)
+    )
+    scores = build("hpsv2", **options)(images, PROMPTS, [{}] * 6)
+    assert torch.allclose(scores.parts["raw"], expected, atol=1e-5)
+    assert torch.equal(scores.value, scores.parts["raw"]) and scores.value.abs().max() <= 1
+    tenth = build("hpsv2", **options, normalizer=0.1)(images, PROMPTS, [{}] * 6)
+    assert torch.allclose(tenth.value, expected * 10, atol=1e-4)
+
+
+def test_batch_size_order_and_offloading_do_not_matter(options: dict):
+    images, _ = pictures(6, 40, 48)
+    by_two = build("hpsv2", **options, batch_size=2, offload=True, text_cache=0)
+    assert_batch_and_order_do_not_matter(build("hpsv2", **options), by_two, images, PROMPTS)
+
+
+@pytest.mark.parametrize(("height", "width"), [(32, 20), (21, 64), (64, 64), (9, 7)])
+def test_bars_are_black_and_leave_the_picture_in_the_middle(height: int, width: int):
+    _, (picture,) = pictures(1, height, width)
+    white = Image.new("RGB", picture.size, (255, 255, 255))
+    mask = letterbox(np.asarray(white), 32)[:, :, 0]
+    rows, columns = (mask == 255).any(1).nonzero()[0], (mask == 255).any(0).nonzero()[0]
+    assert ((mask == 255) | (mask == 0)).all() and max(len(rows), len(columns)) == 32
+    assert abs(rows[0] - (31 - rows[-1])) <= 1 and abs(columns[0] - (31 - columns[-1])) <= 1
+    assert len(rows) / len(columns) == pytest.approx(height / width, rel=0.05)
+
+
+def test_another_models_file_is_refused(options: dict, tmp_path: Path):
+    found = torch.load(options["weights"], weights_only=True)
+    del found["state_dict"]["visual.proj"]
+    torch.save(found, tmp_path / "hps.pt")
+    with pytest.raises(ValueError, match="hps.pt does not fit CLIP: visual.proj is missing"):
+        build("hpsv2", **{**options, "weights": str(tmp_path / "hps.pt")})
+    files, mark = hostile_files(tmp_path)
+    for file in files:
+        with pytest.raises(ValueError, match="nothing in it was executed"):
+            build("hpsv2", **{**options, "weights": str(file)})
+    assert not mark.exists()
+    with pytest.raises(ValueError, match="no architecture 'ViT-H-41'"):
+        build("hpsv2", **{**options, "architecture": "ViT-H-41"})
+
+
+def test_each_version_has_its_file_on_the_hub(open_clip: ModuleType, monkeypatch):
+    asked = []
+
+    def download(repository: str, file: str, revision: str | None) -> str:
+        asked.append(f"{repository}/{file}")
+        raise RuntimeError("no network")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    for version in FILES:
+        with pytest.raises(OSError, match="no network"):
+            build("hpsv2", version=version)
+    assert asked == [
+        "xswu/HPSv2/HPS_v2.1_compressed.pt",
+        "xswu/HPSv2/HPS_v2_compressed.pt",
+    ]
+
+
+def test_without_open_clip_it_says_what_to_install(options: dict, monkeypatch):
+    monkeypatch.setitem(sys.modules, "open_clip", None)
+    with pytest.raises(ImportError, match=r"flowalign\[clip\]"):
+        build("hpsv2", **options)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"version": "2.1"}, r"`version` of reward hpsv2 is '2.1'; use one of \['v2.1', 'v2.0'\]"),
+        ({"weights": "nowhere.pt"}, "`weights` 'nowhere.pt'.*xswu/HPSv2/HPS_v2.1_compressed.pt"),
+        ({"architecture": ""}, "such as ViT-H-14"),
+        ({"batch_size": 0}, "1 or more images"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_loaded(wrong: dict, said: str):
+    with pytest.raises(ValueError, match=said):
+        check("hpsv2", wrong)
+    check("hpsv2", {"version": "v2.0"})
