@@ -1,10 +1,14 @@
 """Small models with random weights, in the formats that GenEval's detector and colours load."""
 
+# transformers' configs take more than their annotations say:
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -43,7 +47,7 @@ def mask2former(folder: Path, labels: int = 80) -> str:
     with torch.no_grad():  # as initialised, classes are equally likely and masks are everything
         network.class_predictor.weight *= 30
         pixels = network.model.pixel_level_module.decoder.mask_projection
-        seen: list[torch.Tensor] = []
+        seen: list[Any] = []
         hook = pixels.register_forward_hook(lambda module, inputs, output: seen.append(output))
         network.eval()(pixel_values=torch.randn(1, 3, 64, 96))
         hook.remove()

@@ -316,7 +316,8 @@ def test_one_thing_wrong_with_an_official_prompt_is_seen(official):
         seen, clause = perfect(row), row["include"][-1]
         name = clause["class"]
         if row["tag"] == "position":
-            seen.boxes[name][0][:4] = seen.boxes[row["include"][0]["class"]][0][:4]
+            at = seen.boxes[row["include"][0]["class"]][0][:4]
+            seen.boxes[name][0] = [*at, 0.95]  # pyright: ignore[reportIndexIssue]
         elif "color" in clause:
             seen.colors[name][-1] = "none"  # pyright: ignore[reportIndexIssue]
         else:

@@ -88,7 +88,7 @@ def by_hand(
 def network_input(image: Tensor, size: tuple[int, int], padded: tuple[int, int]) -> Tensor:
     """[1,3,*padded]: PIL's resize of the 8-bit image, ImageNet's normalisation, zeros around."""
     array = (image * 255).round().byte().permute(1, 2, 0).numpy()
-    resized = Image.fromarray(array).resize(size[::-1], Image.Resampling.BILINEAR)
+    resized = Image.fromarray(array).resize((size[1], size[0]), Image.Resampling.BILINEAR)
     values = np.asarray(resized, np.float64) / 255
     values = (values - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
     whole = np.zeros((*padded, 3), np.float32)
