@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,15 +15,19 @@ from flowalign.rewards import load
 from flowalign.rewards.guarded import Guarded
 from flowalign.types import Detections, Detector
 
-DETECTORS: dict[str, str] = {"tiny": "flowalign.tiny.detector:TinyDetector"}
+DETECTORS: dict[str, str] = {
+    "tiny": "flowalign.tiny.detector:TinyDetector",
+    "mask2former": "flowalign.rewards.mask2former:Mask2Former",
+}
 REWARD_KINDS = ("bounded", "published", "official")
 
 
 class GenEval:
     """Reward by GenEval's rules; an image's metadata is a line of GenEval's schema.
 
-    detector: a name in DETECTORS or a dotted path "package.module:Class" (built with
-        detector_options), or a Detector object.
+    detector: a name in DETECTORS ("tiny" for the tiny world, "mask2former" for photographs) or a
+        dotted path "package.module:Class" (built with detector_options), or a Detector object.
+        `detector.name`, where it has one, says which models answer.
     reward: "bounded" or "published" (`partial_credit`), or "official" (0 or 1, `judge`).
     The thresholds are those of `judge`, and the defaults are the benchmark's.
     parts: "correct", the official decision, 0 or 1, which is the number a benchmark is known by.
@@ -44,7 +50,16 @@ class GenEval:
         position_threshold: float = 0.1,
         detector_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.check_options(detector, reward)
+        self.check_options(
+            detector,
+            reward,
+            threshold=threshold,
+            counting_threshold=counting_threshold,
+            max_objects=max_objects,
+            max_overlap=max_overlap,
+            position_threshold=position_threshold,
+            detector_options=detector_options,
+        )
         self.reward = reward
         self.rules = {
             "threshold": threshold,
@@ -53,27 +68,23 @@ class GenEval:
             "max_overlap": max_overlap,
             "position_threshold": position_threshold,
         }
-        self.detector: Detector
-        if isinstance(detector, str):
-            found = load(DETECTORS.get(detector, detector), "detector")
-            self.detector = found(**(detector_options or {}))
-        else:
-            self.detector = detector
+        self.detector = build_detector(detector, detector_options)
 
     @staticmethod
     def check_options(
-        detector: str | Detector = "tiny", reward: str = "bounded", **others: Any
+        detector: str | Detector = "tiny",
+        reward: str = "bounded",
+        *,
+        detector_options: Mapping[str, Any] | None = None,
+        **rules: Any,
     ) -> None:
-        """Raise ValueError for options that cannot work; imports no detector."""
+        """Raise ValueError for options that cannot work; imports the detector, loads no model."""
         if reward not in REWARD_KINDS:
             raise ValueError(
                 f"reward {reward!r} of geneval is unknown; use one of {list(REWARD_KINDS)}."
             )
-        if isinstance(detector, str) and detector not in DETECTORS and ":" not in detector:
-            raise ValueError(
-                f"no detector {detector!r}; use one of {list(DETECTORS)}, or the path of yours "
-                "as 'package.module:Class'."
-            )
+        check_rules(rules)
+        check_detector(detector, detector_options)
 
     @staticmethod
     def check_prompts(
@@ -124,6 +135,70 @@ class GenEval:
             metadata, seen.boxes, seen.colors, **self.rules, variant=self.reward
         )
         return credit, correct
+
+
+def build_detector(detector: str | Detector, options: Mapping[str, Any] | None = None) -> Detector:
+    """The detector of that name or dotted path, built with these options; an object as it is.
+
+    Raises ValueError as `check_detector` does, and whatever the detector's constructor raises.
+    """
+    check_detector(detector, options)
+    return _factory(detector)(**(options or {})) if isinstance(detector, str) else detector
+
+
+def check_detector(detector: str | Detector, options: Mapping[str, Any] | None = None) -> None:
+    """Raise ValueError if there is no such detector, or if it does not take these options.
+
+    Imports the detector's module and asks its `check_options`, where it has one; builds nothing.
+    """
+    options = options or {}
+    if not isinstance(detector, str):
+        if options:
+            raise ValueError(
+                f"`detector_options` {sorted(options)} are of no use to a detector that is built "
+                f"already, a {type(detector).__name__}. Give them where it is built."
+            )
+        return
+    if detector not in DETECTORS and ":" not in detector:
+        raise ValueError(
+            f"no detector {detector!r}; use one of {list(DETECTORS)}, or the path of yours as "
+            "'package.module:Class'."
+        )
+    factory = _factory(detector)
+    try:
+        inspect.signature(factory).bind(**options)
+    except TypeError as error:
+        raise ValueError(
+            f"detector {detector!r} cannot be built with `detector_options` {sorted(options)}: "
+            f"{error}. It takes {list(inspect.signature(factory).parameters)}."
+        ) from error
+    check_options = getattr(factory, "check_options", None)
+    if check_options is not None:
+        check_options(**options)
+
+
+def check_rules(rules: Mapping[str, Any]) -> None:
+    """Raise ValueError for a threshold or limit of `judge` with which nothing could be judged."""
+    possible = {
+        "threshold": (0, 1, "a score that a box must exceed, from 0 to below 1 (0.3)"),
+        "counting_threshold": (0, 1, "the same where objects are counted (0.9)"),
+        "max_objects": (1, math.inf, "how many boxes of a class count, 1 or more (16)"),
+        "max_overlap": (1e-9, 1 + 1e-9, "above 0 and up to 1, which turns suppression off (1.0)"),
+        "position_threshold": (0, math.inf, "a share of the objects' sizes, 0 or more (0.1)"),
+    }
+    for name, value in rules.items():
+        low, high, meaning = possible[name]
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if (
+            not number
+            or not low <= value < high
+            or (name == "max_objects" and not isinstance(value, int))
+        ):
+            raise ValueError(f"`{name}` of reward geneval is {value!r}; give {meaning}.")
+
+
+def _factory(detector: str) -> Callable[..., Detector]:
+    return load(DETECTORS.get(detector, detector), "detector")
 
 
 def _is_clause(asked: Any) -> bool:

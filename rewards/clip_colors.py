@@ -1,0 +1,166 @@
+"""GenEval's colour of an object: which of ten colours a CLIP finds on its masked crop.
+
+The rules of djghosh13/geneval@af4902f, `evaluation/evaluate_images.py`. Two departures: all is
+computed in float32, where the official script lets CUDA use float16; and each crop has a forward
+pass of its own, so that its colour cannot depend on what else is in the image or the batch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from flowalign.eval.geneval import COLORS
+
+TEMPLATES = (
+    "a photo of a {color} {thing}",
+    "a photo of a {color}-colored {thing}",
+    "a photo of a {color} object",
+)
+OUTSIDE = 0x99  # every channel of #999, the grey that hides what is not the object
+
+
+class ClipColors:
+    """Names the colour of objects, with an open_clip model.
+
+    architecture, pretrained: as open_clip names them; pretrained may also be a local state dict
+        (.safetensors, or .pt without pickled code). GenEval's are "ViT-L-14", "openai".
+    quick_gelu: None = as the tag's model was trained; a local file counts as OpenAI's weights,
+        which need it. (open_clip 3 warns, but computes wrongly, where "ViT-L-14" gets them.)
+    device: None = the GPU if there is one. `name` says which model names the colours.
+    Raises ImportError without open_clip, ValueError for a model that it does not know.
+    """
+
+    def __init__(
+        self,
+        architecture: str = "ViT-L-14",
+        pretrained: str = "openai",
+        *,
+        quick_gelu: bool | None = None,
+        device: str | torch.device | None = None,
+    ) -> None:
+        check_clip(architecture, pretrained)
+        library = _open_clip()
+        weights, gelu = _weights(library, architecture, pretrained)
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        model, _, self.preprocess = library.create_model_and_transforms(
+            architecture,
+            pretrained=weights,
+            force_quick_gelu=gelu if quick_gelu is None else quick_gelu,
+            device=self.device,
+        )
+        self.model = model.float().requires_grad_(False).eval()
+        self.tokenizer = library.get_tokenizer(architecture)
+        self.name = f"open_clip {library.__version__} {architecture} {pretrained}"
+        self._classifiers: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def color(self, pixels: np.ndarray, mask: np.ndarray, thing: str) -> str:
+        """One of COLORS for uint8 pixels [h,w,3] of a box, and the mask [h,w] of the thing in it.
+
+        CLIP's preprocessing cuts the ends off an elongated box, as in the official script.
+        """
+        inputs = self.preprocess(Image.fromarray(masked(pixels, mask)))[None].to(self.device)
+        seen = normalize(self.model.encode_image(inputs).float(), dim=-1)
+        return COLORS[int((seen @ self.classifier(thing).T).argmax())]
+
+    @torch.no_grad()
+    def classifier(self, thing: str) -> Tensor:
+        """Unit vectors [10,D], one a colour: the mean over the templates; computed once a thing."""
+        if thing not in self._classifiers:
+            texts = [t.format(color=color, thing=thing) for color in COLORS for t in TEMPLATES]
+            tokens = self.tokenizer(texts).to(self.device)
+            read = normalize(self.model.encode_text(tokens).float(), dim=-1)
+            mean = read.view(len(COLORS), len(TEMPLATES), -1).mean(1)
+            self._classifiers[thing] = normalize(mean, dim=-1)
+        return self._classifiers[thing]
+
+
+class BoxColors:
+    """The colours of the boxes of one image: found when asked for, and once each.
+
+    pixels: uint8 [H,W,3]; boxes {class: [[x1, y1, x2, y2, score], ...]} with right and bottom
+    exclusive; masks {class: [bool [y2 - y1, x2 - x1], ...]}.
+    """
+
+    def __init__(
+        self,
+        clip: ClipColors,
+        pixels: np.ndarray,
+        boxes: dict[str, list[list[float]]],
+        masks: dict[str, list[np.ndarray]],
+    ) -> None:
+        self.clip, self.pixels, self.boxes, self.masks = clip, pixels, boxes, masks
+        self._found: dict[tuple[str, int], str] = {}
+
+    def __call__(self, thing: str, index: int) -> str:
+        """The colour of the raw box `index` of a class."""
+        if (thing, index) not in self._found:
+            x1, y1, x2, y2 = map(int, self.boxes[thing][index][:4])
+            crop = self.pixels[y1:y2, x1:x2]
+            self._found[thing, index] = self.clip.color(crop, self.masks[thing][index], thing)
+        return self._found[thing, index]
+
+
+def masked(pixels: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """uint8 pixels [h,w,3] where the mask [h,w] is true, the official grey elsewhere."""
+    return np.where(mask[..., None], pixels, np.uint8(OUTSIDE))
+
+
+def check_clip(architecture: Any, pretrained: Any) -> None:
+    """Raise ValueError for names that no open_clip model can have; imports nothing."""
+    for option, value in {"clip": architecture, "clip_pretrained": pretrained}.items():
+        if not isinstance(value, str) or not value:
+            raise ValueError(
+                f"`{option}` is {value!r}, and colours need a trained CLIP. Give open_clip's name "
+                "of it: GenEval's is `clip: ViT-L-14`, `clip_pretrained: openai` (or the path of "
+                "a local copy of these weights)."
+            )
+    if _is_path(pretrained) and not Path(pretrained).expanduser().is_file():
+        raise ValueError(
+            f"`clip_pretrained` {pretrained!r}: there is no such file. Give the path of a state "
+            "dict such as open_clip_model.safetensors, or a tag of open_clip such as openai."
+        )
+
+
+def _is_path(pretrained: str) -> bool:
+    return "/" in pretrained or pretrained.endswith((".safetensors", ".pt", ".pth", ".bin"))
+
+
+def _weights(library: Any, architecture: str, pretrained: str) -> tuple[str, bool]:
+    """What open_clip is asked to load, and whether these weights need QuickGELU."""
+    known: Sequence[str] = library.list_models()
+    if architecture not in known:
+        raise ValueError(
+            f"`clip` {architecture!r}: open_clip {library.__version__} has no such architecture. "
+            "GenEval's is ViT-L-14; python -c 'import open_clip; print(open_clip.list_models())' "
+            "lists all."
+        )
+    if _is_path(pretrained):
+        return str(Path(pretrained).expanduser()), True
+    tag = library.get_pretrained_cfg(architecture, pretrained)
+    if not tag:
+        tags = library.list_pretrained_tags_by_model(architecture)
+        raise ValueError(
+            f"`clip_pretrained` {pretrained!r}: open_clip has no such weights for {architecture}; "
+            f"it has {tags}. Use one of them, or the path of a file."
+        )
+    return pretrained, bool(tag.get("quick_gelu", False))
+
+
+def _open_clip() -> Any:
+    try:
+        return importlib.import_module("open_clip")
+    except ImportError as error:
+        raise ImportError(
+            f"GenEval's colours are named with open_clip, which is not usable here ({error}). "
+            "Install it: pip install 'flowalign[clip]'"
+        ) from error

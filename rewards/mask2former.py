@@ -1,0 +1,281 @@
+"""GenEval's detector without mmdet: a Mask2Former of transformers, with post-processing of mmdet's.
+
+Legend: B images of H x W pixels; Q queries, C = 80 classes, K instances of one image.
+The weights are Meta's own, which transformers serves; the official script uses mmdet's retraining
+of the same architecture. Scores differ, most of all about the 0.9 that counting asks for, so what
+is measured with this detector is to be called "GenEval (HF detector)". See docs/rewards/geneval.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate, pad
+
+from flowalign.rewards.clip_colors import BoxColors, ClipColors, check_clip
+from flowalign.rewards.geneval_names import NAMES
+from flowalign.rewards.ocr import to_uint8
+from flowalign.types import Detections
+
+MODEL = "facebook/mask2former-swin-small-coco-instance"
+SIZE = (800, 1333)  # of the official detector's test pipeline
+DIVISOR = 32  # images are padded to a multiple of it, at the right and the bottom
+TOP = 100  # (query, class) pairs that become instances, as in mmdet
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Mask2Former:
+    """Detector of GenEval's 80 classes; colours are asked of an open_clip model, box by box.
+
+    model, revision: a Hub id or folder of a Mask2Former for COCO instances, with 80 labels, which
+        are taken by index (`geneval_names`).
+    size: shortest edge that an image is resized to, and longest edge that it may get, in pixels.
+        (The model's own preprocessor says 384 x 384, with which small objects are missed.)
+    clip, clip_pretrained, clip_quick_gelu: who names colours, see `ClipColors`.
+    dtype: of the network, "float32", "bfloat16" or "float16"; what follows it is float32. CLIP is
+        always float32. batch_size: images a forward pass; it changes no result beyond rounding.
+    device: None = the GPU if there is one.
+    `name` says which models answered. Raises ValueError for a model that is no Mask2Former with 80
+    labels or lacks weights, OSError where there is nothing to load, ImportError without scipy
+    (which transformers needs for this model) or open_clip.
+    """
+
+    def __init__(
+        self,
+        model: str = MODEL,
+        *,
+        revision: str | None = None,
+        size: Sequence[int] = SIZE,
+        clip: str = "ViT-L-14",
+        clip_pretrained: str = "openai",
+        clip_quick_gelu: bool | None = None,
+        dtype: str = "float32",
+        batch_size: int = 8,
+        device: str | torch.device | None = None,
+    ) -> None:
+        self.check_options(
+            model,
+            size=size,
+            clip=clip,
+            clip_pretrained=clip_pretrained,
+            dtype=dtype,
+            batch_size=batch_size,
+            device=device,
+        )
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.batch_size, self.dtype = batch_size, DTYPES[dtype]
+        self.shortest, self.longest = size
+        folder = str(Path(model).expanduser())
+        self.colors = ClipColors(
+            clip, clip_pretrained, quick_gelu=clip_quick_gelu, device=self.device
+        )
+        self.processor, network = _load(folder, revision, self.dtype)
+        self.network = network.to(self.device)
+        commit = getattr(network.config, "_commit_hash", None) or revision
+        at = f"@{commit}" if commit else ""
+        self.name = (
+            f"mask2former {model}{at} at {self.shortest}/{self.longest} px, {dtype}; "
+            f"colours by {self.colors.name}"
+        )
+
+    @staticmethod
+    def check_options(
+        model: Any = MODEL,
+        *,
+        size: Any = SIZE,
+        clip: Any = "ViT-L-14",
+        clip_pretrained: Any = "openai",
+        dtype: Any = "float32",
+        batch_size: Any = 8,
+        device: Any = None,
+        **others: Any,
+    ) -> None:
+        """Raise ValueError for options that cannot work; loads no model."""
+        _check_model(model)
+        check_clip(clip, clip_pretrained)
+        whole = isinstance(size, (list, tuple)) and all(type(edge) is int for edge in size)
+        if not whole or len(size) != 2 or not DIVISOR <= size[0] <= size[1]:
+            raise ValueError(
+                f"`size` of detector mask2former is {size!r}; give the shortest edge that images "
+                f"are resized to and the longest that they may get, such as {list(SIZE)}, of "
+                f"{DIVISOR} pixels or more."
+            )
+        if dtype not in DTYPES:
+            raise ValueError(
+                f"`dtype` of detector mask2former is {dtype!r}; use one of {list(DTYPES)}."
+            )
+        if type(batch_size) is not int or batch_size < 1:
+            raise ValueError(
+                f"`batch_size` of detector mask2former is {batch_size!r}; use 1 or more images."
+            )
+        try:
+            torch.device(device or "cpu")
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"`device` of detector mask2former is {device!r}; use cpu, cuda or cuda:0, or "
+                "leave it out for the GPU if there is one."
+            ) from error
+
+    def __call__(self, images: Tensor) -> list[Detections]:
+        """images [B,3,H,W] in [0,1] -> B Detections, raw: K boxes, most with a score near 0.
+
+        Images pass as 8-bit pixels, as files would. Raises ValueError for pixels that are NaN or
+        infinite, and where the network's answer is.
+        """
+        found = []
+        for start in range(0, len(images), self.batch_size):
+            found += self._detect([to_uint8(image) for image in images[start:][: self.batch_size]])
+        return found
+
+    @torch.no_grad()
+    def _detect(self, pictures: list[np.ndarray]) -> list[Detections]:
+        """One Detections a picture; the pictures, uint8 [H,W,3], are of one size."""
+        inputs = self.processor(
+            pictures,
+            size={"shortest_edge": self.shortest, "longest_edge": self.longest},
+            size_divisor=0,  # the processor would stretch to a multiple; mmdet and Meta pad
+            return_tensors="pt",
+            input_data_format="channels_last",
+        )["pixel_values"]
+        height, width = inputs.shape[-2:]
+        padded = pad(inputs, (0, -width % DIVISOR, 0, -height % DIVISOR))  # 0 = the mean colour
+        frame = Frame(padded.shape[-2:], (height, width), pictures[0].shape[:2])
+        seen = self.network(pixel_values=padded.to(self.device, self.dtype))
+        logits = zip(seen.class_queries_logits, seen.masks_queries_logits, strict=True)
+        return [
+            self._named(picture, instances(*each, frame))
+            for picture, each in zip(pictures, logits, strict=True)
+        ]
+
+    def _named(self, pixels: np.ndarray, seen: Instances) -> Detections:
+        """Instances by GenEval's class names, and who is asked for their colours."""
+        boxes: dict[str, list[list[float]]] = {}
+        masks: dict[str, list[np.ndarray]] = {}
+        for row, label in enumerate(seen.labels):
+            x1, y1, x2, y2 = map(float, seen.boxes[row])
+            boxes.setdefault(NAMES[label], []).append([x1, y1, x2, y2, float(seen.scores[row])])
+            masks.setdefault(NAMES[label], []).append(seen.masks[row])
+        return Detections(boxes, BoxColors(self.colors, pixels, boxes, masks))
+
+
+@dataclass(frozen=True)
+class Frame:
+    """(height, width) of what the network saw, of the image in it (upper left), of the image."""
+
+    padded: Sequence[int]
+    resized: Sequence[int]
+    image: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Instances:
+    """K objects of one image, by class: labels [K] in [0,C), scores [K] in [0,1], boxes [K,4] as
+    x1, y1, x2, y2 in pixels, right and bottom exclusive, masks K x bool [y2 - y1, x2 - x1]."""
+
+    labels: np.ndarray
+    scores: np.ndarray
+    boxes: np.ndarray
+    masks: list[np.ndarray]
+
+
+def instances(class_logits: Tensor, mask_logits: Tensor, frame: Frame, top: int = TOP) -> Instances:
+    """The objects that class logits [Q,C+1] and mask logits [Q,h,w] of one image stand for.
+
+    The `top` (query, class) pairs of the highest class probability, the last class meaning "no
+    object"; a query may stand for several. Mask: its logits enlarged to the padded size, freed of
+    the padding, brought to the image's size (both bilinear), above 0. Score: class probability
+    times the mean of the mask's probabilities over its own pixels. Box: tight, with right and
+    bottom one past the last pixel. Pairs with an empty mask are left out (mmdet gives them 0).
+    As mmdet 2.x does it (Mask2FormerHead.simple_test, MaskFormerFusionHead.instance_postprocess,
+    mask2bbox). Raises ValueError for logits that are NaN or infinite.
+    """
+    class_logits, mask_logits = class_logits.float(), mask_logits.float()
+    if not bool(class_logits.isfinite().all() and mask_logits.isfinite().all()):
+        raise ValueError(
+            "the detector answered NaN or infinity. If its `dtype` is float16, use bfloat16 or "
+            "float32."
+        )
+    chance = class_logits.softmax(-1)[:, :-1]
+    pairs = chance.flatten().topk(min(top, chance.numel())).indices
+    queries, labels = pairs // chance.shape[1], pairs % chance.shape[1]
+    used, row = queries.unique(return_inverse=True)
+    height, width = frame.resized
+    masks = interpolate(mask_logits[used][None], tuple(frame.padded), mode="bilinear")
+    masks = interpolate(masks[..., :height, :width], tuple(frame.image), mode="bilinear")[0]
+    inside = masks > 0
+    certainty = (masks.sigmoid() * inside).sum((1, 2)) / inside.sum((1, 2)).clamp(min=1)
+    scores = chance[queries, labels] * certainty[row]
+    labels, scores, row = (each.cpu().numpy() for each in (labels, scores, row))
+    boxes, crops = tight(inside)
+    kept = [k for k in np.lexsort((row, labels)) if crops[row[k]].size]
+    return Instances(labels[kept], scores[kept], boxes[row[kept]], [crops[row[k]] for k in kept])
+
+
+def tight(inside: Tensor) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Boxes [N,4] of masks [N,H,W], right and bottom exclusive, and the masks within them.
+
+    An empty mask has the box 0, 0, 0, 0 and a crop without pixels.
+    """
+    columns, rows = inside.any(1).cpu().numpy(), inside.any(2).cpu().numpy()
+    masks, some = inside.cpu().numpy(), columns.any(1)
+    x1, y1 = columns.argmax(1), rows.argmax(1)
+    x2 = (columns.shape[1] - columns[:, ::-1].argmax(1)) * some
+    y2 = (rows.shape[1] - rows[:, ::-1].argmax(1)) * some
+    boxes = np.stack([x1, y1, x2, y2], 1)
+    crops = [
+        mask[top:bottom, left:right].copy()
+        for mask, (left, top, right, bottom) in zip(masks, boxes, strict=True)
+    ]
+    return boxes, crops
+
+
+def _check_model(model: Any) -> None:
+    """Raise ValueError for what is neither a folder with a config.json nor a Hub id."""
+    folder = Path(str(model)).expanduser()
+    if folder.is_dir():
+        seen = "" if (folder / "config.json").is_file() else "that folder holds no config.json"
+    else:
+        hub_id = isinstance(model, str) and model.count("/") == 1 and model[0] not in "./~"
+        seen = "" if hub_id else "there is no such folder, and it is no Hub id"
+    if seen:
+        raise ValueError(
+            f"`model` {model!r} of detector mask2former: {seen}. Give the folder of a transformers "
+            f"Mask2Former, or a Hub id such as {MODEL}."
+        )
+
+
+def _load(model: str, revision: str | None, dtype: torch.dtype) -> tuple[Any, Any]:
+    """(image processor, network) of a Hub id or folder, its labels and weights checked."""
+    from transformers import AutoConfig, Mask2FormerForUniversalSegmentation
+
+    try:  # one set of pixels, whether torchvision is installed or not
+        from transformers.models.mask2former import Mask2FormerImageProcessorPil as Processor
+    except ImportError:  # transformers 4: the one without "Fast" is numpy's
+        from transformers import Mask2FormerImageProcessor as Processor
+
+    at: dict[str, Any] = {"revision": revision} if revision else {}
+    config: Any = AutoConfig.from_pretrained(model, **at)
+    if config.model_type != "mask2former" or config.num_labels != len(NAMES):
+        first, last = config.id2label[0], config.id2label[config.num_labels - 1]
+        raise ValueError(
+            f"`model` {model!r} is a {config.model_type} with {config.num_labels} labels, "
+            f"{first!r} to {last!r}; GenEval needs a mask2former with the {len(NAMES)} things of "
+            f"COCO, in COCO's order. Use a ...-coco-instance model such as {MODEL}."
+        )
+    loaded: Any = Mask2FormerForUniversalSegmentation.from_pretrained(
+        model, config=config, dtype=dtype, output_loading_info=True, **at
+    )
+    network, report = loaded
+    missing = sorted(dict(network.named_parameters()).keys() & set(report["missing_keys"]))
+    if missing:
+        raise ValueError(
+            f"`model` {model!r} lacks {len(missing)} of its weights, such as {missing[0]}, which "
+            "would be random. Download it again, or use another revision."
+        )
+    return Processor.from_pretrained(model, **at), network.requires_grad_(False).eval()

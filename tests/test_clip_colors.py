@@ -1,0 +1,163 @@
+"""The colour of an object is the official script's, asked lazily and once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import geneval_models
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from flowalign.eval.geneval import COLORS
+from flowalign.rewards.clip_colors import BoxColors, ClipColors, _weights, check_clip
+
+
+@pytest.fixture(scope="module")
+def options(open_clip: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return geneval_models.clip(open_clip, tmp_path_factory.mktemp("clip"))
+
+
+@pytest.fixture(scope="module")
+def colors(options: dict[str, Any]) -> ClipColors:
+    return ClipColors(**options, device="cpu")
+
+
+def scenes(count: int) -> list[tuple[np.ndarray, np.ndarray, tuple[int, int, int, int]]]:
+    """(pixels [H,W,3], mask [H,W], its tight box) of ellipses of one colour before noise."""
+    rng, found = np.random.default_rng(0), []
+    for _ in range(count):
+        pixels = rng.integers(0, 256, (60, 80, 3), np.uint8)
+        (x, y), (a, b) = rng.integers(20, 40, 2), rng.integers(5, 20, 2)
+        rows, columns = np.mgrid[:60, :80]
+        mask = ((columns - x) / a) ** 2 + ((rows - y) / b) ** 2 < 1
+        pixels[mask] = rng.integers(0, 256, 3)
+        ys, xs = np.nonzero(mask)
+        found.append((pixels, mask, (xs.min(), ys.min(), xs.max() + 1, ys.max() + 1)))
+    return found
+
+
+def asked(colors: ClipColors, scene: tuple) -> str:
+    pixels, mask, (x1, y1, x2, y2) = scene
+    return colors.color(pixels[y1:y2, x1:x2], mask[y1:y2, x1:x2], "dog")
+
+
+def official(colors: ClipColors, scene: tuple, thing: str) -> tuple[str, float]:
+    """The official steps one by one: the colour, and by how much it leads."""
+    pixels, mask, box = scene
+    image = Image.fromarray(pixels)
+    painted = Image.composite(image, Image.new("RGB", image.size, "#999"), Image.fromarray(mask))
+    rows = []
+    for c in COLORS:
+        texts = [f"a photo of a {c} {thing}", f"a photo of a {c}-colored {thing}"]
+        read = colors.model.encode_text(colors.tokenizer([*texts, f"a photo of a {c} object"]))
+        vectors = [vector / vector.norm() for vector in read]
+        mean = (vectors[0] + vectors[1] + vectors[2]) / 3
+        rows.append(mean / mean.norm())
+    seen = colors.model.encode_image(colors.preprocess(painted.crop(box))[None])[0]
+    scores = [float(seen @ row / seen.norm()) for row in rows]
+    best, second = sorted(scores, reverse=True)[:2]
+    return COLORS[int(np.argmax(scores))], best - second
+
+
+def test_the_colour_is_that_of_the_official_steps(colors: ClipColors):
+    told = []
+    for scene in scenes(16):
+        expected, lead = official(colors, scene, "dog")
+        if lead > 1e-5:  # below, rounding decides
+            told.append(expected)
+            assert asked(colors, scene) == expected
+    assert len(told) >= 12 and len(set(told)) >= 2  # else it could not have failed
+
+
+def test_what_the_mask_leaves_out_does_not_matter(colors: ClipColors):
+    for pixels, mask, (x1, y1, x2, y2) in scenes(3):
+        other = np.where(mask[..., None], pixels, 255 - pixels)
+        crops = [p[y1:y2, x1:x2] for p in (pixels, other)]
+        seen: list[torch.Tensor] = []
+        hook = colors.model.visual.register_forward_pre_hook(lambda _, x: seen.append(x[0]))  # noqa: B023
+        for crop in crops:
+            colors.color(crop, mask[y1:y2, x1:x2], "dog")
+        hook.remove()
+        assert not np.array_equal(crops[0], crops[1]) and torch.equal(*seen)
+
+
+def test_texts_of_a_class_are_encoded_once_and_their_vectors_are_unit(colors: ClipColors):
+    found = colors.classifier("computer mouse")
+    assert torch.allclose(found.norm(dim=-1), torch.ones(10), atol=1e-6)
+    assert colors.classifier("computer mouse") is found
+
+
+def test_a_box_is_looked_at_when_asked_for_and_once(monkeypatch: pytest.MonkeyPatch, colors):
+    scene = scenes(2)
+    boxes = {"dog": [[*map(float, box), 0.9] for _, _, box in scene]}
+    masks = {"dog": [mask[y1:y2, x1:x2] for _, mask, (x1, y1, x2, y2) in scene]}
+    looks: list[int] = []
+    encode = colors.model.encode_image
+    monkeypatch.setattr(colors.model, "encode_image", lambda x: looks.append(len(x)) or encode(x))
+    lazy = BoxColors(colors, scene[1][0], boxes, masks)
+    assert looks == []
+    assert lazy("dog", 1) == lazy("dog", 1) == asked(colors, scene[1])
+    assert looks == [1, 1]  # one for the box, one for our own question
+
+
+def test_openai_weights_get_their_quick_gelu(open_clip: ModuleType, options: dict[str, Any]):
+    """open_clip 3 only warns where ViT-L-14 without it loads weights that need it."""
+    assert _weights(open_clip, "ViT-L-14", "openai") == ("openai", True)
+    assert _weights(open_clip, "ViT-L-14", "laion2b_s32b_b82k") == ("laion2b_s32b_b82k", False)
+    for asked_for, kind in ((None, "QuickGELU"), (True, "QuickGELU"), (False, "GELU")):
+        built = ClipColors(**options, quick_gelu=asked_for, device="cpu").model
+        assert type(built.visual.transformer.resblocks[0].mlp.gelu).__name__ == kind
+        assert type(built.transformer.resblocks[0].mlp.gelu).__name__ == kind
+
+
+def test_the_name_says_which_model(open_clip: ModuleType, options: dict[str, str], colors):
+    expected = f"open_clip {open_clip.__version__} {geneval_models.CLIP} {options['pretrained']}"
+    assert colors.name == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "pretrained", "said"),
+    [
+        ("ViT-L-14", None, "`clip_pretrained` is None, and colours need a trained CLIP"),
+        ("", "openai", "`clip` is ''"),
+        ("ViT-L-14", "/no/where.safetensors", "there is no such file"),
+        ("ViT-L-14", "weights.pt", "a tag of open_clip such as openai"),
+    ],
+)
+def test_what_no_model_can_be_is_refused_without_open_clip(
+    monkeypatch: pytest.MonkeyPatch, architecture: str, pretrained: str, said: str
+):
+    monkeypatch.setitem(sys.modules, "open_clip", None)
+    with pytest.raises(ValueError, match=said):
+        check_clip(architecture, pretrained)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "pretrained", "said"),
+    [("ViT-L-41", "openai", "no such architecture"), ("ViT-L-14", "openia", "it has .*'openai'")],
+)
+def test_what_open_clip_does_not_know_is_refused(open_clip, architecture, pretrained, said):
+    with pytest.raises(ValueError, match=said):
+        ClipColors(architecture, pretrained, device="cpu")
+
+
+def test_a_file_that_would_run_code_is_not_loaded(open_clip, options, tmp_path: Path):
+    class Evil:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "ran",))
+
+    torch.save({"state_dict": Evil()}, tmp_path / "weights.pt")
+    with pytest.raises(Exception, match="[Ww]eights.only"):
+        ClipColors(options["architecture"], str(tmp_path / "weights.pt"), device="cpu")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_without_open_clip_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "open_clip", None)
+    with pytest.raises(ImportError, match=r"flowalign\[clip\]"):
+        ClipColors(device="cpu")

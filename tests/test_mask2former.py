@@ -1,0 +1,330 @@
+"""The Mask2Former detector is its formula, in any batch and shape; what cannot work is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import geneval_models
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from transformers.models.mask2former import Mask2FormerImageProcessorPil
+
+from flowalign.rewards import build, check, score
+from flowalign.rewards.geneval_names import NAMES
+from flowalign.rewards.mask2former import Frame, Mask2Former, instances
+
+DATA = [p / "shared" / "data" for p in Path(__file__).resolve().parents]
+
+
+@pytest.fixture(scope="module")
+def options(open_clip: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("detector")
+    clip = geneval_models.clip(open_clip, folder)
+    return {
+        "model": geneval_models.mask2former(folder / "mask2former"),
+        "clip": clip["architecture"],
+        "clip_pretrained": clip["pretrained"],
+        "size": [64, 128],
+        "device": "cpu",
+    }
+
+
+@pytest.fixture(scope="module")
+def detector(options: dict[str, Any]) -> Mask2Former:
+    return Mask2Former(**options)
+
+
+def pictures(count: int, height: int = 40, width: int = 56) -> Tensor:
+    """Images [count,3,height,width] in [0,1] with something large in them."""
+    generator = torch.Generator().manual_seed(1)
+    coarse = torch.rand(count, 3, 4, 5, generator=generator)
+    fine = torch.rand(count, 3, height, width, generator=generator)
+    return 0.8 * nn.functional.interpolate(coarse, (height, width)) + 0.2 * fine
+
+
+# By hand: numpy, float64, one loop for each "for each" of the definition --------------------------
+
+
+def bilinear(plane: np.ndarray, height: int, width: int) -> np.ndarray:
+    """plane [h,w] resampled between pixel centres, edges repeated."""
+
+    def weights(old: int, new: int) -> np.ndarray:
+        matrix = np.zeros((new, old))
+        for i in range(new):
+            x = min(max((i + 0.5) * old / new - 0.5, 0), old - 1)
+            low = int(x)
+            matrix[i, low] += 1 - (x - low)
+            matrix[i, min(low + 1, old - 1)] += x - low
+        return matrix
+
+    return weights(len(plane), height) @ plane @ weights(plane.shape[1], width).T
+
+
+def by_hand(
+    class_logits: np.ndarray, mask_logits: np.ndarray, frame: Frame, top: int = 100
+) -> list[tuple[str, list[int], float]]:
+    """(class, box, score) of the instances that logits [Q,C+1] and [Q,h,w] stand for."""
+    pairs, found = [], []
+    for query, logits in enumerate(class_logits.astype(np.float64)):
+        chances = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+        pairs += [(chance, query, label) for label, chance in enumerate(chances[:-1])]
+    for chance, query, label in sorted(pairs, reverse=True)[:top]:
+        plane = bilinear(mask_logits[query].astype(np.float64), *frame.padded)
+        height, width = frame.resized
+        plane = bilinear(plane[:height, :width], *frame.image)
+        ys, xs = np.nonzero(plane > 0)
+        if len(ys):
+            sure = float(np.mean(1 / (1 + np.exp(-plane[plane > 0]))))
+            box = [int(xs.min()), int(ys.min()), int(xs.max()) + 1, int(ys.max()) + 1]
+            found.append((NAMES[label], box, float(chance) * sure))
+    return found
+
+
+def network_input(image: Tensor, size: tuple[int, int], padded: tuple[int, int]) -> Tensor:
+    """[1,3,*padded]: PIL's resize of the 8-bit image, ImageNet's normalisation, zeros around."""
+    array = (image * 255).round().byte().permute(1, 2, 0).numpy()
+    resized = Image.fromarray(array).resize((size[1], size[0]), Image.Resampling.BILINEAR)
+    values = np.asarray(resized, np.float64) / 255
+    values = (values - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
+    whole = np.zeros((*padded, 3), np.float32)
+    whole[: size[0], : size[1]] = values
+    return torch.from_numpy(whole).permute(2, 0, 1)[None]
+
+
+def listed(boxes: Any) -> list[tuple[str, list[float], float]]:
+    return [(name, box[:4], box[4]) for name, of in boxes.items() for box in of]
+
+
+def agree(ours: Any, expected: list, tolerance: float = 1e-4) -> None:
+    """The same boxes in any order, each with its score."""
+    ours, expected = (sorted(each) for each in (ours, expected))
+    assert [(name, list(box)) for name, box, _ in ours] == [(n, list(b)) for n, b, _ in expected]
+    np.testing.assert_allclose([s for *_, s in ours], [s for *_, s in expected], atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "resized", "padded"),
+    [
+        (64, 64, (64, 64), (64, 64)),
+        (40, 56, (64, 89), (64, 96)),  # 89.6: transformers cuts where mmdet rounds
+        (90, 30, (128, 43), (128, 64)),  # the longer would pass 128
+    ],
+)
+def test_boxes_and_scores_are_the_formula(detector, height, width, resized, padded):
+    image = pictures(1, height, width)
+    with torch.no_grad():
+        seen = detector.network(pixel_values=network_input(image[0], resized, padded))
+    frame = Frame(padded, resized, (height, width))
+    logits = seen.class_queries_logits[0].numpy(), seen.masks_queries_logits[0].numpy()
+    expected = by_hand(*logits, frame)
+    ((found),) = detector(image)
+    agree(listed(found.boxes), expected)
+    assert len(expected) > 20 and max(s for *_, s in expected) > 0.05
+
+
+def test_boxes_of_masks_of_all_sizes_are_the_formula():
+    generator = torch.Generator().manual_seed(4)
+    spots = 3 * torch.randn(20, 4, 6, generator=generator) - torch.arange(20)[:, None, None] / 2
+    masks = nn.functional.interpolate(spots[None], (16, 24), mode="bilinear")[0]
+    classes = 3 * torch.randn(20, 81, generator=generator)
+    for image in ((48, 88), (37, 90), (120, 200)):
+        frame = Frame((64, 96), (48, 88), image)
+        expected = by_hand(classes.numpy(), masks.numpy(), frame, 30)
+        found = instances(classes, masks, frame, 30)
+        rows = zip(found.labels, found.boxes.tolist(), found.scores, strict=True)
+        agree([(NAMES[label], box, score) for label, box, score in rows], expected, 1e-5)
+        assert len({tuple(box) for _, box, _ in expected}) > 5 and len(expected) < 30  # some empty
+        for mask, (x1, y1, x2, y2) in zip(found.masks, found.boxes.tolist(), strict=True):
+            assert mask.shape == (y2 - y1, x2 - x1) and mask[0].any() and mask[:, -1].any()
+
+
+def test_a_square_image_gives_what_transformers_own_post_processing_gives(detector):
+    """Its masks are of 384 x 384 always, so compare there; it takes as many pairs as queries."""
+    generator = torch.Generator().manual_seed(2)
+    classes = 4 * torch.randn(1, 10, 81, generator=generator)
+    masks = 3 * torch.randn(1, 10, 12, 12, generator=generator)
+    outputs: Any = SimpleNamespace(class_queries_logits=classes, masks_queries_logits=masks)
+    (expected,) = Mask2FormerImageProcessorPil().post_process_instance_segmentation(
+        outputs, threshold=0.0, target_sizes=[(384, 384)], return_binary_maps=True
+    )
+    whole = (384, 384)
+    ours = instances(classes[0], masks[0], Frame(whole, whole, whole), top=10)
+    theirs = sorted((s["label_id"], s["score"]) for s in expected["segments_info"])
+    assert len(theirs) == 10
+    got = sorted(zip(ours.labels.tolist(), ours.scores.tolist(), strict=True))
+    assert [label for label, _ in got] == [label for label, _ in theirs]
+    np.testing.assert_allclose([s for _, s in got], [s for _, s in theirs], atol=2e-6)
+    areas = sorted(int(mask.sum()) for mask in expected["segmentation"])
+    assert sorted(int(mask.sum()) for mask in ours.masks) == areas
+
+
+class Planted(nn.Module):
+    """A network that sees three things in a frame of 16 x 24 cells of four pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[Tensor] = []
+
+    def forward(self, pixel_values: Tensor) -> Any:
+        self.asked.append(pixel_values)
+        masks = torch.full((len(pixel_values), 4, 16, 24), -8.0)
+        masks[:, 0, 2:6, 5:15] = 8
+        masks[:, 1, 13:16, 0:4] = 8  # below row 48, in the padding
+        masks[:, 2, 0:12, 20:24] = 8  # its right half is in the padding
+        classes = torch.zeros(len(pixel_values), 4, 81)
+        classes[:, 0, 16], classes[:, 0, 15] = 9.0, 8.0  # a dog, and maybe a cat
+        classes[:, 1, 0] = classes[:, 2, 64] = 9.0
+        return SimpleNamespace(class_queries_logits=classes, masks_queries_logits=masks)
+
+
+@pytest.mark.parametrize("scale", [1, 2])
+def test_a_planted_mask_gives_exactly_its_box(detector, monkeypatch, scale: int):
+    network = Planted()
+    monkeypatch.setattr(detector, "network", network)
+    monkeypatch.setattr(detector, "shortest", 48)
+    (found,) = detector(torch.full((1, 3, 48 * scale, 88 * scale), 0.5))
+    (asked,) = network.asked
+    assert asked.shape == (1, 3, 64, 96) and bool((asked[..., 48:, :] == 0).all())
+    assert bool((asked[..., :48, 88:] == 0).all()) and bool((asked[..., :48, :88] != 0).all())
+    tops = {name: max(boxes, key=lambda box: box[4]) for name, boxes in found.boxes.items()}
+    assert tops["dog"][:4] == [scale * x for x in (20, 8, 60, 24)]
+    assert tops["cat"][:4] == tops["dog"][:4]  # one query may stand for two classes
+    assert tops["computer mouse"][:4] == [scale * x for x in (80, 0, 88, 48)]
+    assert tops["cat"][4] / tops["dog"][4] == pytest.approx(np.exp(-1), abs=1e-5)
+    chance = np.exp(9) / (np.exp(9) + 80)
+    assert chance * 0.9 < tops["computer mouse"][4] < chance  # no loss at the padding's edge
+    persons = found.boxes.get("person", [])
+    assert all(box[:4] in (tops["dog"][:4], tops["computer mouse"][:4]) for box in persons)
+
+
+def test_a_box_of_one_pixel_is_one_wide_and_high():
+    masks = torch.full((1, 5, 7), -1.0)
+    masks[0, 3, 2] = 1
+    size = (5, 7)
+    found = instances(torch.zeros(1, 81), masks, Frame(size, size, size), top=1)
+    assert found.boxes.tolist() == [[2, 3, 3, 4]] and found.masks[0].tolist() == [[True]]
+
+
+def test_batch_size_and_order_do_not_matter(options: dict[str, Any], detector: Mask2Former):
+    """Up to rounding: matrix products of other shapes may add in another order."""
+    images = pictures(5)
+    whole = [listed(found.boxes) for found in detector(images)]
+    singly = [listed(found.boxes) for found in Mask2Former(**options, batch_size=1)(images)]
+    turned = [listed(found.boxes) for found in detector(images.flip(0))][::-1]
+    for row in range(5):
+        agree(singly[row], whole[row], 1e-5)
+        agree(turned[row], whole[row], 1e-5)
+    assert whole[0] != whole[1]
+    assert detector(images[:0]) == []
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_network_runs_in_its_dtype_and_the_name_says_which(options, dtype: str):
+    built = Mask2Former(**options, dtype=dtype)
+    assert (
+        built.network.dtype == getattr(torch, dtype)
+        and built.colors.model.visual.proj.dtype == torch.float32
+    )  # noqa: E501
+    (found,) = built(pictures(1))
+    assert all(0 <= box[4] <= 1 for _, boxes in found.boxes.items() for box in boxes)
+    assert built.name.startswith(f"mask2former {options['model']} at 64/128 px, {dtype}; colours")
+
+
+def test_the_reward_asks_a_colour_once_for_two_judgements(options: dict[str, Any]):
+    reward = build("geneval", detector="mask2former", detector_options=options, threshold=0.0)
+    detector: Any = reward.detector  # pyright: ignore[reportAttributeAccessIssue]
+    image, asked = pictures(1), []
+    (seen,) = detector(image)
+    thing = next(iter(seen.boxes))
+    plain = {"tag": "single_object", "include": [{"class": thing, "count": 1}]}
+    color = detector.colors.color
+    detector.colors.color = lambda *args: asked.append(args[2]) or color(*args)
+    scores = score(reward, image, ["a"], [plain])
+    assert scores.valid.all() and scores.parts["correct"].tolist() == [1] and asked == []
+    best = max(range(len(seen.boxes[thing])), key=lambda i: seen.boxes[thing][i][4])
+    assert callable(seen.colors)
+    clause = {"class": thing, "count": 1, "color": seen.colors(thing, best)}
+    asked.clear()
+    result = score(reward, image, ["a"], [{"tag": "colors", "include": [clause]}])
+    assert result.parts["correct"].tolist() == [1] and asked == [thing]
+
+
+def test_broken_pixels_and_a_broken_answer_raise(detector: Mask2Former):
+    images = pictures(2)
+    images[1, 0, 0, 0] = float("nan")
+    with pytest.raises(ValueError, match="NaN"):
+        detector(images)
+    size = (8, 8)
+    with pytest.raises(ValueError, match="float16, use bfloat16"):
+        instances(torch.zeros(1, 81), torch.full((1, 2, 2), torch.nan), Frame(size, size, size))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"model": "mask2former"}, "no Hub id"),
+        ({"model": "./no/where"}, "Hub id such as facebook/mask2former-swin-small"),
+        ({"size": [800]}, "`size` of detector mask2former"),
+        ({"size": [1333, 800]}, "shortest edge"),
+        ({"size": [8, 16]}, "32 pixels or more"),
+        ({"dtype": "float8"}, "bfloat16"),
+        ({"batch_size": 0}, "1 or more images"),
+        ({"device": "gpu"}, "`device` of detector mask2former"),
+        ({"clip_pretrained": None}, "need a trained CLIP"),
+        ({"clip_pretrained": "no/file.pt"}, "there is no such file"),
+        ({"classes": 80}, "unexpected keyword argument 'classes'. It takes .*'batch_size'"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_loaded(wrong: dict, said: str):
+    with pytest.raises(ValueError, match=said):
+        check("geneval", {"detector": "mask2former", "detector_options": wrong})
+    check("geneval", {"detector": "mask2former", "detector_options": {"dtype": "bfloat16"}})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"threshold": 1.0}, "`threshold` of reward geneval is 1.0"),
+        ({"counting_threshold": True}, "where objects are counted"),
+        ({"max_objects": 0}, "1 or more"),
+        ({"max_objects": 2.0}, "1 or more"),
+        ({"max_overlap": 0}, "up to 1"),
+        ({"position_threshold": -0.1}, "0 or more"),
+        ({"detector_options": {"size": 3}}, "unexpected keyword argument 'size'"),
+    ],
+)
+def test_rules_that_cannot_judge_are_refused(wrong: dict, said: str):
+    with pytest.raises(ValueError, match=said):
+        check("geneval", wrong)
+    with pytest.raises(ValueError, match="built already"):
+        build("geneval", detector=len, detector_options={"size": 3})
+
+
+def test_a_model_of_other_labels_or_without_its_weights_is_refused(options, tmp_path: Path):
+    panoptic = geneval_models.mask2former(tmp_path / "panoptic", labels=133)
+    with pytest.raises(ValueError, match="133 labels, 'LABEL_0' to 'LABEL_132'; GenEval needs"):
+        Mask2Former(**(options | {"model": panoptic}))
+    from safetensors.torch import load_file, save_file
+
+    broken = geneval_models.mask2former(tmp_path / "broken") + "/model.safetensors"
+    state = load_file(broken)
+    del state["class_predictor.weight"]
+    save_file(state, broken, {"format": "pt"})
+    with pytest.raises(ValueError, match="lacks 1 of its weights, such as class_predictor.weight"):
+        Mask2Former(**(options | {"model": str(tmp_path / "broken")}))
+    with pytest.raises(ValueError, match="holds no config.json"):
+        Mask2Former(str(tmp_path))
+
+
+def test_the_names_are_the_official_ones_in_their_order():
+    file = next((d / "geneval_object_names.txt" for d in DATA if d.is_dir()), None)
+    assert len(set(NAMES)) == 80
+    assert NAMES[0] == "person" and NAMES[64] == "computer mouse" and NAMES[79] == "toothbrush"
+    if file is None:
+        pytest.skip("no ../shared/data/geneval_object_names.txt to compare with")
+    assert file.read_text().split("\n")[:80] == list(NAMES)
