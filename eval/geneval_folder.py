@@ -7,7 +7,7 @@ of each task and the overall. The layout is that of djghosh13/geneval@af4902f, s
 `evaluate_images.py` scores what `write` wrote, and `summary_scores.py` what `evaluate` found:
 
     FOLDER/00000/metadata.jsonl          one line: tag, include, exclude, prompt
-    FOLDER/00000/samples/0000.png ...    the images of that prompt, the same number for all
+    FOLDER/00000/samples/00000.png ...    the images of that prompt, the same number for all
 
 Numbers start at 0 and leave none out; how many digits they have is free. Other files are ignored.
 """
@@ -36,7 +36,7 @@ from flowalign.rewards.ocr import to_uint8
 from flowalign.types import Detections, Detector
 
 LAYOUT = (
-    "A GenEval folder holds 00000/metadata.jsonl, 00000/samples/0000.png, 0001.png, ..., 00001/"
+    "A GenEval folder holds 00000/metadata.jsonl, 00000/samples/00000.png, 00001.png, ..., 00001/"
 )
 
 
@@ -75,7 +75,7 @@ def write(
         place.mkdir(parents=True, exist_ok=True)
         (place.parent / "metadata.jsonl").write_text(json.dumps(dict(meta)))
         for index, picture in enumerate(pictures):
-            picture.save(place / f"{index:04}.png")
+            picture.save(place / f"{index:05}.png")
 
 
 def read(folder: str | Path) -> list[Sample]:

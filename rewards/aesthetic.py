@@ -58,7 +58,7 @@ class Aesthetic:
     @staticmethod
     def check_options(model: str = LARGE, head: str = HEAD, **options: Any) -> None:
         """Raise ValueError for options that cannot work; loads no model."""
-        check_common("aesthetic", **options)
+        check_common("reward aesthetic", **options)
         check_model(model, "model")
         check_file(head, "head", HEAD)
 

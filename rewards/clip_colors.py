@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from flowalign.eval.geneval import COLORS
+from flowalign.rewards.device import Placement
 
 TEMPLATES = (
     "a photo of a {color} {thing}",
@@ -35,7 +36,8 @@ class ClipColors:
         (.safetensors, or .pt without pickled code). GenEval's are "ViT-L-14", "openai".
     quick_gelu: None = as the tag's model was trained; a local file counts as OpenAI's weights,
         which need it. (open_clip 3 warns, but computes wrongly, where "ViT-L-14" gets them.)
-    device: None = the GPU if there is one. `name` says which model names the colours.
+    device, offload: where it computes, see `flowalign.rewards.device.Placement`. `name` says which
+        model names the colours.
     Raises ImportError without open_clip, ValueError for a model that it does not know.
     """
 
@@ -46,18 +48,19 @@ class ClipColors:
         *,
         quick_gelu: bool | None = None,
         device: str | torch.device | None = None,
+        offload: bool = False,
     ) -> None:
         check_clip(architecture, pretrained)
         library = _open_clip()
         weights, gelu = _weights(library, architecture, pretrained)
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         model, _, self.preprocess = library.create_model_and_transforms(
             architecture,
             pretrained=weights,
             force_quick_gelu=gelu if quick_gelu is None else quick_gelu,
-            device=self.device,
+            device="cpu",
         )
-        self.model = model.float().requires_grad_(False).eval()
+        self.model = model.float()
+        self.placement = Placement(self.model, device, offload)
         self.tokenizer = library.get_tokenizer(architecture)
         self.name = f"open_clip {library.__version__} {architecture} {pretrained}"
         self._classifiers: dict[str, Tensor] = {}
@@ -68,17 +71,19 @@ class ClipColors:
 
         CLIP's preprocessing cuts the ends off an elongated box, as in the official script.
         """
-        inputs = self.preprocess(Image.fromarray(masked(pixels, mask)))[None].to(self.device)
-        seen = normalize(self.model.encode_image(inputs).float(), dim=-1)
-        return COLORS[int((seen @ self.classifier(thing).T).argmax())]
+        inputs = self.preprocess(Image.fromarray(masked(pixels, mask)))[None]
+        with self.placement:
+            seen = self.model.encode_image(inputs.to(self.placement.device)).float()
+            return COLORS[int((normalize(seen, dim=-1) @ self.classifier(thing).T).argmax())]
 
     @torch.no_grad()
     def classifier(self, thing: str) -> Tensor:
         """Unit vectors [10,D], one a colour: the mean over the templates; computed once a thing."""
         if thing not in self._classifiers:
             texts = [t.format(color=color, thing=thing) for color in COLORS for t in TEMPLATES]
-            tokens = self.tokenizer(texts).to(self.device)
-            read = normalize(self.model.encode_text(tokens).float(), dim=-1)
+            with self.placement:
+                tokens = self.tokenizer(texts).to(self.placement.device)
+                read = normalize(self.model.encode_text(tokens).float(), dim=-1)
             mean = read.view(len(COLORS), len(TEMPLATES), -1).mean(1)
             self._classifiers[thing] = normalize(mean, dim=-1)
         return self._classifiers[thing]

@@ -54,7 +54,7 @@ class ClipScore:
     @staticmethod
     def check_options(model: str = LARGE, **options: Any) -> None:
         """Raise ValueError for options that cannot work; loads no model."""
-        check_common("clipscore", **options)
+        check_common("reward clipscore", **options)
         check_model(model, "model")
 
     def __call__(

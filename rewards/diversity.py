@@ -39,7 +39,7 @@ class Diversity:
     @staticmethod
     def check_options(model: str = LARGE, **options: Any) -> None:
         """Raise ValueError for options that cannot work; loads no model."""
-        check_common("diversity", **options)
+        check_common("reward diversity", **options)
         check_model(model, "model")
 
     def __call__(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -106,16 +107,23 @@ class GenEval:
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> Guarded:
         """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU; a failed image has its reason."""
-        found = self.detector(images)
-        if not len(found) == len(images) == len(metadata):
+        with ExitStack() as awake:  # models that are offloaded are brought back once a call
+            for placement in getattr(self.detector, "placements", ()):
+                awake.enter_context(placement)
+            return self._judge_all(self.detector(images), metadata)
+
+    def _judge_all(
+        self, found: Sequence[Detections], metadata: Sequence[Mapping[str, Any]]
+    ) -> Guarded:
+        if len(found) != len(metadata):
             raise ValueError(
-                f"got {len(images)} images, {len(metadata)} metadata and {len(found)} detections; "
-                "they must be one an image."
+                f"got {len(found)} detections and {len(metadata)} metadata; they must be one an "
+                "image."
             )
-        value = torch.full((len(images),), float("nan"))
+        value = torch.full((len(found),), float("nan"))
         correct, reasons = value.clone(), {}
         for row, (meta, seen) in enumerate(zip(metadata, found, strict=True)):
-            try:
+            try:  # a colour may be looked up only now
                 value[row], correct[row] = self._judge(meta, seen)
             except Exception as error:
                 reasons[row] = f"{type(error).__name__}: {error}"

@@ -69,7 +69,7 @@ class HPSv2:
         **options: Any,
     ) -> None:
         """Raise ValueError for options that cannot work; loads no model."""
-        check_common("hpsv2", **options)
+        check_common("reward hpsv2", **options)
         if version not in FILES:
             raise ValueError(f"`version` of reward hpsv2 is {version!r}; use one of {list(FILES)}.")
         if not isinstance(architecture, str) or not architecture:

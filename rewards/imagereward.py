@@ -123,7 +123,7 @@ class ImageReward:
         **options: Any,
     ) -> None:
         """Raise ValueError for options that cannot work; loads no model."""
-        check_common("imagereward", **options)
+        check_common("reward imagereward", **options)
         check_file(weights, "weights", WEIGHTS)
         check_pretrained(tokenizer, "tokenizer", f"a folder or a Hub id, such as {TOKENIZER}")
         known = {"vision": VISION, "text": TEXT}

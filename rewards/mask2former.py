@@ -19,8 +19,10 @@ from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
 from flowalign.rewards.clip_colors import BoxColors, ClipColors, check_clip
+from flowalign.rewards.device import Placement
 from flowalign.rewards.geneval_names import NAMES
 from flowalign.rewards.ocr import to_uint8
+from flowalign.rewards.options import check_common, check_pretrained
 from flowalign.types import Detections
 
 MODEL = "facebook/mask2former-swin-small-coco-instance"
@@ -40,7 +42,8 @@ class Mask2Former:
     clip, clip_pretrained, clip_quick_gelu: who names colours, see `ClipColors`.
     dtype: of the network, "float32", "bfloat16" or "float16"; what follows it is float32. CLIP is
         always float32. batch_size: images a forward pass; it changes no result beyond rounding.
-    device: None = the GPU if there is one.
+    device: None = the GPU if there is one. offload: the weights of both models lie on the CPU
+        between calls of the reward.
     `name` says which models answered. Raises ValueError for a model that is no Mask2Former with 80
     labels or lacks weights, OSError where there is nothing to load, ImportError without scipy
     (which transformers needs for this model) or open_clip.
@@ -58,6 +61,7 @@ class Mask2Former:
         dtype: str = "float32",
         batch_size: int = 8,
         device: str | torch.device | None = None,
+        offload: bool = False,
     ) -> None:
         self.check_options(
             model,
@@ -67,17 +71,18 @@ class Mask2Former:
             dtype=dtype,
             batch_size=batch_size,
             device=device,
+            offload=offload,
         )
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.batch_size, self.dtype = batch_size, DTYPES[dtype]
         self.shortest, self.longest = size
         folder = str(Path(model).expanduser())
         self.colors = ClipColors(
-            clip, clip_pretrained, quick_gelu=clip_quick_gelu, device=self.device
+            clip, clip_pretrained, quick_gelu=clip_quick_gelu, device=device, offload=offload
         )
-        self.processor, network = _load(folder, revision, self.dtype)
-        self.network = network.to(self.device)
-        commit = getattr(network.config, "_commit_hash", None) or revision
+        self.processor, self.network = _load(folder, revision, self.dtype)
+        self.placement = Placement(self.network, device, offload)
+        self.placements = (self.placement, self.colors.placement)
+        commit = getattr(self.network.config, "_commit_hash", None) or revision
         at = f"@{commit}" if commit else ""
         self.name = (
             f"mask2former {model}{at} at {self.shortest}/{self.longest} px, {dtype}; "
@@ -92,12 +97,13 @@ class Mask2Former:
         clip: Any = "ViT-L-14",
         clip_pretrained: Any = "openai",
         dtype: Any = "float32",
-        batch_size: Any = 8,
-        device: Any = None,
-        **others: Any,
+        **common: Any,
     ) -> None:
         """Raise ValueError for options that cannot work; loads no model."""
-        _check_model(model)
+        check_common("detector mask2former", **common)
+        check_pretrained(
+            model, "model", f"the folder of a Mask2Former, or a Hub id such as {MODEL}"
+        )
         check_clip(clip, clip_pretrained)
         whole = isinstance(size, (list, tuple)) and all(type(edge) is int for edge in size)
         if not whole or len(size) != 2 or not DIVISOR <= size[0] <= size[1]:
@@ -110,17 +116,6 @@ class Mask2Former:
             raise ValueError(
                 f"`dtype` of detector mask2former is {dtype!r}; use one of {list(DTYPES)}."
             )
-        if type(batch_size) is not int or batch_size < 1:
-            raise ValueError(
-                f"`batch_size` of detector mask2former is {batch_size!r}; use 1 or more images."
-            )
-        try:
-            torch.device(device or "cpu")
-        except (RuntimeError, TypeError) as error:
-            raise ValueError(
-                f"`device` of detector mask2former is {device!r}; use cpu, cuda or cuda:0, or "
-                "leave it out for the GPU if there is one."
-            ) from error
 
     def __call__(self, images: Tensor) -> list[Detections]:
         """images [B,3,H,W] in [0,1] -> B Detections, raw: K boxes, most with a score near 0.
@@ -146,7 +141,8 @@ class Mask2Former:
         height, width = inputs.shape[-2:]
         padded = pad(inputs, (0, -width % DIVISOR, 0, -height % DIVISOR))  # 0 = the mean colour
         frame = Frame(padded.shape[-2:], (height, width), pictures[0].shape[:2])
-        seen = self.network(pixel_values=padded.to(self.device, self.dtype))
+        with self.placement:
+            seen = self.network(pixel_values=padded.to(self.placement.device, self.dtype))
         logits = zip(seen.class_queries_logits, seen.masks_queries_logits, strict=True)
         return [
             self._named(picture, instances(*each, frame))
@@ -233,21 +229,6 @@ def tight(inside: Tensor) -> tuple[np.ndarray, list[np.ndarray]]:
         for mask, (left, top, right, bottom) in zip(masks, boxes, strict=True)
     ]
     return boxes, crops
-
-
-def _check_model(model: Any) -> None:
-    """Raise ValueError for what is neither a folder with a config.json nor a Hub id."""
-    folder = Path(str(model)).expanduser()
-    if folder.is_dir():
-        seen = "" if (folder / "config.json").is_file() else "that folder holds no config.json"
-    else:
-        hub_id = isinstance(model, str) and model.count("/") == 1 and model[0] not in "./~"
-        seen = "" if hub_id else "there is no such folder, and it is no Hub id"
-    if seen:
-        raise ValueError(
-            f"`model` {model!r} of detector mask2former: {seen}. Give the folder of a transformers "
-            f"Mask2Former, or a Hub id such as {MODEL}."
-        )
 
 
 def _load(model: str, revision: str | None, dtype: torch.dtype) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""What is checked of the options that the model rewards have in common. Loads nothing."""
+"""What is checked of the options that rewards with models have in common. Loads nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def check_common(
-    reward: str,
+    owner: str,
     *,
     normalizer: float = 1.0,
     batch_size: int = 1,
@@ -19,28 +19,28 @@ def check_common(
     device: str | torch.device | None = None,
     **others: Any,
 ) -> None:
-    """Raise ValueError for a value that cannot work; others are the reward's own to check."""
+    """Raise ValueError for a value that cannot work; others are the owner's own to check.
+
+    owner: for the message, such as "reward clipscore".
+    """
     if not _is_number(normalizer) or not math.isfinite(normalizer) or normalizer <= 0:
         raise ValueError(
-            f"`normalizer` of reward {reward} is {normalizer!r}; it divides the score, so give a "
+            f"`normalizer` of {owner} is {normalizer!r}; it divides the score, so give a "
             "number above 0."
         )
     if not _is_count(batch_size) or batch_size < 1:
-        raise ValueError(
-            f"`batch_size` of reward {reward} is {batch_size!r}; use 1 or more images."
-        )
+        raise ValueError(f"`batch_size` of {owner} is {batch_size!r}; use 1 or more images.")
     if not _is_count(text_cache) or text_cache < 0:
         raise ValueError(
-            f"`text_cache` of reward {reward} is {text_cache!r}; give how many prompts to keep, "
-            "0 for none."
+            f"`text_cache` of {owner} is {text_cache!r}; give how many prompts to keep, 0 for none."
         )
     if not isinstance(offload, bool):
-        raise ValueError(f"`offload` of reward {reward} is {offload!r}; use true or false.")
+        raise ValueError(f"`offload` of {owner} is {offload!r}; use true or false.")
     try:
         torch.device(device or "cpu")
     except (RuntimeError, TypeError) as error:
         raise ValueError(
-            f"`device` of reward {reward} is {device!r}; use cpu, cuda, cuda:1 and the like, or "
+            f"`device` of {owner} is {device!r}; use cpu, cuda, cuda:1 and the like, or "
             f"leave it out ({str(error).splitlines()[0]})."
         ) from error
 

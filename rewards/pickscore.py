@@ -59,7 +59,7 @@ class PickScore:
         model: str = MODEL, processor: str | None = PROCESSOR, **options: Any
     ) -> None:
         """Raise ValueError for options that cannot work; loads no model."""
-        check_common("pickscore", **options)
+        check_common("reward pickscore", **options)
         check_model(model, "model")
         if processor is not None:
             check_model(processor, "processor")
