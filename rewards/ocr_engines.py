@@ -216,7 +216,8 @@ def _paddle_models(
 def _model_name(folder: str) -> str:
     """The name in the inference.yml of a model's folder; PaddleOCR wants to be told it."""
     try:
-        found = yaml.safe_load((Path(folder) / "inference.yml").read_text(encoding="utf-8"))
+        text = (Path(folder) / "inference.yml").read_text(encoding="utf-8")
+        found = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # 18,000 letters
         return found["Global"]["model_name"]
     except (OSError, yaml.YAMLError, LookupError, TypeError) as error:
         raise ValueError(
