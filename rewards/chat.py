@@ -145,7 +145,7 @@ class _Call:
             status = response.status_code
             if status == 200:
                 return self._content(response)
-            fault = self._clean(f"HTTP {status}: {beginning(response.text)}")
+            fault = f"HTTP {status}: {beginning(self._clean(response.text))}"
             if status in ELSEWHERE:
                 break
             if status != 429 and status < 500:
@@ -171,12 +171,12 @@ class _Call:
         except (ValueError, LookupError, TypeError):
             found = None
         if not isinstance(found, str):
-            seen = self._clean(beginning(response.text))
+            seen = beginning(self._clean(response.text))
             raise ValueError(f"an answer without the text choices[0].message.content: {seen}")
         return found
 
     def _clean(self, text: str) -> str:
-        """Without the key, which an endpoint may repeat to whom it refuses."""
+        """Without the key, which an endpoint may repeat. To be asked before a text is cut."""
         return text.replace(self.token, "***") if self.token else text
 
 

@@ -152,12 +152,19 @@ class OCR:
         value = torch.full((len(images),), float("nan"))
         exact, reasons = value.clone(), {}
         for row, lines in enumerate(self._read(images, targets)):
-            if isinstance(lines, Exception):
-                reasons[row] = f"{type(lines).__name__}: {lines}"
+            found = (
+                lines if isinstance(lines, Exception) else attempt(self._judge, targets[row], lines)
+            )
+            if isinstance(found, Exception):
+                reasons[row] = f"{type(found).__name__}: {found}"
             else:
-                wanted, seen = _compared(targets[row], lines)
-                value[row], exact[row] = self.rule(targets[row], lines), float(wanted == seen)
+                value[row], exact[row] = found
         return Guarded(value, torch.isfinite(value), {"exact": exact}, reasons)
+
+    def _judge(self, target: str, lines: Sequence[Line]) -> tuple[float, float]:
+        """(reward, exact) of one image."""
+        wanted, seen = _compared(target, lines)
+        return self.rule(target, lines), float(wanted == seen)
 
     def _read(
         self, images: Tensor, targets: Sequence[str | Exception]

@@ -211,7 +211,10 @@ def paddle_models(tmp_path_factory):
 
 def test_paddle_is_told_of_local_folders_by_name(paddle, paddle_models):
     detection, recognition = map(str, paddle_models)
-    options = {"text_detection_model_dir": detection, "text_recognition_model_dir": recognition}
+    options: dict[str, Any] = {
+        "text_detection_model_dir": detection,
+        "text_recognition_model_dir": recognition,
+    }
     engine = PaddleOCREngine(inference="onnxruntime", threads=2, **options)
     assert {name: paddle[name] for name in options} == options
     assert paddle["text_detection_model_name"] == "PP-OCRv6_small_det"

@@ -290,11 +290,12 @@ def test_an_endpoint_that_dies_midway_keeps_what_it_answered(serve):
 
 def test_the_key_goes_in_the_header_and_into_no_message(serve, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "s3cret-key")
-    judge = serve(lambda request: (401, b"wrong key s3cret-key"))
+    said = b"wrong key s3cret-key " + b"x" * 130 + b" s3cret-key"  # where it is cut: half a key
+    judge = serve(lambda request: (401, said))
     reward = VLM(judge.url, "m", image_size=None, token_env="JUDGE_KEY")
     scores = score(reward, images(1), ["a"], [{}])
     assert judge.headers[0]["Authorization"] == "Bearer s3cret-key"
-    assert "HTTP 401: 'wrong key ***'" in scores.reasons[0] and len(judge.requests) == 1
+    assert "HTTP 401: 'wrong key *** xxx" in scores.reasons[0] and len(judge.requests) == 1
     assert "s3cret" not in repr(scores) + repr(describe(reward)) + repr(vars(reward))
 
 
