@@ -226,7 +226,8 @@ def test_paddle_is_told_of_local_folders_by_name(paddle, paddle_models):
     with pytest.raises(ValueError, match="both"):
         PaddleOCREngine(text_detection_model_dir=detection)
     with pytest.raises(ValueError, match="no folder of a PaddleOCR model"):
-        PaddleOCREngine(**options | {"text_detection_model_dir": str(Path(detection).parent)})
+        options["text_detection_model_dir"] = str(Path(detection).parent)
+        PaddleOCREngine(**options)
 
 
 def test_the_alphabet_survives_the_folder(paddle_models):
