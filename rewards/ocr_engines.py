@@ -155,8 +155,7 @@ class PaddleOCREngine:
         self.upscale = upscale
         self._ocr = paddleocr.PaddleOCR(
             **models,
-            **_paddle_threads(inference, threads),
-            engine=inference,
+            **_paddle_engine(inference, threads),
             device=device,
             use_doc_orientation_classify=False,
             use_doc_unwarping=False,
@@ -227,11 +226,14 @@ def _model_name(folder: str) -> str:
         ) from error
 
 
-def _paddle_threads(inference: str | None, threads: int) -> dict[str, Any]:
-    """Where PaddleOCR's engines take the number of threads."""
+def _paddle_engine(inference: str | None, threads: int) -> dict[str, Any]:
+    """What runs the models, and where that takes its number of threads."""
+    if inference is None:  # PaddleOCR before 3.7 knows no `engine`
+        return {"cpu_threads": threads}
     if inference == "onnxruntime":
-        return {"engine_config": {"intra_op_num_threads": threads, "inter_op_num_threads": 1}}
-    return {"cpu_threads": threads}
+        limits = {"intra_op_num_threads": threads, "inter_op_num_threads": 1}
+        return {"engine": inference, "engine_config": limits}
+    return {"engine": inference, "cpu_threads": threads}
 
 
 ENGINES: dict[str, Callable[..., Engine]] = {
