@@ -15,6 +15,7 @@ from flowalign.eval.stats import GROUPS
 from flowalign.eval.suite import Benchmark, Judged, Settings, environment
 from flowalign.eval.table import Results, Table, details, markdown, tables
 from flowalign.pictures import pixels_of, side_by_side
+from flowalign.rewards import describe
 from flowalign.types import EvalReport, EvalRow
 
 SHOWN = 16  # prompts of a grid_<benchmark>.png
@@ -50,7 +51,7 @@ def save_images(folder: Path, pictures: Sequence[bytes]) -> None:
 def document(
     config: EvalConfig, results: Results, reports: Mapping[str, EvalReport]
 ) -> dict[str, Any]:
-    """results.json: every number, and every image's scores."""
+    """results.json: every number, every image's scores, and who scored them."""
 
     def listed(rows: Mapping[str, EvalRow]) -> list[dict[str, Any]]:
         return [vars(row) for row in rows.values()]
@@ -71,7 +72,18 @@ def document(
         model: {other: listed(results.difference(model, other)) for other in others}
         for model, others in config.compare.items()
     }
-    return {"config": config.model_dump(mode="json"), "models": models, "compare": compared}
+    return {
+        "config": config.model_dump(mode="json"),
+        "benchmarks": {mark.name: _judge(mark) for mark in results.benchmarks},
+        "models": models,
+        "compare": compared,
+    }
+
+
+def _judge(benchmark: Benchmark) -> dict[str, Any]:
+    """{"reward": its name, "engine": ..., ...}: what the numbers of a benchmark depend on."""
+    found = describe(benchmark.reward)
+    return {"reward": found.pop("name"), **found}
 
 
 def _plain(value: Any) -> Any:

@@ -159,7 +159,7 @@ def headline(report: EvalReport, benchmarks: Sequence[Benchmark]) -> float:
 def environment() -> dict[str, str]:
     """What the numbers were measured with: versions, and the device."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("diffusers", "transformers", "peft", "rapidocr", "onnxruntime"):
+    for package in ("diffusers", "transformers", "peft", "rapidocr", "paddleocr", "onnxruntime"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -8,6 +8,9 @@ function (images, prompts, metadata, **options) -> Scores, which is itself the r
 A reward whose attribute `groupwise` is true is shown all images of one prompt at a time.
 A factory may carry `check_options(**options)` and `check_prompts(prompts, metadata, **options)`,
 static methods that raise ValueError, without loading a model, for what it could not work with.
+A reward may say what its scores depend on: `describe() -> dict` of what JSON can hold, with the
+keys `name`, `engine`, `model` where it has them, and the options that matter. It is recorded with
+the results of an evaluation, as numbers of different engines or models are not comparable.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import difflib
 import functools
 import importlib
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
@@ -27,7 +31,8 @@ from flowalign.rewards.guarded import Guarded, score
 from flowalign.types import Reward
 
 __all__ = [
-    "REWARDS", "Guarded", "build", "check", "check_prompts", "load", "names", "register", "score",
+    "REWARDS", "Guarded", "build", "check", "check_prompts", "describe", "load", "names",
+    "register", "score",
 ]  # fmt: skip
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
@@ -43,6 +48,7 @@ REWARDS: dict[str, str] = {
     "normalized": "flowalign.rewards.combine:Normalized",
     "ocr": "flowalign.rewards.ocr:OCR",
     "pickscore": "flowalign.rewards.pickscore:PickScore",
+    "vlm": "flowalign.rewards.vlm:VLM",
     "weighted": "flowalign.rewards.combine:Weighted",
 }
 
@@ -133,6 +139,22 @@ def check_prompts(
     checker = getattr(_find(name), "check_prompts", None)
     if checker is not None:
         checker(prompts, metadata, **options)
+
+
+def describe(reward: Any) -> dict[str, Any]:
+    """What a reward's scores depend on, fit for JSON: its own `describe()`, and at least its name.
+
+    The name of one that says nothing is its attribute `name`, else that of its class or function.
+    A description that fails is no reason to lose results: it is replaced by its error.
+    """
+    function = reward.func if isinstance(reward, functools.partial) else reward
+    plain = getattr(function, "__name__", type(function).__name__)
+    found = {"name": getattr(reward, "name", plain)}
+    try:
+        own = getattr(reward, "describe", dict)()
+        return json.loads(json.dumps({**found, **own}, default=str))
+    except Exception as error:
+        return {**found, "describe": f"{type(error).__name__}: {error}"}
 
 
 def load(path: str, what: str = "reward") -> Any:

@@ -14,7 +14,7 @@ from rapidfuzz.distance import Levenshtein
 from torch import Tensor
 
 from flowalign.rewards.guarded import Guarded
-from flowalign.rewards.ocr_engines import ENGINES, Engine, Line
+from flowalign.rewards.ocr_engines import ENGINES, Engine, Line, attempt, read_all
 
 
 def target_of(prompt: str) -> str:
@@ -74,11 +74,13 @@ class OCR:
 
     engine: "rapidocr", "paddleocr" (with that engine's options), or an Engine object.
     workers: images read at once, each by an engine of its own (an Engine object reads alone).
+    batch_size: images handed over in one call, to an engine that takes several (PaddleOCR).
     rule: "published" (`text_reward`) or "strict" (`strict_reward`).
     The target is `target` of the image's metadata, else what the prompt puts in quotes. No text
     found scores 0. An image whose engine call fails, or that has no target, is invalid.
     parts: "exact", 1 where the text equals the target but for case and spaces, else 0.
-    `engine.name` says which engine and models read.
+    `engine.name` says which engine, models and settings read; neither workers nor batch_size
+    changes a result.
     """
 
     name = "ocr"
@@ -88,26 +90,30 @@ class OCR:
         engine: str | Engine = "rapidocr",
         rule: str = "published",
         workers: int = 1,
+        batch_size: int = 16,
         **engine_options: Any,
     ) -> None:
-        self.check_options(engine, rule, workers, **engine_options)
+        self.check_options(engine, rule, workers, batch_size, **engine_options)
         if isinstance(engine, str):
             self.engines = [ENGINES[engine](**engine_options) for _ in range(workers)]
         else:
             self.engines = [engine]
         self.engine = self.engines[0]
-        self.rule = RULES[rule]
+        self.rule_name, self.rule = rule, RULES[rule]
+        self.batch_size = batch_size if hasattr(self.engine, "read_many") else 1
 
     @staticmethod
     def check_options(
         engine: str | Engine = "rapidocr",
         rule: str = "published",
         workers: int = 1,
+        batch_size: int = 16,
         **engine_options: Any,
     ) -> None:
         """Raise ValueError for options that cannot work; imports no engine."""
-        if not isinstance(workers, int) or workers < 1:
-            raise ValueError(f"`workers` of reward ocr is {workers!r}; use 1 or more.")
+        for name, count in (("workers", workers), ("batch_size", batch_size)):
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise ValueError(f"`{name}` of reward ocr is {count!r}; use 1 or more.")
         if rule not in RULES:
             raise ValueError(f"rule {rule!r} of reward ocr is unknown; use one of {list(RULES)}.")
         if isinstance(engine, str) and engine not in ENGINES:
@@ -132,39 +138,60 @@ class OCR:
             except ValueError as error:
                 raise ValueError(f"number {number} of {len(prompts)}: {error}") from None
 
+    def describe(self) -> dict[str, Any]:
+        """Which engine and models read, and by which rule."""
+        return {"name": self.name, "engine": self.engine.name, "rule": self.rule_name}
+
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> Guarded:
         """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU; a failed image has its reason."""
+        targets = [
+            attempt(_target, prompt, meta) for prompt, meta in zip(prompts, metadata, strict=True)
+        ]
         value = torch.full((len(images),), float("nan"))
         exact, reasons = value.clone(), {}
+        for row, lines in enumerate(self._read(images, targets)):
+            found = (
+                lines if isinstance(lines, Exception) else attempt(self._judge, targets[row], lines)
+            )
+            if isinstance(found, Exception):
+                reasons[row] = f"{type(found).__name__}: {found}"
+            else:
+                value[row], exact[row] = found
+        return Guarded(value, torch.isfinite(value), {"exact": exact}, reasons)
+
+    def _judge(self, target: str, lines: Sequence[Line]) -> tuple[float, float]:
+        """(reward, exact) of one image."""
+        wanted, seen = _compared(target, lines)
+        return self.rule(target, lines), float(wanted == seen)
+
+    def _read(
+        self, images: Tensor, targets: Sequence[str | Exception]
+    ) -> list[list[Line] | Exception]:
+        """The lines of each image that has a target; the exception of one that failed."""
+        found: list[Any] = [
+            target if isinstance(target, Exception) else attempt(to_uint8, image)
+            for image, target in zip(images, targets, strict=True)
+        ]
+        rows = [row for row, pixels in enumerate(found) if not isinstance(pixels, Exception)]
+        chunks = [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
         free: SimpleQueue[Engine] = SimpleQueue()
         for engine in self.engines:
             free.put(engine)
-        with ThreadPoolExecutor(len(self.engines)) as pool:
-            futures = [
-                pool.submit(self._judge, free, image, prompt, meta)
-                for image, prompt, meta in zip(images, prompts, metadata, strict=True)
-            ]
-        for row, future in enumerate(futures):
-            if error := future.exception():
-                reasons[row] = f"{type(error).__name__}: {error}"
-            else:
-                value[row], exact[row] = future.result()
-        return Guarded(value, torch.isfinite(value), {"exact": exact}, reasons)
 
-    def _judge(
-        self, free: SimpleQueue[Engine], image: Tensor, prompt: str, metadata: Mapping[str, Any]
-    ) -> tuple[float, float]:
-        """(reward, exact) of one image, read by whichever engine is free."""
-        target = _target(prompt, metadata)
-        engine = free.get()
-        try:
-            lines = engine.read(to_uint8(image))
-        finally:
-            free.put(engine)
-        wanted, seen = _compared(target, lines)
-        return self.rule(target, lines), float(wanted == seen)
+        def read(chunk: list[int]) -> list[list[Line] | Exception]:
+            engine = free.get()
+            try:
+                return read_all(engine, [found[row] for row in chunk])
+            finally:
+                free.put(engine)
+
+        with ThreadPoolExecutor(len(self.engines)) as pool:
+            for chunk, lines in zip(chunks, pool.map(read, chunks), strict=True):
+                for row, its in zip(chunk, lines, strict=True):
+                    found[row] = its
+        return found
 
 
 def to_uint8(image: Tensor) -> np.ndarray:

@@ -2,24 +2,55 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
+import yaml
+
+from flowalign.rewards.lazy import require
 
 Line = tuple[str, float]
 
 
 class Engine(Protocol):
-    """Reads text. `name` says which engine and models, and is recorded with results."""
+    """Reads text. `name` says which engine, models and settings, and is recorded with results.
+
+    An engine that reads several images faster at once may have `read_many(images) -> lists`: what
+    `read` says of each of them, in order, whatever else is in the batch.
+    """
 
     name: str
 
     def read(self, image: np.ndarray) -> list[Line]:
         """image uint8 RGB [H,W,3] -> (text, confidence in [0,1]) in reading order; [] = none."""
         ...
+
+
+Found = TypeVar("Found")
+
+
+def attempt(function: Callable[..., Found], *given: Any) -> Found | Exception:
+    """What a function returns, or the exception that it raised."""
+    try:
+        return function(*given)
+    except Exception as error:
+        return error
+
+
+def read_all(engine: Engine, images: Sequence[np.ndarray]) -> list[list[Line] | Exception]:
+    """The lines of each image, or the exception of one that failed.
+
+    In one call where the engine has read_many. If that raises, or its answer is not one list an
+    image, the images are read one by one, so that a bad one does not take the others along.
+    """
+    if len(images) > 1 and hasattr(engine, "read_many"):
+        found = attempt(engine.read_many, images)  # pyright: ignore[reportAttributeAccessIssue]
+        if not isinstance(found, Exception) and len(found) == len(images):
+            return found
+    return [attempt(engine.read, image) for image in images]
 
 
 class RapidOCREngine:
@@ -32,6 +63,8 @@ class RapidOCREngine:
     box_thresh, unclip_ratio: of the text detector.
     rec_width: the recogniser's input (48 high) is padded to this width; longer lines get more.
         320 is what it was made for, 128 halves its time where lines are short.
+    Has no read_many: RapidOCR reads the lines of one image in batches of 6. Lines of several images
+    in one batch would be padded to the longest of them, and a score would depend on its company.
     Raises ImportError where rapidocr is not installed. Not for use from several threads.
     """
 
@@ -62,9 +95,20 @@ class RapidOCREngine:
                 "Rec.rec_img_shape": [3, 48, rec_width],
             }
         )
-        rec = self._ocr.cfg.Rec  # pyright: ignore[reportFunctionMemberAccess]
-        models = f"{rec.ocr_version.value} {rec.model_type.value}"
-        self.name = f"rapidocr {version('rapidocr')} {models}"
+        asked: Any = self._ocr
+        models = (
+            f"{m.ocr_version.value} {m.model_type.value}" for m in (asked.cfg.Det, asked.cfg.Rec)
+        )
+        self.name = _name(
+            f"rapidocr {version('rapidocr')}",
+            " + ".join(dict.fromkeys(models)),
+            text_score=text_score,
+            upscale=upscale,
+            limit=f"{limit_side_len} {limit_type}",
+            box_thresh=box_thresh,
+            unclip_ratio=unclip_ratio,
+            rec_width=rec_width,
+        )
 
     def read(self, image: np.ndarray) -> list[Line]:
         """image uint8 RGB [H,W,3] -> (text, confidence) in RapidOCR's order, [] = none found."""
@@ -73,10 +117,19 @@ class RapidOCREngine:
 
 
 class PaddleOCREngine:
-    """PaddleOCR 3.x with the peers' models; downloads them on first use.
+    """PaddleOCR 3.x, by default with the peers' models, which it downloads on first use.
 
+    lang, ocr_version: which models, where no folders are given.
+    text_detection_model_dir, text_recognition_model_dir: folders of models, both or none, for a
+        machine without a network. scripts/paddle_models_from_rapidocr.py makes a pair.
+    inference: what runs the models: None (PaddlePaddle), "onnxruntime" (for folders that hold an
+        inference.onnx), or another of PaddleOCR's `engine`s.
+    device: "cpu" or "gpu:0"; None = PaddleOCR's choice.
     text_rec_score_thresh: lines of lower confidence are dropped (the peers' 2.x default is .5).
-    upscale: as for RapidOCREngine. Raises ImportError where paddleocr is not installed.
+    limit_side_len, limit_type: as for RapidOCREngine; PaddleOCR's own: 64, "min". The peers' 960,
+        "max" gives the same for 512 px. box_thresh, unclip_ratio: of the text detector.
+    upscale, threads: as for RapidOCREngine.
+    Raises ImportError where paddleocr is not installed, ValueError for a folder without a model.
     """
 
     def __init__(
@@ -86,28 +139,101 @@ class PaddleOCREngine:
         device: str | None = None,
         text_rec_score_thresh: float = 0.5,
         upscale: int = 1,
+        *,
+        text_detection_model_dir: str | None = None,
+        text_recognition_model_dir: str | None = None,
+        inference: str | None = None,
+        limit_side_len: int = 64,
+        limit_type: str = "min",
+        box_thresh: float = 0.6,
+        unclip_ratio: float = 1.5,
+        threads: int = 1,
     ) -> None:
+        folders = (text_detection_model_dir, text_recognition_model_dir)
+        models, which = _paddle_models(folders, lang, ocr_version)
         paddleocr = _import("paddleocr", "'flowalign[paddle]'")
         self.upscale = upscale
-        self.name = f"paddleocr {version('paddleocr')} {ocr_version} {lang}"
         self._ocr = paddleocr.PaddleOCR(
-            lang=lang,
-            ocr_version=ocr_version,
+            **models,
+            **_paddle_engine(inference, threads),
             device=device,
             use_doc_orientation_classify=False,
             use_doc_unwarping=False,
             use_textline_orientation=False,
             text_rec_score_thresh=text_rec_score_thresh,
+            text_det_limit_side_len=limit_side_len,
+            text_det_limit_type=limit_type,
+            text_det_box_thresh=box_thresh,
+            text_det_unclip_ratio=unclip_ratio,
+        )
+        self.name = _name(
+            f"paddleocr {version('paddleocr')} {inference or 'paddle'}",
+            which,
+            text_rec_score_thresh=text_rec_score_thresh,
+            upscale=upscale,
+            limit=f"{limit_side_len} {limit_type}",
+            box_thresh=box_thresh,
+            unclip_ratio=unclip_ratio,
         )
 
     def read(self, image: np.ndarray) -> list[Line]:
         """image uint8 RGB [H,W,3] -> (text, confidence) in PaddleOCR's order, [] = none found."""
-        pages = self._ocr.predict(_enlarge(_bgr(image), self.upscale))
+        return self.read_many([image])[0]
+
+    def read_many(self, images: Sequence[np.ndarray]) -> list[list[Line]]:
+        """The lines of each image, by one call. PaddleOCR batches the lines of an image and no
+        further, so a score does not depend on the other images."""
+        pages = self._ocr.predict([_enlarge(_bgr(image), self.upscale) for image in images])
         return [
-            (text, float(confidence))
+            list(zip(page["rec_texts"], map(float, page["rec_scores"]), strict=True))
             for page in pages
-            for text, confidence in zip(page["rec_texts"], page["rec_scores"], strict=True)
         ]
+
+
+def _paddle_models(
+    folders: tuple[str | None, str | None], lang: str, ocr_version: str
+) -> tuple[dict[str, str], str]:
+    """The arguments that tell PaddleOCR which models to load, and what they are called."""
+    detection, recognition = folders
+    if detection is None and recognition is None:
+        return {"lang": lang, "ocr_version": ocr_version}, f"{ocr_version} {lang}"
+    if detection is None or recognition is None:
+        raise ValueError(
+            "give both `text_detection_model_dir` and `text_recognition_model_dir` to engine "
+            "paddleocr, or neither; with one it would download the other."
+        )
+    names = [_model_name(detection), _model_name(recognition)]
+    arguments = {
+        "text_detection_model_name": names[0],
+        "text_detection_model_dir": detection,
+        "text_recognition_model_name": names[1],
+        "text_recognition_model_dir": recognition,
+    }
+    return arguments, " + ".join(names)
+
+
+def _model_name(folder: str) -> str:
+    """The name in the inference.yml of a model's folder; PaddleOCR wants to be told it."""
+    try:
+        text = (Path(folder) / "inference.yml").read_text(encoding="utf-8")
+        found = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # 18,000 letters
+        return found["Global"]["model_name"]
+    except (OSError, yaml.YAMLError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"{folder!r} is no folder of a PaddleOCR model: no Global.model_name in its "
+            f"inference.yml ({type(error).__name__}: {error}). Give the unpacked folder of an "
+            "inference model, or make one with scripts/paddle_models_from_rapidocr.py."
+        ) from error
+
+
+def _paddle_engine(inference: str | None, threads: int) -> dict[str, Any]:
+    """What runs the models, and where that takes its number of threads."""
+    if inference is None:  # PaddleOCR before 3.7 knows no `engine`
+        return {"cpu_threads": threads}
+    if inference == "onnxruntime":
+        limits = {"intra_op_num_threads": threads, "inter_op_num_threads": 1}
+        return {"engine": inference, "engine_config": limits}
+    return {"engine": inference, "cpu_threads": threads}
 
 
 ENGINES: dict[str, Callable[..., Engine]] = {
@@ -117,13 +243,12 @@ ENGINES: dict[str, Callable[..., Engine]] = {
 
 
 def _import(module: str, install: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            f"this reward reads text with {module}, which is not usable here ({error}). "
-            f"Install it: pip install {install}"
-        ) from error
+    return require(module, install, "this reward reads text with")
+
+
+def _name(engine: str, models: str, **settings: Any) -> str:
+    """What is recorded with results: all that changes them."""
+    return f"{engine}, {models}, " + ", ".join(f"{k} {v}" for k, v in settings.items())
 
 
 def _bgr(image: np.ndarray) -> np.ndarray:

@@ -270,7 +270,9 @@ def test_the_command_writes_results_table_and_grid(
 ):
     assert main(["--config", str(config)]) == 0
     folder = config.parent / "out"
-    models = json.loads((folder / "results.json").read_text())["models"]
+    results = json.loads((folder / "results.json").read_text())
+    models = results["models"]
+    assert results["benchmarks"] == {"red": {"reward": "Faulty"}}
     assert list(models) == ["fresh", "base"] and models["base"]["settings"]["steps"] == 2
     first, second = models["fresh"]["images"]["red"]
     assert second["value"] is None and first["value"] == models["base"]["images"]["red"][0]["value"]

@@ -2,20 +2,23 @@
 
 import json
 import random
+import runpy
 import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import matplotlib
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image, ImageDraw, ImageFont
 
-from flowalign.rewards import build, check, ocr_engines
+from flowalign.rewards import build, check, describe, ocr_engines
 from flowalign.rewards.ocr import OCR, strict_reward, target_of, text_reward, to_uint8
-from flowalign.rewards.ocr_engines import PaddleOCREngine, RapidOCREngine
+from flowalign.rewards.ocr_engines import PaddleOCREngine, RapidOCREngine, read_all
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "ocr_reward.json").read_text())
 SCORED = [case for case in GOLDEN["cases"] if "reward" in case["image"]]
@@ -104,24 +107,157 @@ def test_wrong_options_are_refused_without_an_engine(options, said, monkeypatch)
     check("ocr", {"engine": "paddleocr", "device": "cpu", "rule": "strict"})
 
 
-def test_paddle_gets_bgr_and_its_3x_arguments(monkeypatch):
-    asked = {}
+PADDLE_3_7 = """
+    doc_orientation_classify_model_name doc_orientation_classify_model_dir
+    doc_unwarping_model_name doc_unwarping_model_dir text_detection_model_name
+    text_detection_model_dir textline_orientation_model_name textline_orientation_model_dir
+    textline_orientation_batch_size text_recognition_model_name text_recognition_model_dir
+    text_recognition_batch_size use_doc_orientation_classify use_doc_unwarping
+    use_textline_orientation text_det_limit_side_len text_det_limit_type text_det_thresh
+    text_det_box_thresh text_det_unclip_ratio text_det_input_shape text_rec_score_thresh
+    return_word_box text_rec_input_shape lang ocr_version
+    paddlex_config device engine engine_config enable_hpi use_tensorrt precision enable_mkldnn
+    mkldnn_cache_capacity cpu_threads enable_cinn
+""".split()  # what PaddleOCR 3.7.0 takes: its constructor's names, and _common_args.py's
+
+
+@pytest.fixture
+def paddle(monkeypatch):
+    """What a stand-in for PaddleOCR 3.7 was asked; it refuses arguments that the real one does."""
+    asked = {"batches": []}
 
     class FakePaddle:
         def __init__(self, **options):
+            assert set(options) <= set(PADDLE_3_7)
+            if options.get("text_detection_model_dir"):  # the real one warns
+                assert "lang" not in options and "ocr_version" not in options
             asked.update(options)
 
-        def predict(self, image):
-            asked["pixel"] = image[0, 0].tolist()
-            return [{"rec_texts": ["Hi"], "rec_scores": [0.75]}]
+        def predict(self, images):
+            asked["batches"].append(len(images))
+            asked["pixel"] = images[0][0, 0].tolist()
+            if len(images) > 1 and any(image.max() == 0 for image in images):
+                raise RuntimeError("a black image")
+            reds = [int(image[0, 0, 2]) for image in images]
+            return [{"rec_texts": [f"w{red}"], "rec_scores": [0.75]} for red in reds]
 
     monkeypatch.setitem(sys.modules, "paddleocr", SimpleNamespace(PaddleOCR=FakePaddle))
     monkeypatch.setattr(ocr_engines, "version", lambda package: "3.7.0")
+    return asked
+
+
+def test_paddle_gets_bgr_and_its_3x_arguments(paddle):
     engine = PaddleOCREngine(device="cpu")
-    assert engine.read(np.full((4, 4, 3), [1, 2, 3], np.uint8)) == [("Hi", 0.75)]
-    assert asked["pixel"] == [3, 2, 1]
-    assert asked["use_textline_orientation"] is False and asked["text_rec_score_thresh"] == 0.5
-    assert engine.name == "paddleocr 3.7.0 PP-OCRv4 en"
+    assert engine.read(np.full((4, 4, 3), [1, 2, 3], np.uint8)) == [("w1", 0.75)]
+    assert paddle["pixel"] == [3, 2, 1]
+    assert paddle["use_textline_orientation"] is False and paddle["text_rec_score_thresh"] == 0.5
+    assert (paddle["lang"], paddle["ocr_version"]) == ("en", "PP-OCRv4")
+    assert engine.name.startswith("paddleocr 3.7.0 paddle, PP-OCRv4 en, text_rec_score_thresh 0.5,")
+
+
+def test_paddle_reads_a_batch_at_once_and_a_bad_image_costs_only_the_speed(paddle):
+    images = torch.arange(7.0)[:, None, None, None].expand(7, 3, 4, 4) / 255
+    prompts = [f'"w{i}"' for i in range(7)]
+    reward = OCR("paddleocr", batch_size=3, workers=2)
+    assert reward(images[1:], prompts[1:], [{}] * 6).value.tolist() == [1.0] * 6
+    assert sorted(paddle["batches"]) == [3, 3]
+    with_black = reward(images, prompts, [{}] * 7)
+    assert with_black.value.tolist() == [1.0] * 7  # of the black one alone there is no complaint
+
+
+class Many:
+    """An engine that reads several images at once, and fails on a black one either way."""
+
+    name = "many"
+    answers = 0
+
+    def read(self, image):
+        if image.max() == 0:
+            raise RuntimeError("engine died")
+        return [(f"w{int(image[0, 0, 0])}", 1.0)]
+
+    def read_many(self, images):
+        found = [self.read(image) for image in images]
+        self.answers += 1
+        return found
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5, 16])
+def test_scores_do_not_depend_on_the_batch_even_where_an_image_fails(batch_size):
+    images = torch.arange(5.0)[[3, 1, 0, 4, 2], None, None, None].expand(5, 3, 4, 4) / 255
+    engine = Many()
+    scores = OCR(engine, batch_size=batch_size)(
+        images, ['"w3"', "x", '"a"', '"w4"', '"w2"'], [{}] * 5
+    )
+    assert scores.valid.tolist() == [True, False, False, True, True]
+    assert scores.value[scores.valid].tolist() == [1, 1, 1]
+    assert "quotes" in scores.reasons[1] and "engine died" in scores.reasons[2]
+    assert engine.answers == (1 if batch_size == 2 else 0)
+
+
+def test_an_answer_about_too_few_images_is_not_trusted():
+    engine = Many()
+    engine.read_many = lambda images: [[("w9", 1.0)]]
+    found = read_all(engine, [np.full((2, 2, 3), value, np.uint8) for value in (1, 2)])
+    assert found == [[("w1", 1.0)], [("w2", 1.0)]]
+
+
+@pytest.fixture(scope="module")
+def paddle_models(tmp_path_factory):
+    """Folders (detection, recognition) of PaddleOCR models, out of rapidocr's wheel."""
+    script = Path(__file__).parent.parent / "scripts" / "paddle_models_from_rapidocr.py"
+    return runpy.run_path(str(script))["write"](tmp_path_factory.mktemp("paddle"))
+
+
+def test_paddle_is_told_of_local_folders_by_name(paddle, paddle_models):
+    detection, recognition = map(str, paddle_models)
+    options: dict[str, Any] = {
+        "text_detection_model_dir": detection,
+        "text_recognition_model_dir": recognition,
+    }
+    engine = PaddleOCREngine(inference="onnxruntime", threads=2, **options)
+    assert {name: paddle[name] for name in options} == options
+    assert paddle["text_detection_model_name"] == "PP-OCRv6_small_det"
+    assert paddle["text_recognition_model_name"] == "PP-OCRv6_small_rec"
+    assert (
+        paddle["engine"] == "onnxruntime" and paddle["engine_config"]["intra_op_num_threads"] == 2
+    )
+    assert "onnxruntime, PP-OCRv6_small_det + PP-OCRv6_small_rec," in engine.name
+    with pytest.raises(ValueError, match="both"):
+        PaddleOCREngine(text_detection_model_dir=detection)
+    with pytest.raises(ValueError, match="no folder of a PaddleOCR model"):
+        options["text_detection_model_dir"] = str(Path(detection).parent)
+        PaddleOCREngine(**options)
+
+
+def test_the_alphabet_survives_the_folder(paddle_models):
+    described = yaml.safe_load((paddle_models[1] / "inference.yml").read_text(encoding="utf-8"))
+    alphabet = described["PostProcess"]["character_dict"]
+    engine = RapidOCREngine(**TINY)
+    engine.read(to_uint8(_sign(random.Random(1), "CAT")))  # its recogniser is loaded at need
+    rapid: Any = engine._ocr
+    known = rapid.text_rec.postprocess_op.character  # with blank first and a space last
+    assert ["blank", *alphabet, " "] == list(known)
+
+
+def test_paddle_reads_signs_for_real(paddle_models):
+    pytest.importorskip("paddleocr")
+    detection, recognition = map(str, paddle_models)
+    rng = random.Random(1)
+    words = ["EXIT", "TAXI", "SALE"]
+    images = torch.stack([_sign(rng, word) for word in words] + [torch.full((3, 64, 64), 0.8)])
+    engine = PaddleOCREngine(
+        device="cpu",
+        upscale=4,
+        inference="onnxruntime",
+        text_detection_model_dir=detection,
+        text_recognition_model_dir=recognition,
+    )
+    prompts = [f'"{word}"' for word in [*words, "UP"]]
+    scores = OCR(engine)(images, prompts, [{}] * 4)
+    assert scores.parts["exact"].tolist() == [1, 1, 1, 0] and bool(scores.valid.all())
+    pixels = [to_uint8(image) for image in images]
+    assert engine.read_many(pixels) == [engine.read(image) for image in pixels]
 
 
 def test_a_missing_engine_says_what_to_install(monkeypatch):
@@ -166,8 +302,22 @@ def test_rapidocr_reads_small_signs():
     assert scores.parts["exact"][:-1].mean() >= 0.9
     assert scores.value[-1] == 0
     assert isinstance(reward, OCR) and reward.engine.name.startswith("rapidocr 3")
+    said = describe(reward)
+    assert (said["name"], said["rule"]) == ("ocr", "published")
+    assert "PP-OCRv6 small, text_score 0.5, upscale 2, limit 128 max" in said["engine"]
     together = build("ocr", workers=2, **TINY)(images, prompts, [{}] * len(prompts))
     assert torch.equal(together.value, scores.value)
+
+
+def test_rapidocr_reads_faint_red_only_in_its_channel_order():
+    """Letters 16 of 255 redder than the board are seen, as blue ones they are not."""
+    image = Image.new("RGB", (128, 48), (128, 128, 128))
+    font = ImageFont.truetype(FONT, 20)
+    ImageDraw.Draw(image).text((64, 24), "MARKET", font=font, fill=(144, 128, 128), anchor="mm")
+    pixels = np.array(image)
+    engine = RapidOCREngine(**{**TINY, "upscale": 1})
+    assert [text for text, _ in engine.read(pixels)] == ["MARKET"]
+    assert engine.read(np.ascontiguousarray(pixels[:, :, ::-1])) == []
 
 
 class Meeting:

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from flowalign.rewards import build, check, check_prompts, names, register, score
+from flowalign.rewards import build, check, check_prompts, describe, names, register, score
 from flowalign.rewards.geneval import GenEval
 from flowalign.types import Detections, Scores
 
@@ -237,3 +237,26 @@ def test_geneval_names_the_first_prompt_it_cannot_judge(metadata):
 
 def test_a_reward_that_asks_nothing_of_its_prompts_takes_any(stranger):
     check_prompts("stranger:Brightness", {}, PROMPTS, METADATA)
+
+
+def test_a_reward_describes_itself_and_at_least_by_its_name(stranger, registry):
+    class Told(Brightness):
+        name = "told"
+
+        def describe(self):
+            return {"engine": torch.float32, "scale": self.scale, "names": ("a", "b")}
+
+    class Broken(Brightness):
+        def describe(self):
+            return {}["engine"]
+
+    @register("dark")
+    def dark(images, prompts, metadata, bias=0.0):
+        return Scores.of(bias - images.mean(dim=(1, 2, 3)))
+
+    told = {"name": "told", "engine": "torch.float32", "scale": 2.0, "names": ["a", "b"]}
+    assert describe(Told(2.0)) == told
+    assert describe(Brightness()) == {"name": "Brightness"}
+    assert describe(build("dark", bias=1.0)) == {"name": "dark"}
+    assert describe(GenEval(FakeDetector()))["name"] == "geneval"
+    assert describe(Broken()) == {"name": "Broken", "describe": "KeyError: 'engine'"}

@@ -1,0 +1,349 @@
+"""A judge behind a real HTTP endpoint: what it is asked, how it is read, and how it may fail."""
+
+import base64
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from flowalign.rewards import build, chat, check, describe, score
+from flowalign.rewards.ocr import to_uint8
+from flowalign.rewards.vlm import TEMPLATES, VLM, Template
+
+OWN = Template("Rate this.", r"(\d)/9", scale=9.0, lowest=1.0)  # found by its dotted path
+
+
+class Judge(ThreadingHTTPServer):
+    """Plays OpenAI's chat completions; `reply(request)` -> text, or (status, body)."""
+
+    daemon_threads = True
+
+    def __init__(self, reply: Callable[[dict[str, Any]], Any]):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.reply, self.lock = reply, threading.Lock()
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.busy = self.most = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that leaves early is part of the tests."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Judge  # pyright: ignore[reportIncompatibleVariableOverride]
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        server = self.server
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with server.lock:
+            server.requests.append(request | {"path": self.path})
+            server.headers.append(dict(self.headers))
+            server.busy += 1
+            server.most = max(server.most, server.busy)
+        found = server.reply(request)
+        status, body = found if isinstance(found, tuple) else (200, answer(found))
+        with server.lock:
+            server.busy -= 1
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def answer(text: Any) -> bytes:
+    return json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode()
+
+
+def asked(request: dict[str, Any]) -> tuple[str, np.ndarray]:
+    """The text and the pixels [H,W,3] of a request."""
+    picture, text = request["messages"][0]["content"]
+    kind, _, data = picture["image_url"]["url"].partition(",")
+    assert kind == "data:image/png;base64"
+    image = Image.open(BytesIO(base64.b64decode(data)))
+    return text["text"], np.asarray(image)
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Judge]]:
+    """Starts judges that live as long as the test; retries wait for hundredths of a second."""
+    monkeypatch.setattr(chat, "FIRST_WAIT", 0.01)
+    started: list[Judge] = []
+
+    def start(reply: Callable[[dict[str, Any]], Any]) -> Judge:
+        judge = Judge(reply)
+        threading.Thread(target=judge.serve_forever, args=(0.01,), daemon=True).start()
+        started.append(judge)
+        return judge
+
+    yield start
+    for judge in started:
+        judge.shutdown()
+        judge.server_close()
+
+
+def images(count: int, size: int = 8) -> torch.Tensor:
+    return torch.rand(count, 3, size, size, generator=torch.Generator().manual_seed(0))
+
+
+def prompts(count: int) -> list[str]:
+    return [f"picture {i}" for i in range(count)]
+
+
+def test_the_request_holds_the_template_the_prompt_and_exactly_the_pixels(serve):
+    judge = serve(lambda request: "Final Score: 4")
+    picture = images(1)
+    reward = VLM(judge.url + "/", "judge-7b", image_size=8, max_tokens=77)
+    scores = reward(picture, ['a {cat} "hi"'], [{}])
+    (request,) = judge.requests
+    text, pixels = asked(request)
+    assert request["path"] == "/v1/chat/completions" and request["model"] == "judge-7b"
+    assert (request["temperature"], request["max_tokens"]) == (0, 77)
+    assert text.endswith('Text Caption: [a {cat} "hi"]') and "'Final Score:'" in text
+    assert np.array_equal(pixels, to_uint8(picture[0]))
+    assert scores.value.tolist() == [pytest.approx(0.8)] and scores.parts["raw"].tolist() == [4]
+    assert "Authorization" not in judge.headers[0]
+
+
+def test_images_are_resized_as_the_peers_do_or_left_alone(serve):
+    judge = serve(lambda request: "Final Score: 1")
+    picture = images(1, 10)[:, :, :6]
+    for size in (512, None):
+        VLM(judge.url, "m", image_size=size)(picture, ["x"], [{}])
+    seen = [asked(request)[1] for request in judge.requests]
+    assert [pixels.shape for pixels in seen] == [(512, 512, 3), (6, 10, 3)]
+    peers = Image.fromarray(to_uint8(picture[0])).resize((512, 512))  # flow_grpo/rewards.py
+    assert np.array_equal(seen[0], np.asarray(peers))
+
+
+@pytest.mark.parametrize(
+    ("template", "said", "raw"),
+    [
+        ("unifiedreward", "Final Score: 3.5", 3.5),
+        ("unifiedreward", "cat (animal): 1\n**Final Score:** 2", 2),
+        ("unifiedreward", "The wall says 'Final Score: 5'. Final Score: 1.", 1),
+        ("unifiedreward", "Final Score: 10", None),
+        ("unifiedreward", "Final Score: 0", None),
+        ("unifiedreward", "I would say 4 out of 5", None),
+        ("unifiedreward", "", None),
+        ("qwenvl", "<QualityScore>5</QualityScore><OverallScore>2</OverallScore>", 2),
+        ("qwenvl_strict", "<Thought>so</Thought>\n<OverallScore> 3 </OverallScore>", 3),
+        ("qwenvl_quality", "<Score>5</Score>", 5),
+        ("qwenvl", "<OverallScore>3.5</OverallScore>", None),
+        ("qwenvl", "<QualityScore>5</QualityScore> and then it broke", None),
+        ("qwenvl", "<OverallScore>6</OverallScore>", None),
+    ],
+)
+def test_scores_are_read_off_answers_and_no_score_is_no_answer(template, said, raw):
+    if raw is None:
+        with pytest.raises(ValueError, match="score"):
+            TEMPLATES[template].read(said)
+    else:
+        assert TEMPLATES[template].read(said) == raw
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_asks_for_the_form_that_it_reads(name):
+    text = TEMPLATES[name].ask("a red dog")
+    assert ("a red dog" in text) == (name != "qwenvl_quality")
+    assert "{" not in text
+    assert ("extremely strict" in text) == (name == "qwenvl_strict")
+    wanted = {"unifiedreward": "Final Score:", "qwenvl_quality": "<Score>"}
+    assert wanted.get(name, "<OverallScore>") in text
+
+
+def test_an_answer_without_a_score_is_invalid_and_its_beginning_the_reason(serve):
+    replies = {"picture 0": "Final Score: 5", "picture 1": "I cannot judge\nthis " + "x" * 500}
+
+    def reply(request):
+        text, _ = asked(request)
+        return next((said for key, said in replies.items() if key in text), None)
+
+    scores = VLM(serve(reply).url, "m", image_size=None)(images(3), prompts(3), [{}] * 3)
+    assert scores.valid.tolist() == [True, False, False]
+    assert scores.value[0] == 1 and scores.value[1:].isnan().all()
+    assert scores.parts["raw"][1:].isnan().all()
+    assert "'I cannot judge this xxx" in scores.reasons[1] and len(scores.reasons[1]) < 250
+    assert "choices[0].message.content" in scores.reasons[2]
+
+
+def test_an_own_text_and_a_template_by_its_path(serve):
+    judge = serve(lambda request: "I give 8/9" if "this" in asked(request)[0] else "points=7.5")
+    text = "How good is an image of {prompt}, as JSON {points}?"
+    own = VLM(judge.url, "m", text, pattern=r"points=(\d+\.\d)", scale=10)
+    scores = own(images(1), ["a dog"], [{}])
+    assert asked(judge.requests[0])[0] == "How good is an image of a dog, as JSON {points}?"
+    assert scores.value.tolist() == [0.75] and scores.parts["raw"].tolist() == [7.5]
+    by_path = build("vlm", url=judge.url, model="m", template="test_vlm:OWN")
+    assert by_path(images(1), ["a dog"], [{}]).parts["raw"].tolist() == [8]
+
+
+def test_concurrency_is_used_and_never_exceeded_and_order_is_kept(serve):
+    three = threading.Barrier(3, timeout=20)
+
+    def reply(request):
+        number = int(asked(request)[0].rpartition("picture ")[2][:-1])
+        three.wait()  # nobody answers before three are asked
+        time.sleep(0.02 * (number % 3 == 0))  # the first of them answers last
+        return f"Final Score: {1 + number % 5}"
+
+    judge = serve(reply)
+    scores = VLM(judge.url, "m", image_size=None, concurrency=3)(images(12), prompts(12), [{}] * 12)
+    assert scores.parts["raw"].tolist() == [1 + i % 5 for i in range(12)]
+    assert judge.most == 3 and len(judge.requests) == 12
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_busy_endpoint_is_asked_again(serve, status):
+    seen: dict[str, int] = {}
+
+    def reply(request):
+        text = asked(request)[0]
+        seen[text] = seen.get(text, 0) + 1
+        return (status, b"busy") if seen[text] < 3 else "Final Score: 3"
+
+    scores = VLM(serve(reply).url, "m", image_size=None, retries=2)(images(4), prompts(4), [{}] * 4)
+    assert scores.parts["raw"].tolist() == [3] * 4 and set(seen.values()) == {3}
+
+
+def test_a_timeout_is_asked_again(serve):
+    second = threading.Event()
+
+    def reply(request):
+        if len(judge.requests) == 1:
+            second.wait(20)
+        else:
+            second.set()
+        return "Final Score: 3"
+
+    judge = serve(reply)
+    scores = VLM(judge.url, "m", image_size=None, timeout=0.3)(images(1), ["a"], [{}])
+    assert scores.value.tolist() == [pytest.approx(0.6)] and len(judge.requests) >= 2
+
+
+def test_a_refused_image_is_not_asked_again_and_costs_no_other(serve):
+    def reply(request):
+        return (400, b"too long") if "picture 1" in asked(request)[0] else "Final Score: 3"
+
+    judge = serve(reply)
+    scores = VLM(judge.url, "m", image_size=None)(images(3), prompts(3), [{}] * 3)
+    assert scores.valid.tolist() == [True, False, True] and len(judge.requests) == 3
+    assert "HTTP 400: 'too long'" in scores.reasons[1]
+
+
+def test_an_image_that_is_given_up_is_masked_with_its_reason(serve):
+    def reply(request):
+        return (500, b"boom") if "picture 1" in asked(request)[0] else "Final Score: 3"
+
+    judge = serve(reply)
+    scores = VLM(judge.url, "m", image_size=None, retries=2)(images(3), prompts(3), [{}] * 3)
+    assert scores.valid.tolist() == [True, False, True]
+    assert "HTTP 500: 'boom'" in scores.reasons[1] and len(judge.requests) == 2 + 3
+
+
+def test_nan_pixels_never_reach_the_judge(serve):
+    judge = serve(lambda request: "Final Score: 3")
+    picture = images(2)
+    picture[0, 0, 0, 0] = float("nan")
+    scores = VLM(judge.url, "m", image_size=None)(picture, prompts(2), [{}] * 2)
+    assert scores.valid.tolist() == [False, True] and len(judge.requests) == 1
+    assert "NaN" in scores.reasons[0]
+
+
+def test_a_dead_endpoint_masks_the_batch_and_is_not_asked_for_every_image(serve, caplog):
+    judge = serve(lambda request: (503, b"down"))
+    reward = VLM(judge.url, "m", image_size=None, concurrency=2, retries=1)
+    with pytest.raises(ConnectionError, match="HTTP 503: 'down'"):
+        reward(images(20), prompts(20), [{}] * 20)
+    assert len(judge.requests) <= 8  # two at once, twice each, and who was about to ask
+    judge.shutdown()
+    judge.server_close()
+    with caplog.at_level(logging.WARNING):
+        scores = score(reward, images(5), prompts(5), [{}] * 5)
+    assert not scores.valid.any() and "ConnectError" in scores.reasons[0]
+    assert len(caplog.records) == 1
+
+
+def test_an_endpoint_that_dies_midway_keeps_what_it_answered(serve):
+    judge = serve(lambda r: "Final Score: 5" if len(judge.requests) < 4 else (500, b"gone"))
+    reward = VLM(judge.url, "m", image_size=None, concurrency=1, retries=0)
+    scores = reward(images(9), prompts(9), [{}] * 9)
+    assert scores.valid.tolist() == [True] * 3 + [False] * 6
+    assert len(judge.requests) == 4 and "not asked any more" in scores.reasons[8]
+
+
+def test_the_key_goes_in_the_header_and_into_no_message(serve, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "s3cret-key")
+    said = b"wrong key s3cret-key " + b"x" * 130 + b" s3cret-key"  # where it is cut: half a key
+    judge = serve(lambda request: (401, said))
+    reward = VLM(judge.url, "m", image_size=None, token_env="JUDGE_KEY")
+    scores = score(reward, images(1), ["a"], [{}])
+    assert judge.headers[0]["Authorization"] == "Bearer s3cret-key"
+    assert "HTTP 401: 'wrong key *** xxx" in scores.reasons[0] and len(judge.requests) == 1
+    assert "s3cret" not in repr(scores) + repr(describe(reward)) + repr(vars(reward))
+
+
+@pytest.mark.parametrize("held", [None, "", "bad\nkey s3cret", "schlüssel s3cret"])
+def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(monkeypatch, held):
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    if held is not None:
+        monkeypatch.setenv("JUDGE_KEY", held)
+    with pytest.raises(ValueError, match="'JUDGE_KEY'") as caught:
+        check("vlm", {"url": "http://x/v1", "model": "m", "token_env": "JUDGE_KEY"})
+    assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"url": "localhost:8000"}, "no http"),
+        ({"url": "http://me:pass@host/v1"}, "token_env"),
+        ({"url": "http://host/v1/chat/completions"}, "not its base"),
+        ({"model": ""}, "/models"),
+        ({"template": "qwenv"}, "did you mean 'qwenvl'"),
+        ({"template": "test_vlm:Judge"}, "no template"),
+        ({"template": "Rate {prompt}"}, "`pattern`"),
+        ({"template": "Rate {prompt}", "pattern": "("}, "no regular expression"),
+        ({"template": "Rate {prompt}", "pattern": "Score"}, "0 groups"),
+        ({"template": "Rate {prompt}", "pattern": "(1)", "scale": 0}, "above 0"),
+        ({"scale": 10}, "of your own"),
+        ({"concurrency": 0}, "from 1 on"),
+        ({"retries": -1}, "from 0 on"),
+        ({"timeout": 0}, "seconds above 0"),
+        ({"image_size": 0}, "use pixels"),
+        ({"max_token": 5}, "did you mean 'max_tokens'"),
+    ],
+)
+def test_wrong_options_are_refused_without_a_network(options, said, monkeypatch):
+    monkeypatch.setattr("flowalign.rewards.chat.require", None)
+    with pytest.raises(ValueError, match=said):
+        check("vlm", {"url": "http://127.0.0.1:9/v1", "model": "m", **options})
+
+
+def test_it_says_which_judge_it_asked_what():
+    found = describe(VLM("http://10.0.0.1/v1", "judge-7b", "qwenvl", max_tokens=99))
+    assert (found["name"], found["model"], found["template"]) == ("vlm", "judge-7b", "qwenvl")
+    assert found["text"] == TEMPLATES["qwenvl"].text and found["max_tokens"] == 99
+    assert "10.0.0.1" not in json.dumps(found)
+
+
+def test_without_httpx_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "httpx", None)
+    with pytest.raises(ImportError, match=r"flowalign\[serve\]"):
+        VLM("http://127.0.0.1:9/v1", "m")(images(1), ["a"], [{}])
