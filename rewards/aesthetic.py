@@ -53,7 +53,7 @@ class Aesthetic:
         self.clip = Clip(model, None, revision, **shared, text_cache=0)
         self.head = Head(self.clip.width).requires_grad_(False).eval()
         fit(self.head, found, path)
-        self.normalizer = normalizer
+        self.normalizer, self.source = normalizer, head
 
     @staticmethod
     def check_options(model: str = LARGE, head: str = HEAD, **options: Any) -> None:
@@ -62,12 +62,20 @@ class Aesthetic:
         check_model(model, "model")
         check_file(head, "head", HEAD)
 
+    def describe(self) -> dict[str, Any]:
+        """What the scores depend on."""
+        return {
+            "name": self.name,
+            "model": self.clip.name,
+            "head": self.source,
+            "normalizer": self.normalizer,
+        }
+
     @torch.no_grad()
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> Scores:
         """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU."""
-        raw = self.head(
-            self.clip.image_features(images).cpu()
-        )  # a million weights: the CPU will do
+        seen = self.clip.image_features(images).cpu()
+        raw = self.head(seen)  # a million weights: the CPU will do
         return Scores.of(raw / self.normalizer, raw=raw)

@@ -35,7 +35,8 @@ class Clip(TwoTowers):
     """A CLIPModel with its image processor and tokenizer.
 
     model, processor: "tiny", a folder, or a Hub id; processor None = the model's own. revision: of
-    the model. The rest is as in `TwoTowers`. Raises OSError where there is nothing to load.
+    the model. `name` says which. The rest is as in `TwoTowers`. Raises OSError where there is
+    nothing to load.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Clip(TwoTowers):
         offload: bool = False,
         text_cache: int = TEXT_CACHE,
     ) -> None:
+        self.name = f"{model}@{revision}" if revision else model
         name = resolve(model)
         at: dict[str, Any] = {"revision": revision} if revision else {}
         source, its = (name, at) if processor is None else (resolve(processor), {})

@@ -7,7 +7,6 @@ pass of its own, so that its colour cannot depend on what else is in the image o
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch.nn.functional import normalize
 
 from flowalign.eval.geneval import COLORS
 from flowalign.rewards.device import Placement
+from flowalign.rewards.lazy import require
 
 TEMPLATES = (
     "a photo of a {color} {thing}",
@@ -51,7 +51,7 @@ class ClipColors:
         offload: bool = False,
     ) -> None:
         check_clip(architecture, pretrained)
-        library = _open_clip()
+        library = require("open_clip", "'flowalign[clip]'", "GenEval's colours are named with")
         weights, gelu = _weights(library, architecture, pretrained)
         model, _, self.preprocess = library.create_model_and_transforms(
             architecture,
@@ -159,13 +159,3 @@ def _weights(library: Any, architecture: str, pretrained: str) -> tuple[str, boo
             f"it has {tags}. Use one of them, or the path of a file."
         )
     return pretrained, bool(tag.get("quick_gelu", False))
-
-
-def _open_clip() -> Any:
-    try:
-        return importlib.import_module("open_clip")
-    except ImportError as error:
-        raise ImportError(
-            f"GenEval's colours are named with open_clip, which is not usable here ({error}). "
-            "Install it: pip install 'flowalign[clip]'"
-        ) from error

@@ -57,6 +57,10 @@ class ClipScore:
         check_common("reward clipscore", **options)
         check_model(model, "model")
 
+    def describe(self) -> dict[str, Any]:
+        """What the scores depend on."""
+        return {"name": self.name, "model": self.clip.name, "normalizer": self.normalizer}
+
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> Scores:

@@ -58,6 +58,11 @@ class Weighted:
         for spec in rewards:
             _check_prompts(spec, prompts, metadata)
 
+    def describe(self) -> dict[str, Any]:
+        """The components, and what they weigh."""
+        found = {label: registry.describe(reward) for label, reward in self.rewards.items()}
+        return {"name": self.name, "rewards": found, "weights": self.weights}
+
     @property
     def groupwise(self) -> bool:
         """Whether a component must see all images of a prompt at once."""
@@ -108,6 +113,11 @@ class Gated:
         """Raise ValueError if a component cannot judge images of one of these prompts."""
         for spec in (reward, gate):
             _check_prompts(spec, prompts, metadata)
+
+    def describe(self) -> dict[str, Any]:
+        """The components, and when the gate opens."""
+        found = {"reward": registry.describe(self.reward), "gate": registry.describe(self.gate)}
+        return {"name": self.name, **found, "threshold": self.threshold, "below": self.below}
 
     @property
     def groupwise(self) -> bool:
@@ -166,6 +176,11 @@ class Normalized:
     ) -> None:
         """Raise ValueError if the component cannot judge images of one of these prompts."""
         _check_prompts(reward, prompts, metadata)
+
+    def describe(self) -> dict[str, Any]:
+        """The component, and its scale."""
+        found = registry.describe(self.reward)
+        return {"name": self.name, "reward": found, "median": self.median, "spread": self.spread}
 
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]

@@ -42,6 +42,10 @@ class Diversity:
         check_common("reward diversity", **options)
         check_model(model, "model")
 
+    def describe(self) -> dict[str, Any]:
+        """What the scores depend on."""
+        return {"name": self.name, "model": self.clip.name}
+
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> Scores:

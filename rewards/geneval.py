@@ -103,6 +103,11 @@ class GenEval:
                     "another reward for this task."
                 )
 
+    def describe(self) -> dict[str, Any]:
+        """Which detector looked, and by which rules its findings are judged."""
+        detector = getattr(self.detector, "name", type(self.detector).__name__)
+        return {"name": self.name, "engine": detector, "rule": self.reward, **self.rules}
+
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> Guarded:

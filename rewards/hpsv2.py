@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flowalign.rewards import pixels
+from flowalign.rewards.lazy import require
 from flowalign.rewards.options import check_common
 from flowalign.rewards.towers import TEXT_CACHE, TwoTowers
 from flowalign.rewards.weights import check_file, fit, locate, read
@@ -80,6 +80,10 @@ class HPSv2:
         if weights is not None:
             check_file(weights, "weights", FILES[version])
 
+    def describe(self) -> dict[str, Any]:
+        """What the scores depend on."""
+        return {"name": self.name, "model": self.clip.name, "normalizer": self.normalizer}
+
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> Scores:
@@ -104,7 +108,8 @@ class OpenClip(TwoTowers):
         offload: bool = False,
         text_cache: int = TEXT_CACHE,
     ) -> None:
-        open_clip = _open_clip()
+        open_clip = require("open_clip", "'flowalign[clip]'", "reward hpsv2 needs")
+        self.name = f"open_clip {open_clip.__version__} {architecture}, {file}"
         config = open_clip.get_model_config(architecture)
         if config is None:
             raise ValueError(
@@ -126,13 +131,3 @@ class OpenClip(TwoTowers):
 
     def _read(self, prompts: list[str]) -> Tensor:
         return self.model.encode_text(self.tokenizer(prompts).to(self.device))
-
-
-def _open_clip() -> Any:
-    try:
-        return importlib.import_module("open_clip")
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            f"reward hpsv2 needs open_clip, which is not usable here ({error}). "
-            "Install it: pip install 'flowalign[clip]'"
-        ) from error

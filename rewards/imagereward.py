@@ -113,7 +113,7 @@ class ImageReward:
         self.placement = Placement(self.network, device, offload)
         self.pixels = pixels.clip_processor(self.network.image_size)
         self.batch_size = batch_size
-        self.normalizer = normalizer
+        self.normalizer, self.source = normalizer, weights
 
     @staticmethod
     def check_options(
@@ -134,6 +134,10 @@ class ImageReward:
                         f"`architecture` of reward imagereward has {part!r}: {sizes!r}; it takes "
                         + ", ".join(f"{name}: {list(table)}" for name, table in known.items())
                     )
+
+    def describe(self) -> dict[str, Any]:
+        """What the scores depend on."""
+        return {"name": self.name, "model": self.source, "normalizer": self.normalizer}
 
     @torch.no_grad()
     def __call__(

@@ -64,6 +64,10 @@ class PickScore:
         if processor is not None:
             check_model(processor, "processor")
 
+    def describe(self) -> dict[str, Any]:
+        """What the scores depend on."""
+        return {"name": self.name, "model": self.clip.name, "normalizer": self.normalizer}
+
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> Scores:

@@ -207,3 +207,21 @@ def test_a_component_may_refuse_prompts():
         with pytest.raises(ValueError, match="quotes"):
             check_prompts(name, options, ["no text here"], [{}])
     assert {"weighted", "gated", "normalized", "diversity"} <= set(rewards.names())
+
+
+# What is recorded ---------------------------------------------------------------------------------
+
+
+def test_a_composed_reward_says_what_it_is_made_of():
+    inner = {
+        "name": "normalized",
+        "options": {"reward": {"name": "geneval"}, "median": 0.5, "spread": 1},
+    }
+    found = rewards.describe(build("weighted", rewards=[RED, inner | {"weight": 0.5}]))
+    assert found["weights"] == {"fakes:redness": 1.0, "normalized": 0.5}
+    assert found["rewards"]["fakes:redness"] == {"name": "redness"}
+    geneval = found["rewards"]["normalized"]["reward"]
+    assert geneval["rule"] == "bounded" and geneval["threshold"] == 0.3 and geneval["engine"]
+    gated = build("gated", reward={"name": "pickscore", "options": {"model": "tiny"}}, gate=RED,
+                  threshold=0.1)  # fmt: skip
+    assert rewards.describe(gated)["reward"]["model"] == "tiny"
