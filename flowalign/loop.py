@@ -282,7 +282,7 @@ class Loop:
             metrics = {"loss": float(found.total.detach()), **found.metrics}
             for name, value in metrics.items():
                 seen[name].append((value, found.counts.get(name, len(pairs.rows))))
-        seen["lr"].append((self.lr.get_last_lr()[0], 1))
+        seen["lr"].append((float(self.lr.get_last_lr()[0]), 1))
         seen["grad_norm"].append((self._descend(), 1))
 
     def velocity(self, pairs: Pairs) -> Tensor:

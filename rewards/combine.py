@@ -129,9 +129,11 @@ class Gated:
     ) -> Guarded:
         """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU."""
         gate = score(self.gate, images, prompts, metadata)
-        rows = (gate.value >= self.threshold).nonzero().flatten().tolist()  # NaN does not pass
-        mine = [prompts[r] for r in rows], [metadata[r] for r in rows]
-        passed = _spread(score(self.reward, images[rows], *mine), rows, len(images))
+        rows: list[int] = (
+            (gate.value >= self.threshold).nonzero().flatten().tolist()
+        )  # NaN does not pass
+        mine, theirs = [prompts[r] for r in rows], [metadata[r] for r in rows]
+        passed = _spread(score(self.reward, images[rows], mine, theirs), rows, len(images))
         value = torch.full((len(images),), float(self.below)).masked_fill(~gate.valid, torch.nan)
         value[rows] = passed.value[rows]
         return _joined(value, {"gate": gate, "reward": passed})

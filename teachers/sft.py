@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flowalign.loop import Pairs, Prepared
 from flowalign.losses import velocity_error
-from flowalign.rollout import Noise, Schedule
+from flowalign.rollout import Noise, Schedule, See
 from flowalign.teachers.bank import Bank
 from flowalign.types import Rollout, Source, StepLoss
 
@@ -31,7 +31,7 @@ class Sft:
     """
 
     needs_images, needs_latents = False, True
-    see = None
+    see: See | None = None
 
     def __init__(
         self, bank: Bank, sigmas: Tensor, *, states: int, shift: float, guidance: float, seed: int
