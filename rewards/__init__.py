@@ -35,6 +35,7 @@ REWARDS: dict[str, str] = {
     "geneval": "flowalign.rewards.geneval:GenEval",
     "ocr": "flowalign.rewards.ocr:OCR",
     "pickscore": "flowalign.rewards.pickscore:PickScore",
+    "remote": "flowalign.rewards.remote:Remote",
 }
 
 _registered: dict[str, Callable[..., Any]] = {}

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import AutoTokenizer, CLIPModel
 
-from flowalign.rewards.ocr import to_uint8
+from flowalign.rewards.pixels import to_uint8
 from flowalign.tiny import PREFERENCE
 
 try:  # one set of pixels, whether torchvision is installed or not

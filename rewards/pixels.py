@@ -1,0 +1,20 @@
+"""Images as 8-bit pixels and back: what files, engines and the wire hold."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def to_uint8(image: Tensor) -> np.ndarray:
+    """One image [3,H,W] in [0,1], RGB -> uint8 [H,W,3]. Raises ValueError for NaN or infinity."""
+    if not bool(torch.isfinite(image).all()):
+        raise ValueError("the image has pixels that are NaN or infinite.")
+    pixels = (image.detach().float().clamp(0, 1) * 255).round().to(torch.uint8)
+    return pixels.permute(1, 2, 0).cpu().contiguous().numpy()
+
+
+def to_float(pixels: Tensor) -> Tensor:
+    """uint8 [B,3,H,W] -> float32 in [0,1]; `to_uint8` of it gives the same pixels back."""
+    return pixels.float() / 255
