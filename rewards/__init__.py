@@ -32,7 +32,9 @@ __all__ = [
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 
 REWARDS: dict[str, str] = {
+    "deqa": "flowalign.rewards.deqa:DeQA",
     "geneval": "flowalign.rewards.geneval:GenEval",
+    "hpsv3": "flowalign.rewards.hpsv3:HPSv3",
     "ocr": "flowalign.rewards.ocr:OCR",
     "pickscore": "flowalign.rewards.pickscore:PickScore",
     "remote": "flowalign.rewards.remote:Remote",
