@@ -33,8 +33,8 @@ def expected_level(logits: Tensor) -> Tensor:
     return torch.softmax(logits.float(), -1) @ torch.tensor(POINTS, device=logits.device)
 
 
-def pad_to_square(picture: Any, colour: tuple[int, int, int]) -> Any:
-    """A PIL image in the middle of a square of that colour; a square one as it is."""
+def pad_to_square(picture: Any, colour: tuple[int, ...]) -> Any:
+    """A PIL image (RGB) in the middle of a square of that colour; a square one as it is."""
     from PIL import Image
 
     width, height = picture.size

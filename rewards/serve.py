@@ -359,7 +359,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         header_seconds=args.header_seconds,
     )
     try:
-        extra("fastapi"), extra("uvicorn")
+        for module in ("fastapi", "uvicorn"):
+            extra(module)
         listener = _bind(args.host, args.port)
         found = server(build(args.name, **options), settings)
     except (OSError, ImportError, ValueError) as error:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -108,12 +108,14 @@ def serving(reward: Reward, **settings) -> Iterator[str]:
         assert not thread.is_alive()
 
 
-def process(*argv: str, port: int = 0, **environment: str) -> tuple[subprocess.Popen[str], str]:
+def process(
+    *argv: str, port: int = 0, environment: Mapping[str, str] | None = None
+) -> tuple[subprocess.Popen[str], str]:
     """`flowalign serve-reward` in a process of its own, and its URL."""
     paths = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
     started = subprocess.Popen(
         [sys.executable, "-m", "flowalign.cli", "serve-reward", *argv, "--port", str(port)],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **(environment or {})},
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import fakes
 import pytest
@@ -23,7 +24,7 @@ from flowalign.types import Scores
 PIXELS = torch.arange(10 * 3 * 8 * 8).view(10, 3, 8, 8).mul(7).remainder(251).to(torch.uint8)
 IMAGES = to_float(PIXELS)
 PROMPTS = [f"prompt {i * i}" for i in range(10)]
-METADATA = [{"bonus": i} for i in range(10)]
+METADATA: list[dict[str, Any]] = [{"bonus": i} for i in range(10)]
 QUICK = {"backoff": 0.01, "retries": 3}
 
 

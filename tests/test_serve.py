@@ -95,7 +95,7 @@ def test_reasons_lose_their_paths(reason: str, shown: str):
 def test_the_token_guards_all_but_health():
     with served.serving(served.exact, token="s3cret") as url:
         for headers in ({}, {"authorization": "Bearer s3cre"}, {"authorization": "s3cret"}):
-            assert ask(url, **headers).status_code == 401
+            assert ask(url, BODY, **headers).status_code == 401
             assert get(url, "info", **headers).status_code == 401
         assert ask(url, authorization="Bearer s3cret").status_code == 200
         assert get(url, "health").json()["status"] == "ok"
@@ -123,8 +123,8 @@ def test_what_is_not_wanted_is_refused_unread():
         assert raw(url, b"\x16\x03\x01 nonsense\r\n\r\n").startswith(b"HTTP/1.1 400")
         cut = start + b"content-length: 500\r\n\r\nabc"
         assert raw(url, cut, end=True).startswith(b"HTTP/1.1 400")
-        assert ask(url, **{"content-type": "application/json"}).status_code == 415
-        assert ask(url, **{"content-encoding": "gzip"}).status_code == 415
+        assert ask(url, BODY, **{"content-type": "application/json"}).status_code == 415
+        assert ask(url, BODY, **{"content-encoding": "gzip"}).status_code == 415
         assert get(url, "score").status_code == 405 and get(url, "nothing").status_code == 404
         assert ask(url).status_code == 200
 
@@ -233,7 +233,7 @@ def test_a_port_that_is_taken_is_one_line(capsys):
 
 
 def test_the_command_serves_until_it_is_told_to_end():
-    process, url = served.process("served:Touchy", **{wire.TOKEN: "abc"})
+    process, url = served.process("served:Touchy", environment={wire.TOKEN: "abc"})
     try:
         assert ask(url).status_code == 401
         assert ask(url, authorization="Bearer abc").status_code == 200
