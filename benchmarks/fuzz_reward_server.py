@@ -415,7 +415,7 @@ def fuzz(count: int, slow_ones: int, seed: int, threads: int) -> dict:
         process, port = start(folder)
         asked = post("good", GOOD)
         expected = send(port, asked).partition(b"\r\n\r\n")[2]
-        began, before = time.monotonic(), memory(process)
+        began, before, trace = time.monotonic(), memory(process), []
         try:
             with ThreadPoolExecutor(threads) as pool:
                 todo = attacks(count, slow_ones, seed)
@@ -427,12 +427,12 @@ def fuzz(count: int, slow_ones: int, seed: int, threads: int) -> dict:
                         found[f"{attack.kind} {answer}" if answer.isdigit() else "wrong"] += 1
                         if not answer.isdigit():
                             wrong.append(f"{attack.kind}: {answer} to {attack.parts[0][:90]!r}")
+                    trace.append(round(memory(process)))
                     if send(port, asked).partition(b"\r\n\r\n")[2] != expected:
                         wrong.append(
                             f"after {done + len(some)} requests a good one fared otherwise"
                         )
-            seconds, after = time.monotonic() - began, memory(process)
-            peak = memory(process, "VmHWM")
+            seconds, peak = time.monotonic() - began, memory(process, "VmHWM")
             if process.poll() is not None:
                 wrong.append("the server ended")
         finally:
@@ -453,7 +453,8 @@ def fuzz(count: int, slow_ones: int, seed: int, threads: int) -> dict:
     for kind, number in sorted(found.items()):
         print(f"{kind:24}{number:7}")
     return {"requests": count, "wrong": len(wrong), "seconds": round(seconds, 1),
-            "MB before, after, peak": [round(before), round(after), round(peak)]}  # fmt: skip
+            "MB": {"before": round(before), "peak": round(peak),
+                   "along the way": trace[:: max(1, len(trace) // 10)]}}  # fmt: skip
 
 
 def main() -> int:
