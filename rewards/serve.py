@@ -23,10 +23,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from flowalign import __version__
 from flowalign.rewards import build, check, wire
 from flowalign.rewards.guarded import Guarded, score
 from flowalign.rewards.pixels import to_float
@@ -145,7 +145,7 @@ class _Api:
         return _json(
             {
                 "version": wire.VERSION,
-                "flowalign": __version__,
+                "flowalign": _release(),
                 "reward": s.name,
                 "options": json.loads(json.dumps(s.options, default=str)),
                 "engine": getattr(engine, "name", None),
@@ -237,6 +237,13 @@ class _Api:
 def clean(reason: str) -> str:
     """A reason as callers may see it: no absolute paths, and 500 characters of it."""
     return _PATH.sub("<path>", reason)[:500]
+
+
+def _release() -> str:
+    try:
+        return version("flowalign")
+    except PackageNotFoundError:  # run from a clone
+        return "not installed"
 
 
 def _json(content: Mapping[str, Any], status: int = 200, **headers: str) -> Response:
@@ -366,6 +373,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ImportError, ValueError) as error:
         print(f"flowalign serve-reward: {error}", file=sys.stderr)
         return 1
+    listener.listen()  # whoever reads the line below may call at once
     host, port = listener.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     guard = f"the token in {TOKEN}" if token else "no token"

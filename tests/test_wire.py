@@ -136,6 +136,11 @@ def test_a_bomb_is_refused_before_it_is_unpacked(side: int):
     assert peak < 8 * len(sent) + 1_000_000
 
 
+def test_what_is_missing_is_named_with_its_extra():
+    with pytest.raises(ImportError, match=r"pip install 'flowalign\[serve\]'"):
+        wire.extra("no_such_web_framework")
+
+
 def test_pixels_and_metadata_that_cannot_be_sent_are_refused():
     broken = to_float(PIXELS)
     broken[1, 0, 0, 0] = math.nan
