@@ -92,7 +92,7 @@ class Mortal:
 @contextmanager
 def serving(reward: Reward, **settings) -> Iterator[str]:
     """The URL of a server of this reward, in a thread, on a port that was free."""
-    listener = socket.socket()
+    listener = socket.socket(proto=socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY on such only
     listener.bind(("127.0.0.1", 0))
     found = server(reward, Settings("tested", **settings))
     thread = threading.Thread(target=found.run, kwargs={"sockets": [listener]}, daemon=True)
