@@ -32,7 +32,7 @@ from torch import Tensor
 
 from flowalign.eval.geneval import judge, select, summarize
 from flowalign.rewards.geneval import DETECTORS, GenEval, build_detector, check_rules
-from flowalign.rewards.ocr import to_uint8
+from flowalign.rewards.pixels import to_uint8
 from flowalign.types import Detections, Detector
 
 LAYOUT = (

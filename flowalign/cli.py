@@ -1,4 +1,4 @@
-"""The `flowalign` command: train, eval, sample, merge, doctor, demo."""
+"""The `flowalign` command: train, eval, sample, merge, doctor, serve-reward, demo."""
 
 from __future__ import annotations
 
@@ -89,6 +89,13 @@ def doctor(argv: Sequence[str]) -> int:
     return run(argv)
 
 
+def serve_reward(argv: Sequence[str]) -> int:
+    """Serve a reward over HTTP, for runs elsewhere that name it as `remote`."""
+    from flowalign.rewards.serve import main as run
+
+    return run(argv)
+
+
 def demo(argv: Sequence[str]) -> int:
     """Distil three tiny teachers into one student: minutes on two cores, nothing to download."""
     from flowalign.demo import main as run
@@ -102,6 +109,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "sample": sample,
     "merge": merge,
     "doctor": doctor,
+    "serve-reward": serve_reward,
     "demo": demo,
 }
 
@@ -112,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: flowalign COMMAND ...\n")
         for name, command in COMMANDS.items():
-            print(f"  {name:8}{(command.__doc__ or '').splitlines()[0]}")
+            print(f"  {name:14}{(command.__doc__ or '').splitlines()[0]}")
         print("\n`flowalign COMMAND --help` tells more.")
         return 0
     if argv[0] not in COMMANDS:

@@ -40,14 +40,17 @@ Factory = TypeVar("Factory", bound=Callable[..., Any])
 REWARDS: dict[str, str] = {
     "aesthetic": "flowalign.rewards.aesthetic:Aesthetic",
     "clipscore": "flowalign.rewards.clipscore:ClipScore",
+    "deqa": "flowalign.rewards.deqa:DeQA",
     "diversity": "flowalign.rewards.diversity:Diversity",
     "gated": "flowalign.rewards.combine:Gated",
     "geneval": "flowalign.rewards.geneval:GenEval",
     "hpsv2": "flowalign.rewards.hpsv2:HPSv2",
+    "hpsv3": "flowalign.rewards.hpsv3:HPSv3",
     "imagereward": "flowalign.rewards.imagereward:ImageReward",
     "normalized": "flowalign.rewards.combine:Normalized",
     "ocr": "flowalign.rewards.ocr:OCR",
     "pickscore": "flowalign.rewards.pickscore:PickScore",
+    "remote": "flowalign.rewards.remote:Remote",
     "vlm": "flowalign.rewards.vlm:VLM",
     "weighted": "flowalign.rewards.combine:Weighted",
 }

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
-from queue import SimpleQueue
+from functools import partial
 
 from torch import Tensor
 
 from flowalign.rewards.guarded import Guarded, failed, join
+from flowalign.rewards.worker import Worker
 from flowalign.types import PromptBatch
 
 Score = Callable[[Tensor, PromptBatch], Guarded]
@@ -35,7 +35,7 @@ class Ahead:
     def __init__(self, score: Score, seconds: float | None = None) -> None:
         self.score, self.seconds = score, seconds
         self._jobs: list[_Job] = []
-        self._queue: SimpleQueue[_Job | None] | None = None
+        self._worker: Worker | None = None
 
     @property
     def waiting(self) -> int:
@@ -44,13 +44,9 @@ class Ahead:
 
     def submit(self, images: Tensor, batch: PromptBatch) -> None:
         """Start to score images [B,3,H,W] and their B rows; returns at once."""
-        job = _Job(images, batch, Future())
-        self._jobs.append(job)
-        if self._queue is None:
-            self._queue = SimpleQueue()
-            work = threading.Thread(target=_work, args=(self.score, self._queue), daemon=True)
-            work.start()
-        self._queue.put(job)
+        self._worker = self._worker or Worker()
+        answer = self._worker.submit(partial(self.score, images, batch))
+        self._jobs.append(_Job(images, batch, answer))
 
     def collect(self) -> Guarded:
         """The scores of everything submitted since the last call, in order.
@@ -79,16 +75,6 @@ class Ahead:
         for job in self._jobs:
             job.answer.cancel()
         self._jobs = []
-        if self._queue is not None:
-            self._queue.put(None)
-        self._queue = None
-
-
-def _work(score: Score, queue: SimpleQueue[_Job | None]) -> None:
-    while (job := queue.get()) is not None:
-        if not job.answer.set_running_or_notify_cancel():
-            continue
-        try:
-            job.answer.set_result(score(job.images, job.batch))
-        except BaseException as error:  # KeyboardInterrupt too: the caller's to bear
-            job.answer.set_exception(error)
+        if self._worker is not None:
+            self._worker.close()
+        self._worker = None

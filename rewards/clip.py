@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, CLIPModel
 
-from flowalign.rewards import pixels
+from flowalign.rewards import preprocess
 from flowalign.rewards.options import check_pretrained
 from flowalign.rewards.towers import TEXT_CACHE, TwoTowers
 from flowalign.tiny import PREFERENCE
@@ -54,7 +54,7 @@ class Clip(TwoTowers):
         at: dict[str, Any] = {"revision": revision} if revision else {}
         source, its = (name, at) if processor is None else (resolve(processor), {})
         self.model = CLIPModel.from_pretrained(name, **at).float()
-        self.pixels = pixels.ImageProcessor.from_pretrained(source, **its)
+        self.pixels = preprocess.ImageProcessor.from_pretrained(source, **its)
         self.tokenizer = AutoTokenizer.from_pretrained(source, **its)
         positions = self.model.text_model.embeddings.position_embedding.num_embeddings
         self.context = min(CONTEXT, positions, self.tokenizer.model_max_length)
@@ -63,7 +63,7 @@ class Clip(TwoTowers):
         super().__init__(self.model, width, device, batch_size, offload, text_cache)
 
     def _see(self, pictures: list[np.ndarray]) -> Tensor:
-        values = pixels.values(self.pixels, pictures)
+        values = preprocess.values(self.pixels, pictures)
         return _pooled(self.model.get_image_features(values.to(self.device)))
 
     def _read(self, prompts: list[str]) -> Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowalign.rewards import pixels
+from flowalign.rewards import preprocess
 from flowalign.rewards.lazy import require
 from flowalign.rewards.options import check_common
 from flowalign.rewards.towers import TEXT_CACHE, TwoTowers
@@ -122,12 +122,12 @@ class OpenClip(TwoTowers):
         fit(self.model, found, path)
         self.tokenizer = open_clip.get_tokenizer(architecture)
         self.size = int(config["vision_cfg"]["image_size"])
-        self.pixels = pixels.clip_processor(self.size)
+        self.pixels = preprocess.clip_processor(self.size)
         super().__init__(self.model, config["embed_dim"], device, batch_size, offload, text_cache)
 
     def _see(self, pictures: list[np.ndarray]) -> Tensor:
-        squares = [pixels.letterbox(picture, self.size) for picture in pictures]
-        return self.model.encode_image(pixels.values(self.pixels, squares).to(self.device))
+        squares = [preprocess.letterbox(picture, self.size) for picture in pictures]
+        return self.model.encode_image(preprocess.values(self.pixels, squares).to(self.device))
 
     def _read(self, prompts: list[str]) -> Tensor:
         return self.model.encode_text(self.tokenizer(prompts).to(self.device))

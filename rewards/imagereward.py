@@ -16,7 +16,7 @@ from transformers import (
     BlipVisionModel,
 )
 
-from flowalign.rewards import pixels
+from flowalign.rewards import preprocess
 from flowalign.rewards.device import Placement
 from flowalign.rewards.head import Head
 from flowalign.rewards.options import check_common, check_pretrained
@@ -111,7 +111,7 @@ class ImageReward:
         self.network = Network(**(architecture or {}))
         fit(self.network, found, path)
         self.placement = Placement(self.network, device, offload)
-        self.pixels = pixels.clip_processor(self.network.image_size)
+        self.pixels = preprocess.clip_processor(self.network.image_size)
         self.batch_size = batch_size
         self.normalizer, self.source = normalizer, weights
 
@@ -146,7 +146,7 @@ class ImageReward:
         """images [B,3,H,W] in [0,1] and their B prompts -> Scores of B, on the CPU."""
         device, found = self.placement.device, [torch.empty(0)]
         with self.placement:
-            for some in pixels.batches(images, self.batch_size):
+            for some in preprocess.batches(images, self.batch_size):
                 start = sum(map(len, found))
                 tokens = self.tokenizer(
                     list(prompts[start : start + len(some)]),
@@ -155,7 +155,7 @@ class ImageReward:
                     max_length=TOKENS,
                     return_tensors="pt",
                 )
-                values = pixels.values(self.pixels, some).to(device)
+                values = preprocess.values(self.pixels, some).to(device)
                 ids, mask = tokens["input_ids"].to(device), tokens["attention_mask"].to(device)
                 found.append(self.network(values, ids, mask).cpu())
         raw = (torch.cat(found) - MEAN) / STD

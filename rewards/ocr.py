@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
-import numpy as np
 import torch
 from rapidfuzz.distance import Levenshtein
 from torch import Tensor
 
 from flowalign.rewards.guarded import Guarded
 from flowalign.rewards.ocr_engines import ENGINES, Engine, Line, attempt, read_all
+from flowalign.rewards.pixels import to_uint8
 
 
 def target_of(prompt: str) -> str:
@@ -192,14 +192,6 @@ class OCR:
                 for row, its in zip(chunk, lines, strict=True):
                     found[row] = its
         return found
-
-
-def to_uint8(image: Tensor) -> np.ndarray:
-    """One image [3,H,W] in [0,1], RGB -> uint8 [H,W,3]. Raises ValueError for NaN or infinity."""
-    if not bool(torch.isfinite(image).all()):
-        raise ValueError("the image has pixels that are NaN or infinite.")
-    pixels = (image.detach().float().clamp(0, 1) * 255).round().to(torch.uint8)
-    return pixels.permute(1, 2, 0).cpu().contiguous().numpy()
 
 
 def _target(prompt: str, metadata: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from flowalign.rewards.device import Placement
-from flowalign.rewards.pixels import batches
+from flowalign.rewards.preprocess import batches
 from flowalign.rewards.recent import Recent
 
 TEXT_CACHE = 4096  # prompts whose vectors are kept: 16 MB at D = 1024

@@ -20,7 +20,7 @@ from torch import Tensor
 from flowalign.rewards import load
 from flowalign.rewards.chat import Endpoint, beginning, image_url
 from flowalign.rewards.guarded import Guarded
-from flowalign.rewards.ocr import to_uint8
+from flowalign.rewards.pixels import to_uint8
 
 
 @dataclass(frozen=True)

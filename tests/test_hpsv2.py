@@ -22,7 +22,7 @@ from small_models import (
 
 from flowalign.rewards import build, check
 from flowalign.rewards.hpsv2 import FILES
-from flowalign.rewards.pixels import letterbox
+from flowalign.rewards.preprocess import letterbox
 
 CONFIG = {
     "embed_dim": 24,

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from flowalign.rewards import build, chat, check, describe, score
-from flowalign.rewards.ocr import to_uint8
+from flowalign.rewards.pixels import to_uint8
 from flowalign.rewards.vlm import TEMPLATES, VLM, Template
 
 OWN = Template("Rate this.", r"(\d)/9", scale=9.0, lowest=1.0)  # found by its dotted path

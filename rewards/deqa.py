@@ -1,0 +1,109 @@
+"""DeQA-Score (2501.11561): how good an image looks, by a language model's choice of level.
+
+To be served (`flowalign serve-reward deqa`) from an environment of its own: the model is code on
+the Hub for transformers 4.36. Not run with real weights by this project: docs/rewards/remote.md
+says what was checked and how to check the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowalign.rewards.pixels import to_uint8
+from flowalign.types import Scores
+
+MODEL = "zhiyuanyou/DeQA-Score-Mix3"
+LEVELS = ("excellent", "good", "fair", "poor", "bad")
+POINTS = (5.0, 4.0, 3.0, 2.0, 1.0)
+BEFORE = "USER: How would you rate the quality of this image?\n"
+AFTER = "\nASSISTANT: The quality of the image is"
+IMAGE_TOKEN = -200  # where the model puts the image's own tokens
+
+
+def expected_level(logits: Tensor) -> Tensor:
+    """Logits [B,5] of LEVELS -> the expected level [B] in [1,5], float32.
+
+    softmax(logits) . (5, 4, 3, 2, 1), as DeQA-Score's src/evaluate/scorer.py; that computes it in
+    float16, which has steps of .004 at 4, and this in float32.
+    """
+    return torch.softmax(logits.float(), -1) @ torch.tensor(POINTS, device=logits.device)
+
+
+def pad_to_square(picture: Any, colour: tuple[int, ...]) -> Any:
+    """A PIL image (RGB) in the middle of a square of that colour; a square one as it is."""
+    from PIL import Image
+
+    width, height = picture.size
+    if width == height:
+        return picture
+    side = max(width, height)
+    square = Image.new(picture.mode, (side, side), colour)
+    square.paste(picture, ((side - width) // 2, (side - height) // 2))
+    return square
+
+
+def question(tokenizer: Any) -> list[int]:
+    """Token ids of the question, the image's place held by IMAGE_TOKEN, one BOS at the front."""
+    before, after = (list(tokenizer(text).input_ids) for text in (BEFORE, AFTER))
+    repeated = after[:1] == [tokenizer.bos_token_id]
+    return [*before, IMAGE_TOKEN, *after[repeated:]]
+
+
+class DeQA:
+    """Reward: the expected level in [1,5], raw; SD3.5 images have about 4.07. Prompts do not count.
+
+    model: a Hub id or folder; revision: of it. It is loaded with trust_remote_code, so this runs
+        the repository's code: pin the revision that you have read. device: None = the GPU if
+        there is one. batch_size: images a forward pass.
+    Flow-OPD's average takes a fifth of it: `normalizer: 5` of the reward `remote`.
+    """
+
+    name = "deqa"
+
+    def __init__(
+        self,
+        model: str = MODEL,
+        *,
+        revision: str | None = None,
+        device: str | None = None,
+        batch_size: int = 8,
+    ) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.dtype = torch.float16 if self.device.type == "cuda" else torch.float32
+        self.batch_size = batch_size
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            model,
+            revision=revision or "main",
+            trust_remote_code=True,
+            attn_implementation="eager",
+            torch_dtype=self.dtype,
+        )
+        self.model = loaded.requires_grad_(False).eval().to(self.device)
+        self.processor = self.model.image_processor
+        self.colour = tuple(int(255 * x) for x in self.processor.image_mean)
+        self.question = torch.tensor([question(self.model.tokenizer)], device=self.device)
+        self.levels = list(self.model.preferential_ids_)
+
+    @torch.no_grad()
+    def __call__(
+        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> Scores:
+        """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU."""
+        from PIL import Image
+
+        found = [torch.empty(0)]
+        for some in images.split(self.batch_size):
+            pictures = [pad_to_square(Image.fromarray(to_uint8(i)), self.colour) for i in some]
+            pixels = self.processor.preprocess(pictures, return_tensors="pt")["pixel_values"]
+            logits = self.model(
+                input_ids=self.question.repeat(len(some), 1),
+                images=pixels.to(self.device, self.dtype),
+            )["logits"]
+            found.append(expected_level(logits[:, -1, self.levels]).cpu())
+        return Scores.of(torch.cat(found))

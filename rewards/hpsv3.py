@@ -1,0 +1,78 @@
+"""HPSv3 (2508.03789): how much people would prefer an image for its prompt.
+
+To be served (`flowalign serve-reward hpsv3`) from an environment of its own: the package hpsv3
+pins transformers 4.45.2. Not run with real weights by this project: docs/rewards/remote.md says
+what was checked and how to check the rest.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowalign.rewards.pixels import to_uint8
+from flowalign.types import Scores
+
+
+def preference(logits: Tensor) -> Tensor:
+    """Logits [B,2] = (mu, sigma) of HPSv3's head -> mu [B], float32: what the authors report."""
+    if logits.ndim != 2 or logits.shape[1] != 2:
+        raise ValueError(f"HPSv3 answered with shape {list(logits.shape)}; [B,2] was expected.")
+    return logits[:, 0].float()
+
+
+class HPSv3:
+    """Reward: mu, raw and unbounded; about 5 to 10 for good models.
+
+    checkpoint: a .safetensors file; None = MizzenAI/HPSv3 from the Hub. config: the package's.
+    batch_size: images a forward pass. 1, because prompts of unequal length are padded in a batch,
+        and in bfloat16 a score would then depend a little on its neighbours.
+    Raises ImportError where the package hpsv3 is not installed.
+    """
+
+    name = "hpsv3"
+
+    def __init__(
+        self, checkpoint: str | None = None, *, device: str = "cuda", batch_size: int = 1
+    ) -> None:
+        self.check_options(checkpoint)
+        try:
+            package = importlib.import_module("hpsv3")
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                f"this reward needs the package hpsv3, which is not usable here ({error}). Serve "
+                "it from an environment of its own: pip install hpsv3==1.0.0"
+            ) from error
+        self.batch_size = batch_size
+        self.model = package.HPSv3RewardInferencer(checkpoint_path=checkpoint, device=device)
+
+    @staticmethod
+    def check_options(checkpoint: str | None = None, **others: Any) -> None:
+        """Raise ValueError for a checkpoint that the package would have to unpickle."""
+        if checkpoint is not None and not checkpoint.endswith(".safetensors"):
+            raise ValueError(
+                f"`checkpoint` of reward hpsv3 is {checkpoint!r}; give a .safetensors file. Others "
+                "are pickles, which can run anything."
+            )
+
+    @torch.no_grad()
+    def __call__(
+        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> Scores:
+        """images [B,3,H,W] in [0,1] and their B prompts -> Scores of B, on the CPU."""
+        from PIL import Image
+
+        found = [torch.empty(0)]
+        for start in range(0, len(images), self.batch_size):
+            some = slice(start, start + self.batch_size)
+            # By keyword: the order of the two differs between hpsv3 1.0.0 and its repository.
+            logits = self.model.reward(
+                prompts=list(prompts[some]),
+                image_paths=[Image.fromarray(to_uint8(image)) for image in images[some]],
+            )
+            found.append(preference(logits).cpu())
+        return Scores.of(torch.cat(found))

@@ -1,0 +1,264 @@
+"""The server answers as the reward does, refuses what is wrong, and outlives both."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+import served
+import torch
+
+from flowalign.cli import main
+from flowalign.rewards import serve, wire
+from flowalign.rewards.pixels import to_float
+from flowalign.rewards.wire import Limits
+
+IMAGES = to_float(torch.arange(4 * 3 * 8 * 8).view(4, 3, 8, 8).remainder(251).to(torch.uint8))
+PROMPTS, METADATA = ["a", "bb", "ccc", "dddd"], [{}, {"bonus": 3}, {}, {}]
+HEAD = {"content-type": wire.CONTENT_TYPE}
+BODY = wire.encode_request(IMAGES, PROMPTS, METADATA)
+
+
+def ask(url: str, body: bytes = BODY, **headers: str) -> httpx.Response:
+    found = httpx.post(f"{url}/v1/score", content=body, headers=HEAD | headers, verify=False)
+    assert "Traceback" not in found.text and "/home" not in found.text
+    return found
+
+
+def get(url: str, path: str, **headers: str) -> httpx.Response:
+    return httpx.get(f"{url}/v1/{path}", headers=headers, verify=False)
+
+
+def one(prompt: str) -> bytes:
+    return wire.encode_request(IMAGES[:1], [prompt], [{}])
+
+
+def raw(url: str, *parts: bytes, pause: float = 0.0, end: bool = False) -> bytes:
+    """What comes back for bytes as they are; end: the sender closes its side."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        for part in parts:
+            connection.sendall(part)
+            time.sleep(pause)
+        if end:
+            connection.shutdown(socket.SHUT_WR)
+        found = b""
+        while piece := connection.recv(65536):
+            found += piece
+            if not end and b"\r\n\r\n" in found and not pause:
+                break
+        return found
+
+
+def test_the_answer_is_the_rewards():
+    expected = served.exact(IMAGES, PROMPTS, METADATA)
+    with served.serving(served.exact) as url:
+        for encoding in wire.ENCODINGS:
+            body = wire.encode_request(IMAGES, PROMPTS, METADATA, encoding)
+            found = wire.decode_answer(ask(url, body).content, 4)
+            assert torch.equal(found.value, expected.value) and bool(found.valid.all())
+            assert torch.equal(found.parts["red"], expected.parts["red"])
+
+
+def test_errors_are_per_image_and_say_nothing_about_the_machine():
+    body = wire.encode_request(IMAGES, ["a", "bad", "c", "d"], METADATA)
+    with served.serving(served.Touchy()) as url:
+        found = wire.decode_answer(ask(url, body).content, 4)
+        assert found.valid.tolist() == [True, False, True, True]
+        assert found.reasons == {1: "FileNotFoundError: no file <path> for 3/4 of it"}
+        assert ask(url, one("worst")).status_code == 500  # SystemExit ends no server
+        assert ask(url).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("reason", "shown"),
+    [
+        ("in /usr/lib/x.py: no", "in <path>: no"),
+        ("C:\\Users\\me\\w.bin", "<path>"),
+        ("'/a/b'", "'<path>'"),
+        ("3/4 of 1/2/3, and/or", "3/4 of 1/2/3, and/or"),
+        ("x" * 900, "x" * 500),
+    ],
+)
+def test_reasons_lose_their_paths(reason: str, shown: str):
+    assert serve.clean(reason) == shown
+
+
+def test_the_token_guards_all_but_health():
+    with served.serving(served.exact, token="s3cret") as url:
+        for headers in ({}, {"authorization": "Bearer s3cre"}, {"authorization": "s3cret"}):
+            assert ask(url, BODY, **headers).status_code == 401
+            assert get(url, "info", **headers).status_code == 401
+        assert ask(url, authorization="Bearer s3cret").status_code == 200
+        assert get(url, "health").json()["status"] == "ok"
+        assert get(url, "info", authorization="Bearer s3cret").json()["reward"] == "tested"
+
+
+def test_info_says_what_is_served():
+    limits = Limits(images=9)
+    with served.serving(served.Touchy(), options={"model": "tiny"}, limits=limits) as url:
+        found = get(url, "info").json()
+    assert found["version"] == 1 and found["options"] == {"model": "tiny"}
+    assert found["headline"] == "red" and found["describe"] == {"name": "Touchy"}
+    assert found["limits"]["images"] == 9 and found["limits"]["pixels"] == limits.pixels
+
+
+def test_what_is_not_wanted_is_refused_unread():
+    start = f"POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-type: {wire.CONTENT_TYPE}\r\n".encode()
+    with served.serving(served.exact, limits=Limits(bytes=20_000)) as url:
+        announced = start + b"content-length: 99999999\r\n\r\n"
+        streamed = start + b"transfer-encoding: chunked\r\n\r\n" + b"2000\r\n" + bytes(8192)
+        assert raw(url, announced).startswith(b"HTTP/1.1 413")
+        assert raw(url, streamed, b"\r\n2000\r\n" + bytes(8192) + b"\r\n2000\r\n" + bytes(8192)
+                   ).startswith(b"HTTP/1.1 413")  # fmt: skip
+        assert raw(url, start + b"x: " + b"y" * 70_000).startswith(b"HTTP/1.1 400")
+        assert raw(url, b"\x16\x03\x01 nonsense\r\n\r\n").startswith(b"HTTP/1.1 400")
+        cut = start + b"content-length: 500\r\n\r\nabc"
+        assert raw(url, cut, end=True).startswith(b"HTTP/1.1 400")
+        assert ask(url, BODY, **{"content-type": "application/json"}).status_code == 415
+        assert ask(url, BODY, **{"content-encoding": "gzip"}).status_code == 415
+        assert get(url, "score").status_code == 405 and get(url, "nothing").status_code == 404
+        assert ask(url).status_code == 200
+
+
+def test_slow_senders_are_cut_off():
+    start = f"POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-type: {wire.CONTENT_TYPE}\r\n".encode()
+    slow = {"read_seconds": 0.15, "header_seconds": 0.15}
+    with served.serving(served.exact, **slow) as url, ThreadPoolExecutor(4) as pool:
+        found = [
+            pool.submit(raw, url, *parts, pause=0.06)
+            for parts in (
+                [start[:9], start[9:20]],
+                [b""],
+                [start + b"content-length: 90\r\n\r\n", b"a", b"b"],
+                # a request that is answered, and then the beginning of another
+                [b"GET /v1/health HTTP/1.1\r\nhost: x\r\n\r\n", start],
+            )
+        ]
+        answers = [future.result() for future in found]
+        assert all(a.startswith(b"HTTP/1.1 408") for a in answers[:3])
+        assert re.findall(rb"HTTP/1.1 (\d+)", answers[3]) == [b"200", b"408"]
+        until = time.monotonic() + 10
+        while ask(url).status_code != 200:  # 408 while this machine is too busy to send at once
+            assert time.monotonic() < until
+
+
+def test_an_unwanted_body_does_not_hold_the_connection():
+    head = b"GET /v1/health HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n"
+    with served.serving(served.exact) as url:
+        assert raw(url, head, b"a", pause=0.05).startswith(b"HTTP/1.1 200")  # and it was closed
+
+
+def test_a_call_that_hangs_takes_neither_health_nor_the_next_caller_with_it():
+    reward = served.Stuck()
+    with served.serving(reward, max_seconds=0.3) as url:
+        assert ask(url, one("hang")).status_code == 504
+        until = time.monotonic() + 10
+        while (health := get(url, "health")).status_code == 200 and time.monotonic() < until:
+            time.sleep(0.01)  # our clock was ahead of the server's
+        assert health.status_code == 503 and health.json()["status"] == "stuck"
+        refused = ask(url)  # at once, and no 504 after a wait
+        assert refused.status_code == 503 and "hangs" in refused.json()["error"]
+        assert refused.headers["retry-after"] == "1"
+        reward.go.set()
+        while ask(url).status_code != 200:
+            assert time.monotonic() < until
+
+
+def test_a_full_queue_turns_away_and_calls_are_made_one_at_a_time():
+    reward, seen = served.Stuck(), []
+
+    def watched(images, prompts, metadata):
+        seen.append("in")
+        found = reward(images, prompts, metadata)
+        seen.append("out")
+        return found
+
+    with served.serving(watched, queue=2) as url, ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(ask, url, one("hang")) for _ in range(2)]
+        until = time.monotonic() + 5
+        while get(url, "health").json()["pending"] < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert ask(url).status_code == 503 and seen == ["in"]
+        reward.go.set()
+        assert [future.result().status_code for future in waiting] == [200, 200]
+    assert seen == ["in", "out"] * 2
+
+
+# The command -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["ocrr"], "did you mean 'ocr'"),
+        (["ocr", "engin=rapidocr"], "has no option 'engin'"),
+        (["ocr", "--options", "[]"], "no JSON object"),
+        (["ocr", "rapidocr"], "write key=value"),
+        (["served:exact", "--host", "0.0.0.0"], "no token guards it"),
+    ],
+)
+def test_the_command_refuses_what_cannot_be_served(
+    argv: list[str], said: str, capsys, monkeypatch
+) -> None:
+    monkeypatch.delenv(wire.TOKEN, raising=False)
+    assert main(["serve-reward", *argv]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_options_are_json_and_pairs():
+    found = serve.parse_options('{"a": 1, "b": [1]}', ["b=null", "c=tiny", "d=2.5"])
+    assert found == {"a": 1, "b": None, "c": "tiny", "d": 2.5}
+
+
+def test_a_token_that_no_header_can_hold_is_refused():
+    assert wire.read_token({}) is None and wire.read_token({wire.TOKEN: ""}) is None
+    with pytest.raises(ValueError, match="no HTTP header"):
+        wire.read_token({wire.TOKEN: "two words"})
+
+
+def test_a_port_that_is_taken_is_one_line(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve-reward", "served:exact", "--port", port]) == 1
+    assert f"port {port}" in capsys.readouterr().err
+
+
+def test_the_command_serves_until_it_is_told_to_end():
+    process, url = served.process("served:Touchy", environment={wire.TOKEN: "abc"})
+    try:
+        assert ask(url).status_code == 401
+        assert ask(url, authorization="Bearer abc").status_code == 200
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) in (0, -signal.SIGTERM)
+        assert process.stdout
+        process.stdout.close()
+
+
+def test_serving_imports_nothing_that_an_old_environment_lacks():
+    """Nor a file that holds a reward to be served there."""
+    code = (
+        "import sys, flowalign.cli, flowalign.rewards.serve, flowalign.rewards.deqa, "
+        "flowalign.rewards.hpsv3; print([m for m in ('diffusers', 'transformers', 'peft', "
+        "'accelerate', 'pydantic', 'rapidfuzz', 'cv2', 'fastapi') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_hostile_requests_get_a_4xx_and_leave_no_trace():
+    """A few hundred of what benchmarks/fuzz_reward_server.py sends by the ten thousand."""
+    command = [sys.executable, str(served.ROOT / "benchmarks" / "fuzz_reward_server.py"),
+               "--requests", "300", "--slow", "8"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["wrong"] == 0
