@@ -103,25 +103,37 @@ def check(name: str, options: Mapping[str, Any]) -> None:
     Imports the reward's module, but builds nothing and loads no model.
     """
     factory = _find(name)
+    check_factory(f"reward {name!r}", factory, options, len(_INPUTS) * _is_reward(factory))
+
+
+def check_factory(
+    what: str, factory: Callable[..., Any], options: Mapping[str, Any], inputs: int = 0
+) -> None:
+    """Raise ValueError if a factory does not take these options, or if its own `check_options`
+    refuses them.
+
+    what: for the message, such as "reward 'ocr'". inputs: how many parameters come before the
+    options.
+    """
     try:
         signature = inspect.signature(factory)
     except ValueError:  # a builtin without a signature: its own error must do
         return
-    given: tuple[None, ...] = (None,) * (len(_INPUTS) if _is_reward(factory) else 0)
+    given: tuple[None, ...] = (None,) * inputs
     parameters = list(signature.parameters.values())[len(given) :]
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         known = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
         for option in options:
             if option not in known:
                 raise ValueError(
-                    f"reward {name!r} has no option {option!r}{_suggest(option, known)}; "
+                    f"{what} has no option {option!r}{_suggest(option, known)}; "
                     f"it takes {known}. Correct the name or leave it out."
                 )
     try:
         signature.bind(*given, **options)
     except TypeError as error:
         raise ValueError(
-            f"reward {name!r} cannot be built with options {sorted(options)}: {error}. "
+            f"{what} cannot be built with options {sorted(options)}: {error}. "
             f"Its signature is {signature}."
         ) from error
     check_options = getattr(factory, "check_options", None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flowalign.eval.geneval import judge, partial_credit
-from flowalign.rewards import load
+from flowalign.rewards import check_factory, load
 from flowalign.rewards.guarded import Guarded
 from flowalign.types import Detections, Detector
 
@@ -177,17 +176,7 @@ def check_detector(detector: str | Detector, options: Mapping[str, Any] | None =
             f"no detector {detector!r}; use one of {list(DETECTORS)}, or the path of yours as "
             "'package.module:Class'."
         )
-    factory = _factory(detector)
-    try:
-        inspect.signature(factory).bind(**options)
-    except TypeError as error:
-        raise ValueError(
-            f"detector {detector!r} cannot be built with `detector_options` {sorted(options)}: "
-            f"{error}. It takes {list(inspect.signature(factory).parameters)}."
-        ) from error
-    check_options = getattr(factory, "check_options", None)
-    if check_options is not None:
-        check_options(**options)
+    check_factory(f"detector {detector!r}", _factory(detector), options)
 
 
 def check_rules(rules: Mapping[str, Any]) -> None:

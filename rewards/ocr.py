@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
@@ -12,6 +11,7 @@ import torch
 from rapidfuzz.distance import Levenshtein
 from torch import Tensor
 
+from flowalign.rewards import check_factory
 from flowalign.rewards.guarded import Guarded
 from flowalign.rewards.ocr_engines import ENGINES, Engine, Line, attempt, read_all
 from flowalign.rewards.pixels import to_uint8
@@ -118,14 +118,13 @@ class OCR:
             raise ValueError(f"rule {rule!r} of reward ocr is unknown; use one of {list(RULES)}.")
         if isinstance(engine, str) and engine not in ENGINES:
             raise ValueError(f"no OCR engine {engine!r}; use one of {list(ENGINES)}.")
-        known = []  # an Engine object takes no options any more
         if isinstance(engine, str):
-            known = list(inspect.signature(ENGINES[engine]).parameters)
-        for option in engine_options:
-            if option not in known:
-                raise ValueError(
-                    f"OCR engine {engine!r} has no option {option!r}; it takes {known}."
-                )
+            check_factory(f"OCR engine {engine!r}", ENGINES[engine], engine_options)
+        elif engine_options:
+            raise ValueError(
+                f"options {sorted(engine_options)} are of no use to an OCR engine that is built "
+                "already; give them where it is built."
+            )
 
     @staticmethod
     def check_prompts(

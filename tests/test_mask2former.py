@@ -277,7 +277,7 @@ def test_broken_pixels_and_a_broken_answer_raise(detector: Mask2Former):
         ({"device": "gpu"}, "`device` of detector mask2former"),
         ({"clip_pretrained": None}, "need a trained CLIP"),
         ({"clip_pretrained": "no/file.pt"}, "there is no such file"),
-        ({"classes": 80}, "unexpected keyword argument 'classes'. It takes .*'batch_size'"),
+        ({"classes": 80}, "has no option 'classes'; it takes .*'batch_size'"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_loaded(wrong: dict, said: str):
@@ -295,7 +295,7 @@ def test_wrong_options_are_refused_before_anything_is_loaded(wrong: dict, said: 
         ({"max_objects": 2.0}, "1 or more"),
         ({"max_overlap": 0}, "up to 1"),
         ({"position_threshold": -0.1}, "0 or more"),
-        ({"detector_options": {"size": 3}}, "unexpected keyword argument 'size'"),
+        ({"detector_options": {"size": 3}}, "has no option 'size'"),
     ],
 )
 def test_rules_that_cannot_judge_are_refused(wrong: dict, said: str):
