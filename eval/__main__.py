@@ -212,6 +212,7 @@ def judge(
                         keep=len(mark.prompts) if config.keep_images else shown,
                         features=reference.features if reference else None,
                         advance=lambda count: bar.advance(images, count * world),
+                        seconds=config.score_seconds,
                     )
                 if accelerator.is_main_process and judged.pictures:
                     save_images(folder / name / mark.name, judged.pictures)

@@ -20,6 +20,7 @@ from torch import Tensor
 from flowalign.backbone import Backbone
 from flowalign.eval.stats import average, headline_row, rows_of
 from flowalign.pictures import png
+from flowalign.rewards.ahead import Ahead
 from flowalign.rewards.guarded import score
 from flowalign.rollout import Noise, Schedule, sample
 from flowalign.types import EvalReport, EvalRow, PromptBatch, Reward, Scores
@@ -74,11 +75,17 @@ def run(
     benchmarks: Sequence[Benchmark],
     settings: Settings,
     accelerator: Accelerator | None = None,
+    *,
+    seconds: float | None = None,
 ) -> EvalReport:
-    """Score every benchmark; with an accelerator each process takes a share of the prompts."""
+    """Score every benchmark; with an accelerator each process takes a share of the prompts.
+
+    seconds: as in `judge_images`.
+    """
     rows: list[EvalRow] = []
     for benchmark in benchmarks:
-        rows += rows_of(benchmark, judge_images(backbone, benchmark, settings, accelerator).rows)
+        judged = judge_images(backbone, benchmark, settings, accelerator, seconds=seconds)
+        rows += rows_of(benchmark, judged.rows)
     return EvalReport(rows=rows, settings=vars(settings), environment=environment())
 
 
@@ -104,11 +111,13 @@ def judge_images(
     keep: int = 0,
     features: Callable[[Tensor], Tensor] | None = None,
     advance: Callable[[int], None] | None = None,
+    seconds: float | None = None,
 ) -> Judged:
     """Sample and score one image per prompt; the result is the same on every process.
 
-    keep: pictures that are kept. features: images [B,3,H,W] -> [B,D], of every image.
-    advance is told how many images of this process were scored.
+    A batch is scored while the next one is sampled; one that takes longer than `seconds` is
+    invalid (None = wait for ever). keep: pictures that are kept. features: images [B,3,H,W] ->
+    [B,D], of every image. advance is told how many images of this process were scored.
     """
     world, rank = (accelerator.num_processes, accelerator.process_index) if accelerator else (1, 0)
     total, size = len(benchmark.prompts), settings.batch_size
@@ -116,16 +125,30 @@ def judge_images(
     rows: list[dict[str, Any]] = []
     pictures: list[bytes] = []
     seen: list[Tensor] = []
+    scoring = Ahead(
+        lambda images, batch: score(benchmark.reward, images, batch.prompts, batch.metadata),
+        seconds,
+    )
+
+    def collect(start: int, mine: PromptBatch) -> None:
+        rows.extend(_image_rows(start, mine, scoring.collect()))
+        if advance:
+            advance(len(mine))
+
+    before: tuple[int, PromptBatch] | None = None
     for start in range(first, last, size):
         mine = benchmark.prompts.select(range(start, min(start + size, last)))
         images = generate(backbone, mine, settings, start)
-        scores = score(benchmark.reward, images, mine.prompts, mine.metadata)
-        rows += _image_rows(start, mine, scores)
+        if before:  # one batch waits at a time, so that a slow reward does not fill the memory
+            collect(*before)
+        scoring.submit(images, mine)
+        before = start, mine
         pictures += [png(image) for image in images[: max(0, keep - start)]]
         if features:
             seen.append(_features(images, features))
-        if advance:
-            advance(len(mine))
+    if before:
+        collect(*before)
+    scoring.forget()
     if world > 1:  # a process without prompts has no features, and knows not how wide they are
         rows, pictures, seen = gather_object(rows), gather_object(pictures), gather_object(seen)
     return Judged(rows, pictures, torch.cat(seen) if seen else None)

@@ -442,6 +442,8 @@ class EvalConfig(Root):
     sampling: Sampling = Sampling()
     fidelity: Fidelity | None = None
     report: Report = Report()
+    score_seconds: Positive | None = 1800.0
+    """A batch of images whose reward takes longer is invalid; null = wait for ever."""
     keep_images: bool = False
     """Keep every image under <output>/images; false = those that the report shows."""
 

@@ -320,10 +320,11 @@ def evaluator(
     if config.evaluation is None:
         return None
     benchmarks, settings = held_out(config, rewards), eval_settings(config)
+    seconds = config.train.score_seconds
     everything = [*benchmarks, *wire_benchmarks(config.evaluation.watch, "evaluation.watch")]
 
     def evaluate() -> tuple[float, EvalReport]:
-        report = suite.run(backbone, everything, settings, accelerator)
+        report = suite.run(backbone, everything, settings, accelerator, seconds=seconds)
         return suite.headline(report, benchmarks), report
 
     return evaluate

@@ -2,6 +2,8 @@
 
 import json
 import math
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -366,3 +368,20 @@ def test_what_cannot_be_evaluated_is_refused(
     assert main(["--config", str(config), override]) == 2
     assert said in capsys.readouterr().err
     assert not (config.parent / "out").exists()
+
+
+def test_a_reward_that_hangs_does_not_hang_an_evaluation(random_model: str) -> None:
+    def hanging(images, prompts, metadata):
+        if fakes.PROMPTS[1] in prompts:
+            threading.Event().wait(30)
+        return fakes.redness(images, prompts, metadata)
+
+    backbone = fakes.backbone(random_model)
+    mark = Benchmark("red", fakes.batch(4), hanging)
+    threads = threading.active_count()
+    found = suite.judge_images(backbone, mark, Settings(2, 1.0, 7, 1), seconds=0.3).rows
+    assert [math.isnan(row["value"]) for row in found] == [False, True, False, False]
+    deadline = time.monotonic() + 5  # a thread that was told to end takes a moment
+    while threading.active_count() > threads + 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= threads + 1, "more than the one that hangs was left behind"
