@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowalign.eval.stats import tag_rows
+from flowalign.eval.stats import FIELDS, tag_rows
 from flowalign.eval.suite import Benchmark
 from flowalign.eval.table import Results, Table, shown
 from flowalign.pictures import thumbnail
 from flowalign.types import EvalRow
 
 LONGEST = 256  # pixels of an image in the page; what is larger lies under images/ as it is
-FIELDS = ("index", "prompt", "metadata")  # of an image's row; the rest are its scores
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from flowalign.eval.suite import Benchmark
 
 AVERAGE, FIDELITY = "average", "fidelity"  # columns beside the benchmarks
+FIELDS = ("index", "prompt", "metadata", "reason")  # of an image; the rest are its scores
 GROUPS = 20  # of images, left out in turn for the error of a distance
 
 Images = Sequence[Mapping[str, Any]]
@@ -33,8 +34,7 @@ def rows_of(benchmark: Benchmark, images: Images) -> list[EvalRow]:
     the official unweighted mean of the tags' means (its error from theirs), and one row a tag.
     A tag without a valid image is left out of it.
     """
-    fields = ("index", "prompt", "metadata", "value")
-    parts = {key for image in images for key in image if key not in fields}
+    parts = {key for image in images for key in image if key not in (*FIELDS, "value")}
     parts |= {benchmark.headline} if benchmark.headline else set()
     rows = [_row(benchmark.name, "reward", _values(images, "value"))]
     rows += [_row(benchmark.name, part, _values(images, part)) for part in sorted(parts)]

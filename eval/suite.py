@@ -21,9 +21,9 @@ from flowalign.backbone import Backbone
 from flowalign.eval.stats import average, headline_row, rows_of
 from flowalign.pictures import png
 from flowalign.rewards.ahead import Ahead
-from flowalign.rewards.guarded import score
+from flowalign.rewards.guarded import Guarded, score
 from flowalign.rollout import Noise, Schedule, sample
-from flowalign.types import EvalReport, EvalRow, PromptBatch, Reward, Scores
+from flowalign.types import EvalReport, EvalRow, PromptBatch, Reward
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ def run(
 class Judged:
     """The images of a benchmark: one row per prompt, in order, and the first few pictures.
 
-    A row holds index, prompt, metadata, value (NaN = invalid) and the parts of its score;
+    A row holds index, prompt, metadata, value (NaN = invalid), reason (why it failed, or what the
+    score rests on; None where nothing is said) and the parts of its score;
     pictures are PNG files; features [P,D] on the CPU, None where none were asked for.
     """
 
@@ -161,12 +162,13 @@ def _features(images: Tensor, features: Callable[[Tensor], Tensor]) -> Tensor:
     return found.where(known.cpu()[:, None], torch.nan)
 
 
-def _image_rows(first: int, prompts: PromptBatch, scores: Scores) -> list[dict[str, Any]]:
+def _image_rows(first: int, prompts: PromptBatch, scores: Guarded) -> list[dict[str, Any]]:
     return [
         {
             "index": first + i,
             "prompt": prompts.prompts[i],
             "metadata": prompts.metadata[i],
+            "reason": scores.reasons.get(i),
             "value": float(scores.value[i]),
             **{name: float(part[i]) for name, part in scores.parts.items()},
         }

@@ -101,7 +101,7 @@ def examine(reward: Reward, batch: PromptBatch, scenes: Tensor, copies: int = 1)
 def _spread(health: Health, found: Mapping[str, Guarded]) -> None:
     """Are there scores, do they differ, and does the prompt matter?"""
     failed, count = sum(health.failures.values()), sum(len(f.value) for f in found.values())
-    reasons = [text for scores in found.values() for text in scores.reasons.values()]
+    reasons = [text for scores in found.values() for text in scores.failures.values()]
     if failed:
         level = "fault" if failed == count or health.failures["its prompt"] else "note"
         health.say(level, f"failed on {failed} of {count} images: {reasons[0]}")

@@ -248,11 +248,13 @@ def _spread(found: Guarded, rows: Sequence[int], count: int) -> Guarded:
 
 def _joined(value: Tensor, found: Mapping[str, Guarded]) -> Guarded:
     """The value with the components' parts; invalid where a component is."""
-    valid, parts, reasons = torch.isfinite(value), {}, {}
+    valid, parts = torch.isfinite(value), {}
+    said: dict[int, list[str]] = {}
     for label, scores in found.items():
         valid &= scores.valid
         parts[label] = scores.value
         parts |= {f"{label}/{name}": part for name, part in scores.parts.items()}
         for row, text in scores.reasons.items():
-            reasons.setdefault(row, f"{label}: {text}")
+            said.setdefault(row, []).append(f"{label}: {text}")
+    reasons = {row: "; ".join(texts) for row, texts in said.items()}
     return Guarded(value.masked_fill(~valid, torch.nan), valid, parts, reasons)

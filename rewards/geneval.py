@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowalign.eval.geneval import judge, partial_credit
+from flowalign.eval.geneval import Verdict, judge, partial_credit
 from flowalign.rewards import check_factory, load
 from flowalign.rewards.guarded import Guarded
 from flowalign.types import Detections, Detector
@@ -110,7 +110,8 @@ class GenEval:
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> Guarded:
-        """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU; a failed image has its reason."""
+        """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU; a failed or wrong image has its
+        reason."""
         with ExitStack() as awake:  # models that are offloaded are brought back once a call
             for placement in getattr(self.detector, "placements", ()):
                 awake.enter_context(placement)
@@ -128,25 +129,29 @@ class GenEval:
         correct, reasons = value.clone(), {}
         for row, (meta, seen) in enumerate(zip(metadata, found, strict=True)):
             try:  # a colour may be looked up only now
-                value[row], correct[row] = self._judge(meta, seen)
+                value[row], verdict = self._judge(meta, seen)
             except Exception as error:
                 reasons[row] = f"{type(error).__name__}: {error}"
+                continue
+            correct[row] = verdict.correct
+            if verdict.reason:
+                reasons[row] = verdict.reason
         return Guarded(value, torch.isfinite(value), {"correct": correct}, reasons)
 
-    def _judge(self, metadata: Mapping[str, Any], seen: Detections) -> tuple[float, float]:
+    def _judge(self, metadata: Mapping[str, Any], seen: Detections) -> tuple[float, Verdict]:
         """(reward, official decision) of one image."""
         if not metadata.get("include"):
             raise ValueError(
                 f"metadata has no `include` clauses (keys: {sorted(metadata)}), so there is "
                 "nothing to judge. Is this a prompt of another task?"
             )
-        correct = float(judge(metadata, seen.boxes, seen.colors, **self.rules).correct)
+        verdict = judge(metadata, seen.boxes, seen.colors, **self.rules)
         if self.reward == "official":
-            return correct, correct
+            return float(verdict.correct), verdict
         credit = partial_credit(
             metadata, seen.boxes, seen.colors, **self.rules, variant=self.reward
         )
-        return credit, correct
+        return credit, verdict
 
 
 def build_detector(detector: str | Detector, options: Mapping[str, Any] | None = None) -> Detector:

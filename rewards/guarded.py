@@ -17,9 +17,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Guarded(Scores):
-    """Scores, and why each invalid image is invalid: reasons {row: text}."""
+    """Scores with reasons {row: text}: why each invalid image is invalid, and, where a reward
+    tells, what the score of a valid one rests on."""
 
     reasons: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def failures(self) -> dict[int, str]:
+        """The reasons of the invalid images."""
+        return {row: text for row, text in self.reasons.items() if not self.valid[row]}
 
 
 def score(
@@ -113,12 +119,11 @@ def _ask(
         return failed(count, fault)
     value = answer.value.detach().to("cpu", torch.float32)
     said_valid, finite = answer.valid.detach().cpu(), torch.isfinite(value)
-    reasons = {}
-    for row in (~(said_valid & finite)).nonzero().flatten().tolist():
-        known = answer.reasons.get(row) if isinstance(answer, Guarded) else None
-        plain = f"returned {float(value[row])}" if not finite[row] else "said that it failed"
-        reasons[row] = known or plain
     valid = said_valid & finite
+    reasons = dict(answer.reasons) if isinstance(answer, Guarded) else {}
+    for row in (~valid).nonzero().flatten().tolist():
+        plain = f"returned {float(value[row])}" if not finite[row] else "said that it failed"
+        reasons[row] = reasons.get(row) or plain
     parts = {name: part.detach().to("cpu", torch.float32) for name, part in answer.parts.items()}
     return Guarded(value.masked_fill(~valid, float("nan")), valid, parts, reasons)
 
@@ -175,8 +180,9 @@ def _placed(found: Guarded, order: Sequence[int]) -> Guarded:
 
 def _report(reward: Reward, result: Guarded) -> None:
     name = getattr(reward, "name", None) or getattr(reward, "__name__", type(reward).__name__)
-    for reason in dict.fromkeys(result.reasons.values()):
-        rows = [row for row, text in result.reasons.items() if text == reason]
+    failures = result.failures
+    for reason in dict.fromkeys(failures.values()):
+        rows = [row for row, text in failures.items() if text == reason]
         log.warning(
             "reward %s failed on %d of %d images (rows %s), which are masked: %s",
             name,

@@ -144,7 +144,7 @@ class OCR:
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> Guarded:
-        """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU; a failed image has its reason."""
+        """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU, with what was read, or why not."""
         targets = [
             attempt(_target, prompt, meta) for prompt, meta in zip(prompts, metadata, strict=True)
         ]
@@ -157,13 +157,14 @@ class OCR:
             if isinstance(found, Exception):
                 reasons[row] = f"{type(found).__name__}: {found}"
             else:
-                value[row], exact[row] = found
+                value[row], exact[row], reasons[row] = found
         return Guarded(value, torch.isfinite(value), {"exact": exact}, reasons)
 
-    def _judge(self, target: str, lines: Sequence[Line]) -> tuple[float, float]:
-        """(reward, exact) of one image."""
+    def _judge(self, target: str, lines: Sequence[Line]) -> tuple[float, float, str]:
+        """(reward, exact, what was read) of one image."""
         wanted, seen = _compared(target, lines)
-        return self.rule(target, lines), float(wanted == seen)
+        text = f"read {seen!r} for {wanted!r}" if seen else f"read nothing for {wanted!r}"
+        return self.rule(target, lines), float(wanted == seen), text
 
     def _read(
         self, images: Tensor, targets: Sequence[str | Exception]

@@ -133,7 +133,7 @@ class Grpo:
     def _check(self, valid: Tensor, scores: Guarded) -> None:
         share = 1 - float(valid.float().mean())
         if share > self.max_invalid_share or not valid.any():
-            mine = set(scores.reasons.values())
+            mine = set(scores.failures.values())
             reasons = sorted(set(gather_object(list(mine))))[:3]
             raise TrainingError(
                 f"the reward failed on {share:.0%} of the images, more than "
