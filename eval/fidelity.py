@@ -30,49 +30,21 @@ def frechet(features: ArrayLike, reference: ArrayLike) -> float:
             f"features have {a.shape[1]} columns and the reference {b.shape[1]}; take both from "
             "one model."
         )
-    return _distance(_moments(a), _Reference(b))
+    return _distance(*_moments(a), *_moments(b))
 
 
-def frechet_stderr(
-    features: ArrayLike, reference: ArrayLike, *, draws: int = 100, seed: int = 0
-) -> float:
-    """Standard error of `frechet`: its spread over bootstrap draws of the N images.
-
-    The reference stays as it is. Raises ValueError as `frechet` does, and for draws < 2.
-    """
-    if draws < 2:
-        raise ValueError(f"`draws` is {draws}; a spread needs 2 or more.")
-    frechet(features, reference)  # the checks
-    a, rng = _checked(features, "features"), np.random.default_rng(seed)
-    fixed = _Reference(_checked(reference, "reference"))
-    weights = rng.multinomial(len(a), np.full(len(a), 1 / len(a)), size=draws)  # times drawn
-    found = [_distance(_moments(a, w.astype(np.float64)), fixed) for w in weights]
-    return float(np.std(found, ddof=1))
+def _moments(features: Matrix) -> tuple[Matrix, Matrix]:
+    """Mean [D] and unbiased covariance [D,D]."""
+    return features.mean(0), np.atleast_2d(np.cov(features.T))
 
 
-def _moments(features: Matrix, weights: Matrix | None = None) -> tuple[Matrix, Matrix]:
-    """Mean [D] and unbiased covariance [D,D]; weights [N] say how often a row counts."""
-    w = np.ones(len(features)) if weights is None else weights
-    mean = w @ features / w.sum()
-    centred = features - mean
-    return mean, (centred * w[:, None]).T @ centred / (w.sum() - 1)
-
-
-class _Reference:
-    """Mean, covariance, and the covariance's symmetric root, taken once for many distances."""
-
-    def __init__(self, features: Matrix) -> None:
-        self.mean, self.covariance = _moments(features)
-        values, vectors = np.linalg.eigh(self.covariance)
-        self.root = (vectors * np.sqrt(values.clip(0))) @ vectors.T
-
-
-def _distance(moments: tuple[Matrix, Matrix], reference: _Reference) -> float:
-    mean, covariance = moments
-    eigenvalues = np.linalg.eigvalsh(reference.root @ covariance @ reference.root)
+def _distance(mean1: Matrix, covariance1: Matrix, mean2: Matrix, covariance2: Matrix) -> float:
+    values, vectors = np.linalg.eigh(covariance2)
+    half = (vectors * np.sqrt(values.clip(0))) @ vectors.T
+    eigenvalues = np.linalg.eigvalsh(half @ covariance1 @ half)
     root = np.sqrt(eigenvalues.clip(0)).sum()  # rounding may leave -1e-18
-    shift = ((mean - reference.mean) ** 2).sum()
-    return float(shift + np.trace(covariance) + np.trace(reference.covariance) - 2 * root)
+    shift = ((mean1 - mean2) ** 2).sum()
+    return float(shift + np.trace(covariance1) + np.trace(covariance2) - 2 * root)
 
 
 def _checked(features: ArrayLike, what: str) -> Matrix:

@@ -203,12 +203,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("options", nargs="*", metavar="key=value", help="options of the reward")
     args = parser.parse_args(argv)
     quiet()
-    logging.getLogger("flowalign.rewards.guarded").setLevel(logging.ERROR)  # the findings tell
+    warnings = logging.getLogger("flowalign.rewards.guarded")
+    before = warnings.level
+    warnings.setLevel(logging.ERROR)  # the findings tell
     try:
         options = assignments(args.options)
         health = diagnose(args.reward, options, args.count, args.size)
     except (ValueError, ImportError, OSError) as error:
         print(f"flowalign doctor: {error}", file=sys.stderr)
         return 2
+    finally:
+        warnings.setLevel(before)
     show(args.reward, health)
     return 0 if health.healthy else 1
