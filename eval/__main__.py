@@ -38,7 +38,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 2 the config or its model is refused, 130 interrupted."""
+    """`compare A B`, or an evaluation. Exit status: 0 done, 2 refused, 130 interrupted."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] == "compare":
+        from flowalign.eval.compare import main as compare
+
+        return compare(argv[1:])
     args = parser().parse_args(argv)
     from flowalign.backbone import ModelError
 

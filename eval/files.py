@@ -11,6 +11,7 @@ from typing import Any
 
 from flowalign.config import EvalConfig, to_yaml
 from flowalign.eval import report
+from flowalign.eval.compare import VERSION
 from flowalign.eval.stats import GROUPS
 from flowalign.eval.suite import Benchmark, Judged, Settings, environment
 from flowalign.eval.table import Results, Table, details, markdown, tables
@@ -73,6 +74,7 @@ def document(
         for model, others in config.compare.items()
     }
     return {
+        "version": VERSION,
         "config": config.model_dump(mode="json"),
         "benchmarks": {mark.name: _judge(mark) for mark in results.benchmarks},
         "models": models,
@@ -81,9 +83,9 @@ def document(
 
 
 def _judge(benchmark: Benchmark) -> dict[str, Any]:
-    """{"reward": its name, "engine": ..., ...}: what the numbers of a benchmark depend on."""
+    """{"reward": its name, "headline": ..., "engine": ..., ...}: what its numbers depend on."""
     found = describe(benchmark.reward)
-    return {"reward": found.pop("name"), **found}
+    return {"reward": found.pop("name"), "headline": benchmark.headline, **found}
 
 
 def _plain(value: Any) -> Any:

@@ -140,6 +140,7 @@ def _cell(
     low, high = ends
     level = None if math.isnan(score) else 100 * (score - low) / (high - low) if high > low else 100
     parts = [f"{key} {value:.3g}" for key, value in image.items() if key not in FIELDS]
+    parts += [str(image["reason"])] if image.get("reason") else []
     text = "failed" if math.isnan(score) else f"{score:.2f}"
     encoded = base64.b64encode(thumbnail(picture, LONGEST)).decode()
     return Cell(f"data:image/png;base64,{encoded}", text, level, ", ".join(parts))

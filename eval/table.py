@@ -92,6 +92,10 @@ class Table:
         """Mean ± standard error; a dash where there is no number."""
         return shown(self.rows[label][column], self.places[column], self.signed)
 
+    def interval(self, label: str, column: str) -> str:
+        """The ends of the 95 % interval, "" where there is none."""
+        return between(self.rows[label][column], self.places[column])
+
     def n(self, column: str) -> str:
         """How many images (of differences: pairs) the numbers of a column come from."""
         return counts(row[column] for row in self.rows.values())
@@ -147,24 +151,26 @@ def _places(rows: Iterable[Mapping[str, EvalRow]], column: str) -> int:
 def markdown(table: Table) -> str:
     """One line a row, the best of a column in bold, and the counts below."""
     lines = [table.caption, ""]
-    lines.append(_line("", *(f"{column}{table.arrow(column)}" for column in table.columns)))
+    lines.append(line("", *(f"{column}{table.arrow(column)}" for column in table.columns)))
     lines.append("|" + "---|" * (1 + len(table.columns)))
     best = {column: table.best(column) for column in table.columns}
     for label in table.rows:
         cells = [(table.text(label, column), label in best[column]) for column in table.columns]
-        lines.append(_line(label, *(f"**{text}**" if bold else text for text, bold in cells)))
-    lines.append(_line("n", *(table.n(column) for column in table.columns)))
+        lines.append(line(label, *(f"**{text}**" if bold else text for text, bold in cells)))
+    lines.append(line("n", *(table.n(column) for column in table.columns)))
     return "\n".join(lines) + "\n"
 
 
 def details(rows: Mapping[str, Sequence[EvalRow]]) -> str:
-    """{model: its rows} as Markdown: one line per benchmark and metric, one column per model."""
+    """{model: its rows} as Markdown: one line per benchmark and metric, one column per model, with
+    the 95 % interval."""
     keys = dict.fromkeys((row.benchmark, row.metric) for mine in rows.values() for row in mine)
-    lines = [_line("benchmark", "metric", "n", *rows), "|---|---|---|" + "---|" * len(rows)]
+    lines = [line("benchmark", "metric", "n", *rows), "|---|---|---|" + "---|" * len(rows)]
     for benchmark, metric in keys:
         found = [_find(mine, benchmark, metric) for mine in rows.values()]
         n = counts(row for row in found if row)
-        lines.append(_line(benchmark, metric, n, *(shown(row, 3) for row in found)))
+        cells = [" ".join([shown(row, 3), between(row, 3)]).strip() for row in found]
+        lines.append(line(benchmark, metric, n, *cells))
     return "\n".join(lines) + "\n"
 
 
@@ -172,7 +178,8 @@ def _find(rows: Sequence[EvalRow], benchmark: str, metric: str) -> EvalRow | Non
     return next((r for r in rows if (r.benchmark, r.metric) == (benchmark, metric)), None)
 
 
-def _line(*cells: str) -> str:
+def line(*cells: str) -> str:
+    """One row of a Markdown table."""
     return "| " + " | ".join(cells) + " |"
 
 
@@ -180,6 +187,13 @@ def counts(rows: Iterable[EvalRow]) -> str:
     """ "512", or "510 to 512" where some have fewer."""
     found = sorted({row.n for row in rows})
     return " to ".join(map(str, dict.fromkeys([found[0], found[-1]])))
+
+
+def between(row: EvalRow | None, places: int) -> str:
+    """The interval of a number, "" where there is none."""
+    if row is None or not math.isfinite(row.low + row.high):
+        return ""
+    return f"[{row.low:.{places}f}, {row.high:.{places}f}]"
 
 
 def shown(row: EvalRow | None, places: int, signed: bool = False) -> str:

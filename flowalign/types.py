@@ -161,13 +161,16 @@ class StepLoss:
 
 @dataclass(frozen=True)
 class EvalRow:
-    """One number of an evaluation: its mean, its standard error, and over how many images."""
+    """One number of an evaluation: its mean, its standard error, over how many images, and the
+    ends of its 95 % interval."""
 
     benchmark: str
     metric: str
     mean: float
     stderr: float
     n: int
+    low: float = float("nan")
+    high: float = float("nan")
 
 
 @dataclass(frozen=True)

@@ -197,7 +197,7 @@ def test_the_page_has_the_numbers_the_conditions_and_safe_text(text: str):
     for part in ("T &lt; 1", "Seed 7.", "stage: eval", "student − ocr", "2 images", "value 0.9"):
         assert part in text
     assert "&lt;b&gt;cat&lt;/b&gt;" in text and "<b>cat" not in text
-    assert '<td class="best">1.000' in text
+    assert '<td class="best" title="95 % [1.000, 1.000]">1.000' in text
 
 
 def test_models_disagree_where_scores_are_far_apart_or_missing(results: Results):

@@ -1,0 +1,101 @@
+"""Intervals cover as often as they say, over prompts; the paired test is honest under no effect."""
+
+import numpy as np
+import pytest
+
+from flowalign.eval import bootstrap
+from flowalign.eval.stats import difference, rows_of
+
+ALIKE = np.zeros(1, np.int64)
+
+
+def coverage(shares: list[float], prompts: int, images: int, tries: int = 1000) -> float:
+    """How often the interval of simulated verdicts holds the mean of the strata's true shares."""
+    rng, hits = np.random.default_rng(0), 0
+    strata = np.repeat(np.arange(len(shares)), prompts)
+    for attempt in range(tries):
+        sums = rng.binomial(images, np.repeat(shares, prompts)).astype(float)
+        counts = np.full(len(sums), float(images))
+        low, high = bootstrap.interval(sums, counts, strata, seed=attempt)
+        hits += low <= np.mean(shares) <= high
+    return hits / tries
+
+
+@pytest.mark.parametrize(
+    ("shares", "prompts", "images"),
+    [([0.5], 400, 1), ([0.2], 400, 1), ([0.7], 120, 4), ([0.9, 0.5, 0.3, 0.2], 100, 1)],
+)
+def test_the_interval_covers_the_truth_as_often_as_it_says(
+    monkeypatch: pytest.MonkeyPatch, shares: list[float], prompts: int, images: int
+):
+    monkeypatch.setattr(bootstrap, "DRAWS", 500)  # enough for the quantiles, and quick
+    assert 0.935 <= coverage(shares, prompts, images) <= 0.965
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shares", "prompts", "images"),
+    [([0.5], 553, 1), ([0.25], 553, 1), ([0.9, 0.5, 0.3, 0.2, 0.6, 0.1], 92, 4)],
+)
+def test_the_coverage_is_94_to_96_percent(shares: list[float], prompts: int, images: int):
+    assert 0.94 <= coverage(shares, prompts, images, tries=10_000) <= 0.96
+
+
+def test_images_of_one_prompt_are_no_news():
+    """Four equal images of a prompt say no more than one."""
+    sums = np.random.default_rng(1).binomial(1, 0.4, 200).astype(float)
+    strata = np.zeros(200, np.int64)
+    one = bootstrap.interval(sums, np.ones(200), strata)
+    four = bootstrap.interval(4 * sums, np.full(200, 4.0), strata)
+    assert one == pytest.approx(four)
+
+
+class Mark:
+    name, headline = "m", "correct"
+
+
+def rows(values: list[list[float]], tag: str = "t") -> list[dict]:
+    return [
+        {
+            "index": i,
+            "copy": c,
+            "prompt": str(i),
+            "metadata": {"tag": tag},
+            "correct": v,
+            "value": v,
+        }
+        for i, copies in enumerate(values)
+        for c, v in enumerate(copies)
+    ]
+
+
+def test_the_error_over_prompts_is_that_of_their_means_where_all_have_as_many_images():
+    values = np.random.default_rng(2).normal(size=(50, 4))
+    row = rows_of(Mark(), rows(values.tolist()))[0]
+    means = values.mean(1)
+    assert row.mean == pytest.approx(means.mean()) and row.n == 200
+    assert row.stderr == pytest.approx(means.std(ddof=1) / np.sqrt(50))
+    assert row.low < row.mean < row.high
+
+
+def test_an_interval_of_a_paired_difference_is_short_where_models_agree():
+    before = np.random.default_rng(3).normal(size=(80, 1))
+    gain = difference(Mark(), rows(before.tolist()), rows((before + 0.1).tolist()))
+    assert gain.low == pytest.approx(0.1) and gain.high == pytest.approx(0.1)
+
+
+def test_a_chance_difference_is_rarely_found():
+    rng, found = np.random.default_rng(4), 0
+    for attempt in range(300):
+        sums = rng.normal(size=60)
+        found += bootstrap.sign_flip(sums, np.ones(60), np.zeros(60, np.int64), attempt) <= 0.05
+    assert 0.02 <= found / 300 <= 0.09
+    real = bootstrap.sign_flip(rng.normal(0.6, 1, 60), np.ones(60), np.zeros(60, np.int64))
+    assert real < 0.01
+
+
+def test_prompts_without_a_valid_image_leave():
+    sums, counts = np.array([1.0, 0.0, 1.0]), np.array([1.0, 0.0, 1.0])
+    assert float(bootstrap.mean(sums, counts, np.zeros(3, np.int64))) == 1.0
+    assert float(bootstrap.mean(sums, counts, np.array([0, 1, 2]))) == 1.0
+    assert np.isnan(bootstrap.interval(sums * 0, counts * 0, np.zeros(3, np.int64))).all()
