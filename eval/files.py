@@ -128,7 +128,9 @@ def page(config: EvalConfig, results: Results, found: Sequence[Table], said: Seq
     title = (
         config.report.title or f"flowalign eval: {len(results.judged)} models on {config.model.id}"
     )
-    return report.render(results, found, title=title, conditions=said, config=to_yaml(config))
+    return report.render(
+        results, found, title=title, conditions=said, config=to_yaml(config), model=config.model.id
+    )
 
 
 def draw(path: Path, benchmark: Benchmark, judged: Mapping[str, Judged]) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flowalign.eval import published
 from flowalign.eval.stats import FIELDS, tag_rows
 from flowalign.eval.suite import Benchmark
 from flowalign.eval.table import Results, Table, shown
@@ -36,13 +37,17 @@ class Bar:
 class Cell:
     """An image as a data URI; its score as text; level: where it lies among all shown, 0 to 100.
 
-    level is None where the score failed. hint: every part of the score.
+    level is None where there is no score. hint: every part of the score; reason: what it rests
+    on. failed: judged wrong, or where there is no verdict, in the lower half of what is shown; or
+    without a score.
     """
 
     source: str
     score: str
     level: float | None
     hint: str
+    reason: str
+    failed: bool
 
 
 @dataclass(frozen=True)
@@ -63,8 +68,10 @@ def render(
     title: str,
     conditions: Sequence[str],
     config: str,
+    model: str,
 ) -> str:
-    """The page. conditions: how the numbers were measured, a sentence each; config as YAML."""
+    """The page. conditions: how the numbers were measured, a sentence each; config as YAML; model:
+    the base model's id, for the published numbers of it."""
     import jinja2
 
     source = Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
@@ -81,6 +88,7 @@ def render(
         charts={mark.name: bars(results, mark) for mark in results.benchmarks},
         grids={name: found for name, found in grids.items() if found},
         longest=LONGEST,
+        published=published if published.concerns(model) else None,
     )
 
 
@@ -140,7 +148,9 @@ def _cell(
     low, high = ends
     level = None if math.isnan(score) else 100 * (score - low) / (high - low) if high > low else 100
     parts = [f"{key} {value:.3g}" for key, value in image.items() if key not in FIELDS]
-    parts += [str(image["reason"])] if image.get("reason") else []
+    verdict = image.get("correct", math.nan)
+    failed = level is None or (verdict == 0 if math.isfinite(verdict) else level < 50)
     text = "failed" if math.isnan(score) else f"{score:.2f}"
     encoded = base64.b64encode(thumbnail(picture, LONGEST)).decode()
-    return Cell(f"data:image/png;base64,{encoded}", text, level, ", ".join(parts))
+    source, reason = f"data:image/png;base64,{encoded}", str(image.get("reason") or "")
+    return Cell(source, text, level, ", ".join(parts), reason, failed)

@@ -2,7 +2,11 @@
 
 import base64
 import math
+import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,7 +43,7 @@ def judged(mark: Benchmark, scores: list[float], shade: float) -> Judged:
     part = mark.headline or "value"
     rows = [
         {"index": i, "prompt": PROMPTS[i], "metadata": mark.prompts.metadata[i], "value": score}
-        | {part: score}
+        | {part: score, "reason": f"saw <{score}>"}
         for i, score in enumerate(scores)
     ]
     images = [torch.full((3, 4, 4), shade + i / 100) for i in range(3)]  # one is not shown
@@ -169,9 +173,13 @@ class Page(HTMLParser):
 
 @pytest.fixture
 def text(results: Results) -> str:
+    return page(results, "tiny")
+
+
+def page(results: Results, model: str) -> str:
     found = tables(results, {"student": ["ocr"]})
     return report.render(
-        results, found, title="T < 1", conditions=["Seed 7."], config="stage: eval"
+        results, found, title="T < 1", conditions=["Seed 7."], config="stage: eval", model=model
     )
 
 
@@ -223,3 +231,54 @@ def test_a_large_image_is_reduced_for_the_page(results: Results):
     single = Results(MARKS[1:], {"base": {"ocr": Judged(rows, [large])}}, {})
     (line,) = report.lines(single, MARKS[1])
     assert len(base64.b64decode(line.cells[0].source.partition(",")[2])) < len(large) / 3
+
+
+def test_published_numbers_stand_beside_the_model_that_they_are_of(results: Results, text: str):
+    assert "Published, not ours" not in text
+    for model in (
+        "stabilityai/stable-diffusion-3.5-medium",
+        "/models/stable-diffusion-3.5-medium/",
+    ):
+        assert "Published, not ours" in page(results, model)
+    (number,) = re.findall(r"Flow-OPD from the merge</th><td>([.0-9]+)", page(results, model))
+    assert number == "0.92"
+
+
+def test_a_verdict_is_told_apart_from_its_absence(results: Results):
+    failed = [[cell.failed for cell in line.cells] for line in report.lines(results, MARKS[0])]
+    assert failed == [[False, False, False], [True, False, False], [False, False, False]]
+    graded = [[cell.failed for cell in line.cells] for line in report.lines(results, MARKS[1])]
+    assert graded[0] == [True, True, False]  # of .1 to .9
+    assert report.lines(results, MARKS[0])[0].cells[0].reason == "saw <1>"
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
+@pytest.mark.parametrize(
+    ("chosen", "shown"),
+    [
+        ("", 6),
+        ("benchmark=ocr", 3),
+        ("failed=base&benchmark=geneval", 1),
+        ("search=RED", 2),
+        ("disagree=yes&benchmark=geneval", 1),
+        ("search=nothing+like+it", 0),
+    ],
+)
+def test_a_browser_filters_and_shows_every_image_without_a_network(
+    text: str, tmp_path: Path, chosen: str, shown: int
+):
+    """The view that the address asks for, as Chromium builds it; images that load have a width."""
+    probe = "document.title = [...document.images].filter((i) => i.naturalWidth > 0).length;"
+    checked = text.replace(
+        "filter();\n</script>", f"filter();\nonload = () => {{ {probe} }};\n</script>"
+    )
+    assert checked != text
+    (tmp_path / "report.html").write_text(checked, encoding="utf-8")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    command = [*flags, f"--user-data-dir={tmp_path / 'user'}", "--dump-dom"]
+    address = f"{(tmp_path / 'report.html').as_uri()}#{chosen}"
+    done = subprocess.run(
+        ["chromium", *command, address], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert f'<span id="count">{shown} prompts</span>' in done.stdout
+    assert "<title>18</title>" in done.stdout
