@@ -58,7 +58,7 @@ def model_of(document: Mapping[str, Any], name: str | None, path: str) -> str:
     models = list(document["models"])
     if name is None and len(models) == 1:
         return models[0]
-    if name not in models:
+    if name is None or name not in models:
         seen = "several models" if name is None else f"no model {name!r}"
         raise Incomparable(f"{path} has {seen}: {models}. Name one for each file with --models.")
     return name

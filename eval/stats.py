@@ -189,10 +189,9 @@ def _prompts(images: Images, part: str) -> tuple[Array, Array, Labels]:
     tags = [str(image["metadata"].get("tag", "")) for image in images]
     labels = np.zeros(place.max(initial=-1) + 1, np.int64)
     labels[place] = np.unique(tags, return_inverse=True)[1]
-    sums, counts = (
-        np.bincount(place, weights, minlength=len(labels))
-        for weights in (np.where(known, values, 0.0), known.astype(np.float64))
-    )
+    sums, counts = np.zeros(len(labels)), np.zeros(len(labels))
+    np.add.at(sums, place, np.where(known, values, 0.0))
+    np.add.at(counts, place, known.astype(np.float64))
     return sums, counts, labels
 
 
