@@ -70,7 +70,7 @@ def grid(
 
 
 def gallery(
-    models: Mapping[str, Sequence[Tensor | Image.Image]],
+    models: Mapping[str, Sequence[Tensor | Image.Image] | Tensor],
     prompts: Sequence[str],
     captions: Mapping[str, Sequence[str | float] | Tensor] | None = None,
     *,
@@ -99,7 +99,7 @@ def gallery(
 
 
 def _check_gallery(
-    models: Mapping[str, Sequence[Any]],
+    models: Mapping[str, Sequence[Any] | Tensor],
     prompts: Sequence[str],
     captions: Mapping[str, Sequence[Any] | Tensor],
 ) -> None:
