@@ -90,8 +90,7 @@ def gallery(
     for row in range(len(prompts)):
         images += [models[name][row] for name in names]
         texts += [_caption(captions[name][row]) if name in captions else "" for name in names]
-    lines = max(text.count("\n") + -(-len(text) // CAPTION) for text in texts)
-    gap = 0.17 + 0.11 * lines
+    gap = 0.28 + 0.11 * max(_wrapped(text).count("\n") for text in texts)
     figure = _drawn(images, texts, len(names), title, heads=names, sides=prompts, gap=gap)
     file = io.BytesIO()
     figure.savefig(file)
@@ -152,8 +151,7 @@ def _drawn(
         pixels = _pixels(image)
         small = pixels.shape[1] < SMALL
         axis.imshow(pixels, interpolation="nearest" if small else "antialiased")
-        text = "\n".join(textwrap.fill(line, CAPTION) for line in caption.split("\n"))
-        axis.set_title(text, fontsize=7, y=-0.04, va="top", pad=0)
+        axis.set_title(_wrapped(caption), fontsize=7, y=-0.04, va="top", pad=0)
     for axis, head in zip(axes[0], heads, strict=False):
         axis.text(0.5, 1.04, head, fontsize=9, ha="center", va="bottom", transform=axis.transAxes)
     for axis, label in zip(axes[:, 0], sides, strict=False):
@@ -166,6 +164,11 @@ def _drawn(
         top=1 - (top + 0.05) / height if top else 0.99, hspace=gap / side, wspace=0.06,
     )  # fmt: skip
     return figure
+
+
+def _wrapped(caption: str) -> str:
+    """The caption in lines of CAPTION characters, its own line breaks kept."""
+    return "\n".join(textwrap.fill(line, CAPTION) for line in caption.split("\n"))
 
 
 def _pixels(image: Tensor | Image.Image) -> np.ndarray:
