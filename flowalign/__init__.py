@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from diffusers import StableDiffusion3Pipeline
 
-__all__ = ["__version__", "load"]
+    from flowalign.pictures import gallery
+
+__all__ = ["__version__", "gallery", "load"]
 __version__ = "0.1.0"
 
 
@@ -31,3 +33,12 @@ def load(
     if lora is not None:
         pipe.load_lora_weights(str(adapter_folder(lora)))
     return pipe
+
+
+def __getattr__(name: str) -> Any:
+    """`flowalign.gallery`, imported when it is first asked for."""
+    if name == "gallery":
+        from flowalign.pictures import gallery
+
+        return gallery
+    raise AttributeError(f"module 'flowalign' has no attribute {name!r}; it has {__all__}")

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 SMALL = 128  # images are drawn at least this wide
+CAPTION = 24  # characters in a line of a caption
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 
@@ -58,27 +64,118 @@ def grid(
     title: str = "",
 ) -> None:
     """Write images [N,3,H,W] in [0,1] with a caption under each, as a PNG."""
+    figure = _drawn(list(images), captions, min(columns, len(images)), title)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def gallery(
+    models: Mapping[str, Sequence[Tensor | Image.Image] | Tensor],
+    prompts: Sequence[str],
+    captions: Mapping[str, Sequence[str | float] | Tensor] | None = None,
+    *,
+    title: str = "",
+) -> Image.Image:
+    """Several models on the same prompts, as a picture that a notebook shows: one row a prompt, one
+    column a model.
+
+    models: name -> its images, one a prompt, in the order of `prompts`: PIL images, or tensors
+    [3,H,W] in [0,1] (a batch [N,3,H,W] will do). captions: name -> what stands under its images,
+    texts or numbers (the `value` of Scores; NaN is drawn as "failed"); a model may be left out.
+    `.save("gallery.png")` keeps it. Raises ValueError where the numbers do not fit together.
+    """
+    captions = captions or {}
+    _check_gallery(models, prompts, captions)
+    names, images, texts = list(models), [], []
+    for row in range(len(prompts)):
+        images += [models[name][row] for name in names]
+        texts += [_caption(captions[name][row]) if name in captions else "" for name in names]
+    gap = 0.28 + 0.11 * max(_wrapped(text).count("\n") for text in texts)
+    figure = _drawn(images, texts, len(names), title, heads=names, sides=prompts, gap=gap)
+    file = io.BytesIO()
+    figure.savefig(file)
+    return Image.open(file).convert("RGB")
+
+
+def _check_gallery(
+    models: Mapping[str, Sequence[Any] | Tensor],
+    prompts: Sequence[str],
+    captions: Mapping[str, Sequence[Any] | Tensor],
+) -> None:
+    if not models or not len(prompts):
+        raise ValueError(
+            f"a gallery of {len(models)} models and {len(prompts)} prompts has nothing to show. "
+            "Give at least one of each: gallery({name: images}, prompts)."
+        )
+    if unknown := sorted(set(captions) - set(models)):
+        raise ValueError(
+            f"captions for {unknown[0]!r}, and the models are {list(models)}. Use these names."
+        )
+    for what, found in (("images", models), ("captions", captions)):
+        for name, items in found.items():
+            if len(items) != len(prompts):
+                raise ValueError(
+                    f"{len(items)} {what} of {name!r} for {len(prompts)} prompts; give one each."
+                )
+
+
+def _caption(value: Any) -> str:
+    """A text as it is, a number to two places."""
+    if isinstance(value, str):
+        return value
+    return f"{float(value):.2f}" if math.isfinite(value) else "failed"
+
+
+def _drawn(
+    images: Sequence[Tensor | Image.Image],
+    captions: Sequence[str],
+    columns: int,
+    title: str,
+    *,
+    heads: Sequence[str] = (),
+    sides: Sequence[str] = (),
+    gap: float = 0.62,
+) -> Figure:
+    """The one layout: rows of `columns` images, a caption under each in a gap of so many inches;
+    heads above the columns, sides (the prompts) left of the rows."""
     from matplotlib.figure import Figure
 
-    columns = min(columns, len(images))
     rows = -(-len(images) // columns)
-    figure = Figure(figsize=(1.7 * columns, 2.25 * rows + (0.4 if title else 0)), dpi=110)
+    side, margin, top = 1.63, 1.25 * bool(sides), 0.4 * bool(title) + 0.25 * bool(heads)  # inches
+    size = (1.7 * columns + margin, (side + gap) * rows + top)
+    figure = Figure(figsize=size, dpi=110)
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat:
         axis.axis("off")
     for axis, image, caption in zip(axes.flat, images, captions, strict=False):
-        pixels = image.detach().float().cpu().permute(1, 2, 0).clamp(0, 1).numpy()
+        pixels = _pixels(image)
         small = pixels.shape[1] < SMALL
         axis.imshow(pixels, interpolation="nearest" if small else "antialiased")
-        text = "\n".join(textwrap.fill(line, 24) for line in caption.split("\n"))
-        axis.set_title(text, fontsize=7, y=-0.04, va="top", pad=0)
-    figure.suptitle(title, fontsize=11, y=1 - 0.1 / figure.get_figheight(), va="top")
+        axis.set_title(_wrapped(caption), fontsize=7, y=-0.04, va="top", pad=0)
+    for axis, head in zip(axes[0], heads, strict=False):
+        axis.text(0.5, 1.04, head, fontsize=9, ha="center", va="bottom", transform=axis.transAxes)
+    for axis, label in zip(axes[:, 0], sides, strict=False):
+        text = textwrap.fill(label, 19)
+        axis.text(-0.06, 0.5, text, fontsize=8, ha="right", va="center", transform=axis.transAxes)
+    width, height = size
+    figure.suptitle(title, fontsize=11, y=1 - 0.1 / height, va="top")
     figure.subplots_adjust(
-        left=0.01, right=0.99, top=1 - 0.45 / figure.get_figheight() if title else 0.99,
-        bottom=0.5 / figure.get_figheight(), hspace=0.38, wspace=0.06,
+        left=0.01 + margin / width, right=0.99, bottom=(gap - 0.12) / height,
+        top=1 - (top + 0.05) / height if top else 0.99, hspace=gap / side, wspace=0.06,
     )  # fmt: skip
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    return figure
+
+
+def _wrapped(caption: str) -> str:
+    """The caption in lines of CAPTION characters, its own line breaks kept."""
+    return "\n".join(textwrap.fill(line, CAPTION) for line in caption.split("\n"))
+
+
+def _pixels(image: Tensor | Image.Image) -> np.ndarray:
+    """[H,W,3], what imshow takes."""
+    if isinstance(image, Image.Image):
+        return np.asarray(image.convert("RGB"))
+    return image.detach().float().cpu().permute(1, 2, 0).clamp(0, 1).numpy()
 
 
 def side_by_side(

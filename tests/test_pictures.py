@@ -1,0 +1,90 @@
+"""The gallery: every image in its place, under its model's name and beside its prompt."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import flowalign
+from flowalign.pictures import gallery
+
+COLOURS = torch.tensor(
+    [[[220, 0, 0], [0, 180, 0], [0, 0, 240]], [[240, 200, 0], [0, 200, 200], [150, 0, 150]]]
+)  # [model, prompt, RGB]
+PROMPTS = ["one", "two", "three"]
+
+
+def plain(model: int, prompt: int, size: int = 64) -> torch.Tensor:
+    return (COLOURS[model, prompt] / 255)[:, None, None].expand(3, size, size)
+
+
+def models() -> dict[str, list[torch.Tensor]]:
+    return {f"m{m}": [plain(m, p) for p in range(3)] for m in range(2)}
+
+
+def place(picture: Image.Image, colour: torch.Tensor) -> tuple[float, float, int]:
+    """Mean row and column, and number, of the pixels of a colour."""
+    found = np.abs(np.asarray(picture).astype(int) - colour.numpy()).max(2) < 3
+    rows, columns = np.nonzero(found)
+    return rows.mean(), columns.mean(), len(rows)
+
+
+def test_models_are_columns_and_prompts_rows() -> None:
+    picture = flowalign.gallery(models(), PROMPTS, {"m0": [1.0, 2.0, 3.0]}, title="a title")
+    places = np.array([[place(picture, COLOURS[m, p]) for p in range(3)] for m in range(2)])
+    rows, columns, sizes = places[..., 0], places[..., 1], places[..., 2]
+    assert np.ptp(rows, 0).max() < 2 and (np.diff(rows, axis=1) > 100).all()
+    assert np.ptp(columns, 1).max() < 2 and (np.diff(columns, axis=0) > 100).all()
+    assert sizes.min() > 150**2 and np.ptp(sizes) < 0.03 * sizes.min()
+
+
+def test_a_picture_may_be_a_tensor_a_batch_or_of_pil() -> None:
+    tensors = models()
+    batches = {name: torch.stack(images) for name, images in tensors.items()}
+    arrays = {name: (images * 255).round().byte().numpy() for name, images in batches.items()}
+    pil = {
+        name: [Image.fromarray(image.transpose(1, 2, 0)) for image in images]
+        for name, images in arrays.items()
+    }
+    one = gallery(tensors, PROMPTS)
+    assert one.tobytes() == gallery(batches, PROMPTS).tobytes() == gallery(pil, PROMPTS).tobytes()
+
+
+def test_a_score_is_shown_to_two_places_and_a_failed_one_as_failed() -> None:
+    scores = torch.tensor([0.126, float("nan"), -1.0])
+    texts = ["0.13", "failed", "-1.00"]
+    drawn = gallery(models(), PROMPTS, {"m1": scores})
+    assert drawn.tobytes() == gallery(models(), PROMPTS, {"m1": texts}).tobytes()
+    assert drawn.tobytes() != gallery(models(), PROMPTS, {"m0": texts}).tobytes()
+
+
+def test_long_captions_get_the_room_they_need() -> None:
+    captions = {"m0": ["a reason that takes more than one line of a caption\nand another"] * 3}
+    tall, short = gallery(models(), PROMPTS, captions), gallery(models(), PROMPTS, {"m0": "abc"})
+    assert tall.width == short.width and tall.height > short.height + 3 * 30
+
+
+@pytest.mark.parametrize(
+    ("images", "prompts", "captions", "message"),
+    [
+        ({}, PROMPTS, {}, "0 models and 3 prompts"),
+        (models(), [], {}, "2 models and 0 prompts"),
+        (models(), PROMPTS[:2], {}, "3 images of 'm0' for 2 prompts"),
+        (models(), PROMPTS, {"m1": [0.5]}, "1 captions of 'm1' for 3 prompts"),
+        (models(), PROMPTS, {"m2": [0.5]}, r"'m2', and the models are \['m0', 'm1'\]"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(images, prompts, captions, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        gallery(images, prompts, captions)
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    heavy = "{'torch', 'diffusers', 'matplotlib', 'PIL', 'numpy'}"
+    code = f"import sys, flowalign; assert not {heavy} & set(sys.modules); flowalign.gallery"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="no attribute 'galery'"):
+        flowalign.galery  # noqa: B018  # pyright: ignore
