@@ -208,6 +208,13 @@ def _routing_conflicts(config: OpdConfig | SftConfig) -> Iterator[tuple[list[str
             f"teachers.{name}: no task is routed to it. Give a task `teacher: {name}`, or leave "
             "it out.",
         )
+    for name in names:
+        if "." in name:  # an adapter is a module's name in torch
+            yield (
+                ["teachers"],
+                f"teachers: the name {name!r} has a dot, which an adapter's name cannot hold; "
+                f"write {name.replace('.', '_')!r}.",
+            )
     yield from _file_names("teachers", names)
 
 
