@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flowalign.eval.suite import Benchmark
 
 AVERAGE, FIDELITY = "average", "fidelity"  # columns beside the benchmarks
-FIELDS = ("index", "prompt", "metadata", "reason")  # of an image; the rest are its scores
+FIELDS = ("index", "copy", "prompt", "metadata", "reason")  # of an image; the rest are its scores
 GROUPS = 20  # of images, left out in turn for the error of a distance
 
 Images = Sequence[Mapping[str, Any]]
