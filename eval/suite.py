@@ -222,19 +222,23 @@ def _images(
     that was not interrupted; what it keeps is written.
     """
     found: dict[Key, Tensor] = {}
-    for key in wanted if store else ():
+    for key in wanted:
         image = store.load(key) if store else None
         if image is not None:
             found[key] = _eight_bits(image.to(backbone.device))
-    to_write = [key for key in keys if store and store.keeps(key) and not store.has(key)]
-    if to_write or any(key not in found for key in wanted):
-        place = [index for index, _ in keys]
-        prompts = benchmark.prompts.select(sorted(set(place)))
-        images = generate(backbone, prompts, settings, place[0], benchmark.images)
-        for key, image in zip(keys, _eight_bits(images), strict=True):
-            if store and (key in to_write or key not in found):
+    missing = {key for key in wanted if key not in found}
+    if store:
+        missing |= {key for key in keys if store.keeps(key) and not store.has(key)}
+    if not missing:
+        return found
+    place = sorted({index for index, _ in keys})
+    prompts = benchmark.prompts.select(place)
+    images = generate(backbone, prompts, settings, place[0], benchmark.images)
+    for key, image in zip(keys, _eight_bits(images), strict=True):
+        if key in missing:
+            found[key] = image
+            if store:
                 store.save(key, image)
-            found.setdefault(key, image)
     return found
 
 

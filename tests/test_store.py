@@ -316,7 +316,8 @@ def test_an_interrupted_command_goes_on_and_leaves_the_files_of_one_that_was_not
     whole = files(out)
     assert len(sampled) == 10 and len(Watched.asked) == 20
     out.rename(config.parent / "before")
-    sampled.clear(), Watched.asked.clear()
+    sampled.clear()
+    Watched.asked.clear()
     monkeypatch.setattr(Watched, "calls", 0)
     monkeypatch.setattr(Watched, "stop", 5)  # of 3 batches each: the second model's second
     assert main(command) == 130
@@ -344,7 +345,8 @@ def test_a_killed_process_is_gone_on_with(config: Path, sampled: list[str]):
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert len(list(out.rglob("*.png"))) >= 4 and not (out / "results.json").exists()
-    sampled.clear(), Watched.asked.clear()
+    sampled.clear()
+    Watched.asked.clear()
     assert main(command) == 0
     assert len(Watched.asked) == 6 and files(out) == whole
 
