@@ -1,16 +1,16 @@
 """Score models on held-out prompts: `python -m flowalign.eval --config FILE [key.path=value ...]`.
 
-Writes results.json, table.md, report.html (one page with tables and images), images/ and one
-grid_<benchmark>.png per benchmark into `output`.
+Writes results.json, table.md, report.html (one page with tables and images), images/ (with every
+image's scores: `flowalign.eval.store`) and one grid_<benchmark>.png per benchmark into `output`.
+The same command goes on where a killed run stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from flowalign.backbone import Backbone
     from flowalign.config import Benchmark as Mark
     from flowalign.eval.reference import Reference
+    from flowalign.eval.store import Store
     from flowalign.eval.suite import Benchmark, Judged, Settings
 
 CLIP = "flowalign.rewards.clip:Clip"
@@ -53,7 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; no table was written", file=sys.stderr)
+        print(
+            "interrupted; no table was written. The same command goes on from here.",
+            file=sys.stderr,
+        )
         return 130
     return 0
 
@@ -67,6 +71,7 @@ def evaluate(config: EvalConfig) -> Path:
 
     from flowalign.backbone import Backbone
     from flowalign.eval.files import write
+    from flowalign.eval.store import fingerprint, open_stores
     from flowalign.eval.table import Results
     from flowalign.progress import quiet
 
@@ -76,8 +81,10 @@ def evaluate(config: EvalConfig) -> Path:
     benchmarks = wire(config.benchmarks, "benchmarks")
     reference = wire_reference(config, benchmarks, accelerator.device)
     backbone = Backbone.load(config.model, accelerator.device)
+    weights = fingerprint(backbone)
     load_adapters(backbone, config)
-    judged = judge(backbone, config, benchmarks, reference, accelerator)
+    stores = open_stores(config, benchmarks, weights, accelerator)
+    judged = judge(backbone, config, benchmarks, reference, accelerator, stores)
     if accelerator.is_main_process:
         distances = (
             {m: reference.distance(of.values()) for m, of in judged.items()} if reference else {}
@@ -105,7 +112,7 @@ def wire(marks: Sequence[Mark], place: str) -> list[Benchmark]:
         except (ImportError, ValueError, OSError) as error:
             problems.append(f"{place}.{index}.reward: {error}")
             continue
-        found.append(Benchmark(mark.name, prompts.select(range(count)), reward))
+        found.append(Benchmark(mark.name, prompts.select(range(count)), reward, mark.images))
     if problems:
         raise ConfigError(problems)
     return found
@@ -185,25 +192,24 @@ def judge(
     benchmarks: Sequence[Benchmark],
     reference: Reference | None,
     accelerator: Accelerator,
+    stores: Mapping[tuple[str, str], Store],
 ) -> dict[str, dict[str, Judged]]:
     """{model: {benchmark: its judged images}}, with a bar on a terminal and a line for each.
 
-    Its pictures are saved on the way, and only those that the report shows stay in memory.
+    stores {(model, benchmark): where its images and rows lie, or will}.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as Left
 
-    from flowalign.eval.files import save_images
     from flowalign.eval.suite import EvalReport, headline, judge_images, rows_of
 
     console = Console(stderr=True, quiet=not accelerator.is_main_process)
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), Left())
     found: dict[str, dict[str, Judged]] = {name: {} for name in config.models}
     sampling, world = settings(config), accelerator.num_processes
-    folder, shown = Path(config.output) / "images", config.report.images
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        total = len(config.models) * sum(len(benchmark.prompts) for benchmark in benchmarks)
+        total = len(config.models) * sum(len(mark.prompts) * mark.images for mark in benchmarks)
         images = bar.add_task("images", total=total)
         for name in config.models:
             for mark in benchmarks:
@@ -214,14 +220,13 @@ def judge(
                         mark,
                         sampling,
                         accelerator,
-                        keep=len(mark.prompts) if config.keep_images else shown,
+                        keep=config.report.images,
                         features=reference.features if reference else None,
                         advance=lambda count: bar.advance(images, count * world),
                         seconds=config.score_seconds,
+                        store=stores[name, mark.name],
                     )
-                if accelerator.is_main_process and judged.pictures:
-                    save_images(folder / name / mark.name, judged.pictures)
-                found[name][mark.name] = replace(judged, pictures=judged.pictures[:shown])
+                found[name][mark.name] = judged
                 report = EvalReport(rows_of(mark, judged.rows), {}, {})
                 console.print(f"{name}: {mark.name} {headline(report, [mark]):.3f}")
     return found

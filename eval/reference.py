@@ -53,11 +53,11 @@ def build(
         found = torch.cat([features(batch.to(device)).float().cpu() for batch in images])
     except ValueError as error:
         raise ConfigError([f"fidelity.reference: {error}"]) from error
-    width = found.shape[1]
+    width, sampled = found.shape[1], sum(len(mark.prompts) * mark.images for mark in benchmarks)
     problems = [
         f"{place}: {count} images are too few for a distance between {width} features. Use at "
         f"least {enough(width)}, better ten times as many, or write `fidelity: null`."
-        for place, count in (("fidelity.reference", len(found)), ("benchmarks", len(metadata)))
+        for place, count in (("fidelity.reference", len(found)), ("benchmarks", sampled))
         if count < enough(width)
     ]
     if problems:

@@ -1,13 +1,14 @@
 """Evaluation: held-out prompts -> images with fixed noise -> scores -> an EvalReport.
 
-The noise of an image depends on the seed and on the place of its prompt in the set alone, so that
-models are compared on the same noise, whatever the batch size or the number of processes.
+The noise of an image depends on the seed, on the place of its prompt in the set and on the number
+of the copy alone, so that models are compared on the same noise, whatever the batch size or the
+number of processes.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from flowalign.backbone import Backbone
 from flowalign.eval.stats import average, headline_row, rows_of
+from flowalign.eval.store import Key, Store
 from flowalign.pictures import png
 from flowalign.rewards.ahead import Ahead
 from flowalign.rewards.guarded import Guarded, score
@@ -28,7 +30,7 @@ from flowalign.types import EvalReport, EvalRow, PromptBatch, Reward
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A named set of prompts and what judges their images.
+    """A named set of prompts, what judges their images, and how many of them each prompt has.
 
     headline: the part of the scores that is the benchmark's number; None = the value itself.
     """
@@ -36,6 +38,7 @@ class Benchmark:
     name: str
     prompts: PromptBatch
     reward: Reward
+    images: int = 1
 
     @property
     def headline(self) -> str | None:
@@ -53,9 +56,16 @@ class Settings:
 
 
 def generate(
-    backbone: Backbone, prompts: PromptBatch, settings: Settings, first: int = 0
+    backbone: Backbone,
+    prompts: PromptBatch,
+    settings: Settings,
+    first: int = 0,
+    copies: int = 1,
 ) -> Tensor:
-    """Images [P,3,H,W] in [0,1] of P prompts, deterministic (Euler ODE)."""
+    """Images [P*copies,3,H,W] in [0,1] of P prompts, deterministic (Euler ODE).
+
+    first: the place of prompts[0] in its set. The copies of a prompt follow one another.
+    """
     schedule = Schedule(backbone.sigmas(settings.steps), "ode", 0.0, None)
     rollout = sample(
         backbone,
@@ -63,6 +73,7 @@ def generate(
         schedule,
         guidance=settings.guidance,
         noise=Noise((settings.seed,)),
+        copies=copies,
         first=first,
         batch_size=settings.batch_size,
     )
@@ -91,11 +102,12 @@ def run(
 
 @dataclass(frozen=True)
 class Judged:
-    """The images of a benchmark: one row per prompt, in order, and the first few pictures.
+    """The images of a benchmark: one row per image, in order, and the first few pictures.
 
-    A row holds index, prompt, metadata, value (NaN = invalid), reason (why it failed, or what the
-    score rests on; None where nothing is said) and the parts of its score;
-    pictures are PNG files; features [P,D] on the CPU, None where none were asked for.
+    A row holds index (the place of its prompt), copy, prompt, metadata, value (NaN = invalid),
+    reason (why it failed, or what the score rests on; None where nothing is said) and the parts of
+    its score; the copies of a prompt follow one another. pictures are PNG files, of the first rows;
+    features [N,D] on the CPU, one a row, None where none were asked for.
     """
 
     rows: list[dict[str, Any]]
@@ -113,46 +125,126 @@ def judge_images(
     features: Callable[[Tensor], Tensor] | None = None,
     advance: Callable[[int], None] | None = None,
     seconds: float | None = None,
+    store: Store | None = None,
 ) -> Judged:
-    """Sample and score one image per prompt; the result is the same on every process.
+    """Sample and score the images of every prompt; the result is the same on every process.
 
     A batch is scored while the next one is sampled; one that takes longer than `seconds` is
-    invalid (None = wait for ever). keep: pictures that are kept. features: images [B,3,H,W] ->
-    [B,D], of every image. advance is told how many images of this process were scored.
+    invalid (None = wait for ever). keep: prompts whose pictures are kept. features: images
+    [B,3,H,W] -> [B,D], of every image. advance is told how many images of this process are done.
+    store: where images and rows are kept; what it holds is neither sampled nor scored again.
+
+    Images are scored as 8 bits a channel hold them, so that they are the same from a file.
     """
     world, rank = (accelerator.num_processes, accelerator.process_index) if accelerator else (1, 0)
-    total, size = len(benchmark.prompts), settings.batch_size
-    first, last = rank * total // world, (rank + 1) * total // world
-    rows: list[dict[str, Any]] = []
+    rows = dict(store.rows()) if store else {}
     pictures: list[bytes] = []
     seen: list[Tensor] = []
+    order: list[Key] = []
     scoring = Ahead(
         lambda images, batch: score(benchmark.reward, images, batch.prompts, batch.metadata),
         seconds,
     )
 
-    def collect(start: int, mine: PromptBatch) -> None:
-        rows.extend(_image_rows(start, mine, scoring.collect()))
+    def collect(todo: Sequence[Key]) -> None:
+        if not todo:
+            return
+        judged = _image_rows(todo, benchmark.prompts, scoring.collect())
+        fresh = {key: row for key, row in zip(todo, judged, strict=True) if key not in rows}
+        rows.update(fresh)
+        if store:
+            store.append(list(fresh.values()))
         if advance:
-            advance(len(mine))
+            advance(len(todo))
 
-    before: tuple[int, PromptBatch] | None = None
-    for start in range(first, last, size):
-        mine = benchmark.prompts.select(range(start, min(start + size, last)))
-        images = generate(backbone, mine, settings, start)
-        if before:  # one batch waits at a time, so that a slow reward does not fill the memory
-            collect(*before)
-        scoring.submit(images, mine)
-        before = start, mine
-        pictures += [png(image) for image in images[: max(0, keep - start)]]
+    before: Sequence[Key] = ()
+    for part in _batches(benchmark, settings.batch_size, world, rank):
+        keys = [(index, copy) for index in part for copy in range(benchmark.images)]
+        todo = _unscored(benchmark.reward, keys, rows)
+        shown = [key for key in keys if key[0] < keep]
+        wanted = {*todo, *shown, *(keys if features else ())}
+        images = _images(backbone, benchmark, settings, keys, wanted, store)
+        if todo:
+            collect(before)  # one batch waits at a time: a slow reward does not fill the memory
+            mine = benchmark.prompts.select([index for index, _ in todo])
+            scoring.submit(torch.stack([images[key] for key in todo]), mine)
+            before = todo
+        if advance:
+            advance(len(keys) - len(todo))
+        pictures += [png(images[key]) for key in shown]
         if features:
-            seen.append(_features(images, features))
-    if before:
-        collect(*before)
+            seen.append(_features(torch.stack([images[key] for key in keys]), features))
+        order += keys
+    collect(before)
     scoring.forget()
+    found = [rows[key] for key in order]
     if world > 1:  # a process without prompts has no features, and knows not how wide they are
-        rows, pictures, seen = gather_object(rows), gather_object(pictures), gather_object(seen)
-    return Judged(rows, pictures, torch.cat(seen) if seen else None)
+        found, pictures, seen = gather_object(found), gather_object(pictures), gather_object(seen)
+    return Judged(found, pictures, torch.cat(seen) if seen else None)
+
+
+def _batches(benchmark: Benchmark, size: int, world: int, rank: int) -> list[range]:
+    """The prompts of each batch of a process: whole prompts, at most `size` images if that is
+    possible.
+
+    The batches are the same for any number of processes, and so is their arithmetic, unless there
+    are more processes than batches; then they are smaller.
+    """
+    total = len(benchmark.prompts)
+    step = max(1, size // benchmark.images)
+    if total <= step * (world - 1):
+        step = -(-total // world)
+    starts = range(0, total, step)
+    mine = starts[rank * len(starts) // world : (rank + 1) * len(starts) // world]
+    return [range(start, min(start + step, total)) for start in mine]
+
+
+def _unscored(reward: Reward, keys: Sequence[Key], rows: Mapping[Key, object]) -> list[Key]:
+    """The images without a row; of a groupwise reward, whole prompts of which one has none."""
+    missing = [key for key in keys if key not in rows]
+    if not getattr(reward, "groupwise", False):
+        return missing
+    prompts = {index for index, _ in missing}
+    return [key for key in keys if key[0] in prompts]
+
+
+def _images(
+    backbone: Backbone,
+    benchmark: Benchmark,
+    settings: Settings,
+    keys: Sequence[Key],
+    wanted: Collection[Key],
+    store: Store | None,
+) -> dict[Key, Tensor]:
+    """The wanted images [3,H,W] of a batch, on the model's device, each at 8 bits a channel.
+
+    Those that the store lacks are sampled with their whole batch, so that they are those of a run
+    that was not interrupted; what it keeps is written.
+    """
+    found: dict[Key, Tensor] = {}
+    for key in wanted:
+        image = store.load(key) if store else None
+        if image is not None:
+            found[key] = _eight_bits(image.to(backbone.device))
+    missing = {key for key in wanted if key not in found}
+    if store:
+        missing |= {key for key in keys if store.keeps(key) and not store.has(key)}
+    if not missing:
+        return found
+    place = sorted({index for index, _ in keys})
+    prompts = benchmark.prompts.select(place)
+    images = generate(backbone, prompts, settings, place[0], benchmark.images)
+    for key, image in zip(keys, _eight_bits(images), strict=True):
+        if key in missing:
+            found[key] = image
+            if store:
+                store.save(key, image)
+    return found
+
+
+def _eight_bits(images: Tensor) -> Tensor:
+    """Images in [0,1] as a PNG holds them; what is not finite stays so."""
+    return ((images.clamp(0, 1) * 255).round() / 255).where(images.isfinite(), images)
 
 
 def _features(images: Tensor, features: Callable[[Tensor], Tensor]) -> Tensor:
@@ -162,17 +254,18 @@ def _features(images: Tensor, features: Callable[[Tensor], Tensor]) -> Tensor:
     return found.where(known.cpu()[:, None], torch.nan)
 
 
-def _image_rows(first: int, prompts: PromptBatch, scores: Guarded) -> list[dict[str, Any]]:
+def _image_rows(keys: Sequence[Key], prompts: PromptBatch, scores: Guarded) -> list[dict[str, Any]]:
     return [
         {
-            "index": first + i,
-            "prompt": prompts.prompts[i],
-            "metadata": prompts.metadata[i],
+            "index": index,
+            "copy": copy,
+            "prompt": prompts.prompts[index],
+            "metadata": prompts.metadata[index],
             "reason": scores.reasons.get(i),
             "value": float(scores.value[i]),
             **{name: float(part[i]) for name, part in scores.parts.items()},
         }
-        for i in range(len(prompts))
+        for i, (index, copy) in enumerate(keys)
     ]
 
 

@@ -275,6 +275,8 @@ class Benchmark(Section):
     """A .txt, a .jsonl, or tiny/NAME."""
     limit: Count | None = Field(default=None, examples=[128])
     """Take the first prompts only; null = all."""
+    images: Count = 1
+    """Images of a prompt, each with its own noise; GenEval officially has 4."""
     reward: RewardSpec
     """What scores its images."""
 
@@ -445,7 +447,8 @@ class EvalConfig(Root):
     score_seconds: Positive | None = 1800.0
     """A batch of images whose reward takes longer is invalid; null = wait for ever."""
     keep_images: bool = False
-    """Keep every image under <output>/images; false = those that the report shows."""
+    """Keep every image under <output>/images, so that another reward can score it without sampling;
+    false = those that the report shows."""
 
 
 STAGES: dict[str, type[Root]] = {

@@ -231,7 +231,7 @@ def test_features_are_those_of_the_images_and_nan_where_there_is_no_image(
     backbone: Backbone, monkeypatch: pytest.MonkeyPatch
 ):
     mark = Benchmark("x", PromptBatch(["a", "b"], ["x"] * 2, [{}] * 2), Judge())
-    images = torch.rand(2, 3, 8, 8)
+    images = torch.randint(256, (2, 3, 8, 8)) / 255
     images[1, 0, 0, 0] = NAN
     monkeypatch.setattr(suite, "generate", lambda *args: images)
     found = suite.judge_images(
@@ -291,7 +291,9 @@ def test_the_command_writes_results_table_and_grid(
     assert (folder / "grid_red.png").stat().st_size > 1000
     assert "base − fresh" in (folder / "report.html").read_text()
     shown = sorted(str(path.relative_to(folder)) for path in folder.glob("images/**/*.png"))
-    names = [f"images/{model}/red/{index}.png" for model in ("base", "fresh") for index in (0, 1)]
+    names = [
+        f"images/{model}/red/0000{index}_0.png" for model in ("base", "fresh") for index in (0, 1)
+    ]
     assert shown == names
 
 

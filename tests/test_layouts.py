@@ -1,0 +1,82 @@
+"""Official folders of images: what is written is read as the official scripts read it."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from flowalign.eval.layouts import write_layout
+from flowalign.types import PromptBatch
+
+WORDS = ["a red apple. And a cup", "un café"]
+BATCH = PromptBatch(WORDS, ["x"] * 2, [{"item_id": "COCO9"}, {"item_id": "partiprompts1"}])
+
+
+def pictures(count: int, height: int = 8, width: int = 8) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randint(256, (count, 3, height, width)) / 255 for _ in WORDS]
+
+
+def pixels(image: Image.Image) -> Tensor:
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
+
+
+def test_t2i_compbench_reads_prompt_and_order_from_the_names(tmp_path: Path):
+    images = pictures(3)
+    written = write_layout("t2i_compbench", tmp_path, BATCH, images)
+    names = os.listdir(tmp_path / "samples")  # from here on as BLIP_vqa.py does
+    names.sort(key=lambda name: int(name.split("_")[-1].split(".")[0]))
+    assert [name.split("_")[0] for name in names] == [WORDS[0]] * 3 + [WORDS[1]] * 3
+    assert names[4] == "un café_000004.png" and [p.name for p in written] == names
+    for name, expected in zip(names, torch.cat(images), strict=True):
+        assert torch.equal(pixels(Image.open(tmp_path / "samples" / name)), expected)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_dpg_bench_cuts_the_images_out_of_a_grid_in_order(tmp_path: Path, count: int):
+    images, side = pictures(count), 8
+    write_layout("dpg_bench", tmp_path, BATCH, images)
+    corners = [(0, 0), (side, 0), (0, side), (side, side)]  # x, y: as compute_dpg_bench.py has them
+    assert {name.split(".")[0] for name in os.listdir(tmp_path)} == {"COCO9", "partiprompts1"}
+    for item, own in zip(("COCO9", "partiprompts1"), images, strict=True):
+        with Image.open(tmp_path / f"{item}.png") as grid:
+            for (x, y), expected in zip(corners, own, strict=False):
+                assert torch.equal(pixels(grid.crop((x, y, x + side, y + side))), expected)
+
+
+def named(prompts: list[str], *items: object) -> PromptBatch:
+    return PromptBatch(prompts, ["x"] * 2, [{"item_id": item} for item in items or ("a", "b")])
+
+
+@pytest.mark.parametrize(
+    ("layout", "batch", "images", "said"),
+    [
+        ("geneval", BATCH, pictures(1), "no layout 'geneval'; possible: t2i_compbench, dpg_bench"),
+        ("dpg_bench", BATCH, pictures(4)[:1], "2 prompts, but images of 1"),
+        ("dpg_bench", BATCH, [pictures(4)[0], pictures(1)[0]], r"have \[1, 4\] images"),
+        ("dpg_bench", BATCH, pictures(2), "COCO9: 2 images of 8x8"),
+        ("dpg_bench", BATCH, pictures(4, width=9), "COCO9: 4 images of 8x9"),
+        ("dpg_bench", named(WORDS, "a.b", "c"), pictures(1), "item_id is 'a.b'"),
+        ("dpg_bench", named(WORDS, None, "c"), pictures(1), "item_id is None"),
+        ("dpg_bench", named(WORDS, "a", "a"), pictures(1), "two prompts would be written"),
+        ("t2i_compbench", named(["a_b", "c"]), pictures(1), "'a_b' has a '_'"),
+        ("t2i_compbench", named(["a/b", "c"]), pictures(1), "'a/b' has a '/'"),
+        ("t2i_compbench", named(["é" * 130, "c"]), pictures(1), "more than 255 bytes"),
+    ],
+)
+def test_what_the_official_scripts_would_misread_is_refused(
+    tmp_path: Path, layout: str, batch: PromptBatch, images: list[Tensor], said: str
+):
+    with pytest.raises(ValueError, match=said):
+        write_layout(layout, tmp_path / "out", batch, images)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_holds_files_is_refused(tmp_path: Path):
+    write_layout("dpg_bench", tmp_path, BATCH, pictures(1))
+    with pytest.raises(ValueError, match="is not empty"):
+        write_layout("dpg_bench", tmp_path, BATCH, pictures(1))

@@ -1,0 +1,430 @@
+"""Images and rows that are kept: what is there is not made again, another run's is refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fakes
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from flowalign.backbone import Backbone, load_pipeline
+from flowalign.config import SD3_ATTENTION, EvalConfig, load
+from flowalign.eval import suite
+from flowalign.eval.__main__ import main
+from flowalign.eval.store import Store, adapter_digest, fingerprint
+from flowalign.eval.suite import Benchmark, Settings
+from flowalign.types import PromptBatch, Scores
+
+SMALL: dict[str, Any] = {"height": 32, "width": 32, "max_sequence_length": 16}
+PROMPTS = [f'a "{letter}"' for letter in "ABCDE"]
+
+
+class Watched:
+    """Redness that remembers what it was asked, fails on some prompts, and is interrupted, or kills
+    its process, at the call `stop`. Set on the class, as a config's options are part of a run."""
+
+    stop, how = 0, "interrupt"
+    calls = 0
+    asked: list[str] = []
+    failing: tuple[str, ...] = ()
+
+    def __call__(
+        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> Scores:
+        Watched.calls += 1
+        if Watched.calls == Watched.stop:
+            if Watched.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise KeyboardInterrupt
+        Watched.asked += prompts
+        found = fakes.redness(images, prompts, metadata)
+        ill = torch.tensor([prompt in Watched.failing for prompt in prompts])
+        return Scores.of(found.value.masked_fill(ill, torch.nan), red=found.parts["red"])
+
+
+@pytest.fixture(autouse=True)
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("stop", 0), ("calls", 0), ("asked", []), ("failing", ())):
+        monkeypatch.setattr(Watched, name, value)
+
+
+@pytest.fixture
+def sampled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The prompts whose images are sampled, as they are."""
+    found: list[str] = []
+    real = suite.generate
+
+    def generate(backbone: Backbone, prompts: PromptBatch, *rest: Any) -> Tensor:
+        found.extend(prompts.prompts)
+        return real(backbone, prompts, *rest)
+
+    monkeypatch.setattr(suite, "generate", generate)
+    return found
+
+
+@pytest.fixture(scope="module")
+def backbone(random_model: str) -> Backbone:
+    return fakes.backbone(random_model)
+
+
+def benchmark(images: int = 1, reward: Any = None) -> Benchmark:
+    batch = PromptBatch(PROMPTS, ["x"] * 5, [{"tag": p} for p in PROMPTS])
+    return Benchmark("x", batch, reward or Watched(), images)
+
+
+def store(folder: Path, *, rank: int = 0, kept: int | None = None, **scores: Any) -> Store:
+    found = Store(folder, {"seed": 7}, scores, rank=rank, kept=kept)
+    found.check()
+    found.prepare()
+    return found
+
+
+def judge(backbone: Backbone, mark: Benchmark, size: int = 2, **options: Any) -> suite.Judged:
+    return suite.judge_images(backbone, mark, Settings(2, 1.0, 7, size), **options)
+
+
+# The images of a prompt --------------------------------------------------------------------------
+
+
+def test_a_copy_has_its_own_noise_and_the_first_is_that_of_a_run_with_one(backbone: Backbone):
+    one, three = judge(backbone, benchmark(), keep=5), judge(backbone, benchmark(3), 6, keep=2)
+    places = [(row["index"], row["copy"]) for row in three.rows]
+    assert places == [(p, c) for p in range(5) for c in range(3)]
+    assert [row["prompt"] for row in three.rows] == [p for p in PROMPTS for _ in range(3)]
+    assert [row["value"] for row in three.rows[::3]] == [row["value"] for row in one.rows]
+    assert len(three.pictures) == 6 and three.pictures[::3] == one.pictures[:2]
+    assert len({row["value"] for row in three.rows}) == 15
+
+
+@pytest.mark.parametrize("images", [1, 3])
+def test_rows_do_not_depend_on_who_sampled_them(
+    backbone: Backbone, images: int, monkeypatch: pytest.MonkeyPatch
+):
+    whole = judge(backbone, benchmark(images), 4, keep=5, features=fakes.mean_colour)
+    monkeypatch.setattr(suite, "gather_object", lambda mine: mine)
+    parts = []
+    for rank in range(2):
+        both: Any = SimpleNamespace(num_processes=2, process_index=rank)
+        found = judge(
+            backbone, benchmark(images), 4, accelerator=both, keep=5, features=fakes.mean_colour
+        )
+        parts.append(found)
+    assert [row for part in parts for row in part.rows] == whole.rows  # not merely close
+    assert [picture for part in parts for picture in part.pictures] == whole.pictures
+    assert whole.features is not None
+    assert torch.equal(
+        torch.cat([p.features for p in parts if p.features is not None]), whole.features
+    )
+
+
+def test_a_groupwise_reward_sees_all_images_of_a_prompt_at_once(backbone: Backbone, tmp_path: Path):
+    groups: list[list[str]] = []
+
+    def spread(images: Tensor, prompts: Sequence[str], metadata: Any) -> Scores:
+        groups.append(list(prompts))
+        return Scores.of(images.mean((1, 2, 3)) - images.mean())
+
+    spread.groupwise = True  # type: ignore[attr-defined]
+    mark, kept = benchmark(3, spread), store(tmp_path / "s")
+    whole = judge(backbone, mark, 4, store=kept)
+    assert groups == [[prompt] * 3 for prompt in PROMPTS]
+    rows = next(kept.scored.glob("rows.*"))
+    rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:-1]))  # one of E's is lost
+    again = judge(backbone, mark, 4, store=store(tmp_path / "s"))
+    assert groups[5:] == [['a "E"'] * 3] and again.rows == whole.rows
+
+
+# What is there is not made again -----------------------------------------------------------------
+
+
+def test_what_a_store_holds_is_neither_sampled_nor_scored_again(
+    backbone: Backbone, tmp_path: Path, sampled: list[str]
+):
+    first = judge(
+        backbone, benchmark(2), keep=3, features=fakes.mean_colour, store=store(tmp_path / "s")
+    )
+    assert sampled == PROMPTS and len(Watched.asked) == 10
+    names = [f"{p:05}_{c}.png" for p in range(5) for c in range(2)]
+    assert sorted(path.name for path in tmp_path.glob("s/*.png")) == names
+    told: list[int] = []
+    again = judge(
+        backbone, benchmark(2), keep=3, features=fakes.mean_colour, store=store(tmp_path / "s"),
+        advance=told.append,
+    )  # fmt: skip
+    assert sampled == PROMPTS and len(Watched.asked) == 10 and sum(told) == 10
+    assert again.rows == first.rows and again.pictures == first.pictures
+    assert again.features is not None and first.features is not None
+    assert torch.equal(again.features, first.features)
+
+
+def test_another_reward_scores_the_same_images_and_the_first_finds_its_rows_again(
+    backbone: Backbone, tmp_path: Path, sampled: list[str]
+):
+    plain = judge(backbone, benchmark())
+    sampled.clear()
+    first = judge(backbone, benchmark(), store=store(tmp_path / "s", rule="a"))
+    shown: list[Tensor] = []
+
+    def other(images: Tensor, prompts: Sequence[str], metadata: Any) -> Scores:
+        shown.extend(images)
+        return fakes.redness(images, prompts, metadata)
+
+    second = judge(backbone, benchmark(1, other), store=store(tmp_path / "s", rule="b"))
+    assert sampled == PROMPTS and len(shown) == 5  # sampled by the first alone
+    assert second.rows == first.rows == plain.rows  # the pixels of a file are those of the sampler
+    Watched.asked.clear()
+    assert judge(backbone, benchmark(), store=store(tmp_path / "s", rule="a")).rows == first.rows
+    assert Watched.asked == []
+
+
+def test_a_lost_or_broken_image_is_sampled_again_with_its_batch(
+    backbone: Backbone, tmp_path: Path, sampled: list[str]
+):
+    first = judge(backbone, benchmark(), keep=5, store=store(tmp_path / "s"))
+    whole = (tmp_path / "s" / "00002_0.png").read_bytes()
+    (tmp_path / "s" / "00002_0.png").write_bytes(whole[:60])
+    (tmp_path / "s" / "00004_0.png").unlink()
+    sampled.clear()
+    again = judge(backbone, benchmark(), keep=5, store=store(tmp_path / "s"))
+    assert sampled == PROMPTS[2:4] + PROMPTS[4:]
+    assert again == first and (tmp_path / "s" / "00002_0.png").read_bytes() == whole
+
+
+def test_a_failed_image_is_asked_about_again_and_no_other(
+    backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Watched, "failing", (PROMPTS[1],))
+    first = judge(backbone, benchmark(), store=store(tmp_path / "s"))
+    assert [row["index"] for row in first.rows if row["value"] != row["value"]] == [1]
+    monkeypatch.setattr(Watched, "failing", ())
+    Watched.asked.clear()
+    healed = judge(backbone, benchmark(), store=store(tmp_path / "s"))
+    assert Watched.asked == [PROMPTS[1]]
+    assert healed.rows == judge(backbone, benchmark()).rows
+
+
+def test_an_image_that_is_not_finite_is_no_file_and_stays_invalid(
+    backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    images = torch.randint(256, (5, 3, 8, 8)) / 255
+    images[3, 0, 0, 0] = torch.nan
+    monkeypatch.setattr(suite, "generate", lambda *args: images)
+    for _ in range(2):
+        found = judge(backbone, benchmark(), 5, store=store(tmp_path / "s"))
+        assert [row["value"] == row["value"] for row in found.rows] == [True] * 3 + [False, True]
+    assert not (tmp_path / "s" / "00003_0.png").exists()
+
+
+def test_without_its_images_a_store_samples_only_what_has_no_row(
+    backbone: Backbone, tmp_path: Path, sampled: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Watched, "stop", 3)
+    with pytest.raises(KeyboardInterrupt):
+        judge(backbone, benchmark(), store=store(tmp_path / "s", kept=1))
+    assert [path.name for path in tmp_path.glob("s/*.png")] == ["00000_0.png"]
+    sampled.clear()
+    found = judge(backbone, benchmark(), store=store(tmp_path / "s", kept=1))
+    assert sampled == PROMPTS[4:] and found.rows == judge(backbone, benchmark()).rows
+
+
+def test_the_number_of_processes_may_change_and_nothing_is_counted_twice(
+    backbone: Backbone, tmp_path: Path, sampled: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    plain = judge(backbone, benchmark())
+    with monkeypatch.context() as patch:
+        patch.setattr(suite, "gather_object", lambda mine: mine)
+        for rank in (1, 2):  # the first of three was killed before it began
+            three: Any = SimpleNamespace(num_processes=3, process_index=rank)
+            judge(backbone, benchmark(), accelerator=three, store=store(tmp_path / "s", rank=rank))
+    lost, twice = (tmp_path / "s").glob("scores_*/rows.*.jsonl")
+    (lost.parent / "rows.7.jsonl").write_text(twice.read_text() + twice.read_text())
+    sampled.clear()
+    found = judge(backbone, benchmark(), store=store(tmp_path / "s"))
+    assert sampled == PROMPTS[:2] and found.rows == plain.rows
+
+
+def test_a_torn_last_line_is_no_row_and_the_next_begins_on_its_own(
+    backbone: Backbone, tmp_path: Path
+):
+    first = judge(backbone, benchmark(), store=store(tmp_path / "s"))
+    (rows,) = (tmp_path / "s").glob("scores_*/rows.0.jsonl")
+    whole = rows.read_text()
+    rows.write_text(whole[:-20])
+    Watched.asked.clear()
+    assert judge(backbone, benchmark(), store=store(tmp_path / "s")).rows == first.rows
+    assert Watched.asked == PROMPTS[4:] and rows.read_text() == whole
+
+
+# Through the command -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config(tmp_path: Path, random_model: str) -> Path:
+    """An evaluation of the random base and of an adapter that changes the images."""
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    save_adapter(random_model, tmp_path / "adapter", seed=1)
+    data = {
+        "stage": "eval",
+        "output": str(tmp_path / "out"),
+        "model": {"id": random_model, **SMALL},
+        "models": {"base": None, "tuned": str(tmp_path / "adapter")},
+        "benchmarks": [
+            {
+                "name": "red",
+                "prompts": str(tmp_path / "prompts.txt"),
+                "images": 2,
+                "reward": {"name": "test_store:Watched"},
+            }
+        ],
+        "sampling": {"steps": 2, "guidance": 1.0, "batch_size": 4},
+        "report": {"images": 1},
+        "keep_images": True,
+    }
+    (tmp_path / "eval.yaml").write_text(yaml.dump(data, sort_keys=False))
+    return tmp_path / "eval.yaml"
+
+
+def save_adapter(model: str, folder: Path, seed: int) -> None:
+    found = Backbone(load_pipeline(model), **SMALL)
+    found.add_adapter("a", rank=2, alpha=2.0, targets=SD3_ATTENTION)
+    fakes.shake(found, "a", seed=seed)
+    found.save_adapter("a", folder)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """What a reader takes from an evaluation: its numbers, tables and images."""
+    names = ["results.json", "table.md", *(p.relative_to(folder) for p in folder.rglob("*.png"))]
+    return {str(name): (folder / name).read_bytes() for name in sorted(map(str, names))}
+
+
+@pytest.mark.parametrize("keep", ["true", "false"])
+def test_an_interrupted_command_goes_on_and_leaves_the_files_of_one_that_was_not(
+    config: Path, keep: str, sampled: list[str], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    command, out = ["--config", str(config), f"keep_images={keep}"], config.parent / "out"
+    assert main(command) == 0
+    whole = files(out)
+    assert len(sampled) == 10 and len(Watched.asked) == 20
+    out.rename(config.parent / "before")
+    sampled.clear()
+    Watched.asked.clear()
+    monkeypatch.setattr(Watched, "calls", 0)
+    monkeypatch.setattr(Watched, "stop", 5)  # of 3 batches each: the second model's second
+    assert main(command) == 130
+    assert "The same command goes on" in capsys.readouterr().err
+    assert not (out / "results.json").exists()
+    assert main(command) == 0
+    assert files(out) == whole
+    assert sorted(Watched.asked) == sorted(PROMPTS * 4)  # each image was scored once
+
+
+def test_a_killed_process_is_gone_on_with(config: Path, sampled: list[str]):
+    command, out = ["--config", str(config), "models={base: null}"], config.parent / "out"
+    assert main(command) == 0
+    whole = files(out)
+    out.rename(config.parent / "before")
+    code = "import sys, test_store as t; t.Watched.stop, t.Watched.how = 2, 'kill'; "
+    code += "t.main(sys.argv[1:])"
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert len(list(out.rglob("*.png"))) >= 4 and not (out / "results.json").exists()
+    sampled.clear()
+    Watched.asked.clear()
+    assert main(command) == 0
+    assert len(Watched.asked) == 6 and files(out) == whole
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("sampling.seed=1", "sampling.seed was 1234 there, and is 1 here"),
+        ("sampling.steps=3", "sampling.steps was 2 there, and is 3 here"),
+        ("model.dtype=bfloat16", "model.dtype was 'float32' there, and is 'bfloat16' here"),
+        ("benchmarks.0.images=1", "images was 2 there, and is 1 here"),
+        ("benchmarks.0.limit=4", "prompts was '"),
+        ("models.base=ADAPTER", "adapter was None there, and is '"),
+    ],
+)
+def test_images_of_another_run_are_refused(
+    config: Path, override: str, said: str, capsys: pytest.CaptureFixture[str], sampled: list[str]
+):
+    assert main(["--config", str(config), "models={base: null}"]) == 0
+    whole = files(config.parent / "out")
+    sampled.clear()
+    override = override.replace("ADAPTER", str(config.parent / "adapter"))
+    assert main(["--config", str(config), "models={base: null}", override]) == 2
+    error = capsys.readouterr().err
+    assert said in error and "Give another `output`, or delete " in error
+    assert sampled == [] and files(config.parent / "out") == whole
+
+
+def test_an_adapter_that_was_trained_on_and_changed_prompts_are_refused(
+    config: Path, random_model: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["--config", str(config)]) == 0
+    save_adapter(random_model, config.parent / "adapter", seed=2)
+    assert main(["--config", str(config)]) == 2
+    error = capsys.readouterr().err
+    assert "tuned" in error and "adapter was '" in error and "base/red" not in error
+    save_adapter(random_model, config.parent / "adapter", seed=1)  # the very same again
+    (config.parent / "prompts.txt").write_text("\n".join(PROMPTS[::-1]))
+    assert main(["--config", str(config)]) == 2
+    assert capsys.readouterr().err.count("prompts was '") == 2  # of either model
+
+
+def test_a_folder_that_does_not_say_whose_images_it_holds_is_refused(
+    config: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = config.parent / "out" / "images" / "tuned" / "red"
+    folder.mkdir(parents=True)
+    (folder / "0.png").write_bytes(b"")
+    assert main(["--config", str(config)]) == 2
+    assert "no settings.json tells what its images are" in capsys.readouterr().err
+
+
+def test_a_line_that_is_no_row_is_refused(config: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["--config", str(config), "models={base: null}"]) == 0
+    (rows,) = (config.parent / "out").rglob("rows.0.jsonl")
+    rows.write_text('{"index": 0}\n' + rows.read_text())
+    assert main(["--config", str(config), "models={base: null}"]) == 2
+    assert "rows.0.jsonl, line 1 is no row of scores" in capsys.readouterr().err
+
+
+def test_a_fingerprint_tells_weights_apart_and_a_digest_adapters(
+    random_model: str, config: Path, tmp_path: Path
+):
+    first, same, other = (Backbone(fakes.pipeline(seed), **SMALL) for seed in (0, 0, 1))
+    assert fingerprint(first) == fingerprint(same) != fingerprint(other)
+    found = load(str(config), [], stage=EvalConfig).models["tuned"]
+    assert found
+    before = adapter_digest(found)
+    save_adapter(random_model, tmp_path / "copy", seed=1)
+    assert adapter_digest(str(tmp_path / "copy")) == before
+    save_adapter(random_model, tmp_path / "copy", seed=2)
+    assert adapter_digest(str(tmp_path / "copy")) != before
+
+
+def test_settings_are_written_where_they_can_be_read(config: Path):
+    assert main(["--config", str(config), "models={base: null}"]) == 0
+    folder = config.parent / "out" / "images" / "base" / "red"
+    images = json.loads((folder / "settings.json").read_text())
+    assert images["sampling"] == {"steps": 2, "guidance": 1.0, "seed": 1234}
+    (scores,) = folder.glob("scores_*/settings.json")
+    assert json.loads(scores.read_text())["reward"]["name"] == "test_store:Watched"
