@@ -42,13 +42,6 @@ def write(config: EvalConfig, results: Results, settings: Settings) -> str:
     return short
 
 
-def save_images(folder: Path, pictures: Sequence[bytes]) -> None:
-    """Pictures as <index>.png."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for index, picture in enumerate(pictures):
-        (folder / f"{index}.png").write_bytes(picture)
-
-
 def document(
     config: EvalConfig, results: Results, reports: Mapping[str, EvalReport]
 ) -> dict[str, Any]:
@@ -100,11 +93,15 @@ def _plain(value: Any) -> Any:
 def conditions(config: EvalConfig, results: Results, environment: Mapping[str, str]) -> list[str]:
     """What the numbers hold for, a sentence each."""
     s, m, f = config.sampling, config.model, config.fidelity
-    counts = ", ".join(f"{len(mark.prompts)} of {mark.name}" for mark in results.benchmarks)
+    counts = ", ".join(
+        f"{len(mark.prompts)} prompts of {mark.name}"
+        + (f" with {mark.images} images each" if mark.images > 1 else "")
+        for mark in results.benchmarks
+    )
     versions = ", ".join(f"{name} {version}" for name, version in environment.items())
     found = [
-        f"One image per prompt ({counts}) of {m.id} ({m.dtype}, {m.height}x{m.width}): {s.steps} "
-        f"Euler steps, guidance {s.guidance:g}, seed {s.seed}."
+        f"Images of {m.id} ({m.dtype}, {m.height}x{m.width}) for {counts}: {s.steps} Euler steps, "
+        f"guidance {s.guidance:g}, seed {s.seed}; scored at 8 bits a channel."
     ]
     if len(results.benchmarks) > 1:
         found.append("average: the unweighted mean of the benchmarks.")
