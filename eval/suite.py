@@ -137,50 +137,70 @@ def judge_images(
     Images are scored as 8 bits a channel hold them, so that they are the same from a file.
     """
     world, rank = (accelerator.num_processes, accelerator.process_index) if accelerator else (1, 0)
-    rows = dict(store.rows()) if store else {}
     pictures: list[bytes] = []
     seen: list[Tensor] = []
     order: list[Key] = []
-    scoring = Ahead(
-        lambda images, batch: score(benchmark.reward, images, batch.prompts, batch.metadata),
-        seconds,
-    )
-
-    def collect(todo: Sequence[Key]) -> None:
-        if not todo:
-            return
-        judged = _image_rows(todo, benchmark.prompts, scoring.collect())
-        fresh = {key: row for key, row in zip(todo, judged, strict=True) if key not in rows}
-        rows.update(fresh)
-        if store:
-            store.append(list(fresh.values()))
-        if advance:
-            advance(len(todo))
-
-    before: Sequence[Key] = ()
+    scored = _Scored(benchmark, store, seconds, advance or (lambda count: None))
     for part in _batches(benchmark, settings.batch_size, world, rank):
         keys = [(index, copy) for index in part for copy in range(benchmark.images)]
-        todo = _unscored(benchmark.reward, keys, rows)
+        todo = _unscored(benchmark.reward, keys, scored.rows)
         shown = [key for key in keys if key[0] < keep]
         wanted = {*todo, *shown, *(keys if features else ())}
         images = _images(backbone, benchmark, settings, keys, wanted, store)
         if todo:
-            collect(before)  # one batch waits at a time: a slow reward does not fill the memory
-            mine = benchmark.prompts.select([index for index, _ in todo])
-            scoring.submit(torch.stack([images[key] for key in todo]), mine)
-            before = todo
-        if advance:
-            advance(len(keys) - len(todo))
+            scored.submit(todo, torch.stack([images[key] for key in todo]))
+        scored.advance(len(keys) - len(todo))
         pictures += [png(images[key]) for key in shown]
         if features:
             seen.append(_features(torch.stack([images[key] for key in keys]), features))
         order += keys
-    collect(before)
-    scoring.forget()
+    rows = scored.finish()
     found = [rows[key] for key in order]
     if world > 1:  # a process without prompts has no features, and knows not how wide they are
         found, pictures, seen = gather_object(found), gather_object(pictures), gather_object(seen)
     return Judged(found, pictures, torch.cat(seen) if seen else None)
+
+
+class _Scored:
+    """The rows of a benchmark by (prompt, copy): the store's, and what is scored beside sampling."""
+
+    def __init__(
+        self,
+        benchmark: Benchmark,
+        store: Store | None,
+        seconds: float | None,
+        advance: Callable[[int], None],
+    ) -> None:
+        self.prompts, self.store, self.advance = benchmark.prompts, store, advance
+        self.rows = dict(store.rows()) if store else {}
+        self._under_way: Sequence[Key] = ()
+        self._scoring = Ahead(
+            lambda images, batch: score(benchmark.reward, images, batch.prompts, batch.metadata),
+            seconds,
+        )
+
+    def submit(self, keys: Sequence[Key], images: Tensor) -> None:
+        """Score these, once the batch before is done: a slow reward does not fill the memory."""
+        self._collect()
+        self._under_way = keys
+        self._scoring.submit(images, self.prompts.select([index for index, _ in keys]))
+
+    def finish(self) -> dict[Key, dict[str, Any]]:
+        """All rows, when the last batch is scored."""
+        self._collect()
+        self._scoring.forget()
+        return self.rows
+
+    def _collect(self) -> None:
+        keys, self._under_way = self._under_way, ()
+        if not keys:
+            return
+        judged = _image_rows(keys, self.prompts, self._scoring.collect())
+        fresh = {k: row for k, row in zip(keys, judged, strict=True) if k not in self.rows}
+        self.rows.update(fresh)
+        if self.store:
+            self.store.append(list(fresh.values()))
+        self.advance(len(keys))
 
 
 def _batches(benchmark: Benchmark, size: int, world: int, rank: int) -> list[range]:

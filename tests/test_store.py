@@ -335,7 +335,7 @@ def test_a_killed_process_is_gone_on_with(config: Path, sampled: list[str]):
     out.rename(config.parent / "before")
     code = "import sys, test_store as t; t.Watched.stop, t.Watched.how = 2, 'kill'; "
     code += "t.main(sys.argv[1:])"
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", code, *command],
         env={**os.environ, "PYTHONPATH": path},
