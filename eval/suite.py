@@ -162,7 +162,7 @@ def judge_images(
 
 
 class _Scored:
-    """The rows of a benchmark by (prompt, copy): the store's, and what is scored beside sampling."""
+    """A benchmark's rows by (prompt, copy): the store's, and what is scored beside sampling."""
 
     def __init__(
         self,
