@@ -215,6 +215,7 @@ def metrics_plot(log: Path, path: Path, title: str = "") -> None:
 
     curves = read_metrics(log)
     panels = {name: found for name, found in _panels(curves).items() if found}
+    panels = panels or {"loss": ["loss"]}  # sft, where nothing is evaluated
     figure = Figure(figsize=(2.75 * len(panels), 2.8), dpi=110, layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False).flat
     for axis, (label, names) in zip(axes, panels.items(), strict=True):

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from PIL import Image
 
 import flowalign
-from flowalign.pictures import gallery
+from flowalign.pictures import gallery, metrics_plot
 
 COLOURS = torch.tensor(
     [[[220, 0, 0], [0, 180, 0], [0, 0, 240]], [[240, 200, 0], [0, 200, 200], [150, 0, 150]]]
@@ -88,3 +89,11 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="no attribute 'galery'"):
         flowalign.galery  # noqa: B018  # pyright: ignore
+
+
+def test_a_run_that_logs_nothing_but_its_loss_has_a_plot(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"update": 1, "loss": 0.5}\n{"update": 2, "loss": 0.4}\n'
+    )
+    metrics_plot(tmp_path / "metrics.jsonl", tmp_path / "metrics.png")
+    assert (tmp_path / "metrics.png").stat().st_size > 1000
