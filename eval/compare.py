@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -126,12 +125,8 @@ def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _rows(images: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows as `suite.Judged` has them: a score that JSON could not hold is NaN again."""
-    keep = stats.FIELDS
-    return [
-        {key: math.nan if item is None and key not in keep else item for key, item in row.items()}
-        for row in images
-    ]
+    """Rows as `suite.Judged` has them."""
+    return [stats.from_json(row) for row in images]
 
 
 def main(argv: Sequence[str]) -> int:

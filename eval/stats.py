@@ -57,6 +57,11 @@ def rows_of(benchmark: Known, images: Images) -> list[EvalRow]:
     return rows
 
 
+def from_json(image: Mapping[str, Any]) -> dict[str, Any]:
+    """An image as rows have it: a score that JSON could not hold, null there, is NaN again."""
+    return {k: math.nan if v is None and k not in FIELDS else v for k, v in image.items()}
+
+
 def headline_row(benchmark: Known, rows: Sequence[EvalRow]) -> EvalRow:
     """The number that a benchmark is known by, among its `rows_of` (others' may be there, too)."""
     mine = {row.metric: row for row in rows if row.benchmark == benchmark.name}

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from flowalign.backbone import Backbone, read_lora
 from flowalign.config import ConfigError, EvalConfig
-from flowalign.eval.stats import FIELDS
+from flowalign.eval.stats import from_json
 from flowalign.pictures import pixels_of, png
 from flowalign.rewards import describe
 from flowalign.types import PromptBatch
@@ -262,15 +262,13 @@ def _short(value: Any) -> str:
 
 def _read(line: bytes, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-        scores = {name: value for name, value in row.items() if name not in FIELDS}
-        known = {name: math.nan if value is None else value for name, value in scores.items()}
-        _ = known["value"], row["index"], row["copy"]
+        row = from_json(json.loads(line))
+        _ = row["value"], row["index"], row["copy"]
     except (ValueError, AttributeError, KeyError) as error:
         raise StoreError(
             f"{where} is no row of scores ({error!r}). Delete that line, or its file."
         ) from None
-    return row | known
+    return row
 
 
 def _without_nan(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from flowalign.eval.stats import (
     AVERAGE,
@@ -43,8 +44,15 @@ class Results:
 
     def rows(self, model: str) -> list[EvalRow]:
         """Every metric of every benchmark."""
-        judged = self.judged[model]
-        return [row for mark in self.benchmarks for row in rows_of(mark, judged[mark.name].rows)]
+        return self._rows[model]
+
+    @cached_property
+    def _rows(self) -> dict[str, list[EvalRow]]:
+        """Of every model: several files ask for them, and their intervals take a moment."""
+        return {
+            model: [row for mark in self.benchmarks for row in rows_of(mark, of[mark.name].rows)]
+            for model, of in self.judged.items()
+        }
 
     def scores(self, model: str) -> dict[str, EvalRow]:
         """{column: its number}: the benchmarks, fidelity if it was measured, their average."""
