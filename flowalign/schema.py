@@ -409,6 +409,11 @@ class RecipeConfig(Job):
     """Name -> the keys of a stage's config, over those of the file that `use` names (relative to
     this one), with changes in `set` as on the command line. `stage:NAME` as a value is the adapter
     of an earlier stage."""
+    variant: dict[str, dict[str, Any]] = Field(
+        default={}, examples=[{"grpo": {"rollout": {"batch_size": 4}}}]
+    )
+    """Kind of stage -> keys that every stage of it takes instead (`--variant FILE` on the command
+    line): the same recipe for other hardware."""
 
 
 class Sampling(Section):
