@@ -133,8 +133,7 @@ def vary(data: Mapping[str, Any], variant: Any, source: str) -> dict[str, Any]:
     if problems := [text for _, text in variant_conflicts(variant)]:
         raise ConfigError(problems, source)
     kind = str(data.get("stage"))
-    own: Mapping[str, Any] = variant.get(kind) or {}
-    return overlay(data, {"variant": variant} if kind == "recipe" else own)
+    return overlay(data, {"variant": variant} if kind == "recipe" else variant.get(kind) or {})
 
 
 def overlay(data: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,8 +141,9 @@ def overlay(data: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(data)
     for key, value in own.items():
         old = found.get(key)
-        both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        found[key] = overlay(old, value) if both else value
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = overlay(old, value)
+        found[key] = value
     return found
 
 
