@@ -14,6 +14,7 @@ for positions too ("a dog left of a cat" is "a cat right of a dog").
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -34,21 +35,19 @@ COLORED = tuple(name for name in NAMES if name != "person")
 class Tag:
     """How the prompts of a tag are numbered and built.
 
-    sizes: how many values each choice has; build: a choice of each -> the row; swap: the choices
-    that describe the same picture, where there are any.
+    sizes: how many values each choice has; build: a choice of each -> the row.
     """
 
     sizes: tuple[int, ...]
     build: Callable[..., Row]
-    swap: Callable[..., tuple[int, ...]] | None = None
 
-    def choices(self, number: int) -> tuple[int, ...]:
-        """The choices behind a number below the product of the sizes."""
-        found = []
+    def row(self, number: int) -> Row:
+        """The row behind a number below the product of the sizes."""
+        choices = []
         for size in self.sizes:
             number, choice = divmod(number, size)
-            found.append(choice)
-        return tuple(found)
+            choices.append(choice)
+        return self.build(*choices)
 
 
 def article(words: str) -> str:
@@ -57,6 +56,15 @@ def article(words: str) -> str:
 
 def plural(name: str) -> str:
     return f"{name}es" if name.endswith("s") else f"{name}s"
+
+
+def same_picture(prompt: str) -> list[str]:
+    """A prompt, and if it is of two objects the one that names them the other way round."""
+    found = re.fullmatch(f"a photo of (.+) (and|{'|'.join(MIRRORED)}) (.+)", prompt)
+    if found is None:
+        return [prompt]
+    first, relation, second = found.groups()
+    return [prompt, f"a photo of {second} {MIRRORED.get(relation, relation)} {first}"]
 
 
 def generate(
@@ -99,35 +107,34 @@ def _slots(seed: int) -> Iterator[str]:
 def _stream(tag: str, seed: int, held_out: Collection[str]) -> Iterator[tuple[Row, int]]:
     """(row, 0) for every prompt of a tag that may be used, shuffled; then over and over
     (row, how many there are)."""
-    rule, known = TAGS[tag], 0
+    rule, usable = TAGS[tag], []
     rng = random.Random(f"{seed}/geneval/{tag}")
-    order = list(range(prod(rule.sizes)))
-    rng.shuffle(order)
-    usable = []
-    for number in order:
-        choices = rule.choices(number)
-        same = [choices] if rule.swap is None else [choices, rule.swap(*choices)]
-        rows = [rule.build(*each) for each in same]
-        if not any(digest(row["prompt"]) in held_out for row in rows):
+    for number in _shuffled(prod(rule.sizes), rng):
+        row = rule.row(number)
+        if not any(digest(prompt) in held_out for prompt in same_picture(row["prompt"])):
             usable.append(number)
-            yield rows[0], known
+            yield row, 0
     if not usable:
         raise ValueError(f"every prompt of the tag {tag} is held out. Exclude fewer.")
     while True:
         rng.shuffle(usable)
         for number in usable:
-            yield rule.build(*rule.choices(number)), len(usable)
+            yield rule.row(number), len(usable)
+
+
+def _shuffled(size: int, rng: random.Random) -> Iterator[int]:
+    """0 ... size-1 in a random order, made as far as it is read: color_attr has 554,580 prompts."""
+    moved: dict[int, int] = {}  # a Fisher-Yates shuffle of a list that is never written out
+    for place in range(size):
+        drawn = rng.randrange(place, size)
+        yield moved.pop(drawn, drawn)
+        if drawn != place:
+            moved[drawn] = moved.pop(place, place)
 
 
 def _other(first: int, second: int) -> int:
     """The second of two different things, from its number among those that are left."""
     return second + (second >= first)
-
-
-def _swap(first: int, second: int) -> tuple[int, int]:
-    """The numbers of the same two things the other way round."""
-    second = _other(first, second)
-    return second, first - (first > second)
 
 
 def _two_object(a: int, b: int) -> Row:
@@ -169,11 +176,6 @@ def _position(relation: int, a: int, b: int) -> Row:
     }
 
 
-def _mirror(relation: int, a: int, b: int) -> tuple[int, int, int]:
-    names = list(MIRRORED)
-    return (names.index(MIRRORED[names[relation]]), *_swap(a, b))
-
-
 def _color_attr(a: int, b: int, c: int, d: int) -> Row:
     pairs = [
         (COLORS[c], COLORED[a]),
@@ -189,13 +191,9 @@ def _color_attr(a: int, b: int, c: int, d: int) -> Row:
 
 _things, _hues = len(COLORED), len(COLORS)
 TAGS: dict[str, Tag] = {
-    "two_object": Tag((_things + 1, _things), _two_object, _swap),
+    "two_object": Tag((_things + 1, _things), _two_object),
     "counting": Tag((len(COUNTS), _things + 1), _counting),
     "colors": Tag((_hues, _things), _colors),
-    "position": Tag((len(MIRRORED), _things + 1, _things), _position, _mirror),
-    "color_attr": Tag(
-        (_things, _things - 1, _hues, _hues - 1),
-        _color_attr,
-        lambda a, b, c, d: (*_swap(a, b), *_swap(c, d)),
-    ),
+    "position": Tag((len(MIRRORED), _things + 1, _things), _position),
+    "color_attr": Tag((_things, _things - 1, _hues, _hues - 1), _color_attr),
 }
