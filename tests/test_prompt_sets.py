@@ -1,5 +1,6 @@
 """Generated prompts are what the official ones are, but for being others; a check finds faults."""
 
+import hashlib
 import json
 import re
 from collections import Counter
@@ -262,6 +263,19 @@ def test_it_tells_repeats_and_lengths() -> None:
         f"1 prompts have more than 4 tokens, of which the rest is not read, such as {'bb' * 10!r}"
     ]
     assert examine(repeated, {}, {}, tokens=20, count=len).faults == []
+
+
+def test_digests_of_a_file_are_printed_as_they_are_shipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    text = 'a sign "Open Late"\na wall "OPEN  late"\na cup "Tea"\n'
+    (tmp_path / "test.txt").write_text(text)
+    (tmp_path / "test.jsonl").write_text('{"prompt": "Open Late"}')
+    plain = [hashlib.sha256(word).hexdigest()[:10] for word in (b"openlate", b"tea")]
+    for name, expected in {"test.txt": sorted(plain), "test.jsonl": plain[:1]}.items():
+        monkeypatch.setattr("sys.argv", ["held_out", str(tmp_path / name)])
+        held_out.main()
+        assert capsys.readouterr().out.split() == expected
 
 
 # The commands ------------------------------------------------------------------------------------
