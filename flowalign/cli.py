@@ -1,4 +1,4 @@
-"""The `flowalign` command: train, eval, sample, merge, doctor, serve-reward, demo."""
+"""The `flowalign` command: train, eval, sample, merge, data, doctor, serve-reward, demo."""
 
 from __future__ import annotations
 
@@ -82,6 +82,13 @@ def merge(argv: Sequence[str]) -> int:
     return 0
 
 
+def data(argv: Sequence[str]) -> int:
+    """Prompt sets: generate training prompts, fetch official sets, list them, check a file."""
+    from flowalign.prompts.cli import main as run
+
+    return run(argv)
+
+
 def doctor(argv: Sequence[str]) -> int:
     """Examine a reward: what it says, what it costs, and what would break a run."""
     from flowalign.doctor import main as run
@@ -108,6 +115,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "eval": evaluate,
     "sample": sample,
     "merge": merge,
+    "data": data,
     "doctor": doctor,
     "serve-reward": serve_reward,
     "demo": demo,
