@@ -35,7 +35,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (folder / f"{name}.jsonl").write_text(json.dumps(row))
     for name in ("ocr_train", "ocr_test"):
         (folder / f"{name}.txt").write_text('a sign that says "KITE"')
-    for name in ("pickscore_train", "pickscore_test", "drawbench"):
+    for name in ("pickscore_sfw_train", "pickscore_sfw_test", "drawbench"):
         (folder / f"{name}.txt").write_text("a kite over a lake")
 
 
