@@ -9,9 +9,9 @@ import importlib.util
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from flowalign import hub
 from flowalign.adapters import AdapterError, adapter_folder, read_head
 from flowalign.data import PromptError, load_prompts
-from flowalign.hub import HubError
 from flowalign.pictures import IMAGES, image_files
 from flowalign.schema import (
     ADAPTER,
@@ -123,7 +123,7 @@ def _adapter_problems(config: Root, pending: Collection[str] = ()) -> Iterator[s
         try:
             folder = adapter_folder(source, newest=True)
             base = read_head(folder).base
-        except HubError as error:
+        except hub.HubError as error:
             yield f"{place}: {error}"
             continue
         except AdapterError as error:
@@ -141,7 +141,7 @@ def _missing(source: str, error: AdapterError) -> str:
     folder = adapter_folder(source)
     if (folder / "adapter" / ADAPTER).is_file():
         return f"{source!r}: {error}; did you mean {Path(source) / 'adapter'}?"
-    if folder.exists():
+    if folder.exists() or hub.is_id(source):
         return f"{source!r}: {error}"
     return (
         f"{source!r}: no such folder, so no {ADAPTER}; training writes one to <output>/adapter; "

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 NAME = r"[A-Za-z0-9_][\w.-]*"
 ID = re.compile(rf"({NAME}/{NAME})(?:@(refs/(?:pr|convert)/{NAME}|{NAME})((?:/{NAME})*))?")
@@ -64,12 +65,12 @@ def download(source: str, *, newest: bool = False) -> Path:
         return Path(found) / inner
 
     small, everything = ("*.json", "README.md"), ("*.json", "README.md", "*.safetensors")
-    if not newest:
-        try:
-            return get(*everything, local=True)
-        except LocalEntryNotFoundError:
-            pass
     with explained(f"cannot download {source!r}", repo):
+        if not newest:
+            try:
+                return get(*everything, local=True)
+            except LocalEntryNotFoundError:
+                pass
         folder = get(*small, local=False)
         if not (folder / "model_index.json").is_file():
             folder = get(*everything, local=False)
@@ -82,8 +83,11 @@ def explained(what: str, repo: str) -> Iterator[None]:
     from huggingface_hub import errors
 
     page = f"https://huggingface.co/{repo}"
+    http = cast("type[Exception]", errors.HfHubHTTPError.__base__)  # of the library beneath it
     try:
         yield
+    except HubError:
+        raise
     except errors.GatedRepoError as error:
         raise HubError(f"{what}: it is gated. Accept its terms on {page}, then {LOGIN}.") from error
     except errors.RevisionNotFoundError as error:
@@ -105,7 +109,7 @@ def explained(what: str, repo: str) -> Iterator[None]:
     except errors.HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else None
         raise HubError(f"{what}: {_refusal(status, repo, error)}") from error
-    except (errors.OfflineModeIsEnabled, ConnectionError) as error:
+    except (http, OSError) as error:
         raise HubError(
             f"{what}: the Hub cannot be reached ({_first(error)}). Go online, HF_HUB_OFFLINE unset."
         ) from error

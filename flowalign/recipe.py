@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from flowalign.adapters import file_digest
+from flowalign.card import write_card
 from flowalign.checks import adapters, check_world
 from flowalign.config import (
     STAGES,
@@ -194,7 +196,7 @@ def _finish(stage: Root) -> None:
 
 
 def _merge(stage: MergeConfig, main: bool) -> None:
-    """Merge into <output>/adapter; the report lies beside it."""
+    """Merge into <output>/adapter, with its card; the report lies beside it."""
     from flowalign.teachers import merge as merging
 
     if not main:
@@ -205,3 +207,4 @@ def _merge(stage: MergeConfig, main: bool) -> None:
     report = merging.merge(stage.adapters, folder / "adapter", **settings)
     (folder / "report.md").write_text(f"{report}\n")
     (folder / "config.yaml").write_text(to_yaml(stage))
+    write_card(folder, stage, sys.argv)

@@ -20,6 +20,7 @@ WIRING = (
     "flowalign.cli",
     "flowalign.demo",
     "flowalign.doctor",
+    "flowalign.push",
     "flowalign.recipe",
     "flowalign.tiny.ship",
     "flowalign.tiny.ship_teachers",
