@@ -42,7 +42,7 @@ SCORES, HELD_OUT = "## Scores", "## Scores on held-out prompts while training"
 TEMPLATE = """
 # {name}
 
-A LoRA for `{base}`, made by [flowalign](https://pypi.org/project/flowalign) with `{stage}`{aim}.
+A LoRA for `{base}`, made by flowalign {version} with `{stage}`{aim}.
 
 ## How to load it
 
@@ -60,7 +60,7 @@ A LoRA for `{base}`, made by [flowalign](https://pypi.org/project/flowalign) wit
 
     {command}
 
-where `config.yaml` is
+The whole config, as `config.yaml` beside this:
 
 ```yaml
 {config}```
@@ -172,6 +172,8 @@ def result(benchmark: str, prompts: str, metric: str, value: float) -> EvalResul
 
 
 def _body(folder: Path, config: Job, rows: Sequence[Mapping[str, Any]], made_by: str) -> str:
+    from flowalign import __version__
+
     aim = ""
     if isinstance(config, Config):
         named = [
@@ -180,6 +182,7 @@ def _body(folder: Path, config: Job, rows: Sequence[Mapping[str, Any]], made_by:
         aim = f" on {', '.join(named)}"
     return TEMPLATE.format(
         name=folder.name,
+        version=__version__,
         base=config.model.id,
         stage=config.stage,
         aim=aim,

@@ -219,7 +219,7 @@ def test_a_merge_has_a_card_without_scores(
     )
     recipe._merge(stage, main=True)
     card = ModelCard.load(tmp_path / "merge" / "adapter" / "README.md")
-    assert "made by [flowalign]" in card.text and f"- adapters.1: `{other}`" in card.text
+    assert "with `merge`." in card.text and f"- adapters.1: `{other}`" in card.text
     assert push(tmp_path / "merge", "--dry-run") == 2
     assert "holds no scores" in capsys.readouterr().err
     assert push(tmp_path / "merge", "--dry-run", "--force") == 0
