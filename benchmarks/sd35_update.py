@@ -1,14 +1,14 @@
-"""An update of Flow-OPD on a model of Stable Diffusion 3.5's exact structure with random weights.
+"""An update of Flow-OPD on a model of Stable Diffusion 3.5's exact structure, with random weights.
 
-    python benchmarks/sd35_update.py                                  # on a GPU: the whole model, 2.2B
-    python benchmarks/sd35_update.py --width 0.125 --prompts 4        # on a CPU: an eighth of its heads
+    python benchmarks/sd35_update.py                              # on a GPU: the whole model, 2.2B
+    python benchmarks/sd35_update.py --width 0.125 --prompts 4    # on a CPU: an eighth of its heads
 
-Rollout, labels of N LoRA teachers and of the anchor, forward and backward pass and optimizer step of
-configs/sd35_medium/student_flow_opd.yaml (or of --config), with small text encoders of the right output
-sizes; no evaluation, and no reward but the config's own needs. For each number of teachers, in a process
-of its own: seconds of each part (the second update; the first warms up), images a second, the peak of
-memory, what `flowalign doctor` predicts, and the share of the device's measured rate of matrix products
-that the counted operations are. Prints a Markdown table.
+Rollout, labels of N LoRA teachers and of the anchor, forward and backward pass and optimizer step
+of configs/sd35_medium/student_flow_opd.yaml, with small text encoders of the right output sizes;
+no evaluation, no reward. For each number of teachers, in a process of its own: seconds of each
+part (the second update; the first warms up), images a second, the peak of memory, what `flowalign
+doctor` predicts, and the share that the counted operations are of the device's measured rate of
+matrix products. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def write_model(folder: Path, config: OpdConfig, width: float, teachers: int) ->
     model = config.model.model_copy(update={"id": str(folder / "model")})
     backbone, lora = Backbone.load(model), config.lora
     for index in range(teachers):
-        backbone.add_adapter(name := f"t{index}", rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+        backbone.add_adapter(
+            name := f"t{index}", rank=lora.rank, alpha=lora.alpha, targets=lora.targets
+        )
         for parameter in backbone.adapter_parameters(name):
             torch.nn.init.normal_(parameter, std=0.02)
         backbone.save_adapter(name, folder / name)
@@ -51,7 +53,9 @@ def write_model(folder: Path, config: OpdConfig, width: float, teachers: int) ->
 
 def config_of(folder: Path, teachers: int, overrides: list[str]) -> OpdConfig:
     """The preset with these teachers, each with a task of the tiny world's prompts."""
-    config = load(CONFIG, [f"output={folder / 'run'}", "evaluation=null", *overrides], stage=OpdConfig)
+    config = load(
+        CONFIG, [f"output={folder / 'run'}", "evaluation=null", *overrides], stage=OpdConfig
+    )
     names = [f"t{index}" for index in range(teachers)]
     data = config.model_dump(mode="json")
     data["model"] |= {"id": str(folder / "model"), "text_cache": str(folder / "text")}
@@ -112,7 +116,12 @@ def row(teachers: int, found: Mapping[str, Any], rate: float) -> str:
     share = sum(flops[name] for name in seconds) / total / rate
     peak = f"{found['peak'] / MIB:,.0f}" if found["peak"] else "-"
     cells = [str(teachers), *(f"{value:.2f}" for value in seconds.values()), f"{total:.2f}"]
-    cells += [f"{found['images'] / total:.2f}", peak, f"{found['predicted'] / MIB:,.0f}", f"{share:.0%}"]
+    cells += [
+        f"{found['images'] / total:.2f}",
+        peak,
+        f"{found['predicted'] / MIB:,.0f}",
+        f"{share:.0%}",
+    ]
     return f"| {' | '.join(cells)} |"
 
 
@@ -137,7 +146,14 @@ def main() -> None:
         rate = matmul_rate(DTYPES[config.model.dtype])
         print(f"{device}: {rate / 1e12:.3g} TFLOP/s in matrix products ({config.model.dtype})\n")
         parts = ["rollout", "labels", "update", "all"]
-        heads = ["teachers", *(f"{part} (s)" for part in parts), "images/s", "peak MiB", "predicted", "of that rate"]
+        heads = [
+            "teachers",
+            *(f"{part} (s)" for part in parts),
+            "images/s",
+            "peak MiB",
+            "predicted",
+            "of that rate",
+        ]
         print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}", flush=True)
         for teachers in args.teachers:
             command = [sys.executable, __file__, "--one", name, "--teachers", str(teachers)]

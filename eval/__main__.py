@@ -156,7 +156,7 @@ def load_adapters(backbone: Backbone, config: EvalConfig) -> None:
         if folder is None:
             continue
         try:
-            backbone.load_adapter(_adapter(name), Path(folder).expanduser())
+            backbone.load_adapter(_adapter(name), folder)
         except (ValueError, RuntimeError, KeyError, OSError) as error:
             reason = (str(error) or type(error).__name__).strip().splitlines()[0]
             raise ConfigError(

@@ -22,12 +22,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
 from flowalign import frozen
-from flowalign.backbone import Backbone, read_lora
+from flowalign.adapters import adapter_digest
+from flowalign.backbone import Backbone
 from flowalign.config import ConfigError, EvalConfig
 from flowalign.eval.stats import from_json
 from flowalign.pictures import pixels_of, png
@@ -217,17 +217,6 @@ def digest(content: Any) -> str:
     """SHA-256 of what is fit for JSON."""
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def adapter_digest(folder: str) -> str:
-    """SHA-256 of an adapter's weights and metadata (alpha ...), wherever it lies."""
-    weights, metadata = read_lora(folder)
-    found = hashlib.sha256(digest(metadata).encode())
-    for name in sorted(weights):
-        tensor = weights[name].contiguous().reshape(-1)
-        found.update(f"{name} {tensor.dtype} {list(weights[name].shape)}".encode())
-        found.update(tensor.view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
 
 
 def fingerprint(backbone: Backbone) -> str:

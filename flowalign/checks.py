@@ -6,14 +6,13 @@ Everything here happens before a model is loaded.
 from __future__ import annotations
 
 import importlib.util
-import json
-import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
+from flowalign import hub
+from flowalign.adapters import AdapterError, adapter_folder, read_head
 from flowalign.data import PromptError, load_prompts
 from flowalign.pictures import IMAGES, image_files
 from flowalign.schema import (
@@ -28,7 +27,6 @@ from flowalign.schema import (
     Root,
     SftConfig,
 )
-from flowalign.tiny import TEACHERS
 
 
 def check_world(config: Root, num_processes: int, pending: Collection[str] = ()) -> None:
@@ -123,47 +121,40 @@ def adapters(config: Root) -> dict[str, str]:
     return {place: folder for place, folder in found.items() if folder is not None}
 
 
-def adapter_folder(source: str | Path) -> Path:
-    """Where an adapter lies: a folder, or tiny/NAME for one that ships with the package. A Hub id
-    comes back as it is."""
-    shipped = TEACHERS / str(source).removeprefix("tiny/")
-    return shipped if str(source).startswith("tiny/") else Path(source).expanduser()
-
-
 def _adapter_problems(config: Root, pending: Collection[str] = ()) -> Iterator[str]:
-    """Adapters that are not there, or that say of themselves that they are another base's.
-    pending: those that an earlier stage of a recipe will write."""
+    """Adapters that are not there, cannot be read, or say of themselves that they are another
+    base's. Those on the Hub are downloaded. pending: those that an earlier stage of a recipe will
+    write."""
     for place, source in adapters(config).items():
-        folder = adapter_folder(source)
         if source in pending:
             continue
-        if (folder / ADAPTER).is_file():
-            try:
-                base = adapter_base(folder)
-            except SafetensorError as error:
-                yield f"{place}: {folder / ADAPTER} is not a safetensors file ({error})."
-                continue
-            if base not in (None, config.model.id):
-                yield (
-                    f"{place}: {source!r} was trained on {base!r}, and model.id is "
-                    f"{config.model.id!r}. Name an adapter of this base, or that base as model.id."
-                )
+        try:
+            folder = adapter_folder(source, newest=True)
+            base = read_head(folder).base
+        except hub.HubError as error:
+            yield f"{place}: {error}"
             continue
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not folder.parent.exists():
-            continue  # a Hub id: found out when it is loaded
-        inner = folder / "adapter"
-        hint = f"did you mean {Path(source) / 'adapter'}?" if (inner / ADAPTER).is_file() else (
-            "training writes one to <output>/adapter; null is the base model."
-        )  # fmt: skip
-        seen = "the folder holds" if folder.is_dir() else "no such folder, so"
-        yield f"{place}: {source!r}: {seen} no {ADAPTER}; {hint}"
+        except AdapterError as error:
+            yield f"{place}: {_missing(source, error)}"
+            continue
+        if base not in (None, config.model.id):
+            yield (
+                f"{place}: {source!r} was trained on {base!r}, and model.id is "
+                f"{config.model.id!r}. Name an adapter of this base, or that base as model.id."
+            )
 
 
-def adapter_base(folder: Path) -> str | None:
-    """The base that a saved adapter names as its own, read from the head of its file."""
-    with safe_open(folder / ADAPTER, framework="numpy") as file:
-        text = (file.metadata() or {}).get("lora_adapter_metadata", "{}")
-    return json.loads(text).get("transformer.base_model_name_or_path")
+def _missing(source: str, error: AdapterError) -> str:
+    """What is wrong with a folder, and what it might have been."""
+    folder = adapter_folder(source)
+    if (folder / "adapter" / ADAPTER).is_file():
+        return f"{source!r}: {error}; did you mean {Path(source) / 'adapter'}?"
+    if folder.exists() or hub.is_id(source):
+        return f"{source!r}: {error}"
+    return (
+        f"{source!r}: no such folder, so no {ADAPTER}; training writes one to <output>/adapter; "
+        "null is the base model."
+    )
 
 
 def _reference_problems(fidelity: Fidelity | None) -> Iterator[str]:

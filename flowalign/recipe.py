@@ -6,18 +6,19 @@ the recipe is run again, and one that was killed continues from its last checkpo
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from flowalign.checks import adapter_folder, adapters, check_world
+from flowalign.adapters import file_digest
+from flowalign.card import write_card
+from flowalign.checks import adapters, check_world
 from flowalign.config import (
-    ADAPTER,
     STAGES,
     Config,
     ConfigError,
@@ -172,28 +173,22 @@ def _stale(stage: Root, stages: Mapping[str, Root]) -> list[str]:
         return [f"{stage.output}: finished with another {', '.join(changed)}. {again}"]
     unready = {str(Path(s.output) / "adapter") for s in stages.values() if not finished(s)}
     for place, source in adapters(stage).items():
-        if source in unready or _digest(source) != done["inputs"].get(source):
+        if source in unready or file_digest(source) != done["inputs"].get(source):
             return [f"{stage.output}: finished with another {place} ({source}). {again}"]
     return []
 
 
 def _finish(stage: Root) -> None:
     """Mark a stage as finished, in one rename."""
-    inputs = {source: _digest(source) for source in adapters(stage).values()}
+    inputs = {source: file_digest(source) for source in adapters(stage).values()}
     text = json.dumps({"config": stage.model_dump(mode="json"), "inputs": inputs}, indent=1)
     part = Path(stage.output) / f"{DONE}.part"
     part.write_text(text)
     os.replace(part, part.with_suffix(""))
 
 
-def _digest(source: str) -> str | None:
-    """SHA-256 of an adapter's weights; None for one on the Hub."""
-    file = adapter_folder(source) / ADAPTER
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
-
-
 def _merge(stage: MergeConfig, main: bool) -> None:
-    """Merge into <output>/adapter; the report lies beside it."""
+    """Merge into <output>/adapter, with its card; the report lies beside it."""
     from flowalign.teachers import merge as merging
 
     if not main:
@@ -201,7 +196,7 @@ def _merge(stage: MergeConfig, main: bool) -> None:
     folder = Path(stage.output)
     shutil.rmtree(folder / "adapter", ignore_errors=True)  # of a merge that was killed
     settings = stage.model_dump(exclude={"stage", "output", "model", "adapters"})
-    sources = [adapter_folder(source) for source in stage.adapters]
-    report = merging.merge(sources, folder / "adapter", **settings)
+    report = merging.merge(stage.adapters, folder / "adapter", **settings)
     (folder / "report.md").write_text(f"{report}\n")
     (folder / "config.yaml").write_text(to_yaml(stage))
+    write_card(folder, stage, sys.argv)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from flowalign.frozen import Placement, fingerprint
 
-
 BATCH = 128  # texts a forward pass: 6 GB of activations in T5-XXL
 
 

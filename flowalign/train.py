@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -376,7 +375,7 @@ def finish(loop: Loop, config: Config, rewards: Mapping[str, Reward]) -> None:
 
     folder = Path(config.output)
     metrics_plot(folder / "metrics.jsonl", folder / "metrics.png", title=folder.name)
-    write_card(folder, config, command=shlex.join(sys.argv))
+    write_card(folder, config, sys.argv)
     if config.evaluation:
         compare(loop.backbone, config, rewards, folder / "before_after.png")
 

@@ -21,6 +21,7 @@ WIRING = (
     "flowalign.demo",
     "flowalign.doctor",
     "flowalign.prompts",
+    "flowalign.push",
     "flowalign.recipe",
     "flowalign.tiny.ship",
     "flowalign.tiny.ship_teachers",

@@ -16,11 +16,12 @@ import torch
 import yaml
 from torch import Tensor
 
+from flowalign.adapters import adapter_digest
 from flowalign.backbone import Backbone, load_pipeline
 from flowalign.config import SD3_ATTENTION, EvalConfig, load
 from flowalign.eval import suite
 from flowalign.eval.__main__ import main
-from flowalign.eval.store import Store, adapter_digest, fingerprint
+from flowalign.eval.store import Store, fingerprint
 from flowalign.eval.suite import Benchmark, Settings
 from flowalign.types import PromptBatch, Scores
 
