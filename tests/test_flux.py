@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -50,10 +51,13 @@ def pipe() -> FluxPipeline:
         axes_dims_rope=(4, 4, 8),
         guidance_embeds=True,
     )
+    blocks: dict[str, Any] = {
+        "block_out_channels": (8, 8, 8, 8),
+        "down_block_types": ("DownEncoderBlock2D",) * 4,
+        "up_block_types": ("UpDecoderBlock2D",) * 4,
+    }
     vae = AutoencoderKL(
-        block_out_channels=(8, 8, 8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
+        **blocks,
         latent_channels=4,
         norm_num_groups=4,
         shift_factor=0.1,

@@ -65,9 +65,9 @@ NAMES = {
 }
 HEAD = """# Names that others rely on
 
-Read off the sources when this page was built. These keep their name, meaning and order of arguments; everything else may
-change with a version. The commands are `flowalign train`, `eval`, `sample`, `merge`, `doctor`, `serve-reward` and `demo`;
-`flowalign COMMAND --help` tells their options.
+Read off the sources when this page was built. These keep their name, meaning and order of
+arguments; everything else may change with a version. `flowalign --help` lists the commands, and
+`flowalign COMMAND --help` tells the options of one.
 """
 Definition = ast.FunctionDef | ast.ClassDef
 
@@ -138,7 +138,8 @@ def backbone_members(root: Path) -> str:
     rows = ["| member | what it is | asked for by |", "|---|---|---|"]
     for name in sorted(found, key=lambda n: (-len(found[n]), n)):
         modules = ", ".join(f"`{module}`" for module in sorted(found[name]))
-        rows.append(f"| `{own[name][0]}` | {own[name][1]} | {modules} |")
+        written, said = own.get(name, (name, ""))
+        rows.append(f"| `{written}` | {said} | {modules} |")
     return "\n".join(rows)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,14 +14,14 @@ HEAD = """# Configs
 
 Made from `flowalign/schema.py` when this page was built.
 
-A run is one YAML file. `stage` says what it does and which keys it may have. Any key can be changed on the command line,
-`key.path=value` with the value as YAML and items of a list by index: `optimizer.lr=3e-4 tasks.0.weight=2`.
-A config is refused before a model is loaded, with all that is wrong in it at once: unknown keys, values of another
-type or outside their range, keys that contradict each other, prompts, rewards and adapters that are not there.
-What a run was given lies in its `config.yaml`, with defaults filled in. The files under `configs/` are the examples to
-start from.
+A run is one YAML file. `stage` says what it does and which keys it may have. Any key can be changed
+on the command line, `key.path=value` with the value as YAML and items of a list by index:
+`optimizer.lr=3e-4 tasks.0.weight=2`. A config is refused before a model is loaded, with all that is
+wrong in it at once: unknown keys, values of another type or outside their range, keys that
+contradict each other, prompts, rewards and adapters that are not there. What a run was given lies
+in its `config.yaml`, with defaults filled in. The files under `configs/` are the examples to start
+from.
 
-Defaults are the library's; the configs of the tiny world and of Stable Diffusion 3.5 set what they need.
 **Bold** keys have no default and must be given.
 """
 
@@ -75,7 +76,7 @@ def _meaning(of: Schema, owner: Schema) -> str:
         text = _sentence(owner.get("$defs", {}).get(name, {"description": ""}))
     examples = [_value(example) for example in of.get("examples", ())]
     shown = f" For example {', '.join(examples)}." if examples else ""
-    return text.replace("|", "\\|") + shown
+    return html.escape(text, quote=False).replace("|", "\\|") + shown
 
 
 def _default(of: Schema) -> str:
