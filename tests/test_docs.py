@@ -9,6 +9,7 @@ block that a reader saves as a file is named by `<!-- file: NAME -->`.
 import argparse
 import ast
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -230,7 +231,7 @@ def check_arguments(command: Command, what: str, found: argparse.Namespace) -> N
     if vague(command):
         return
     if "config" in given and not in_a_block(given["config"]):
-        check_config(what, Path(given["config"]), given["overrides"])
+        check_config(what, Path(given["config"]), tuple(given["overrides"]))
     name = given.get("reward", given.get("name"))
     if isinstance(name, str) and what in ("flowalign doctor", "flowalign serve-reward"):
         options = assignments(given["options"] if "reward" in given else given["pairs"])
@@ -244,7 +245,8 @@ def in_a_block(path: str) -> bool:
     return any(block.notes.get("file") == path for block in BLOCKS)
 
 
-def check_config(what: str, path: Path, overrides: list[str]) -> None:
+@functools.cache
+def check_config(what: str, path: Path, overrides: tuple[str, ...]) -> None:
     """As the command would, up to where a model is loaded. What another command in the documents
     or a config of ours writes counts as there."""
     wanted: type[Root] = EvalConfig if "eval" in what else Job

@@ -83,13 +83,16 @@ def section(title: str, folder: str) -> str:
 
 def rebased(text: str, folder: str, home: str = "") -> str:
     """Markdown of a file in `home` of the checkout, fit for a page in `folder` of it: links into
-    docs/ are relative to that, links to other files of the checkout become their names."""
+    docs/ are relative to that, links to other files of the checkout become their names. What leads
+    nowhere (or is code that looks like a link) stays, and mkdocs says so."""
 
     def moved(found: re.Match[str]) -> str:
         mark, label, target = found.groups()
         if re.match(r"[a-z]+:|#", target):
             return found[0]
         path = posixpath.normpath(posixpath.join(home, target))
+        if not (ROOT / path.partition("#")[0]).exists():
+            return found[0]
         if path.startswith("docs/"):
             return f"{mark}[{label}]({posixpath.relpath(path, folder)})"
         return label if label.strip("`") == path else f"{label} (`{path}`)"
