@@ -3,6 +3,8 @@ random weights; never run with FLUX's own, and trained with none."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
@@ -13,6 +15,24 @@ from flowalign.backbone import DTYPES, Backbone
 from flowalign.config import Model
 
 LAYERS = ["attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"]  # for `lora.targets`
+
+
+class Text:
+    """Prompts -> embeddings [P,L,D] and pooled [P,E]. (`flowalign.text.TextEncoder` also keeps them
+    on disk and moves the encoders off the GPU.)"""
+
+    def __init__(self, pipe: FluxPipeline, device: torch.device | str, length: int) -> None:
+        self.pipe, self.device, self.length = pipe, device, length
+
+    @torch.no_grad()
+    def __call__(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        embeds, pooled, _ = self.pipe.encode_prompt(
+            list(prompts), device=self.device, max_sequence_length=self.length
+        )
+        return embeds, pooled
+
+    def negative(self) -> tuple[Tensor, Tensor]:
+        return self([""])
 
 
 class Flux(Backbone):
@@ -27,15 +47,17 @@ class Flux(Backbone):
         width: int,
         max_sequence_length: int = 512,
         device: torch.device | str = "cpu",
+        decode_batch: int | None = None,
         name: str | None = None,
         embedded_guidance: float = 3.5,
     ) -> None:
-        self.pipe, self.name = pipe.to(device), name
+        self.pipe, self.name, self.decode_batch = pipe.to(device), name, decode_batch
         self.device = torch.device(device)
         self.core = pipe.transformer.requires_grad_(False).eval()
         self.transformer = self.core
         self.dtype = next(self.core.parameters()).dtype
-        self.max_sequence_length, self.embedded_guidance = max_sequence_length, embedded_guidance
+        self.text = Text(pipe, device, max_sequence_length)
+        self.embedded_guidance = embedded_guidance
         factor = pipe.vae_scale_factor  # of the autoencoder; the transformer sees 2x2 patches
         if height % (2 * factor) or width % (2 * factor):
             raise ValueError(f"{height}x{width} pixels: take multiples of {2 * factor}")
@@ -49,9 +71,8 @@ class Flux(Backbone):
         pipe = FluxPipeline.from_pretrained(
             model.id, revision=model.revision, torch_dtype=DTYPES[model.dtype]
         )
-        size = {"height": model.height, "width": model.width}
-        length = model.max_sequence_length
-        return cls(pipe, **size, max_sequence_length=length, device=device, name=model.id)
+        keys = {"height", "width", "max_sequence_length", "decode_batch"}
+        return cls(pipe, **model.model_dump(include=keys), device=device, name=model.id)
 
     def sigmas(self, num_steps: int) -> Tensor:
         """[T+1], from FLUX's own scheduler, whose shift depends on the number of patches."""
@@ -63,15 +84,6 @@ class Flux(Backbone):
         even = np.linspace(1.0, 1 / num_steps, num_steps)
         scheduler.set_timesteps(sigmas=even.tolist(), mu=mu)
         return scheduler.sigmas
-
-    def _encode_text(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
-        embeds, pooled, _ = self.pipe.encode_prompt(
-            prompts,
-            prompt_2=prompts,
-            device=self.device,
-            max_sequence_length=self.max_sequence_length,
-        )
-        return embeds, pooled
 
     def _forward(self, x: Tensor, sigma: Tensor, embeds: Tensor, pooled: Tensor) -> Tensor:
         b, c, h, w = x.shape

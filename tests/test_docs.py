@@ -30,6 +30,7 @@ import pytest
 import test_compare
 import yaml
 from documents import Block, Command
+from test_package import CONFIGS
 
 from flowalign import cli, recipe, rewards
 from flowalign.checks import adapter_folder, adapters, check_world
@@ -231,7 +232,7 @@ def check_arguments(command: Command, what: str, found: argparse.Namespace) -> N
     if vague(command):
         return
     if "config" in given and not in_a_block(given["config"]):
-        check_config(what, Path(given["config"]), tuple(given["overrides"]))
+        check_config(what, Path(given["config"]), tuple(given["overrides"]), given["variant"])
     name = given.get("reward", given.get("name"))
     if isinstance(name, str) and what in ("flowalign doctor", "flowalign serve-reward"):
         options = assignments(given["options"] if "reward" in given else given["pairs"])
@@ -246,11 +247,11 @@ def in_a_block(path: str) -> bool:
 
 
 @functools.cache
-def check_config(what: str, path: Path, overrides: tuple[str, ...]) -> None:
+def check_config(what: str, path: Path, overrides: tuple[str, ...], variant: str | None) -> None:
     """As the command would, up to where a model is loaded. What another command in the documents
     or a config of ours writes counts as there."""
     wanted: type[Root] = EvalConfig if "eval" in what else Job
-    config = load(path, overrides, stage=wanted)
+    config = load(path, overrides, stage=wanted, variant=variant)
     if isinstance(config, RecipeConfig):
         recipe.plan(config, path.parent)
     else:
@@ -260,14 +261,10 @@ def check_config(what: str, path: Path, overrides: tuple[str, ...]) -> None:
 def written() -> set[str]:
     """The adapters that the configs of ours and the merges in the documents write."""
     found = set()
-    for path in sorted((ROOT / "configs").rglob("*.yaml")):
-        if "stage" not in read(path):
-            continue  # accelerate's
+    for path in CONFIGS:
         config = load(path, stage=Root)
-        if isinstance(config, Config):
+        if isinstance(config, Config | MergeConfig):
             found.add(f"{config.output}/adapter")
-        elif isinstance(config, MergeConfig):
-            found.add(config.output)
         elif isinstance(config, RecipeConfig):
             found |= {f"{config.output}/{name}/adapter" for name in config.stages}
     merges = [c.words for c in COMMANDS if c.words[:2] == ("flowalign", "merge")]
@@ -277,10 +274,28 @@ def written() -> set[str]:
 WRITTEN = written()
 
 
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder like the root of the checkout, with the prompts that configs want users to fetch, a
+    line each."""
+    folder = tmp_path_factory.mktemp("home")
+    for path in ROOT.iterdir():
+        (folder / path.name).symlink_to(path)
+    clauses = {"tag": "single_object", "include": [{"class": "kite", "count": 1}]}
+    texts = {".txt": 'a sign that says "KITE"'}
+    texts[".jsonl"] = json.dumps({"prompt": "a photo of a kite", **clauses})
+    for config in CONFIGS:
+        for name in re.findall(r"data/[\w/]+\.\w+", config.read_text(encoding="utf-8")):
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(texts[path.suffix])
+    return folder
+
+
 @pytest.fixture
-def at_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the root of the checkout, with the example of a plugin importable."""
-    monkeypatch.chdir(ROOT)
+def at_home(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    """There, with the example of a plugin importable."""
+    monkeypatch.chdir(home)
     monkeypatch.syspath_prepend(ROOT / "docs" / "rewards" / "example")
 
 
@@ -289,9 +304,7 @@ def test_a_command_is_one_that_the_code_takes(command: Command, at_home: None) -
     checked(command)
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda p: str(p.relative_to(ROOT))
-)
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_the_command_in_the_head_of_a_config_runs_this_config(path: Path, at_home: None) -> None:
     head = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
     texts = head.replace(", or: ", "\n")

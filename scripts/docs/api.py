@@ -187,5 +187,6 @@ ATTRIBUTES = {
     "name": "The base's id, which saved adapters carry.",
     "dtype": "Of the frozen weights.",
     "latent_shape": "(C, h, w) of one latent.",
-    "max_sequence_length": "Tokens of the T5 encoder.",
+    "text": "Prompts to embeddings.",
+    "decode_batch": "Images a VAE decode.",
 }

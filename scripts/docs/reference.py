@@ -22,6 +22,10 @@ contradict each other, prompts, rewards and adapters that are not there. What a 
 in its `config.yaml`, with defaults filled in. The files under `configs/` are the examples to start
 from.
 
+`use: FILE` at the top lays a file over another one (relative to it), section by section.
+`--variant FILE` on the command line lays the keys that FILE has for this stage over the config:
+the same run for other hardware, as in `configs/variants/`.
+
 **Bold** keys have no default and must be given.
 """
 
@@ -152,8 +156,10 @@ def _places(schemas: Mapping[str, Schema]) -> dict[str, list[str]]:
 
 
 def _example(stage: str, configs: Path) -> str:
-    """A shipped config of that stage, the shortest, as a box that unfolds."""
-    of_stage = [p for p in sorted(configs.glob("tiny/*.yaml")) if _stage(p) == stage]
+    """A shipped config of that stage, the shortest of the tiny world's where it has one, as a box
+    that unfolds."""
+    named = [p for p in sorted(configs.rglob("*.yaml")) if _stage(p) == stage]
+    of_stage = [p for p in named if p.parent.name == "tiny"] or named
     if not of_stage:
         return ""
     path = min(of_stage, key=lambda p: len(p.read_text(encoding="utf-8")))
