@@ -126,8 +126,12 @@ def arguments(command: list[str]) -> tuple[str, argparse.Namespace] | None:
     if name == "accelerate":
         from accelerate.commands.launch import launch_command_parser
 
-        launch = parsed(lambda: launch_command_parser().parse_args(rest[1:]))
         assert rest[0] == "launch"
+        whole = "-m" in rest or any(word.endswith(".py") for word in rest)
+        rest += [] if whole else ["train.py"]  # running text may leave off what is launched
+        launch = parsed(lambda: launch_command_parser().parse_args(rest[1:]))
+        if not whole:
+            return None
         given = [launch.training_script, *launch.training_script_args]
         return arguments(["python", *(["-m"] if launch.module else []), *given])
     if name != "python" or rest[0] == "-c" or rest[:2] == ["-m", "venv"]:
@@ -158,7 +162,7 @@ def parsed(call: Any) -> argparse.Namespace:
             call()
         except Parsed as found:
             return found.found
-    raise AssertionError("no command line was read")
+    raise AssertionError("no parser was asked; is there such a command?")
 
 
 def stopping(name: str) -> Any:
@@ -187,7 +191,11 @@ def checked(command: Command) -> None:
         check_pip(words)
     elif name == "pytest" or words[1:3] == ["-m", "pytest"]:
         check_pytest(words[words.index("pytest") + 1 :] if name != "pytest" else words[1:])
-    elif name == "flowalign" and (len(words) == 2 or words[1:] == ["eval", "compare"]):
+    elif name == "flowalign" and (
+        len(words) == 2
+        or words[1:] == ["eval", "compare"]
+        or (command.inline and words[-1].startswith("--"))  # `flowalign sample --lora` in a text
+    ):
         assert words[1] in cli.COMMANDS
     elif words[1:2] == ["-m"] and len(words) == 3:  # the name of a command, as above
         assert importlib.util.find_spec(words[2])
