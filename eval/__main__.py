@@ -34,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line of `eval`."""
     found = argparse.ArgumentParser("flowalign eval", description="Score models from a config.")
     found.add_argument("--config", required=True, help="a YAML file, such as configs/tiny/eval...")
+    found.add_argument("--variant", help="a YAML file of keys by stage: other hardware")
     found.add_argument("overrides", nargs="*", metavar="key.path=value", help="change the config")
     return found
 
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from flowalign.backbone import ModelError
 
     try:
-        evaluate(load(args.config, args.overrides, stage=EvalConfig))
+        evaluate(load(args.config, args.overrides, stage=EvalConfig, variant=args.variant))
     except (ConfigError, ModelError) as error:
         print(error, file=sys.stderr)
         return 2

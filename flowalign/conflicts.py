@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from flowalign.schema import (
+    STAGES,
     Benchmark,
     Config,
     EvalConfig,
@@ -42,12 +44,29 @@ def conflicts(config: Root) -> Iterator[tuple[list[str], str]]:
         yield from _merge_conflicts(config)
     if isinstance(config, RecipeConfig):
         yield from _file_names("stages", config.stages)
+        yield from variant_conflicts(config.variant, "variant.")
     if isinstance(config, EvalConfig):
         yield from _same_names("benchmarks", [mark.name for mark in config.benchmarks])
         yield from _file_names("benchmarks", [mark.name for mark in config.benchmarks])
         yield from _file_names("models", config.models)
         yield from _column_names(config.benchmarks)
         yield from _unknown_models(config)
+
+
+def variant_conflicts(
+    variant: Mapping[str, Any], place: str = ""
+) -> Iterator[tuple[list[str], str]]:
+    """What in a variant is not keys for a kind of stage."""
+    kinds = [kind for kind in STAGES if kind != "recipe"]
+    for kind, keys in variant.items():
+        if kind not in kinds:
+            yield (
+                [f"{place}{kind}"],
+                f"{place}{kind}: a variant has keys for kinds of stages, which are "
+                f"{', '.join(kinds)}. Put it under one of them.",
+            )
+        elif not isinstance(keys, Mapping):
+            yield [f"{place}{kind}"], f"{place}{kind}: got {keys!r}; want keys of that stage."
 
 
 def _merge_conflicts(config: MergeConfig) -> Iterator[tuple[list[str], str]]:

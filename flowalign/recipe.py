@@ -26,6 +26,7 @@ from flowalign.config import (
     MergeConfig,
     RecipeConfig,
     Root,
+    overlay,
     parse,
     read,
     to_yaml,
@@ -104,8 +105,9 @@ def _stage(config: RecipeConfig, name: str, home: Path, earlier: list[str]) -> R
     if not isinstance(changes, list) or not all(isinstance(text, str) for text in changes):
         raise ConfigError([f"set: got {changes!r}; want a list of texts, key.path=value."])
     data = read(home / use) if use is not None else {}
-    data = _over(data, own)
+    data = overlay(data or {}, own)
     data["model"] = config.model.model_dump(mode="json")
+    data = overlay(data, config.variant.get(str(data.get("stage")), {}))
     data["output"] = str(Path(config.output) / name)
     kind = STAGES.get(str(data.get("stage")), Root)
     if "seed" in kind.model_fields and "seed" not in own:
@@ -117,16 +119,6 @@ def _stage(config: RecipeConfig, name: str, home: Path, earlier: list[str]) -> R
     if problems:
         raise ConfigError(problems)
     return parse(data, changes, source=name, stage=Root)
-
-
-def _over(data: Any, own: Mapping[str, Any]) -> dict[str, Any]:
-    """data with the keys of own laid over it, section by section."""
-    found = dict(data or {})
-    for key, value in own.items():
-        old = found.get(key)
-        both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        found[key] = _over(old, value) if both else value
-    return found
 
 
 def _resolve(value: Any, resolve: Callable[[str], str]) -> Any:

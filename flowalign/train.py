@@ -48,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser("flowalign train", description="Train from a config file.")
     found.add_argument("--config", required=True, help="a YAML file, such as configs/tiny/...")
     found.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
+    found.add_argument("--variant", help="a YAML file of keys by stage: other hardware")
     found.add_argument("overrides", nargs="*", metavar="key.path=value", help="change the config")
     return found
 
@@ -62,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from flowalign.loop import TrainingError
 
     try:
-        run(load(args.config, args.overrides, stage=Job), Path(args.config).parent, args.resume)
+        config = load(args.config, args.overrides, stage=Job, variant=args.variant)
+        run(config, Path(args.config).parent, args.resume)
     except (ConfigError, ModelError) as error:
         print(error, file=sys.stderr)
         return 2

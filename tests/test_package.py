@@ -26,7 +26,11 @@ WIRING = (
     "flowalign.tiny.ship_teachers",
 )
 HEAVY = ("diffusers", "transformers", "peft", "accelerate")
-CONFIGS = [p for p in sorted(ROOT.glob("configs/**/*.yaml")) if "accelerate" not in p.parts]
+CONFIGS = [  # one a run; those with an underscore are used by others, variants change others
+    path
+    for path in sorted(ROOT.glob("configs/**/[!_]*.yaml"))
+    if not {"accelerate", "variants"} & {*path.parts}
+]
 
 
 def sources() -> dict[str, Path]:
@@ -74,7 +78,8 @@ def allowed(module: str, name: str) -> bool:
     if under(module, "flowalign.rewards"):
         if name == "flowalign.tiny":  # where the shipped models lie, nothing of their making
             return True
-        return under(name, "flowalign.types", "flowalign.rewards", "flowalign.eval.geneval")
+        own = ("flowalign.types", "flowalign.frozen", "flowalign.rewards")
+        return under(name, *own, "flowalign.eval.geneval")
     if under(module, *ROOMS, *WIRING):
         return True
     if module == "flowalign.tiny.detector":  # a plug-in of a reward: what users write looks so
