@@ -20,8 +20,17 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+import torch
 from huggingface_hub import constants
+from safetensors.torch import save
 
+LAYER = "base_model.model.transformer_blocks.0.attn.to_q"
+HALVES = {"A": torch.ones(2, 32), "B": torch.ones(32, 2)}
+PEFT = {  # the files of a LoRA as peft saves it
+    "adapter_config.json": b'{"peft_type": "LORA", "r": 2, "lora_alpha": 5}',
+    "adapter_model.safetensors": save({f"{LAYER}.lora_{h}.weight": w for h, w in HALVES.items()}),
+    "README.md": b"# A teacher",
+}
 TOKEN = "hf_" + "t" * 34  # of the one user there is, whose name is "me"
 
 
@@ -83,7 +92,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.hub.asked.append(f"{self.command} {path}")
-        if match := re.fullmatch(r"/api/models/(\w+/[\w-]+)(?:/(revision|tree)/(.+))?", path):
+        if match := re.fullmatch(r"/api/models/(\w+/[\w.-]+)(?:/(revision|tree)/(.+))?", path):
             files = self._files(match[1], match[3] or "main")
             if files is None:
                 return
@@ -99,7 +108,7 @@ class Handler(BaseHTTPRequestHandler):
                 private = self.hub.repositories[match[1]].private
                 about = {"id": match[1], "sha": sha(files), "private": private}
                 self._json({**about, "siblings": names})
-        elif match := re.fullmatch(r"/(\w+/[\w-]+)/resolve/([\w.]+|refs/pr/\d+)/(.+)", path):
+        elif match := re.fullmatch(r"/(\w+/[\w.-]+)/resolve/([\w.]+|refs/pr/\d+)/(.+)", path):
             self._send_file(match[1], match[2], match[3])
         else:
             self._json({}, 404)
@@ -114,7 +123,7 @@ class Handler(BaseHTTPRequestHandler):
             return self._json({"error": "Invalid username or password."}, 401)
         if path == "/api/repos/create":
             return self._create(json.loads(body))
-        match = re.fullmatch(r"/api/models/(\w+/[\w-]+)/(preupload|branch|commit)/(.+)", path)
+        match = re.fullmatch(r"/api/models/(\w+/[\w.-]+)/(preupload|branch|commit)/(.+)", path)
         assert match, path
         repo = self.hub.repositories[match[1]]
         if match[2] == "preupload":

@@ -6,9 +6,8 @@ from pathlib import Path
 import fake_hub
 import fakes
 import pytest
-import torch
+from fake_hub import PEFT
 from huggingface_hub import constants
-from safetensors.torch import save
 
 import flowalign
 from flowalign import hub
@@ -25,16 +24,6 @@ def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[fake_hub
     with fake_hub.serving() as found:
         fake_hub.go_online(found, monkeypatch, tmp_path / "cache")
         yield found
-
-
-LAYER = "base_model.model.transformer_blocks.0.attn.to_q"
-HALVES = {"A": torch.ones(2, 32), "B": torch.ones(32, 2)}
-WEIGHTS = save({f"{LAYER}.lora_{half}.weight": what for half, what in HALVES.items()})
-PEFT = {
-    "adapter_config.json": b'{"peft_type": "LORA", "r": 2, "lora_alpha": 5}',
-    "adapter_model.safetensors": WEIGHTS,
-    "README.md": b"# A teacher",
-}
 
 
 @pytest.mark.parametrize(
@@ -76,7 +65,7 @@ def test_an_adapter_and_nothing_else_is_downloaded_once(online: fake_hub.Hub) ->
 
 def test_revisions_and_folders_inside_a_repository(online: fake_hub.Hub) -> None:
     online.put("me/lora", {f"runs/best/{name}": what for name, what in PEFT.items()})
-    online.put("me/lora", {"x.safetensors": WEIGHTS}, revision="old")
+    online.put("me/lora", {"x.safetensors": PEFT["adapter_model.safetensors"]}, revision="old")
     assert read_lora("me/lora@main/runs/best")[1]["lora_alpha"] == 5
     assert read_lora("me/lora@old")[1]["lora_alpha"] == 2
     with pytest.raises(ValueError, match="holds no pytorch_lora_weights"):

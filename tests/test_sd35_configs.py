@@ -1,8 +1,10 @@
 """The configs of Stable Diffusion 3.5: sound without a model, and the same run on any hardware."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
+import fake_hub
 import pytest
 
 from flowalign import recipe
@@ -24,8 +26,9 @@ MEMORY = {
 
 
 @pytest.fixture
-def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompt sets under the names that the configs use, a line each."""
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Prompt sets under the names that the configs use, a line each, and a Hub with the public
+    teachers, a layer each."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "data"
     folder.mkdir()
@@ -37,6 +40,11 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (folder / f"{name}.txt").write_text('a sign that says "KITE"')
     for name in ("pickscore_sfw_train", "pickscore_sfw_test", "drawbench"):
         (folder / f"{name}.txt").write_text("a kite over a lake")
+    with fake_hub.serving() as hub:
+        fake_hub.go_online(hub, monkeypatch, tmp_path / "cache")
+        for name in ("GenEval", "Text", "PickScore"):
+            hub.put(f"jieliu/SD3.5M-FlowGRPO-{name}", fake_hub.PEFT)
+        yield
 
 
 def stages(path: Path, variant: Path | None = None, processes: int = 1) -> dict[str, Root]:
