@@ -203,3 +203,13 @@ def go_online(hub: Hub, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
+
+
+PUBLIC = [f"jieliu/SD3.5M-FlowGRPO-{name}" for name in ("GenEval", "Text", "PickScore")]
+
+
+def with_public_teachers(hub: Hub) -> Hub:
+    """With the adapters that our configs name, a layer each."""
+    for name in PUBLIC:
+        hub.put(name, PEFT)
+    return hub

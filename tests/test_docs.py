@@ -26,6 +26,7 @@ from typing import Any, get_args
 from urllib.parse import unquote
 
 import documents
+import fake_hub
 import pytest
 import test_compare
 import yaml
@@ -59,6 +60,9 @@ SHORT = {  # run here, as they stand
     """flowalign sample 'a red sign that says "CAT"' 'a photo of three stars' --guidance 1""",
     """flowalign sample 'a red sign that says "CAT"' 'a photo of three stars' --guidance 1 """
     "--lora tiny/ocr",
+    "flowalign data generate geneval",
+    "flowalign data generate ocr",
+    "flowalign data list",
     "flowalign doctor --reward geneval",
     "flowalign doctor --reward pickscore model=tiny",
     "flowalign eval compare outputs/tiny/eval/results.json other/results.json",
@@ -300,10 +304,18 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def hub() -> Iterator[fake_hub.Hub]:
+    """A Hub with the public teachers."""
+    with fake_hub.serving() as found:
+        yield fake_hub.with_public_teachers(found)
+
+
 @pytest.fixture
-def at_home(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
-    """There, with the example of a plugin importable."""
+def at_home(monkeypatch: pytest.MonkeyPatch, home: Path, hub: fake_hub.Hub) -> None:
+    """There, with that Hub, and with the example of a plugin importable."""
     monkeypatch.chdir(home)
+    fake_hub.go_online(hub, monkeypatch, home / "hub")
     monkeypatch.syspath_prepend(ROOT / "docs" / "rewards" / "example")
 
 

@@ -41,9 +41,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("pickscore_sfw_train", "pickscore_sfw_test", "drawbench"):
         (folder / f"{name}.txt").write_text("a kite over a lake")
     with fake_hub.serving() as hub:
-        fake_hub.go_online(hub, monkeypatch, tmp_path / "cache")
-        for name in ("GenEval", "Text", "PickScore"):
-            hub.put(f"jieliu/SD3.5M-FlowGRPO-{name}", fake_hub.PEFT)
+        fake_hub.go_online(fake_hub.with_public_teachers(hub), monkeypatch, tmp_path / "cache")
         yield
 
 
