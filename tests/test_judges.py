@@ -326,3 +326,23 @@ def test_every_judge_is_checked_before_anything_is_loaded(
     assert evaluate("benchmarks.0.rewards={bad: {name: test_judges:Colour}}") == 2
     assert "benchmarks.0.rewards.bad: " in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_watches_several_judges_of_images_that_are_sampled_once(
+    random_model: str, tmp_path: Path, sampled: list[str]
+):
+    prompts = tmp_path / "prompts.txt"
+    judges = "{a: {name: 'fakes:constant'}, b: {name: 'fakes:redness'}}"
+    watch = f"{{name: other, prompts: {prompts}, limit: 3, rewards: {judges}}}"
+    given = [f"tasks.0.validation={prompts}", f"evaluation={{every: 1, watch: [{watch}]}}"]
+    settings = fakes.settings(random_model, tmp_path / "run", *given, "train.updates=1")
+    fakes.wired(settings).run()
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    scored = [row for row in map(json.loads, lines) if "eval/headline" in row]
+    assert len(scored) == 2 and len(sampled) == 2 * (len(fakes.PROMPTS) + 3)
+    for row in scored:
+        assert row["eval/other_a/reward"] == 0.5 != row["eval/other_b/reward"]
+        assert row["eval/headline"] == row["eval/red/reward"]
+    with pytest.raises(ConfigError, match=r"watch\.0\.layout: 'geneval', but a run keeps no"):
+        mark = f"{{name: other, prompts: {prompts}, layout: geneval}}"
+        fakes.settings(random_model, tmp_path / "run", given[0], f"evaluation={{watch: [{mark}]}}")
