@@ -89,8 +89,12 @@ class Backbone:
         device: torch.device | str = "cpu",
         name: str | None = None,
     ) -> None:
-        self.pipe, self.name = pipe.to(device), name
         self.device = torch.device(device)
+        if self.device.type == "cpu":
+            # accelerate's "cpu:0" of several processes would copy all weights, and where they lie
+            # in memory changes the last bits of products: two processes are to do what one does
+            self.device = torch.device("cpu")
+        self.pipe, self.name = pipe.to(self.device), name
         self.core = pipe.transformer.requires_grad_(False).eval()
         self.transformer: nn.Module = self.core
         self.dtype = next(self.core.parameters()).dtype

@@ -1,5 +1,5 @@
-"""An evaluation on two processes is that of one: the same rows, to the last bit in full
-batches."""
+"""An evaluation on two processes is that of one: the same rows, to the last bit where there is a
+batch for each."""
 
 import json
 from pathlib import Path
@@ -33,8 +33,8 @@ def config(folder: Path, model: str, output: str) -> Path:
 
 
 def images(out: Path) -> dict[str, bytes]:
-    """The images of the full batches of `many`."""
-    found = sorted(out.glob("images/base/many/0000[0-7]_*.png"))
+    """The images of `many`, the last of which are a smaller batch."""
+    found = sorted(out.glob("images/base/many/*.png"))
     return {path.name: path.read_bytes() for path in found}
 
 
@@ -50,19 +50,12 @@ def test_two_processes_score_what_one_does(random_model: str, tmp_path: Path) ->
     ranks = {path.name for path in (tmp_path / "two").rglob("rows.*.jsonl")}
     assert ranks == {"rows.0.jsonl", "rows.1.jsonl"}  # there were two indeed
     one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
-    assert (
-        images(tmp_path / "two") == images(tmp_path / "one") and len(images(tmp_path / "one")) == 16
-    )
-    for name in ("many_redness", "many_constant", "few"):
-        where = [
-            [(row["index"], row["copy"], row["prompt"]) for row in of[name]] for of in (one, two)
-        ]
-        assert where[0] == where[1] and len(where[0]) == (2 if name == "few" else 18)
-        if name != "few":
-            assert two[name][:16] == one[name][:16]  # to the last bit
-        # a last batch that is not full, and one that is shared by two, may round otherwise
-        values = [[row["value"] for row in of[name]] for of in (one, two)]
-        assert values[0] == pytest.approx(values[1], abs=1e-4)
+    assert images(tmp_path / "two") == images(tmp_path / "one") != {}
+    for name in ("many_redness", "many_constant"):
+        assert two[name] == one[name] and len(one[name]) == 18
+    # one batch is shared by two: smaller batches, whose arithmetic may round otherwise
+    values = [[row["value"] for row in of["few"]] for of in (one, two)]
+    assert values[0] == pytest.approx(values[1], abs=1e-4) and len(values[0]) == 2
 
 
 @pytest.mark.slow
