@@ -124,13 +124,17 @@ class Backbone:
     ) -> None:
         self.pipe, self.name, self.decode_batch = pipe, name, decode_batch
         self.device = torch.device(device)
-        self.core = pipe.transformer.requires_grad_(False).eval().to(device)
+        if self.device.type == "cpu":
+            # accelerate's "cpu:0" of several processes would copy all weights, and where they lie
+            # in memory changes the last bits of products: two processes are to do what one does
+            self.device = torch.device("cpu")
+        self.core = pipe.transformer.requires_grad_(False).eval().to(self.device)
         self.transformer: nn.Module = self.core
         self.dtype = dtype or next(self.core.parameters()).dtype
-        pipe.vae.requires_grad_(False).eval().to(device)
+        pipe.vae.requires_grad_(False).eval().to(self.device)
         self.text = TextEncoder(
             pipe,
-            device=device,
+            device=self.device,
             max_sequence_length=max_sequence_length,
             cache=text_cache,
             offload=offload_text_encoders,

@@ -6,6 +6,7 @@ Everything here happens before a model is loaded.
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from flowalign.data import PromptError, load_prompts
 from flowalign.pictures import IMAGES, image_files
 from flowalign.schema import (
     ADAPTER,
+    Benchmark,
     Config,
     ConfigError,
     EvalConfig,
@@ -42,18 +44,18 @@ def check_world(config: Root, num_processes: int, pending: Collection[str] = ())
         problems += _training_problems(config, num_processes)
     if isinstance(config, EvalConfig):
         problems += _reference_problems(config.fidelity)
-    for place, name, reward, sources in _judged(config):
-        known = reward is not None
-        try:
-            if reward is not None:
+    for place, name, judges, sources in _judged(config):
+        known: list[RewardSpec] = []
+        for where, reward in judges.items():
+            try:
                 rewards.check(reward.name, reward.options)
-        except (ValueError, KeyError, TypeError, ImportError) as error:
-            problems.append(f"{place}.reward: {_text(error)}")
-            known = False
+                known.append(reward)
+            except (ValueError, KeyError, TypeError, ImportError) as error:
+                problems.append(f"{where}: {_text(error)}")
         for key, source in sources.items():
             try:
                 batch = load_prompts(source, name)
-                if known and reward is not None:
+                for reward in known:
                     options = reward.options
                     rewards.check_prompts(reward.name, options, batch.prompts, batch.metadata)
             except (PromptError, OSError) as error:
@@ -64,23 +66,47 @@ def check_world(config: Root, num_processes: int, pending: Collection[str] = ())
         raise ConfigError(problems)
 
 
-def _judged(
-    config: Root,
-) -> Iterator[tuple[str, str, RewardSpec | None, dict[str, str]]]:
-    """(place in the config, name, its reward, {key: prompt set}) of every task or benchmark."""
+def check_launch(num_processes: int) -> None:
+    """ConfigError where a launcher started several processes that do not know of each other: each
+    would do the whole work, in one folder."""
+    started = int(os.environ.get("WORLD_SIZE") or 1)
+    if num_processes == 1 and started > 1:
+        raise ConfigError(
+            [
+                f"{started} processes were started, and this one sees no other. Without GPUs, say "
+                "`ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes "
+                f"{started} ...`, or start one process."
+            ],
+            "launcher",
+        )
+
+
+Judged = tuple[str, str, dict[str, RewardSpec], dict[str, str]]
+"""(place in the config, name, {place: reward}, {key: prompt set}) of a task or benchmark."""
+
+
+def _judged(config: Root) -> Iterator[Judged]:
+    """What is scored by rewards."""
     if isinstance(config, EvalConfig):
         for index, mark in enumerate(config.benchmarks):
-            yield f"benchmarks.{index}", mark.name, mark.reward, {"prompts": mark.prompts}
+            yield _judges(f"benchmarks.{index}", mark)
         return
     if not isinstance(config, Config):
         return
     for index, mark in enumerate(config.evaluation.watch if config.evaluation else ()):
-        yield f"evaluation.watch.{index}", mark.name, mark.reward, {"prompts": mark.prompts}
+        yield _judges(f"evaluation.watch.{index}", mark)
     for index, task in enumerate(config.tasks):
         sources = {"prompts": task.prompts}
         if task.validation is not None:
             sources["validation"] = task.validation
-        yield f"tasks.{index}", task.name, task.reward, sources
+        reward = {f"tasks.{index}.reward": task.reward} if task.reward else {}
+        yield f"tasks.{index}", task.name, reward, sources
+
+
+def _judges(place: str, mark: Benchmark) -> Judged:
+    rewards = {f"{place}.reward": mark.reward} if mark.reward else {}
+    rewards |= {f"{place}.rewards.{judge}": spec for judge, spec in mark.rewards.items()}
+    return place, mark.name, rewards, {"prompts": mark.prompts}
 
 
 def _package_problems(config: Root) -> Iterator[str]:

@@ -322,7 +322,8 @@ def evaluator(
         return None
     benchmarks, settings = held_out(config, rewards), eval_settings(config)
     seconds = config.train.score_seconds
-    everything = [*benchmarks, *wire_benchmarks(config.evaluation.watch, "evaluation.watch")]
+    watched = wire_benchmarks(config.evaluation.watch, "evaluation.watch")
+    everything = [*map(suite.ImageSet.of, benchmarks), *watched]
 
     def evaluate() -> tuple[float, EvalReport]:
         report = suite.run(backbone, everything, settings, accelerator, seconds=seconds)
