@@ -17,7 +17,7 @@ from typing import Any
 
 from flowalign.adapters import file_digest
 from flowalign.card import write_card
-from flowalign.checks import adapters, check_world
+from flowalign.checks import adapters, check_launch, check_world
 from flowalign.config import (
     STAGES,
     Config,
@@ -50,6 +50,7 @@ def run(
     from accelerate import PartialState
 
     state = PartialState()
+    check_launch(state.num_processes)
     stages = plan(config, home, state.num_processes)
     show = print if state.is_main_process else (lambda *text, **how: None)
     for number, (name, stage) in enumerate(stages.items(), 1):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowalign.checks import check_world
+from flowalign.checks import check_launch, check_world
 from flowalign.config import (
     Config,
     ConfigError,
@@ -100,7 +100,9 @@ def train(config: Config, *, resume: bool = False) -> Path:
     """
     from accelerate import PartialState
 
-    check_world(config, PartialState().num_processes)
+    processes = PartialState().num_processes
+    check_launch(processes)
+    check_world(config, processes)
     folder = Path(config.output)
     _check_folder(folder, config, resume)
     loop, report, rewards = wire(config)
