@@ -26,6 +26,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from flowalign import frozen
 from flowalign.backbone import Backbone, read_lora
 from flowalign.config import ConfigError, EvalConfig
 from flowalign.eval.stats import from_json
@@ -43,7 +44,6 @@ Key = tuple[int, int]
 """(place of the prompt in its set, number of the copy): the image, whoever sampled it."""
 
 SETTINGS = "settings.json"
-FEW = 64  # values of each weight that tell a base model from another
 
 
 class StoreError(ValueError):
@@ -193,9 +193,10 @@ def images_of(
 ) -> dict[str, Any]:
     """What the images of a model depend on. Not on the size of a batch, nor on the number of
     processes, but for the rounding of float arithmetic."""
-    model = ("id", "revision", "dtype", "height", "width", "max_sequence_length")
+    model = {"id", "revision", "dtype", "vae_dtype", "quantization"}
+    model |= {"height", "width", "max_sequence_length"}
     return {
-        "model": config.model.model_dump(include=set(model)) | {"weights": weights},
+        "model": config.model.model_dump(include=model) | {"weights": weights},
         "adapter": adapter,
         "sampling": config.sampling.model_dump(exclude={"batch_size"}),
         "prompts": digest(prompts.prompts),
@@ -230,16 +231,10 @@ def adapter_digest(folder: str) -> str:
 
 
 def fingerprint(backbone: Backbone) -> str:
-    """SHA-256 of the first values of every weight of a base, before adapters are loaded onto it:
-    in a moment, what tells a model from one that was trained on in the same folder."""
+    """`flowalign.frozen.fingerprint` of a base, before adapters are loaded onto it."""
     pipe = backbone.pipe
-    parts = (backbone.core, pipe.vae, pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3)
-    found = hashlib.sha256()
-    for part in parts:
-        for name, weight in part.named_parameters() if part is not None else ():
-            first = weight.detach().flatten()[:FEW].float().cpu()
-            found.update(f"{name} {list(weight.shape)}".encode() + first.numpy().tobytes())
-    return found.hexdigest()
+    encoders = (pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3)
+    return frozen.fingerprint((backbone.core, pipe.vae, *encoders))
 
 
 def _differences(theirs: Any, mine: Mapping[str, Any], place: str = "") -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers import StableDiffusion3Pipeline
+from diffusers import PipelineQuantizationConfig, StableDiffusion3Pipeline
 from packaging.version import Version
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from flowalign import sde
 from flowalign.checks import adapter_folder
 from flowalign.config import Model
+from flowalign.text import TextEncoder
 from flowalign.tiny import MODEL as TINY
 from flowalign.types import Conditioning
 
@@ -36,18 +37,43 @@ def resolve(model: str) -> str:
 
 
 def load_pipeline(
-    model: str, *, dtype: torch.dtype = torch.float32, revision: str | None = None
+    model: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    vae_dtype: torch.dtype = torch.float32,
+    quantization: str | None = None,
+    revision: str | None = None,
 ) -> StableDiffusion3Pipeline:
-    """A diffusers SD3 pipeline on the CPU, all parts in `dtype`; ModelError if there is none."""
+    """A diffusers SD3 pipeline on the CPU; ModelError if there is none.
+
+    dtype: of all parts but the VAE. quantization: how the transformer is stored instead, "nf4" or
+    "fp8"; it computes in dtype.
+    """
     key = "dtype" if Version(diffusers.__version__) >= Version("0.40") else "torch_dtype"
     try:
         pipe = StableDiffusion3Pipeline.from_pretrained(
-            resolve(model), revision=revision, **{key: dtype}
+            resolve(model),
+            revision=revision,
+            quantization_config=_four_bits(dtype) if quantization == "nf4" else None,
+            **{key: {"default": dtype, "vae": vae_dtype}},
         )
     except (OSError, ValueError) as error:
         raise ModelError(_why_not(model, error)) from error
     pipe.set_progress_bar_config(disable=True)
+    if quantization == "fp8":
+        pipe.transformer.enable_layerwise_casting(
+            storage_dtype=torch.float8_e4m3fn, compute_dtype=dtype
+        )
     return pipe
+
+
+def _four_bits(dtype: torch.dtype) -> PipelineQuantizationConfig:
+    options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
+    return PipelineQuantizationConfig(
+        quant_backend="bitsandbytes_4bit",
+        quant_kwargs=options,
+        components_to_quantize=["transformer"],
+    )
 
 
 class ModelError(OSError):
@@ -71,8 +97,10 @@ def _why_not(model: str, error: Exception) -> str:
 
 
 class Backbone:
-    """One frozen base with named adapters. Images are height x width pixels. name: the base's id,
-    which saved adapters carry.
+    """One frozen base with named adapters. Images are height x width pixels. dtype: that of the
+    base's arithmetic (None = of its weights). decode_batch: images a VAE decode (None = all that
+    are asked for at once). text_cache, offload_text_encoders: `flowalign.text.TextEncoder`. name:
+    the base's id, which saved adapters carry.
 
     transformer may be replaced by its wrapped self (accelerate.prepare): `velocity` goes through
     the wrapper, so that rollout and update share one forward path; adapters and saving go
@@ -87,14 +115,25 @@ class Backbone:
         width: int,
         max_sequence_length: int,
         device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        decode_batch: int | None = None,
+        text_cache: str | Path | None = None,
+        offload_text_encoders: bool = False,
         name: str | None = None,
     ) -> None:
-        self.pipe, self.name = pipe.to(device), name
+        self.pipe, self.name, self.decode_batch = pipe, name, decode_batch
         self.device = torch.device(device)
-        self.core = pipe.transformer.requires_grad_(False).eval()
+        self.core = pipe.transformer.requires_grad_(False).eval().to(device)
         self.transformer: nn.Module = self.core
-        self.dtype = next(self.core.parameters()).dtype
-        self.max_sequence_length = max_sequence_length
+        self.dtype = dtype or next(self.core.parameters()).dtype
+        pipe.vae.requires_grad_(False).eval().to(device)
+        self.text = TextEncoder(
+            pipe,
+            device=device,
+            max_sequence_length=max_sequence_length,
+            cache=text_cache,
+            offload=offload_text_encoders,
+        )
         factor = pipe.vae_scale_factor
         grid = factor * self.core.config.patch_size
         if height % grid or width % grid:
@@ -102,20 +141,27 @@ class Backbone:
                 f"{height}x{width} pixels: height and width must be multiples of {grid}"
             )
         self.latent_shape = (self.core.config.in_channels, height // factor, width // factor)
-        for part in (pipe.vae, pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3):
-            if part is not None:
-                part.requires_grad_(False).eval()
 
     @classmethod
     def load(cls, model: Model, device: torch.device | str = "cpu") -> Backbone:
         """The model of a config, with its attention backend and checkpointing; ModelError if it
         cannot be loaded."""
         backbone = cls(
-            load_pipeline(model.id, dtype=DTYPES[model.dtype], revision=model.revision),
+            load_pipeline(
+                model.id,
+                dtype=DTYPES[model.dtype],
+                vae_dtype=DTYPES[model.vae_dtype],
+                quantization=model.quantization,
+                revision=model.revision,
+            ),
             height=model.height,
             width=model.width,
             max_sequence_length=model.max_sequence_length,
             device=device,
+            dtype=DTYPES[model.dtype],
+            decode_batch=model.decode_batch,
+            text_cache=model.text_cache,
+            offload_text_encoders=model.offload_text_encoders,
             name=model.id,
         )
         if model.attention:
@@ -134,22 +180,10 @@ class Backbone:
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], copies: int = 1) -> Conditioning:
         """Conditioning of len(prompts) * copies images; the copies of a prompt lie together."""
-        embeds, pooled = self._encode_text(list(prompts))
-        negative, negative_pooled = self._encode_text([""])
+        embeds, pooled = self.text(prompts)
+        negative, negative_pooled = self.text.negative()
         index = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
         return Conditioning(embeds, pooled, index, negative, negative_pooled)
-
-    def _encode_text(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
-        embeds, _, pooled, _ = self.pipe.encode_prompt(
-            prompts,
-            prompt_2=prompts,
-            prompt_3=prompts,
-            device=self.device,
-            do_classifier_free_guidance=False,
-            max_sequence_length=self.max_sequence_length,
-        )
-        assert embeds is not None and pooled is not None
-        return embeds, pooled
 
     def velocity(
         self,
@@ -220,12 +254,13 @@ class Backbone:
 
     @torch.no_grad()
     def decode(self, latents: Tensor, batch_size: int = 32) -> Tensor:
-        """Latents [B,C,h,w] -> images [B,3,H,W] in [0,1], float32."""
+        """Latents [B,C,h,w] -> images [B,3,H,W] in [0,1], float32; at most batch_size, and at most
+        decode_batch, at once."""
         vae = self.pipe.vae
         latents = latents / vae.config.scaling_factor + vae.config.shift_factor
         parts = [
             vae.decode(part.to(vae.dtype), return_dict=False)[0].float()
-            for part in latents.split(batch_size)
+            for part in latents.split(min(batch_size, self.decode_batch or batch_size))
         ]
         return (torch.cat(parts) / 2 + 0.5).clamp(0, 1)
 
@@ -249,6 +284,8 @@ class Backbone:
         with _several_adapters():
             self.core.load_lora_adapter(weights, prefix=None, adapter_name=name, metadata=metadata)
         self._float32(name)
+        # peft put them into the base's dtype on the way, in which fewer bits may be left of them
+        set_peft_model_state_dict(self.core, weights, adapter_name=name)
 
     def replace_adapter(self, name: str, folder: str | Path) -> None:
         """Put the weights of a saved adapter of the same shape in the place of `name`'s."""

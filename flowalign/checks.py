@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from flowalign.data import PromptError, load_prompts
@@ -38,7 +39,7 @@ def check_world(config: Root, num_processes: int, pending: Collection[str] = ())
     """
     import flowalign.rewards as rewards  # only here: importing a config needs no rewards
 
-    problems = list(_adapter_problems(config, pending))
+    problems = [*_package_problems(config), *_adapter_problems(config, pending)]
     if isinstance(config, Config):
         problems += _training_problems(config, num_processes)
     if isinstance(config, EvalConfig):
@@ -84,6 +85,17 @@ def _judged(
         yield f"tasks.{index}", task.name, task.reward, sources
 
 
+def _package_problems(config: Root) -> Iterator[str]:
+    """What asks for a package or a device that is not here."""
+    missing = not importlib.util.find_spec("bitsandbytes")
+    install = "bitsandbytes, which is not installed. Run `pip install 'flowalign[gpu]'`"
+    if config.model.quantization == "nf4" and (missing or not torch.cuda.is_available()):
+        need = install if missing else "a GPU, and torch sees none. Run it on one"
+        yield f"model.quantization: 'nf4' needs {need}, or use 'fp8', or null."
+    if isinstance(config, Config) and config.optimizer.name == "adamw8bit" and missing:
+        yield f"optimizer.name: 'adamw8bit' needs {install}, or use 'adamw'."
+
+
 def _training_problems(config: Config, num_processes: int) -> Iterator[str]:
     updates, prompts = config.optimizer.updates_per_rollout, config.rollout.prompts
     share = num_processes * updates
@@ -92,11 +104,6 @@ def _training_problems(config: Config, num_processes: int) -> Iterator[str]:
             f"rollout.prompts: {prompts} prompts cannot be shared by {num_processes} processes x "
             f"optimizer.updates_per_rollout = {updates}; a group stays whole. "
             f"Use a multiple of {share}, for example {-(-prompts // share) * share}."
-        )
-    if config.optimizer.name == "adamw8bit" and not importlib.util.find_spec("bitsandbytes"):
-        yield (
-            "optimizer.name: 'adamw8bit' needs bitsandbytes, which is not installed. "
-            "Run `pip install 'flowalign[gpu]'`, or use 'adamw'."
         )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from flowalign.eval.geneval import COLORS
-from flowalign.rewards.device import Placement
+from flowalign.frozen import Placement
 from flowalign.rewards.lazy import require
 
 TEMPLATES = (
@@ -36,7 +36,7 @@ class ClipColors:
         (.safetensors, or .pt without pickled code). GenEval's are "ViT-L-14", "openai".
     quick_gelu: None = as the tag's model was trained; a local file counts as OpenAI's weights,
         which need it. (open_clip 3 warns, but computes wrongly, where "ViT-L-14" gets them.)
-    device, offload: where it computes, see `flowalign.rewards.device.Placement`. `name` says which
+    device, offload: where it computes, see `flowalign.frozen.Placement`. `name` says which
         model names the colours.
     Raises ImportError without open_clip, ValueError for a model that it does not know.
     """

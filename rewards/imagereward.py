@@ -16,8 +16,8 @@ from transformers import (
     BlipVisionModel,
 )
 
+from flowalign.frozen import Placement
 from flowalign.rewards import preprocess
-from flowalign.rewards.device import Placement
 from flowalign.rewards.head import Head
 from flowalign.rewards.options import check_common, check_pretrained
 from flowalign.rewards.weights import check_file, fit, locate, read

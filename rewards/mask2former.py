@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
+from flowalign.frozen import Placement
 from flowalign.rewards.clip_colors import BoxColors, ClipColors, check_clip
-from flowalign.rewards.device import Placement
 from flowalign.rewards.geneval_names import NAMES
 from flowalign.rewards.options import check_common, check_pretrained
 from flowalign.rewards.pixels import to_uint8

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from flowalign.rewards.device import Placement
+from flowalign.frozen import Placement
 from flowalign.rewards.preprocess import batches
 from flowalign.rewards.recent import Recent
 
@@ -23,7 +23,7 @@ class TwoTowers:
     """An image tower and a text tower; a subclass says how they are called.
 
     device: where they compute, None = the GPU if there is one. batch_size: images or prompts a
-    forward pass; it changes no result. offload: `flowalign.rewards.device.Placement`. text_cache:
+    forward pass; it changes no result. offload: `flowalign.frozen.Placement`. text_cache:
     how many prompts' vectors are kept, on the CPU; the least recently used go first.
     """
 

@@ -1,6 +1,7 @@
 """The pipeline as the library sees it: adapters in and out, guidance, and what it refuses."""
 
 from pathlib import Path
+from typing import Any
 
 import fakes
 import pytest
@@ -11,6 +12,7 @@ from torch.testing import assert_close
 
 import flowalign
 from flowalign.backbone import Backbone, ModelError, load_pipeline
+from flowalign.config import Model
 from flowalign.loop import STUDENT
 from flowalign.types import Conditioning
 
@@ -136,3 +138,61 @@ def test_a_model_that_is_not_there_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text("{")
     with pytest.raises(ModelError, match="does not load"):
         load_pipeline(str(tmp_path))
+
+
+# Less memory -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"dtype": torch.bfloat16}])
+def test_an_adapter_keeps_all_its_bits_on_a_base_that_has_fewer(
+    random_model: str, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    full = fakes.adapted(random_model)
+    full.save_adapter(STUDENT, tmp_path)
+    small = quantized(random_model, **options)
+    small.load_adapter(STUDENT, tmp_path)
+    pairs = zip(small.adapter_parameters(STUDENT), full.adapter_parameters(STUDENT), strict=True)
+    assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+def test_fp8_is_the_rounded_base_in_velocity_and_gradient(random_model: str) -> None:
+    """Against the same base whose weights were rounded by hand where they are stored in 8 bits."""
+    small, rounded = quantized(random_model, quantization="fp8"), fakes.backbone(random_model)
+    eight = {n for n, p in small.core.named_parameters() if p.dtype == torch.float8_e4m3fn}
+    assert len(eight) > 20 and not any("norm" in name for name in eight)
+    for name, weight in rounded.core.named_parameters():
+        if name in eight:
+            weight.data = weight.data.to(torch.float8_e4m3fn).float()
+    found = []
+    for backbone in (small, rounded):
+        backbone.add_adapter(STUDENT, rank=4, alpha=6.0, targets=fakes.TARGETS)
+        fakes.shake(backbone)
+        cond = backbone.encode(fakes.PROMPTS[:2])
+        x = torch.randn(2, *backbone.latent_shape, generator=torch.Generator().manual_seed(3))
+        velocity = backbone.velocity(x, 0.5, cond, guidance=2.0)
+        velocity.square().mean().backward()
+        found.append((velocity.detach(), [p.grad for p in backbone.adapter_parameters(STUDENT)]))
+    assert_close(found[0], found[1], rtol=0, atol=1e-6)
+    assert {p.dtype for n, p in small.core.named_parameters() if n in eight} == {
+        torch.float8_e4m3fn
+    }
+
+
+def quantized(model: str, **options: Any) -> Backbone:
+    pipe = load_pipeline(model, **options)
+    return Backbone(
+        pipe, height=32, width=32, max_sequence_length=16, dtype=options.get("dtype", torch.float32)
+    )
+
+
+def test_the_vae_keeps_its_bits_and_decodes_in_small_batches(random_model: str) -> None:
+    config = Model(id=random_model, dtype="bfloat16", height=32, width=32, decode_batch=2)
+    backbone = Backbone.load(config)
+    full = fakes.backbone(random_model)
+    assert backbone.dtype == torch.bfloat16 and backbone.pipe.vae.dtype == torch.float32
+    seen: list[int] = []
+    decode = backbone.pipe.vae.decode
+    backbone.pipe.vae.decode = lambda z, **kw: (seen.append(len(z)), decode(z, **kw))[1]
+    latents = torch.randn(5, *backbone.latent_shape, generator=torch.Generator().manual_seed(4))
+    assert_close(backbone.decode(latents), full.decode(latents), rtol=0, atol=1e-5)
+    assert seen == [2, 2, 1]

@@ -340,7 +340,7 @@ def test_what_the_world_lacks_is_reported_at_once(
     config = parse(raw(tasks=[{**task, "reward": {"name": "ocl"}}], optimizer=optimizer))
     with pytest.raises(ConfigError) as caught:
         check_world(config, num_processes=3)
-    sharing, package, reward, prompts = caught.value.problems
+    package, sharing, reward, prompts = caught.value.problems
     assert "8 prompts cannot be shared by 3 processes" in sharing and "example 12" in sharing
     assert "adamw8bit" in package and "flowalign[gpu]" in package
     assert reward == "tasks.0.reward: no reward 'ocl'"
@@ -402,3 +402,15 @@ def test_reference_images_that_are_not_there_are_reported(rewards: None, tmp_pat
         check_world(parse(data, stage=EvalConfig), 1)
     (found / "notes.txt").rename(found / "1.PNG")
     check_world(parse(data, stage=EvalConfig), 1)
+
+
+def test_four_bits_are_refused_where_they_cannot_be_had(
+    rewards: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = parse(raw(model={"id": "tiny", "quantization": "nf4"}, evaluation=None))
+    for missing, text in ((None, "flowalign[gpu]"), (object(), "torch sees none")):
+        monkeypatch.setattr("flowalign.checks.importlib.util.find_spec", lambda name, m=missing: m)
+        monkeypatch.setattr("flowalign.checks.torch.cuda.is_available", lambda: False)
+        with pytest.raises(ConfigError) as caught:
+            check_world(config, num_processes=1)
+        assert any("model.quantization" in p and text in p for p in caught.value.problems)

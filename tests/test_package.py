@@ -73,7 +73,8 @@ def allowed(module: str, name: str) -> bool:
     if under(module, "flowalign.rewards"):
         if name == "flowalign.tiny":  # where the shipped models lie, nothing of their making
             return True
-        return under(name, "flowalign.types", "flowalign.rewards", "flowalign.eval.geneval")
+        own = ("flowalign.types", "flowalign.frozen", "flowalign.rewards")
+        return under(name, *own, "flowalign.eval.geneval")
     if under(module, *ROOMS, *WIRING):
         return True
     if module == "flowalign.tiny.detector":  # a plug-in of a reward: what users write looks so

@@ -1,12 +1,17 @@
-"""Where the weights of a reward's model lie: on its device for good, or only while it works."""
+"""Frozen models: where their weights lie (on a device for good, or only while they work), and
+which weights they are."""
 
 from __future__ import annotations
 
+import hashlib
 import threading
+from collections.abc import Iterable
 from types import TracebackType
 
 import torch
 from torch import Tensor, nn
+
+FEW = 64  # values of each weight that tell a model from another
 
 
 class Placement:
@@ -77,3 +82,14 @@ def _weights(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
 def _like(host: Tensor, moved: Tensor) -> Tensor:
     """A parameter for a parameter, so that its module takes it; a buffer stays a tensor."""
     return nn.Parameter(moved, requires_grad=False) if isinstance(host, nn.Parameter) else moved
+
+
+def fingerprint(modules: Iterable[nn.Module | None]) -> str:
+    """SHA-256 of the first values of every weight: in a moment, what tells a model from one that
+    was trained on in the same folder."""
+    found = hashlib.sha256()
+    for module in modules:
+        for name, weight in module.named_parameters() if module is not None else ():
+            first = weight.detach().flatten()[:FEW].float().cpu()
+            found.update(f"{name} {list(weight.shape)}".encode() + first.numpy().tobytes())
+    return found.hexdigest()

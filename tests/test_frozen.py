@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from flowalign.rewards.device import Placement
+from flowalign.frozen import Placement
 
 
 class Tied(nn.Module):

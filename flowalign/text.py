@@ -1,0 +1,119 @@
+"""Prompts -> embeddings: each text once, kept on disk; the encoders need not stay on the GPU."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import uuid
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from diffusers import StableDiffusion3Pipeline
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from flowalign.frozen import Placement, fingerprint
+
+
+class TextEncoder:
+    """The three text encoders of a Stable Diffusion 3 pipeline, as one function of prompts.
+
+    offload: they wait in the memory of the CPU, and lie on the device only while they encode.
+    cache: a folder for what they gave, which later calls, other processes and other runs read
+    (None = nothing is kept): <cache>/<weights>/<text>.safetensors, both as digests, so that other
+    encoders, lengths or dtypes never meet. A text that is kept is encoded alone: what the file
+    holds depends on the text, not on the batch that it first came in.
+    """
+
+    def __init__(
+        self,
+        pipe: StableDiffusion3Pipeline,
+        *,
+        device: torch.device | str,
+        max_sequence_length: int,
+        cache: str | Path | None = None,
+        offload: bool = False,
+    ) -> None:
+        self.pipe, self.device = pipe, torch.device(device)
+        self.max_sequence_length = max_sequence_length
+        parts = (pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3)
+        encoders = [part for part in parts if part is not None]
+        self.places = [Placement(part, device, offload) for part in encoders]
+        self._negative: tuple[Tensor, Tensor] | None = None
+        self.folder = None
+        if cache is not None:
+            dtypes = [str(part.dtype) for part in encoders]
+            key = f"{fingerprint(parts)} {dtypes} {max_sequence_length}"
+            self.folder = Path(cache).expanduser() / _digest(key)[:16]
+
+    @torch.no_grad()
+    def __call__(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Embeddings [P,L,D] and pooled ones [P,E] of P prompts, on the device."""
+        if self.folder is None:
+            with self._present():
+                return self._encode(list(prompts))
+        known = {prompt: self._read(prompt) for prompt in dict.fromkeys(prompts)}
+        missing = [prompt for prompt, found in known.items() if found is None]
+        with self._present() if missing else ExitStack():
+            for prompt in missing:
+                embeds, pooled = self._encode([prompt])
+                found = embeds[0].cpu(), pooled[0].cpu()
+                self._write(prompt, found)
+                known[prompt] = found
+        pairs = [known[prompt] for prompt in prompts]
+        embeds, pooled = zip(*(pair for pair in pairs if pair), strict=True)
+        return torch.stack(embeds).to(self.device), torch.stack(pooled).to(self.device)
+
+    def negative(self) -> tuple[Tensor, Tensor]:
+        """Those of the empty text [1,L,D] and [1,E], for classifier-free guidance."""
+        if self._negative is None:
+            self._negative = self([""])
+        return self._negative
+
+    def _present(self) -> ExitStack:
+        """The encoders on the device, inside the `with`."""
+        stack = ExitStack()
+        for place in self.places:
+            stack.enter_context(place)
+        return stack
+
+    def _encode(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
+        embeds, _, pooled, _ = self.pipe.encode_prompt(
+            prompts,
+            prompt_2=prompts,
+            prompt_3=prompts,
+            device=self.device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_sequence_length,
+        )
+        assert embeds is not None and pooled is not None
+        return embeds, pooled
+
+    # On disk -----------------------------------------------------------------------------------
+
+    def _path(self, prompt: str) -> Path:
+        name = _digest(prompt)
+        assert self.folder
+        return self.folder / name[:2] / f"{name}.safetensors"  # thousands of texts, 256 folders
+
+    def _read(self, prompt: str) -> tuple[Tensor, Tensor] | None:
+        """What is kept of a text; None where there is nothing, or nothing whole."""
+        try:
+            found = load_file(self._path(prompt))
+            return found["embeds"], found["pooled"]
+        except (OSError, SafetensorError, KeyError):
+            return None
+
+    def _write(self, prompt: str, found: tuple[Tensor, Tensor]) -> None:
+        path = self._path(prompt)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{uuid.uuid4().hex}.part")  # processes may write the same text
+        save_file({"embeds": found[0].contiguous(), "pooled": found[1].contiguous()}, part)
+        os.replace(part, path)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

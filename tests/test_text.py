@@ -1,0 +1,84 @@
+"""Prompts are encoded once, and what is kept of them depends on the text alone."""
+
+from pathlib import Path
+
+import fakes
+import pytest
+import torch
+from torch.testing import assert_close
+
+from flowalign.backbone import load_pipeline
+from flowalign.text import TextEncoder
+from flowalign.tiny import build
+
+TEXTS = fakes.PROMPTS[:5]
+
+
+def encoder(model: str, cache: Path | None = None, length: int = build.T5_LENGTH) -> TextEncoder:
+    pipe = load_pipeline(model)
+    return TextEncoder(pipe, device="cpu", max_sequence_length=length, cache=cache)
+
+
+def count(texts: TextEncoder, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What it asks its encoders from now on."""
+    asked: list[str] = []
+    encode = texts.pipe.encode_prompt
+
+    def spy(prompts: list[str], **rest: object) -> object:
+        asked.extend(prompts)
+        return encode(prompts, **rest)  # pyright: ignore
+
+    monkeypatch.setattr(texts.pipe, "encode_prompt", spy)
+    return asked
+
+
+def test_kept_embeddings_are_those_of_the_encoders(random_model: str, tmp_path: Path) -> None:
+    plain, kept = encoder(random_model), encoder(random_model, tmp_path)
+    for _ in range(2):  # encoded, then read
+        assert_close(kept(TEXTS), plain(TEXTS), rtol=0, atol=1e-6)
+    assert_close(kept.negative(), plain([""]), rtol=0, atol=1e-6)
+
+
+def test_a_text_is_encoded_once_by_all_runs_and_whatever_its_batch(
+    random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = encoder(random_model, tmp_path / "a")
+    asked = count(first, monkeypatch)
+    whole = first([*TEXTS, *TEXTS[:2]])
+    assert asked == TEXTS  # a prompt that comes twice, once
+    assert torch.equal(whole[0][:2], whole[0][5:])
+    second = encoder(random_model, tmp_path / "a")
+    asked = count(second, monkeypatch)
+    assert torch.equal(second(TEXTS[::-1])[0], first(TEXTS)[0].flip(0)) and not asked
+    other = encoder(random_model, tmp_path / "b")
+    alone = [other([text])[1] for text in TEXTS]  # one by one instead of together
+    assert torch.equal(torch.cat(alone), first(TEXTS)[1])
+
+
+def test_other_encoders_and_lengths_do_not_meet(
+    random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder(random_model, tmp_path)(TEXTS)
+    shorter = encoder(random_model, tmp_path, length=8)
+    asked = count(shorter, monkeypatch)
+    assert shorter(TEXTS)[0].shape[1] < encoder(random_model)(TEXTS)[0].shape[1] and asked == TEXTS
+    other = tmp_path / "other"
+    fakes.pipeline(seed=1).save_pretrained(other)
+    changed = encoder(str(other), tmp_path)
+    asked = count(changed, monkeypatch)
+    assert_close(changed(TEXTS), encoder(str(other))(TEXTS), rtol=0, atol=1e-6)
+    assert asked == TEXTS
+
+
+@pytest.mark.parametrize("damage", [b"", b"not safetensors", None])
+def test_a_file_that_is_not_whole_is_written_anew(
+    random_model: str, tmp_path: Path, damage: bytes | None
+) -> None:
+    texts = encoder(random_model, tmp_path)
+    before = texts(TEXTS)
+    files = sorted(tmp_path.rglob("*.safetensors"))
+    assert len(files) == len(TEXTS) and not list(tmp_path.rglob("*.part"))
+    for path in files:
+        path.write_bytes(path.read_bytes()[:-1] if damage is None else damage)
+    assert all(torch.equal(a, b) for a, b in zip(texts(TEXTS), before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(texts(TEXTS), before, strict=True))
