@@ -8,7 +8,7 @@ device would, so that what autograd saves is counted by what it does and not by 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 BLOCK = 512  # bytes: the CUDA allocator's unit
@@ -136,5 +135,12 @@ def rounded(size: int) -> int:
     return -(-size // BLOCK) * BLOCK
 
 
-def _tensors(tree: Any) -> Iterable[Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """(torch's own tree_leaves is several times slower, and this runs at every operation.)"""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for item in tree:
+            yield from _tensors(item)
+    elif isinstance(tree, dict):
+        yield from _tensors(list(tree.values()))
