@@ -86,6 +86,17 @@ def measured(found: config.Config) -> dict[str, int]:
     return {"resident": resident, **dict(phases(loop))}
 
 
+def compared(found: config.Config, device_type: str) -> dict[str, tuple[int, int]]:
+    """(measured, predicted) bytes: what lies there, the phases' own, and the peak of all."""
+    seen, expected = measured(found), predict(found, device_type=device_type)
+    each = {phase.name: phase.bytes for phase in expected.phases}
+    sampling = max(each.pop(n, 0) for n in ("text", "rollout", "VAE decode"))
+    foreseen = {"resident": expected.resident, "rollout": sampling, **each}
+    peak = seen["resident"] + max(v for k, v in seen.items() if k != "resident")
+    pairs = {k: (v, foreseen[k]) for k, v in seen.items() if k in foreseen}
+    return pairs | {"PEAK": (peak, expected.peak)}
+
+
 def once(loop: Loop) -> None:
     """An update of the loop."""
     rollout = loop.rollout(0)
@@ -138,17 +149,8 @@ def main() -> None:
         for case in args.cases:
             kind = case.split(",")[0]
             found = settings(model, Path(folder), kind, *CASES[case], size=args.size)
-            seen = measured(found)
-            expected = predict(found, device_type=device)
-            each = {phase.name: phase.bytes for phase in expected.phases}
-            sampling = max(each.pop(n, 0) for n in ("text", "rollout", "VAE decode"))
-            foreseen = {"resident": expected.resident, "rollout": sampling, **each}
-            seen["PEAK"] = seen["resident"] + max(v for k, v in seen.items() if k != "resident")
-            foreseen["PEAK"] = expected.peak
-            for name, count in seen.items():
-                guess = foreseen.get(name, 0)
-                error = f"{guess / count - 1:+8.1%}" if guess else f"{'':8}"
-                row = f"{count / 2**20:10.1f}{guess / 2**20:10.1f}{error}"
+            for name, (seen, foreseen) in compared(found, device).items():
+                row = f"{seen / 2**20:10.1f}{foreseen / 2**20:10.1f}{foreseen / seen - 1:+8.1%}"
                 print(f"{case:24}{name:12}{row}", flush=True)
 
 

@@ -60,7 +60,8 @@ class Architecture:
         heads = max(1, round(self.transformer["num_attention_heads"] * width))
         head = self.transformer["attention_head_dim"]
         groups = max(1, round(self.vae["norm_num_groups"] * width))
-        channels = [max(groups, round(c * width)) for c in self.vae["block_out_channels"]]
+        wide = [c * width / groups for c in self.vae["block_out_channels"]]
+        channels = [groups * max(1, round(count)) for count in wide]
         sizes = {"num_attention_heads": heads, "caption_projection_dim": heads * head}
         vae = {"block_out_channels": channels, "norm_num_groups": groups}
         return replace(self, transformer={**self.transformer, **sizes}, vae={**self.vae, **vae})

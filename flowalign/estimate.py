@@ -264,7 +264,7 @@ class _Work:
     def stored(self) -> int:
         """The rollout: states, their successors, the last latents, images and text."""
         states = self.states * (2 if self.acts else 1)
-        ends = (1 if self.decodes or isinstance(self.config, SftConfig) else 0)
+        ends = 1 if self.decodes or isinstance(self.config, SftConfig) else 0
         pixels = self.pixels if self.decodes else 0
         return self.images * ((states + ends) * self.latent + pixels) + self.text_bytes
 

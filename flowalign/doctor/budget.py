@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from flowalign.architectures import local_folder
+from flowalign.backbone import DTYPES
 from flowalign.config import parse
 from flowalign.doctor.findings import Finding
 from flowalign.estimate import Estimate, predict
@@ -33,20 +35,37 @@ def usable(memory: float, device_type: str) -> float:
     return memory * ROOM - (CONTEXT if device_type == "cuda" else 0)
 
 
+def planned_device(config: Config, memory: float | None) -> str:
+    """What the prediction is for: a GPU where there is one, where its memory is given, and where
+    the model is not on this machine; else this machine's CPU."""
+    if memory or torch.cuda.is_available():
+        return "cuda"
+    return "cpu" if local_folder(config.model.id, config.model.revision) else "cuda"
+
+
 def fits(
-    config: Config, estimate: Estimate, memory: float, device_type: str, ranks: Mapping[str, int]
+    config: Config,
+    estimate: Estimate,
+    memory: float | None,
+    device_type: str,
+    ranks: Mapping[str, int],
 ) -> Iterator[Finding]:
-    """Does the peak fit, and what change by change would make it?"""
-    room = usable(memory, device_type)
-    what = f"{estimate.peak / GIB:.2f} GiB in {estimate.worst.name}"
-    have = f"{memory / GIB:.1f} GiB, of which tensors can have {room / GIB:.2f}"
+    """Does the peak fit, and what change by change would make it? memory: GiB, None = this
+    machine's."""
+    what = f"{estimate.peak / GIB:.3g} GiB in {estimate.worst.name}"
+    if memory is None and device_type == "cuda" and not torch.cuda.is_available():
+        yield Finding("note", f"memory: {what}; --memory GIB tells what to change for such a GPU")
+        return
+    size = memory * GIB if memory else device_memory(device_type)
+    room = usable(size, device_type)
+    have = f"{size / GIB:.3g} GiB, of which tensors can have {room / GIB:.3g}"
     if estimate.peak <= room:
         yield Finding("ok", f"memory: at most {what}; the device has {have}")
         return
-    yield Finding("fault", f"memory: does not fit: {what}, and the device has {have}.")
+    yield Finding("fault", f"memory: does not fit: {what}, and the device has {have}. Change")
     for change, after in advice(config, estimate, room, device_type, ranks):
         end = "fits" if after.peak <= room else f"still too much, in {after.worst.name}"
-        yield Finding("note", f"  {change}: {after.peak / GIB:.2f} GiB, {end}")
+        yield Finding("note", f"  {change}: {after.peak / GIB:.3g} GiB, {end}")
         estimate = after
     if estimate.peak > room:
         yield Finding("note", "  no setting is left: take a larger device, or a smaller lora.rank.")
@@ -122,15 +141,32 @@ def matmul_rate(dtype: torch.dtype, size: int = 8192, repeats: int = 8) -> float
     return 2 * size**3 * repeats / (time.perf_counter() - began)
 
 
-def pace(estimate: Estimate, rate: float, source: str, scoring: float = 0.0) -> Iterator[Finding]:
-    """Seconds an update and device-hours to the end; scoring: seconds of an update's rewards."""
-    seconds = estimate.flops / rate + scoring
-    hours = estimate.hours(rate) + estimate.updates * scoring / 3600 * estimate.processes
-    rewards = f", {scoring:.1f} of them for rewards" if scoring else ""
+def pace(
+    config: Config,
+    estimate: Estimate,
+    tflops: float | None = None,
+    measured: float | None = None,
+    scoring: float = 0.0,
+) -> Iterator[Finding]:
+    """Seconds an update and device-hours to the end, at `tflops` if given, else at the measured
+    FLOP/s, else at a share of this GPU's matrix products. scoring: seconds an image of rewards."""
+    if tflops:
+        rate, source = tflops * 1e12, "--tflops"
+    elif measured:
+        rate, source = measured, "measured on a small update here"
+    elif torch.cuda.is_available():
+        rate = matmul_rate(DTYPES[config.model.dtype]) * EFFICIENCY
+        source = f"{EFFICIENCY:.0%} of what large matrix products reach here"
+    else:
+        rate, source = RATE, "assumed; --tflops gives another"
+    rewards = scoring * config.rollout.prompts * config.rollout.copies / estimate.processes
+    seconds = estimate.flops / rate + rewards
+    hours = estimate.hours(rate) + estimate.updates * rewards / 3600 * estimate.processes
+    part = f", {rewards:.1f} of them for rewards" if scoring else ""
     yield Finding(
         "ok",
         f"time: {estimate.flops / 1e12:.4g} TFLOP an update; at {rate / 1e12:.3g} TFLOP/s "
-        f"({source}) {seconds:.3g} s an update{rewards}, and {hours:.3g} device-hours for "
+        f"({source}) {seconds:.3g} s an update{part}, and {hours:.3g} device-hours for "
         f"{estimate.updates} updates and {estimate.evaluations} evaluations on "
         f"{estimate.processes} device(s)",
     )
@@ -141,13 +177,15 @@ def show(name: str, estimate: Estimate) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("memory of a process", "GiB", "TFLOP", title=f"prediction for {name}")
+    unit, name_of_it = (GIB, "GiB") if estimate.peak > GIB else (2**20, "MiB")
+    table = Table("memory of a process", name_of_it, "TFLOP", title=f"prediction for {name}")
     for part, count in estimate.parts.items():
-        table.add_row(part, f"{count / GIB:.3f}", "")
+        table.add_row(part, f"{count / unit:.2f}", "")
     table.add_section()
-    phases = [*estimate.phases, *([estimate.evaluation] if estimate.evaluation else [])]
-    for phase in phases:
-        total = f"{(estimate.resident + phase.bytes) / GIB:.3f}"
-        flops = f"{phase.flops / 1e12:.4g}"
-        table.add_row(f"all that and {phase.name}", total, flops)
-    Console(highlight=False).print(table)
+    for phase in [*estimate.phases, *([estimate.evaluation] if estimate.evaluation else [])]:
+        total = f"{(estimate.resident + phase.bytes) / unit:.2f}"
+        table.add_row(f"all that and {phase.name}", total, f"{phase.flops / 1e12:.4g}")
+    console = Console(highlight=False)
+    console.print(table)
+    for note in estimate.notes:
+        console.print(note, markup=False)

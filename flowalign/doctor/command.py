@@ -10,9 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flowalign.doctor.findings import Finding, healthy, show
 
+if TYPE_CHECKING:
+    from flowalign.config import Config
+    from flowalign.estimate import Estimate
+
+CPU_MODEL = 2**31  # bytes that are still sampled from on a CPU
 PACKAGES = ("flowalign", "torch", "diffusers", "transformers", "accelerate", "peft")
 
 
@@ -85,102 +91,61 @@ def examine(args: argparse.Namespace) -> bool:
 
 
 def stage_findings(
-    name: str, config: object, args: argparse.Namespace, ranks: Mapping[str, int], refused: bool
+    name: str, config: Config, args: argparse.Namespace, ranks: Mapping[str, int], refused: bool
 ) -> list[Finding]:
-    """The findings of a training stage, printed: its plan, its memory, and a few images of it."""
-    from flowalign.config import Config
-    from flowalign.doctor import plan
+    """The findings of a training stage, printed: its plan, a few images of it, its memory."""
+    from flowalign.doctor import budget, plan
 
-    assert isinstance(config, Config)
     print(f"\n{name} ({config.stage})")
     found = [] if refused else plan.examine(config)
     show(found)
-    lively, reason = _runnable(config, args, ranks, refused or not healthy(found))
+    device = budget.planned_device(config, args.memory)
+    try:
+        estimate = budget.predict(config, device_type=device, processes=args.processes, ranks=ranks)
+    except LookupError as error:
+        estimate = None
+        show([Finding("note", f"memory: no prediction: {error.args[0]}")])
+    reason = _not_runnable(config, args, ranks, estimate)
+    if refused or not healthy(found):
+        reason = "mend the faults above first"
     rate, scoring = None, 0.0
-    if lively:
+    if reason:
+        show([Finding("note", f"no image was sampled: {reason}")])
+    else:
         from flowalign.doctor import live
 
         seen = live.examine(config)
         show(seen.findings)
         found += seen.findings
         rate, scoring = seen.rate, seen.scoring
-    else:
-        show([Finding("note", f"no image was sampled: {reason}")])
-    planned = list(_planned(name, config, args, ranks, rate, scoring))
-    show(planned)
-    return found + planned
+    if estimate:
+        budget.show(name, estimate)
+        last = [*budget.fits(config, estimate, args.memory, device, ranks),
+                *budget.pace(config, estimate, args.tflops, rate, scoring)]  # fmt: skip
+        show(last)
+        found += last
+    return found
 
 
-def _planned(
-    name: str,
-    config: object,
-    args: argparse.Namespace,
-    ranks: Mapping[str, int],
-    rate: float | None,
-    scoring: float,
-) -> Iterator[Finding]:
-    """The prediction, shown as a table, and what follows from it."""
+def _not_runnable(
+    config: Config, args: argparse.Namespace, ranks: Mapping[str, int], estimate: Estimate | None
+) -> str:
+    """Why a few images cannot be sampled here; "" = they can."""
     import torch
 
-    from flowalign.backbone import DTYPES
-    from flowalign.config import Config
-    from flowalign.doctor import budget
-    from flowalign.estimate import predict
-
-    assert isinstance(config, Config)
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    kind = "cuda" if args.memory or not _local(config) else here
-    try:
-        estimate = predict(config, device_type=kind, processes=args.processes, ranks=ranks)
-    except LookupError as error:
-        yield Finding("note", f"memory: no prediction: {error.args[0]}")
-        return
-    budget.show(name, estimate)
-    if args.memory or kind == here:
-        memory = args.memory * budget.GIB if args.memory else budget.device_memory(kind)
-        yield from budget.fits(config, estimate, memory, kind, ranks)
-    else:
-        at_most = estimate.peak / budget.GIB
-        text = f"memory: {at_most:.2f} GiB; --memory GIB tells what to change for such a GPU"
-        yield Finding("note", text)
-    if args.tflops:
-        rate, source = args.tflops * 1e12, "--tflops"
-    elif rate is not None:
-        source = "measured on a small update here"
-    elif here == kind == "cuda":
-        rate = budget.matmul_rate(DTYPES[config.model.dtype]) * budget.EFFICIENCY
-        source = f"{budget.EFFICIENCY:.0%} of what large matrix products reach here"
-    else:
-        rate, source = budget.RATE, "assumed; --tflops gives another"
-    images = config.rollout.prompts * config.rollout.copies / args.processes
-    yield from budget.pace(estimate, rate, source, scoring * images)
-
-
-def _runnable(
-    config: object, args: argparse.Namespace, ranks: Mapping[str, int], faulty: bool
-) -> tuple[bool, str]:
-    """Whether a few images can be sampled here, or why not."""
-    from flowalign.checks import adapters
-    from flowalign.config import Config
-
-    assert isinstance(config, Config)
-    if args.no_model:
-        return False, "--no-model"
-    if faulty:
-        return False, "mend the faults above first"
-    if not _local(config):
-        return False, f"{config.model.id} is not on this machine (train downloads it)"
-    if missing := [p for p, source in adapters(config).items() if source in ranks]:
-        return False, f"an earlier stage writes {', '.join(missing)}"
-    return True, ""
-
-
-def _local(config: object) -> bool:
     from flowalign.architectures import local_folder
-    from flowalign.config import Config
+    from flowalign.checks import adapters
 
-    assert isinstance(config, Config)
-    return local_folder(config.model.id, config.model.revision) is not None
+    if args.no_model:
+        return "--no-model"
+    if local_folder(config.model.id, config.model.revision) is None:
+        return f"{config.model.id} is not on this machine (train downloads it)"
+    if missing := [p for p, source in adapters(config).items() if source in ranks]:
+        return f"an earlier stage writes {', '.join(missing)}"
+    large = estimate and estimate.parts and estimate.resident > CPU_MODEL
+    if large and not torch.cuda.is_available():
+        return "the model is too large to sample from without a GPU"
+    return ""
 
 
 def _ranks(stages: Mapping[str, object]) -> dict[str, int]:

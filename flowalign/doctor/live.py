@@ -29,6 +29,7 @@ from flowalign.teachers.sft import Sft
 from flowalign.types import Rollout
 
 COPIES = 4  # images of a prompt, at most
+IMAGES = 16  # of an update, at most: enough to tell its speed
 APART = 1e-6  # of a velocity, relatively: as good as equal
 
 
@@ -52,6 +53,7 @@ def examine(config: Config) -> Live:
         small = _small(config, folder)
         try:
             loop, *_ = train.wire(small)
+            loop.on_update = lambda update, metrics: None
             found.findings += _looked_at(small, loop)
             before = _velocity(loop, rollout := _states(small, loop))
             loop.run()
@@ -83,16 +85,17 @@ def _scored(task: str, name: str, options: dict[str, object]) -> Iterator[Findin
 
 def _small(config: Config, folder: str) -> Config:
     """The run with a few images, two updates and no evaluation; batch sizes stay."""
+    copies = min(COPIES, config.rollout.copies)
+    prompts = max(2, len(config.tasks), min(config.rollout.prompts, IMAGES // copies))
     changes = [
-        f"output={json.dumps(folder)}", "evaluation=null", "train.trackers=[]", "train.updates=2",
+        f"output={json.dumps(folder)}", "train.trackers=[]", "train.updates=2",
         "train.checkpoint_every=2", "train.sample_every=1000", "train.max_invalid_share=1.0",
-        f"rollout.prompts={max(2, len(config.tasks))}", "optimizer.updates_per_rollout=1",
-        f"rollout.copies={min(COPIES, config.rollout.copies)}",
+        f"rollout.prompts={prompts}", f"rollout.copies={copies}",
+        "optimizer.updates_per_rollout=1", "student.diagnose_every=1000",
         *(f"tasks.{i}.weight=1.0" for i in range(len(config.tasks))),
     ]  # fmt: skip
-    data = config.model_dump(mode="json")
-    data["evaluation"] = None
-    return parse(data, [c for c in changes if not c.startswith("evaluation")])
+    data = config.model_dump(mode="json") | {"evaluation": None}
+    return parse(data, [c for c in changes if c.split(".")[0] in data or "." not in c])
 
 
 # What is looked at -----------------------------------------------------------------------------

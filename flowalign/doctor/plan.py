@@ -229,30 +229,31 @@ def clip(plan: Plan) -> Iterator[Finding]:
 
 
 def average(plan: Plan) -> Iterator[Finding]:
-    """A moving average that hardly leaves its start within the run."""
+    """A moving average that is never taken, or that lags behind by half of the run."""
     config = plan.config
     if config.ema is None:
         return
     total = config.train.updates * config.optimizer.updates_per_rollout
-    left = _left(config.ema.decay, total // config.ema.every)
-    if left > 0.1:
-        level = "fault" if left > 0.5 else "note"
+    old = _first_half(config.ema.decay, total // config.ema.every)
+    if old > 0.1:
         yield Finding(
-            level,
-            f"ema: {left:.0%} of what is evaluated and kept at the end is still the start "
-            f"(decay {config.ema.decay}, every {config.ema.every}, {total} optimizer steps). "
-            "Lower ema.decay or ema.every, train longer, or write `ema: null`.",
+            "fault" if old > 0.5 else "note",
+            f"ema: {old:.0%} of the average that is evaluated and kept at the end stems from the "
+            f"first half of the run (decay {config.ema.decay}, every {config.ema.every}, {total} "
+            "optimizer steps). Lower ema.decay or ema.every, train longer, or write `ema: null`.",
         )
 
 
-def _left(decay: float, count: int) -> float:
-    """The start's share after `count` averagings of diffusers' EMAModel, asked itself."""
+def _first_half(decay: float, count: int) -> float:
+    """The share of the first half of `count` averagings in the last, by diffusers' EMAModel (which
+    has a warm-up of its own); without any, the average is the start."""
     from diffusers.training_utils import EMAModel
 
     probe = nn.Parameter(torch.ones(1))
     ema = EMAModel([probe], decay=decay)
-    probe.data.zero_()
-    for _ in range(min(count, 20_000)):
+    steps = min(count, 20_000)
+    for step in range(steps):
+        probe.data.fill_(float(step < steps // 2))
         ema.step([probe])
     return float(ema.shadow_params[0])
 
