@@ -136,14 +136,14 @@ def build(found: Architecture, dtype: torch.dtype = torch.float32) -> Any:
     transformer = SD3Transformer2DModel(**_known(SD3Transformer2DModel, found.transformer))
     vae = AutoencoderKL(**_known(AutoencoderKL, found.vae))
     to = nn.Module.to  # diffusers' own would warn of modules that it does not have
-    text = [to(text_encoder(config), dtype) for config in found.text]
+    text: list[Any] = [to(text_encoder(config), dtype) for config in found.text]
     names = ("text_encoder", "text_encoder_2", "text_encoder_3")
-    none = {f"tokenizer{n}": None for n in ("", "_2", "_3")} | dict.fromkeys(names)
+    none: dict[str, Any] = {f"tokenizer{n}": None for n in ("", "_2", "_3")} | dict.fromkeys(names)
     return StableDiffusion3Pipeline(
         transformer=to(transformer, dtype).eval(),
         vae=to(vae, dtype).eval(),
         scheduler=FlowMatchEulerDiscreteScheduler(**found.scheduler),
-        **none | dict(zip(names, text, strict=False)),
+        **{**none, **dict(zip(names, text, strict=False))},
     )
 
 

@@ -144,7 +144,7 @@ class _Shapes:
             self.backbone = _backbone(pipe, model)
             self.student, self.teachers = self._adapters(ranks)
         if model.quantization == "nf4":
-            weights = [p for m in self._linear(pipe.transformer) for p in [m.weight]]
+            weights = [layer.weight for layer in self._linear(pipe.transformer)]
             self.base += round(sum(w.numel() for w in weights) * NF4) - size(weights)
         if model.gradient_checkpointing:
             self.backbone.core.enable_gradient_checkpointing(self._checkpoint)
@@ -220,12 +220,12 @@ class _Shapes:
 
     @staticmethod
     def _linear(module: nn.Module) -> list[nn.Linear]:
+        """The base's linear layers, without the adapters' own."""
         return [
-            getattr(m, "base_layer", m)
-            for name, m in module.named_modules()
-            if isinstance(getattr(m, "base_layer", m), nn.Linear) and "lora_" not in name
-            and not name.endswith("base_layer")
-        ]  # fmt: skip
+            layer
+            for name, layer in module.named_modules()
+            if isinstance(layer, nn.Linear) and ".lora_" not in name
+        ]
 
 
 class _Work:
@@ -324,7 +324,7 @@ class _Work:
         """The VAE on a batch, while all images of the rollout are kept."""
         batch = min(self.config.rollout.batch_size, self.images)
         found = self._decode(batch)
-        held = self.stored + max(found.peak, self.images * self.pixels)
+        held = self.stored + max(found.peak - batch * self.pixels, self.images * self.pixels)
         return Phase("VAE decode", held, found.flops / batch * self.images)
 
     def labels(self) -> Phase:

@@ -81,8 +81,8 @@ class As(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and kwargs.get("attn_mask") is None:
-            query, key, value = (*args, *(kwargs[k] for k in ("query", "key", "value")[len(args):]))[:3]  # fmt: skip
-            return self._attention(*self._cast((query, key, value), self.dtype))
+            given = [*args[:3], *(kwargs[k] for k in ("query", "key", "value")[len(args) :])]
+            return self._attention(*self._cast(given, self.dtype))
         if self.dtype and func in LOWER:
             args, kwargs = self._cast(args, self.dtype), self._cast(kwargs, self.dtype)
         elif self.dtype and func in UPPER and self.device_type == "cuda":

@@ -110,6 +110,12 @@ def test_absorbed_guidance_must_not_be_applied_again_in_the_evaluation(random_mo
 # Faults of the adapters ------------------------------------------------------------------------
 
 
+def taught(model, folder, **kw):
+    found = fakes.distillation(model, folder / "run", **kw)
+    assert isinstance(found, config.OpdConfig)
+    return found
+
+
 def replanted(folder, change):
     """Rewrite a saved adapter: change(weights, metadata)."""
     weights, metadata = read_lora(folder)
@@ -144,7 +150,7 @@ def endless(weights, metadata):
     ],
 )
 def test_a_fault_of_a_teacher_is_named(random_model, tmp_path, change, said):
-    found = fakes.distillation(random_model, tmp_path / "run")
+    found = taught(random_model, tmp_path)
     assert faults(plan.examine(found)) == []
     replanted(found.teachers["odd"].adapter, change)
     (text,) = faults(plan.examine(found))
@@ -152,7 +158,7 @@ def test_a_fault_of_a_teacher_is_named(random_model, tmp_path, change, said):
 
 
 def test_a_teacher_of_another_base_by_its_own_word_is_refused(random_model, tmp_path, capsys):
-    found = fakes.distillation(random_model, tmp_path / "run")
+    found = taught(random_model, tmp_path)
     change = {"base_model_name_or_path": "someone/else"}
     replanted(found.teachers["odd"].adapter, lambda weights, metadata: metadata.update(change))
     path = written(found, tmp_path)
@@ -161,7 +167,7 @@ def test_a_teacher_of_another_base_by_its_own_word_is_refused(random_model, tmp_
 
 
 def test_a_teacher_that_is_the_students_start_is_named(random_model, tmp_path):
-    found = fakes.distillation(random_model, tmp_path / "run", alone="odd")
+    found = taught(random_model, tmp_path, alone="odd")
     start = found.teachers["odd"].adapter
     again = config.parse(found.model_dump(mode="json"), [f"lora.init={start}"])
     (text,) = faults(plan.examine(again))

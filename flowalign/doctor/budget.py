@@ -132,11 +132,11 @@ def _batches(config: Config, phase: str) -> dict[str, int]:
 def matmul_rate(dtype: torch.dtype, size: int = 8192, repeats: int = 8) -> float:
     """FLOP/s of large matrix products on the GPU."""
     a = torch.randn(size, size, device="cuda", dtype=dtype)
-    a @ a
+    torch.mm(a, a)
     torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(repeats):
-        a @ a
+        torch.mm(a, a)
     torch.cuda.synchronize()
     return 2 * size**3 * repeats / (time.perf_counter() - began)
 

@@ -276,7 +276,7 @@ def held_out(plan: Plan) -> Iterator[Finding]:
             yield Finding(
                 "fault" if len(shared) > len(prompts) / 4 else "note",
                 f"validation: {len(shared)} of {len(prompts)} prompts of {task.validation} "
-                f"(task {task.name!r}) are trained on, such as {shared[0]!r}. Take them out of one.",
+                f"(task {task.name!r}) are trained on, such as {shared[0]!r}. Part the two.",
             )
 
 
