@@ -129,7 +129,7 @@ def peak(device: torch.device, call: Callable[[], Any]) -> tuple[Any, int]:
     now = most = 0
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
+        now += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]
         most = max(most, now)
     return found, most
 

@@ -135,7 +135,7 @@ def build(found: Architecture, dtype: torch.dtype = torch.float32) -> Any:
 
     transformer = SD3Transformer2DModel(**_known(SD3Transformer2DModel, found.transformer))
     vae = AutoencoderKL(**_known(AutoencoderKL, found.vae))
-    to = nn.Module.to  # diffusers' own would warn of modules that it does not have
+    to: Any = nn.Module.to  # diffusers' own would warn of modules that it does not have
     text: list[Any] = [to(text_encoder(config), dtype) for config in found.text]
     names = ("text_encoder", "text_encoder_2", "text_encoder_3")
     none: dict[str, Any] = {f"tokenizer{n}": None for n in ("", "_2", "_3")} | dict.fromkeys(names)
