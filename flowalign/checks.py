@@ -198,12 +198,3 @@ def _reference_problems(fidelity: Fidelity | None) -> Iterator[str]:
 
 def _text(error: Exception) -> str:
     return str(error.args[0] if error.args else error)
-
-
-def adapter_shapes(folder: Path) -> dict[str, list[int]]:
-    """{layer: shape} of the A and B of a saved LoRA, from the head of its file; {} where there is
-    none, as for an adapter on the Hub."""
-    if not (folder / ADAPTER).is_file():
-        return {}
-    with safe_open(folder / ADAPTER, framework="numpy") as file:
-        return {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118

@@ -101,7 +101,7 @@ def push(argv: Sequence[str]) -> int:
 
 
 def doctor(argv: Sequence[str]) -> int:
-    """Examine a reward: what it says, what it costs, and what would break a run."""
+    """Examine a config or a reward: what would break a run, its memory, time and cost."""
     from flowalign.doctor import main as run
 
     return run(argv)

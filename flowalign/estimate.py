@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from flowalign.adapters import AdapterError, read_lora
 from flowalign.architectures import Architecture, build, find
 from flowalign.backbone import BASE, DTYPES, Backbone
-from flowalign.checks import adapter_folder, adapter_shapes
 from flowalign.loop import STUDENT
 from flowalign.meter import As, Meter, measure, rounded, size, size_of
 from flowalign.schema import Config, GrpoConfig, Model, OpdConfig, SftConfig
@@ -119,8 +119,11 @@ def rank_of(source: str, ranks: Mapping[str, int], otherwise: int) -> int:
     """The largest rank of an adapter: of its file, else as an earlier stage will write it."""
     if source in ranks:
         return ranks[source]
-    found = [min(shape) for shape in adapter_shapes(adapter_folder(source)).values()]
-    return max(found, default=otherwise)
+    try:
+        weights, _ = read_lora(source)
+    except (AdapterError, OSError):  # it is not here, and the Hub cannot be asked
+        return otherwise
+    return max(min(weight.shape) for weight in weights.values())
 
 
 class _Shapes:

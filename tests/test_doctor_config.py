@@ -10,7 +10,7 @@ from accelerate.state import AcceleratorState
 from test_doctor import of_the_batch  # noqa: F401 (a reward that is planted by its name)
 
 from flowalign import config
-from flowalign.backbone import read_lora, write_lora
+from flowalign.adapters import read_lora, write_lora
 from flowalign.cli import main
 from flowalign.doctor import live, plan
 
@@ -146,7 +146,6 @@ def endless(weights, metadata):
         (zero, "teachers.odd: equals the base"),
         (narrow, "teachers.odd: an adapter of another base: its layer transformer_blocks.0"),
         (endless, "teachers.odd: its weights are not finite"),
-        (lambda w, m: m.update(lora_dropout=0.1), "teachers.odd: it has lora_dropout = 0.1"),
     ],
 )
 def test_a_fault_of_a_teacher_is_named(random_model, tmp_path, change, said):
@@ -177,12 +176,21 @@ def test_a_teacher_that_is_the_students_start_is_named(random_model, tmp_path):
 # Faults that only the model shows --------------------------------------------------------------
 
 
-def test_dropout_makes_a_ratio_that_is_not_one(random_model, tmp_path):
+def test_few_bits_and_other_batches_make_a_ratio_that_is_not_one(random_model, tmp_path):
+    def ratio(*changes: str) -> list[str]:
+        run = fakes.settings(random_model, tmp_path / "run", "model.dtype=bfloat16", *changes)
+        return [text for text in faults(live.examine(run).findings) if text.startswith("ratio")]
+
+    assert ratio() == []
+    (text,) = ratio("rollout.batch_size=8", "optimizer.micro_batch=1")
+    assert "let rollout.batch_size equal optimizer.micro_batch" in text
+
+
+def test_an_adapter_that_was_trained_with_dropout_drops_nothing_here(random_model, tmp_path):
     adapter = fakes.teachers(random_model, tmp_path)["odd"]
     replanted(adapter, lambda weights, metadata: metadata.update(lora_dropout=0.5))
     run = fakes.settings(random_model, tmp_path / "run", f"lora.init={adapter}")
-    found = faults(live.examine(run).findings)
-    assert found and found[0].startswith("ratio: within")
+    assert not any(text.startswith("ratio") for text in faults(live.examine(run).findings))
 
 
 @pytest.mark.parametrize(

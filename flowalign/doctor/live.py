@@ -145,9 +145,8 @@ def _ratio(config: Config, loop: Loop, rollout: Rollout) -> Iterator[Finding]:
     used = "" if plan.ratio else " (which this stage does not use)"
     yield Finding(
         level,
-        f"{text}{used}; the clip range is {limit:g}. Rollout and update do not see one policy: "
-        "look for dropout, for a dtype of few bits, or let rollout.batch_size equal "
-        "optimizer.micro_batch.",
+        f"{text}{used}; the clip range is {limit:g}. Rollout and update do not see one policy: in "
+        "a dtype of few bits let rollout.batch_size equal optimizer.micro_batch.",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from flowalign import sde
+from flowalign.adapters import AdapterError, read_lora
 from flowalign.architectures import build, find, local_folder
-from flowalign.backbone import read_lora
-from flowalign.checks import ADAPTER, adapter_folder, adapters
+from flowalign.checks import adapters
 from flowalign.data import load_prompts
 from flowalign.doctor.findings import Finding
 from flowalign.losses import step_weights
@@ -34,11 +35,11 @@ class Plan:
     @cached_property
     def loras(self) -> dict[str, tuple[dict[str, Tensor], dict[str, Any] | None]]:
         """{place in the config: weights and metadata} of the adapters that lie here."""
-        return {
-            place: read_lora(source)
-            for place, source in adapters(self.config).items()
-            if (adapter_folder(source) / ADAPTER).is_file()
-        }
+        found = {}
+        for place, source in adapters(self.config).items():
+            with suppress(AdapterError, OSError):  # an earlier stage will write it
+                found[place] = read_lora(source)
+        return found
 
     @cached_property
     def transformer(self) -> Any | None:
@@ -348,8 +349,8 @@ def _side_of(base: torch.Size, half: str) -> int:
 
 
 def working(plan: Plan) -> Iterator[Finding]:
-    """Adapters that change nothing, are not finite, or drop values at random."""
-    for place, (weights, metadata) in plan.loras.items():
+    """Adapters that change nothing, or are not finite."""
+    for place, (weights, _) in plan.loras.items():
         second = [w for key, w in weights.items() if ".lora_B" in key]
         if not all(bool(w.isfinite().all()) for w in weights.values()):
             yield Finding("fault", f"{place}: its weights are not finite. Train it anew.")
@@ -359,17 +360,6 @@ def working(plan: Plan) -> Iterator[Finding]:
                 f"{place}: equals the base: all its B are 0, as those of a LoRA that was never "
                 "trained. Name the adapter of a finished run, or null for the base itself.",
             )
-        dropout = _dropout(metadata)
-        if dropout:
-            yield Finding(
-                "fault",
-                f"{place}: it has lora_dropout = {dropout}: rollout and update would each drop "
-                "other values, so that their ratio is not 1. Set it to 0 in its metadata.",
-            )
-
-
-def _dropout(metadata: Mapping[str, Any] | None) -> float:
-    return float((metadata or {}).get("lora_dropout") or 0)
 
 
 def apart(plan: Plan) -> Iterator[Finding]:
