@@ -28,8 +28,9 @@ UPPER = frozenset({F.layer_norm, F.group_norm, F.softmax, torch.softmax})
 class Meter(TorchDispatchMode):
     """Inside its `with`: bytes that are alive now, their peak, and floating-point operations.
 
-    Tensors made before do not count. What a kernel takes for itself (cuDNN's workspace, a GEMM's
-    scratch) is not seen.
+    Tensors made before do not count, unless they go (fp8 weights, while they are 16-bit ones): then
+    there is as much room. What a kernel takes for itself (cuDNN's workspace, a GEMM's scratch) is
+    not seen.
     """
 
     def __init__(self) -> None:
@@ -56,9 +57,8 @@ class Meter(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._alive:
-            size = rounded(storage.nbytes()) if counts else 0
-            self._alive[key] = size
-            self.now += size
+            self._alive[key] = rounded(storage.nbytes())
+            self.now += self._alive[key] if counts else 0
             weakref.finalize(storage, self._free, key)
 
     def _free(self, key: int) -> None:

@@ -7,12 +7,15 @@ from pathlib import Path
 import fake_hub
 import pytest
 
-from flowalign import recipe
+from flowalign import architectures, recipe
 from flowalign.checks import check_world
-from flowalign.config import STAGES, Config, OpdConfig, RecipeConfig, Root, load
+from flowalign.config import STAGES, Config, OpdConfig, RecipeConfig, Root, load, read
+from flowalign.doctor.budget import usable
+from flowalign.estimate import predict
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs/sd35_medium").glob("[!_]*.yaml"))
+TRAINING = [path for path in CONFIGS if path.stem.startswith(("teacher", "grpo", "student"))]
 VARIANTS = sorted((ROOT / "configs/variants").glob("*.yaml"))
 MEMORY = {
     "model": {"gradient_checkpointing", "quantization", "offload_text_encoders", "decode_batch"},
@@ -99,13 +102,57 @@ def test_a_ratio_is_taken_over_the_batches_of_the_rollout(path: Path) -> None:
                 assert stage.rollout.batch_size == stage.optimizer.micro_batch
 
 
+SIZES = ("3.5-medium", "3.5-large", "3-medium-diffusers")
+
+
+@pytest.fixture
+def shallow(tmp_path: Path) -> dict[str, str]:
+    """{size: folder} of the public models' shapes with two layers each, and no weights."""
+    found = {}
+    for size in SIZES:
+        model = architectures.find(f"stabilityai/stable-diffusion-{size}")
+        layers = {"num_layers": 2, "dual_attention_layers": [0] if "3.5-m" in size else []}
+        parts = {
+            "transformer": {**model.transformer, **layers},
+            "vae": model.vae,
+            "scheduler": model.scheduler,
+        }
+        names = ("text_encoder", "text_encoder_2", "text_encoder_3")
+        parts |= dict(zip(names, model.with_small_text(100).text, strict=True))
+        folder = tmp_path / size
+        for name, config in parts.items():
+            (folder / name).mkdir(parents=True)
+            file = "scheduler_config.json" if name == "scheduler" else "config.json"
+            (folder / name / file).write_text(json.dumps(config))
+        (folder / "model_index.json").write_text("{}")
+        found[size] = str(folder)
+    return found
+
+
+@pytest.mark.usefixtures("data")
+@pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
+def test_a_stage_passes_in_shapes_without_weights(path: Path, shallow: dict[str, str]) -> None:
+    """Every phase of every stage, by the library's own code, on all three models."""
+    for size in SIZES if path.stem == "student_flow_opd" else SIZES[:1]:
+        config = load(path, [f"model.id={shallow[size]}"])
+        found = predict(config, ranks={})
+        assert found.peak > found.resident > 0 and found.flops > 0
+        phases = {phase.name for phase in found.phases}
+        assert {"text", "rollout", "update"} <= phases
+        assert ("labels" in phases) == isinstance(config, OpdConfig)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("data")
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
+def test_a_variant_fits_its_gpus(path: Path, variant: Path) -> None:
+    count, size = variant.stem.removesuffix("gb").split("x")
+    found = predict(load(path, variant=variant), processes=int(count), ranks={})
+    assert found.peak < usable(float(size) * 1e9, "cuda")
+
+
 def test_a_variant_has_keys_for_known_stages_only() -> None:
     for path in VARIANTS:
-        for kind, keys in load_variant(path).items():
+        for kind, keys in read(path).items():
             assert kind in STAGES and set(keys) <= MEMORY.keys()
-
-
-def load_variant(path: Path) -> dict[str, dict[str, object]]:
-    from flowalign.config import read
-
-    return read(path)

@@ -50,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     what = found.add_mutually_exclusive_group(required=True)
     what.add_argument("--config", help="a YAML file of a training stage or a recipe")
     what.add_argument("--reward", help="a name, or package.module:attribute")
+    found.add_argument("--variant", help="config: a YAML file of keys by stage: other hardware")
     found.add_argument("--no-model", action="store_true", help="only what needs no weights")
     found.add_argument("--memory", type=float, metavar="GIB", help="plan for such a GPU")
     found.add_argument("--processes", type=int, default=1, help="devices of the run (default 1)")
@@ -68,7 +69,7 @@ def examine(args: argparse.Namespace) -> bool:
     from flowalign.recipe import plan
     from flowalign.schema import RecipeConfig, Root
 
-    root = load(args.config, args.options, stage=Root)
+    root = load(args.config, args.options, stage=Root, variant=args.variant)
     show(_environment())
     stages = {Path(args.config).stem: root}
     problems: list[str] = []
