@@ -143,7 +143,7 @@ def main() -> None:
         folder = Path(name)
         config = load(CONFIG, args.overrides, stage=OpdConfig)
         write_model(folder, config, args.width, max(args.teachers))
-        rate = matmul_rate(DTYPES[config.model.dtype])
+        rate = matmul_rate(DTYPES[config.model.dtype], device)
         print(f"{device}: {rate / 1e12:.3g} TFLOP/s in matrix products ({config.model.dtype})\n")
         parts = ["rollout", "labels", "update", "all"]
         heads = [

@@ -129,16 +129,21 @@ def _batches(config: Config, phase: str) -> dict[str, int]:
 # Time ------------------------------------------------------------------------------------------
 
 
-def matmul_rate(dtype: torch.dtype, size: int = 8192, repeats: int = 8) -> float:
-    """FLOP/s of large matrix products on the GPU."""
-    a = torch.randn(size, size, device="cuda", dtype=dtype)
-    torch.mm(a, a)
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(repeats):
-        torch.mm(a, a)
-    torch.cuda.synchronize()
-    return 2 * size**3 * repeats / (time.perf_counter() - began)
+def matmul_rate(dtype: torch.dtype, device_type: str = "cuda", repeats: int = 8) -> float:
+    """FLOP/s of large matrix products on a device."""
+    size = 8192 if device_type == "cuda" else 1024
+    a = torch.randn(size, size, device=device_type, dtype=dtype)
+
+    def run() -> float:
+        began = time.perf_counter()
+        for _ in range(repeats):
+            a @ a
+        if device_type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    run()  # the first product loads its library
+    return 2 * size**3 * repeats / run()
 
 
 def pace(
