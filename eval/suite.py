@@ -154,6 +154,8 @@ def judge_images(
         if features:
             seen.append(_features(torch.stack([images[key] for key in keys]), features))
         order += keys
+    if backbone.sharded:
+        _keep_step(backbone, benchmark, settings, world, rank)
     rows = scored.finish()
     found = [rows[key] for key in order]
     if world > 1:  # a process without prompts has no features, and knows not how wide they are
@@ -217,6 +219,16 @@ def _batches(benchmark: Benchmark, size: int, world: int, rank: int) -> list[ran
     starts = range(0, total, step)
     mine = starts[rank * len(starts) // world : (rank + 1) * len(starts) // world]
     return [range(start, min(start + step, total)) for start in mine]
+
+
+def _keep_step(
+    backbone: Backbone, benchmark: Benchmark, settings: Settings, world: int, rank: int
+) -> None:
+    """Sample one more batch, for nothing, where another process has one more: each forward pass of
+    a sharded base is one of all processes."""
+    turns = [len(_batches(benchmark, settings.batch_size, world, r)) for r in range(world)]
+    for _ in range(max(turns) - turns[rank]):
+        generate(backbone, benchmark.prompts.select([0]), settings)
 
 
 def _unscored(reward: Reward, keys: Sequence[Key], rows: Mapping[Key, object]) -> list[Key]:
