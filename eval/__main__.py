@@ -46,10 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return compare(argv[1:])
     args = parser().parse_args(argv)
+    from flowalign import parallel
     from flowalign.backbone import ModelError
 
     try:
         evaluate(load(args.config, args.overrides, stage=EvalConfig))
+        parallel.part()
     except (ConfigError, ModelError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -69,6 +71,7 @@ def evaluate(config: EvalConfig) -> Path:
     """
     from accelerate import Accelerator
 
+    from flowalign import parallel
     from flowalign.backbone import Backbone
     from flowalign.eval.files import write
     from flowalign.eval.store import fingerprint, open_stores
@@ -76,6 +79,7 @@ def evaluate(config: EvalConfig) -> Path:
     from flowalign.progress import quiet
 
     quiet()
+    parallel.state()
     accelerator = Accelerator()
     check_world(config, accelerator.num_processes)
     benchmarks = wire(config.benchmarks, "benchmarks")
@@ -91,8 +95,7 @@ def evaluate(config: EvalConfig) -> Path:
         )
         results = Results(benchmarks, judged, distances)
         show(write(config, results, settings(config)))
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
+    parallel.finish(accelerator)
     return Path(config.output)
 
 

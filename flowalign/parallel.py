@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, gather_object
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -30,11 +30,18 @@ ADAPTERS = r".*\.lora_[AB]\..*"  # what peft calls the modules of all adapters
 ASKED = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DEEPSPEED"}
 
 
+def state() -> PartialState:
+    """What accelerate knows of the processes. To be asked before an Accelerator is made: several
+    on a machine without a GPU would each believe that they are alone."""
+    return PartialState(cpu=not torch.accelerator.is_available())
+
+
 def start(config: Config) -> Accelerator:
     """The accelerator of a run, before any model is loaded; ConfigError for a strategy that is not
     one of ours. train.mixed_precision decides, whatever accelerate's config file says."""
     wanted, told = config.train.mixed_precision, os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     asked = [kind for key, kind in ASKED.items() if os.environ.get(key, "").lower() == "true"]
+    state()
     accelerator = Accelerator(
         # DeepSpeed would cast the adapters: `Zero2` has the base compute in half precision itself
         mixed_precision="no" if "DEEPSPEED" in asked else wanted,
@@ -49,6 +56,20 @@ def start(config: Config) -> Accelerator:
             "latter counts. Leave it out of accelerate's config.", told, wanted,
         )  # fmt: skip
     return accelerator
+
+
+def finish(accelerator: Accelerator) -> None:
+    """After a run: only its trackers end. (accelerate's end_training would part the processes, and
+    a recipe has more stages.)"""
+    accelerator.wait_for_everyone()
+    for tracker in accelerator.trackers:
+        tracker.finish()
+
+
+def part() -> None:
+    """At the end of everything: the processes part."""
+    if torch.distributed.is_initialized():
+        state().destroy_process_group()
 
 
 def _problems(config: Config, accelerator: Accelerator, asked: Sequence[str]) -> Iterator[str]:

@@ -59,11 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     from flowalign.progress import quiet
 
     quiet()  # before diffusers is imported
+    from flowalign import parallel
     from flowalign.backbone import ModelError
     from flowalign.loop import TrainingError
 
     try:
         run(load(args.config, args.overrides, stage=Job), Path(args.config).parent, args.resume)
+        parallel.part()
     except (ConfigError, ModelError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -97,9 +99,9 @@ def train(config: Config, *, resume: bool = False) -> Path:
 
     Raises ConfigError before any model is loaded, TrainingError if the run has to stop.
     """
-    from accelerate import PartialState
+    from flowalign import parallel
 
-    check_world(config, PartialState().num_processes)
+    check_world(config, parallel.state().num_processes)
     folder = Path(config.output)
     _check_folder(folder, config, resume)
     loop, report, rewards = wire(config)
@@ -116,8 +118,7 @@ def train(config: Config, *, resume: bool = False) -> Path:
     finally:
         report.end()
     finish(loop, config, rewards)
-    loop.accelerator.wait_for_everyone()
-    loop.accelerator.end_training()
+    parallel.finish(loop.accelerator)
     return folder / "adapter"
 
 

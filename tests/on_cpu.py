@@ -1,15 +1,19 @@
-"""flowalign train for a test: FSDP2 and DeepSpeed in processes of a machine without a GPU.
+"""Runs of `flowalign train`, one after the other (--then), in processes on a CPU, for the tests.
 
-accelerate starts either on GPUs only, by what PartialState says of the machine; here PartialState
-is told otherwise, and everything after it is accelerate's, torch's and DeepSpeed's own code, on CPU
-tensors over gloo.
+accelerate starts FSDP2 and DeepSpeed on GPUs only, by what PartialState says of the machine. Here
+PartialState is told otherwise; all that follows is accelerate's, torch's and DeepSpeed's own code,
+on CPU tensors, over gloo.
 """
 
+import itertools
 import os
 import sys
+from pathlib import Path
 
 from accelerate import PartialState
 from accelerate.utils import DistributedType
+
+DEEPSPEED = Path(sys.prefix) / "deepspeed"  # beside the environment, as open_clip is
 
 
 def pretend() -> None:
@@ -21,8 +25,23 @@ def pretend() -> None:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
-if __name__ == "__main__":
-    pretend()
-    from flowalign.train import main
+def run(argv: list[str]) -> None:
+    """As train.main, but that the processes stay together, and errors are raised."""
+    from flowalign import train
+    from flowalign.config import Job, load
 
-    sys.exit(main())
+    args = train.parser().parse_args(argv)
+    train.run(load(args.config, args.overrides, stage=Job), Path(args.config).parent, args.resume)
+
+
+if __name__ == "__main__":
+    from flowalign import parallel
+
+    if "--honest" in sys.argv:
+        sys.argv.remove("--honest")
+    else:
+        pretend()
+    for then, argv in itertools.groupby(sys.argv[1:], lambda arg: arg == "--then"):
+        if not then:
+            run(list(argv))
+    parallel.part()

@@ -116,12 +116,12 @@ def processes_agree(path: Path, folder: Path) -> dict[str, Tensor]:
     """Run again what was run in folder/one, in two processes: the weights are the same."""
     two = folder / "two" / "run"
     environment = os.environ | {"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2",
-               "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
-               "--main_process_port", "0",
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
+               str(ROOT / "configs" / "accelerate" / "ddp_2cpu.yaml"), "--main_process_port", "0",
                str(ROOT / "train.py"), "--config", str(path), f"output={two}"]  # fmt: skip
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
+    assert (two / "checkpoints" / "update_000002" / "rng_1.json").exists()  # two, indeed
     found, expected = (
         load_file(folder / name / "run" / "checkpoints" / "update_000002" / "adapter.safetensors")
         for name in ("two", "one")
