@@ -73,18 +73,23 @@ def part() -> None:
 
 
 def _problems(config: Config, accelerator: Accelerator, asked: Sequence[str]) -> Iterator[str]:
-    kind, state = accelerator.distributed_type, accelerator.state
+    kind, plugins = accelerator.distributed_type, _plugins(accelerator)
     if asked and kind.value not in asked:
         yield (
             f"asked for {asked[0]}, and accelerate started {kind.value}: it runs {asked[0]} on "
             "GPUs only. Use configs/accelerate/ddp_2cpu.yaml on CPUs."
         )
     elif kind == DistributedType.FSDP:
-        yield from _fsdp_problems(config, state.fsdp_plugin)
+        yield from _fsdp_problems(config, plugins.fsdp_plugin)
     elif kind == DistributedType.DEEPSPEED:
-        yield from _deepspeed_problems(config, state.deepspeed_plugin.deepspeed_config)
+        yield from _deepspeed_problems(config, plugins.deepspeed_plugin.deepspeed_config)
     elif kind == DistributedType.MEGATRON_LM:
         yield "Megatron-LM is not supported. Use DDP, FSDP2 or DeepSpeed ZeRO-2."
+
+
+def _plugins(accelerator: Accelerator) -> Any:
+    """Where accelerate keeps the settings of its strategies, typed as if each might be missing."""
+    return accelerator.state
 
 
 def _fsdp_problems(config: Config, plugin: Any) -> Iterator[str]:
@@ -116,13 +121,11 @@ def _deepspeed_problems(config: Config, settings: Any) -> Iterator[str]:
                 f"DeepSpeed's {half}.enabled would cast the adapters to {half}. Set it to false, "
                 "and say train.mixed_precision: bf16."
             )
-    if settings["zero_optimization"].get("offload_optimizer", {}).get("device") not in (
-        None,
-        "none",
-    ):
+    offload = settings["zero_optimization"].get("offload_optimizer", {}).get("device")
+    if offload not in (None, "none"):
         yield (
-            "deepspeed_config.offload_optimizer_device: an optimizer state on the CPU is not "
-            "supported (an adapter's is small). Set it to none."
+            f"deepspeed_config.offload_optimizer_device: got {offload!r}, which is not supported "
+            "(an adapter's state is small). Set it to none."
         )
     if config.optimizer.name != "adamw":
         yield f"optimizer.name: {config.optimizer.name!r} does not go with DeepSpeed. Use 'adamw'."
@@ -152,9 +155,7 @@ class Parallel:
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
 
-    def prepare(
-        self, config: Config, backbone: Backbone, optimizer: torch.optim.Optimizer
-    ) -> Any:
+    def prepare(self, config: Config, backbone: Backbone, optimizer: torch.optim.Optimizer) -> Any:
         """Wrap the backbone's transformer; returns accelerate's optimizer."""
         model, optimizer = self.accelerator.prepare(backbone.core, optimizer)
         backbone.transformer = model
@@ -203,7 +204,7 @@ class Fsdp2(Parallel):
         under FSDP2: it would round the timesteps to bf16."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        plugin = self.accelerator.state.fsdp_plugin
+        plugin = _plugins(self.accelerator).fsdp_plugin
         plugin.ignored_modules = ADAPTERS
         plugin.mixed_precision_policy = MixedPrecisionPolicy()
         _autocast(backbone, config)
@@ -231,7 +232,7 @@ class Zero2(Parallel):
     def prepare(self, config: Config, backbone: Backbone, optimizer: torch.optim.Optimizer) -> Any:
         """As everywhere; what DeepSpeed wants to know comes from the config of the run."""
         micro = config.optimizer.micro_batch
-        self.accelerator.state.deepspeed_plugin.deepspeed_config |= {
+        _plugins(self.accelerator).deepspeed_plugin.deepspeed_config |= {
             "train_micro_batch_size_per_gpu": micro,  # a name for its logs: no data goes by it
             "train_batch_size": micro * self.accelerator.num_processes,
             "gradient_accumulation_steps": 1,  # losses come divided
@@ -273,19 +274,16 @@ class Zero2(Parallel):
         zero = optimizer.optimizer
         _check_groups(state, zero.optimizer)
         zero.refresh_fp32_params()
-        for parts in state["state"].values():
-            for key, value in parts.items():
-                if value.dim():
-                    parts[key] = value.chunk(self.accelerator.num_processes)[
-                        self.accelerator.process_index
-                    ]
         (piece,) = (p for group in zero.optimizer.param_groups for p in group["params"])
-        if any(v.dim() and v.shape != piece.shape for part in state["state"].values()
-               for v in part.values()):  # fmt: skip
-            raise ValueError(
-                "the checkpoint's optimizer state is of another number of processes. Under "
-                "DeepSpeed a run is resumed with as many processes as it had."
-            )
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        for part in state["state"].values():
+            for key, value in part.items():
+                if value.dim() and value.numel() != piece.numel() * world:
+                    raise ValueError(
+                        "the checkpoint's optimizer state is of another number of processes. Under "
+                        "DeepSpeed a run is resumed with as many processes as it had."
+                    )
+                part[key] = value.chunk(world)[rank] if value.dim() else value
         zero.optimizer.load_state_dict(state)
 
 

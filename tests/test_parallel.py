@@ -1,4 +1,4 @@
-"""Two processes do what one does, under each of accelerate's strategies, and go on where it ended."""
+"""Two processes do what one does under each of accelerate's strategies, and can be resumed."""
 
 import importlib.util
 import json
@@ -41,8 +41,8 @@ def test_a_config_is_what_its_name_says(path: Path) -> None:
     assert found.distributed_type == kinds[strategy]
     assert found.num_processes == (16 if several else int(rest[0]))
     assert found.num_machines == (2 if several else 1)
-    assert found.fsdp_config.get("fsdp_version") == (2 if strategy == "fsdp2" else None)
-    assert found.deepspeed_config.get("zero_stage") == (2 if strategy == "zero2" else None)
+    assert (found.fsdp_config or {}).get("fsdp_version") == (2 if strategy == "fsdp2" else None)
+    assert (found.deepspeed_config or {}).get("zero_stage") == (2 if strategy == "zero2" else None)
     assert found.mixed_precision is None  # train.mixed_precision says it
     command = path.read_text().splitlines()[0]
     assert command.startswith(f"# accelerate launch --config_file configs/accelerate/{path.name} ")
@@ -119,7 +119,9 @@ def test_what_is_not_supported_is_refused(
     assert said in problem
 
 
-@pytest.mark.parametrize(("kind", "plugin"), [("FSDP", FSDP), ("DEEPSPEED", {"deepspeed_config": zero()})])
+@pytest.mark.parametrize(
+    ("kind", "plugin"), [("FSDP", FSDP), ("DEEPSPEED", {"deepspeed_config": zero()})]
+)
 def test_what_is_supported_is_not(
     random_model: str, tmp_path: Path, kind: str, plugin: dict[str, Any]
 ) -> None:
@@ -172,9 +174,7 @@ def launch(strategy: str, *runs: list[object], status: int = 0) -> str:
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
                str(ACCELERATE / f"{strategy}.yaml"), "--num_processes", "2",
                "--main_process_port", "0", str(ROOT / "tests" / "on_cpu.py"), *given]  # fmt: skip
-    done = subprocess.run(
-        command, env=needs(strategy), capture_output=True, text=True, timeout=500
-    )
+    done = subprocess.run(command, env=needs(strategy), capture_output=True, text=True, timeout=500)
     assert (done.returncode != 0) == (status != 0), done.stderr[-5000:]
     return done.stderr
 
@@ -193,8 +193,9 @@ def grpo(model: str, folder: Path, *overrides: str) -> Path:
                  "optimizer.micro_batch=3", *LINEAR, *overrides)  # fmt: skip
     probe = fakes.wired(fakes.settings(model, folder / "probe" / "run", *overrides))
     order = probe.prompts.batch(0).prompts
+    options = f"{{bad: {order[3:]!r}, flat: {order[2:3]!r}}}"
     overrides += (*HELD_OUT, f"tasks.0.validation={folder / 'run' / 'prompts.txt'}",
-                  f"tasks.0.reward.options={{bad: {order[3:]!r}, flat: {order[2:3]!r}}}")  # fmt: skip
+                  f"tasks.0.reward.options={options}")  # fmt: skip
     output = folder / "run" / "alone"
     return written(fakes.settings(model, output, *overrides, reward="Choosy"), folder)
 
@@ -263,8 +264,8 @@ def test_two_processes_do_what_one_does(folders: dict[str, Path], strategy: str)
         assert (output / "checkpoints" / "update_000002" / "rng_1.json").exists()  # two, indeed
         for key in (key for key in one if not key.startswith("optimizer")):
             assert_close(two[key], one[key], rtol=0, atol=1e-5, msg=f"{name} {key}")
-        assert len(metrics(output)) == len(metrics(output.with_name("alone")))
-        for found, expected in zip(metrics(output), metrics(output.with_name("alone")), strict=True):
+        rows = zip(metrics(output), metrics(output.with_name("alone")), strict=True)
+        for found, expected in rows:
             assert found == pytest.approx(expected, rel=1e-3, abs=1e-5, nan_ok=True)
     whole, again = state(outputs["grpo"]), state(resumed)
     assert whole.keys() == again.keys()
@@ -279,7 +280,8 @@ def test_in_half_precision_adapters_stay_whole_and_the_first_ratio_is_one(
 ) -> None:
     half = ["model.dtype=bfloat16", "train.mixed_precision=bf16", "train.updates=2",
             "model.gradient_checkpointing=true", "rollout.guidance=4.5", "train.checkpoint_every=1",
-            "optimizer.micro_batch=4", "rollout.batch_size=4", "grpo.kl_weight=0.1", *LINEAR]  # fmt: skip
+            "optimizer.micro_batch=4", "rollout.batch_size=4", "grpo.kl_weight=0.1",
+            *LINEAR]  # fmt: skip
     path = written(fakes.settings(random_model, tmp_path / "run" / "alone", *half), tmp_path)
     alone(path)
     output = tmp_path / "run" / strategy
@@ -289,8 +291,9 @@ def test_in_half_precision_adapters_stay_whole_and_the_first_ratio_is_one(
     one, two = state(output.with_name("alone")), state(output)
     for key in (key for key in one if not key.startswith("optimizer")):
         assert two[key].dtype == torch.float32
-        assert (two[key] - two[key].bfloat16()).abs().max() > 0  # nor were they ever rounded
         assert_close(two[key], one[key], rtol=0, atol=1e-3, msg=key)
+    whole = torch.cat([value.flatten() for key, value in two.items() if key.startswith("kept")])
+    assert (whole != whole.bfloat16()).float().mean() > 0.5  # nor is it rounded on the way
 
 
 @pytest.mark.slow
