@@ -1,7 +1,7 @@
 # Every target sets up .venv by itself (scripts/setup.sh); FLOWALIGN_PYTHON picks the interpreter.
 PY := .venv/bin/python
 
-.PHONY: test demo check setup clean
+.PHONY: test demo check docs setup clean
 
 test: setup
 	$(PY) -m pytest -q
@@ -13,9 +13,13 @@ check: setup
 	$(PY) -m ruff check .
 	$(PY) -m pyright
 
+# site/index.html, which opens without a server. The variable keeps a notice of the theme's makers quiet.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
 setup:
 	@sh scripts/setup.sh
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,8 +1,8 @@
 """Score models on held-out prompts: `python -m flowalign.eval --config FILE [key.path=value ...]`.
 
 Writes results.json, table.md, report.html (one page with tables and images), images/ (with every
-image's scores: `flowalign.eval.store`) and one grid_<benchmark>.png per benchmark into `output`.
-The same command goes on where a killed run stopped.
+image's scores: `flowalign.eval.store`), one grid_<benchmark>.png per benchmark and layouts/ (where
+a benchmark asks for it) into `output`. The same command goes on where a killed run stopped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowalign.checks import check_world
+from flowalign.checks import check_launch, check_world
 from flowalign.config import ConfigError, EvalConfig, load
 
 if TYPE_CHECKING:
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 
     from flowalign.backbone import Backbone
     from flowalign.config import Benchmark as Mark
+    from flowalign.eval.layouts import Export
     from flowalign.eval.reference import Reference
     from flowalign.eval.store import Store
-    from flowalign.eval.suite import Benchmark, Judged, Settings
+    from flowalign.eval.suite import ImageSet, Judged, Settings
+    from flowalign.types import PromptBatch
 
 CLIP = "flowalign.rewards.clip:Clip"
 
@@ -34,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line of `eval`."""
     found = argparse.ArgumentParser("flowalign eval", description="Score models from a config.")
     found.add_argument("--config", required=True, help="a YAML file, such as configs/tiny/eval...")
+    found.add_argument("--variant", help="a YAML file of keys by stage: other hardware")
     found.add_argument("overrides", nargs="*", metavar="key.path=value", help="change the config")
     return found
 
@@ -48,11 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     from flowalign import parallel
     from flowalign.backbone import ModelError
+    from flowalign.eval.store import StoreError
 
     try:
-        evaluate(load(args.config, args.overrides, stage=EvalConfig))
+        evaluate(load(args.config, args.overrides, stage=EvalConfig, variant=args.variant))
         parallel.part()
-    except (ConfigError, ModelError) as error:
+    except (ConfigError, ModelError, StoreError) as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -74,55 +78,106 @@ def evaluate(config: EvalConfig) -> Path:
     from flowalign import parallel
     from flowalign.backbone import Backbone
     from flowalign.eval.files import write
-    from flowalign.eval.store import fingerprint, open_stores
+    from flowalign.eval.store import admit, fingerprint, open_stores
     from flowalign.eval.table import Results
     from flowalign.progress import quiet
 
     quiet()
     parallel.state()
     accelerator = Accelerator()
+    check_launch(accelerator.num_processes)
     check_world(config, accelerator.num_processes)
-    benchmarks = wire(config.benchmarks, "benchmarks")
-    reference = wire_reference(config, benchmarks, accelerator.device)
+    check_layouts(config)
+    sets = wire(config.benchmarks, "benchmarks")
+    reference = wire_reference(config, sets, accelerator.device)
     backbone = Backbone.load(config.model, accelerator.device)
     weights = fingerprint(backbone)
     load_adapters(backbone, config)
-    stores = open_stores(config, benchmarks, weights, accelerator)
-    judged = judge(backbone, config, benchmarks, reference, accelerator, stores)
+    stores = open_stores(config, sets, weights, accelerator)
+    exports = wire_exports(config, sets, stores)
+    admit(stores.values(), exports, accelerator)
+    judged = judge(backbone, config, sets, reference, accelerator, stores)
     if accelerator.is_main_process:
+        first = [of.judges[0].name for of in sets if of.judges]  # the images of a set count once
         distances = (
-            {m: reference.distance(of.values()) for m, of in judged.items()} if reference else {}
+            {m: reference.distance(of[name] for name in first) for m, of in judged.items()}
+            if reference
+            else {}
         )
+        benchmarks = [mark for of in sets for mark in of.judges]
         results = Results(benchmarks, judged, distances)
         show(write(config, results, settings(config)))
+        for export in exports:
+            export.write()
+            print(f"{export.of.layout}: {export.folder}")
     parallel.finish(accelerator)
     return Path(config.output)
 
 
-def wire(marks: Sequence[Mark], place: str) -> list[Benchmark]:
-    """The benchmarks at a place of a config, with their prompts and rewards; ConfigError if one
-    cannot be built."""
+def wire(marks: Sequence[Mark], place: str) -> list[ImageSet]:
+    """The benchmarks at a place of a config, those that share images together, with their prompts
+    and rewards; ConfigError if one cannot be built."""
     from flowalign import rewards
-    from flowalign.data import load_prompts
-    from flowalign.eval.suite import Benchmark
+    from flowalign.eval.suite import Benchmark, ImageSet
 
     found, problems = [], []
     for index, mark in enumerate(marks):
-        prompts = load_prompts(mark.prompts, mark.name)
-        count = min(len(prompts), mark.limit or len(prompts))
-        try:
-            reward = rewards.build(mark.reward.name, **mark.reward.options)
-        except (ImportError, ValueError, OSError) as error:
-            problems.append(f"{place}.{index}.reward: {error}")
-            continue
-        found.append(Benchmark(mark.name, prompts.select(range(count)), reward, mark.images))
+        prompts, judges = prompts_of(mark), []
+        for name, spec in mark.judges.items():
+            try:
+                reward = rewards.build(spec.name, **spec.options)
+            except (ImportError, ValueError, OSError) as error:
+                key = "reward" if mark.reward else f"rewards.{name.removeprefix(f'{mark.name}_')}"
+                problems.append(f"{place}.{index}.{key}: {error}")
+                continue
+            source = mark.name if mark.rewards else None
+            judges.append(Benchmark(name, prompts, reward, mark.images, source))
+        found.append(ImageSet(mark.name, prompts, mark.images, tuple(judges), mark.layout))
     if problems:
         raise ConfigError(problems)
     return found
 
 
+def prompts_of(mark: Mark) -> PromptBatch:
+    """A benchmark's prompts, the first `limit` of its set."""
+    from flowalign.data import load_prompts
+
+    prompts = load_prompts(mark.prompts, mark.name)
+    return prompts.select(range(min(len(prompts), mark.limit or len(prompts))))
+
+
+def check_layouts(config: EvalConfig) -> None:
+    """ConfigError for prompts that an official layout cannot hold."""
+    from flowalign.eval.layouts import check_layout
+
+    problems, size = [], (config.model.height, config.model.width)
+    for index, mark in enumerate(config.benchmarks):
+        try:
+            if mark.layout:
+                check_layout(mark.layout, prompts_of(mark), (mark.images, *size))
+        except ValueError as error:
+            problems.append(f"benchmarks.{index}.layout: {error}")
+    if problems:
+        raise ConfigError(problems)
+
+
+def wire_exports(
+    config: EvalConfig, sets: Sequence[ImageSet], stores: Mapping[tuple[str, str], Store]
+) -> list[Export]:
+    """The layout folders to be written."""
+    from flowalign.eval.layouts import Export
+
+    output = Path(config.output)
+    return [
+        Export(output, model, of, stores[model, of.name])
+        for model in config.models
+        for of in sets
+        if of.layout
+    ]
+
+
 def wire_reference(
-    config: EvalConfig, benchmarks: Sequence[Benchmark], device: device
+    config: EvalConfig, sets: Sequence[ImageSet], device: device
 ) -> Reference | None:
     """What fidelity is measured with, None where it is not; ConfigError if that cannot work."""
     if config.fidelity is None:
@@ -133,7 +188,7 @@ def wire_reference(
         features = _features(config.fidelity.features, device)
     except (ImportError, ValueError, OSError) as error:
         raise ConfigError([f"fidelity.features: {error}"]) from error
-    return reference.build(config, benchmarks, features, device)
+    return reference.build(config, [of for of in sets if of.judges], features, device)
 
 
 def _features(name: str, device: device) -> Callable[[Tensor], Tensor]:
@@ -158,9 +213,10 @@ def load_adapters(backbone: Backbone, config: EvalConfig) -> None:
         if folder is None:
             continue
         try:
-            backbone.load_adapter(_adapter(name), Path(folder).expanduser())
+            backbone.load_adapter(_adapter(name), folder)
         except (ValueError, RuntimeError, KeyError, OSError) as error:
-            reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+            lines = (str(error) or type(error).__name__).strip().splitlines()
+            reason = " ".join(line.strip() for line in lines[:2])  # torch: what, then the first
             raise ConfigError(
                 [
                     f"models.{name}: {folder!r} does not load onto {config.model.id} ({reason}). "
@@ -192,46 +248,47 @@ def using(backbone: Backbone, config: EvalConfig, name: str) -> Iterator[None]:
 def judge(
     backbone: Backbone,
     config: EvalConfig,
-    benchmarks: Sequence[Benchmark],
+    sets: Sequence[ImageSet],
     reference: Reference | None,
     accelerator: Accelerator,
     stores: Mapping[tuple[str, str], Store],
 ) -> dict[str, dict[str, Judged]]:
     """{model: {benchmark: its judged images}}, with a bar on a terminal and a line for each.
 
-    stores {(model, benchmark): where its images and rows lie, or will}.
+    stores {(model, set of images): where its images and rows lie, or will}.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as Left
 
-    from flowalign.eval.suite import EvalReport, headline, judge_images, rows_of
+    from flowalign.eval.suite import EvalReport, headline, judge_set, rows_of
 
     console = Console(stderr=True, quiet=not accelerator.is_main_process)
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), Left())
     found: dict[str, dict[str, Judged]] = {name: {} for name in config.models}
     sampling, world = settings(config), accelerator.num_processes
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        total = len(config.models) * sum(len(mark.prompts) * mark.images for mark in benchmarks)
-        images = bar.add_task("images", total=total)
+        total = sum(len(of.prompts) * of.images * max(1, len(of.judges)) for of in sets)
+        images = bar.add_task("images", total=total * len(config.models))
         for name in config.models:
-            for mark in benchmarks:
-                bar.update(images, description=f"{name}: {mark.name}")
+            for of in sets:
+                bar.update(images, description=f"{name}: {of.name}")
                 with using(backbone, config, name):
-                    judged = judge_images(
+                    judged = judge_set(
                         backbone,
-                        mark,
+                        of,
                         sampling,
                         accelerator,
-                        keep=config.report.images,
-                        features=reference.features if reference else None,
+                        keep=config.report.images if of.judges else 0,
+                        features=reference.features if reference and of.judges else None,
                         advance=lambda count: bar.advance(images, count * world),
                         seconds=config.score_seconds,
-                        store=stores[name, mark.name],
+                        store=stores[name, of.name],
                     )
-                found[name][mark.name] = judged
-                report = EvalReport(rows_of(mark, judged.rows), {}, {})
-                console.print(f"{name}: {mark.name} {headline(report, [mark]):.3f}")
+                for mark, its in zip(of.judges, judged, strict=True):
+                    found[name][mark.name] = its
+                    report = EvalReport(rows_of(mark, its.rows), {}, {})
+                    console.print(f"{name}: {mark.name} {headline(report, [mark]):.3f}")
     return found
 
 

@@ -1,10 +1,11 @@
-"""What an evaluation leaves behind: results.json, table.md, report.html, grid_<benchmark>.png."""
+"""What an evaluation leaves behind: results.json, table.md, report.html, grid_<benchmark>.png; only
+the first where nothing was judged."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,13 @@ def write(config: EvalConfig, results: Results, settings: Settings) -> str:
     """Write all of them into config.output; returns the tables as Markdown, without the details."""
     folder, around = Path(config.output), environment()
     folder.mkdir(parents=True, exist_ok=True)
-    found = tables(results, config.compare)
     sampling = vars(settings) | config.model.model_dump(mode="json")
     reports = {m: EvalReport(results.rows(m), sampling, around) for m in results.judged}
     content = _plain(document(config, results, reports))
     (folder / "results.json").write_text(json.dumps(content, allow_nan=False, indent=1))
+    if not results.benchmarks:
+        return "No benchmark has a reward: images only.\n"
+    found = tables(results, config.compare)
     said, short = conditions(config, results, around), "\n".join(map(markdown, found))
     long = details({model: its.rows for model, its in reports.items()})
     (folder / "table.md").write_text(f"{short}\nEvery metric:\n\n{long}\n{' '.join(said)}\n")
@@ -58,7 +61,7 @@ def document(
             **vars(found),
             "rows": [vars(row) for row in found.rows],
             "fidelity": vars(scores["fidelity"]) if "fidelity" in scores else None,
-            "average": vars(scores["average"]),
+            "average": vars(scores["average"]) if "average" in scores else None,
             "difference": listed(results.difference(model, first)) if model != first else [],
             "images": {mark: judged.rows for mark, judged in results.judged[model].items()},
         }
@@ -93,10 +96,11 @@ def _plain(value: Any) -> Any:
 def conditions(config: EvalConfig, results: Results, environment: Mapping[str, str]) -> list[str]:
     """What the numbers hold for, a sentence each."""
     s, m, f = config.sampling, config.model, config.fidelity
+    sets = {mark.source or mark.name: mark for mark in results.benchmarks}
     counts = ", ".join(
-        f"{len(mark.prompts)} prompts of {mark.name}"
+        f"{len(mark.prompts)} prompts of {name}"
         + (f" with {mark.images} images each" if mark.images > 1 else "")
-        for mark in results.benchmarks
+        for name, mark in sets.items()
     )
     versions = ", ".join(f"{name} {version}" for name, version in environment.items())
     found = [
@@ -105,11 +109,15 @@ def conditions(config: EvalConfig, results: Results, environment: Mapping[str, s
     ]
     if len(results.benchmarks) > 1:
         found.append("average: the unweighted mean of the benchmarks.")
-    for a, b in combinations(results.benchmarks, 2):
-        if set(a.prompts.prompts) & set(b.prompts.prompts):
+    for names, what in _dependent(results.benchmarks):
+        found.append(
+            f"{' and '.join(names)} {what}, yet the average's error takes them as independent."
+        )
+    for mark in config.benchmarks:
+        if mark.layout:
             found.append(
-                f"{a.name} and {b.name} share prompts, yet the average's error takes them as "
-                "independent."
+                f"The images of {mark.name} are also in the official layout of {mark.layout}: "
+                f"layouts/<model>/{mark.name}."
             )
     if f:
         found.append(
@@ -118,6 +126,19 @@ def conditions(config: EvalConfig, results: Results, environment: Mapping[str, s
             f"jackknife over {GROUPS} groups of images."
         )
     return [*found, f"Measured with {versions}."]
+
+
+def _dependent(benchmarks: Sequence[Benchmark]) -> Iterator[tuple[list[str], str]]:
+    """Names of benchmarks whose numbers go up and down together, and why."""
+    sources = dict.fromkeys(mark.source for mark in benchmarks if mark.source)
+    for source in sources:
+        names = [mark.name for mark in benchmarks if mark.source == source]
+        if len(names) > 1:
+            yield names, f"judge the same images of {source}"
+    sets = {mark.source or mark.name: set(mark.prompts.prompts) for mark in benchmarks}
+    for a, b in combinations(sets, 2):
+        if sets[a] & sets[b]:
+            yield [a, b], "share prompts"
 
 
 def page(config: EvalConfig, results: Results, found: Sequence[Table], said: Sequence[str]) -> str:
@@ -131,15 +152,19 @@ def page(config: EvalConfig, results: Results, found: Sequence[Table], said: Seq
 
 
 def draw(path: Path, benchmark: Benchmark, judged: Mapping[str, Judged]) -> None:
-    """The first prompts of a benchmark: one row of images per model, its score under each."""
-    part = benchmark.headline or "value"
-    images = [[pixels_of(file) for file in found.pictures[:SHOWN]] for found in judged.values()]
+    """The first prompts of a benchmark, of each its first image: one row of images per model, its
+    score under each."""
+    part, copies = benchmark.headline or "value", benchmark.images
+    first = slice(0, SHOWN * copies, copies)
+    images = [[pixels_of(file) for file in found.pictures[first]] for found in judged.values()]
     captions = [
         [
             f"{name}: {row.get(part, math.nan):.2f}\n{row['prompt']}"
-            for row in found.rows[: len(found.pictures)][:SHOWN]
+            for row in found.rows[: len(found.pictures)][first]
         ]
         for name, found in judged.items()
     ]
     title = f"{benchmark.name}: same prompts and noise, one row a model"
+    if copies > 1:
+        title += f"; the first of {copies} images each"
     side_by_side(path, images, captions, title=title)

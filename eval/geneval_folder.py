@@ -67,7 +67,7 @@ def write(
     if len(metadata) != len(images):
         raise ValueError(f"got {len(metadata)} prompts and images of {len(images)}; give as many.")
     for number, (meta, samples) in enumerate(zip(metadata, images, strict=True), first):
-        _check_metadata(meta, f"prompt {number}")
+        check_metadata(meta, f"prompt {number}")
         place = Path(folder) / f"{number:05}" / "samples"
         if place.is_dir() and any(place.iterdir()):
             raise FolderError(f"{place} holds images already; remove them or use another folder.")
@@ -228,13 +228,13 @@ def _metadata(path: Path) -> dict[str, Any]:
             "evaluation_metadata.jsonl."
         ) from error
     try:
-        _check_metadata(meta, str(path))
+        check_metadata(meta, str(path))
     except ValueError as error:
         raise FolderError(str(error)) from None
     return meta
 
 
-def _check_metadata(meta: Any, where: str) -> None:
+def check_metadata(meta: Any, where: str) -> None:
     """Raise ValueError for metadata without a tag, a prompt, or what GenEval judges by."""
     keys = meta if isinstance(meta, Mapping) else {}
     for key in ("tag", "prompt"):

@@ -15,7 +15,7 @@ from torch import Tensor
 from flowalign.config import ConfigError, EvalConfig
 from flowalign.eval.fidelity import frechet
 from flowalign.eval.stats import Distance, distance, enough
-from flowalign.eval.suite import Benchmark, Judged
+from flowalign.eval.suite import ImageSet, Judged
 from flowalign.pictures import image_files
 
 COPIES = 4  # scenes a prompt: they cost nothing, and the fewer there are, the larger a distance
@@ -37,14 +37,14 @@ class Reference:
 
 def build(
     config: EvalConfig,
-    benchmarks: Sequence[Benchmark],
+    sets: Sequence[ImageSet],
     features: Callable[[Tensor], Tensor],
     device: torch.device,
 ) -> Reference:
     """Take the features of the reference images; ConfigError if there are too few of anything."""
     assert config.fidelity
     source, model = config.fidelity.reference, config.model
-    metadata = [row for mark in benchmarks for row in mark.prompts.metadata]
+    metadata = [row for of in sets for row in of.prompts.metadata]
     if source == "tiny":
         images = scenes(metadata, config.sampling.seed)
     else:
@@ -53,7 +53,7 @@ def build(
         found = torch.cat([features(batch.to(device)).float().cpu() for batch in images])
     except ValueError as error:
         raise ConfigError([f"fidelity.reference: {error}"]) from error
-    width, sampled = found.shape[1], sum(len(mark.prompts) * mark.images for mark in benchmarks)
+    width, sampled = found.shape[1], sum(len(of.prompts) * of.images for of in sets)
     problems = [
         f"{place}: {count} images are too few for a distance between {width} features. Use at "
         f"least {enough(width)}, better ten times as many, or write `fidelity: null`."

@@ -35,7 +35,8 @@ class Bar:
 
 @dataclass(frozen=True)
 class Cell:
-    """An image as a data URI; its score as text; level: where it lies among all shown, 0 to 100.
+    """An image as a data URI, or as the name of the one in the page that it shows again; its score
+    as text; level: where it lies among all shown, 0 to 100.
 
     level is None where there is no score. hint: every part of the score; reason: what it rests
     on. failed: judged wrong, or where there is no verdict, in the lower half of what is shown; or
@@ -43,6 +44,7 @@ class Cell:
     """
 
     source: str
+    name: str
     score: str
     level: float | None
     hint: str
@@ -52,13 +54,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Line:
-    """One prompt with a cell a model; disagree: their scores differ, see `disagree`."""
+    """One prompt with the cells of each model, one an image; disagree: their scores differ, see
+    `disagree`."""
 
     index: int
     prompt: str
     tag: str
     disagree: bool
-    cells: list[Cell]
+    cells: list[list[Cell]]
 
 
 def render(
@@ -87,6 +90,7 @@ def render(
         models=list(results.judged),
         charts={mark.name: bars(results, mark) for mark in results.benchmarks},
         grids={name: found for name, found in grids.items() if found},
+        copies={mark.name: mark.images for mark in results.benchmarks},
         longest=LONGEST,
         published=published if published.concerns(model) else None,
     )
@@ -111,31 +115,50 @@ def _bar(model: str, row: EvalRow, axis: float) -> Bar:
 
 
 def lines(results: Results, benchmark: Benchmark) -> list[Line]:
-    """The prompts whose images were kept, each with its image by every model."""
+    """The prompts whose images were kept, each with its images by every model. What an earlier
+    benchmark judged, too, is named, so that the page holds it once."""
     judged = {model: found[benchmark.name] for model, found in results.judged.items()}
-    count = min(len(found.pictures) for found in judged.values())
-    part = benchmark.headline or "value"
-    scores = [
-        [found.rows[i].get(part, math.nan) for found in judged.values()] for i in range(count)
-    ]
-    known = [score for row in scores for score in row if math.isfinite(score)]
-    low, high = min(known, default=0.0), max(known, default=0.0)
+    count, copies = min(len(found.pictures) for found in judged.values()), benchmark.images
+    part, source = benchmark.headline or "value", benchmark.source or benchmark.name
+    others = [mark for mark in results.benchmarks if (mark.source or mark.name) == source]
+    first = benchmark.name == others[0].name
+    scores = {m: [row.get(part, math.nan) for row in of.rows[:count]] for m, of in judged.items()}
+    known = [score for mine in scores.values() for score in mine if math.isfinite(score)]
+    ends = min(known, default=0.0), max(known, default=0.0)
     found = []
-    for i, row in enumerate(scores):
-        images = [(mine.rows[i], mine.pictures[i]) for mine in judged.values()]
+    for start in range(0, count, copies):
+        places = range(start, start + copies)
         cells = [
-            _cell(image, picture, score, (low, high))
-            for (image, picture), score in zip(images, row, strict=True)
+            [
+                _cell(
+                    of.rows[i],
+                    of.pictures[i] if first else None,
+                    f"{source}/{model}/{i}",
+                    scores[model][i],
+                    ends,
+                )
+                for i in places
+            ]
+            for model, of in judged.items()
         ]
-        image = images[0][0]
-        tag = str(image["metadata"].get("tag", ""))
-        found.append(Line(i, image["prompt"], tag, disagree(row, high - low), cells))
+        means = [_mean([scores[model][i] for i in places]) for model in judged]
+        row = next(iter(judged.values())).rows[start]
+        tag = str(row["metadata"].get("tag", ""))
+        differ = disagree(means, ends[1] - ends[0])
+        found.append(Line(start // copies, row["prompt"], tag, differ, cells))
     return found
 
 
+def _mean(scores: Sequence[float]) -> float:
+    """That of those that are known, NaN where none is."""
+    known = [score for score in scores if math.isfinite(score)]
+    return sum(known) / len(known) if known else math.nan
+
+
 def disagree(scores: Sequence[float], spread: float) -> bool:
-    """Whether models disagree on a prompt: their scores differ by more than half of the spread of
-    all shown (so any difference of right and wrong does), or some have none (NaN)."""
+    """Whether models disagree on a prompt: their scores (means over its images) differ by more than
+    half of the spread of all shown (so any difference of right and wrong does, where there is one
+    image), or some have none (NaN)."""
     known = [score for score in scores if math.isfinite(score)]
     if len(known) < len(scores):
         return bool(known)
@@ -143,7 +166,11 @@ def disagree(scores: Sequence[float], spread: float) -> bool:
 
 
 def _cell(
-    image: Mapping[str, Any], picture: bytes, score: float, ends: tuple[float, float]
+    image: Mapping[str, Any],
+    picture: bytes | None,
+    name: str,
+    score: float,
+    ends: tuple[float, float],
 ) -> Cell:
     low, high = ends
     level = None if math.isnan(score) else 100 * (score - low) / (high - low) if high > low else 100
@@ -151,6 +178,9 @@ def _cell(
     verdict = image.get("correct", math.nan)
     failed = level is None or (verdict == 0 if math.isfinite(verdict) else level < 50)
     text = "failed" if math.isnan(score) else f"{score:.2f}"
-    encoded = base64.b64encode(thumbnail(picture, LONGEST)).decode()
-    source, reason = f"data:image/png;base64,{encoded}", str(image.get("reason") or "")
-    return Cell(source, text, level, ", ".join(parts), reason, failed)
+    source = ""
+    if picture is not None:
+        encoded = base64.b64encode(thumbnail(picture, LONGEST)).decode()
+        source = f"data:image/png;base64,{encoded}"
+    reason = str(image.get("reason") or "")
+    return Cell(source, name, text, level, ", ".join(parts), reason, failed)

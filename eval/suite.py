@@ -10,6 +10,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -32,6 +33,7 @@ from flowalign.types import EvalReport, EvalRow, PromptBatch, Reward
 class Benchmark:
     """A named set of prompts, what judges their images, and how many of them each prompt has.
 
+    source: the name of the images, which other benchmarks may judge, too; None = they are its own.
     headline: the part of the scores that is the benchmark's number; None = the value itself.
     """
 
@@ -39,10 +41,28 @@ class Benchmark:
     prompts: PromptBatch
     reward: Reward
     images: int = 1
+    source: str | None = None
 
     @property
     def headline(self) -> str | None:
         return getattr(self.reward, "headline", None)
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """Images that are sampled once: so many of each prompt, and the benchmarks that judge them, if
+    any; layout: the official folder that they are written to, too (a key of layouts.LAYOUTS)."""
+
+    name: str
+    prompts: PromptBatch
+    images: int = 1
+    judges: tuple[Benchmark, ...] = ()
+    layout: str | None = None
+
+    @staticmethod
+    def of(benchmark: Benchmark) -> ImageSet:
+        """That of a benchmark which shares its images with no other."""
+        return ImageSet(benchmark.name, benchmark.prompts, benchmark.images, (benchmark,))
 
 
 @dataclass(frozen=True)
@@ -83,7 +103,7 @@ def generate(
 
 def run(
     backbone: Backbone,
-    benchmarks: Sequence[Benchmark],
+    sets: Sequence[ImageSet],
     settings: Settings,
     accelerator: Accelerator | None = None,
     *,
@@ -91,12 +111,13 @@ def run(
 ) -> EvalReport:
     """Score every benchmark; with an accelerator each process takes a share of the prompts.
 
-    seconds: as in `judge_images`.
+    seconds: as in `judge_set`.
     """
     rows: list[EvalRow] = []
-    for benchmark in benchmarks:
-        judged = judge_images(backbone, benchmark, settings, accelerator, seconds=seconds)
-        rows += rows_of(benchmark, judged.rows)
+    for images in sets:
+        found = judge_set(backbone, images, settings, accelerator, seconds=seconds)
+        for benchmark, judged in zip(images.judges, found, strict=True):
+            rows += rows_of(benchmark, judged.rows)
     return EvalReport(rows=rows, settings=vars(settings), environment=environment())
 
 
@@ -120,100 +141,134 @@ def judge_images(
     benchmark: Benchmark,
     settings: Settings,
     accelerator: Accelerator | None = None,
+    **options: Any,
+) -> Judged:
+    """`judge_set` of one benchmark that has its images for itself."""
+    return judge_set(backbone, ImageSet.of(benchmark), settings, accelerator, **options)[0]
+
+
+def judge_set(
+    backbone: Backbone,
+    images: ImageSet,
+    settings: Settings,
+    accelerator: Accelerator | None = None,
     *,
     keep: int = 0,
     features: Callable[[Tensor], Tensor] | None = None,
     advance: Callable[[int], None] | None = None,
     seconds: float | None = None,
     store: Store | None = None,
-) -> Judged:
-    """Sample and score the images of every prompt; the result is the same on every process.
+) -> list[Judged]:
+    """Sample and score the images of every prompt: what each judge finds, in the order of
+    `images.judges`; the result is the same on every process.
 
-    A batch is scored while the next one is sampled; one that takes longer than `seconds` is
+    A batch is scored while the next one is sampled; one that takes a judge longer than `seconds` is
     invalid (None = wait for ever). keep: prompts whose pictures are kept. features: images
-    [B,3,H,W] -> [B,D], of every image. advance is told how many images of this process are done.
-    store: where images and rows are kept; what it holds is neither sampled nor scored again.
+    [B,3,H,W] -> [B,D], of every image. advance is told how many images of this process are done,
+    once by each judge (where there is none, once). store: where images and rows are kept; what it
+    holds is neither sampled nor scored again.
 
     Images are scored as 8 bits a channel hold them, so that they are the same from a file.
     """
     world, rank = (accelerator.num_processes, accelerator.process_index) if accelerator else (1, 0)
+    advance = advance or (lambda count: None)
     pictures: list[bytes] = []
     seen: list[Tensor] = []
     order: list[Key] = []
-    scored = _Scored(benchmark, store, seconds, advance or (lambda count: None))
-    for part in _batches(benchmark, settings.batch_size, world, rank):
-        keys = [(index, copy) for index in part for copy in range(benchmark.images)]
-        todo = _unscored(benchmark.reward, keys, scored.rows)
+    scored = _Scored(images.judges, store, seconds, advance)
+    for part in _batches(images, settings.batch_size, world, rank):
+        keys = [(index, copy) for index in part for copy in range(images.images)]
+        todo = scored.missing(keys)
         shown = [key for key in keys if key[0] < keep]
-        wanted = {*todo, *shown, *(keys if features else ())}
-        images = _images(backbone, benchmark, settings, keys, wanted, store)
-        if todo:
-            scored.submit(todo, torch.stack([images[key] for key in todo]))
-        scored.advance(len(keys) - len(todo))
-        pictures += [png(images[key]) for key in shown]
+        wanted = {*shown, *(keys if features else ())}.union(*todo.values())
+        found = _images(backbone, images, settings, keys, wanted, store)
+        scored.submit(todo, found)
+        if not images.judges:
+            advance(len(keys))
+        pictures += [png(found[key]) for key in shown]
         if features:
-            seen.append(_features(torch.stack([images[key] for key in keys]), features))
+            seen.append(_features(torch.stack([found[key] for key in keys]), features))
         order += keys
     if backbone.sharded:
-        _keep_step(backbone, benchmark, settings, world, rank)
-    rows = scored.finish()
-    found = [rows[key] for key in order]
+        _keep_step(backbone, images, settings, world, rank)
+    ordered = [[rows[key] for key in order] for rows in scored.finish()]
     if world > 1:  # a process without prompts has no features, and knows not how wide they are
-        found, pictures, seen = gather_object(found), gather_object(pictures), gather_object(seen)
-    return Judged(found, pictures, torch.cat(seen) if seen else None)
+        ordered = [gather_object(rows) for rows in ordered]
+        pictures, seen = gather_object(pictures), gather_object(seen)
+    joined = torch.cat(seen) if seen else None
+    return [Judged(rows, pictures, joined) for rows in ordered]
 
 
 class _Scored:
-    """A benchmark's rows by (prompt, copy): the store's, and what is scored beside sampling."""
+    """The rows of each judge by (prompt, copy): the store's, and what is scored beside sampling."""
 
     def __init__(
         self,
-        benchmark: Benchmark,
+        judges: Sequence[Benchmark],
         store: Store | None,
         seconds: float | None,
         advance: Callable[[int], None],
     ) -> None:
-        self.prompts, self.store, self.advance = benchmark.prompts, store, advance
-        self.rows = dict(store.rows()) if store else {}
-        self._under_way: Sequence[Key] = ()
-        self._scoring = Ahead(
-            lambda images, batch: score(benchmark.reward, images, batch.prompts, batch.metadata),
-            seconds,
-        )
+        self.judges, self.store, self.advance = judges, store, advance
+        self.rows = {
+            mark.name: store.rows[mark.name].read(mark.prompts) if store else {} for mark in judges
+        }
+        self._under_way: list[tuple[Benchmark, Sequence[Key]]] = []
+        self._scoring = Ahead(seconds=seconds)
 
-    def submit(self, keys: Sequence[Key], images: Tensor) -> None:
+    def missing(self, keys: Sequence[Key]) -> dict[str, list[Key]]:
+        """{judge: which of these it has yet to score}, those that have something to do."""
+        found = {
+            mark.name: _unscored(mark.reward, keys, self.rows[mark.name]) for mark in self.judges
+        }
+        for todo in found.values():
+            self.advance(len(keys) - len(todo))
+        return {name: todo for name, todo in found.items() if todo}
+
+    def submit(self, todo: Mapping[str, Sequence[Key]], images: Mapping[Key, Tensor]) -> None:
         """Score these, once the batch before is done: a slow reward does not fill the memory."""
+        if not todo:
+            return
         self._collect()
-        self._under_way = keys
-        self._scoring.submit(images, self.prompts.select([index for index, _ in keys]))
+        for mark in self.judges:
+            keys = todo.get(mark.name, ())
+            if keys:
+                batch = mark.prompts.select([index for index, _ in keys])
+                shown = torch.stack([images[key] for key in keys])
+                self._scoring.submit(shown, batch, partial(_score, mark.reward))
+                self._under_way.append((mark, keys))
 
-    def finish(self) -> dict[Key, dict[str, Any]]:
-        """All rows, when the last batch is scored."""
+    def finish(self) -> list[dict[Key, dict[str, Any]]]:
+        """All rows of each judge, when the last batch is scored."""
         self._collect()
         self._scoring.forget()
-        return self.rows
+        return [self.rows[mark.name] for mark in self.judges]
 
     def _collect(self) -> None:
-        keys, self._under_way = self._under_way, ()
-        if not keys:
-            return
-        judged = _image_rows(keys, self.prompts, self._scoring.collect())
-        fresh = {k: row for k, row in zip(keys, judged, strict=True) if k not in self.rows}
-        self.rows.update(fresh)
-        if self.store:
-            self.store.append(list(fresh.values()))
-        self.advance(len(keys))
+        under_way, self._under_way = self._under_way, []
+        for (mark, keys), scores in zip(under_way, self._scoring.answers(), strict=True):
+            judged = _image_rows(keys, mark.prompts, scores)
+            rows = self.rows[mark.name]
+            fresh = {k: row for k, row in zip(keys, judged, strict=True) if k not in rows}
+            rows.update(fresh)
+            if self.store:
+                self.store.rows[mark.name].append(list(fresh.values()))
+            self.advance(len(keys))
 
 
-def _batches(benchmark: Benchmark, size: int, world: int, rank: int) -> list[range]:
+def _score(reward: Reward, images: Tensor, batch: PromptBatch) -> Guarded:
+    return score(reward, images, batch.prompts, batch.metadata)
+
+
+def _batches(images: ImageSet, size: int, world: int, rank: int) -> list[range]:
     """The prompts of each batch of a process: whole prompts, at most `size` images if that is
     possible.
 
     The batches are the same for any number of processes, and so is their arithmetic, unless there
     are more processes than batches; then they are smaller.
     """
-    total = len(benchmark.prompts)
-    step = max(1, size // benchmark.images)
+    total = len(images.prompts)
+    step = max(1, size // images.images)
     if total <= step * (world - 1):
         step = -(-total // world)
     starts = range(0, total, step)
@@ -222,13 +277,13 @@ def _batches(benchmark: Benchmark, size: int, world: int, rank: int) -> list[ran
 
 
 def _keep_step(
-    backbone: Backbone, benchmark: Benchmark, settings: Settings, world: int, rank: int
+    backbone: Backbone, images: ImageSet, settings: Settings, world: int, rank: int
 ) -> None:
     """Sample one more batch, for nothing, where another process has one more: each forward pass of
     a sharded base is one of all processes."""
-    turns = [len(_batches(benchmark, settings.batch_size, world, r)) for r in range(world)]
+    turns = [len(_batches(images, settings.batch_size, world, r)) for r in range(world)]
     for _ in range(max(turns) - turns[rank]):
-        generate(backbone, benchmark.prompts.select([0]), settings)
+        generate(backbone, images.prompts.select([0]), settings)
 
 
 def _unscored(reward: Reward, keys: Sequence[Key], rows: Mapping[Key, object]) -> list[Key]:
@@ -242,7 +297,7 @@ def _unscored(reward: Reward, keys: Sequence[Key], rows: Mapping[Key, object]) -
 
 def _images(
     backbone: Backbone,
-    benchmark: Benchmark,
+    of: ImageSet,
     settings: Settings,
     keys: Sequence[Key],
     wanted: Collection[Key],
@@ -264,8 +319,7 @@ def _images(
     if not missing:
         return found
     place = sorted({index for index, _ in keys})
-    prompts = benchmark.prompts.select(place)
-    images = generate(backbone, prompts, settings, place[0], benchmark.images)
+    images = generate(backbone, of.prompts.select(place), settings, place[0], of.images)
     for key, image in zip(keys, _eight_bits(images), strict=True):
         if key in missing:
             found[key] = image

@@ -74,7 +74,7 @@ class Results:
 def _columns(numbers: Sequence[EvalRow], fidelity: EvalRow | None) -> dict[str, EvalRow]:
     found = {row.benchmark: row for row in numbers}
     found |= {FIDELITY: fidelity} if fidelity else {}
-    return found | {AVERAGE: average(numbers)}
+    return found | ({AVERAGE: average(numbers)} if numbers else {})
 
 
 @dataclass(frozen=True)

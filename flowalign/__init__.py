@@ -20,18 +20,23 @@ def load(
     """A diffusers StableDiffusion3Pipeline, with a LoRA if one is given.
 
     model: "tiny" (ships with the package), a folder, or a hub id. lora: a folder that training
-    wrote (`<output>/adapter`), tiny/NAME for a teacher that ships with the package, or anything
-    `pipe.load_lora_weights` takes. Further arguments (torch_dtype, revision, ...) go to
-    `StableDiffusion3Pipeline.from_pretrained`.
+    wrote (`<output>/adapter`), tiny/NAME for a teacher that ships with the package, a LoRA of the
+    transformer that diffusers or peft saved, or its Hub id (owner/name, owner/name@revision);
+    alpha and rank are those of the file. Further arguments (torch_dtype, revision, ...) go to
+    `StableDiffusion3Pipeline.from_pretrained`. A LoRA that cannot be had or read raises HubError or
+    AdapterError before the model is loaded.
     """
     from diffusers import StableDiffusion3Pipeline
 
-    from flowalign.backbone import resolve
-    from flowalign.checks import adapter_folder
+    from flowalign.adapters import adapter_folder, read_head
+    from flowalign.backbone import put_lora, resolve
 
+    folder = lora and adapter_folder(lora, newest=True)
+    if folder:
+        read_head(folder)
     pipe = StableDiffusion3Pipeline.from_pretrained(resolve(model), **kw)
-    if lora is not None:
-        pipe.load_lora_weights(str(adapter_folder(lora)))
+    if folder:
+        put_lora(pipe.transformer, "default_0", folder)  # diffusers' name for a first one
     return pipe
 
 

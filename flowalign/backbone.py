@@ -5,6 +5,7 @@ The one place with classifier-free guidance, and the one that knows named LoRA a
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 
 from flowalign import sde
-from flowalign.checks import adapter_folder
+from flowalign.adapters import AdapterError, read_lora, scales, write_lora
 from flowalign.config import Model
 from flowalign.text import TextEncoder
 from flowalign.tiny import MODEL as TINY
@@ -124,14 +125,18 @@ class Backbone:
     ) -> None:
         self.pipe, self.name, self.decode_batch = pipe, name, decode_batch
         self.device = torch.device(device)
-        self.core = pipe.transformer.requires_grad_(False).eval().to(device)
+        if self.device.type == "cpu":
+            # accelerate's "cpu:0" of several processes would copy all weights, and where they lie
+            # in memory changes the last bits of products: two processes are to do what one does
+            self.device = torch.device("cpu")
+        self.core = pipe.transformer.requires_grad_(False).eval().to(self.device)
         self.transformer: nn.Module = self.core
         self.sharded = False
         self.dtype = dtype or next(self.core.parameters()).dtype
-        pipe.vae.requires_grad_(False).eval().to(device)
+        pipe.vae.requires_grad_(False).eval().to(self.device)
         self.text = TextEncoder(
             pipe,
-            device=device,
+            device=self.device,
             max_sequence_length=max_sequence_length,
             cache=text_cache,
             offload=offload_text_encoders,
@@ -281,17 +286,16 @@ class Backbone:
         self._float32(name)
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
-        """A LoRA that was saved by `save_adapter` or diffusers, made active."""
-        weights, metadata = read_lora(folder)
-        with _several_adapters():
-            self.core.load_lora_adapter(weights, prefix=None, adapter_name=name, metadata=metadata)
+        """A saved LoRA, made active: whatever `flowalign.adapters.read_lora` takes."""
+        weights = put_lora(self.core, name, folder)
         self._float32(name)
-        # peft put them into the base's dtype on the way, in which fewer bits may be left of them
+        # once more: peft has rounded them to the base's dtype
         set_peft_model_state_dict(self.core, weights, adapter_name=name)
 
     def replace_adapter(self, name: str, folder: str | Path) -> None:
-        """Put the weights of a saved adapter of the same shape in the place of `name`'s."""
-        weights, _ = read_lora(folder)
+        """Put the weights of a saved adapter of the same layers, ranks and scales in the place of
+        `name`'s. ValueError for another one."""
+        weights, metadata = read_lora(folder)
         mine = self._weights(name)
         if weights.keys() != mine.keys():
             raise ValueError(
@@ -299,6 +303,19 @@ class Backbone:
                 f"adapter {name!r} and {len(weights.keys() - mine.keys())} others. "
                 "Give an adapter of the same layers, or load it under a name of its own."
             )
+        for key, value in weights.items():
+            if value.shape != mine[key].shape:
+                raise ValueError(
+                    f"{folder} has {key} of {list(value.shape)}, adapter {name!r} of "
+                    f"{list(mine[key].shape)}. Give one of the same ranks."
+                )
+        for layer, scale in scales(weights, metadata).items():
+            own = self.core.get_submodule(layer).scaling[name]
+            if not math.isclose(scale, own, rel_tol=1e-6):
+                raise ValueError(
+                    f"{folder} scales {layer} by {scale:g}, adapter {name!r} by {own:g} (alpha / "
+                    "rank). Give one of the same alpha, or load it under a name of its own."
+                )
         set_peft_model_state_dict(self.core, weights, adapter_name=name)
 
     def _float32(self, name: str) -> None:
@@ -360,25 +377,31 @@ def _several_adapters() -> Iterator[None]:
         yield
 
 
-def read_lora(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """The weights of a saved LoRA on a transformer, by layer, and the metadata (alpha ...) that
-    lie beside them. folder: as in `adapter_folder`."""
-    weights, metadata = StableDiffusion3Pipeline.lora_state_dict(
-        str(adapter_folder(folder)), use_safetensors=True, return_lora_metadata=True
-    )
-    prefix = "transformer."
-    bare = {k.removeprefix(prefix): v for k, v in weights.items()}
-    if metadata is not None:
-        metadata = {k.removeprefix(prefix): v for k, v in metadata.items()}  # pyright: ignore
-    return bare, metadata
+def put_lora(core: nn.Module, name: str, source: str | Path) -> dict[str, Tensor]:
+    """Load a saved LoRA onto a transformer under a name, made active; returns its weights.
+
+    Raises AdapterError for one that is not this transformer's, HubError for one that cannot be had.
+    """
+    weights, metadata = read_lora(source)
+    _check_fits(core, weights, source)
+    with _several_adapters():
+        core.load_lora_adapter(  # pyright: ignore[reportCallIssue] (of diffusers' mixin)
+            dict(weights), prefix=None, adapter_name=name, metadata=metadata
+        )
+    return weights
 
 
-def write_lora(
-    folder: str | Path, layers: Mapping[str, Tensor], metadata: Mapping[str, Any]
-) -> None:
-    """Write the weights and peft's description of a LoRA as `pipe.load_lora_weights` takes them."""
-    StableDiffusion3Pipeline.save_lora_weights(
-        folder,
-        transformer_lora_layers=dict(layers),
-        transformer_lora_adapter_metadata=dict(metadata),
-    )
+def _check_fits(core: nn.Module, weights: Mapping[str, Tensor], source: str | Path) -> None:
+    """AdapterError unless every layer of a LoRA is there, and of its size."""
+    layers = dict(core.named_modules())
+    for key, value in weights.items():
+        layer, half = key.removesuffix(".weight").rsplit(".lora_", 1)
+        if layer not in layers:
+            raise AdapterError(f"{source} adapts {layer}, and the model has no such layer")
+        sides = ("in_features", 1) if half == "A" else ("out_features", 0)
+        size = getattr(layers[layer], sides[0], value.shape[sides[1]])
+        if size != value.shape[sides[1]]:
+            raise AdapterError(
+                f"{source} adapts {layer} with {sides[0]} = {value.shape[sides[1]]}, and the "
+                f"model's has {size}"
+            )

@@ -6,18 +6,19 @@ Everything here happens before a model is loaded.
 from __future__ import annotations
 
 import importlib.util
-import json
-import re
+import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
+from flowalign import hub
+from flowalign.adapters import AdapterError, adapter_folder, read_head
 from flowalign.data import PromptError, load_prompts
 from flowalign.pictures import IMAGES, image_files
 from flowalign.schema import (
     ADAPTER,
+    Benchmark,
     Config,
     ConfigError,
     EvalConfig,
@@ -28,7 +29,6 @@ from flowalign.schema import (
     Root,
     SftConfig,
 )
-from flowalign.tiny import TEACHERS
 
 
 def check_world(config: Root, num_processes: int, pending: Collection[str] = ()) -> None:
@@ -44,18 +44,18 @@ def check_world(config: Root, num_processes: int, pending: Collection[str] = ())
         problems += _training_problems(config, num_processes)
     if isinstance(config, EvalConfig):
         problems += _reference_problems(config.fidelity)
-    for place, name, reward, sources in _judged(config):
-        known = reward is not None
-        try:
-            if reward is not None:
+    for place, name, judges, sources in _judged(config):
+        known: list[RewardSpec] = []
+        for where, reward in judges.items():
+            try:
                 rewards.check(reward.name, reward.options)
-        except (ValueError, KeyError, TypeError, ImportError) as error:
-            problems.append(f"{place}.reward: {_text(error)}")
-            known = False
+                known.append(reward)
+            except (ValueError, KeyError, TypeError, ImportError) as error:
+                problems.append(f"{where}: {_text(error)}")
         for key, source in sources.items():
             try:
                 batch = load_prompts(source, name)
-                if known and reward is not None:
+                for reward in known:
                     options = reward.options
                     rewards.check_prompts(reward.name, options, batch.prompts, batch.metadata)
             except (PromptError, OSError) as error:
@@ -66,23 +66,47 @@ def check_world(config: Root, num_processes: int, pending: Collection[str] = ())
         raise ConfigError(problems)
 
 
-def _judged(
-    config: Root,
-) -> Iterator[tuple[str, str, RewardSpec | None, dict[str, str]]]:
-    """(place in the config, name, its reward, {key: prompt set}) of every task or benchmark."""
+def check_launch(num_processes: int) -> None:
+    """ConfigError where a launcher started several processes that do not know of each other: each
+    would do the whole work, in one folder."""
+    started = int(os.environ.get("WORLD_SIZE") or 1)
+    if num_processes == 1 and started > 1:
+        raise ConfigError(
+            [
+                f"{started} processes were started, and this one sees no other. Without GPUs, say "
+                "`ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes "
+                f"{started} ...`, or start one process."
+            ],
+            "launcher",
+        )
+
+
+Judged = tuple[str, str, dict[str, RewardSpec], dict[str, str]]
+"""(place in the config, name, {place: reward}, {key: prompt set}) of a task or benchmark."""
+
+
+def _judged(config: Root) -> Iterator[Judged]:
+    """What is scored by rewards."""
     if isinstance(config, EvalConfig):
         for index, mark in enumerate(config.benchmarks):
-            yield f"benchmarks.{index}", mark.name, mark.reward, {"prompts": mark.prompts}
+            yield _judges(f"benchmarks.{index}", mark)
         return
     if not isinstance(config, Config):
         return
     for index, mark in enumerate(config.evaluation.watch if config.evaluation else ()):
-        yield f"evaluation.watch.{index}", mark.name, mark.reward, {"prompts": mark.prompts}
+        yield _judges(f"evaluation.watch.{index}", mark)
     for index, task in enumerate(config.tasks):
         sources = {"prompts": task.prompts}
         if task.validation is not None:
             sources["validation"] = task.validation
-        yield f"tasks.{index}", task.name, task.reward, sources
+        reward = {f"tasks.{index}.reward": task.reward} if task.reward else {}
+        yield f"tasks.{index}", task.name, reward, sources
+
+
+def _judges(place: str, mark: Benchmark) -> Judged:
+    rewards = {f"{place}.reward": mark.reward} if mark.reward else {}
+    rewards |= {f"{place}.rewards.{judge}": spec for judge, spec in mark.rewards.items()}
+    return place, mark.name, rewards, {"prompts": mark.prompts}
 
 
 def _package_problems(config: Root) -> Iterator[str]:
@@ -123,47 +147,40 @@ def adapters(config: Root) -> dict[str, str]:
     return {place: folder for place, folder in found.items() if folder is not None}
 
 
-def adapter_folder(source: str | Path) -> Path:
-    """Where an adapter lies: a folder, or tiny/NAME for one that ships with the package. A Hub id
-    comes back as it is."""
-    shipped = TEACHERS / str(source).removeprefix("tiny/")
-    return shipped if str(source).startswith("tiny/") else Path(source).expanduser()
-
-
 def _adapter_problems(config: Root, pending: Collection[str] = ()) -> Iterator[str]:
-    """Adapters that are not there, or that say of themselves that they are another base's.
-    pending: those that an earlier stage of a recipe will write."""
+    """Adapters that are not there, cannot be read, or say of themselves that they are another
+    base's. Those on the Hub are downloaded. pending: those that an earlier stage of a recipe will
+    write."""
     for place, source in adapters(config).items():
-        folder = adapter_folder(source)
         if source in pending:
             continue
-        if (folder / ADAPTER).is_file():
-            try:
-                base = adapter_base(folder)
-            except SafetensorError as error:
-                yield f"{place}: {folder / ADAPTER} is not a safetensors file ({error})."
-                continue
-            if base not in (None, config.model.id):
-                yield (
-                    f"{place}: {source!r} was trained on {base!r}, and model.id is "
-                    f"{config.model.id!r}. Name an adapter of this base, or that base as model.id."
-                )
+        try:
+            folder = adapter_folder(source, newest=True)
+            base = read_head(folder).base
+        except hub.HubError as error:
+            yield f"{place}: {error}"
             continue
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not folder.parent.exists():
-            continue  # a Hub id: found out when it is loaded
-        inner = folder / "adapter"
-        hint = f"did you mean {Path(source) / 'adapter'}?" if (inner / ADAPTER).is_file() else (
-            "training writes one to <output>/adapter; null is the base model."
-        )  # fmt: skip
-        seen = "the folder holds" if folder.is_dir() else "no such folder, so"
-        yield f"{place}: {source!r}: {seen} no {ADAPTER}; {hint}"
+        except AdapterError as error:
+            yield f"{place}: {_missing(source, error)}"
+            continue
+        if base not in (None, config.model.id):
+            yield (
+                f"{place}: {source!r} was trained on {base!r}, and model.id is "
+                f"{config.model.id!r}. Name an adapter of this base, or that base as model.id."
+            )
 
 
-def adapter_base(folder: Path) -> str | None:
-    """The base that a saved adapter names as its own, read from the head of its file."""
-    with safe_open(folder / ADAPTER, framework="numpy") as file:
-        text = (file.metadata() or {}).get("lora_adapter_metadata", "{}")
-    return json.loads(text).get("transformer.base_model_name_or_path")
+def _missing(source: str, error: AdapterError) -> str:
+    """What is wrong with a folder, and what it might have been."""
+    folder = adapter_folder(source)
+    if (folder / "adapter" / ADAPTER).is_file():
+        return f"{source!r}: {error}; did you mean {Path(source) / 'adapter'}?"
+    if folder.exists() or hub.is_id(source):
+        return f"{source!r}: {error}"
+    return (
+        f"{source!r}: no such folder, so no {ADAPTER}; training writes one to <output>/adapter; "
+        "null is the base model."
+    )
 
 
 def _reference_problems(fidelity: Fidelity | None) -> Iterator[str]:

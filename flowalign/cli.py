@@ -1,4 +1,4 @@
-"""The `flowalign` command: train, eval, sample, merge, doctor, serve-reward, demo."""
+"""The `flowalign` command: train, eval, sample, merge, push, data, doctor, serve-reward, demo."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sample(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("flowalign sample", description=sample.__doc__)
     parser.add_argument("prompts", nargs="+", help="for example 'a red sign that says \"CAT\"'")
     parser.add_argument("--model", default="tiny", help="tiny, a folder or a hub id")
-    parser.add_argument("--lora", help="an adapter folder, such as outputs/.../adapter")
+    parser.add_argument("--lora", help="an adapter folder, such as outputs/.../adapter, or Hub id")
     parser.add_argument("--out", type=Path, default=Path("samples.png"))
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--guidance", type=float, default=4.5)
@@ -43,7 +43,11 @@ def sample(argv: Sequence[str]) -> int:
 
     quiet()
 
-    pipe = flowalign.load(args.model, lora=args.lora)
+    try:
+        pipe = flowalign.load(args.model, lora=args.lora)
+    except (ValueError, OSError) as error:
+        print(f"flowalign sample: {error}", file=sys.stderr)
+        return 2
     images = pipe(
         args.prompts,
         height=args.size,
@@ -82,8 +86,22 @@ def merge(argv: Sequence[str]) -> int:
     return 0
 
 
+def data(argv: Sequence[str]) -> int:
+    """Prompt sets: generate training prompts, fetch official sets, list them, check a file."""
+    from flowalign.prompts.cli import main as run
+
+    return run(argv)
+
+
+def push(argv: Sequence[str]) -> int:
+    """Upload a trained adapter, its card, config, plots and samples to the Hugging Face Hub."""
+    from flowalign.push import main as run
+
+    return run(argv)
+
+
 def doctor(argv: Sequence[str]) -> int:
-    """Examine a reward: what it says, what it costs, and what would break a run."""
+    """Examine a config or a reward: what would break a run, its memory, time and cost."""
     from flowalign.doctor import main as run
 
     return run(argv)
@@ -108,6 +126,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "eval": evaluate,
     "sample": sample,
     "merge": merge,
+    "data": data,
+    "push": push,
     "doctor": doctor,
     "serve-reward": serve_reward,
     "demo": demo,

@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from flowalign.conflicts import conflicts
+from flowalign.conflicts import conflicts, variant_conflicts
 from flowalign.schema import (
     ADAPTER,
     SD3_ATTENTION,
@@ -92,10 +92,12 @@ __all__ = [
     "assignments",
     "command",
     "load",
+    "overlay",
     "parse",
     "read",
     "routing",
     "to_yaml",
+    "vary",
 ]
 
 C = TypeVar("C", bound=Root)
@@ -104,17 +106,64 @@ C = TypeVar("C", bound=Root)
 # Reading ---------------------------------------------------------------------------------------
 
 
-def load(path: str | Path, overrides: Sequence[str] = (), *, stage: type[C] = Config) -> C:
+def load(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    stage: type[C] = Config,
+    variant: str | Path | None = None,
+) -> C:
     """The config in a file, with `key.path=value` overrides (values are YAML, items by index).
 
-    stage: the kind of config that is wanted, one of STAGES' values or Root.
+    stage: the kind of config that is wanted, one of STAGES' values or Root. variant: a file with
+    keys for each kind of stage (`grpo: {...}`, `opd: {...}`), laid over the file before the
+    overrides: the same run for other hardware.
     """
-    return parse(read(path), overrides, source=str(path), stage=stage)
+    data = read(path)
+    if variant is not None and isinstance(data, Mapping):
+        data = vary(data, read(variant), str(variant))
+    return parse(data, overrides, source=str(path), stage=stage)
 
 
-def read(path: str | Path) -> Any:
-    """What a YAML file holds, unchecked; ConfigError if it is missing or not YAML."""
+def vary(data: Mapping[str, Any], variant: Any, source: str) -> dict[str, Any]:
+    """data with a variant's keys for its stage laid over it; a recipe takes it whole, for its
+    stages. ConfigError if it is none."""
+    if not isinstance(variant, Mapping):
+        raise ConfigError([f"want stages and their keys, got {_shown(variant)}."], source)
+    if problems := [text for _, text in variant_conflicts(variant)]:
+        raise ConfigError(problems, source)
+    kind = str(data.get("stage"))
+    return overlay(data, {"variant": variant} if kind == "recipe" else variant.get(kind) or {})
+
+
+def overlay(data: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """data with the keys of own laid over it, section by section."""
+    found = dict(data)
+    for key, value in own.items():
+        old = found.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = overlay(old, value)
+        found[key] = value
+    return found
+
+
+def read(path: str | Path, above: Sequence[Path] = ()) -> Any:
+    """What a YAML file holds, unchecked, laid over the file that its key `use` names (relative to
+    it), if any; ConfigError if it is missing or not YAML. above: the files that led here."""
     path = Path(path)
+    data = _read_file(path)
+    if not isinstance(data, Mapping) or "use" not in data:
+        return data
+    name, own = data["use"], {key: value for key, value in data.items() if key != "use"}
+    if not isinstance(name, str):
+        raise ConfigError([f"use: got {_shown(name)}; want the name of a YAML file."], str(path))
+    if (path.parent / name).resolve() in (chain := [*above, path.resolve()]):
+        raise ConfigError([f"use: {name} leads back to itself. Break the circle."], str(path))
+    base = read(path.parent / name, chain)
+    return overlay(base if isinstance(base, Mapping) else {}, own)
+
+
+def _read_file(path: Path) -> Any:
     if not path.is_file():
         present = ", ".join(sorted(str(p) for p in path.parent.glob("*.yaml"))[:12])
         hint = f"there are {present}" if present else f"no .yaml lies in {path.parent.absolute()}"

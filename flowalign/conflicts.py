@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from flowalign.schema import (
+    STAGES,
     Benchmark,
     Config,
     EvalConfig,
@@ -31,8 +33,11 @@ def conflicts(config: Root) -> Iterator[tuple[list[str], str]]:
         watched = config.evaluation.watch if config.evaluation else []
         yield from _same_names("tasks", [task.name for task in config.tasks])
         if watched:
-            names = [mark.name for mark in [*watched, *config.tasks]]
+            columns = [name for mark in watched for name in mark.judges]
+            names = [*columns, *(task.name for task in config.tasks)]
             yield from _same_names("evaluation.watch", names)
+            yield from _judge_conflicts("evaluation.watch", watched)
+            yield from _layouts_of_a_run(watched)
         yield from _validation_conflicts(config)
     if isinstance(config, OpdConfig | SftConfig):
         yield from _routing_conflicts(config)
@@ -42,12 +47,31 @@ def conflicts(config: Root) -> Iterator[tuple[list[str], str]]:
         yield from _merge_conflicts(config)
     if isinstance(config, RecipeConfig):
         yield from _file_names("stages", config.stages)
+        yield from variant_conflicts(config.variant, "variant.")
     if isinstance(config, EvalConfig):
         yield from _same_names("benchmarks", [mark.name for mark in config.benchmarks])
+        yield from _same_columns(config.benchmarks)
         yield from _file_names("benchmarks", [mark.name for mark in config.benchmarks])
+        yield from _judge_conflicts("benchmarks", config.benchmarks)
         yield from _file_names("models", config.models)
         yield from _column_names(config.benchmarks)
         yield from _unknown_models(config)
+
+
+def variant_conflicts(
+    variant: Mapping[str, Any], place: str = ""
+) -> Iterator[tuple[list[str], str]]:
+    """What in a variant is not keys for a kind of stage."""
+    kinds = [kind for kind in STAGES if kind != "recipe"]
+    for kind, keys in variant.items():
+        if kind not in kinds:
+            yield (
+                [f"{place}{kind}"],
+                f"{place}{kind}: a variant has keys for kinds of stages, which are "
+                f"{', '.join(kinds)}. Put it under one of them.",
+            )
+        elif not isinstance(keys, Mapping):
+            yield [f"{place}{kind}"], f"{place}{kind}: got {keys!r}; want keys of that stage."
 
 
 def _merge_conflicts(config: MergeConfig) -> Iterator[tuple[list[str], str]]:
@@ -89,6 +113,52 @@ def _file_names(key: str, names: Iterable[str]) -> Iterator[tuple[list[str], str
                 [key],
                 f"{key}: the name {name!r} is to stand in file names and tables. "
                 "Use letters, digits, _ and - only.",
+            )
+
+
+def _judge_conflicts(key: str, marks: Sequence[Benchmark]) -> Iterator[tuple[list[str], str]]:
+    """Who judges the images: `reward`, `rewards`, or nobody where a layout is all that is asked."""
+    for index, mark in enumerate(marks):
+        place = f"{key}.{index}"
+        if mark.reward and mark.rewards:
+            yield (
+                [f"{place}.reward", f"{place}.rewards"],
+                f"{place}.rewards: there is a `reward`, too. Make it one of the `rewards`, or "
+                "leave one of them out.",
+            )
+        elif not mark.judges and not mark.layout:
+            yield (
+                [f"{place}.reward", f"{place}.rewards", f"{place}.layout"],
+                f"{place}.reward: missing. Add `reward:` with the keys name, options; or "
+                "`rewards:` for several judges; or `layout:` to sample the images only.",
+            )
+        yield from _file_names(f"{place}.rewards", mark.rewards)
+
+
+def _layouts_of_a_run(watched: Sequence[Benchmark]) -> Iterator[tuple[list[str], str]]:
+    for index, mark in enumerate(watched):
+        if mark.layout:
+            place = f"evaluation.watch.{index}.layout"
+            yield (
+                [place],
+                f"{place}: {mark.layout!r}, but a run keeps no images of its evaluations. Use it "
+                "under `benchmarks` of an evaluation.",
+            )
+
+
+def _same_columns(marks: Sequence[Benchmark]) -> Iterator[tuple[list[str], str]]:
+    """A judge's name that meets another benchmark's: a_b with c, and a with b_c."""
+    places: dict[str, list[str]] = {}
+    for index, mark in enumerate(marks):
+        for column in mark.judges:
+            places.setdefault(column, []).append(f"benchmarks.{index}")
+    plain = [mark.name for mark in marks]
+    for column, found in places.items():
+        if len(found) > 1 and column not in [n for n in plain if plain.count(n) > 1]:
+            yield (
+                found,
+                f"{', '.join(found)}: more than one column is called {column!r} "
+                "(NAME_JUDGE for each of `rewards`). Give one of them another name.",
             )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import difflib
+import io
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from functools import lru_cache
 from math import lcm
@@ -15,61 +17,146 @@ from typing import Any
 from flowalign.tiny import PROMPTS
 from flowalign.types import PromptBatch
 
+Row = tuple[str, dict[str, Any]]  # a prompt, its metadata
+
 
 class PromptError(ValueError):
     """A prompt set that is missing, empty or malformed."""
 
 
 def load_prompts(source: str | Path, task: str) -> PromptBatch:
-    """The prompts of a `.txt` (one a line) or `.jsonl` (key `prompt`, the rest is metadata).
+    """The prompts of a file or folder, in its order.
 
-    `tiny/NAME` is a set that ships with the package. Blank lines are skipped.
+    `.txt`: one a line. `.jsonl`: an object a line, its key `prompt`; the other keys are metadata.
+    `.csv`: a header with the column `prompt` (or `text`); the other columns are metadata, and rows
+    of one `item_id` are one prompt (DPG-Bench's dpg_bench.csv has a row a question).
+    A folder: one prompt a `.txt`, whose name becomes the metadata `item_id` (DPG-Bench's prompts/).
+    `tiny/NAME` is a set that ships with the package. Blank lines are skipped, repeats are kept.
+    Raises PromptError for a set that is missing, empty or malformed.
     """
     path = _locate(str(source))
-    read = {".txt": _read_text_line, ".jsonl": _read_json_line}.get(path.suffix)
+    read = _read_folder if path.is_dir() else READERS.get(path.suffix)
     if read is None:
         raise PromptError(
             f"{path} is neither a .txt (one prompt a line) nor a .jsonl (one object with a "
-            "`prompt` a line). Rename or convert it."
+            "`prompt` a line) nor a .csv (with a column `prompt` or `text`). Rename or convert it."
         )
-    prompts: list[str] = []
-    metadata: list[dict[str, Any]] = []
-    try:  # not str.splitlines: it would also cut at U+2028 and its like, inside a prompt
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{path} is not UTF-8 ({error}). Save it as UTF-8.") from None
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            prompt, rest = read(line.strip(), f"{path}, line {number}")
-            prompts.append(prompt)
-            metadata.append(rest)
-    if not prompts:
+    rows = read(path)
+    if not rows:
         raise PromptError(f"{path} holds no prompts. Write one a line.")
+    prompts, metadata = [prompt for prompt, _ in rows], [rest for _, rest in rows]
     return PromptBatch(prompts, [task] * len(prompts), metadata)
 
 
 def _locate(source: str) -> Path:
-    """The file behind a source; an error names what lies near it."""
+    """The file or folder behind a source; an error names what lies near it."""
     tiny = source.startswith("tiny/") and not Path(source).suffix
     path = PROMPTS / f"{source[5:]}.jsonl" if tiny else Path(source).expanduser()
-    if path.is_file():
+    if path.is_file() or (path.is_dir() and not tiny):
         return path
-    present = sorted(p for p in path.parent.glob("*") if p.suffix in (".txt", ".jsonl"))
+    present = sorted(p for p in path.parent.glob("*") if p.suffix in READERS)
     names = [f"tiny/{p.stem}" for p in present] if tiny else [str(p) for p in present]
     near = difflib.get_close_matches(source, names, n=1)
     raise PromptError(
         f"no prompt set {source!r}" + ("" if tiny else f" (looked at {path.absolute()})") + "; "
         + (f"did you mean {near[0]!r}? " if near else "")
-        + (f"There are {', '.join(names[:12])}." if names else "There are no .txt or .jsonl near.")
-        + " Give a .txt or .jsonl file, or tiny/NAME."
+        + (f"There are {', '.join(names[:12])}." if names else "There are no prompt files near.")
+        + " Give a .txt, .jsonl or .csv file, a folder of .txt files, or tiny/NAME"
+        + " (`flowalign data list` names the official sets)."
     )  # fmt: skip
 
 
-def _read_text_line(line: str, where: str) -> tuple[str, dict[str, Any]]:
-    return line, {}
+def _text(path: Path, newline: str | None = None) -> str:
+    try:
+        with path.open(encoding="utf-8-sig", newline=newline) as file:
+            return file.read()
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{path} is not UTF-8 ({error}). Save it as UTF-8.") from None
 
 
-def _read_json_line(line: str, where: str) -> tuple[str, dict[str, Any]]:
+def _lines(path: Path) -> list[tuple[int, str]]:
+    """The lines that are not blank, stripped, with their numbers from 1."""
+    # not str.splitlines: it would also cut at U+2028 and its like, inside a prompt
+    lines = enumerate(_text(path).split("\n"), 1)
+    return [(number, line.strip()) for number, line in lines if line.strip()]
+
+
+def _read_txt(path: Path) -> list[Row]:
+    return [(line, {}) for _, line in _lines(path)]
+
+
+def _read_jsonl(path: Path) -> list[Row]:
+    return [_read_json_line(line, f"{path}, line {number}") for number, line in _lines(path)]
+
+
+def _read_folder(path: Path) -> list[Row]:
+    """A prompt a file; T2I-CompBench's files of many prompts must not become one prompt each."""
+    rows: list[Row] = []
+    for file in sorted(path.glob("*.txt")):
+        lines = _lines(file)
+        if len(lines) != 1:
+            raise PromptError(
+                f"{file} has {len(lines)} lines, but a folder is read as one prompt a file. Give "
+                "the path of the file itself, or put each prompt into a file of its own."
+            )
+        rows.append((lines[0][1], {"item_id": file.stem}))
+    if not rows:
+        raise PromptError(f"the folder {path} holds no .txt. Give a file, or one .txt a prompt.")
+    return rows
+
+
+def _read_csv(path: Path) -> list[Row]:
+    text = _text(path, newline="")  # csv knows itself which newlines end a row
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    column = next((name for name in ("prompt", "text") if name in (reader.fieldnames or ())), None)
+    if column is None:
+        raise PromptError(
+            f"{path} has the columns {reader.fieldnames or []}; want a header with `prompt` or "
+            "`text`. Name the column of the prompts so."
+        )
+    rows: list[Row] = []
+    items: dict[str, int] = {}
+    try:
+        for row in reader:
+            where = f"{path}, line {reader.line_num}"
+            if None in row or None in row.values():
+                raise PromptError(f"{where}: not as many cells as the header names. Mend the row.")
+            prompt = (row.pop(column) or "").strip()
+            if not prompt:
+                raise PromptError(f"{where}: the column `{column}` is empty. Write the prompt.")
+            _add_csv_row(rows, items, prompt, row, where)
+    except csv.Error as error:
+        raise PromptError(f"{path}: not CSV after line {reader.line_num} ({error}).") from None
+    return rows
+
+
+def _add_csv_row(
+    rows: list[Row], items: dict[str, int], prompt: str, rest: dict[str, Any], where: str
+) -> None:
+    """Append a row, or fold it into the one of its item: what differs within an item is dropped."""
+    item = rest.get("item_id")
+    if item not in items:
+        if item is not None:
+            items[item] = len(rows)
+        rows.append((prompt, rest))
+        return
+    before, kept = rows[items[item]]
+    if before != prompt:
+        raise PromptError(
+            f"{where}: the item {item!r} has another prompt here, {prompt[:60]!r}, than before, "
+            f"{before[:60]!r}. Give each prompt an item_id of its own."
+        )
+    rows[items[item]] = (prompt, {key: kept[key] for key in kept if rest[key] == kept[key]})
+
+
+READERS: Mapping[str, Callable[[Path], list[Row]]] = {
+    ".txt": _read_txt,
+    ".jsonl": _read_jsonl,
+    ".csv": _read_csv,
+}
+
+
+def _read_json_line(line: str, where: str) -> Row:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:

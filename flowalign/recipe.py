@@ -6,18 +6,19 @@ the recipe is run again, and one that was killed continues from its last checkpo
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from flowalign.checks import adapter_folder, adapters, check_world
+from flowalign.adapters import file_digest
+from flowalign.card import write_card
+from flowalign.checks import adapters, check_launch, check_world
 from flowalign.config import (
-    ADAPTER,
     STAGES,
     Config,
     ConfigError,
@@ -25,6 +26,7 @@ from flowalign.config import (
     MergeConfig,
     RecipeConfig,
     Root,
+    overlay,
     parse,
     read,
     to_yaml,
@@ -48,6 +50,7 @@ def run(
     from flowalign import parallel
 
     state = parallel.state()
+    check_launch(state.num_processes)
     stages = plan(config, home, state.num_processes)
     show = print if state.is_main_process else (lambda *text, **how: None)
     for number, (name, stage) in enumerate(stages.items(), 1):
@@ -103,8 +106,9 @@ def _stage(config: RecipeConfig, name: str, home: Path, earlier: list[str]) -> R
     if not isinstance(changes, list) or not all(isinstance(text, str) for text in changes):
         raise ConfigError([f"set: got {changes!r}; want a list of texts, key.path=value."])
     data = read(home / use) if use is not None else {}
-    data = _over(data, own)
+    data = overlay(data or {}, own)
     data["model"] = config.model.model_dump(mode="json")
+    data = overlay(data, config.variant.get(str(data.get("stage")), {}))
     data["output"] = str(Path(config.output) / name)
     kind = STAGES.get(str(data.get("stage")), Root)
     if "seed" in kind.model_fields and "seed" not in own:
@@ -116,16 +120,6 @@ def _stage(config: RecipeConfig, name: str, home: Path, earlier: list[str]) -> R
     if problems:
         raise ConfigError(problems)
     return parse(data, changes, source=name, stage=Root)
-
-
-def _over(data: Any, own: Mapping[str, Any]) -> dict[str, Any]:
-    """data with the keys of own laid over it, section by section."""
-    found = dict(data or {})
-    for key, value in own.items():
-        old = found.get(key)
-        both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        found[key] = _over(old, value) if both else value
-    return found
 
 
 def _resolve(value: Any, resolve: Callable[[str], str]) -> Any:
@@ -180,28 +174,22 @@ def _stale(stage: Root, stages: Mapping[str, Root]) -> list[str]:
         return [f"{stage.output}: finished with another {', '.join(changed)}. {again}"]
     unready = {str(Path(s.output) / "adapter") for s in stages.values() if not finished(s)}
     for place, source in adapters(stage).items():
-        if source in unready or _digest(source) != done["inputs"].get(source):
+        if source in unready or file_digest(source) != done["inputs"].get(source):
             return [f"{stage.output}: finished with another {place} ({source}). {again}"]
     return []
 
 
 def _finish(stage: Root) -> None:
     """Mark a stage as finished, in one rename."""
-    inputs = {source: _digest(source) for source in adapters(stage).values()}
+    inputs = {source: file_digest(source) for source in adapters(stage).values()}
     text = json.dumps({"config": stage.model_dump(mode="json"), "inputs": inputs}, indent=1)
     part = Path(stage.output) / f"{DONE}.part"
     part.write_text(text)
     os.replace(part, part.with_suffix(""))
 
 
-def _digest(source: str) -> str | None:
-    """SHA-256 of an adapter's weights; None for one on the Hub."""
-    file = adapter_folder(source) / ADAPTER
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
-
-
 def _merge(stage: MergeConfig, main: bool) -> None:
-    """Merge into <output>/adapter; the report lies beside it."""
+    """Merge into <output>/adapter, with its card; the report lies beside it."""
     from flowalign.teachers import merge as merging
 
     if not main:
@@ -209,7 +197,7 @@ def _merge(stage: MergeConfig, main: bool) -> None:
     folder = Path(stage.output)
     shutil.rmtree(folder / "adapter", ignore_errors=True)  # of a merge that was killed
     settings = stage.model_dump(exclude={"stage", "output", "model", "adapters"})
-    sources = [adapter_folder(source) for source in stage.adapters]
-    report = merging.merge(sources, folder / "adapter", **settings)
+    report = merging.merge(stage.adapters, folder / "adapter", **settings)
     (folder / "report.md").write_text(f"{report}\n")
     (folder / "config.yaml").write_text(to_yaml(stage))
+    write_card(folder, stage, sys.argv)

@@ -290,8 +290,20 @@ class Benchmark(Section):
     """Take the first prompts only; null = all."""
     images: Count = 1
     """Images of a prompt, each with its own noise; GenEval officially has 4."""
-    reward: RewardSpec
-    """What scores its images."""
+    reward: RewardSpec | None = None
+    """What scores its images; its number is called as the benchmark is."""
+    rewards: dict[str, RewardSpec] = Field(default={}, examples=[{"pick": {"name": "pickscore"}}])
+    """In place of `reward`, several judges of the same images, which are sampled once: each is a
+    benchmark of its own, called NAME_JUDGE."""
+    layout: Literal["geneval", "t2i_compbench", "dpg_bench"] | None = None
+    """Also write the images as the official scripts read them, into
+    <output>/layouts/MODEL/NAME; with neither `reward` nor `rewards` that is all that is done."""
+
+    @property
+    def judges(self) -> dict[str, RewardSpec]:
+        """What tables and files call each of its numbers -> what gives it."""
+        own = {self.name: self.reward} if self.reward else {}
+        return own | {f"{self.name}_{judge}": spec for judge, spec in self.rewards.items()}
 
 
 class Evaluation(Section):
@@ -409,6 +421,11 @@ class RecipeConfig(Job):
     """Name -> the keys of a stage's config, over those of the file that `use` names (relative to
     this one), with changes in `set` as on the command line. `stage:NAME` as a value is the adapter
     of an earlier stage."""
+    variant: dict[str, dict[str, Any]] = Field(
+        default={}, examples=[{"grpo": {"rollout": {"batch_size": 4}}}]
+    )
+    """Kind of stage -> keys that every stage of it takes instead (`--variant FILE` on the command
+    line): the same recipe for other hardware."""
 
 
 class Sampling(Section):

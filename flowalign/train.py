@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowalign.checks import check_world
+from flowalign.checks import check_launch, check_world
 from flowalign.config import (
     Config,
     ConfigError,
@@ -49,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser("flowalign train", description="Train from a config file.")
     found.add_argument("--config", required=True, help="a YAML file, such as configs/tiny/...")
     found.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
+    found.add_argument("--variant", help="a YAML file of keys by stage: other hardware")
     found.add_argument("overrides", nargs="*", metavar="key.path=value", help="change the config")
     return found
 
@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from flowalign.loop import TrainingError
 
     try:
-        run(load(args.config, args.overrides, stage=Job), Path(args.config).parent, args.resume)
+        config = load(args.config, args.overrides, stage=Job, variant=args.variant)
+        run(config, Path(args.config).parent, args.resume)
         parallel.part()
     except (ConfigError, ModelError) as error:
         print(error, file=sys.stderr)
@@ -101,7 +102,9 @@ def train(config: Config, *, resume: bool = False) -> Path:
     """
     from flowalign import parallel
 
-    check_world(config, parallel.state().num_processes)
+    processes = parallel.state().num_processes
+    check_launch(processes)
+    check_world(config, processes)
     folder = Path(config.output)
     _check_folder(folder, config, resume)
     loop, report, rewards = wire(config)
@@ -316,7 +319,8 @@ def evaluator(
         return None
     benchmarks, settings = held_out(config, rewards), eval_settings(config)
     seconds = config.train.score_seconds
-    everything = [*benchmarks, *wire_benchmarks(config.evaluation.watch, "evaluation.watch")]
+    watched = wire_benchmarks(config.evaluation.watch, "evaluation.watch")
+    everything = [*map(suite.ImageSet.of, benchmarks), *watched]
 
     def evaluate() -> tuple[float, EvalReport]:
         report = suite.run(backbone, everything, settings, accelerator, seconds=seconds)
@@ -371,7 +375,7 @@ def finish(loop: Loop, config: Config, rewards: Mapping[str, Reward]) -> None:
     folder, main = Path(config.output), loop.accelerator.is_main_process
     if main:
         metrics_plot(folder / "metrics.jsonl", folder / "metrics.png", title=folder.name)
-        write_card(folder, config, command=shlex.join(sys.argv))
+        write_card(folder, config, sys.argv)
     if config.evaluation and (main or loop.backbone.sharded):
         path = folder / "before_after.png" if main else None
         compare(loop.backbone, config, rewards, path)

@@ -297,7 +297,7 @@ def _protocol(seconds: float) -> type[asyncio.Protocol]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 ended, 1 the reward cannot be loaded or the port be had, 2 refused."""
-    args = _parser().parse_args(argv)
+    args = _parser().parse_intermixed_args(argv)  # NAME --port 8000 key=value
     try:
         options = parse_options(args.options, args.pairs)
         check(args.name, options)

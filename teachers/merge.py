@@ -11,15 +11,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from peft import LoraConfig
 from peft.utils.merge_utils import dare_linear, ties
 from torch import Tensor
 
-from flowalign.backbone import read_lora, write_lora
-from flowalign.checks import adapter_folder
+from flowalign.adapters import adapter_folder, describe, read_head, read_lora, scales, write_lora
 from flowalign.config import ADAPTER
 
 METHODS = ("concat", "svd", "ties", "dare")
@@ -72,7 +69,7 @@ def merge(
 ) -> MergeReport:
     """Write to `out` an adapter whose update merges the weighted updates w_i dW_i of the others.
 
-    adapters: folders that `Backbone.save_adapter` or diffusers wrote.
+    adapters: folders or Hub ids, whatever `flowalign.adapters.read_lora` takes.
     weights: one each, 1 by default (the plain sum; 1/n gives the mean).
     method: "concat": exact, the ranks add up. "svd": the best approximation of the sum of rank
         `rank` (default: the largest rank given). "ties" (2306.01708): keep the `density` largest
@@ -83,7 +80,7 @@ def merge(
         multiplied by shallow + (deep - shallow) * l / (L - 1).
     Returns the report. Raises ValueError for adapters that do not fit together (another base,
     other layers or sizes, DoRA), a wrong number of weights, an unknown method or a rank for
-    concat; FileExistsError if `out` already holds an adapter.
+    concat, HubError for one that cannot be had; FileExistsError if `out` already holds an adapter.
     """
     weights = [1.0] * len(adapters) if weights is None else list(weights)
     _check(adapters, Path(out), weights, method, rank, density)
@@ -98,7 +95,7 @@ def merge(
             scaled = [w * scale for w in weights]
             merged[layer], errors[layer] = _merge_layer(parts, scaled, method, rank, density)
     ranks = {layer: factors.down.shape[0] for layer, factors in merged.items()}
-    write_lora(out, _state(merged), _metadata(ranks, found[0].base))
+    write_lora(out, _state(merged), describe(ranks, ranks, False, found[0].base))  # scales are in B
     return MergeReport(method, [str(a) for a in adapters], weights, ranks, errors)
 
 
@@ -160,30 +157,16 @@ class _Adapter:
 
 
 def _read(folder: str | Path) -> _Adapter:
-    state, metadata = read_lora(folder)
-    config = metadata or {}
-    names = {key.rsplit(".lora_", 1)[0] for key in state}
-    others = [k for k in state if not k.endswith((".lora_A.weight", ".lora_B.weight"))]
-    if others or config.get("use_dora"):
-        raise ValueError(
-            f"{folder} is no plain LoRA (it holds {others[0] if others else 'DoRA scales'}); its "
-            "updates do not add up. Merge adapters of A and B matrices only."
-        )
+    state, config = read_lora(folder)
     layers = {}
-    for name in sorted(names, key=_natural):
+    for name, scale in sorted(scales(state, config).items(), key=lambda item: _natural(item[0])):
         down = state[f"{name}.lora_A.weight"].double()
         up = state[f"{name}.lora_B.weight"].double()
-        layers[name] = Factors(down, up * _scale(name, down.shape[0], config))
+        if down.ndim != 2:
+            raise ValueError(f"{folder} adapts {name}, a convolution. Merge adapters of others.")
+        layers[name] = Factors(down, up * scale)
     depths = [int(found[1]) for name in layers if (found := BLOCK.search(name))]
-    return _Adapter(layers, max(depths, default=0) + 1, config.get("base_model_name_or_path"))
-
-
-def _scale(layer: str, rank: int, config: dict[str, Any]) -> float:
-    """alpha / r of one layer; diffusers takes alpha = r where no alpha is recorded."""
-    patterns = config.get("alpha_pattern") or {}
-    ends = [value for key, value in patterns.items() if layer == key or layer.endswith(f".{key}")]
-    alpha = ends[0] if ends else config.get("lora_alpha", rank)
-    return alpha / (rank**0.5 if config.get("use_rslora") else rank)
+    return _Adapter(layers, max(depths, default=0) + 1, config["base_model_name_or_path"])
 
 
 def _natural(name: str) -> list[str | int]:
@@ -197,21 +180,6 @@ def _state(merged: dict[str, Factors]) -> dict[str, Tensor]:
         state[f"{layer}.lora_A.weight"] = factors.down.float().contiguous()
         state[f"{layer}.lora_B.weight"] = factors.up.float().contiguous()
     return state
-
-
-def _metadata(ranks: dict[str, int], base: str | None) -> dict[str, Any]:
-    """peft's description, with alpha = r everywhere: the scales are in B."""
-    usual = max(ranks.values())
-    unusual = {layer: rank for layer, rank in ranks.items() if rank != usual}
-    config = LoraConfig(
-        r=usual,
-        lora_alpha=usual,
-        target_modules=list(ranks),
-        rank_pattern=dict(unusual),
-        alpha_pattern=dict(unusual),
-        base_model_name_or_path=base,
-    ).to_dict()
-    return config | {"target_modules": sorted(ranks)}
 
 
 # Refusals ----------------------------------------------------------------------------------------
@@ -239,8 +207,7 @@ def _check(
     if not 0 < density <= 1:
         raise ValueError(f"density is {density}; give the share of entries to keep, in (0, 1].")
     for folder in adapters:
-        if not (adapter_folder(folder) / ADAPTER).is_file():
-            raise ValueError(f"{folder} holds no {ADAPTER}. Give the `adapter` folder of a run.")
+        read_head(adapter_folder(folder, newest=True))
     if (out / ADAPTER).exists():
         raise FileExistsError(f"{out} already holds an adapter. Remove it, or write elsewhere.")
 

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -248,3 +251,28 @@ def distillation(
         taught = {alone: taught[alone]}
         raw["tasks"] = [{**task, "teacher": alone} for task in raw["tasks"]]
     return config.parse({**raw, "stage": stage, "teachers": taught}, overrides)
+
+
+# Processes ---------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parent.parent
+
+
+def launch(*command: object, processes: int = 2) -> subprocess.CompletedProcess[str]:
+    """A script or module on so many CPU processes, as a user starts it.
+
+    `accelerate launch --cpu --num_processes 2` starts one only; it is --multi_gpu that starts more,
+    and the variable that makes them use the CPU and find each other.
+    """
+    given = ["--multi_gpu", "--num_processes", str(processes), "--num_machines", "1"]
+    given += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    return subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", *given, *map(str, command)],
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+        | {"ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowalign.backbone import Backbone, read_lora, write_lora
+from flowalign.adapters import read_lora, write_lora
+from flowalign.backbone import Backbone
 from flowalign.loop import STUDENT
 from flowalign.rollout import Noise, Schedule, sample
 from flowalign.teachers.bank import Bank, LabelError, Member

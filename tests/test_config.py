@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 from safetensors.torch import save_file
 
@@ -20,6 +21,7 @@ from flowalign.config import (
     Root,
     load,
     parse,
+    read,
     to_yaml,
 )
 
@@ -414,3 +416,72 @@ def test_four_bits_are_refused_where_they_cannot_be_had(
         with pytest.raises(ConfigError) as caught:
             check_world(config, num_processes=1)
         assert any("model.quantization" in p and text in p for p in caught.value.problems)
+
+
+# Files made of files -----------------------------------------------------------------------------
+
+
+def files(folder: Path, **texts: str) -> Path:
+    for name, text in texts.items():
+        (folder / f"{name}.yaml").write_text(text)
+    return folder
+
+
+def test_a_file_is_laid_over_the_one_it_uses_section_by_section(tmp_path: Path) -> None:
+    files(
+        tmp_path,
+        base="model: {id: tiny, height: 64, width: 64}\ntasks: [{name: a, prompts: a.txt}]\n",
+        middle="use: base.yaml\nstage: grpo\nmodel: {height: 32}\nevaluation: {every: 3}\n",
+        top="use: middle.yaml\noutput: o\nevaluation: null\nmodel: {width: 32}\n",
+    )
+    found = read(tmp_path / "top.yaml")
+    assert found["model"] == {"id": "tiny", "height": 32, "width": 32}
+    assert found["evaluation"] is None and "use" not in found and found["output"] == "o"
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        ({"top": "use: nowhere.yaml"}, "no such file; there are"),
+        ({"top": "use: 3"}, "use: got the whole number 3; want the name of a YAML file"),
+        ({"top": "use: a.yaml", "a": "use: top.yaml"}, "leads back to itself"),
+        ({"top": "use: top.yaml"}, "leads back to itself"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused(
+    tmp_path: Path, texts: dict[str, str], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read(files(tmp_path, **texts) / "top.yaml")
+
+
+VARIANT = "grpo: {rollout: {batch_size: 2}}\neval: {sampling: {batch_size: 3}}\n"
+
+
+def test_a_variant_changes_the_stage_it_is_for_and_overrides_come_after(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(raw(evaluation=None)))
+    files(tmp_path, variant=VARIANT)
+    path, variant = tmp_path / "run.yaml", tmp_path / "variant.yaml"
+    plain = load(path)
+    varied = load(path, variant=variant)
+    assert varied == plain.model_copy(
+        update={"rollout": plain.rollout.model_copy(update={"batch_size": 2})}
+    )
+    assert load(path, ["rollout.batch_size=5"], variant=variant).rollout.batch_size == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("rollout: {batch_size: 2}", "rollout: a variant has keys for kinds of stages, which are"),
+        ("grpo: 3", "grpo: got 3; want keys of that stage"),
+        ("[1]", "want stages and their keys, got the list"),
+        ("grpo: {rolout: {}}", "rolout: unknown key. Did you mean `rollout`"),
+    ],
+)
+def test_a_wrong_variant_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(raw(evaluation=None)))
+    files(tmp_path, variant=text)
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path / "run.yaml", variant=tmp_path / "variant.yaml")
+    assert said in str(caught.value)

@@ -45,13 +45,59 @@ def test_json_lines_keep_the_other_keys_as_metadata(tmp_path: Path) -> None:
         ("a.jsonl", '["x"]', "line 1: a list; want an object"),
         ("a.jsonl", '{"prompt": "x"}\n{"text": "y"}', r"line 2: .*`prompt` is None.*\['text'\]"),
         ("a.jsonl", '{"prompt": " "}', "non-empty text"),
-        ("a.csv", "x", "neither a .txt"),
+        ("a.yaml", "x", "neither a .txt"),
+        ("a.csv", "item_id,caption\n1,x\n", r"columns \['item_id', 'caption'\]; want a header"),
+        ("a.csv", "", r"columns \[\]"),
+        ("a.csv", "prompt\n", "holds no prompts"),
+        ("a.csv", "item_id,text\n1,x\n2,\n", "line 3: the column `text` is empty"),
+        ("a.csv", "item_id,text\n1,x,y\n", "line 2: not as many cells"),
+        ("a.csv", "item_id,text\n1\n", "line 2: not as many cells"),
+        ("a.csv", 'text\n"x" y\n', "not CSV after line 1"),
+        ("a.csv", "item_id,text\n1,x\n1,y\n", "line 3: the item '1' has another prompt here, 'y'"),
     ],
 )
 def test_a_malformed_set_is_refused(tmp_path: Path, name: str, content: str, said: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(PromptError, match=said):
         load_prompts(tmp_path / name, "t")
+
+
+def test_a_csv_has_a_prompt_a_row_and_metadata_beside_it(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_bytes('\ufefftext,prompt,n\r\nold,"a cat, \r\n""hi""",1\r\n,a dog,\r\n'.encode())
+    assert load_prompts(file, "t") == PromptBatch(
+        ['a cat, \r\n"hi"', "a dog"], ["t"] * 2, [{"text": "old", "n": "1"}, {"text": "", "n": ""}]
+    )
+
+
+def test_rows_of_one_item_are_one_prompt_with_what_they_share(tmp_path: Path) -> None:
+    file = tmp_path / "dpg_bench.csv"  # DPG-Bench's form: a row a question
+    file.write_text(
+        "item_id,text,keywords,proposition_id\nb1,a red cup,cup,1\nb1,a red cup,cup,2\n"
+        "a2,a dog,dog,1\n"
+    )
+    batch = load_prompts(file, "dpg")
+    assert batch.prompts == ["a red cup", "a dog"]
+    assert batch.metadata == [
+        {"item_id": "b1", "keywords": "cup"},
+        {"item_id": "a2", "keywords": "dog", "proposition_id": "1"},
+    ]
+
+
+def test_a_folder_is_a_prompt_a_file_named_by_it(tmp_path: Path) -> None:
+    for name, text in {"7.txt": "seven\n", "10.txt": "\ufefften ", "x.csv": "no"}.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    batch = load_prompts(tmp_path, "dpg")
+    assert batch.prompts == ["ten", "seven"]
+    assert batch.metadata == [{"item_id": "10"}, {"item_id": "7"}]
+    (tmp_path / "color_val.txt").write_text("one\ntwo\n")  # a set of its own, not an item
+    with pytest.raises(PromptError, match="color_val.txt has 2 lines.*Give the path of the file"):
+        load_prompts(tmp_path, "dpg")
+
+
+def test_a_folder_without_prompts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PromptError, match="holds no .txt"):
+        load_prompts(tmp_path, "dpg")
 
 
 def test_a_missing_set_names_its_nearest_neighbour(tmp_path: Path) -> None:

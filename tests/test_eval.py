@@ -357,23 +357,6 @@ def test_fidelity_that_cannot_be_measured_is_refused(
     assert not (config.parent / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("stage=grpo", "`flowalign train`"),
-        ("models.base=nowhere", "models.base: 'nowhere': no such folder"),
-        ("model.id=nowhere", "model.id 'nowhere'"),
-        ("benchmarks.0.reward.options={}", "benchmarks.0.reward"),
-    ],
-)
-def test_what_cannot_be_evaluated_is_refused(
-    config: Path, override: str, said: str, capsys: pytest.CaptureFixture[str]
-):
-    assert main(["--config", str(config), override]) == 2
-    assert said in capsys.readouterr().err
-    assert not (config.parent / "out").exists()
-
-
 def test_a_reward_that_hangs_does_not_hang_an_evaluation(random_model: str) -> None:
     def hanging(images, prompts, metadata):
         if fakes.PROMPTS[1] in prompts:

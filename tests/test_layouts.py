@@ -1,6 +1,8 @@
 """Official folders of images: what is written is read as the official scripts read it."""
 
 import os
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from flowalign.eval import geneval_folder
 from flowalign.eval.layouts import write_layout
 from flowalign.types import PromptBatch
 
@@ -27,11 +30,11 @@ def pixels(image: Image.Image) -> Tensor:
 
 def test_t2i_compbench_reads_prompt_and_order_from_the_names(tmp_path: Path):
     images = pictures(3)
-    written = write_layout("t2i_compbench", tmp_path, BATCH, images)
+    write_layout("t2i_compbench", tmp_path, BATCH, iter(images))
     names = os.listdir(tmp_path / "samples")  # from here on as BLIP_vqa.py does
     names.sort(key=lambda name: int(name.split("_")[-1].split(".")[0]))
     assert [name.split("_")[0] for name in names] == [WORDS[0]] * 3 + [WORDS[1]] * 3
-    assert names[4] == "un café_000004.png" and [p.name for p in written] == names
+    assert names[4] == "un café_000004.png"
     for name, expected in zip(names, torch.cat(images), strict=True):
         assert torch.equal(pixels(Image.open(tmp_path / "samples" / name)), expected)
 
@@ -55,14 +58,18 @@ def named(prompts: list[str], *items: object) -> PromptBatch:
 @pytest.mark.parametrize(
     ("layout", "batch", "images", "said"),
     [
-        ("geneval", BATCH, pictures(1), "no layout 'geneval'; possible: t2i_compbench, dpg_bench"),
+        ("x", BATCH, pictures(1), "no layout 'x'; possible: geneval, t2i_compbench, dpg_bench"),
+        ("geneval", BATCH, pictures(1), "prompt 0: metadata .* has no text `tag`"),
+        ("dpg_bench", BATCH, [], "2 prompts and no images"),
+        ("dpg_bench", BATCH, pictures(4) * 2, "2 prompts, but images of 4"),
         ("dpg_bench", BATCH, pictures(4)[:1], "2 prompts, but images of 1"),
-        ("dpg_bench", BATCH, [pictures(4)[0], pictures(1)[0]], r"have \[1, 4\] images"),
-        ("dpg_bench", BATCH, pictures(2), "COCO9: 2 images of 8x8"),
-        ("dpg_bench", BATCH, pictures(4, width=9), "COCO9: 4 images of 8x9"),
+        ("dpg_bench", BATCH, [pictures(4)[0], pictures(1)[0]], "prompt 1 has 1 images of 8x8"),
+        ("dpg_bench", BATCH, [pictures(1)[0], pictures(1)[0] / 0], "prompt 1 has pixels that are"),
+        ("dpg_bench", BATCH, pictures(2), "2 images of 8x8 a prompt"),
+        ("dpg_bench", BATCH, pictures(4, width=9), "4 images of 8x9 a prompt"),
         ("dpg_bench", named(WORDS, "a.b", "c"), pictures(1), "item_id is 'a.b'"),
         ("dpg_bench", named(WORDS, None, "c"), pictures(1), "item_id is None"),
-        ("dpg_bench", named(WORDS, "a", "a"), pictures(1), "two prompts would be written"),
+        ("dpg_bench", named(WORDS, "a", "a"), pictures(1), "two prompts have the item_id 'a'"),
         ("t2i_compbench", named(["a_b", "c"]), pictures(1), "'a_b' has a '_'"),
         ("t2i_compbench", named(["a/b", "c"]), pictures(1), "'a/b' has a '/'"),
         ("t2i_compbench", named(["é" * 130, "c"]), pictures(1), "more than 255 bytes"),
@@ -73,10 +80,44 @@ def test_what_the_official_scripts_would_misread_is_refused(
 ):
     with pytest.raises(ValueError, match=said):
         write_layout(layout, tmp_path / "out", batch, images)
-    assert not (tmp_path / "out").exists()
+    assert list(tmp_path.iterdir()) == []  # not even a part of it
 
 
 def test_a_folder_that_holds_files_is_refused(tmp_path: Path):
     write_layout("dpg_bench", tmp_path, BATCH, pictures(1))
+    assert not tmp_path.with_name(f"{tmp_path.name}.part").exists()
     with pytest.raises(ValueError, match="is not empty"):
         write_layout("dpg_bench", tmp_path, BATCH, pictures(1))
+
+
+def test_geneval_is_the_folder_that_its_own_reader_takes(tmp_path: Path):
+    meta = {"tag": "single_object", "include": [{"class": "cup", "count": 1}]}
+    batch, images = PromptBatch(WORDS, ["x"] * 2, [meta] * 2), pictures(3)
+    write_layout("geneval", tmp_path / "out", batch, images)
+    found = geneval_folder.read(tmp_path / "out")
+    assert [sample.metadata for sample in found] == [
+        {**meta, "prompt": w} for w in WORDS for _ in "abc"
+    ]
+    for sample, expected in zip(found, torch.cat(images), strict=True):
+        assert torch.equal(pixels(Image.open(sample.path)), expected)
+
+
+def test_no_more_than_one_prompt_is_held_and_a_kill_leaves_no_folder(tmp_path: Path):
+    alive: list[weakref.ref[Tensor]] = []
+    items = PromptBatch(list("abcd"), ["x"] * 4, [{"item_id": letter} for letter in "abcd"])
+
+    def lazily(stop: int) -> Iterator[Tensor]:
+        for place in range(4):
+            if place == stop:
+                raise KeyboardInterrupt
+            assert sum(ref() is not None for ref in alive) <= 1  # the one that was written last
+            own = torch.rand(4, 3, 8, 8)
+            alive.append(weakref.ref(own))
+            yield own
+            del own
+
+    with pytest.raises(KeyboardInterrupt):
+        write_layout("dpg_bench", tmp_path / "out", items, lazily(3))
+    assert list(tmp_path.iterdir()) == []
+    write_layout("dpg_bench", tmp_path / "out", items, lazily(4))
+    assert len(list((tmp_path / "out").iterdir())) == 4

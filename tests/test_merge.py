@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowalign.backbone import Backbone, read_lora, write_lora
+from flowalign.adapters import read_lora, write_lora
+from flowalign.backbone import Backbone
 from flowalign.cli import main
 from flowalign.teachers.merge import merge
 

@@ -20,12 +20,18 @@ WIRING = (
     "flowalign.cli",
     "flowalign.demo",
     "flowalign.doctor",
+    "flowalign.prompts",
+    "flowalign.push",
     "flowalign.recipe",
     "flowalign.tiny.ship",
     "flowalign.tiny.ship_teachers",
 )
 HEAVY = ("diffusers", "transformers", "peft", "accelerate")
-CONFIGS = [p for p in sorted(ROOT.glob("configs/**/*.yaml")) if "accelerate" not in p.parts]
+CONFIGS = [  # one a run; those with an underscore are used by others, variants change others
+    path
+    for path in sorted(ROOT.glob("configs/**/[!_]*.yaml"))
+    if not {"accelerate", "variants"} & {*path.parts}
+]
 
 
 def sources() -> dict[str, Path]:

@@ -78,6 +78,23 @@ def test_stages_get_the_recipes_model_and_seed_and_each_others_adapters(
     assert table.models == {"base": None, "student": str(out / "student" / "adapter")}
 
 
+def test_a_variant_reaches_the_stages_it_is_for_and_a_stages_set_comes_after(
+    random_model: str, tmp_path: Path
+) -> None:
+    path = written(random_model, tmp_path, second={"use": "teacher.yaml", "set": ["train.keep=9"]})
+    variant = tmp_path / "small.yaml"
+    keys = {"grpo": {"train": {"keep": 7}, "model": {"decode_batch": 1}}, "opd": {"seed": 4}}
+    variant.write_text(yaml.safe_dump(keys))
+    found = train.load(path, stage=train.Job, variant=variant)
+    assert isinstance(found, train.RecipeConfig) and found.variant == keys
+    plain, stages = planned(path), recipe.plan(found, path.parent)
+    assert isinstance(stages["first"], Config) and isinstance(stages["second"], Config)
+    assert (stages["first"].train.keep, stages["second"].train.keep) == (7, 9)
+    assert stages["first"].model.decode_batch == 1 and stages["first"].model.id == random_model
+    assert stages["merge"] == plain["merge"] and stages["table"] == plain["table"]
+    assert plain["first"].model.decode_batch is None
+
+
 @pytest.mark.parametrize(
     ("stage", "said"),
     [

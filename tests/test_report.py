@@ -177,7 +177,7 @@ def text(results: Results) -> str:
 
 
 def page(results: Results, model: str) -> str:
-    found = tables(results, {"student": ["ocr"]})
+    found = tables(results, {"student": ["ocr"]} if "ocr" in results.judged else {})
     return report.render(
         results, found, title="T < 1", conditions=["Seed 7."], config="stage: eval", model=model
     )
@@ -214,7 +214,7 @@ def test_models_disagree_where_scores_are_far_apart_or_missing(results: Results)
     assert [line.disagree for line in report.lines(results, MARKS[1])] == [True, False, False]
     assert report.disagree([0.5, NAN], 1) and not report.disagree([NAN, NAN], 1)
     assert not report.disagree([0.5, 0.5], 0)
-    assert [cell.level for cell in lines[1].cells] == [0, 100, 100]
+    assert [cell.level for (cell,) in lines[1].cells] == [0, 100, 100]
 
 
 def test_a_bar_for_each_tag_and_model(results: Results):
@@ -225,12 +225,77 @@ def test_a_bar_for_each_tag_and_model(results: Results):
     assert report.bars(results, MARKS[1]) == {}
 
 
+# Several images a prompt, several judges of an image ----------------------------------------------
+
+
+def shared() -> Results:
+    """Two models, two prompts of two images, judged by a verdict and by a grade."""
+    batch = PromptBatch(PROMPTS[:2], ["x"] * 2, [{}] * 2)
+    marks = [
+        Benchmark("x_right", batch, Judge("correct"), 2, "x"),  # type: ignore[arg-type]
+        Benchmark("x_grade", batch, Judge(None), 2, "x"),  # type: ignore[arg-type]
+    ]
+    scores = {
+        "base": {"x_right": [1, 0, 0, 0], "x_grade": [0.9, 0.8, 0.2, 0.1]},
+        "new": {"x_right": [1, 1, NAN, 0], "x_grade": [0.8, 0.9, 0.1, 0.9]},
+    }
+    found = {}
+    for model, of in scores.items():
+        shade = 0.5 * (model == "new")
+        pictures = [png(torch.full((3, 4, 4), shade + i / 10)) for i in range(4)]
+        found[model] = {
+            mark.name: Judged(
+                [
+                    {"index": i // 2, "copy": i % 2, "prompt": PROMPTS[i // 2], "metadata": {}}
+                    | {"value": score, mark.headline or "value": score, "reason": None}
+                    for i, score in enumerate(of[mark.name])
+                ],
+                pictures,
+            )
+            for mark in marks
+        }
+    return Results(marks, found, {})
+
+
+def test_the_images_of_a_prompt_are_one_line_each_with_its_verdict():
+    results = shared()
+    right, grade = (report.lines(results, mark) for mark in results.benchmarks)
+    assert [line.prompt for line in right] == PROMPTS[:2] and [line.index for line in right] == [
+        0,
+        1,
+    ]
+    cells = [[[cell.score for cell in cells] for cells in line.cells] for line in right]
+    assert cells == [[["1.00", "0.00"], ["1.00", "1.00"]], [["0.00", "0.00"], ["failed", "0.00"]]]
+    failed = [[[cell.failed for cell in cells] for cells in line.cells] for line in right]
+    assert failed == [[[False, True], [False, False]], [[True, True], [True, True]]]
+    assert [line.disagree for line in right] == [False, False]  # .5 and 1; 0 and 0 of one
+    assert [line.disagree for line in grade] == [False, False]  # .85 twice; .15 and .5, of .1 to .9
+
+
+def test_models_disagree_where_their_means_over_the_images_do():
+    results = shared()
+    mark = results.benchmarks[0]
+    for i, score in enumerate([1, 1, 0, 0]):
+        results.judged["new"]["x_right"].rows[i]["correct"] = score
+        results.judged["base"]["x_right"].rows[i]["correct"] = 0 if i < 2 else score
+    assert [line.disagree for line in report.lines(results, mark)] == [True, False]
+
+
+def test_an_image_that_several_judge_is_in_the_page_once():
+    results = shared()
+    images = Page(page(results, "tiny")).all("img")
+    own = {image["id"]: image["src"] for image in images if image.get("src")}
+    again = [image["data-again"] for image in images if "data-again" in image]
+    assert len(images) == 16 and len(own) == 8 and sorted(own) == sorted(again)  # type: ignore[type-var]
+    assert own["x/new/3"] != own["x/base/3"] and len(set(own.values())) == 8
+
+
 def test_a_large_image_is_reduced_for_the_page(results: Results):
     large = png(torch.rand(3, 300, 600))
     rows = results.judged["base"]["ocr"].rows
     single = Results(MARKS[1:], {"base": {"ocr": Judged(rows, [large])}}, {})
     (line,) = report.lines(single, MARKS[1])
-    assert len(base64.b64decode(line.cells[0].source.partition(",")[2])) < len(large) / 3
+    assert len(base64.b64decode(line.cells[0][0].source.partition(",")[2])) < len(large) / 3
 
 
 def test_published_numbers_stand_beside_the_model_that_they_are_of(results: Results, text: str):
@@ -245,14 +310,34 @@ def test_published_numbers_stand_beside_the_model_that_they_are_of(results: Resu
 
 
 def test_a_verdict_is_told_apart_from_its_absence(results: Results):
-    failed = [[cell.failed for cell in line.cells] for line in report.lines(results, MARKS[0])]
+    failed = [[cell.failed for (cell,) in line.cells] for line in report.lines(results, MARKS[0])]
     assert failed == [[False, False, False], [True, False, False], [False, False, False]]
-    graded = [[cell.failed for cell in line.cells] for line in report.lines(results, MARKS[1])]
+    graded = [[cell.failed for (cell,) in line.cells] for line in report.lines(results, MARKS[1])]
     assert graded[0] == [True, True, False]  # of .1 to .9
-    assert report.lines(results, MARKS[0])[0].cells[0].reason == "saw <1>"
+    assert report.lines(results, MARKS[0])[0].cells[0][0].reason == "saw <1>"
 
 
-@pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
+def browse(text: str, folder: Path, chosen: str) -> str:
+    """The page as Chromium builds it for what stands behind #, its title how many images load."""
+    probe = "document.title = [...document.images].filter((i) => i.naturalWidth > 0).length;"
+    checked = text.replace(
+        "filter();\n</script>", f"filter();\nonload = () => {{ {probe} }};\n</script>"
+    )
+    assert checked != text
+    (folder / "report.html").write_text(checked, encoding="utf-8")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    command = [*flags, f"--user-data-dir={folder / 'user'}", "--dump-dom"]
+    address = f"{(folder / 'report.html').as_uri()}#{chosen}"
+    done = subprocess.run(
+        ["chromium", *command, address], capture_output=True, text=True, timeout=120, check=True
+    )
+    return done.stdout
+
+
+needs_chromium = pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
+
+
+@needs_chromium
 @pytest.mark.parametrize(
     ("chosen", "shown"),
     [
@@ -267,18 +352,16 @@ def test_a_verdict_is_told_apart_from_its_absence(results: Results):
 def test_a_browser_filters_and_shows_every_image_without_a_network(
     text: str, tmp_path: Path, chosen: str, shown: int
 ):
-    """The view that the address asks for, as Chromium builds it; images that load have a width."""
-    probe = "document.title = [...document.images].filter((i) => i.naturalWidth > 0).length;"
-    checked = text.replace(
-        "filter();\n</script>", f"filter();\nonload = () => {{ {probe} }};\n</script>"
-    )
-    assert checked != text
-    (tmp_path / "report.html").write_text(checked, encoding="utf-8")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-    command = [*flags, f"--user-data-dir={tmp_path / 'user'}", "--dump-dom"]
-    address = f"{(tmp_path / 'report.html').as_uri()}#{chosen}"
-    done = subprocess.run(
-        ["chromium", *command, address], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert f'<span id="count">{shown} prompts</span>' in done.stdout
-    assert "<title>18</title>" in done.stdout
+    """The view that the address asks for; images that load have a width."""
+    found = browse(text, tmp_path, chosen)
+    assert f'<span id="count">{shown} prompts</span>' in found
+    assert "<title>18</title>" in found
+
+
+@needs_chromium
+def test_a_browser_shows_an_image_to_every_judge_and_a_failure_among_copies(tmp_path: Path):
+    found = browse(page(shared(), "tiny"), tmp_path, "failed=base&benchmark=x_right")
+    assert (
+        '<span id="count">2 prompts</span>' in found
+    )  # one image of the first, both of the second
+    assert "<title>16</title>" in found

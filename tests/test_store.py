@@ -16,11 +16,12 @@ import torch
 import yaml
 from torch import Tensor
 
+from flowalign.adapters import adapter_digest
 from flowalign.backbone import Backbone, load_pipeline
 from flowalign.config import SD3_ATTENTION, EvalConfig, load
 from flowalign.eval import suite
 from flowalign.eval.__main__ import main
-from flowalign.eval.store import Store, adapter_digest, fingerprint
+from flowalign.eval.store import Store, fingerprint
 from flowalign.eval.suite import Benchmark, Settings
 from flowalign.types import PromptBatch, Scores
 
@@ -82,7 +83,7 @@ def benchmark(images: int = 1, reward: Any = None) -> Benchmark:
 
 
 def store(folder: Path, *, rank: int = 0, kept: int | None = None, **scores: Any) -> Store:
-    found = Store(folder, {"seed": 7}, scores, rank=rank, kept=kept)
+    found = Store(folder, {"seed": 7}, {"x": scores}, rank=rank, kept=kept)
     found.check()
     found.prepare()
     return found
@@ -137,7 +138,7 @@ def test_a_groupwise_reward_sees_all_images_of_a_prompt_at_once(backbone: Backbo
     mark, kept = benchmark(3, spread), store(tmp_path / "s")
     whole = judge(backbone, mark, 4, store=kept)
     assert groups == [[prompt] * 3 for prompt in PROMPTS]
-    rows = next(kept.scored.glob("rows.*"))
+    rows = next(kept.rows["x"].folder.glob("rows.*"))
     rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:-1]))  # one of E's is lost
     again = judge(backbone, mark, 4, store=store(tmp_path / "s"))
     assert groups[5:] == [['a "E"'] * 3] and again.rows == whole.rows
@@ -358,7 +359,6 @@ def test_a_killed_process_is_gone_on_with(config: Path, sampled: list[str]):
         ("sampling.steps=3", "sampling.steps was 2 there, and is 3 here"),
         ("model.dtype=bfloat16", "model.dtype was 'float32' there, and is 'bfloat16' here"),
         ("benchmarks.0.images=1", "images was 2 there, and is 1 here"),
-        ("benchmarks.0.limit=4", "prompts was '"),
         ("models.base=ADAPTER", "adapter was None there, and is '"),
     ],
 )
@@ -386,17 +386,62 @@ def test_an_adapter_that_was_trained_on_and_changed_prompts_are_refused(
     save_adapter(random_model, config.parent / "adapter", seed=1)  # the very same again
     (config.parent / "prompts.txt").write_text("\n".join(PROMPTS[::-1]))
     assert main(["--config", str(config)]) == 2
-    assert capsys.readouterr().err.count("prompts was '") == 2  # of either model
+    said = """prompts.0 was 'a "A"' there, and is 'a "E"' here"""
+    assert capsys.readouterr().err.count(said) == 2  # of either model
 
 
-def test_a_folder_that_does_not_say_whose_images_it_holds_is_refused(
-    config: Path, capsys: pytest.CaptureFixture[str]
+def test_a_larger_limit_goes_on_and_a_smaller_one_takes_the_first(config: Path, sampled: list[str]):
+    """Where the first prompts fill whole batches, to the last bit."""
+    command, out = ["--config", str(config), "models={base: null}"], config.parent / "out"
+    assert main(command) == 0
+    whole = files(out)
+    out.rename(config.parent / "before")
+    assert main([*command, "benchmarks.0.limit=4"]) == 0  # 2 prompts a batch
+    few = files(out)
+    sampled.clear()
+    Watched.asked.clear()
+    assert main(command) == 0
+    assert sampled == PROMPTS[4:] and Watched.asked == PROMPTS[4:] * 2 and files(out) == whole
+    sampled.clear()
+    assert main([*command, "benchmarks.0.limit=4"]) == 0
+    shown = ("results.json", "table.md")
+    assert sampled == [] and [files(out)[name] for name in shown] == [few[name] for name in shown]
+    assert main(command) == 0 and sampled == [] and files(out) == whole
+
+
+def test_a_larger_limit_keeps_the_images_of_a_batch_that_was_not_full(
+    config: Path, sampled: list[str]
 ):
-    folder = config.parent / "out" / "images" / "tuned" / "red"
-    folder.mkdir(parents=True)
-    (folder / "0.png").write_bytes(b"")
-    assert main(["--config", str(config)]) == 2
-    assert "no settings.json tells what its images are" in capsys.readouterr().err
+    """They are those of a run with all, but for the rounding of another size of batch."""
+    command, out = ["--config", str(config), "models={base: null}"], config.parent / "out"
+    assert main(command) == 0
+    fresh = [row["value"] for row in rows_in(out)]
+    out.rename(config.parent / "before")
+    assert main([*command, "benchmarks.0.limit=3"]) == 0
+    first = rows_in(out)
+    assert main(command) == 0
+    assert rows_in(out)[:6] == first
+    assert [row["value"] for row in rows_in(out)] == pytest.approx(fresh, abs=1e-3)
+
+
+def rows_in(out: Path) -> list[dict[str, Any]]:
+    return json.loads((out / "results.json").read_text())["models"]["base"]["images"]["red"]
+
+
+def test_changed_metadata_is_scored_again_on_the_same_images(config: Path, sampled: list[str]):
+    lines = [{"prompt": prompt, "tag": "a"} for prompt in PROMPTS]
+    path = config.parent / "prompts.jsonl"
+    command = ["--config", str(config), "models={base: null}", f"benchmarks.0.prompts={path}"]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    assert main(command) == 0
+    sampled.clear()
+    Watched.asked.clear()
+    lines[1]["tag"] = "b"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    assert main(command) == 0
+    assert sampled == [] and Watched.asked == [PROMPTS[1]] * 2
+    tags = [row["metadata"]["tag"] for row in rows_in(config.parent / "out")]
+    assert tags == ["a", "a", "b", "b", *"aaaaaa"]
 
 
 def test_a_line_that_is_no_row_is_refused(config: Path, capsys: pytest.CaptureFixture[str]):

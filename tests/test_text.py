@@ -35,8 +35,8 @@ def count(texts: TextEncoder, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_kept_embeddings_are_those_of_the_encoders(random_model: str, tmp_path: Path) -> None:
     plain, kept = encoder(random_model), encoder(random_model, tmp_path)
     for _ in range(2):  # encoded, then read
-        assert_close(kept(TEXTS), plain(TEXTS), rtol=0, atol=1e-6)
-    assert_close(kept.negative(), plain([""]), rtol=0, atol=1e-6)
+        assert_close(kept(TEXTS), plain(TEXTS), rtol=0, atol=5e-6)
+    assert_close(kept.negative(), plain([""]), rtol=0, atol=5e-6)
 
 
 def test_a_text_is_encoded_once_by_all_runs_and_whatever_its_batch(
@@ -66,7 +66,7 @@ def test_other_encoders_and_lengths_do_not_meet(
     fakes.pipeline(seed=1).save_pretrained(other)
     changed = encoder(str(other), tmp_path)
     asked = count(changed, monkeypatch)
-    assert_close(changed(TEXTS), encoder(str(other))(TEXTS), rtol=0, atol=1e-6)
+    assert_close(changed(TEXTS), encoder(str(other))(TEXTS), rtol=0, atol=5e-6)
     assert asked == TEXTS
 
 

@@ -1,9 +1,6 @@
 """The entry point: what it refuses before it loads a model, and processes that act as one."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import fakes
@@ -115,11 +112,7 @@ def test_two_processes_do_what_one_does(random_model: str, tmp_path: Path) -> No
 def processes_agree(path: Path, folder: Path) -> dict[str, Tensor]:
     """Run again what was run in folder/one, in two processes: the weights are the same."""
     two = folder / "two" / "run"
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
-               str(ROOT / "configs" / "accelerate" / "ddp_2cpu.yaml"), "--main_process_port", "0",
-               str(ROOT / "train.py"), "--config", str(path), f"output={two}"]  # fmt: skip
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    done = fakes.launch(ROOT / "train.py", "--config", path, f"output={two}")
     assert done.returncode == 0, done.stderr
     assert (two / "checkpoints" / "update_000002" / "rng_1.json").exists()  # two, indeed
     found, expected = (

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from flowalign.backbone import read_lora, write_lora
+from flowalign.adapters import read_lora, write_lora
 from flowalign.teachers.merge import merge
 from flowalign.tiny import TEACHERS
 

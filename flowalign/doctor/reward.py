@@ -1,4 +1,4 @@
-"""`flowalign doctor --reward NAME`: does a reward work here, what does it say, what does it cost?
+"""Does a reward work here, what does it say, what does it cost?
 
 It scores the tiny world's scenes, with their own prompts and with other ones, beside noise and
 plain grey, and looks for what breaks a training run: scores that depend on the batch, or that
@@ -7,8 +7,6 @@ never differ.
 
 from __future__ import annotations
 
-import argparse
-import logging
 import resource
 import sys
 import time
@@ -20,20 +18,14 @@ import torch
 from torch import Tensor
 
 from flowalign import rewards
+from flowalign.doctor import findings
+from flowalign.doctor.findings import Finding
 from flowalign.rewards.guarded import Guarded, score
 from flowalign.types import PromptBatch, Reward
 
 PROBES = ("tiny/geneval_test", "tiny/ocr_test", "tiny/preference_test")
 COPIES = 4  # of a prompt, for a reward that compares them
 TOLERANCE = 1e-4  # relative: float32 sums in another order
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing looked at: "ok", "note" (may be meant so) or "fault" (training would suffer)."""
-
-    level: str
-    text: str
 
 
 @dataclass
@@ -49,7 +41,7 @@ class Health:
 
     @property
     def healthy(self) -> bool:
-        return not any(finding.level == "fault" for finding in self.findings)
+        return findings.healthy(self.findings)
 
 
 def suited(name: str, options: Mapping[str, Any], count: int) -> PromptBatch:
@@ -185,34 +177,5 @@ def show(name: str, health: Health) -> None:
             else ("-", "-", "-")
         )
         table.add_row(kind, low, middle, high, str(health.failures[kind]))
-    console = Console(highlight=False)
-    console.print(table)
-    for finding in health.findings:
-        console.print(f"{finding.level:>6}  {finding.text}", markup=False, soft_wrap=True)
-
-
-def main(argv: Sequence[str]) -> int:
-    """The command line; 0 = healthy, 1 = a fault was found, 2 = it could not be examined."""
-    from flowalign.config import assignments
-    from flowalign.progress import quiet
-
-    parser = argparse.ArgumentParser("flowalign doctor", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--reward", required=True, help="a name, or package.module:attribute")
-    parser.add_argument("--count", type=int, default=16, help="scenes (default 16)")
-    parser.add_argument("--size", type=int, help="enlarge the 64-pixel scenes to this many pixels")
-    parser.add_argument("options", nargs="*", metavar="key=value", help="options of the reward")
-    args = parser.parse_args(argv)
-    quiet()
-    warnings = logging.getLogger("flowalign.rewards.guarded")
-    before = warnings.level
-    warnings.setLevel(logging.ERROR)  # the findings tell
-    try:
-        options = assignments(args.options)
-        health = diagnose(args.reward, options, args.count, args.size)
-    except (ValueError, ImportError, OSError) as error:
-        print(f"flowalign doctor: {error}", file=sys.stderr)
-        return 2
-    finally:
-        warnings.setLevel(before)
-    show(args.reward, health)
-    return 0 if health.healthy else 1
+    Console(highlight=False).print(table)
+    findings.show(health.findings)

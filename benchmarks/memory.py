@@ -1,0 +1,158 @@
+"""Peak memory of an update, predicted and measured: `python benchmarks/memory.py [--width 0.125]`.
+
+A Stable Diffusion 3.5 Medium of random weights at a share of its width runs one update of each
+kind; on a GPU the peak is torch's own count, on a CPU that of every allocation in a profile.
+`--width 1` is the real size (14 GB of disk for the random weights).
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState
+
+from flowalign import config, train
+from flowalign.architectures import ARCHITECTURES, pipeline
+from flowalign.estimate import predict
+from flowalign.loop import STUDENT, Loop
+from flowalign.meter import size_of
+
+MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
+TASK = {"prompts": "tiny/geneval_train", "reward": {"name": "geneval", "options": {}}}
+CASES = {
+    "opd": [],
+    "opd, checkpointing": ["model.gradient_checkpointing=true"],
+    "opd, micro-batch 4": ["optimizer.micro_batch=4"],
+    "grpo": [],
+    "grpo, checkpointing": ["model.gradient_checkpointing=true"],
+    "grpo, batches of 2": ["rollout.batch_size=2", "optimizer.micro_batch=1"],
+}
+
+
+def settings(model: str, folder: Path, kind: str, *changes: str, size: int = 512) -> Any:
+    """An update of 4 images with guidance: two LoRA teachers and an anchor, or a reward."""
+    task = {**TASK, "name": "a"}
+    data: dict[str, Any] = {
+        "stage": kind,
+        "output": str(folder / "run"),
+        "model": {"id": model, "height": size, "width": size, "max_sequence_length": 128},
+        "tasks": [task],
+        "rollout": {"steps": 3, "guidance": 4.5, "prompts": 2, "copies": 2, "batch_size": 4},
+        "optimizer": {"micro_batch": 2},
+        "train": {"updates": 2, "trackers": []},
+        "evaluation": None,
+    }
+    if kind == "opd":
+        data["tasks"] = [task, {**task, "name": "b"}]
+        data["teachers"] = {n: {"adapter": str(folder / n), "guidance": 4.5} for n in "ab"}
+        data["anchor"] = {"adapter": None, "guidance": 4.5}
+    return config.parse(data, changes)
+
+
+def write(folder: Path, width: float, layers: int | None = None) -> str:
+    """Random weights at a share of the width, and two adapters on them; returns the model."""
+    shapes = ARCHITECTURES[MEDIUM].scaled(width)
+    if layers:
+        dual = [i for i in shapes.transformer["dual_attention_layers"] if i < (layers + 1) // 2]
+        fewer = {"num_layers": layers, "dual_attention_layers": dual}
+        shapes = replace(shapes, transformer={**shapes.transformer, **fewer})
+    model = str(folder / "model")
+    pipeline(shapes).save_pretrained(model)
+    backbone = train.student(settings(model, folder, "grpo"), torch.device("cpu"))
+    for name in "ab":
+        for parameter in backbone.adapter_parameters(STUDENT):
+            torch.nn.init.normal_(parameter, std=0.01)
+        backbone.save_adapter(STUDENT, folder / name)
+    return model
+
+
+def measured(found: config.Config) -> dict[str, int]:
+    """Bytes: what lies there all the time, and the peak of the phases of a second update."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    loop, *_ = train.wire(found)
+    once(loop)  # Adam's moments come into being
+    moments = [t for s in loop.optimizer.state.values() for t in s.values() if t.numel() > 1]
+    average = loop.ema.shadow_params if loop.ema else []
+    pipe = loop.backbone.pipe
+    parts = [pipe.vae, pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3]
+    resident = size_of(loop.backbone.core, *[part for part in parts if part is not None])
+    resident += sum(t.numel() * t.element_size() for t in [*moments, *average])
+    return {"resident": resident, **dict(phases(loop))}
+
+
+def compared(found: config.Config, device_type: str) -> dict[str, tuple[int, int]]:
+    """(measured, predicted) bytes: what lies there, the phases' own, and the peak of all."""
+    seen, expected = measured(found), predict(found, device_type=device_type)
+    each = {phase.name: phase.bytes for phase in expected.phases}
+    sampling = max(each.pop(n, 0) for n in ("text", "rollout", "VAE decode"))
+    foreseen = {"resident": expected.resident, "rollout": sampling, **each}
+    peak = seen["resident"] + max(v for k, v in seen.items() if k != "resident")
+    pairs = {k: (v, foreseen[k]) for k, v in seen.items() if k in foreseen}
+    return pairs | {"PEAK": (peak, expected.peak)}
+
+
+def once(loop: Loop) -> None:
+    """An update of the loop."""
+    rollout = loop.rollout(0)
+    loop._learn(rollout, loop.algorithm.prepare(rollout, 0).keep)
+
+
+def phases(loop: Loop) -> Iterator[tuple[str, int]]:
+    """The peak of each phase of an update, over what is there all the time."""
+    rollout, held = peak(loop.backbone.device, lambda: loop.rollout(1))
+    yield "rollout", held
+    tensors = [*vars(rollout).values(), *vars(rollout.conditioning).values()]
+    kept = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+    prepared, held = peak(loop.backbone.device, lambda: loop.algorithm.prepare(rollout, 1))
+    yield "labels", kept + held
+    _, held = peak(loop.backbone.device, lambda: loop._learn(rollout, prepared.keep))
+    yield "update", kept + held
+
+
+def peak(device: torch.device, call: Callable[[], Any]) -> tuple[Any, int]:
+    """What a call gives, and the bytes that it held at most beyond those of before."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        found = call()
+        return found, torch.cuda.max_memory_allocated() - before
+    activity = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activity, profile_memory=True) as profile:
+        found = call()
+    assert profile.profiler and profile.profiler.kineto_results
+    now = most = 0
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]
+        most = max(most, now)
+    return found, most
+
+
+def main() -> None:
+    """Print a row for each case."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--width", type=float, default=0.125)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--size", type=int, default=512, help="pixels")
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    print(f"{'MiB':24}{'phase':12}{'measured':>10}{'predicted':>10}{'error':>8}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        model = write(Path(folder), args.width, args.layers)
+        for case in args.cases:
+            kind = case.split(",")[0]
+            found = settings(model, Path(folder), kind, *CASES[case], size=args.size)
+            for name, (seen, foreseen) in compared(found, device).items():
+                row = f"{seen / 2**20:10.1f}{foreseen / 2**20:10.1f}{foreseen / seen - 1:+8.1%}"
+                print(f"{case:24}{name:12}{row}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""What a few images of the real run show: its ratio, its rewards, its teachers, one update."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flowalign import sde, train
+from flowalign.backbone import ModelError
+from flowalign.config import parse
+from flowalign.doctor import reward as rewards
+from flowalign.doctor.findings import Finding
+from flowalign.doctor.plan import Plan
+from flowalign.estimate import predict
+from flowalign.loop import Loop, TrainingError, pairs_of, schedule
+from flowalign.loop import velocity as velocity_of
+from flowalign.rollout import Noise, sample
+from flowalign.schema import Config, ConfigError, OpdConfig, SftConfig
+from flowalign.teachers.bank import Bank
+from flowalign.teachers.sft import Sft
+from flowalign.types import Rollout
+
+COPIES = 4  # images of a prompt, at most
+IMAGES = 16  # of an update, at most: enough to tell its speed
+APART = 1e-6  # of a velocity, relatively: as good as equal
+
+
+@dataclass
+class Live:
+    """Findings, and what was measured: FLOP/s of an update, seconds of scoring an image."""
+
+    findings: list[Finding]
+    rate: float | None = None
+    scoring: float = 0.0
+
+
+def examine(config: Config) -> Live:
+    """Score probes with each reward, then run two small updates of the stage in a folder that is
+    thrown away."""
+    found = Live([])
+    for task in config.tasks:
+        if task.reward:
+            found.findings += _scored(task.name, task.reward.name, task.reward.options)
+    with tempfile.TemporaryDirectory() as folder:
+        small = _small(config, folder)
+        try:
+            loop, *_ = train.wire(small)
+            loop.on_update = lambda update, metrics: None
+            found.findings += _looked_at(small, loop)
+            before = _velocity(loop, rollout := _states(small, loop))
+            loop.run()
+            found.findings += _moved(before, _velocity(loop, rollout))
+            _time(small, loop, found)
+        except (ConfigError, ModelError, TrainingError) as error:
+            found.findings.append(Finding("fault", f"update: {error}"))
+        except torch.cuda.OutOfMemoryError as error:
+            text = str(error).splitlines()[0]
+            found.findings.append(Finding("fault", f"memory: even a small update fails: {text}"))
+    return found
+
+
+def _scored(task: str, name: str, options: dict[str, object]) -> Iterator[Finding]:
+    """The findings of `flowalign doctor --reward` that are no "ok", and one line that is."""
+    try:
+        health = rewards.diagnose(name, options, count=4, size=None)
+    except (ValueError, ImportError, OSError) as error:
+        known = str(error).startswith("the built-in prompts do not suit")
+        yield Finding("note" if known else "fault", f"reward {name!r} of task {task!r}: {error}")
+        return
+    bad = [finding for finding in health.findings if finding.level == "fault"]
+    for finding in bad:
+        yield Finding("fault", f"reward {name!r} of task {task!r}: {finding.text}")
+    if not bad:
+        cost = next(f.text for f in health.findings if "ms an image" in f.text)
+        yield Finding("ok", f"reward {name!r} of task {task!r}: sound; {cost}")
+
+
+def _small(config: Config, folder: str) -> Config:
+    """The run with a few images, two updates and no evaluation; batch sizes stay."""
+    copies = min(COPIES, config.rollout.copies)
+    prompts = max(2, len(config.tasks), min(config.rollout.prompts, IMAGES // copies))
+    changes = [
+        f"output={json.dumps(folder)}", "train.trackers=[]", "train.updates=2",
+        "train.checkpoint_every=2", "train.sample_every=1000", "train.max_invalid_share=1.0",
+        f"rollout.prompts={prompts}", f"rollout.copies={copies}",
+        "optimizer.updates_per_rollout=1", "student.diagnose_every=1000",
+        *(f"tasks.{i}.weight=1.0" for i in range(len(config.tasks))),
+    ]  # fmt: skip
+    data = config.model_dump(mode="json") | {"evaluation": None}
+    return parse(data, [c for c in changes if c.split(".")[0] in data or "." not in c])
+
+
+# What is looked at -----------------------------------------------------------------------------
+
+
+def _states(config: Config, loop: Loop) -> Rollout:
+    """A rollout of all states of the window, with their successors where there is noise."""
+    found = dataclasses.replace(
+        schedule(loop.backbone, config), chosen=None, actions=config.rollout.kind != "ode"
+    )
+    return sample(
+        loop.backbone,
+        loop.prompts.batch(0),
+        found,
+        guidance=config.rollout.guidance,
+        noise=Noise((config.seed, 0)),
+        copies=config.rollout.copies,
+        batch_size=config.rollout.batch_size,
+        decode=False,
+    )
+
+
+def _looked_at(config: Config, loop: Loop) -> Iterator[Finding]:
+    rollout = _states(config, loop)
+    if rollout.log_probs is not None and not isinstance(config, SftConfig):
+        yield from _ratio(config, loop, rollout)
+    if isinstance(config, OpdConfig | SftConfig):
+        yield from _taught(config, loop, rollout)
+
+
+def _ratio(config: Config, loop: Loop, rollout: Rollout) -> Iterator[Finding]:
+    """The ratio of new and old policy before any update, through the update's own forward path."""
+    grid = schedule(loop.backbone, config)
+    plan, worst = Plan(config), 0.0
+    keep = torch.ones(len(rollout), dtype=torch.bool)
+    for pairs in pairs_of(rollout, keep, config.optimizer.micro_batch):
+        x_next, old = pairs.action()
+        velocity = velocity_of(loop.backbone, pairs, config.rollout.guidance).detach()
+        new = sde.log_prob(grid.transition(pairs.x, velocity, pairs.steps), x_next)
+        worst = max(worst, float(((new - old).exp() - 1).abs().nan_to_num(math.inf).max()))
+    limit = config.grpo.clip_range  # pyright: ignore[reportAttributeAccessIssue]
+    text = f"ratio: within {worst:.2g} of 1 before the first update"
+    if worst <= limit / 10:
+        yield Finding("ok", text)
+        return
+    level = "fault" if plan.ratio and worst > limit / 2 else "note"
+    used = "" if plan.ratio else " (which this stage does not use)"
+    yield Finding(
+        level,
+        f"{text}{used}; the clip range is {limit:g}. Rollout and update do not see one policy: in "
+        "a dtype of few bits let rollout.batch_size equal optimizer.micro_batch.",
+    )
+
+
+def _taught(config: OpdConfig | SftConfig, loop: Loop, rollout: Rollout) -> Iterator[Finding]:
+    """Labels of each teacher on a few states: finite, and neither the base's nor the student's."""
+    x, rows = rollout.states[:2, 0], torch.arange(min(2, len(rollout)))
+    sigma = rollout.sigmas[rollout.steps[0]].to(x).expand(len(x))
+    cond = rollout.conditioning.select(rows)
+    algorithm = loop.algorithm
+    bank = algorithm.bank if isinstance(algorithm, Sft) else algorithm.teachers  # type: ignore
+    assert isinstance(bank, Bank)
+    with loop.backbone.base(), torch.no_grad():
+        plain = {t.guidance: None for t in config.teachers.values()}
+        base = {g: loop.backbone.velocity(x, sigma, cond, guidance=g) for g in plain}
+    for name, teacher in config.teachers.items():
+        label = bank.velocity(x, sigma, cond, [name] * len(x))
+        gap = _relative(label, base[teacher.guidance])
+        if not math.isfinite(gap):
+            text = f"teacher {name!r}: its velocity is not finite; its adapter or dtype is broken."
+            yield Finding("fault", text)
+        elif teacher.adapter is not None and gap < APART:
+            yield Finding("fault", f"teacher {name!r}: equals the base: there is nothing to learn.")
+        else:
+            yield Finding("ok", f"teacher {name!r}: {gap:.1%} from the base")
+
+
+def _velocity(loop: Loop, rollout: Rollout) -> Tensor:
+    """The student's velocity at the first states."""
+    keep = torch.zeros(len(rollout), dtype=torch.bool)
+    keep[:2] = True
+    pairs = next(pairs_of(rollout, keep, 2))
+    with torch.no_grad():
+        return loop.velocity(pairs)
+
+
+def _moved(before: Tensor, after: Tensor) -> Iterator[Finding]:
+    """What two updates did to the velocity."""
+    gap = _relative(after, before)
+    if not gap < 0.5:
+        yield Finding(
+            "fault",
+            f"update: two of them change the velocity by {gap:.0%}. Lower optimizer.lr, or give it "
+            "a warm-up.",
+        )
+    elif gap == 0:
+        text = "update: two of them change nothing (a warm-up, or rewards that are all alike?)"
+        yield Finding("note", text)
+    else:
+        yield Finding("ok", f"update: two of them change the velocity by {gap:.2%}")
+
+
+def _relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def _time(config: Config, loop: Loop, found: Live) -> None:
+    """FLOP/s of the second update (the first one warms up), and what scoring took."""
+    lines = (Path(config.output) / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(lines[-1])
+    images = config.rollout.prompts * config.rollout.copies
+    seconds = last["seconds/rollout"] + last["seconds/update"]
+    rewarded = Plan(config).ratio and any(task.reward for task in config.tasks)
+    if rewarded:
+        found.scoring = last["seconds/score"] / images
+    else:
+        seconds += last["seconds/score"]  # labels
+    estimate = predict(config, device_type=loop.backbone.device.type)
+    found.rate = estimate.flops / seconds

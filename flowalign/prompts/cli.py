@@ -1,0 +1,167 @@
+"""`flowalign data generate | fetch | list | check`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+DEFAULTS = {"geneval": (50_000, "data/geneval_train.jsonl"), "ocr": (20_000, "data/ocr_train.txt")}
+
+
+def generate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Write training prompts of our own, without the official test prompts."""
+    count, out = DEFAULTS[args.kind]
+    count, path = args.count or count, Path(args.out or out)
+    write = {"geneval": _geneval, "ocr": _ocr}[args.kind]
+    text, said = write(count, args)
+    content = text.encode()
+    if path.is_file() and path.read_bytes() != content and not args.force:
+        raise ValueError(
+            f"{path} is there and holds something else. Give another --out, or replace it with "
+            "--force."
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(content)
+    os.replace(part, path)
+    print(f"{said}\n{path}")
+    return 0
+
+
+def _geneval(count: int, args: argparse.Namespace) -> tuple[str, str]:
+    from flowalign.data import load_prompts
+    from flowalign.prompts import geneval
+    from flowalign.prompts.held_out import GENEVAL, digest
+
+    held_out = set(GENEVAL)
+    for source in args.exclude:
+        held_out |= set(map(digest, load_prompts(source, "excluded").prompts))
+    rows = geneval.generate(count, args.seed, held_out, repeats=not args.unique)
+    tags = Counter(row["tag"] for row in rows)
+    different = Counter(tag for tag, _ in {(row["tag"], row["prompt"]) for row in rows})
+    said = [f"{len(rows)} prompts, {sum(different.values())} different"]
+    for tag, number in tags.most_common():
+        all_there_are = "" if different[tag] == number else ": all there are, repeated evenly"
+        said.append(f"  {tag:12} {number:6}, {different[tag]} different{all_there_are}")
+    return "".join(json.dumps(row) + "\n" for row in rows), "\n".join(said)
+
+
+def _ocr(count: int, args: argparse.Namespace) -> tuple[str, str]:
+    from flowalign.data import load_prompts
+    from flowalign.prompts import ocr
+    from flowalign.prompts.held_out import OCR, digest
+    from flowalign.rewards.ocr import target_of
+
+    held_out = set(OCR)
+    for source in args.exclude:
+        prompts = load_prompts(source, "excluded").prompts
+        held_out |= set(map(digest, prompts))
+        held_out |= {digest(target_of(prompt)) for prompt in prompts if prompt.count('"') >= 2}
+    prompts = ocr.generate(count, args.seed, held_out)
+    targets = set(map(target_of, prompts))
+    said = f"{len(prompts)} prompts, all different, with {len(targets)} different texts"
+    return "".join(prompt + "\n" for prompt in prompts), said
+
+
+def fetch(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Get official sets from where they are published, with licence and checksum."""
+    from flowalign.prompts.fetch import fetch as get
+    from flowalign.prompts.sources import SOURCES
+
+    for number, name in enumerate(args.names):
+        print(("\n" if number else "") + f"{name}: ", end="")
+        get(SOURCES[name], args.out, force=args.force, unverified=args.unverified)
+    return 0
+
+
+def show(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """List the official sets: size, licence, source, checksums."""
+    from flowalign.prompts.sources import SOURCES
+
+    for name, source in SOURCES.items():
+        print(f"{name}: {source.prompts}")
+        print(f"    {source.page}\n    licence: {source.licence}")
+        if source.note:
+            print(f"    NOTE: {source.note}")
+        for file in source.files:
+            known = f"{file.checksum} ({file.known})" if file.checksum else "no checksum known"
+            print(f"    {file.name}: {known}")
+    return 0
+
+
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Tell what rewards refuse in a set, its repeats, lengths, and overlap with other sets."""
+    from flowalign.data import load_prompts
+    from flowalign.prompts.check import examine
+
+    if args.tokenizer and not args.tokens:
+        parser.error("--tokenizer counts for --tokens N; give both")
+    names: dict[str, dict[str, Any]] = {name: {} for name in args.reward}
+    batch = load_prompts(args.set, "checked")
+    against = {source: load_prompts(source, "other") for source in args.against}
+    count = _tokenizer(args.tokenizer) if args.tokenizer else None
+    findings = examine(batch, names, against, args.tokens, count)
+    print("\n".join(findings.lines))
+    return 1 if findings.faults else 0
+
+
+def _tokenizer(name: str) -> Callable[[str], int]:
+    """Tokens of a text, special ones included, by a tokenizer in a folder or on the hub."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    return lambda text: len(tokenizer(text, truncation=False, verbose=False)["input_ids"])
+
+
+def _parser() -> argparse.ArgumentParser:
+    from flowalign.prompts.sources import SOURCES
+
+    parser = argparse.ArgumentParser("flowalign data", description=(__doc__ or "").strip())
+    commands = parser.add_subparsers(required=True, metavar="generate | fetch | list | check")
+
+    def command(name: str, run: Callable[..., int]) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
+        made.set_defaults(run=run, parser=made)
+        return made
+
+    made = command("generate", generate)
+    made.add_argument("kind", choices=list(DEFAULTS))
+    made.add_argument("--count", type=int, help="prompts (default: 50000 geneval, 20000 ocr)")
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--out", help="default: data/geneval_train.jsonl, data/ocr_train.txt")
+    made.add_argument("--exclude", nargs="+", default=[], metavar="SET", help="more to keep out")
+    made.add_argument("--unique", action="store_true", help="geneval: refuse to repeat prompts")
+    made.add_argument("--force", action="store_true", help="replace a file that differs")
+
+    made = command("fetch", fetch)
+    made.add_argument("names", nargs="+", choices=list(SOURCES), metavar="NAME",
+                      help=f"one or more of {', '.join(SOURCES)}")  # fmt: skip
+    made.add_argument("--out", default="data", help="folder (default: data)")
+    made.add_argument("--force", action="store_true", help="replace files that differ")
+    made.add_argument("--unverified", action="store_true", help="keep what has another checksum")
+
+    command("list", show)
+
+    made = command("check", check)
+    made.add_argument("set", help="a .txt, .jsonl or .csv, a folder, or tiny/NAME")
+    made.add_argument("--reward", nargs="+", default=[], metavar="NAME")
+    made.add_argument("--against", nargs="+", default=[], metavar="SET", help="such as a test set")
+    made.add_argument("--tokens", type=int, help="what a text encoder reads: 77 CLIP, 128 T5")
+    made.add_argument("--tokenizer", help="that counts them: a folder or hub id; else estimated")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line; 0 = done, 1 = `check` found faults, 2 = it could not be done."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args.parser, args)
+    except (ValueError, ImportError, OSError) as error:
+        print(f"flowalign data: {error}", file=sys.stderr)
+        return 2

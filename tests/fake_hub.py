@@ -1,0 +1,215 @@
+"""A Hugging Face Hub over HTTP that holds its repositories in memory: what it is sent, it serves.
+
+As much of the Hub's protocol as huggingface_hub's client needs to make a repository, to commit to
+it and to download from it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import save
+
+LAYER = "base_model.model.transformer_blocks.0.attn.to_q"
+HALVES = {"A": torch.ones(2, 32), "B": torch.ones(32, 2)}
+PEFT = {  # the files of a LoRA as peft saves it
+    "adapter_config.json": b'{"peft_type": "LORA", "r": 2, "lora_alpha": 5}',
+    "adapter_model.safetensors": save({f"{LAYER}.lora_{h}.weight": w for h, w in HALVES.items()}),
+    "README.md": b"# A teacher",
+}
+TOKEN = "hf_" + "t" * 34  # of the one user there is, whose name is "me"
+
+
+@dataclass
+class Repository:
+    """{revision: {file: content}}."""
+
+    private: bool = False
+    gated: bool = False
+    revisions: dict[str, dict[str, bytes]] = field(default_factory=lambda: {"main": {}})
+
+
+@dataclass
+class Hub:
+    """asked: "METHOD path" of every request. downloads: the files whose content was sent."""
+
+    url: str = ""
+    repositories: dict[str, Repository] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
+    downloads: list[str] = field(default_factory=list)
+
+    def put(
+        self, repo: str, files: dict[str, bytes], *, revision: str = "main", gated: bool = False
+    ) -> None:
+        """A repository that is there."""
+        made = self.repositories.setdefault(repo, Repository(gated=gated))
+        made.revisions[revision] = dict(files)
+
+
+@contextmanager
+def serving() -> Iterator[Hub]:
+    """A Hub on a port that was free."""
+    hub = Hub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": hub}))
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        thread.join(5)
+        server.server_close()
+
+
+def sha(files: dict[str, bytes]) -> str:
+    """Of a revision's content, as a commit."""
+    return hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
+
+
+class Handler(BaseHTTPRequestHandler):
+    hub: Hub
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        self.hub.asked.append(f"{self.command} {path}")
+        if match := re.fullmatch(r"/api/models/(\w+/[\w.-]+)(?:/(revision|tree)/(.+))?", path):
+            files = self._files(match[1], match[3] or "main")
+            if files is None:
+                return
+            if match[2] == "tree":
+                self._json(
+                    [
+                        {"type": "file", "path": name, "size": len(what), "oid": sha({name: what})}
+                        for name, what in files.items()
+                    ]
+                )
+            else:
+                names = [{"rfilename": name} for name in files]
+                private = self.hub.repositories[match[1]].private
+                about = {"id": match[1], "sha": sha(files), "private": private}
+                self._json({**about, "siblings": names})
+        elif match := re.fullmatch(r"/(\w+/[\w.-]+)/resolve/([\w.]+|refs/pr/\d+)/(.+)", path):
+            self._send_file(match[1], match[2], match[3])
+        else:
+            self._json({}, 404)
+
+    def do_POST(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        self.hub.asked.append(f"POST {path}")
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if path == "/api/validate-yaml":
+            return self._json({"errors": [], "warnings": []})
+        if not self._known():
+            return self._json({"error": "Invalid username or password."}, 401)
+        if path == "/api/repos/create":
+            return self._create(json.loads(body))
+        match = re.fullmatch(r"/api/models/(\w+/[\w.-]+)/(preupload|branch|commit)/(.+)", path)
+        assert match, path
+        repo = self.hub.repositories[match[1]]
+        if match[2] == "preupload":
+            plain = {"uploadMode": "regular", "shouldIgnore": False, "oid": None}
+            names = [{"path": file["path"], **plain} for file in json.loads(body)["files"]]
+            return self._json({"files": names})
+        if match[2] == "branch":
+            repo.revisions.setdefault(match[3], dict(repo.revisions["main"]))
+            return self._json({})
+        for line in map(json.loads, body.splitlines()):
+            if line["key"] == "file":
+                content = base64.b64decode(line["value"]["content"])
+                repo.revisions[match[3]][line["value"]["path"]] = content
+        oid = sha(repo.revisions[match[3]])
+        self._json({"commitUrl": f"{self.hub.url}/{match[1]}/commit/{oid}", "commitOid": oid})
+
+    def _known(self) -> bool:
+        return self.headers.get("Authorization") == f"Bearer {TOKEN}"
+
+    def _create(self, asked: dict[str, Any]) -> None:
+        if asked["organization"] not in (None, "me"):
+            return self._json({"error": "You don't have the rights to create a model"}, 403)
+        name = f"me/{asked['name']}"
+        there = name in self.hub.repositories
+        private = asked.get("private") or asked.get("visibility") == "private"
+        self.hub.repositories.setdefault(name, Repository(private=bool(private)))
+        self._json({"url": f"{self.hub.url}/{name}", "name": name}, 409 if there else 200)
+
+    def _files(self, name: str, revision: str) -> dict[str, bytes] | None:
+        """What is there for who asks; None where an error was sent."""
+        repo = self.hub.repositories.get(name)
+        if repo is None or (repo.private and not self._known()):
+            self._json({"error": "Repository not found"}, 401, {"X-Error-Code": "RepoNotFound"})
+            return None
+        if repo.gated and not self._known():
+            self._json({"error": "gated"}, 403, {"X-Error-Code": "GatedRepo"})
+            return None
+        found = {**repo.revisions, **{sha(files): files for files in repo.revisions.values()}}
+        if revision not in found:
+            self._json({"error": "Invalid rev"}, 404, {"X-Error-Code": "RevisionNotFound"})
+        return found.get(revision)
+
+    def _send_file(self, repo: str, revision: str, name: str) -> None:
+        files = self._files(repo, revision)
+        if files is None:
+            return
+        content = files[name]
+        self.send_response(200)
+        self.send_header("X-Repo-Commit", sha(files))
+        self.send_header("ETag", f'"{sha({name: content})}"')
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command == "GET":
+            self.hub.downloads.append(name)
+            self.wfile.write(content)
+
+    def _json(self, what: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        content = json.dumps(what).encode()
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+
+def go_online(hub: Hub, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Let huggingface_hub's client in this process talk to that Hub only, with an empty cache and
+    nobody logged in; pushes and downloads go over HTTP."""
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(cache / "token"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
+
+
+PUBLIC = [f"jieliu/SD3.5M-FlowGRPO-{name}" for name in ("GenEval", "Text", "PickScore")]
+
+
+def with_public_teachers(hub: Hub) -> Hub:
+    """With the adapters that our configs name, a layer each."""
+    for name in PUBLIC:
+        hub.put(name, PEFT)
+    return hub

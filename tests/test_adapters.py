@@ -1,0 +1,377 @@
+"""adapters.py: what peft and diffusers write is read with its scale, and what is no LoRA is not."""
+
+import copy
+import json
+import logging
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.testing import assert_close
+
+import flowalign
+from flowalign.adapters import AdapterError, adapter_digest, file_digest, read_lora, scales
+from flowalign.backbone import Backbone
+from flowalign.checks import check_world
+from flowalign.config import ConfigError, OpdConfig
+from flowalign.teachers.bank import Bank, Member
+from flowalign.teachers.merge import merge
+
+PATTERNS = {  # regular expressions and endings, as peft reads them
+    "rank_pattern": {r"transformer_blocks\.0\.attn\.to_[qk]": 2, "attn.to_out.0": 5},
+    "alpha_pattern": {"attn.to_q": 3, r"transformer_blocks\.1\..*": 10},
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "official": {"r": 32, "lora_alpha": 64, "target_modules": fakes.TARGETS},  # Flow-OPD's
+    "rslora": {"r": 4, "lora_alpha": 6, "target_modules": fakes.TARGETS, "use_rslora": True},
+    "patterns": {"r": 4, "lora_alpha": 6, "target_modules": fakes.TARGETS, **PATTERNS},
+    "regex": {"r": 3, "lora_alpha": 1, "target_modules": r".*\.0\.(attn\.to_q|ff\.net\.2)"},
+}
+X = torch.randn(2, 16, 4, 4, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(scope="module")
+def backbone(random_model: str) -> Backbone:
+    """Without an adapter. Tests load theirs under names of their own."""
+    return fakes.backbone(random_model)
+
+
+@pytest.fixture(scope="module")
+def bare(random_model: str) -> SD3Transformer2DModel:
+    return SD3Transformer2DModel.from_pretrained(random_model, subfolder="transformer").eval()
+
+
+def trained(bare: SD3Transformer2DModel, **config: Any) -> PeftModel:
+    """peft's own model around a transformer, both halves of its LoRA random."""
+    torch.manual_seed(7)
+    made = get_peft_model(copy.deepcopy(bare), LoraConfig(**config))  # pyright: ignore
+    for name, parameter in made.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.1 * torch.randn(parameter.shape)
+    return made.eval()
+
+
+@pytest.fixture(scope="module")
+def peft_folders(
+    bare: SD3Transformer2DModel, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """One folder a kind, as Flow-GRPO's public teachers are: PeftModel.save_pretrained."""
+    home = tmp_path_factory.mktemp("peft")
+    for name, config in KINDS.items():
+        trained(bare, **config).save_pretrained(str(home / name))
+    return {name: home / name for name in KINDS}
+
+
+def forward(model: torch.nn.Module, backbone: Backbone) -> Tensor:
+    """The velocity at X of a transformer, whoever wrapped it."""
+    cond = backbone.encode(fakes.PROMPTS[:2])
+    with torch.no_grad():
+        return model(
+            hidden_states=X[:, : backbone.latent_shape[0]],
+            encoder_hidden_states=cond.embeds,
+            pooled_projections=cond.pooled,
+            timestep=torch.full((2,), 600.0),
+            return_dict=False,
+        )[0]
+
+
+def label(bank: Bank, name: str) -> Tensor:
+    """The same of a bank's teacher."""
+    cond = bank.backbone.encode(fakes.PROMPTS[:2])
+    x = X[:, : bank.backbone.latent_shape[0]]
+    return bank.velocity(x, torch.full((2,), 0.6), cond, [name] * 2)
+
+
+# What loads --------------------------------------------------------------------------------------
+
+
+def test_a_bank_of_peft_s_folders_has_the_velocities_of_peft_s_own_models(
+    random_model: str, bare: SD3Transformer2DModel, peft_folders: dict[str, Path]
+) -> None:
+    """All together on one base, of several ranks, alphas, patterns and layers."""
+    for folder in peft_folders.values():
+        keys = load_file(folder / "adapter_model.safetensors")
+        assert all(key.startswith("base_model.model.transformer_blocks.") for key in keys)
+    backbone = fakes.backbone(random_model)
+    members = {name: Member(folder) for name, folder in peft_folders.items()}
+    bank = Bank(backbone, members, {name: name for name in members})
+    plain = forward(bare, backbone)
+    for name, folder in peft_folders.items():
+        expected = forward(PeftModel.from_pretrained(copy.deepcopy(bare), str(folder)), backbone)
+        assert (expected - plain).abs().max() > 5e-3
+        assert_close(label(bank, name), expected, rtol=0, atol=1e-6)
+
+
+def test_the_scales_are_those_of_the_definition(peft_folders: dict[str, Path]) -> None:
+    found = {name: scales(*read_lora(folder)) for name, folder in peft_folders.items()}
+    assert set(found["official"].values()) == {64 / 32}
+    assert set(found["rslora"].values()) == {6 / 4**0.5}
+    assert set(found["regex"].values()) == {1 / 3} and len(found["regex"]) == 2
+    patterns = {  # the first pattern that matches has it
+        "transformer_blocks.0.attn.to_q": 3 / 2,
+        "transformer_blocks.0.attn.to_k": 6 / 2,
+        "transformer_blocks.0.attn.to_v": 6 / 4,
+        "transformer_blocks.0.attn.to_out.0": 6 / 5,
+        "transformer_blocks.1.attn.to_q": 3 / 4,
+        "transformer_blocks.1.attn.to_v": 10 / 4,
+        "transformer_blocks.1.attn.to_out.0": 10 / 5,
+    }
+    assert {layer: found["patterns"][layer] for layer in patterns} == patterns
+
+
+def test_peft_s_folders_load_in_a_pipeline_and_merge(
+    random_model: str, backbone: Backbone, peft_folders: dict[str, Path], tmp_path: Path
+) -> None:
+    bare = backbone.pipe.transformer
+    pipe = flowalign.load(random_model, lora=peft_folders["patterns"])
+    expected = forward(pipe.transformer, backbone)
+    merge([peft_folders["patterns"]], tmp_path / "merged")
+    stock = copy.deepcopy(pipe)
+    stock.unload_lora_weights()
+    assert torch.equal(forward(stock.transformer, backbone), forward(bare, backbone))
+    stock.load_lora_weights(str(tmp_path / "merged"))
+    assert_close(forward(stock.transformer, backbone), expected, rtol=0, atol=1e-6)
+
+
+def diffusers_file(model: PeftModel, folder: Path, **options: Any) -> None:
+    layers = {
+        key.removeprefix("base_model.model."): value
+        for key, value in get_peft_model_state_dict(model, save_embedding_layers=False).items()
+    }
+    StableDiffusion3Pipeline.save_lora_weights(
+        folder, transformer_lora_layers=layers, **options  # pyright: ignore
+    )  # fmt: skip
+
+
+def test_diffusers_files_load_with_their_alpha_and_under_any_name(
+    backbone: Backbone, bare: SD3Transformer2DModel, tmp_path: Path
+) -> None:
+    model = trained(bare, **KINDS["patterns"])
+    config = model.peft_config["default"].to_dict()
+    config["target_modules"] = sorted(config["target_modules"])
+    name = "epoch_3.safetensors"
+    diffusers_file(model, tmp_path, weight_name=name, transformer_lora_adapter_metadata=config)
+    expected = forward(model, backbone)
+    for adapter, source in (("folder", tmp_path), ("file", tmp_path / name)):
+        backbone.load_adapter(adapter, source)
+        assert_close(forward(backbone.core, backbone), expected, rtol=0, atol=1e-6)
+
+
+def test_without_any_description_alpha_is_the_rank_and_a_warning_says_so(
+    random_model: str,
+    backbone: Backbone,
+    bare: SD3Transformer2DModel,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    diffusers_file(trained(bare, **KINDS["patterns"]), tmp_path)
+    stock = StableDiffusion3Pipeline.from_pretrained(random_model)
+    stock.load_lora_weights(str(tmp_path))
+    with caplog.at_level(logging.WARNING, logger="flowalign"):
+        backbone.load_adapter("undescribed", tmp_path)
+    assert "names no alpha; it is taken to be the rank" in caplog.text
+    expected = forward(stock.transformer, backbone)
+    assert_close(forward(backbone.core, backbone), expected, rtol=0, atol=1e-6)
+    assert set(scales(*read_lora(tmp_path)).values()) == {1.0}
+
+
+def test_names_of_older_files_and_alphas_beside_the_weights(
+    backbone: Backbone, bare: SD3Transformer2DModel, tmp_path: Path
+) -> None:
+    """diffusers before peft wrote `lora.down` and `lora.up`; some trainers add `<layer>.alpha`."""
+    model = trained(bare, r=4, lora_alpha=6, target_modules=["attn.to_q", "attn.to_out.0"])
+    old = {}
+    for key, value in get_peft_model_state_dict(model, save_embedding_layers=False).items():
+        layer = key.removeprefix("base_model.model.").split(".lora_")[0]
+        half = "down" if "lora_A" in key else "up"
+        old[f"transformer.{layer}.lora.{half}.weight"] = value
+        old[f"transformer.{layer}.alpha"] = torch.tensor(6.0)
+    save_file(old, tmp_path / "old.safetensors")
+    backbone.load_adapter("old", tmp_path)
+    assert_close(forward(backbone.core, backbone), forward(model, backbone), rtol=0, atol=1e-6)
+
+
+def test_a_half_precision_base_does_not_round_an_adapter(
+    random_model: str, peft_folders: dict[str, Path]
+) -> None:
+    backbone = fakes.backbone(random_model, dtype=torch.bfloat16)
+    backbone.load_adapter("exact", peft_folders["official"])
+    weights, _ = read_lora(peft_folders["official"])
+    mine = backbone._weights("exact")
+    assert mine.keys() == weights.keys()
+    assert all(torch.equal(mine[key], weights[key]) for key in weights)
+
+
+def test_one_adapter_is_one_whatever_its_format(
+    bare: SD3Transformer2DModel, peft_folders: dict[str, Path], tmp_path: Path
+) -> None:
+    weights, metadata = read_lora(peft_folders["patterns"])
+    flowalign.adapters.write_lora(tmp_path / "ours", weights, metadata)
+    same = adapter_digest(tmp_path / "ours")
+    assert (
+        same == adapter_digest(peft_folders["patterns"]) != adapter_digest(peft_folders["rslora"])
+    )
+    text = (peft_folders["rslora"] / "adapter_config.json").read_text()
+    (tmp_path / "other").mkdir()
+    file = "adapter_model.safetensors"
+    (tmp_path / "other" / file).write_bytes((peft_folders["rslora"] / file).read_bytes())
+    (tmp_path / "other" / "adapter_config.json").write_text(text.replace(": 6,", ": 7,"))
+    for digest in (adapter_digest, file_digest):  # of another alpha
+        assert digest(tmp_path / "other") != digest(peft_folders["rslora"])
+    assert file_digest(tmp_path) is None
+
+
+# What is refused ---------------------------------------------------------------------------------
+
+
+def test_replacing_keeps_the_scale_or_refuses(
+    backbone: Backbone, peft_folders: dict[str, Path], tmp_path: Path
+) -> None:
+    weights, metadata = read_lora(peft_folders["rslora"])
+    backbone.load_adapter("replaced", peft_folders["rslora"])
+    expected = forward(backbone.core, backbone)
+    fakes.shake(backbone, "replaced")
+    backbone.replace_adapter("replaced", peft_folders["rslora"])
+    assert torch.equal(forward(backbone.core, backbone), expected)
+    flowalign.adapters.write_lora(tmp_path, weights, {**metadata, "lora_alpha": 7})
+    with pytest.raises(ValueError, match="by 3.5, adapter 'replaced' by 3 .alpha / rank"):
+        backbone.replace_adapter("replaced", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"use_dora": True}, "lora_magnitude_vector.* .DoRA"),
+        ({"lora_bias": True}, "lora_B.bias .a bias"),
+        ({"bias": "lora_only"}, "to_q.base_layer.bias .a bias|attn.to_q.bias .a bias"),
+        ({"modules_to_save": ["proj_out"]}, "proj_out.bias|proj_out.weight"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
+    ],
+)
+def test_what_peft_writes_beside_a_plain_lora_is_refused(
+    bare: SD3Transformer2DModel, backbone: Backbone, tmp_path: Path, config: dict, said: str
+) -> None:
+    made = get_peft_model(
+        copy.deepcopy(bare), LoraConfig(r=2, target_modules=["attn.to_q"], **config)
+    )  # pyright: ignore
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of peft, which takes a bias for half a matrix
+        made.save_pretrained(str(tmp_path))
+    with pytest.raises(AdapterError, match=f"is no plain LoRA.*({said})"):
+        backbone.load_adapter("refused", tmp_path)
+    assert "refused" not in getattr(backbone.core, "peft_config", {})
+
+
+LAYER = "transformer.transformer_blocks.0.attn.to_q"
+HALVES = {f"{LAYER}.lora_A.weight": torch.ones(2, 32), f"{LAYER}.lora_B.weight": torch.ones(32, 2)}
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ({"text_encoder.q_proj.lora_A.weight": torch.ones(2, 8)}, "a text encoder"),
+        ({"lora_unet_blocks_0_to_q.lora_down.weight": torch.ones(2, 8)}, "kohya's names"),
+        ({f"{LAYER}.lora_embedding_A": torch.ones(2, 8)}, "an embedding"),
+        ({f"{LAYER}.hada_w1_a": torch.ones(2, 8)}, "a whole weight|another method"),
+        ({f"{LAYER}.lora_A.weight": torch.ones(2, 32)}, "A and B of .*to_q are .*None"),
+        ({**HALVES, f"{LAYER}.lora_B.weight": torch.ones(32, 3)}, r"\[2, 32\], \[32, 3\]"),
+        ({k.replace("to_q", "to_x"): v for k, v in HALVES.items()}, "has no such layer"),
+        ({**HALVES, f"{LAYER}.lora_A.weight": torch.ones(2, 8)}, "in_features = 8, .* has 32"),
+        ({}, "holds no weights"),
+    ],
+)
+def test_files_that_are_no_lora_of_this_model_are_refused(
+    backbone: Backbone, tmp_path: Path, weights: dict[str, Tensor], said: str
+) -> None:
+    save_file(weights, tmp_path / "x.safetensors")
+    with pytest.raises(AdapterError, match=said):
+        backbone.load_adapter("refused", tmp_path)
+
+
+def described(folder: Path, **changes: Any) -> Path:
+    """A folder as peft writes it, of one layer, with changes in its description."""
+    folder.mkdir()
+    save_file({f"base_model.model.{k[12:]}": v for k, v in HALVES.items()},
+              folder / "adapter_model.safetensors")  # fmt: skip
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, **changes}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def pickled(folder: Path) -> None:
+    (folder / "adapter_model.bin").write_bytes(b"cos\nsystem\n")
+
+
+def two(folder: Path) -> None:
+    save_file(HALVES, folder / "a.safetensors")
+    save_file(HALVES, folder / "b.safetensors")
+
+
+def whole(folder: Path) -> None:
+    (folder / "model_index.json").write_text("{}")
+    save_file(HALVES, folder / "sd3.5_medium.safetensors")
+
+
+def torn(folder: Path) -> None:
+    (folder / "x.safetensors").write_bytes(b"<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (pickled, "a pickle is not read.*weights_only=True.*'adapter_model.safetensors'"),
+        (two, "holds 2 files of weights .a.safetensors, b.safetensors"),
+        (whole, "holds a whole pipeline"),
+        (torn, "is not a safetensors file"),
+        (lambda folder: None, "holds no pytorch_lora_weights.safetensors, nor another LoRA"),
+    ],
+)
+def test_folders_without_an_adapter_are_refused(
+    tmp_path: Path, made: Callable[[Path], None], said: str
+) -> None:
+    made(tmp_path)
+    with pytest.raises(AdapterError, match=said):
+        read_lora(tmp_path)
+
+
+def test_a_description_of_another_adapter_is_refused(tmp_path: Path) -> None:
+    assert read_lora(described(tmp_path / "good"))[1]["lora_alpha"] == 4
+    for name, changes, said in (
+        ("rank", {"r": 8}, "has rank 2, and the description says 8"),
+        ("kind", {"peft_type": "LOHA"}, "peft_type = 'LOHA'"),
+        ("new", {"use_wonder": True}, "use_wonder = True"),
+    ):
+        with pytest.raises(AdapterError, match=said):
+            read_lora(described(tmp_path / name, **changes))
+    (tmp_path / "good" / "adapter_config.json").write_text("[")
+    with pytest.raises(AdapterError, match="is not JSON"):
+        read_lora(tmp_path / "good")
+
+
+def test_a_check_reads_heads_and_tells_another_base_from_another_machine(
+    random_model: str, tmp_path: Path
+) -> None:
+    """peft writes the base's name as it was on the machine of the training."""
+    large, medium = (f"stabilityai/stable-diffusion-3.5-{size}" for size in ("large", "medium"))
+    for name, base in (("far", large), ("near", medium), ("local", "/data/sd35m"), ("none", None)):
+        described(tmp_path / name, base_model_name_or_path=base)
+    described(tmp_path / "dora", use_dora=True)
+    names = ("far", "near", "local", "none", "dora")
+    config = fakes.distillation(random_model, tmp_path / "run", f"model.id={medium}", alone="even")
+    assert isinstance(config, OpdConfig)
+    teachers = {name: config.teachers["even"].model_copy(update={"adapter": str(tmp_path / name)})
+                for name in names}  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        check_world(config.model_copy(update={"teachers": teachers}), 1)
+    far, dora = caught.value.problems
+    assert far.startswith("teachers.far: ") and f"was trained on '{large}'" in far
+    assert dora.startswith("teachers.dora: ") and "use_dora = True" in dora

@@ -1,0 +1,649 @@
+"""The documents are true: links lead somewhere, commands and configs are what the code takes, and
+the site builds without a warning and needs no network.
+
+Every command in a block of shell is run by a test (SHORT here, ELSEWHERE in another file), or an
+HTML comment before its block says what it needs: `<!-- needs: a GPU -->` (the site shows it). A
+block that a reader saves as a file is named by `<!-- file: NAME -->`.
+"""
+
+import argparse
+import ast
+import contextlib
+import functools
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any, get_args
+from urllib.parse import unquote
+
+import documents
+import fake_hub
+import pytest
+import test_compare
+import yaml
+from documents import Block, Command
+from test_package import CONFIGS
+
+from flowalign import cli, recipe, rewards
+from flowalign.checks import adapter_folder, adapters, check_world
+from flowalign.config import (
+    ADAPTER,
+    STAGES,
+    Config,
+    EvalConfig,
+    Job,
+    MergeConfig,
+    RecipeConfig,
+    Root,
+    Section,
+    Task,
+    assignments,
+    load,
+    parse,
+    read,
+)
+
+ROOT = documents.ROOT
+SHORT = {  # run here, as they stand
+    "flowalign merge tiny/ocr tiny/geneval --out outputs/tiny/merged",
+    """flowalign sample 'a red sign that says "CAT"' 'a photo of three stars' --guidance 1 """
+    "--lora outputs/tiny/merged",
+    """flowalign sample 'a red sign that says "CAT"' 'a photo of three stars' --guidance 1""",
+    """flowalign sample 'a red sign that says "CAT"' 'a photo of three stars' --guidance 1 """
+    "--lora tiny/ocr",
+    "flowalign data generate geneval",
+    "flowalign data generate ocr",
+    "flowalign data list",
+    "flowalign doctor --reward geneval",
+    "flowalign doctor --reward pickscore model=tiny",
+    "flowalign eval compare outputs/tiny/eval/results.json other/results.json",
+    "python scripts/paddle_models_from_rapidocr.py paddle_models",
+}
+SHORT_BEGINNINGS = ("python -c 'import json, statistics as s",)  # of what is too long to repeat
+ELSEWHERE = {  # run by another test, on the way to what that shows
+    "pip install docs/rewards/example": "test_plugins.py",
+    "flowalign doctor --reward sharpness scale=20": "test_plugins.py",
+    "flowalign eval compare outputs/tiny/eval/results.json other/results.json "
+    "--models base student": "test_compare.py",
+}
+PLUGINS = {"sharpness": "flowalign_sharpness:Sharpness"}  # by entry points of docs/rewards/example
+PLACEHOLDER = re.compile(
+    r"(?<![a-zA-Z])[A-Z]{4,}(?![a-z])|=[A-Z]$|\.\.\.|^\["
+)  # a synopsis has one
+
+PAGES = list(documents.pages())
+COMMANDS = [command for page in PAGES for command in documents.commands(page)]
+BLOCKS = [block for page in PAGES for block in documents.blocks(page)]
+
+
+def page_id(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+# Links -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    broken = []
+    for line, target in documents.links(page):
+        if re.match(r"(https?|mailto):", target):
+            continue
+        name, _, anchor = unquote(target).partition("#")
+        file = (page.parent / name).resolve() if name else page
+        made = file == ROOT / "docs" / f"{file.stem}.md" and file.stem in MADE
+        if not made and not file.exists():
+            broken.append(f"line {line}: {target} does not exist")
+        elif anchor and file in PAGES and anchor not in documents.anchors(file):
+            broken.append(f"line {line}: {target}: no heading {anchor!r}")
+    assert broken == []
+
+
+INCLUDED = re.compile("<!-- (readme|source|members)")  # filled in by the build
+MADE = ("configs", "api", "changelog")  # pages that the build makes
+
+
+# Commands --------------------------------------------------------------------------------------
+
+
+class Parsed(Exception):
+    """The arguments of a command whose own parser took them."""
+
+    def __init__(self, found: argparse.Namespace) -> None:
+        self.found = found
+
+
+def arguments(command: list[str]) -> tuple[str, argparse.Namespace] | None:
+    """(what is run, its arguments) as its real parser reads them; None where it has none."""
+    name, rest = documents.program(command), command[1:]
+    if name == "flowalign":
+        return f"flowalign {rest[0]}", parsed(lambda: cli.main(rest))
+    if name == "accelerate":
+        from accelerate.commands.launch import launch_command_parser
+
+        assert rest[0] == "launch"
+        whole = "-m" in rest or any(word.endswith(".py") for word in rest)
+        rest += [] if whole else ["train.py"]  # running text may leave off what is launched
+        launch = parsed(lambda: launch_command_parser().parse_args(rest[1:]))
+        if not whole:
+            return None
+        given = [launch.training_script, *launch.training_script_args]
+        return arguments(["python", *(["-m"] if launch.module else []), *given])
+    if name != "python" or rest[0] == "-c" or rest[:2] == ["-m", "venv"]:
+        return None
+    if rest[0] == "-m":
+        found = importlib.util.find_spec(rest[1])
+        assert found, f"no module {rest[1]}"
+        if found.submodule_search_locations:
+            found = importlib.util.find_spec(f"{rest[1]}.__main__")
+        assert found and found.origin
+        return rest[1], parsed(lambda: script(found.origin or "", rest[2:]))
+    return rest[0], parsed(lambda: script(str(ROOT / rest[0]), rest[1:]))
+
+
+def script(path: str, arguments: list[str]) -> None:
+    """Run a file as __main__."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [path, *arguments])
+        runpy.run_path(path, run_name="__main__")
+
+
+def parsed(call: Any) -> argparse.Namespace:
+    """What the first ArgumentParser that `call` asks has read; SystemExit where it refuses."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("parse_args", "parse_intermixed_args"):
+            patch.setattr(argparse.ArgumentParser, name, stopping(name))
+        try:
+            call()
+        except Parsed as found:
+            return found.found
+    raise AssertionError("no parser was asked; is there such a command?")
+
+
+def stopping(name: str) -> Any:
+    """A method of ArgumentParser that raises what it has read."""
+    original = getattr(argparse.ArgumentParser, name)
+
+    def stop(self: Any, args: Any = None, namespace: Any = None) -> None:
+        raise Parsed(original(self, args, namespace))
+
+    return stop
+
+
+def vague(command: Command) -> bool:
+    """Does it show where something is to be put, and so cannot be run?"""
+    return any(PLACEHOLDER.search(word) for word in command.words)
+
+
+def checked(command: Command) -> None:
+    """Is it a command of ours that its parser takes, with files, options and keys that exist?"""
+    words = [w for w in command.words if w.strip("[]") != "..."]
+    words = [w.strip("[]") if ("[" in w) != ("]" in w) else w for w in words]  # [--size 512]
+    name = documents.program(words)
+    if name == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M)
+    elif name == "pip":
+        check_pip(words)
+    elif name == "pytest" or words[1:3] == ["-m", "pytest"]:
+        check_pytest(words[words.index("pytest") + 1 :] if name != "pytest" else words[1:])
+    elif name == "flowalign" and (
+        len(words) == 2
+        or words[1:] == ["eval", "compare"]
+        or (command.inline and words[-1].startswith("--"))  # `flowalign sample --lora` in a text
+    ):
+        assert words[1] in cli.COMMANDS
+    elif words[1:2] == ["-m"] and len(words) == 3:  # the name of a command, as above
+        assert importlib.util.find_spec(words[2])
+    elif name == "python" and words[1] != "-m" and vague(command):
+        assert (ROOT / words[1]).is_file()
+    elif ours(words) and (found := arguments(words)):
+        check_arguments(command, *found)
+
+
+def ours(words: list[str]) -> bool:
+    """Does it run code of this repository?"""
+    name = documents.program(words)
+    if name == "python":
+        module = words[2] if words[1] == "-m" else ""
+        return module.startswith("flowalign") or (ROOT / words[1]).is_file()
+    return name in ("flowalign", "accelerate")
+
+
+def check_pip(words: list[str]) -> None:
+    assert words[1] == "install"
+    project = (ROOT / "pyproject.toml").read_text()
+    table = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    extras = re.findall(r"^(\w+) = \[", table, re.M)
+    for word in words[2:]:
+        if found := re.match(r"flowalign\[(.+)\]", word):
+            assert set(found[1].split(",")) <= set(extras), f"no extra {found[1]}; have {extras}"
+        if word == "." or (word[0] not in "-h" and "/" in word):
+            assert (ROOT / word / "pyproject.toml").is_file()
+
+
+def check_pytest(words: list[str]) -> None:
+    marks = re.findall(r'^    "(\w+): ', (ROOT / "pyproject.toml").read_text(), re.M)
+    for before, word in zip(["", *words], words, strict=False):
+        if before == "-m":
+            assert word in marks
+        elif not word.startswith("-"):
+            assert (ROOT / word).exists(), f"no {word}"
+
+
+def check_arguments(command: Command, what: str, found: argparse.Namespace) -> None:
+    given = vars(found)
+    if vague(command):
+        return
+    if "config" in given and not in_a_block(given["config"]):
+        check_config(what, Path(given["config"]), tuple(given["overrides"]), given["variant"])
+    name = given.get("reward", given.get("name"))
+    if isinstance(name, str) and what in ("flowalign doctor", "flowalign serve-reward"):
+        options = assignments(given["options"] if "reward" in given else given["pairs"])
+        if ":" not in name:  # a module of the reader's is checked with its page's blocks
+            rewards.check(PLUGINS.get(name, name), options)
+    for folder in [*given.get("adapters", []), *filter(None, [given.get("lora")])]:
+        assert folder in WRITTEN or (adapter_folder(folder) / ADAPTER).is_file(), folder
+
+
+def in_a_block(path: str) -> bool:
+    return any(block.notes.get("file") == path for block in BLOCKS)
+
+
+@functools.cache
+def check_config(what: str, path: Path, overrides: tuple[str, ...], variant: str | None) -> None:
+    """As the command would, up to where a model is loaded. What another command in the documents
+    or a config of ours writes counts as there."""
+    wanted: type[Root] = EvalConfig if "eval" in what else Job
+    config = load(path, overrides, stage=wanted, variant=variant)
+    if isinstance(config, RecipeConfig):
+        recipe.plan(config, path.parent)
+    else:
+        check_world(config, 1, WRITTEN & set(adapters(config).values()))
+
+
+def written() -> set[str]:
+    """The adapters that the configs of ours and the merges in the documents write."""
+    found = set()
+    for path in CONFIGS:
+        config = load(path, stage=Root)
+        if isinstance(config, Config | MergeConfig):
+            found.add(f"{config.output}/adapter")
+        elif isinstance(config, RecipeConfig):
+            found |= {f"{config.output}/{name}/adapter" for name in config.stages}
+    merges = [c.words for c in COMMANDS if c.words[:2] == ("flowalign", "merge")]
+    return found | {words[words.index("--out") + 1] for words in merges if "--out" in words}
+
+
+WRITTEN = written()
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder like the root of the checkout, with the prompts that configs want users to fetch, a
+    line each."""
+    folder = tmp_path_factory.mktemp("home")
+    for path in ROOT.iterdir():
+        (folder / path.name).symlink_to(path)
+    clauses = {"tag": "single_object", "include": [{"class": "kite", "count": 1}]}
+    texts = {".txt": 'a sign that says "KITE"'}
+    texts[".jsonl"] = json.dumps({"prompt": "a photo of a kite", **clauses})
+    for config in CONFIGS:
+        for name in re.findall(r"data/[\w/]+\.\w+", config.read_text(encoding="utf-8")):
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(texts[path.suffix])
+    return folder
+
+
+@pytest.fixture(scope="session")
+def hub() -> Iterator[fake_hub.Hub]:
+    """A Hub with the public teachers."""
+    with fake_hub.serving() as found:
+        yield fake_hub.with_public_teachers(found)
+
+
+@pytest.fixture
+def at_home(monkeypatch: pytest.MonkeyPatch, home: Path, hub: fake_hub.Hub) -> None:
+    """There, with that Hub, and with the example of a plugin importable."""
+    monkeypatch.chdir(home)
+    fake_hub.go_online(hub, monkeypatch, home / "hub")
+    monkeypatch.syspath_prepend(ROOT / "docs" / "rewards" / "example")
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: f"{c.place} {str(c)[:60]}")
+def test_a_command_is_one_that_the_code_takes(command: Command, at_home: None) -> None:
+    checked(command)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_command_in_the_head_of_a_config_runs_this_config(path: Path, at_home: None) -> None:
+    head = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+    texts = head.replace(", or: ", "\n")
+    for words in documents.statements(texts, whole=True):
+        checked(Command(tuple(words), page_id(path)))
+    assert str(path.relative_to(ROOT)) in head
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "flowalign trian --config configs/tiny/eval.yaml",
+        "flowalign train --config configs/tiny/eval.yaml",
+        "flowalign eval --config configs/tiny/eval.yaml sampling.step=3",
+        "flowalign eval --config configs/tiny/eval.yaml models.x=outputs/tiny/nobody/adapter",
+        "accelerate launch --num_cpus 2 train.py --config configs/tiny/teacher_ocr.yaml",
+        "accelerate launch train.py --config configs/tiny/teacher_orc.yaml",
+        "flowalign merge tiny/ocr tiny/nobody --out x",
+        "flowalign sample 'a star' --gudance 1",
+        "flowalign doctor --reward geneval treshold=1",
+        "flowalign serve-reward pickscor",
+        "python benchmarks/label_cost.py --repeat_s 5",
+        "pip install 'flowalign[clips]'",
+        "pytest tests/test_nothing.py",
+        "make demos",
+    ],
+)
+def test_a_wrong_command_is_found(words: str, at_home: None, capsys: Any) -> None:
+    (found,) = documents.statements(words, whole=True)
+    with pytest.raises((Exception, SystemExit)) as refused:
+        checked(Command(tuple(found), "here"))
+    assert not isinstance(refused.value, Parsed)
+
+
+def short(command: Command) -> bool:
+    return str(command) in SHORT or str(command).startswith(SHORT_BEGINNINGS)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: f"{c.place} {str(c)[:60]}")
+def test_a_command_is_run_by_a_test_or_says_what_it_needs(command: Command) -> None:
+    if command.inline or command.needs or short(command):
+        return
+    if vague(command):
+        return
+    assert str(command) in ELSEWHERE, (
+        f"{command.place}: nobody runs `{command}`. Put `<!-- needs: WHAT -->` before its block, "
+        "or add it to SHORT or ELSEWHERE in tests/test_docs.py."
+    )
+    assert (ROOT / "tests" / ELSEWHERE[str(command)]).is_file()
+
+
+def test_the_short_commands_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Each once, in an empty folder; the merge is there before its result is used."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    for path in ("outputs/tiny/eval/results.json", "other/results.json", "results.json"):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(test_compare.document(test_compare.BASE)))
+    found = {str(command): list(command.words) for command in COMMANDS if short(command)}
+    assert found.keys() >= SHORT and len(found) == len(SHORT) + len(SHORT_BEGINNINGS)
+    for text, words in sorted(found.items(), key=lambda item: "merge" not in item[0]):
+        if words[0] == "flowalign":
+            assert cli.main(words[1:]) == 0, text
+        else:
+            done = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+    assert (tmp_path / "samples.png").is_file()
+    assert (tmp_path / "outputs/tiny/merged" / ADAPTER).is_file()
+    assert (tmp_path / "paddle_models/PP-OCRv6_small_det/inference.onnx").exists()
+
+
+# Configs and code ------------------------------------------------------------------------------
+
+REQUIRED: dict[str, Any] = {  # where a page shows a part of a config
+    "output": "outputs/x",
+    "model": {"id": "tiny"},
+    "tasks": [{"name": "ocr", "prompts": "tiny/ocr_train", "reward": {"name": "ocr"}}],
+    "teachers": {"ocr": {"adapter": "tiny/ocr"}},
+    "benchmarks": [{"name": "ocr", "prompts": "tiny/ocr_test", "reward": {"name": "ocr"}}],
+    "adapters": ["tiny/ocr", "tiny/geneval"],
+    "stages": {"ocr": {"use": "teacher_ocr.yaml"}},
+}
+YAML = [block for block in BLOCKS if block.language in ("yaml", "yml")]
+
+
+def whole(data: dict[str, Any]) -> dict[str, Any]:
+    """A config that holds what a page shows: all of one, keys of one, or of a task."""
+    if "stage" not in data and data.keys() <= Task.model_fields.keys():
+        data = {"tasks": [REQUIRED["tasks"][0] | data]}
+    possible = [data["stage"]] if "stage" in data else list(STAGES)
+    for stage in possible:
+        fields = STAGES[stage].model_fields
+        if data.keys() <= fields.keys():
+            needed = {key for key, field in fields.items() if field.is_required()}
+            rest = {key: REQUIRED[key] for key in needed - data.keys() - {"stage"}}
+            if "evaluation" in fields and (rest or "stage" not in data):
+                rest["evaluation"] = None  # a part need not say what is held out
+            return {"stage": stage, **rest, **data}
+    raise AssertionError(f"{sorted(data)} are not keys of any of {possible}")
+
+
+@contextlib.contextmanager
+def modules_of(page: Path, folder: Path) -> Iterator[set[str]]:
+    """The modules that a page tells its reader to write, importable; their names."""
+    named = {b.notes["file"]: b.text for b in documents.blocks(page) if b.notes.get("file")}
+    names = {Path(name).stem for name in named if name.endswith(".py")}
+    for name, text in named.items():
+        (folder / name).write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        for name in names:
+            patch.delitem(sys.modules, name, raising=False)
+        yield names
+        for name in names:
+            sys.modules.pop(name, None)
+
+
+def specs(value: Any) -> Iterator[dict[str, Any]]:
+    """Every {name, options} of a reward in a config's values."""
+    if isinstance(value, dict):
+        if isinstance(value.get("reward"), dict):
+            yield value["reward"]
+        for each in value.values():
+            yield from specs(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from specs(each)
+
+
+@pytest.mark.parametrize("block", YAML, ids=lambda block: block.place)
+def test_a_config_in_a_document_is_one(
+    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its keys and values are the schema's, and its rewards take the options that it gives."""
+    monkeypatch.setenv("JUDGE_KEY", "secret")  # as the page of vlm tells its reader
+    (tmp_path / "block.yaml").write_text(block.text)
+    config = parse(whole(read(tmp_path / "block.yaml")), source=block.place, stage=Root)
+    with modules_of(block.page, tmp_path):
+        for spec in specs(config.model_dump(mode="json")):
+            rewards.check(spec["name"], spec.get("options", {}))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["reward: {name: ocr, option: {}}", "tasks: [{nam: x}]", "stage: opd\nteacher: {}", "a: 1"],
+)
+def test_a_wrong_config_is_found(text: str) -> None:
+    with pytest.raises((ValueError, AssertionError)):
+        parse(whole(yaml.safe_load(text)), stage=Root)
+
+
+@pytest.mark.parametrize(
+    "block", [b for b in BLOCKS if b.language == "python"], ids=lambda block: block.place
+)
+def test_python_in_a_document_compiles_and_imports_what_exists(block: Block) -> None:
+    tree = ast.parse(block.text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flowalign"):
+            module = importlib.import_module(node.module or "")
+            for alias in node.names:
+                assert hasattr(module, alias.name) or importlib.util.find_spec(
+                    f"{node.module}.{alias.name}"
+                )
+
+
+def test_rewards_of_the_readers_own_are_what_commands_name(tmp_path: Path) -> None:
+    """`module:attribute` in a command stands in a block of the same page."""
+    seen = 0
+    for command in COMMANDS:
+        page = ROOT / command.place.partition(":")[0]
+        for word in command.words:
+            name, colon, attribute = word.partition(":")
+            if not re.fullmatch(r"\w+:\w+", word) or page.suffix != ".md":
+                continue
+            with modules_of(page, tmp_path) as names:
+                assert name in names, f"{command.place}: no block is named {name}.py"
+                assert hasattr(importlib.import_module(name), attribute)
+            seen += bool(colon)
+    assert seen >= 2
+
+
+# The site --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site."""
+    pytest.importorskip("material", reason="pip install 'flowalign[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
+    return folder
+
+
+class Resources(HTMLParser):
+    """What a page loads by itself, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.text: list[str] = []
+        self.formulas = 0
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        found = dict(attrs)
+        self.formulas += tag == "math"
+        if tag in ("script", "img", "iframe", "source", "video", "audio", "embed"):
+            self.loaded.append(found.get("src") or "")
+        if tag == "link" and found.get("rel") in ("stylesheet", "icon", "preload", "preconnect"):
+            self.loaded.append(found.get("href") or "")
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_the_site_reads_a_page_as_github_does(page: Path, site: Path) -> None:
+    """Python's Markdown wants blank lines where CommonMark does not: count what is made of a page
+    (of those that only hold their own text)."""
+    if not page.is_relative_to(ROOT / "docs") or INCLUDED.search(documents.pages()[page]):
+        return
+    name = page.relative_to(ROOT / "docs").with_suffix(".html")
+    article = (site / name).read_text(encoding="utf-8").partition("<article")[2]
+    article = article.partition("</article>")[0]
+    kinds = [token.type for token in documents.tokens(page)]
+    wanted = {
+        "table": kinds.count("table_open"),
+        "li": kinds.count("list_item_open"),
+        "pre": kinds.count("fence") + kinds.count("code_block"),
+        r"h\d": kinds.count("heading_open"),
+    }
+    found = {tag: len(re.findall(rf"<{tag}\b", article)) for tag in wanted}
+    assert found == wanted
+
+
+def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) >= 15
+    for page in pages:
+        found = Resources(page.read_text(encoding="utf-8"))
+        assert [x for x in found.loaded if re.match(r"(https?:)?//", x)] == []
+    for style in site.rglob("*.css"):
+        text = style.read_text(encoding="utf-8")
+        assert not re.search(r"(@import|url\()\s*[\"']?(https?:)?//", text), style
+
+
+def test_formulas_are_drawn_by_the_browser_itself(site: Path) -> None:
+    found = Resources((site / "concepts.html").read_text(encoding="utf-8"))
+    assert found.formulas > 40
+    text = "".join(found.text)
+    assert "\\frac" not in text and "arithmatex" not in text and "$" not in text
+
+
+def sections(model: Any, seen: set[type]) -> set[type]:
+    """A model of the schema and all that it holds."""
+    if isinstance(model, type) and issubclass(model, Section) and model not in seen:
+        seen.add(model)
+        for field in model.model_fields.values():
+            sections(field.annotation, seen)
+    for part in get_args(model):
+        sections(part, seen)
+    return seen
+
+
+def test_the_page_of_configs_has_every_key_with_its_meaning(site: Path) -> None:
+    text = "".join(Resources((site / "configs.html").read_text(encoding="utf-8")).text)
+    text = " ".join(text.split())
+    everything = {s for root in STAGES.values() for s in sections(root, set())}
+    assert len(everything) >= 25
+    for section in everything:
+        for key, field in section.model_fields.items():
+            said = " ".join((field.description or "").replace("`", "").split())
+            assert re.search(rf"\b{key}\b", text) and said in text, f"{section.__name__}.{key}"
+    for stage in STAGES:
+        assert f"stage: {stage}" in text
+    assert "whole number ≥ 1 `" not in text and "number ≥ 0 < 1" in text  # a range: Ema.decay
+
+
+CONTRACT = {  # what scripts outside the project call: name, parameters in order
+    "flowalign.load": "model lora kw",
+    "flowalign.sde.sigmas": "num_steps shift terminal num_train_timesteps",
+    "flowalign.sde.transition": "x velocity sigma sigma_next noise_level kind sigma_max",
+    "flowalign.sde.log_prob": "gaussian x_next",
+    "flowalign.sde.kl": "p q",
+    "flowalign.credit.group_relative": "value group std eps valid",
+    "flowalign.eval.geneval.judge": "metadata detections colors threshold counting_threshold "
+    "max_objects max_overlap position_threshold",
+    "flowalign.eval.geneval.summarize": "rows",
+    "flowalign.rewards.ocr.text_reward": "target lines",
+    "flowalign.rewards.ocr.target_of": "prompt",
+    "flowalign.rewards.register": "name",
+    "flowalign.rewards.build": "name options",
+    "flowalign.teachers.merge.merge": "adapters out weights method rank density seed lines",
+}
+
+
+def test_the_page_of_names_has_the_signatures_of_the_code(site: Path) -> None:
+    """Against `inspect`, where the page is made by reading the sources."""
+    text = (site / "api.html").read_text(encoding="utf-8")
+    names = re.findall(r'<h3 id="([\w.]+)">', text)
+    assert set(names) >= CONTRACT.keys()
+    flat = re.sub(r"\s+", "", "".join(Resources(text).text))
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        code = getattr(importlib.import_module(module), attribute)
+        parameters = list(inspect.signature(code).parameters)
+        known = CONTRACT.get(name, "").split()
+        assert parameters[: len(known)] == known, name
+        if inspect.isfunction(code):
+            start = flat.index(f"def{attribute}(", flat.index(f"{name}¶"))
+            shown = flat[start : flat.index("->", start)]
+            places = [shown.find(f"{p}:") for p in parameters]
+            assert -1 not in places and places == sorted(places), (name, shown)

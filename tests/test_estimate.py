@@ -1,0 +1,185 @@
+"""The prediction: within a tenth of what real allocators count, and by the rules of arithmetic."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from flowalign import config
+from flowalign.architectures import ARCHITECTURES, build, find, pipeline
+from flowalign.doctor import budget
+from flowalign.estimate import predict
+from flowalign.meter import Meter, measure, size_of
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+import memory  # noqa: E402  # pyright: ignore[reportMissingImports]
+
+MEDIUM = memory.MEDIUM
+
+
+# The meter -------------------------------------------------------------------------------------
+
+
+def test_the_meter_counts_what_autograd_keeps_and_what_is_freed():
+    x, weight = torch.empty(256, 128, device="meta"), torch.empty(128, 64, device="meta")
+    weight.requires_grad_()
+    with Meter() as meter:
+        y = x @ weight  # 64 KiB
+        assert meter.now == meter.peak == 256 * 64 * 4
+        y = y.exp()  # kept for its gradient; what came before is let go
+        assert (meter.now, meter.peak) == (256 * 64 * 4, 2 * 256 * 64 * 4)
+        assert meter.flops == 2 * 256 * 128 * 64
+        y.sum().backward()
+        del y
+    assert weight.grad is not None
+    assert meter.now == 128 * 64 * 4  # the gradient alone
+    with Meter() as meter:  # what was there before counts for nothing, seen through a view or not
+        weight.detach().view(-1).mul_(2)
+    assert meter.peak == 0
+
+
+def test_attention_on_a_device_does_not_hold_its_matrix():
+    q = torch.empty(1, 8, 1024, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    matrix = 8 * 1024 * 1024 * 2
+    plain = Meter()
+    with plain:
+        scaled_dot_product_attention(q, q, q)
+    assert plain.peak > matrix
+    for kind in ("cuda", "cpu"):
+        assert measure(lambda: scaled_dot_product_attention(q, q, q), kind, None).peak < matrix / 4
+
+
+def test_autocast_is_counted():
+    layer = nn.Linear(256, 256, bias=False, device="meta")
+    x = torch.empty(512, 256, device="meta")
+    found = [measure(lambda: layer(x).relu_(), "cuda", kind).peak for kind in (None, torch.float16)]
+    assert found == [512 * 256 * 4, (2 * 512 * 256 + 256 * 256) * 2]
+
+
+# The shapes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [(MEDIUM, 2.24), ("stabilityai/stable-diffusion-3.5-large", 8.06),
+     ("stabilityai/stable-diffusion-3-medium-diffusers", 2.03)],
+)  # fmt: skip
+def test_the_public_models_have_their_published_sizes(name, billions):
+    with torch.device("meta"):
+        pipe = build(find(name))
+    count = sum(p.numel() for p in pipe.transformer.parameters()) / 1e9
+    assert count == pytest.approx(billions, abs=0.03)
+    text, vae = (sum(p.numel() for p in m.parameters()) for m in (pipe.text_encoder_3, pipe.vae))
+    assert (text / 1e9, vae / 1e6) == pytest.approx((4.76, 83.8), rel=0.01)
+
+
+def test_a_scaled_pipeline_samples(tmp_path):
+    pipe = pipeline(ARCHITECTURES[MEDIUM].scaled(1 / 24))
+    pipe.set_progress_bar_config(disable=True)
+    image = pipe("a cat", height=64, width=64, num_inference_steps=1, output_type="np").images
+    assert image.shape == (1, 64, 64, 3)
+    pipe.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        again = build(find(str(tmp_path)))
+    assert size_of(again.transformer, again.vae) == size_of(pipe.transformer, pipe.vae)
+
+
+def test_an_unknown_model_is_refused():
+    with pytest.raises(LookupError, match="stable-diffusion-3.5-medium"):
+        find("someone/unheard-of")
+
+
+# The prediction --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("small")
+    return memory.write(folder, 1 / 12, layers=4), folder
+
+
+@pytest.mark.parametrize("case", ["opd", "opd, checkpointing", "grpo, batches of 2"])
+def test_the_peak_is_within_a_tenth_of_the_measured_one(small, case):
+    found = memory.settings(*small, case.split(",")[0], *memory.CASES[case], size=128)
+    row = memory.compared(found, "cpu")
+    assert row["resident"][0] == pytest.approx(row["resident"][1], rel=1e-3)
+    assert row["PEAK"][1] == pytest.approx(row["PEAK"][0], rel=0.1)
+    assert row["update"][1] == pytest.approx(row["update"][0], rel=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", ["opd", "opd, checkpointing", "grpo"])
+def test_the_peak_is_within_a_tenth_on_a_gpu(tmp_path, case, dtype):
+    model = memory.write(tmp_path, 1.0, layers=6)
+    changes = [*memory.CASES[case], f"model.dtype={dtype}"]
+    found = memory.settings(model, tmp_path, case.split(",")[0], *changes)
+    seen, foreseen = memory.compared(found, "cuda")["PEAK"]
+    assert foreseen == pytest.approx(seen, rel=0.1)
+
+
+@pytest.mark.slow
+def test_the_whole_medium_is_predicted_without_weights():
+    changes = ["model.dtype=bfloat16", "model.gradient_checkpointing=true"]
+    found = predict(memory.settings(MEDIUM, Path("nowhere"), "opd", *changes))
+    assert found.parts["transformer (bfloat16)"] == pytest.approx(2 * 2.24e9, rel=0.1)
+    assert found.peak < 24 * 2**30
+
+
+def test_arithmetic_of_the_prediction(small):
+    def of(*changes, kind="grpo"):
+        return predict(memory.settings(*small, kind, *changes, size=128), device_type="cuda")
+
+    plain = of()
+    assert of("ema=null").resident == plain.resident - plain.parts["its moving average"]
+    assert of("rollout.guidance=1.0").flops < 0.6 * plain.flops
+    update = {p.name: p for p in plain.phases}["update"]
+    saved = {p.name: p for p in of("model.gradient_checkpointing=true").phases}["update"]
+    assert saved.bytes < 0.7 * update.bytes and saved.flops > 1.2 * update.flops
+    assert of("model.dtype=bfloat16").resident < 0.6 * plain.resident
+    waiting = of("model.offload_text_encoders=true")
+    assert waiting.resident == plain.resident - plain.parts["text encoders (float32)"]
+    assert waiting.phases[0].bytes > plain.phases[0].bytes
+    sliced = of("model.decode_batch=1")
+    decode = [next(p.bytes for p in e.phases if p.name == "VAE decode") for e in (sliced, plain)]
+    assert decode[0] < decode[1] and sliced.flops == plain.flops
+    assert plain.hours(1e12) == pytest.approx(2 * plain.flops / 1e12 / 3600)
+
+
+def test_advice_leads_to_what_fits_and_says_where_it_does_not(small):
+    found = memory.settings(*small, "opd", "model.dtype=bfloat16", size=128)
+    estimate = predict(found)
+    room = estimate.resident + 0.4 * estimate.worst.bytes
+    changes = list(budget.advice(found, estimate, room, "cuda", {}))
+    assert "model.gradient_checkpointing=true" in [change for change, _ in changes]
+    peaks = [estimate.peak, *(after.peak for _, after in changes)]
+    assert peaks == sorted(peaks, reverse=True) and peaks[-1] <= room < peaks[-2]
+    parsed = config.parse(found.model_dump(mode="json"), [change for change, _ in changes])
+    assert predict(parsed).peak == peaks[-1]
+    memory_of = (room + budget.CONTEXT) / budget.ROOM / budget.GIB
+    first, *rest = budget.fits(found, estimate, memory_of, "cuda", {})
+    assert first.level == "fault" and first.text.startswith("memory: does not fit")
+    assert rest[-1].text.endswith("fits")
+    (fine,) = budget.fits(found, estimate, 2 * memory_of + 1, "cuda", {})
+    assert fine.level == "ok"
+    *_, last = budget.fits(found, estimate, 0.7, "cuda", {})
+    assert "no setting is left" in last.text
+
+
+def test_the_rank_of_a_start_counts(small):
+    model, folder = small
+    start = str(folder / "a")
+    named = memory.settings(model, folder, "grpo", f"lora.init={start}", "lora.rank=4", size=128)
+    merged = predict(named, ranks={start: 64})
+    assert merged.parts["student's LoRA (float32)"] == pytest.approx(
+        2 * predict(named).parts["student's LoRA (float32)"], rel=0.02
+    )
+
+
+def test_the_config_of_a_stage_needs_no_adapter_to_be_there(small):
+    found = memory.settings(small[0], Path("nowhere"), "opd", size=128)
+    assert isinstance(found, config.OpdConfig)
+    assert "LoRAs of 2 teachers" in predict(found).parts

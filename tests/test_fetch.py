@@ -1,0 +1,233 @@
+"""`flowalign data fetch`: whole, checked and recorded, or nothing; from a server of our own."""
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+import flowalign.prompts.fetch as module
+from flowalign.cli import main
+from flowalign.data import load_prompts
+from flowalign.prompts.fetch import FetchError, fetch
+from flowalign.prompts.sources import SOURCES, File, Source
+
+SETS = [parent / "shared" / "data" for parent in Path(__file__).resolve().parents]
+TEXT = b"a cat\na dog"
+
+
+class Site:
+    """What is served: path -> (status, headers, body); asked: the paths, in order."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.pages, self.asked = url, {}, []
+
+    def serve(self, path: str, body: bytes = TEXT, status: int = 200, **headers: str) -> str:
+        self.pages[path] = [(status, headers, body)]
+        return self.url + path
+
+
+@pytest.fixture
+def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            made.asked.append(self.path)
+            pages = made.pages[self.path]
+            status, headers, body = pages[0] if len(pages) == 1 else pages.pop(0)
+            self.send_response(status)
+            for name, value in ({"Content_Length": str(len(body))} | headers).items():
+                self.send_header(name.replace("_", "-"), value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        made = Site(f"http://127.0.0.1:{server.server_port}")
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield made
+        server.shutdown()
+        thread.join()
+
+
+def sha256(content: bytes) -> str:
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+def source(url: str, checksum: str = "", name: str = "set.txt", **options: bool) -> Source:
+    return Source("2", f"a/b/{'0' * 40}", "MIT", (File(name, url, checksum, "told", **options),))
+
+
+def left(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_file_with_its_checksum_is_kept_and_recorded(site: Site, tmp_path: Path) -> None:
+    url, said = site.serve("/x"), []
+    (path,) = fetch(source(url, sha256(TEXT), "deep/set.txt"), tmp_path, say=said.append)
+    assert path == tmp_path / "deep/set.txt" and path.read_bytes() == TEXT
+    assert left(tmp_path) == {"deep/set.txt", "deep/set.txt.source.json"}
+    record = json.loads((tmp_path / "deep/set.txt.source.json").read_text())
+    assert sha256(TEXT) == f"sha256:{record['sha256']}"
+    assert (record["url"], record["commit"], record["licence"]) == (url, "0" * 40, "MIT")
+    assert (record["prompts"], record["bytes"], record["verified"]) == (2, len(TEXT), True)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", record["date"])
+    before = "\n".join(said).split("2 prompts in")[0]
+    assert "MIT" in before and url in before and sha256(TEXT) in before
+
+
+def test_md5_is_compared_where_nothing_better_is_known(site: Site, tmp_path: Path) -> None:
+    right = f"md5:{hashlib.md5(TEXT).hexdigest()}"
+    fetch(source(site.serve("/x"), right), tmp_path)
+    with pytest.raises(FetchError, match="should be md5:00"):
+        fetch(source(site.serve("/x"), "md5:00", "other.txt"), tmp_path)
+
+
+def test_what_is_there_and_right_asks_no_network(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "set.txt").write_bytes(TEXT)
+    fetch(source(site.serve("/x"), sha256(TEXT)), tmp_path)
+    assert site.asked == []
+
+
+def refused(site: Site, tmp_path: Path, match: str, **answer) -> None:
+    """Nothing is written, and what was there stays."""
+    tmp_path.joinpath("other.txt").write_text("stays")
+    with pytest.raises(FetchError, match=match):
+        fetch(source(site.serve("/x", **answer)), tmp_path)
+    assert left(tmp_path) == {"other.txt"}
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+def test_a_wrong_checksum_leaves_nothing(site: Site, tmp_path: Path) -> None:
+    made = source(site.serve("/x"), sha256(b"else"))
+    with pytest.raises(FetchError, match=f"{sha256(TEXT)}, but it should be {sha256(b'else')}"):
+        fetch(made, tmp_path)
+    assert left(tmp_path) == set()
+    fetch(made, tmp_path, unverified=True)
+    assert (tmp_path / "set.txt").read_bytes() == TEXT
+    assert not json.loads((tmp_path / "set.txt.source.json").read_text())["verified"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "match"),
+    [
+        ({"Content_Length": "1000"}, "could not be fetched: ChunkedEncodingError"),
+        ({"status": 404}, "answers 404 Not Found"),
+        ({"Content_Type": "text/html; charset=utf-8"}, "sends a web page"),
+        ({"body": b" \n"}, "no prompt set: set.txt holds no prompts"),
+        ({"body": b"\xff\xfe"}, "no prompt set: set.txt is not UTF-8"),
+    ],
+)
+def test_what_is_not_the_set_leaves_nothing(
+    site: Site, tmp_path: Path, answer: dict, match: str
+) -> None:
+    refused(site, tmp_path, match, **answer)
+
+
+def test_a_flood_is_cut_off(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_BYTES", 5)
+    refused(site, tmp_path, "more than 5 bytes")
+
+
+def test_a_dead_address_says_so(site: Site, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(module, "Retry", lambda *args, **kwargs: 0)
+    made = source("http://127.0.0.1:9/x")
+    with pytest.raises(FetchError, match="ConnectionError.*Is there a way to the network"):
+        fetch(made, tmp_path)
+
+
+def test_a_redirect_is_followed_and_a_busy_server_asked_again(site: Site, tmp_path: Path) -> None:
+    url = site.serve("/x", b"", 302, Location="/y")
+    site.serve("/y")
+    site.pages["/y"].insert(0, (503, {}, b""))
+    (path,) = fetch(source(url, sha256(TEXT)), tmp_path)
+    assert path.read_bytes() == TEXT
+    assert site.asked == ["/x", "/y", "/y"]
+
+
+def test_no_way_leads_from_https_to_less() -> None:
+    module._stay_safe("https://a/x", ["https://a/x", "https://b/y"])
+    with pytest.raises(FetchError, match="https://a/x leads to http://b/y"):
+        module._stay_safe("https://a/x", ["https://a/x", "http://b/y", "https://c/z"])
+
+
+def test_without_a_checksum_the_first_fetch_is_the_measure(site: Site, tmp_path: Path) -> None:
+    said: list[str] = []
+    made = source(site.serve("/x"))
+    (path,) = fetch(made, tmp_path, say=said.append)
+    assert f"NOT VERIFIED: recorded {sha256(TEXT)}" in said[-1]
+    fetch(made, tmp_path)
+    assert site.asked == ["/x"]  # the record holds
+    path.unlink()
+    site.serve("/x", b"a cow\n")
+    with pytest.raises(FetchError, match=r"should be sha256:\w+ \(of the first fetch"):
+        fetch(made, tmp_path)
+    assert not path.exists()
+    path.with_name("set.txt.source.json").write_text("{")
+    with pytest.raises(FetchError, match="set.txt.source.json cannot be read.*Delete it"):
+        fetch(made, tmp_path)
+
+
+def test_a_file_that_differs_is_replaced_only_by_force(site: Site, tmp_path: Path) -> None:
+    path = tmp_path / "set.txt"
+    path.write_text("my own prompt")
+    made = source(site.serve("/x"), sha256(TEXT))
+    with pytest.raises(FetchError, match="is there and differs.*--force"):
+        fetch(made, tmp_path)
+    assert left(tmp_path) == {"set.txt"} and path.read_text() == "my own prompt"
+    fetch(made, tmp_path, force=True)
+    assert path.read_bytes() == TEXT
+
+
+def test_repeated_shuffled_lines_are_written_once(site: Site, tmp_path: Path) -> None:
+    shuffled = "b é\r\na\nb é\n\na".encode()
+    url, once = site.serve("/x", shuffled), "a\nb é\n".encode()
+    (path,) = fetch(source(url, sha256(once), unique=True), tmp_path)
+    assert path.read_bytes() == once
+
+
+def test_the_table_pins_what_it_names() -> None:
+    for name, each in SOURCES.items():
+        assert re.fullmatch("[0-9a-f]{40}", each.commit), name
+        for file in each.files:
+            assert file.url.startswith(f"https://raw.githubusercontent.com/{each.home}/"), name
+            assert bool(file.checksum) == bool(file.known), file.name
+            assert re.fullmatch("|sha256:[0-9a-f]{64}|md5:[0-9a-f]{32}", file.checksum), file.name
+    names = [file.name for each in SOURCES.values() for file in each.files]
+    assert len(set(names)) == len(names)
+    assert "offensive" in SOURCES["pickscore"].note
+
+
+@pytest.mark.parametrize(
+    ("copy", "name"),
+    [
+        ("geneval_evaluation_metadata.jsonl", "geneval_test.jsonl"),
+        ("ocr_test.txt", "ocr_test.txt"),
+        ("drawbench.txt", "drawbench.txt"),
+    ],
+)
+def test_the_checksums_are_those_of_copies_at_hand(copy: str, name: str) -> None:
+    found = [folder / copy for folder in SETS if (folder / copy).is_file()]
+    if not found:
+        pytest.skip(f"no ../shared/data/{copy} to compare with")
+    (file,) = [file for each in SOURCES.values() for file in each.files if file.name == name]
+    assert file.checksum == sha256(found[0].read_bytes())
+
+
+def test_the_command_names_its_failure(site: Site, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(SOURCES, "drawbench", source(site.serve("/x"), sha256(TEXT)))  # type: ignore[arg-type]
+    assert main(["data", "fetch", "drawbench", "--out", str(tmp_path)]) == 0
+    assert load_prompts(tmp_path / "set.txt", "t").prompts == ["a cat", "a dog"]
+    (tmp_path / "set.txt").write_text("mine")
+    assert main(["data", "fetch", "drawbench", "--out", str(tmp_path)]) == 2
+    assert "flowalign data: " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["data", "fetch", "drawbnech"])

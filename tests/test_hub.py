@@ -1,0 +1,130 @@
+"""hub.py: what a Hub id is, what of it is downloaded, and what is said when it cannot be."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import fake_hub
+import fakes
+import pytest
+from fake_hub import PEFT
+from huggingface_hub import constants
+
+import flowalign
+from flowalign import hub
+from flowalign.adapters import adapter_folder, read_lora, write_lora
+from flowalign.checks import check_world
+from flowalign.config import ConfigError
+from flowalign.recipe import file_digest
+from flowalign.teachers.merge import merge
+
+
+@pytest.fixture
+def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[fake_hub.Hub]:
+    """A Hub of this test's own, an empty cache, and nobody logged in."""
+    with fake_hub.serving() as found:
+        fake_hub.go_online(found, monkeypatch, tmp_path / "cache")
+        yield found
+
+
+@pytest.mark.parametrize(
+    ("source", "parts"),
+    [
+        ("jieliu/SD3.5M-FlowGRPO-Text", ("jieliu/SD3.5M-FlowGRPO-Text", None, "")),
+        ("me/lora@v1.0", ("me/lora", "v1.0", "")),
+        ("me/lora@refs/pr/3/best", ("me/lora", "refs/pr/3", "best")),
+        ("me/lora@main/runs/best", ("me/lora", "main", "runs/best")),
+        *((text, None) for text in ("runs/teacher/adapter", "/me/lora", "./me/lora", "../lora")),
+        *((text, None) for text in ("me", "me/lora/", "me//lora", "~/lora", "me/lora@")),
+        *((text, None) for text in ("me/lora@main/../x", "tests/lora")),
+    ],
+)
+def test_what_is_a_hub_id_and_what_is_a_folder(
+    source: str, parts: tuple[str, str | None, str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parent.parent)  # tests/ is there, so tests/lora is no Hub id
+    assert hub.is_id(source) == (parts is not None)
+    if parts:
+        assert hub.split(source) == parts
+
+
+def test_an_adapter_and_nothing_else_is_downloaded_once(online: fake_hub.Hub) -> None:
+    other = {"optimizer.bin": b"x" * 9, "checkpoints/adapter_model.safetensors": b"y" * 9}
+    online.put("me/lora", {**PEFT, **other})
+    weights, metadata = read_lora("me/lora")
+    assert metadata["lora_alpha"] == 5 and len(weights) == 2
+    assert sorted(online.downloads) == sorted(PEFT)
+    asked = len(online.asked)
+    assert read_lora("me/lora")[1] == metadata
+    assert len(online.asked) == asked  # from the cache
+    before = file_digest("me/lora")
+    online.put("me/lora", {**PEFT, "adapter_config.json": PEFT["adapter_config.json"][:-2] + b"7}"})
+    assert read_lora("me/lora")[1]["lora_alpha"] == 5
+    assert read_lora(adapter_folder("me/lora", newest=True))[1]["lora_alpha"] == 7
+    assert read_lora("me/lora")[1]["lora_alpha"] == 7 and file_digest("me/lora") != before
+
+
+def test_revisions_and_folders_inside_a_repository(online: fake_hub.Hub) -> None:
+    online.put("me/lora", {f"runs/best/{name}": what for name, what in PEFT.items()})
+    online.put("me/lora", {"x.safetensors": PEFT["adapter_model.safetensors"]}, revision="old")
+    assert read_lora("me/lora@main/runs/best")[1]["lora_alpha"] == 5
+    assert read_lora("me/lora@old")[1]["lora_alpha"] == 2
+    with pytest.raises(ValueError, match="holds no pytorch_lora_weights"):
+        read_lora("me/lora@main/runs")
+
+
+def test_a_whole_pipeline_is_refused_before_its_weights_are_fetched(online: fake_hub.Hub) -> None:
+    online.put("stabilityai/sd", {"model_index.json": b"{}", "sd.safetensors": b"x" * 9})
+    with pytest.raises(ValueError, match="holds a whole pipeline.*null is the base itself"):
+        read_lora("stabilityai/sd")
+    assert online.downloads == ["model_index.json"]
+
+
+def test_a_check_says_what_is_wrong_with_each_id_and_loads_no_model(
+    online: fake_hub.Hub, random_model: str, tmp_path: Path
+) -> None:
+    online.put("me/lora", PEFT)
+    online.put("me/gated", PEFT, gated=True)
+    sources = {
+        "good": "me/lora",
+        "typo": "me/lroa",
+        "gated": "me/gated",
+        "old": "me/lora@v0",
+        "odd": "me--you/lora",
+        "empty": "me/lora@main/sub",
+    }
+    config = fakes.distillation(random_model, tmp_path / "run", "model.id=no/model", alone="even")
+    assert isinstance(config, fakes.config.OpdConfig)
+    taught = config.teachers["even"]
+    teachers = {n: taught.model_copy(update={"adapter": s}) for n, s in sources.items()}
+    with pytest.raises(ConfigError) as caught:
+        check_world(config.model_copy(update={"teachers": teachers}), 1)
+    typo, gated, old, odd, empty = caught.value.problems
+    assert typo.startswith("teachers.typo: cannot download 'me/lroa': the Hub knows no me/lroa")
+    assert "`hf auth login`" in typo and "a local folder that is missing" in typo
+    assert "it is gated. Accept its terms on https://huggingface.co/me/gated" in gated
+    assert "me/lora has no such revision" in old
+    assert "Cannot have --" in odd
+    assert empty.startswith("teachers.empty: 'me/lora@main/sub': ") and "holds no" in empty
+
+
+def test_offline_the_cache_is_taken_or_missed_with_a_reason(
+    online: fake_hub.Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    online.put("me/lora", PEFT)
+    read_lora("me/lora")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert read_lora(adapter_folder("me/lora", newest=True))[1]["lora_alpha"] == 5
+    with pytest.raises(hub.HubError, match="cannot download 'me/other': the Hub cannot be reached"):
+        read_lora("me/other")
+
+
+def test_load_and_merge_take_ids(online: fake_hub.Hub, random_model: str, tmp_path: Path) -> None:
+    online.put("me/lora", PEFT)
+    write_lora(tmp_path / "same", *read_lora("me/lora"))
+    for source in ("me/lora", str(tmp_path / "same")):
+        weights = flowalign.load(random_model, lora=source).transformer.state_dict()
+        assert (weights["transformer_blocks.0.attn.to_q.lora_A.default_0.weight"] == 1).all()
+    merge(["me/lora", tmp_path / "same"], tmp_path / "twice")
+    assert read_lora(tmp_path / "twice")[1]["r"] == 4
+    with pytest.raises(hub.HubError, match="the Hub knows no me/none"):
+        flowalign.load("no/model", lora="me/none")  # before the model is looked for

@@ -1,0 +1,348 @@
+"""Several judges of the same images, official folders from a config, images that nobody judges."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from flowalign.backbone import Backbone
+from flowalign.config import ConfigError, EvalConfig, parse
+from flowalign.eval import geneval_folder, suite
+from flowalign.eval.__main__ import main
+from flowalign.eval.suite import Benchmark, ImageSet, Settings
+from flowalign.pictures import pixels_of
+from flowalign.types import PromptBatch, Scores
+
+SMALL: dict[str, Any] = {"height": 32, "width": 32, "max_sequence_length": 16}
+PROMPTS = [f'a "{letter}"' for letter in "ABCDE"]
+CUP = {"tag": "single_object", "include": [{"class": "cup", "count": 1}]}
+
+
+class Colour:
+    """How much of a channel an image has; counts what it was asked, and may be interrupted."""
+
+    asked: dict[str, list[str]] = {}
+    stop: Callable[[str], bool] = staticmethod(lambda channel: False)
+
+    def __init__(self, channel: str) -> None:
+        self.channel = channel
+
+    def __call__(
+        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> Scores:
+        if Colour.stop(self.channel):
+            raise KeyboardInterrupt
+        Colour.asked.setdefault(self.channel, []).extend(prompts)
+        return Scores.of(images[:, "rgb".index(self.channel)].mean((1, 2)))
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """{channel: the prompts that its judge was asked about}."""
+    found: dict[str, list[str]] = {}
+    monkeypatch.setattr(Colour, "asked", found)
+    return found
+
+
+@pytest.fixture
+def sampled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The prompts whose images are sampled, as they are."""
+    found: list[str] = []
+    real = suite.generate
+
+    def generate(backbone: Backbone, prompts: PromptBatch, *rest: Any) -> Tensor:
+        found.extend(prompts.prompts)
+        return real(backbone, prompts, *rest)
+
+    monkeypatch.setattr(suite, "generate", generate)
+    return found
+
+
+def spec(channel: str) -> dict[str, Any]:
+    return {"name": "test_judges:Colour", "options": {"channel": channel}}
+
+
+@pytest.fixture
+def evaluate(tmp_path: Path, random_model: str) -> Callable[..., int]:
+    """evaluate(*overrides): the command on one benchmark; its output is tmp_path/out."""
+    lines = [{"prompt": p, **CUP, "item_id": f"item{i}"} for i, p in enumerate(PROMPTS)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    data = {
+        "stage": "eval",
+        "output": str(tmp_path / "out"),
+        "model": {"id": random_model, **SMALL},
+        "benchmarks": [{"name": "x", "prompts": str(tmp_path / "prompts.jsonl"), "images": 2}],
+        "sampling": {"steps": 2, "guidance": 1.0, "batch_size": 4},
+        "report": {"images": 1},
+    }
+    (tmp_path / "eval.yaml").write_text(yaml.dump(data, sort_keys=False))
+    return lambda *overrides: main(["--config", str(tmp_path / "eval.yaml"), *overrides])
+
+
+RED = f"benchmarks.0.reward={spec('r')}"
+BOTH = f"benchmarks.0.rewards={{red: {spec('r')}, blue: {spec('b')}}}"
+
+
+def rows(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    return json.loads((folder / "results.json").read_text())["models"]["base"]["images"]
+
+
+# Several judges ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", ["true", "false"])
+def test_each_judge_is_a_column_and_each_image_is_sampled_once(
+    evaluate: Callable[..., int], tmp_path: Path, keep: str, sampled: list[str],
+    asked: dict[str, list[str]],
+):  # fmt: skip
+    assert evaluate(BOTH, f"keep_images={keep}") == 0
+    assert sampled == PROMPTS and list(asked) == ["r", "b"]
+    assert asked["r"] == asked["b"] == [prompt for prompt in PROMPTS for _ in range(2)]
+    both, table = rows(tmp_path / "out"), (tmp_path / "out" / "table.md").read_text()
+    assert list(both) == ["x_red", "x_blue"] and "|  | x_red | x_blue | average |" in table
+    assert "5 prompts of x with 2 images each: 2 Euler" in table
+    assert "x_red and x_blue judge the same images of x, yet the average's error takes" in table
+    assert evaluate(RED, f"output={tmp_path / 'alone'}") == 0
+    assert rows(tmp_path / "alone")["x"] == both["x_red"]  # a judge is not disturbed by another
+    grids = sorted(path.name for path in (tmp_path / "out").glob("*.png"))
+    assert grids == ["grid_x_blue.png", "grid_x_red.png"]
+    assert (tmp_path / "out" / "report.html").read_text().count("base64,") == 2  # not 4
+
+
+def test_a_judge_that_comes_later_scores_the_images_that_are_kept(
+    evaluate: Callable[..., int], tmp_path: Path, sampled: list[str], asked: dict[str, list[str]]
+):
+    assert evaluate(RED, "keep_images=true") == 0
+    sampled.clear()
+    asked.clear()
+    assert evaluate(BOTH, "keep_images=true") == 0
+    assert sampled == [] and list(asked) == ["b"]  # the first one's rows are there, too
+    later = rows(tmp_path / "out")
+    assert evaluate(BOTH, f"output={tmp_path / 'fresh'}") == 0
+    assert later == rows(tmp_path / "fresh")
+
+
+@pytest.mark.parametrize("keep", ["true", "false"])
+def test_an_interrupted_judge_goes_on_and_nothing_is_scored_twice(
+    evaluate: Callable[..., int], tmp_path: Path, keep: str, asked: dict[str, list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    monkeypatch.setattr(Colour, "stop", staticmethod(lambda c: c == "b" and len(asked["r"]) > 4))
+    assert evaluate(BOTH, f"keep_images={keep}") == 130
+    monkeypatch.setattr(Colour, "stop", staticmethod(lambda channel: False))
+    assert evaluate(BOTH, f"keep_images={keep}") == 0
+    assert {channel: sorted(found) for channel, found in asked.items()} == {
+        "r": sorted(PROMPTS * 2), "b": sorted(PROMPTS * 2)
+    }  # fmt: skip
+    resumed = rows(tmp_path / "out")
+    assert evaluate(BOTH, f"output={tmp_path / 'fresh'}") == 0
+    assert resumed == rows(tmp_path / "fresh")
+
+
+def test_fidelity_counts_an_image_once(evaluate: Callable[..., int], tmp_path: Path):
+    from PIL import Image
+
+    (tmp_path / "white").mkdir()
+    for index in range(30):
+        Image.new("RGB", (32, 32), (255, 255, 200 + index)).save(
+            tmp_path / "white" / f"{index}.png"
+        )
+    lines = [json.dumps({"prompt": f"a {i}"}) for i in range(15)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    fidelity = f"fidelity={{features: 'fakes:mean_colour', reference: {tmp_path / 'white'}}}"
+    numbers = []
+    for judges in (RED, BOTH):
+        folder = tmp_path / str(len(numbers))
+        assert evaluate(judges, fidelity, f"output={folder}") == 0
+        found = json.loads((folder / "results.json").read_text())
+        numbers.append(found["models"]["base"]["fidelity"])
+    assert numbers[0]["n"] == 30 and numbers[0] == numbers[1]
+
+
+def test_judges_take_turns_and_one_that_hangs_costs_the_others_nothing(random_model: str):
+    under_way: list[str] = []
+
+    def judge(name: str, slow: bool) -> Callable[..., Scores]:
+        def reward(images: Tensor, prompts: Sequence[str], metadata: Any) -> Scores:
+            if slow and fakes.PROMPTS[0] in prompts:
+                ended.wait(20)
+                return Scores.of([0.0] * len(images))
+            assert under_way == []  # nobody else is at it
+            under_way.append(name)
+            found = fakes.redness(images, prompts, metadata)
+            under_way.pop()
+            return found
+
+        return reward
+
+    import threading
+
+    ended = threading.Event()
+    batch = fakes.batch(3)
+    judges = tuple(Benchmark(n, batch, judge(n, n == "slow"), 1, "x") for n in ("slow", "quick"))
+    found = suite.judge_set(
+        fakes.backbone(random_model), ImageSet("x", batch, 1, judges), Settings(2, 1.0, 7, 1),
+        seconds=0.3,
+    )  # fmt: skip
+    ended.set()
+    values = torch.tensor([[row["value"] for row in its.rows] for its in found])
+    assert values.isfinite().tolist() == [[False, True, True], [True, True, True]]
+    assert values[0, 1:].tolist() == values[1, 1:].tolist()
+
+
+# Official folders --------------------------------------------------------------------------------
+
+
+def kept(folder: Path) -> Tensor:
+    """The images of the store, in order."""
+    return torch.stack(
+        [pixels_of(p.read_bytes()) for p in sorted(folder.glob("images/base/x/*.png"))]
+    )
+
+
+def test_a_layout_without_a_judge_is_all_that_is_done(
+    evaluate: Callable[..., int], tmp_path: Path, sampled: list[str],
+    capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    assert evaluate("benchmarks.0.layout=geneval") == 0
+    out = tmp_path / "out"
+    said = capsys.readouterr().out
+    assert "images only" in said and f"geneval: {out / 'layouts' / 'base' / 'x'}" in said
+    samples = geneval_folder.read(out / "layouts" / "base" / "x")
+    assert [sample.metadata["prompt"] for sample in samples] == [p for p in PROMPTS for _ in "ab"]
+    written = torch.stack([pixels_of(sample.path.read_bytes()) for sample in samples])
+    assert torch.equal(written, kept(out)) and len(written) == 10
+    assert json.loads((out / "results.json").read_text())["benchmarks"] == {}
+    assert not (out / "table.md").exists() and sampled == PROMPTS
+    # what an official script leaves there stays, and a second run has nothing to do
+    (out / "layouts" / "base" / "x" / "results.jsonl").write_text("theirs")
+    before = {path: path.stat().st_mtime_ns for path in (out / "layouts").rglob("*")}
+    assert evaluate("benchmarks.0.layout=geneval") == 0
+    assert {path: path.stat().st_mtime_ns for path in (out / "layouts").rglob("*")} == before
+    assert sampled == PROMPTS
+
+
+def test_layouts_and_judges_have_the_same_images(evaluate: Callable[..., int], tmp_path: Path):
+    assert evaluate(BOTH, "benchmarks.0.layout=t2i_compbench") == 0  # keep_images is false
+    out = tmp_path / "out"
+    names = sorted(path.name for path in (out / "layouts" / "base" / "x" / "samples").iterdir())
+    assert names == [f"{PROMPTS[i // 2]}_{i:06}.png" for i in range(10)]
+    means = [row["value"] for row in rows(out)["x_red"]]
+    assert kept(out)[:, 0].mean((1, 2)).tolist() == pytest.approx(means)
+    said = "The images of x are also in the official layout of t2i_compbench: layouts/<model>/x."
+    assert said in (out / "table.md").read_text()
+
+
+def test_a_run_that_was_killed_before_its_layouts_writes_them(
+    evaluate: Callable[..., int], tmp_path: Path, sampled: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    from flowalign.eval import layouts
+
+    real, calls = layouts.png, []
+
+    def interrupted(image: Tensor) -> bytes:
+        calls.append(image)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(image)
+
+    dpg = ["benchmarks.0.layout=dpg_bench", "benchmarks.0.images=1"]
+    monkeypatch.setattr(layouts, "png", interrupted)
+    assert evaluate(*dpg) == 130
+    folder = tmp_path / "out" / "layouts" / "base"
+    assert [path.name for path in folder.iterdir()] == ["x.json"]
+    sampled.clear()
+    assert evaluate(*dpg) == 0
+    names = sorted(path.name for path in (folder / "x").iterdir())
+    assert names == [f"item{i}.png" for i in range(5)] and sampled == []
+
+
+def test_an_image_that_is_not_finite_makes_no_folder_but_leaves_the_scores(
+    evaluate: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    def generate(backbone: Any, prompts: PromptBatch, settings: Any, first: int, copies: int):
+        images = torch.rand(len(prompts) * copies, 3, 32, 32)
+        images[0, 0, 0, 0] = torch.nan if first else 0.5
+        return images
+
+    monkeypatch.setattr(suite, "generate", generate)
+    assert evaluate(RED, "benchmarks.0.layout=geneval") == 2
+    said = capsys.readouterr().err
+    assert "has no readable image of prompt 2" in said and "`model.dtype` may help" in said
+    assert not (tmp_path / "out" / "layouts" / "base" / "x").exists()
+    values = [row["value"] for row in rows(tmp_path / "out")["x"]]
+    assert [value is None for value in values].count(True) == 2  # batches of two prompts, and one
+
+
+# The config --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mark", "said"),
+    [
+        ({}, "benchmarks.0.reward: missing. Add `reward:`"),
+        ({"reward": spec("r"), "rewards": {"a": spec("b")}}, "there is a `reward`, too"),
+        ({"rewards": {"a/b": spec("r")}}, "the name 'a/b' is to stand in file names"),
+        ({"layout": "coco"}, "benchmarks.0.layout"),
+    ],
+)
+def test_who_judges_is_said_once(mark: dict[str, Any], said: str):
+    with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
+        config(mark)
+
+
+def config(*marks: dict[str, Any]) -> EvalConfig:
+    benchmarks = [
+        {"name": f"x{'_y' * i}", "prompts": "tiny/ocr_test", **m} for i, m in enumerate(marks)
+    ]
+    model = {"id": "tiny", **SMALL}
+    data = {"stage": "eval", "output": "out", "model": model, "benchmarks": benchmarks}
+    return parse(data, stage=EvalConfig)
+
+
+def test_two_columns_of_one_name_are_refused():
+    clash = {"rewards": {"y_red": spec("r")}}, {"rewards": {"red": spec("r")}}  # x_y_red, twice
+    with pytest.raises(ConfigError, match="more than one column is called 'x_y_red'"):
+        config(*clash)
+    found = config({"rewards": {"red": spec("r"), "blue": spec("b")}}, {"layout": "t2i_compbench"})
+    assert [list(mark.judges) for mark in found.benchmarks] == [["x_red", "x_blue"], []]
+
+
+def test_every_judge_is_checked_before_anything_is_loaded(
+    evaluate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    wrong = f"benchmarks.0.rewards={{red: {spec('r')}, eyes: {{name: pickscor}}}}"
+    assert evaluate(wrong) == 2
+    said = capsys.readouterr().err
+    assert "benchmarks.0.rewards.eyes: no reward 'pickscor'" in said and "'pickscore'?" in said
+    assert evaluate("benchmarks.0.rewards={bad: {name: test_judges:Colour}}") == 2
+    assert "benchmarks.0.rewards.bad: " in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_watches_several_judges_of_images_that_are_sampled_once(
+    random_model: str, tmp_path: Path, sampled: list[str]
+):
+    prompts = tmp_path / "prompts.txt"
+    judges = "{a: {name: 'fakes:constant'}, b: {name: 'fakes:redness'}}"
+    watch = f"{{name: other, prompts: {prompts}, limit: 3, rewards: {judges}}}"
+    given = [f"tasks.0.validation={prompts}", f"evaluation={{every: 1, watch: [{watch}]}}"]
+    settings = fakes.settings(random_model, tmp_path / "run", *given, "train.updates=1")
+    fakes.wired(settings).run()
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    scored = [row for row in map(json.loads, lines) if "eval/headline" in row]
+    assert len(scored) == 2 and len(sampled) == 2 * (len(fakes.PROMPTS) + 3)
+    for row in scored:
+        assert row["eval/other_a/reward"] == 0.5 != row["eval/other_b/reward"]
+        assert row["eval/headline"] == row["eval/red/reward"]
+    with pytest.raises(ConfigError, match=r"watch\.0\.layout: 'geneval', but a run keeps no"):
+        mark = f"{{name: other, prompts: {prompts}, layout: geneval}}"
+        fakes.settings(random_model, tmp_path / "run", given[0], f"evaluation={{watch: [{mark}]}}")

@@ -1,0 +1,66 @@
+"""An evaluation on two processes is that of one: the same rows, to the last bit where there is a
+batch for each."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pytest
+import yaml
+
+from flowalign.eval.__main__ import main
+
+
+def config(folder: Path, model: str, output: str) -> Path:
+    """Two judges of two images a prompt, an odd number of batches, and a second benchmark that has
+    fewer batches than there are processes."""
+    folder.joinpath("prompts.txt").write_text("\n".join(f'a "{letter}"' for letter in "ABCDEFGHI"))
+    judges = {name: {"name": f"fakes:{name}"} for name in ("redness", "constant")}
+    many = {"name": "many", "images": 2, "rewards": judges, "layout": "t2i_compbench"}
+    few = {"name": "few", "limit": 2, "reward": {"name": "fakes:redness"}}
+    data = {
+        "stage": "eval",
+        "output": str(folder / output),
+        "model": {"id": model, "height": 32, "width": 32, "max_sequence_length": 16},
+        "benchmarks": [{"prompts": str(folder / "prompts.txt"), **mark} for mark in (many, few)],
+        "sampling": {"steps": 2, "guidance": 1.0, "batch_size": 4},
+        "report": {"images": 3},
+    }
+    path = folder / f"{output}.yaml"
+    path.write_text(yaml.dump(data, sort_keys=False))
+    return path
+
+
+def images(out: Path) -> dict[str, bytes]:
+    """The images of `many`, the last of which are a smaller batch."""
+    found = sorted(out.glob("images/base/many/*.png"))
+    return {path.name: path.read_bytes() for path in found}
+
+
+def rows(out: Path) -> dict[str, list[dict[str, Any]]]:
+    return json.loads((out / "results.json").read_text())["models"]["base"]["images"]
+
+
+@pytest.mark.slow
+def test_two_processes_score_what_one_does(random_model: str, tmp_path: Path) -> None:
+    assert main(["--config", str(config(tmp_path, random_model, "one"))]) == 0
+    done = fakes.launch("-m", "flowalign.eval", "--config", config(tmp_path, random_model, "two"))
+    assert done.returncode == 0, done.stderr
+    ranks = {path.name for path in (tmp_path / "two").rglob("rows.*.jsonl")}
+    assert ranks == {"rows.0.jsonl", "rows.1.jsonl"}  # there were two indeed
+    one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
+    assert images(tmp_path / "two") == images(tmp_path / "one") != {}
+    for name in ("many_redness", "many_constant"):
+        assert two[name] == one[name] and len(one[name]) == 18
+    # one batch is shared by two: smaller batches, whose arithmetic may round otherwise
+    values = [[row["value"] for row in of["few"]] for of in (one, two)]
+    assert values[0] == pytest.approx(values[1], abs=1e-4) and len(values[0]) == 2
+
+
+@pytest.mark.slow
+def test_two_processes_refuse_together(random_model: str, tmp_path: Path) -> None:
+    path = config(tmp_path, random_model, "two")
+    assert main(["--config", str(path)]) == 0
+    done = fakes.launch("-m", "flowalign.eval", "--config", path, "sampling.seed=1")
+    assert done.returncode != 0 and "sampling.seed was 1234 there" in done.stderr

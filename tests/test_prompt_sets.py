@@ -1,0 +1,325 @@
+"""Generated prompts are what the official ones are, but for being others; a check finds faults."""
+
+import hashlib
+import json
+import re
+from collections import Counter
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flowalign.cli import main
+from flowalign.data import load_prompts
+from flowalign.eval.geneval import COLORS, judge
+from flowalign.prompts import geneval, held_out, ocr, ocr_words
+from flowalign.prompts.check import examine
+from flowalign.prompts.held_out import digest
+from flowalign.rewards.geneval import GenEval
+from flowalign.rewards.geneval_names import NAMES
+from flowalign.rewards.ocr import target_of
+from flowalign.tiny import MODEL
+from flowalign.types import PromptBatch
+
+SETS = [parent / "shared" / "data" for parent in Path(__file__).resolve().parents]
+CENTER = {"left of": (1, 2), "right of": (3, 2), "above": (2, 1), "below": (2, 3)}
+NUMBERS = {"two": 2, "three": 3, "four": 4}
+
+
+def official(name: str) -> Path:
+    found = [folder / name for folder in SETS if (folder / name).is_file()]
+    if not found:
+        pytest.skip(f"no ../shared/data/{name} to compare with")
+    return found[0]
+
+
+def one_way_round(prompt: str) -> str:
+    """The same text for a prompt of two objects and for it told the other way round."""
+    if " and " in prompt:
+        return " and ".join(sorted(prompt.removeprefix("a photo of ").split(" and ")))
+    for here, there in (("right of", "left of"), ("below", "above")):
+        if f" {here} " in prompt:
+            first, second = prompt.removeprefix("a photo of ").split(f" {here} ")
+            return f"{second} {there} {first}"
+    return prompt.removeprefix("a photo of ")
+
+
+# GenEval -----------------------------------------------------------------------------------------
+
+
+def picture(prompt: str) -> tuple[dict[str, list[list[float]]], dict[str, list[str]]]:
+    """Detections and colours of an image that shows just what the words of a prompt say."""
+    boxes: dict[str, list[list[float]]] = {}
+    colors: dict[str, list[str]] = {}
+    words = prompt.removeprefix("a photo of ")
+    relation = next((r for r in CENTER if f" {r} " in words), None)
+    parts = words.split(f" {relation or 'and'} ")
+    for place, part in enumerate(parts):
+        first, rest = part.split(" ", 1)
+        color = next((c for c in COLORS if rest.startswith(f"{c} ")), None)
+        name = rest.removeprefix(f"{color} ") if color else rest
+        count = NUMBERS.get(first, 1)
+        if count > 1:
+            name = name[:-1] if name[:-1] in NAMES else name.removesuffix("es")
+        else:
+            assert first == ("an" if rest[0] in "aeiou" else "a")
+        assert name in NAMES
+        x, y = (2, 2) if place or relation is None else CENTER[relation]
+        boxes[name] = [
+            [100 * x + 200 * i, 100 * y, 100 * x + 200 * i + 40, 100 * y + 40, 0.95]
+            for i in range(count)
+        ]
+        colors[name] = [color or "white"] * count
+    return boxes, colors
+
+
+def test_a_picture_of_the_words_fulfils_the_metadata_and_others_do_not() -> None:
+    rows = geneval.generate(1700, seed=3)
+    pictures = [picture(row["prompt"]) for row in rows]
+    assert [judge(r, *p).reason for r, p in zip(rows, pictures, strict=True)] == [""] * len(rows)
+    GenEval.check_prompts([row["prompt"] for row in rows], rows)
+    for row, (boxes, colors) in zip(rows, pictures, strict=True):
+        assert not judge(row, {}, {}).correct
+        if row["tag"] == "counting":  # one more, one less
+            ((name, found),) = boxes.items()
+            assert not judge(row, {name: [*found, [0, 0, 9, 9, 0.99]]}, colors).correct
+            assert not judge(row, {name: found[1:]}, colors).correct
+        elif row["tag"] == "position":  # seen in a mirror
+            mirrored = {n: [[-b[2], -b[3], -b[0], -b[1], b[4]] for b in boxes[n]] for n in boxes}
+            assert not judge(row, mirrored, colors).correct
+        elif "color" in row["include"][0]:
+            assert not judge(row, boxes, {name: ["gray"] for name in boxes}).correct
+
+
+def test_every_17_rows_hold_the_mix_and_a_longer_set_begins_with_a_shorter_one() -> None:
+    rows = geneval.generate(340, seed=0)
+    for start in range(0, 340, 17):
+        assert Counter(row["tag"] for row in rows[start : start + 17]) == {
+            "position": 7, "counting": 5, "color_attr": 3, "colors": 1, "two_object": 1,
+        }  # fmt: skip
+    assert geneval.generate(100, seed=0) == rows[:100]
+    assert geneval.generate(100, seed=1) != rows[:100]
+
+
+def test_prompts_repeat_only_when_all_of_a_tag_are_used() -> None:
+    rows = geneval.generate(17 * 200, seed=0)
+    found = {tag: Counter(r["prompt"] for r in rows if r["tag"] == tag) for tag in geneval.MIX}
+    assert set(found["counting"].values()) == {6, 7} and len(found["counting"]) == 160
+    assert all(set(found[tag].values()) == {1} for tag in geneval.MIX if tag != "counting")
+
+
+def test_without_repeats_it_says_what_is_possible() -> None:
+    with pytest.raises(ValueError, match="counting has 160 different ones") as refused:
+        geneval.generate(50_000, seed=0, repeats=False)
+    (most,) = map(int, re.findall(r"there are (\d+) prompts", str(refused.value)))
+    rows = geneval.generate(most, seed=0, repeats=False)
+    assert len({row["prompt"] for row in rows}) == most
+    with pytest.raises(ValueError, match="at most"):
+        geneval.generate(most + 1, seed=0, repeats=False)
+    with pytest.raises(ValueError, match="1 or more"):
+        geneval.generate(0, seed=0)
+
+
+@pytest.mark.parametrize("tag", ["position", "color_attr", "two_object"])
+def test_a_test_prompt_is_kept_out_either_way_round(tag: str) -> None:
+    before = geneval.generate(340, seed=0, held_out=())
+    row = next(row for row in before if row["tag"] == tag)
+    relation = r" (and|left of|right of|above|below) "
+    first, word, second = re.split(relation, row["prompt"].removeprefix("a photo of "))
+    words = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
+    test = f"A photo of {second}  {words.get(word, word)} {first}"
+    after = geneval.generate(340, seed=0, held_out={digest(test)})
+    others = [r["prompt"] for r in before if r["tag"] == tag and r != row]
+    assert [r["prompt"] for r in after if r["tag"] == tag][: len(others)] == others
+    assert row not in after
+
+
+def test_all_of_a_tag_may_not_be_held_out() -> None:
+    counting = geneval.TAGS["counting"]
+    every = [digest(counting.row(n)["prompt"]) for n in range(prod(counting.sizes))]
+    with pytest.raises(ValueError, match="every prompt of the tag counting is held out"):
+        geneval.generate(17, 0, every)
+
+
+def test_the_official_prompts_could_all_be_made_and_none_is() -> None:
+    lines = official("geneval_evaluation_metadata.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert held_out.GENEVAL == {digest(row["prompt"]) for row in rows}
+    wanted = {r["prompt"]: r for r in rows if r["tag"] != "single_object"}  # not in the mix
+    for tag in geneval.TAGS.values():
+        for number in range(prod(tag.sizes)):
+            made = tag.row(number)
+            if (there := wanted.pop(made["prompt"], None)) is not None:
+                assert there == made and list(there) == list(made)
+    assert wanted == {}
+    test = {one_way_round(row["prompt"]) for row in rows}
+    ours = [one_way_round(row["prompt"]) for row in geneval.generate(8500, seed=5)]
+    assert test.isdisjoint(ours)
+
+
+# OCR ---------------------------------------------------------------------------------------------
+
+
+def test_an_ocr_prompt_has_one_pair_of_quotes_around_a_text_of_the_grammar() -> None:
+    prompts = ocr.generate(2000, seed=1)
+    assert len(set(prompts)) == 2000
+    assert ocr.generate(300, seed=1) == prompts[:300] != ocr.generate(300, seed=2)
+    words = {w.lower() for ws in ocr_words.WORDS.values() for w in ws.replace("_", " ").split()}
+    fixed = re.sub(r"\{\w+\}|;", " ", " ".join(ocr_words.TEXTS.values())).lower().split()
+    letters = set("ABCDEFGHJKLMNPRSTVWXZ")  # {letter}{n} and their like are written together
+    for prompt in prompts:
+        assert re.fullmatch(r'[A-Z][A-Za-z0-9 ,.-]*"[A-Za-z0-9 ]+"[a-z0-9A-Z ,.-]+\.', prompt)
+        text = target_of(prompt)
+        assert prompt.count(text) >= 1 and text == text.strip() and "  " not in text
+        for word in text.split():
+            code = set(re.sub("[0-9]", "", word)) <= letters
+            assert word.lower() in words or word.lower() in fixed or code, text
+
+
+def test_targets_are_as_long_as_the_public_ones() -> None:
+    public = np.repeat(list(ocr.LENGTHS), list(ocr.LENGTHS.values()))
+    ours = np.array([len(target_of(prompt)) for prompt in ocr.generate(3000, seed=0)])
+    levels = [0.05, 0.25, 0.5, 0.75, 0.95]
+    assert np.abs(np.quantile(ours, levels) - np.quantile(public, levels)).max() <= 1
+    # two standard errors of the difference of the means would be .38
+    assert abs(ours.mean() - public.mean()) < 0.3 and (ours.min(), ours.max()) == (2, 29)
+
+
+def test_the_public_test_set_has_these_lengths_and_is_kept_out() -> None:
+    targets = [target_of(p) for p in load_prompts(official("ocr_test.txt"), "ocr").prompts]
+    assert Counter(map(len, targets)) == ocr.LENGTHS
+    assert held_out.OCR == set(map(digest, targets))
+    plain = {re.sub(r"\s", "", text).lower() for text in targets}
+    ours = [re.sub(r"\s", "", target_of(prompt)).lower() for prompt in ocr.generate(3000, seed=0)]
+    assert plain.isdisjoint(ours)
+
+
+def test_held_out_texts_do_not_come_in_any_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [target_of(prompt) for prompt in ocr.generate(200, seed=0)]
+    without = {digest(text.upper()) for text in before[:50]}
+    after = {target_of(prompt) for prompt in ocr.generate(200, seed=0, held_out=without)}
+    assert after.isdisjoint(before[:50])
+    monkeypatch.setattr(ocr, "PATIENCE", 3000)
+    short = {digest(str(n)) for n in range(100)} | {digest(w) for w in ("Go", "Hi", "On", "Up")}
+    with pytest.raises(ValueError, match="no text of 2 characters is left"):
+        ocr.generate(5000, seed=0, held_out=short)
+    with pytest.raises(ValueError, match="1 or more"):
+        ocr.generate(-1, seed=0)
+
+
+def test_every_kind_of_text_has_a_scene_and_every_symbol_a_meaning() -> None:
+    shown = {kind for scene in ocr_words.SCENES.values() for kind in scene[0].split()}
+    assert shown == set(ocr_words.TEXTS)
+    symbols = set(re.findall(r"\{(\w+)\}", " ".join(ocr_words.TEXTS.values())))
+    assert symbols == set(ocr_words.WORDS)
+
+
+# check -------------------------------------------------------------------------------------------
+
+
+def batch(*prompts: str, **metadata: object) -> PromptBatch:
+    return PromptBatch(list(prompts), ["t"] * len(prompts), [metadata] * len(prompts))
+
+
+def test_it_counts_what_a_reward_refuses_and_says_why() -> None:
+    mixed = batch('a sign "OPEN"', "no quotes", 'an 8" disk', 'an empty "" sign')
+    (fault,) = examine(mixed, {"ocr": {}}, {}).faults
+    assert fault.startswith("reward ocr refuses 3 of 4 prompts:")
+    assert "prompt 2: prompt 'no quotes' has 0 straight double quotes" in fault
+    assert "prompt 3" in fault and "prompt 4" in fault and "prompt 1:" not in fault
+    assert examine(batch("x", target="OPEN"), {"ocr": {}}, {}).faults == []
+    (fault,) = examine(batch("a cat"), {"geneval": {}}, {}).faults
+    assert "reward geneval refuses 1 of 1" in fault and "no `include`" in fault
+    with pytest.raises(ValueError, match="no reward 'orc' .did you mean 'ocr'"):
+        examine(mixed, {"orc": {}}, {})
+
+
+def test_it_points_at_quotes_that_do_not_count() -> None:
+    prompts = ('a 12" TV that says "NEWS"', 'a sign "OPEN"')
+    (fault,) = examine(batch(*prompts), {"ocr": {}}, {}).faults
+    assert fault.startswith("1 prompts have more than two") and "' TV that says '" in fault
+    assert examine(batch(*prompts, target="NEWS"), {"ocr": {}}, {}).faults == []
+
+
+def test_it_finds_prompts_of_the_test_set_and_notes_texts_of_it() -> None:
+    train = batch("a photo of a cat left of a dog", "a photo of a cow", 'a wall that says "HOPE"')
+    test = batch("a photo of a dog  right of A cat", 'a shirt that says "Hope"')
+    findings = examine(train, {}, {"test": test, "other": batch("a bus")})
+    (fault,) = findings.faults
+    assert fault.startswith("1 prompts are also in test") and "a cat left of a dog" in fault
+    assert any("1 target texts are also in test" in line for line in findings.lines)
+    assert any("shares no prompt with other" in line for line in findings.lines)
+
+
+def test_it_tells_repeats_and_lengths() -> None:
+    repeated = batch("a", "a", "bb" * 10)
+    lines = "\n".join(examine(repeated, {}, {}, tokens=4).lines)
+    assert "3 prompts, 2 different" in lines and "2 times 'a'" in lines
+    assert "characters: 1 to 20, median 1" in lines
+    assert "fault  1 prompts have more than 4 tokens, estimated at 4 characters each" in lines
+    exact = examine(repeated, {}, {}, tokens=4, count=len)
+    assert exact.faults == [
+        f"1 prompts have more than 4 tokens, of which the rest is not read, such as {'bb' * 10!r}"
+    ]
+    assert examine(repeated, {}, {}, tokens=20, count=len).faults == []
+
+
+def test_digests_of_a_file_are_printed_as_they_are_shipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    text = 'a sign "Open Late"\na wall "OPEN  late"\na cup "Tea"\n'
+    (tmp_path / "test.txt").write_text(text)
+    (tmp_path / "test.jsonl").write_text('{"prompt": "Open Late"}')
+    plain = [hashlib.sha256(word).hexdigest()[:10] for word in (b"openlate", b"tea")]
+    for name, expected in {"test.txt": sorted(plain), "test.jsonl": plain[:1]}.items():
+        monkeypatch.setattr("sys.argv", ["held_out", str(tmp_path / name)])
+        held_out.main()
+        assert capsys.readouterr().out.split() == expected
+
+
+# The commands ------------------------------------------------------------------------------------
+
+
+def test_geneval_prompts_from_the_command_line(tmp_path: Path, capsys) -> None:
+    out, words = tmp_path / "data" / "train.jsonl", ["data", "generate", "geneval", "--out"]
+    assert main([*words, str(out), "--count", "1020"]) == 0
+    assert "counting        300, 160 different: all there are" in capsys.readouterr().out
+    loaded = load_prompts(out, "geneval")
+    rows = geneval.generate(1020, seed=0)
+    assert loaded.prompts == [row["prompt"] for row in rows]
+    assert loaded.metadata == [{k: row[k] for k in row if k != "prompt"} for row in rows]
+    assert main([*words, str(out), "--count", "1020"]) == 0  # the same again
+    assert main([*words, str(out), "--count", "17"]) == 2
+    assert "replace it with --force" in capsys.readouterr().err
+    smaller = [*words, str(out), "--count", "17", "--force", "--exclude", str(out)]
+    assert main(smaller) == 2  # 1020 rows hold all of counting
+    assert "every prompt of the tag counting" in capsys.readouterr().err
+    assert main([*words, str(tmp_path / "x.jsonl"), "--count", "1020", "--unique"]) == 2
+    assert "at most" in capsys.readouterr().err
+    assert main(["data", "check", str(out), "--reward", "geneval", "--against", str(out)]) == 1
+
+
+def test_ocr_prompts_from_the_command_line(tmp_path: Path, capsys) -> None:
+    first, second = tmp_path / "a.txt", tmp_path / "b.txt"
+    assert main(["data", "generate", "ocr", "--count", "60", "--out", str(first)]) == 0
+    assert load_prompts(first, "ocr").prompts == ocr.generate(60, seed=0)
+    more = ["--count", "60", "--out", str(second), "--exclude", str(first)]
+    assert main(["data", "generate", "ocr", *more]) == 0
+    texts = [{target_of(p) for p in load_prompts(f, "ocr").prompts} for f in (first, second)]
+    assert texts[0].isdisjoint(texts[1])
+    capsys.readouterr()
+    tokens = ["--tokens", "77", "--tokenizer", str(MODEL / "tokenizer")]
+    assert main(["data", "check", str(first), "--reward", "ocr", "--against", str(second)]) == 0
+    assert "fault" not in capsys.readouterr().out
+    assert main(["data", "check", str(first), *tokens]) in (0, 1)
+    assert "estimated" not in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["data", "check", str(first), *tokens[2:]])
+
+
+def test_the_list_names_size_licence_and_missing_checksums(capsys) -> None:
+    assert main(["data", "list"]) == 0
+    said = capsys.readouterr().out
+    assert "geneval: 553" in said and "licence: MIT" in said and "NOTE: Contains sexual" in said
+    assert "pickscore_test.txt: no checksum known" in said

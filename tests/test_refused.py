@@ -1,0 +1,222 @@
+"""Bad input at the command line of `flowalign eval`: what was seen, what is possible, what to do;
+exit status 2, nothing sampled, nothing written and nothing lost."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pytest
+import yaml
+from safetensors.torch import load_file, save_file
+
+from flowalign.backbone import Backbone, load_pipeline
+from flowalign.config import ADAPTER, SD3_ATTENTION
+from flowalign.eval import suite
+from flowalign.eval.__main__ import main
+
+SMALL: dict[str, Any] = {"height": 32, "width": 32, "max_sequence_length": 16}
+CUP = {"tag": "single_object", "include": [{"class": "cup", "count": 1}]}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory, random_model: str) -> Path:
+    """A folder with a config, prompts, adapters and the output of an evaluation that was done."""
+    folder = tmp_path_factory.mktemp("done")
+    lines = [{"prompt": f'a "{letter}"', **CUP} for letter in "ABC"]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (folder / "empty.txt").write_text("\n \n")
+    adapter(random_model, folder / "adapter")
+    theirs = folder / "theirs"  # as another base would have it: other widths, no name of the base
+    shutil.copytree(folder / "adapter", theirs)
+    wide = {
+        k: v.repeat(1, 2) if k.endswith("lora_A.weight") else v for k, v in weights(theirs).items()
+    }
+    save_file(wide, theirs / ADAPTER)
+    adapter(random_model, folder / "sd3", name="stabilityai/stable-diffusion-3-medium")
+    mark = {
+        "name": "red",
+        "prompts": "prompts.jsonl",
+        "reward": {"name": "fakes:redness"},
+        "layout": "geneval",
+    }
+    data = {
+        "stage": "eval",
+        "output": "out",
+        "model": {"id": random_model, **SMALL},
+        "models": {"base": None, "tuned": "adapter"},
+        "benchmarks": [mark],
+        "sampling": {"steps": 2, "guidance": 1.0},
+        "report": {"images": 1},
+    }
+    (folder / "eval.yaml").write_text(yaml.dump(data, sort_keys=False))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["--config", "eval.yaml"]) == 0
+    return folder
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    return load_file(folder / ADAPTER)
+
+
+def adapter(model: str, folder: Path, name: str = "") -> None:
+    found = Backbone(load_pipeline(model), **SMALL)
+    found.name = name or found.name
+    found.add_adapter("a", rank=2, alpha=2.0, targets=SD3_ATTENTION)
+    fakes.shake(found, "a")
+    found.save_adapter("a", folder)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+OUT = "Give another `output`, or delete "
+CASES: dict[str, tuple[list[str], list[str]]] = {
+    "another stage": (["stage=grpo"], ["`flowalign train`"]),
+    "a missing model": (["model.id=nowhere"], ["model.id 'nowhere'", "tiny"]),
+    "a missing adapter": (
+        ["models.tuned=nowhere"],
+        ["models.tuned: 'nowhere': no such folder", "training writes one to <output>/adapter"],
+    ),
+    "a LoRA that names another base": (
+        ["models.tuned=sd3"],
+        ["models.tuned: 'sd3' was trained on 'stabilityai/stable-diffusion-3-medium'", "Name an"],
+    ),
+    "a LoRA of another base that names none": (
+        ["models.tuned=theirs"],
+        ["models.tuned: 'theirs' does not load onto", "size mismatch", "Name an adapter that was"],
+    ),
+    "an empty prompt file": (
+        ["benchmarks.0.prompts=empty.txt"],
+        ["benchmarks.0.prompts: empty.txt holds no prompts. Write one a line."],
+    ),
+    "a missing prompt file": (
+        ["benchmarks.0.prompts=prompt.jsonl"],
+        ["benchmarks.0.prompts: no prompt set 'prompt.jsonl'", "did you mean 'prompts.jsonl'?"],
+    ),
+    "options that a reward does not take": (
+        ["benchmarks.0.reward={name: pickscore, options: {modell: tiny}}"],
+        ["benchmarks.0.reward: reward 'pickscore' has no option 'modell' (did you mean 'model'?)"],
+    ),
+    "options that a reward needs": (
+        ["benchmarks.0.reward={name: 'fakes:Faulty'}"],
+        ["benchmarks.0.reward: reward 'fakes:Faulty' cannot be built", "rows"],
+    ),
+    "images of another run": (
+        ["sampling.seed=1"],
+        ["out/images/base/red holds images of another run", "sampling.seed was 1234 there", OUT],
+    ),
+    "images of other prompts": (
+        ["benchmarks.0.prompts=others.txt", "benchmarks.0.layout=t2i_compbench"],
+        ["""prompts.0 was 'a "A"' there, and is 'one' here""", OUT],
+    ),
+    "a layout of fewer prompts": (
+        ["benchmarks.0.limit=2"],
+        ["out/layouts/base/red holds images of another", "3 prompts there, and are 2 here", OUT],
+    ),
+    "another layout": (
+        ["benchmarks.0.layout=t2i_compbench"],
+        ["layout was 'geneval' there, and is 't2i_compbench' here", OUT],
+    ),
+    "prompts that a layout cannot hold": (
+        ["benchmarks.0.layout=dpg_bench"],
+        ["benchmarks.0.layout: the metadata's item_id is None; want the name of the prompt's file"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("case", "fresh"),
+    [(case, False) for case in CASES]
+    + [(case, True) for case in CASES if OUT not in CASES[case][1]],
+)
+def test_what_cannot_be_evaluated_is_refused(
+    done: Path, case: str, fresh: bool, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    """With the results of an evaluation there, which are left alone, and with nothing there."""
+    overrides, said = CASES[case]
+    monkeypatch.chdir(done)
+    (done / "others.txt").write_text("one\ntwo\nthree")
+    monkeypatch.setattr(suite, "generate", never)
+    before = content(done)
+    assert main(["--config", "eval.yaml", *overrides, *["output=new"] * fresh]) == 2
+    error = capsys.readouterr().err
+    assert [text for text in said if text not in error] == [], error
+    assert content(done) == before and not (done / "new").exists()
+
+
+def never(*args: Any, **options: Any) -> None:
+    raise AssertionError("something was sampled")
+
+
+def test_a_folder_of_images_that_say_nothing_of_themselves_is_refused(
+    done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(done)
+    for folder in ("images", "layouts"):
+        shutil.copytree(done / "out", tmp_path / "out")
+        for path in (tmp_path / "out" / folder).rglob("*.json"):
+            path.unlink()
+        before = content(tmp_path)
+        assert main(["--config", "eval.yaml", f"output={tmp_path / 'out'}"]) == 2
+        error = capsys.readouterr().err
+        assert (
+            re.search(r"is not empty, and no (settings|red).json tells what", error)
+            and OUT in error
+        )
+        assert content(tmp_path) == before
+        shutil.rmtree(tmp_path / "out")
+
+
+def results(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], str]:
+    def written(path: Path) -> str:
+        found = json.loads(path.read_text())
+        change(found)
+        return json.dumps(found)
+
+    return written
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            results(lambda d: d.update(version=2)),
+            "results of version 2, and this flowalign reads 1",
+        ),
+        (results(lambda d: d.pop("version")), "results of version None"),
+        (lambda path: "{", "not a readable results.json"),
+        (lambda path: "[]", "version None"),
+    ],
+)
+def test_results_of_another_version_are_not_compared(
+    done: Path, tmp_path: Path, text: Callable[[Path], str], said: str,
+    capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    ours, other = done / "out" / "results.json", tmp_path / "other.json"
+    other.write_text(text(ours))
+    before = content(done)
+    assert main(["compare", str(ours), str(other), "--models", "base", "base"]) == 2
+    found = capsys.readouterr()
+    assert said in found.err and str(other) in found.err and found.out == ""
+    assert content(done) == before
+    assert main(["compare", str(ours), str(ours), "--models", "base", "tuned"]) == 0
+
+
+def test_processes_that_do_not_know_of_each_other_are_refused(
+    done: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """As `accelerate launch --multi_gpu` starts them where there is no GPU."""
+    monkeypatch.chdir(done)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["--config", "eval.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "2 processes were started" in said and "ACCELERATE_USE_CPU=true accelerate launch" in said
+    )
