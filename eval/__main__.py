@@ -49,11 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return compare(argv[1:])
     args = parser().parse_args(argv)
+    from flowalign import parallel
     from flowalign.backbone import ModelError
     from flowalign.eval.store import StoreError
 
     try:
         evaluate(load(args.config, args.overrides, stage=EvalConfig, variant=args.variant))
+        parallel.part()
     except (ConfigError, ModelError, StoreError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -73,6 +75,7 @@ def evaluate(config: EvalConfig) -> Path:
     """
     from accelerate import Accelerator
 
+    from flowalign import parallel
     from flowalign.backbone import Backbone
     from flowalign.eval.files import write
     from flowalign.eval.store import admit, fingerprint, open_stores
@@ -80,6 +83,7 @@ def evaluate(config: EvalConfig) -> Path:
     from flowalign.progress import quiet
 
     quiet()
+    parallel.state()
     accelerator = Accelerator()
     check_launch(accelerator.num_processes)
     check_world(config, accelerator.num_processes)
@@ -106,8 +110,7 @@ def evaluate(config: EvalConfig) -> Path:
         for export in exports:
             export.write()
             print(f"{export.of.layout}: {export.folder}")
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
+    parallel.finish(accelerator)
     return Path(config.output)
 
 

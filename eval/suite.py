@@ -189,6 +189,8 @@ def judge_set(
         if features:
             seen.append(_features(torch.stack([found[key] for key in keys]), features))
         order += keys
+    if backbone.sharded:
+        _keep_step(backbone, images, settings, world, rank)
     ordered = [[rows[key] for key in order] for rows in scored.finish()]
     if world > 1:  # a process without prompts has no features, and knows not how wide they are
         ordered = [gather_object(rows) for rows in ordered]
@@ -272,6 +274,16 @@ def _batches(images: ImageSet, size: int, world: int, rank: int) -> list[range]:
     starts = range(0, total, step)
     mine = starts[rank * len(starts) // world : (rank + 1) * len(starts) // world]
     return [range(start, min(start + step, total)) for start in mine]
+
+
+def _keep_step(
+    backbone: Backbone, images: ImageSet, settings: Settings, world: int, rank: int
+) -> None:
+    """Sample one more batch, for nothing, where another process has one more: each forward pass of
+    a sharded base is one of all processes."""
+    turns = [len(_batches(images, settings.batch_size, world, r)) for r in range(world)]
+    for _ in range(max(turns) - turns[rank]):
+        generate(backbone, images.prompts.select([0]), settings)
 
 
 def _unscored(reward: Reward, keys: Sequence[Key], rows: Mapping[Key, object]) -> list[Key]:

@@ -105,7 +105,8 @@ class Backbone:
 
     transformer may be replaced by its wrapped self (accelerate.prepare): `velocity` goes through
     the wrapper, so that rollout and update share one forward path; adapters and saving go
-    through `core`, the bare SD3Transformer2DModel.
+    through `core`, the bare SD3Transformer2DModel. sharded: the base's weights lie in pieces on
+    several processes, so that a forward pass of one of them is one of all, or it waits for ever.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class Backbone:
             self.device = torch.device("cpu")
         self.core = pipe.transformer.requires_grad_(False).eval().to(self.device)
         self.transformer: nn.Module = self.core
+        self.sharded = False
         self.dtype = dtype or next(self.core.parameters()).dtype
         pipe.vae.requires_grad_(False).eval().to(self.device)
         self.text = TextEncoder(
@@ -334,8 +336,12 @@ class Backbone:
 
     def _weights(self, name: str) -> dict[str, Tensor]:
         """The weights of an adapter as they are saved. (Asked whether it should save embeddings,
-        peft would look for the base on the Hub.)"""
-        return get_peft_model_state_dict(self.core, adapter_name=name, save_embedding_layers=False)
+        peft would look for the base on the Hub. Asked for its own state_dict, a sharded base would
+        change its state, on this process alone.)"""
+        mine = {key: p.detach() for key, p in self.core.named_parameters() if f".{name}." in key}
+        return get_peft_model_state_dict(
+            self.core, state_dict=mine, adapter_name=name, save_embedding_layers=False
+        )
 
     @contextmanager
     def keeping_active(self) -> Iterator[None]:

@@ -14,9 +14,9 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,10 +26,9 @@ from accelerate.utils import gather_object
 from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
-from flowalign import checkpoint
+from flowalign import checkpoint, parallel
 from flowalign.alarm import Alarm
 from flowalign.backbone import Backbone
 from flowalign.config import Config
@@ -143,6 +142,16 @@ def pairs_of(rollout: Rollout, keep: Tensor, size: int) -> Iterator[Pairs]:
         )
 
 
+def filled(parts: Iterable[Pairs], count: int) -> Iterator[tuple[Pairs, float]]:
+    """The micro-batches with weight 1, then, up to `count`, the last one again with weight 0: for a
+    process whose turns must be as many as another's."""
+    for pairs in parts:
+        count -= 1
+        yield pairs, 1.0
+    for _ in range(count):
+        yield replace(pairs, first=False), 0.0
+
+
 class Loop:
     """A run: its adapter, optimizer, EMA, prompts, log and checkpoints."""
 
@@ -163,15 +172,10 @@ class Loop:
         self.folder = Path(config.output)
         self.checkpoints = checkpoint.Checkpoints(self.folder / "checkpoints", config.train.keep)
         self.parameters = backbone.adapter_parameters(STUDENT)
-        model, self.optimizer = accelerator.prepare(
-            backbone.core, optimizer(config, self.parameters)
-        )
-        backbone.transformer = model
-        if isinstance(model, DistributedDataParallel):
-            # the base's buffers are constants, and their broadcast, at the forward after a
-            # reduction, would meet other collectives where processes differ in micro-batches
-            model.broadcast_buffers = False
-        self.lr = learning_rate(config, self.optimizer.optimizer)
+        inner = optimizer(config, self.parameters)
+        self.parallel = parallel.of(accelerator)
+        self.optimizer = self.parallel.prepare(config, backbone, inner)
+        self.lr = learning_rate(config, inner)
         self.ema = EMAModel(self.parameters, decay=config.ema.decay) if config.ema else None
         self.update = 0  # rollouts done
         self.steps = 0  # optimizer steps done
@@ -273,14 +277,13 @@ class Loop:
             keep = keep | (torch.arange(len(keep)) == share.nonzero()[0])
         count = int(share.sum()) * len(rollout.steps)
         size = self.config.optimizer.micro_batch
-        batches = math.ceil(int(keep.sum()) * len(rollout.steps) / size)
-        for i, pairs in enumerate(pairs_of(rollout, keep, size)):
-            quiet = self.accelerator.no_sync(self.backbone.transformer)
-            with quiet if i < batches - 1 else nullcontext():
+        batches = self.parallel.most(math.ceil(int(keep.sum()) * len(rollout.steps) / size))
+        for i, (pairs, weight) in enumerate(filled(pairs_of(rollout, keep, size), batches)):
+            with self.parallel.learning(self.backbone.transformer, last=i == batches - 1):
                 found = self.algorithm.loss(pairs, self.velocity(pairs))
-                self.accelerator.backward(found.total * (len(pairs.rows) / count))
+                self.accelerator.backward(found.total * (weight * len(pairs.rows) / count))
             metrics = {"loss": float(found.total.detach()), **found.metrics}
-            for name, value in metrics.items():
+            for name, value in metrics.items() if weight else ():
                 seen[name].append((value, found.counts.get(name, len(pairs.rows))))
         seen["lr"].append((float(self.lr.get_last_lr()[0]), 1))
         seen["grad_norm"].append((self._descend(), 1))
@@ -290,6 +293,7 @@ class Loop:
         return velocity(self.backbone, pairs, self.algorithm.guidance)
 
     def _descend(self) -> float:
+        self.parallel.average(self.parameters)
         norm = self.accelerator.clip_grad_norm_(
             self.parameters, self.config.optimizer.max_grad_norm
         )
@@ -378,7 +382,7 @@ class Loop:
         """A complete checkpoint of this moment."""
         scaler = self.accelerator.scaler
         states = {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self.parallel.optimizer_state(self.optimizer),
             "lr": self.lr.state_dict(),
             "ema": {k: v for k, v in self.ema.state_dict().items() if k != "shadow_params"}
             if self.ema
@@ -405,7 +409,7 @@ class Loop:
             return False
         found = checkpoint.load(folder, self.accelerator.process_index, self._tensors())
         states, progress = found["states"], found["progress"]
-        self.optimizer.load_state_dict(states["optimizer"])
+        self.parallel.load_optimizer_state(self.optimizer, states["optimizer"])
         self.lr.load_state_dict(states["lr"])
         if self.ema:
             self.ema.load_state_dict({**states["ema"], "shadow_params": self.ema.shadow_params})

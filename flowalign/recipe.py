@@ -47,9 +47,9 @@ def run(
     train and evaluate run one stage each; train resumes where there are checkpoints. Raises
     ConfigError, before any stage runs, with everything that is wrong in any of them.
     """
-    from accelerate import PartialState
+    from flowalign import parallel
 
-    state = PartialState()
+    state = parallel.state()
     check_launch(state.num_processes)
     stages = plan(config, home, state.num_processes)
     show = print if state.is_main_process else (lambda *text, **how: None)

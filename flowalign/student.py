@@ -15,9 +15,10 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor
 
-from flowalign import sde
+from flowalign import parallel, sde
 from flowalign.backbone import Backbone
 from flowalign.config import States
 from flowalign.config import Student as Settings
@@ -176,15 +177,19 @@ class Student:
 
     def _gradients(self, rollout: Rollout) -> Iterator[tuple[str, Tensor]]:
         tasks = rollout.batch.tasks
-        names = sorted(set(tasks))
+        names = set(tasks)
+        if self.backbone.sharded:  # every process takes part in each of these gradients
+            names = set(gather_object(sorted(names)))
         active = [p for p in self.backbone.core.parameters() if p.requires_grad]
-        for name in names if len(names) > 1 else []:
+        for name in sorted(names) if len(names) > 1 else []:
             mine = torch.tensor([task == name for task in tasks])
-            pairs = next(pairs_of(rollout, mine, self.micro_batch))
-            with self.accelerator.no_sync(self.backbone.transformer):
+            used = mine if mine.any() else torch.ones_like(mine)
+            pairs = next(pairs_of(rollout, used, self.micro_batch))
+            with parallel.of(self.accelerator).aside(self.backbone):
                 total = self.loss(pairs, velocity_of(self.backbone, pairs, self.guidance)).total
                 grads = torch.autograd.grad(total, active)
-            yield name, torch.cat([grad.flatten() for grad in grads])
+            if mine.any():
+                yield name, torch.cat([grad.flatten() for grad in grads])
 
 
 def weights(schedule: Schedule, weighting: str) -> Tensor:

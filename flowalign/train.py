@@ -59,12 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     from flowalign.progress import quiet
 
     quiet()  # before diffusers is imported
+    from flowalign import parallel
     from flowalign.backbone import ModelError
     from flowalign.loop import TrainingError
 
     try:
         config = load(args.config, args.overrides, stage=Job, variant=args.variant)
         run(config, Path(args.config).parent, args.resume)
+        parallel.part()
     except (ConfigError, ModelError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -98,9 +100,9 @@ def train(config: Config, *, resume: bool = False) -> Path:
 
     Raises ConfigError before any model is loaded, TrainingError if the run has to stop.
     """
-    from accelerate import PartialState
+    from flowalign import parallel
 
-    processes = PartialState().num_processes
+    processes = parallel.state().num_processes
     check_launch(processes)
     check_world(config, processes)
     folder = Path(config.output)
@@ -118,10 +120,8 @@ def train(config: Config, *, resume: bool = False) -> Path:
         loop.run()
     finally:
         report.end()
-    if loop.accelerator.is_main_process:
-        finish(loop, config, rewards)
-    loop.accelerator.wait_for_everyone()
-    loop.accelerator.end_training()
+    finish(loop, config, rewards)
+    parallel.finish(loop.accelerator)
     return folder / "adapter"
 
 
@@ -166,19 +166,14 @@ def _check_folder(folder: Path, config: Config, resume: bool) -> None:
 
 def wire(config: Config) -> tuple[Loop, Progress, dict[str, Reward]]:
     """Build every part of a run from its config -> the loop, its display, its rewards."""
-    from accelerate import Accelerator
     from accelerate.utils import set_seed
 
-    from flowalign import rewards
+    from flowalign import parallel, rewards
     from flowalign.data import PromptSampler, load_prompts
     from flowalign.loop import Loop
     from flowalign.progress import Progress
 
-    accelerator = Accelerator(
-        mixed_precision=config.train.mixed_precision,
-        log_with=list(config.train.trackers) or None,
-        project_dir=config.output,
-    )
+    accelerator = parallel.start(config)
     set_seed(config.seed)  # the LoRA's initial A; all else has generators of its own
     built = {
         t.name: rewards.build(t.reward.name, **t.reward.options) for t in config.tasks if t.reward
@@ -372,25 +367,29 @@ def eval_settings(config: Config) -> Settings:
 
 
 def finish(loop: Loop, config: Config, rewards: Mapping[str, Reward]) -> None:
-    """After the last update: the metrics plot, the before/after grid and the model card."""
+    """After the last update: the metrics plot, the before/after grid and the model card, by the
+    main process; under FSDP2 all of them sample the grid."""
     from flowalign.card import write_card
     from flowalign.pictures import metrics_plot
 
-    folder = Path(config.output)
-    metrics_plot(folder / "metrics.jsonl", folder / "metrics.png", title=folder.name)
-    write_card(folder, config, sys.argv)
-    if config.evaluation:
-        compare(loop.backbone, config, rewards, folder / "before_after.png")
+    folder, main = Path(config.output), loop.accelerator.is_main_process
+    if main:
+        metrics_plot(folder / "metrics.jsonl", folder / "metrics.png", title=folder.name)
+        write_card(folder, config, sys.argv)
+    if config.evaluation and (main or loop.backbone.sharded):
+        path = folder / "before_after.png" if main else None
+        compare(loop.backbone, config, rewards, path)
 
 
 def compare(
     backbone: Backbone,
     config: Config,
     rewards: Mapping[str, Reward],
-    path: Path,
+    path: Path | None,
     count: int = 16,
 ) -> None:
-    """Base and result on the same held-out prompts and noise, as one picture."""
+    """Base and result on the same held-out prompts and noise, as one picture; path None: sample
+    them for nothing, as the process that draws samples them too."""
     from flowalign.eval.suite import generate
     from flowalign.loop import STUDENT
     from flowalign.pictures import read_metrics, side_by_side
@@ -403,6 +402,8 @@ def compare(
     with backbone.base():
         before = generate(backbone, prompts, settings)
     after = generate(backbone, prompts, settings)
+    if path is None:
+        return
     captions = []
     for images in (before, after):
         found = score(benchmark.reward, images, prompts.prompts, prompts.metadata)

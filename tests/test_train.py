@@ -114,6 +114,7 @@ def processes_agree(path: Path, folder: Path) -> dict[str, Tensor]:
     two = folder / "two" / "run"
     done = fakes.launch(ROOT / "train.py", "--config", path, f"output={two}")
     assert done.returncode == 0, done.stderr
+    assert (two / "checkpoints" / "update_000002" / "rng_1.json").exists()  # two, indeed
     found, expected = (
         load_file(folder / name / "run" / "checkpoints" / "update_000002" / "adapter.safetensors")
         for name in ("two", "one")

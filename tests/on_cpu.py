@@ -1,0 +1,47 @@
+"""Runs of `flowalign train`, one after the other (--then), in processes on a CPU, for the tests.
+
+accelerate starts FSDP2 and DeepSpeed on GPUs only, by what PartialState says of the machine. Here
+PartialState is told otherwise; all that follows is accelerate's, torch's and DeepSpeed's own code,
+on CPU tensors, over gloo.
+"""
+
+import itertools
+import os
+import sys
+from pathlib import Path
+
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+
+DEEPSPEED = Path(sys.prefix) / "deepspeed"  # beside the environment, as open_clip is
+
+
+def pretend() -> None:
+    """Make this process's accelerate take its CPU for a GPU."""
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        PartialState(backend="gloo")
+    elif os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        PartialState(cpu=True)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def run(argv: list[str]) -> None:
+    """As train.main, but that the processes stay together, and errors are raised."""
+    from flowalign import train
+    from flowalign.config import Job, load
+
+    args = train.parser().parse_args(argv)
+    train.run(load(args.config, args.overrides, stage=Job), Path(args.config).parent, args.resume)
+
+
+if __name__ == "__main__":
+    from flowalign import parallel
+
+    if "--honest" in sys.argv:
+        sys.argv.remove("--honest")
+    else:
+        pretend()
+    for then, argv in itertools.groupby(sys.argv[1:], lambda arg: arg == "--then"):
+        if not then:
+            run(list(argv))
+    parallel.part()

@@ -1,0 +1,304 @@
+"""Two processes do what one does under each of accelerate's strategies, and can be resumed."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import fakes
+import on_cpu
+import pytest
+import torch
+from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.testing import assert_close
+
+from flowalign import parallel, train
+from flowalign.config import ConfigError, to_yaml
+from flowalign.loop import filled, pairs_of
+
+ROOT = Path(__file__).parent.parent
+ACCELERATE = ROOT / "configs" / "accelerate"
+STRATEGIES = ["ddp_2cpu", "fsdp2_8gpu", "zero2_8gpu"]
+LINEAR = ["optimizer.eps=1.0", "optimizer.lr=30.0"]  # Adam that does not blow rounding up
+HELD_OUT = ["evaluation={every: 1, prompts: 5, batch_size: 2}"]  # three batches: one and two
+
+
+# Configs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted(ACCELERATE.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_config_is_what_its_name_says(path: Path) -> None:
+    found = load_config_from_file(str(path))
+    assert isinstance(found, ClusterConfig)
+    strategy, _, rest = path.stem.partition("_")
+    several = path.stem.startswith("multi_node")
+    kinds = {"ddp": "MULTI_GPU", "multi": "MULTI_GPU", "fsdp2": "FSDP", "zero2": "DEEPSPEED"}
+    assert found.distributed_type == kinds[strategy]
+    assert found.num_processes == (16 if several else int(rest[0]))
+    assert found.num_machines == (2 if several else 1)
+    assert (found.fsdp_config or {}).get("fsdp_version") == (2 if strategy == "fsdp2" else None)
+    assert (found.deepspeed_config or {}).get("zero_stage") == (2 if strategy == "zero2" else None)
+    assert found.mixed_precision is None  # train.mixed_precision says it
+    command = path.read_text().splitlines()[0]
+    assert command.startswith(f"# accelerate launch --config_file configs/accelerate/{path.name} ")
+
+
+def test_the_block_that_fsdp_wraps_is_the_one_of_the_model(random_model: str) -> None:
+    found = load_config_from_file(str(ACCELERATE / "fsdp2_8gpu.yaml"))
+    assert isinstance(found, ClusterConfig) and found.fsdp_config
+    (blocks,) = [m for m in fakes.backbone(random_model).core.children()
+                 if isinstance(m, torch.nn.ModuleList)]  # fmt: skip
+    wrapped = found.fsdp_config["fsdp_transformer_layer_cls_to_wrap"]
+    assert {type(block).__name__ for block in blocks} == {wrapped}
+
+
+# In one process ----------------------------------------------------------------------------------
+
+
+def test_a_shorter_process_repeats_its_last_micro_batch_without_weight(
+    random_model: str, tmp_path: Path
+) -> None:
+    loop = fakes.wired(fakes.settings(random_model, tmp_path / "run"))
+    rollout = loop.rollout(0)
+    keep = torch.arange(8) < 3
+    found = list(filled(pairs_of(rollout, keep, 8), 4))
+    assert [weight for _, weight in found] == [1, 1, 0, 0]
+    assert [len(pairs.rows) for pairs, _ in found] == [8, 1, 1, 1]
+    assert [pairs.first for pairs, _ in found] == [True, False, False, False]
+    (only,) = filled(pairs_of(rollout, keep, 100), 1)
+    assert only[0].first and only[1] == 1
+
+
+class Started:
+    """An accelerator that was started with some strategy's settings, as far as they are asked."""
+
+    def __init__(self, kind: str, **plugin: Any) -> None:
+        self.distributed_type = parallel.DistributedType(kind)
+        self.state = self
+        self.fsdp_plugin = self.deepspeed_plugin = type("Plugin", (), plugin)()
+
+
+def zero(**changed: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 2}, **changed}
+
+
+FSDP = {"fsdp_version": 2, "cpu_ram_efficient_loading": False}
+
+
+@pytest.mark.parametrize(
+    ("kind", "plugin", "override", "said"),
+    [
+        ("MULTI_CPU", {}, "seed=1", "asked for FSDP, and accelerate started MULTI_CPU"),
+        ("FSDP", {**FSDP, "fsdp_version": 1}, "seed=1", "fsdp_version: got 1"),
+        ("FSDP", {**FSDP, "cpu_ram_efficient_loading": True}, "seed=1", "Set it to false"),
+        ("FSDP", FSDP, "model.quantization=fp8", "'fp8' is not sharded by FSDP2"),
+        ("FSDP", FSDP, "train.mixed_precision=fp16", "'fp16' does not go with FSDP2"),
+        ("DEEPSPEED", {"deepspeed_config": zero(zero_optimization={"stage": 3})}, "seed=1",
+         "zero_stage: got 3"),
+        ("DEEPSPEED", {"deepspeed_config": zero(bf16={"enabled": True})}, "seed=1",
+         "bf16.enabled would cast the adapters"),
+        ("DEEPSPEED", {"deepspeed_config": zero()}, "optimizer.name=adamw8bit", "Use 'adamw'"),
+        ("DEEPSPEED", {"deepspeed_config": zero()}, "train.mixed_precision=fp16", "DeepSpeed"),
+        ("DEEPSPEED", {"deepspeed_config": zero(zero_optimization={
+            "stage": 2, "offload_optimizer": {"device": "cpu"}})}, "seed=1", "Set it to none"),
+        ("MEGATRON_LM", {}, "seed=1", "Megatron-LM is not supported"),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_is_refused(
+    random_model: str, tmp_path: Path, kind: str, plugin: dict[str, Any], override: str, said: str
+) -> None:
+    config = fakes.settings(random_model, tmp_path / "run", override)
+    asked = ["FSDP"] if kind == "MULTI_CPU" else []
+    started: Any = Started(kind, **plugin)
+    (problem,) = parallel._problems(config, started, asked)
+    assert said in problem
+
+
+@pytest.mark.parametrize(
+    ("kind", "plugin"), [("FSDP", FSDP), ("DEEPSPEED", {"deepspeed_config": zero()})]
+)
+def test_what_is_supported_is_not(
+    random_model: str, tmp_path: Path, kind: str, plugin: dict[str, Any]
+) -> None:
+    config = fakes.settings(random_model, tmp_path / "run", "train.mixed_precision=bf16")
+    started: Any = Started(kind, **plugin)
+    assert list(parallel._problems(config, started, [kind])) == []
+
+
+def test_a_strategy_that_does_not_start_is_refused_before_the_model_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP in a process without a GPU: accelerate would run something else."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    fakes.AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(ConfigError, match="asked for FSDP, and accelerate started NO"):
+        train.train(fakes.settings(str(tmp_path / "no_model"), tmp_path / "run"))
+    fakes.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_accelerates_own_precision_is_said_not_to_count(
+    random_model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    fakes.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = parallel.start(fakes.settings(random_model, tmp_path / "run"))
+    assert accelerator.mixed_precision == "no"
+    assert "accelerate's config says mixed_precision: bf16" in caplog.text
+
+
+# In two processes --------------------------------------------------------------------------------
+
+
+def needs(strategy: str) -> dict[str, str]:
+    """The environment of a launch; skips the test where a package is missing."""
+    folders = [ROOT, ROOT / "tests"]
+    if strategy == "zero2_8gpu" and importlib.util.find_spec("deepspeed") is None:
+        if not on_cpu.DEEPSPEED.is_dir():
+            pytest.skip("DeepSpeed is not installed; docs/scaling.md says how")
+        folders.append(on_cpu.DEEPSPEED)
+    return os.environ | {"PYTHONPATH": ":".join(map(str, folders)), "OMP_NUM_THREADS": "1"}
+
+
+def launch(strategy: str, *runs: list[object], status: int = 0) -> str:
+    """Two processes under a shipped config of accelerate's, one run after the other; what they
+    printed to stderr."""
+    given = [str(arg) for run in runs for arg in ["--then", *run]]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
+               str(ACCELERATE / f"{strategy}.yaml"), "--num_processes", "2",
+               "--main_process_port", "0", str(ROOT / "tests" / "on_cpu.py"), *given]  # fmt: skip
+    done = subprocess.run(command, env=needs(strategy), capture_output=True, text=True, timeout=500)
+    assert (done.returncode != 0) == (status != 0), done.stderr[-5000:]
+    return done.stderr
+
+
+def written(config: Any, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(to_yaml(config))
+    return folder / "config.yaml"
+
+
+def grpo(model: str, folder: Path, *overrides: str) -> Path:
+    """A run whose images of the second process fail or are all alike, so that it has fewer
+    micro-batches than the first, evaluated in batches of which it has more."""
+    overrides = ("rollout.prompts=4", "rollout.batch_size=16", "grpo.advantage=batch_std",
+                 "train.updates=2", "train.checkpoint_every=1", "train.max_invalid_share=0.6",
+                 "optimizer.micro_batch=3", *LINEAR, *overrides)  # fmt: skip
+    probe = fakes.wired(fakes.settings(model, folder / "probe" / "run", *overrides))
+    order = probe.prompts.batch(0).prompts
+    options = f"{{bad: {order[3:]!r}, flat: {order[2:3]!r}}}"
+    overrides += (*HELD_OUT, f"tasks.0.validation={folder / 'run' / 'prompts.txt'}",
+                  f"tasks.0.reward.options={options}")  # fmt: skip
+    output = folder / "run" / "alone"
+    return written(fakes.settings(model, output, *overrides, reward="Choosy"), folder)
+
+
+def opd(model: str, folder: Path, *overrides: str) -> Path:
+    """A run of two prompts, so that each process has one of the two tasks, or both have one."""
+    overrides = ("rollout.batch_size=16", "optimizer.micro_batch=3", "train.updates=2",
+                 "anchor={adapter: null}", "student.diagnose_every=1",
+                 "student.states={select: random, count: 2}", *LINEAR, *overrides)  # fmt: skip
+    return written(fakes.distillation(model, folder / "run" / "alone", *overrides), folder)
+
+
+def alone(path: Path) -> None:
+    fakes.AcceleratorState._reset_state(reset_partial_state=True)
+    assert train.main(["--config", str(path)]) == 0
+
+
+@pytest.fixture(scope="module")
+def folders(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What one process makes of each of two runs: folder/run/alone beside folder/config.yaml."""
+    found = {}
+    for make in (grpo, opd):
+        folder = tmp_path_factory.mktemp(make.__name__)
+        alone(make(random_model, folder))
+        found[make.__name__] = folder
+    return found
+
+
+def state(output: Path) -> dict[str, Tensor]:
+    """Adapter, average and optimizer of the last checkpoint, and the adapter that was kept."""
+    last = output / "checkpoints" / "update_000002"
+    found = {f"{name}.{key}": value for name in ("adapter", "ema")
+             for key, value in load_file(last / f"{name}.safetensors").items()}  # fmt: skip
+    kept = load_file(output / "adapter" / "pytorch_lora_weights.safetensors")
+    states = torch.load(last / "states.pt", weights_only=True)
+    moments = {f"optimizer.{i}.{key}": torch.as_tensor(value)
+               for i, parts in states["optimizer"]["state"].items()
+               for key, value in parts.items()}  # fmt: skip
+    return found | {f"kept.{key}": value for key, value in kept.items()} | moments
+
+
+def metrics(output: Path) -> list[dict[str, float]]:
+    """The log without times, and without what is of a process's own micro-batches."""
+    own = ("second", "cosine", "ratio_error")
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not any(o in k for o in own)} for row in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_processes_do_what_one_does(folders: dict[str, Path], strategy: str) -> None:
+    """And a run that stopped and went on is, to the bit, one that did not."""
+    config, outputs = {}, {}
+    for name, folder in folders.items():
+        config[name], outputs[name] = folder / "config.yaml", folder / "run" / strategy
+    resumed = outputs["grpo"].with_name(f"{strategy}_resumed")
+    launch(
+        strategy,
+        ["--config", config["grpo"], f"output={outputs['grpo']}"],
+        ["--config", config["grpo"], f"output={resumed}", "train.updates=1"],
+        ["--config", config["grpo"], f"output={resumed}", "--resume"],
+        ["--config", config["opd"], f"output={outputs['opd']}"],
+    )
+    for name, output in outputs.items():
+        one, two = state(output.with_name("alone")), state(output)
+        assert (output / "checkpoints" / "update_000002" / "rng_1.json").exists()  # two, indeed
+        for key in (key for key in one if not key.startswith("optimizer")):
+            assert_close(two[key], one[key], rtol=0, atol=1e-5, msg=f"{name} {key}")
+        rows = zip(metrics(output), metrics(output.with_name("alone")), strict=True)
+        for found, expected in rows:
+            assert found == pytest.approx(expected, rel=1e-3, abs=1e-5, nan_ok=True)
+    whole, again = state(outputs["grpo"]), state(resumed)
+    assert whole.keys() == again.keys()
+    assert all(torch.equal(whole[key], again[key]) for key in whole)
+    assert (resumed / "before_after.png").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_in_half_precision_adapters_stay_whole_and_the_first_ratio_is_one(
+    random_model: str, tmp_path: Path, strategy: str
+) -> None:
+    half = ["model.dtype=bfloat16", "train.mixed_precision=bf16", "train.updates=2",
+            "model.gradient_checkpointing=true", "rollout.guidance=4.5", "train.checkpoint_every=1",
+            "optimizer.micro_batch=4", "rollout.batch_size=4", "grpo.kl_weight=0.1",
+            *LINEAR]  # fmt: skip
+    path = written(fakes.settings(random_model, tmp_path / "run" / "alone", *half), tmp_path)
+    alone(path)
+    output = tmp_path / "run" / strategy
+    launch(strategy, ["--config", path, f"output={output}"])
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [row["ratio_error"] for row in rows] == [0, 0]
+    one, two = state(output.with_name("alone")), state(output)
+    for key in (key for key in one if not key.startswith("optimizer")):
+        assert two[key].dtype == torch.float32
+        assert_close(two[key], one[key], rtol=0, atol=1e-3, msg=key)
+    whole = torch.cat([value.flatten() for key, value in two.items() if key.startswith("kept")])
+    assert (whole != whole.bfloat16()).float().mean() > 0.5  # nor is it rounded on the way
+
+
+@pytest.mark.slow
+def test_fsdp_on_a_cpu_is_refused_in_words(random_model: str, tmp_path: Path) -> None:
+    path = written(fakes.settings(random_model, tmp_path / "run" / "alone"), tmp_path)
+    said = launch("fsdp2_8gpu", ["--honest"], ["--config", path], status=2)
+    assert "asked for FSDP, and accelerate started MULTI_CPU" in said
+    assert not (tmp_path / "run" / "alone" / "config.yaml").exists()
