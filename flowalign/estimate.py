@@ -24,6 +24,7 @@ from flowalign.loop import STUDENT
 from flowalign.meter import As, Meter, measure, rounded, size, size_of
 from flowalign.schema import Config, GrpoConfig, Model, OpdConfig, SftConfig
 from flowalign.student import chosen
+from flowalign.text import BATCH as TEXTS
 from flowalign.types import Conditioning
 
 NF4 = 0.5 + 4 / 64  # bytes a weight: four bits, and a float32 scale for each block of 64
@@ -290,9 +291,9 @@ class _Work:
     # The phases --------------------------------------------------------------------------------
 
     def text(self, prompts: int | None = None) -> Phase:
-        """All prompts of an update at once (with a cache one by one)."""
+        """The prompts of an update (with a cache one by one)."""
         model, rows = self.config.model, prompts or self.prompts
-        batch = 1 if model.text_cache else rows
+        batch = 1 if model.text_cache else min(rows, TEXTS)
 
         def encode() -> None:
             for encoder, length in zip(self.shapes.encoders, self._lengths(), strict=True):

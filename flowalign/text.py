@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flowalign.frozen import Placement, fingerprint
 
-BATCH = 128  # texts a forward pass: 6 GB of activations in T5-XXL
+BATCH = 32  # texts a forward pass: 1.5 GB of activations in T5-XXL
 
 
 class TextEncoder:

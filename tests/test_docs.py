@@ -223,7 +223,9 @@ def check_pip(words: list[str]) -> None:
     project = (ROOT / "pyproject.toml").read_text()
     table = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
     extras = re.findall(r"^(\w+) = \[", table, re.M)
-    for word in words[2:]:
+    for before, word in zip(words[1:], words[2:], strict=False):
+        if before == "--target":
+            continue
         if found := re.match(r"flowalign\[(.+)\]", word):
             assert set(found[1].split(",")) <= set(extras), f"no extra {found[1]}; have {extras}"
         if word == "." or (word[0] not in "-h" and "/" in word):
@@ -243,8 +245,9 @@ def check_arguments(command: Command, what: str, found: argparse.Namespace) -> N
     given = vars(found)
     if vague(command):
         return
-    if "config" in given and not in_a_block(given["config"]):
-        check_config(what, Path(given["config"]), tuple(given["overrides"]), given["variant"])
+    if given.get("config") and not in_a_block(given["config"]):
+        changes = given["options"] if "options" in given else given["overrides"]
+        check_config(what, Path(given["config"]), tuple(changes), given["variant"])
     name = given.get("reward", given.get("name"))
     if isinstance(name, str) and what in ("flowalign doctor", "flowalign serve-reward"):
         options = assignments(given["options"] if "reward" in given else given["pairs"])
