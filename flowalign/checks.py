@@ -74,8 +74,8 @@ def check_launch(num_processes: int) -> None:
         raise ConfigError(
             [
                 f"{started} processes were started, and this one sees no other. Without GPUs, say "
-                "`ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes "
-                f"{started} ...`, or start one process."
+                "`accelerate launch --config_file configs/accelerate/ddp_2cpu.yaml ...`, or start "
+                "one process."
             ],
             "launcher",
         )

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, gather_object
+from packaging.version import Version
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -105,6 +106,8 @@ def _fsdp_problems(config: Config, plugin: Any) -> Iterator[str]:
             f"model.quantization: {config.model.quantization!r} is not sharded by FSDP2. Set it "
             "to null, or use DDP: a quantised base is small."
         )
+    if Version(torch.__version__) < Version("2.7"):
+        yield f"FSDP2 needs torch 2.7 or newer to leave adapters out; this is {torch.__version__}."
     yield from _half_problems(config, "FSDP2")
 
 

@@ -7,6 +7,7 @@ import fakes
 import pytest
 import yaml
 from safetensors.torch import load_file
+from torch.testing import assert_close
 
 from flowalign import recipe, train
 from flowalign.config import ADAPTER, Config, ConfigError, EvalConfig, Root
@@ -182,3 +183,19 @@ def test_the_shipped_recipes_are_sound(name: str, tmp_path: Path) -> None:
     made = {str(tmp_path / stage / "adapter") for stage in stages}
     assert made <= set(table.models.values()) and list(table.models)[0] == "base"
     assert {mark.name for mark in table.benchmarks} == {"geneval", "ocr", "preference"}
+
+
+@pytest.mark.slow
+def test_a_recipe_on_two_processes_ends_as_on_one(random_model: str, tmp_path: Path) -> None:
+    """Stage after stage in the same processes: the group outlives a stage."""
+    one, two = written(random_model, tmp_path / "one"), written(random_model, tmp_path / "two")
+    assert train.main(["--config", str(one)]) == 0
+    done = fakes.launch(fakes.ROOT / "train.py", "--config", two)
+    assert done.returncode == 0, done.stderr
+    weights, rows = [], []
+    for folder in (one.parent / "out", two.parent / "out"):
+        weights.append(load_file(folder / "student" / "adapter" / ADAPTER))
+        results = json.loads((folder / "table" / "results.json").read_text())
+        rows.append([row["value"] for row in results["models"]["student"]["images"]["red"]])
+    assert_close(weights[1], weights[0], rtol=0, atol=1e-4)  # through four stages of Adam
+    assert_close(rows[1], rows[0], rtol=0, atol=1e-3)
