@@ -89,7 +89,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a LoRA of another base that names none": (
         ["models.tuned=theirs"],
-        ["models.tuned: 'theirs' does not load onto", "with in_features = ", "Name an adapter that was"],
+        ["models.tuned: 'theirs' does not load onto", "in_features = ", "Name an adapter that was"],
     ),
     "an empty prompt file": (
         ["benchmarks.0.prompts=empty.txt"],
