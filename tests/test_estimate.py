@@ -98,7 +98,7 @@ def test_an_unknown_model_is_refused():
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     folder = tmp_path_factory.mktemp("small")
-    return memory.write(folder, 1 / 12, layers=4), folder
+    return memory.write(folder, 1 / 12, layers=2), folder
 
 
 @pytest.mark.parametrize("case", ["opd", "opd, checkpointing", "grpo, batches of 2"])
@@ -135,10 +135,11 @@ def test_arithmetic_of_the_prediction(small):
 
     plain = of()
     assert of("ema=null").resident == plain.resident - plain.parts["its moving average"]
-    assert of("rollout.guidance=1.0").flops < 0.6 * plain.flops
     update = {p.name: p for p in plain.phases}["update"]
+    half = {p.name: p for p in of("rollout.guidance=1.0").phases}["update"]
+    assert half.flops == pytest.approx(update.flops / 2, rel=0.01)
     saved = {p.name: p for p in of("model.gradient_checkpointing=true").phases}["update"]
-    assert saved.bytes < 0.7 * update.bytes and saved.flops > 1.2 * update.flops
+    assert saved.bytes < 0.8 * update.bytes and saved.flops > 1.2 * update.flops
     assert of("model.dtype=bfloat16").resident < 0.6 * plain.resident
     waiting = of("model.offload_text_encoders=true")
     assert waiting.resident == plain.resident - plain.parts["text encoders (float32)"]

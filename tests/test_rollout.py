@@ -63,7 +63,7 @@ def test_the_ode_is_the_pipeline_of_diffusers(backbone: Backbone, guidance: floa
         width=32,
         num_inference_steps=STEPS,
         guidance_scale=guidance,
-        max_sequence_length=backbone.max_sequence_length,
+        max_sequence_length=backbone.text.max_sequence_length,
         output_type="pt",
     ).images
     assert ours.shape == (8, 3, 32, 32)
