@@ -10,6 +10,7 @@ import pytest
 from flowalign import architectures, recipe
 from flowalign.checks import check_world
 from flowalign.config import STAGES, Config, OpdConfig, RecipeConfig, Root, load, read
+from flowalign.doctor import plan
 from flowalign.doctor.budget import usable
 from flowalign.estimate import predict
 
@@ -35,14 +36,13 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "data"
     folder.mkdir()
-    clause = {"class": "kite", "count": 1}
-    row = {"tag": "single_object", "include": [clause], "prompt": "a photo of a kite"}
-    for name in ("geneval_train", "geneval_test"):
-        (folder / f"{name}.jsonl").write_text(json.dumps(row))
-    for name in ("ocr_train", "ocr_test"):
-        (folder / f"{name}.txt").write_text('a sign that says "KITE"')
-    for name in ("pickscore_sfw_train", "pickscore_sfw_test", "drawbench"):
-        (folder / f"{name}.txt").write_text("a kite over a lake")
+    for name, thing in (("train", "kite"), ("test", "clock")):
+        row = {"tag": "single_object", "include": [{"class": thing, "count": 1}]}
+        row["prompt"] = f"a photo of a {thing}"
+        (folder / f"geneval_{name}.jsonl").write_text(json.dumps(row))
+        (folder / f"ocr_{name}.txt").write_text(f'a sign that says "{thing}"')
+        (folder / f"pickscore_sfw_{name}.txt").write_text(f"a {thing} over a lake")
+    (folder / "drawbench.txt").write_text("a clock over a lake")
     with fake_hub.serving() as hub:
         fake_hub.go_online(fake_hub.with_public_teachers(hub), monkeypatch, tmp_path / "cache")
         yield
@@ -137,6 +137,9 @@ def test_a_stage_passes_in_shapes_without_weights(path: Path, shallow: dict[str,
         config = load(path, [f"model.id={shallow[size]}"])
         found = predict(config, ranks={})
         assert found.peak > found.resident > 0 and found.flops > 0
+        found_wrong = [f.text for f in plan.examine(config) if f.level == "fault"]
+        # the teachers of the Hub in these tests are none of this base
+        assert all(text.startswith("teachers.") for text in found_wrong), found_wrong
         phases = {phase.name for phase in found.phases}
         assert {"text", "rollout", "update"} <= phases
         assert ("labels" in phases) == isinstance(config, OpdConfig)
