@@ -125,7 +125,8 @@ def test_the_peak_is_within_a_tenth_on_a_gpu(tmp_path, case, dtype):
 def test_the_whole_medium_is_predicted_without_weights():
     changes = ["model.dtype=bfloat16", "model.gradient_checkpointing=true"]
     found = predict(memory.settings(MEDIUM, Path("nowhere"), "opd", *changes))
-    assert found.parts["transformer (bfloat16)"] == pytest.approx(2 * 2.24e9, rel=0.1)
+    table = 384 * 384 * 1536  # positions, a buffer beside the 2.24 billion weights
+    assert found.parts["transformer (bfloat16)"] == pytest.approx(2 * (2.24e9 + table), rel=0.01)
     assert found.peak < 24 * 2**30
 
 

@@ -190,6 +190,7 @@ def test_the_shipped_recipes_are_sound(name: str, tmp_path: Path) -> None:
 def test_a_recipe_on_two_processes_ends_as_on_one(random_model: str, tmp_path: Path) -> None:
     """Stage after stage in the same processes: the group outlives a stage."""
     one, two = written(random_model, tmp_path / "one"), written(random_model, tmp_path / "two")
+    fakes.AcceleratorState._reset_state(reset_partial_state=True)
     assert train.main(["--config", str(one)]) == 0
     done = fakes.launch(fakes.ROOT / "train.py", "--config", two)
     assert done.returncode == 0, done.stderr
