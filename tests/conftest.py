@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -45,3 +46,19 @@ def open_clip() -> Iterator[ModuleType]:
         for name in ("nms", "qnms") if torch.version.cuda is None else ():
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     yield importlib.import_module("open_clip")
+
+
+@pytest.fixture
+def sampled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The prompts whose images an evaluation samples, as they are."""
+    from flowalign.eval import suite
+
+    found: list[str] = []
+    real = suite.generate
+
+    def generate(backbone: Any, prompts: Any, *rest: Any) -> Any:
+        found.extend(prompts.prompts)
+        return real(backbone, prompts, *rest)
+
+    monkeypatch.setattr(suite, "generate", generate)
+    return found

@@ -11,7 +11,6 @@ import torch
 import yaml
 from torch import Tensor
 
-from flowalign.backbone import Backbone
 from flowalign.config import ConfigError, EvalConfig, parse
 from flowalign.eval import geneval_folder, suite
 from flowalign.eval.__main__ import main
@@ -47,20 +46,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     """{channel: the prompts that its judge was asked about}."""
     found: dict[str, list[str]] = {}
     monkeypatch.setattr(Colour, "asked", found)
-    return found
-
-
-@pytest.fixture
-def sampled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The prompts whose images are sampled, as they are."""
-    found: list[str] = []
-    real = suite.generate
-
-    def generate(backbone: Backbone, prompts: PromptBatch, *rest: Any) -> Tensor:
-        found.extend(prompts.prompts)
-        return real(backbone, prompts, *rest)
-
-    monkeypatch.setattr(suite, "generate", generate)
     return found
 
 

@@ -58,20 +58,6 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Watched, name, value)
 
 
-@pytest.fixture
-def sampled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The prompts whose images are sampled, as they are."""
-    found: list[str] = []
-    real = suite.generate
-
-    def generate(backbone: Backbone, prompts: PromptBatch, *rest: Any) -> Tensor:
-        found.extend(prompts.prompts)
-        return real(backbone, prompts, *rest)
-
-    monkeypatch.setattr(suite, "generate", generate)
-    return found
-
-
 @pytest.fixture(scope="module")
 def backbone(random_model: str) -> Backbone:
     return fakes.backbone(random_model)
