@@ -153,14 +153,25 @@ class Backbone:
     def load(cls, model: Model, device: torch.device | str = "cpu") -> Backbone:
         """The model of a config, with its attention backend and checkpointing; ModelError if it
         cannot be loaded."""
-        backbone = cls(
-            load_pipeline(
-                model.id,
-                dtype=DTYPES[model.dtype],
-                vae_dtype=DTYPES[model.vae_dtype],
-                quantization=model.quantization,
-                revision=model.revision,
-            ),
+        pipe = load_pipeline(
+            model.id,
+            dtype=DTYPES[model.dtype],
+            vae_dtype=DTYPES[model.vae_dtype],
+            quantization=model.quantization,
+            revision=model.revision,
+        )
+        backbone = cls.of(pipe, model, device)
+        if model.attention:
+            backbone.core.set_attention_backend(model.attention)
+        if model.gradient_checkpointing:
+            backbone.core.enable_gradient_checkpointing()
+        return backbone
+
+    @classmethod
+    def of(cls, pipe: Any, model: Model, device: torch.device | str) -> Backbone:
+        """A pipeline as a config's model wants it; its attention and checkpointing as they are."""
+        return cls(
+            pipe,
             height=model.height,
             width=model.width,
             max_sequence_length=model.max_sequence_length,
@@ -171,11 +182,6 @@ class Backbone:
             offload_text_encoders=model.offload_text_encoders,
             name=model.id,
         )
-        if model.attention:
-            backbone.core.set_attention_backend(model.attention)
-        if model.gradient_checkpointing:
-            backbone.core.enable_gradient_checkpointing()
-        return backbone
 
     # Sampling parts ----------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from flowalign.architectures import Architecture, build, find
 from flowalign.backbone import BASE, DTYPES, Backbone
 from flowalign.loop import STUDENT
 from flowalign.meter import As, Meter, measure, rounded, size, size_of
-from flowalign.schema import Config, GrpoConfig, Model, OpdConfig, SftConfig
+from flowalign.schema import Config, GrpoConfig, OpdConfig, SftConfig
 from flowalign.student import chosen
 from flowalign.text import BATCH as TEXTS
 from flowalign.types import Conditioning
@@ -145,7 +145,8 @@ class _Shapes:
             parts = (pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3)
             self.encoders = [part for part in parts if part is not None]
             self.base = size_of(pipe.transformer)
-            self.backbone = _backbone(pipe, model)
+            here = {"text_cache": None, "offload_text_encoders": False}  # shapes have no values
+            self.backbone = Backbone.of(pipe, model.model_copy(update=here), "meta")
             self.student, self.teachers = self._adapters(ranks)
         if model.quantization == "nf4":
             weights = [layer.weight for layer in self._linear(pipe.transformer)]
@@ -408,18 +409,6 @@ class _Work:
         ((velocity - target) ** 2).mean().backward()
         for parameter in self.shapes.student:
             parameter.grad = None
-
-
-def _backbone(pipe: Any, model: Model) -> Backbone:
-    return Backbone(
-        pipe,
-        height=model.height,
-        width=model.width,
-        max_sequence_length=model.max_sequence_length,
-        device="meta",
-        dtype=DTYPES[model.dtype],
-        decode_batch=model.decode_batch,
-    )
 
 
 def _clip_length(encoders: list[Any]) -> int:
