@@ -19,7 +19,7 @@ import torch
 
 from flowalign.backbone import DTYPES, Backbone, load_pipeline
 from flowalign.config import SD3_ATTENTION
-from flowalign.rollout import Noise, Schedule, sample
+from flowalign.rollout import Noise, Schedule, places, sample
 from flowalign.types import PromptBatch
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -53,12 +53,14 @@ def main() -> None:
     prompts = [
         f'a red sign that says "{chr(65 + i % 26)}"' for i in range(args.batch // args.copies)
     ]
+    where = places(len(prompts), args.copies)
     batch = PromptBatch(prompts, ["task"] * len(prompts), [{} for _ in prompts])
+    batch = batch.select([prompt for prompt, _ in where])
     schedule = Schedule(backbone.sigmas(args.steps), "sde", 0.7, (0, args.steps - 1))
 
     def rollout(decode: bool) -> None:
         sample(backbone, batch, schedule, guidance=args.guidance, noise=Noise((0,)),
-               copies=args.copies, batch_size=args.batch, decode=decode)  # fmt: skip
+               places=where, batch_size=args.batch, decode=decode)  # fmt: skip
 
     rows = args.batch * (2 if args.guidance != 1 else 1)
     cond = backbone.encode(prompts[:1], copies=rows)

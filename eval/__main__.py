@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -213,7 +213,7 @@ def load_adapters(backbone: Backbone, config: EvalConfig) -> None:
         if folder is None:
             continue
         try:
-            backbone.load_adapter(_adapter(name), folder)
+            backbone.load_adapter(_adapter(name), folder, frozen=True)
         except (ValueError, RuntimeError, KeyError, OSError) as error:
             lines = (str(error) or type(error).__name__).strip().splitlines()
             reason = " ".join(line.strip() for line in lines[:2])  # torch: what, then the first
@@ -224,7 +224,7 @@ def load_adapters(backbone: Backbone, config: EvalConfig) -> None:
                 ]
             ) from error
     if config.model.compile:
-        backbone.core.compile()
+        backbone.compile()
 
 
 def _adapter(name: str) -> str:
@@ -232,17 +232,9 @@ def _adapter(name: str) -> str:
     return f"eval_{name}"
 
 
-@contextmanager
-def using(backbone: Backbone, config: EvalConfig, name: str) -> Iterator[None]:
+def using(backbone: Backbone, config: EvalConfig, name: str) -> AbstractContextManager[None]:
     """One of the config's models, inside the `with`."""
-    if config.models[name] is not None:
-        backbone.core.set_adapter(_adapter(name))
-        yield
-    elif any(config.models.values()):
-        with backbone.base():
-            yield
-    else:  # there is no adapter that could be switched off
-        yield
+    return backbone.adapter(_adapter(name) if config.models[name] is not None else None)
 
 
 def judge(

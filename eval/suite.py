@@ -25,7 +25,7 @@ from flowalign.eval.store import Key, Store
 from flowalign.pictures import png
 from flowalign.rewards.ahead import Ahead
 from flowalign.rewards.guarded import Guarded, score
-from flowalign.rollout import Noise, Schedule, sample
+from flowalign.rollout import Noise, Schedule, places, sample
 from flowalign.types import EvalReport, EvalRow, PromptBatch, Reward
 
 
@@ -87,14 +87,14 @@ def generate(
     first: the place of prompts[0] in its set. The copies of a prompt follow one another.
     """
     schedule = Schedule(backbone.sigmas(settings.steps), "ode", 0.0, None)
+    found = places(len(prompts), copies)
     rollout = sample(
         backbone,
-        prompts,
+        prompts.select([prompt for prompt, _ in found]),
         schedule,
         guidance=settings.guidance,
         noise=Noise((settings.seed,)),
-        copies=copies,
-        first=first,
+        places=[(first + prompt, copy) for prompt, copy in found],
         batch_size=settings.batch_size,
     )
     assert rollout.images is not None

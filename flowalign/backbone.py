@@ -8,27 +8,29 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import diffusers
 import torch
+from accelerate.utils import gather_object
 from diffusers import PipelineQuantizationConfig, StableDiffusion3Pipeline
 from packaging.version import Version
 from peft import LoraConfig
-from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 
 from flowalign import sde
 from flowalign.adapters import AdapterError, read_lora, scales, write_lora
 from flowalign.config import Model
+from flowalign.precision import compute_in_the_bases_dtype, lora_layers
 from flowalign.text import TextEncoder
 from flowalign.tiny import MODEL as TINY
 from flowalign.types import Conditioning
 
-BASE = "__base__"  # peft's name for no adapter, in a batch of several
+T = TypeVar("T")
+COMPILATIONS = 256  # of one kind of block: adapters x (rollout, update) x shapes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -98,8 +100,8 @@ def _why_not(model: str, error: Exception) -> str:
 
 
 class Backbone:
-    """One frozen base with named adapters. Images are height x width pixels. dtype: that of the
-    base's arithmetic (None = of its weights). decode_batch: images a VAE decode (None = all that
+    """One frozen base with named adapters. Images are height x width pixels. dtype: that of all
+    arithmetic of the transformer, its adapters included (None = of its weights). decode_batch: images a VAE decode (None = all that
     are asked for at once). text_cache, offload_text_encoders: `flowalign.text.TextEncoder`. name:
     the base's id, which saved adapters carry.
 
@@ -108,6 +110,9 @@ class Backbone:
     through `core`, the bare SD3Transformer2DModel. sharded: the base's weights lie in pieces on
     several processes, so that a forward pass of one of them is one of all, or it waits for ever.
     """
+
+    sharded = compiled = False
+    frozen: frozenset[str] = frozenset()  # names of adapters that are never trained
 
     def __init__(
         self,
@@ -131,7 +136,6 @@ class Backbone:
             self.device = torch.device("cpu")
         self.core = pipe.transformer.requires_grad_(False).eval().to(self.device)
         self.transformer: nn.Module = self.core
-        self.sharded = False
         self.dtype = dtype or next(self.core.parameters()).dtype
         pipe.vae.requires_grad_(False).eval().to(self.device)
         self.text = TextEncoder(
@@ -192,78 +196,72 @@ class Backbone:
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], copies: int = 1) -> Conditioning:
-        """Conditioning of len(prompts) * copies images; the copies of a prompt lie together."""
-        embeds, pooled = self.text(prompts)
+        """Conditioning of len(prompts) * copies images; the copies of a prompt lie together. A text
+        that comes several times is encoded once."""
+        texts = list(dict.fromkeys(prompts))
+        embeds, pooled = self.text(texts)
         negative, negative_pooled = self.text.negative()
-        index = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
+        place = {text: i for i, text in enumerate(texts)}
+        index = torch.tensor([place[text] for text in prompts], device=self.device)
+        index = index.repeat_interleave(copies)
         return Conditioning(embeds, pooled, index, negative, negative_pooled)
 
     def velocity(
-        self,
-        x: Tensor,
-        sigma: float | Tensor,
-        cond: Conditioning,
-        *,
-        guidance: float | Tensor,
-        adapters: Sequence[str] | None = None,
+        self, x: Tensor, sigma: float | Tensor, cond: Conditioning, *, guidance: float
     ) -> Tensor:
-        """v [B,C,h,w], float32, at x [B,C,h,w]; sigma and guidance are numbers or [B].
+        """v [B,C,h,w] of the active adapter, float32, at x [B,C,h,w]; sigma is a number or [B].
 
         v = v_negative + guidance * (v_positive - v_negative), as diffusers' pipeline has it;
-        guidance 1 is the conditional velocity alone, at half the cost where no row has another.
-        adapters: for each row the name of its adapter, or BASE for none, instead of the active
-        one (peft's mixed batches, which are for evaluation: no gradient).
+        guidance 1 is the conditional velocity alone, at half the cost.
         """
         batch = x.shape[0]
         sigma = torch.as_tensor(sigma, dtype=torch.float32, device=x.device).expand(batch)
         embeds, pooled = cond.embeds[cond.index], cond.pooled[cond.index]
-        plain = guidance == 1  # one number asks nothing of the device
-        if bool(plain.all()) if isinstance(plain, Tensor) else plain:
-            with self._routed(adapters):
-                return self._forward(x, sigma, embeds, pooled)
-        with self._routed([*adapters, *adapters] if adapters else None):
-            both = self._forward(
-                torch.cat([x, x]),
-                torch.cat([sigma, sigma]),
-                torch.cat([cond.negative_embeds.expand_as(embeds), embeds]),
-                torch.cat([cond.negative_pooled.expand_as(pooled), pooled]),
-            )
+        if guidance == 1:
+            return self._forward(x, sigma, embeds, pooled)
+        both = self._forward(
+            torch.cat([x, x]),
+            torch.cat([sigma, sigma]),
+            torch.cat([cond.negative_embeds.expand_as(embeds), embeds]),
+            torch.cat([cond.negative_pooled.expand_as(pooled), pooled]),
+        )
         negative, positive = both.chunk(2)
-        scale = torch.as_tensor(guidance, dtype=torch.float32, device=x.device)
-        scale = scale.expand(batch)[:, None, None, None]
-        return torch.where(scale == 1, positive, negative + scale * (positive - negative))
-
-    @contextmanager
-    def _routed(self, adapters: Sequence[str] | None) -> Iterator[None]:
-        """Send row i of every forward through adapters[i]."""
-        if adapters is None:
-            yield
-            return
-
-        def name_rows(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            return args, kwargs | {"adapter_names": list(adapters)}
-
-        handles = [
-            module.register_forward_pre_hook(name_rows, with_kwargs=True)
-            for module in self.core.modules()
-            if isinstance(module, LoraLayer) and isinstance(module, nn.Module)
-        ]
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return negative + guidance * (positive - negative)
 
     def _forward(self, x: Tensor, sigma: Tensor, embeds: Tensor, pooled: Tensor) -> Tensor:
-        output = self.transformer(
-            hidden_states=x.to(self.dtype),
-            encoder_hidden_states=embeds.to(self.dtype),
-            pooled_projections=pooled.to(self.dtype),
-            timestep=sigma * 1000,
-            return_dict=False,
-        )
+        with self._compiling():
+            output = self.transformer(
+                hidden_states=x.to(self.dtype),
+                encoder_hidden_states=embeds.to(self.dtype),
+                pooled_projections=pooled.to(self.dtype),
+                timestep=sigma * 1000,
+                return_dict=False,
+            )
         return output[0].float()
+
+    def in_step(self, batches: list[T]) -> list[T]:
+        """The batches of this process, each of equally many forward passes. Where the base is
+        sharded, the last one comes again until all processes have as many."""
+        if not self.sharded:
+            return batches
+        most = max(gather_object([len(batches)]))
+        return batches + batches[-1:] * (most - len(batches))
+
+    def compile(self, backend: str = "inductor") -> None:
+        """torch.compile each block of the transformer (blocks of one kind share their code). To be
+        called before the transformer is wrapped for several processes."""
+        kinds = set(self.core._repeated_blocks or self.core._no_split_modules or ())
+        blocks = [block for block in self.core.modules() if type(block).__name__ in kinds]
+        for block in blocks or [self.core]:
+            block.compile(backend=backend)
+        self.compiled = True
+
+    def _compiling(self) -> AbstractContextManager[Any]:
+        """Around a forward pass. A block is compiled once for each adapter, with and without
+        gradient: more often than torch allows by default, after which it would run as it is."""
+        if not self.compiled:
+            return nullcontext()
+        return torch._dynamo.config.patch(recompile_limit=COMPILATIONS)
 
     @torch.no_grad()
     def decode(self, latents: Tensor, batch_size: int = 32) -> Tensor:
@@ -280,7 +278,7 @@ class Backbone:
     # Adapters ----------------------------------------------------------------------------------
 
     def add_adapter(self, name: str, *, rank: int, alpha: float, targets: Sequence[str]) -> None:
-        """A fresh LoRA (it changes nothing yet: B = 0), made active; its weights are float32."""
+        """A fresh LoRA (it changes nothing yet: B = 0), active and trainable."""
         config = LoraConfig(
             r=rank,
             lora_alpha=alpha,  # pyright: ignore[reportArgumentType] (any number will do)
@@ -289,14 +287,23 @@ class Backbone:
         )
         with _several_adapters():
             self.core.add_adapter(config, adapter_name=name)
-        self._float32(name)
+        self._own(name, torch.float32)
+        self.activate(name)
 
-    def load_adapter(self, name: str, folder: str | Path) -> None:
-        """A saved LoRA, made active: whatever `flowalign.adapters.read_lora` takes."""
+    def load_adapter(self, name: str, folder: str | Path, *, frozen: bool = False) -> None:
+        """A saved LoRA: whatever `flowalign.adapters.read_lora` takes.
+
+        It becomes active, and is trainable. frozen: neither; its weights have the base's dtype, in
+        which a trainable one computes, too.
+        """
+        before = self.active
         weights = put_lora(self.core, name, folder)
-        self._float32(name)
-        # once more: peft has rounded them to the base's dtype
+        self._own(name, self.dtype if frozen else torch.float32)
+        # once more: peft has rounded them to the dtype that the base is stored in
         set_peft_model_state_dict(self.core, weights, adapter_name=name)
+        if frozen:
+            self.frozen |= {name}
+        self.activate(before if frozen else name)
 
     def replace_adapter(self, name: str, folder: str | Path) -> None:
         """Put the weights of a saved adapter of the same layers, ranks and scales in the place of
@@ -324,10 +331,12 @@ class Backbone:
                 )
         set_peft_model_state_dict(self.core, weights, adapter_name=name)
 
-    def _float32(self, name: str) -> None:
-        self.core.set_adapter(name)
+    def _own(self, name: str, dtype: torch.dtype) -> None:
+        """Give an adapter its dtype and its arithmetic; in memory of its own, as where weights lie
+        (in a mapped file, say) changes the last bits of a CPU's products."""
         for parameter in self.adapter_parameters(name):
-            parameter.data = parameter.data.float().to(self.device)
+            parameter.data = parameter.data.to(self.device, dtype, copy=True)
+        compute_in_the_bases_dtype(self.core, name)
 
     def adapter_parameters(self, name: str) -> list[nn.Parameter]:
         """The weights A and B of one adapter, in a fixed order."""
@@ -349,28 +358,39 @@ class Backbone:
             self.core, state_dict=mine, adapter_name=name, save_embedding_layers=False
         )
 
-    @contextmanager
-    def keeping_active(self) -> Iterator[None]:
-        """The adapter that is active now (if any) is so again afterwards."""
-        active = (
-            self.core.active_adapters()
-            if getattr(self.core, "_hf_peft_config_loaded", False)
-            else []
-        )
-        try:
-            yield
-        finally:
-            if active:
-                self.core.set_adapter(active)
+    @property
+    def active(self) -> str | None:
+        """The adapter that velocities are of; None = the base alone."""
+        layer = next(lora_layers(self.core), None)
+        names = layer.active_adapters if layer else []
+        return names[0] if names else None
 
     @contextmanager
-    def base(self) -> Iterator[None]:
-        """Without any adapter inside the `with`; the active one is back afterwards."""
-        self.core.disable_adapters()
+    def adapter(self, name: str | None) -> Iterator[None]:
+        """Inside the `with`, velocities are those of adapter `name` (None = of the base alone); the
+        one that was active is back afterwards. KeyError for a name that is not there."""
+        before = self.active
+        self.activate(name)
         try:
             yield
         finally:
-            self.core.enable_adapters()
+            self.activate(before)
+
+    def base(self) -> AbstractContextManager[None]:
+        """The base alone, inside the `with`."""
+        return self.adapter(None)
+
+    def activate(self, name: str | None) -> None:
+        """Make an adapter the active one. Only a trainable one asks for gradients, and only while
+        it is active (peft's rule)."""
+        if name is not None and name not in getattr(self.core, "peft_config", {}):
+            known = sorted(getattr(self.core, "peft_config", {}))
+            raise KeyError(f"no adapter {name!r}; have {known}. Load it first.")
+        names = [name] if name else []
+        for layer in lora_layers(self.core):
+            layer.set_adapter(names)
+        for parameter in self.adapter_parameters(name) if name and name in self.frozen else ():
+            parameter.requires_grad_(False)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ Everything here happens before a model is loaded.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -121,13 +122,15 @@ def _package_problems(config: Root) -> Iterator[str]:
 
 
 def _training_problems(config: Config, num_processes: int) -> Iterator[str]:
-    updates, prompts = config.optimizer.updates_per_rollout, config.rollout.prompts
-    share = num_processes * updates
-    if prompts % share:
+    updates, rollout = config.optimizer.updates_per_rollout, config.rollout
+    images = rollout.prompts // updates * rollout.copies  # of one optimizer step
+    if images % num_processes:
+        unit = num_processes // math.gcd(rollout.copies, num_processes) * updates
         yield (
-            f"rollout.prompts: {prompts} prompts cannot be shared by {num_processes} processes x "
-            f"optimizer.updates_per_rollout = {updates}; a group stays whole. "
-            f"Use a multiple of {share}, for example {-(-prompts // share) * share}."
+            f"rollout.prompts: {rollout.prompts} prompts x rollout.copies = {rollout.copies} over "
+            f"optimizer.updates_per_rollout = {updates} are {images} images an optimizer step, "
+            f"which {num_processes} processes cannot share evenly. Use a multiple of {unit}, for "
+            f"example rollout.prompts={-(-rollout.prompts // unit) * unit}."
         )
 
 

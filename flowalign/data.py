@@ -210,14 +210,6 @@ class PromptSampler:
             metadata=[source.metadata[i] for source, i in picked],
         )
 
-    @staticmethod
-    def shard(batch: PromptBatch, rank: int, world: int) -> PromptBatch:
-        """The contiguous slice of a batch that process `rank` of `world` works on."""
-        size, rest = divmod(len(batch), world)
-        if rest or not 0 <= rank < world:
-            raise ValueError(f"{len(batch)} prompts cannot be shared: rank {rank} of {world}")
-        return batch.select(range(rank * size, (rank + 1) * size))
-
     def _before(self, update: int) -> dict[str, int]:
         """Prompts that each task has given before this update.
 

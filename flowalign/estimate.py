@@ -19,17 +19,16 @@ from torch.utils.checkpoint import checkpoint
 
 from flowalign.adapters import AdapterError, read_lora
 from flowalign.architectures import Architecture, build, find
-from flowalign.backbone import BASE, DTYPES, Backbone
+from flowalign.backbone import DTYPES, Backbone
 from flowalign.loop import STUDENT
 from flowalign.meter import As, Meter, measure, rounded, size, size_of
-from flowalign.schema import Config, GrpoConfig, OpdConfig, SftConfig
+from flowalign.schema import Config, GrpoConfig, OpdConfig, SftConfig, Teacher, routing
 from flowalign.student import chosen
 from flowalign.text import BATCH as TEXTS
-from flowalign.types import Conditioning
+from flowalign.types import Conditioning, Source
 
 NF4 = 0.5 + 4 / 64  # bytes a weight: four bits, and a float32 scale for each block of 64
 DRAWS = 64  # of the states that an update trains, for their mean cost
-AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 PROMPTS_OF_BENCHMARK = 512  # where a benchmark has no limit
 
 
@@ -134,7 +133,6 @@ class _Shapes:
         self, config: Config, found: Architecture, device_type: str, ranks: Mapping[str, int]
     ) -> None:
         self.config, self.device_type = config, device_type
-        self.autocast = AUTOCAST[config.train.mixed_precision]
         model, self.dtype = config.model, DTYPES[config.model.dtype]
         with torch.device("meta"):
             pipe = build(found, self.dtype)
@@ -147,35 +145,43 @@ class _Shapes:
             self.base = size_of(pipe.transformer)
             here = {"text_cache": None, "offload_text_encoders": False}  # shapes have no values
             self.backbone = Backbone.of(pipe, model.model_copy(update=here), "meta")
-            self.student, self.teachers = self._adapters(ranks)
+            self.student, self.teachers, self.anchor = self._adapters(ranks)
         if model.quantization == "nf4":
             weights = [layer.weight for layer in self._linear(pipe.transformer)]
             self.base += round(sum(w.numel() for w in weights) * NF4) - size(weights)
         if model.gradient_checkpointing:
             self.backbone.core.enable_gradient_checkpointing(self._checkpoint)
 
-    def _adapters(self, ranks: Mapping[str, int]) -> tuple[list[Any], list[str]]:
-        """The student's parameters, and the adapters of the teachers (BASE for the base)."""
+    def _adapters(
+        self, ranks: Mapping[str, int]
+    ) -> tuple[list[nn.Parameter], dict[str, Source], Source | None]:
+        """The student's parameters, and who labels: the teachers and the anchor."""
         config, lora, backbone = self.config, self.config.lora, self.backbone
         rank = rank_of(lora.init, ranks, lora.rank) if lora.init else lora.rank
         backbone.add_adapter(STUDENT, rank=rank, alpha=lora.alpha, targets=lora.targets)
         members = dict(config.teachers) if isinstance(config, OpdConfig | SftConfig) else {}
-        if isinstance(config, OpdConfig) and config.anchor:
-            members["_anchor"] = config.anchor
-        names = []
-        for name, member in members.items():
-            names.append(f"teacher_{name}" if member.adapter else BASE)
-            if member.adapter:
-                own = rank_of(member.adapter, ranks, lora.rank)
-                backbone.add_adapter(names[-1], rank=own, alpha=1.0, targets=lora.targets)
-        backbone.core.set_adapter(STUDENT)
-        return backbone.adapter_parameters(STUDENT), names
+        anchor = config.anchor if isinstance(config, OpdConfig) else None
+
+        def source(name: str, member: Teacher) -> Source:
+            if member.adapter is None:
+                return Source(None, member.guidance)
+            own = rank_of(member.adapter, ranks, lora.rank)
+            backbone.add_adapter(name, rank=own, alpha=1.0, targets=lora.targets)
+            for parameter in backbone.adapter_parameters(name):
+                parameter.data = parameter.data.to(self.dtype)  # as frozen ones are loaded
+            return Source(name, member.guidance)
+
+        taught = {name: source(f"teacher_{name}", member) for name, member in members.items()}
+        anchored = source("teacher_anchor_of_all", anchor) if anchor else None
+        backbone.activate(STUDENT)
+        return backbone.adapter_parameters(STUDENT), taught, anchored
 
     def parts(self, processes: int) -> dict[str, int]:
         """What lies there all the time."""
         config, lora = self.config, size(self.student)
         moments = 0.26 if config.optimizer.name == "adamw8bit" else 1  # blockwise scales
-        taught = [n for n in self.teachers if n != BASE]
+        sources = [*self.teachers.values(), *([self.anchor] if self.anchor else [])]
+        taught = [source.adapter for source in sources if source.adapter]
         encoders = 0 if config.model.offload_text_encoders else size_of(*self.encoders)
         found = {
             f"transformer ({config.model.quantization or config.model.dtype})": self.base,
@@ -193,7 +199,7 @@ class _Shapes:
 
     def measure(self, call: Callable[[], object]) -> Meter:
         """What `call` holds and computes on the device that is predicted for."""
-        return measure(call, self.device_type, self.autocast)
+        return measure(call, self.device_type)
 
     def conditioning(self, rows: int) -> Conditioning:
         """Of as many images, each with a prompt of its own."""
@@ -218,7 +224,7 @@ class _Shapes:
         """Recomputation happens inside the backward pass, which modes of PyTorch do not reach."""
 
         def run(*again: Any) -> Any:
-            with As(self.device_type, self.autocast):
+            with As(self.device_type):
                 return module(*again)
 
         return checkpoint(run, *args, use_reentrant=False)
@@ -239,8 +245,8 @@ class _Work:
     def __init__(self, config: Config, shapes: _Shapes, processes: int) -> None:
         self.config, self.shapes, self.backbone = config, shapes, shapes.backbone
         rollout = config.rollout
-        self.prompts = max(1, rollout.prompts // processes)
-        self.images = self.prompts * rollout.copies
+        self.images = max(1, rollout.prompts * rollout.copies // processes)
+        self.prompts = math.ceil(self.images / rollout.copies)
         self.processes = processes
         rewarded = isinstance(config, OpdConfig) and config.student.reward_weight > 0
         self.decodes = isinstance(config, GrpoConfig) or rewarded
@@ -314,12 +320,11 @@ class _Work:
     def rollout(self) -> Phase:
         """Forward passes without gradient; the stored states are copied once at the end."""
         rollout = self.config.rollout
-        guidance, names = rollout.guidance, None
-        if isinstance(self.config, SftConfig):
-            guidance = max(t.guidance for t in self.config.teachers.values())
-            names = self.shapes.teachers
         batch = min(rollout.batch_size, self.images)
-        found = self._forward(batch, guidance, names)
+        if isinstance(self.config, SftConfig):
+            found = self._taught(batch)
+        else:
+            found = self._forward(batch, rollout.guidance)
         states = self.images * self.states * (2 if self.acts else 1) * self.latent
         noise = batch * (1 + self.states) * self.latent
         held = self.stored + max(found.peak + noise, states)
@@ -333,16 +338,14 @@ class _Work:
         return Phase("VAE decode", held, found.flops / batch * self.images)
 
     def labels(self) -> Phase:
-        """One forward pass for teachers of all kinds, another for the anchor."""
-        config = self.config
+        """Each pair by its teacher, and by the anchor."""
+        config, anchor = self.config, self.shapes.anchor
         assert isinstance(config, OpdConfig)
         pairs = self.images * self.states
         batch = min(config.student.label_batch, pairs)
-        scales = [teacher.guidance for teacher in config.teachers.values()]
-        names = self.shapes.teachers[: len(scales)]
-        found = [self._forward(batch, max(scales), names)]
-        if config.anchor:
-            found.append(self._forward(batch, config.anchor.guidance, self.shapes.teachers[-1:]))
+        found = [self._taught(batch)]
+        if anchor:
+            found.append(self._forward(batch, anchor.guidance, anchor.adapter))
         flops = sum(each.flops for each in found) / batch * pairs
         held = self.stored + self.label_bytes + max(each.peak for each in found)
         return Phase("labels", held, flops)
@@ -381,13 +384,23 @@ class _Work:
 
     # What goes in is part of the stored rollout, and made before it is measured.
 
-    def _forward(self, batch: int, guidance: float, names: list[str] | None = None) -> Meter:
-        adapters = [names[i % len(names)] for i in range(batch)] if names else None
+    def _taught(self, batch: int) -> Meter:
+        """A batch of the teacher that holds most; its operations are the mean of all tasks'."""
+        config, every = self.config, self.shapes.teachers
+        assert isinstance(config, OpdConfig | SftConfig)
+        found = {name: self._forward(batch, of.guidance, of.adapter) for name, of in every.items()}
+        worst = max(found.values(), key=lambda each: each.peak)
+        routed, total = routing(config), sum(task.weight for task in config.tasks)
+        weighted = (found[routed[task.name]].flops * task.weight for task in config.tasks)
+        worst.flops = round(sum(weighted) / total)
+        return worst
+
+    def _forward(self, batch: int, guidance: float, adapter: str | None = STUDENT) -> Meter:
         x, cond = self.shapes.latents(batch), self.shapes.conditioning(batch)
 
         def forward() -> None:
-            with torch.no_grad():
-                self.backbone.velocity(x, 0.5, cond, guidance=guidance, adapters=adapters)
+            with torch.no_grad(), self.backbone.adapter(adapter):
+                self.backbone.velocity(x, 0.5, cond, guidance=guidance)
 
         return self.shapes.measure(forward)
 

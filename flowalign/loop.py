@@ -33,7 +33,7 @@ from flowalign.alarm import Alarm
 from flowalign.backbone import Backbone
 from flowalign.config import Config
 from flowalign.data import PromptSampler
-from flowalign.rollout import Noise, Schedule, See, sample
+from flowalign.rollout import Noise, Schedule, See, sample, shard
 from flowalign.types import Conditioning, EvalReport, Rollout, Source, StepLoss
 
 log = logging.getLogger("flowalign")
@@ -54,8 +54,8 @@ class Pairs:
 
     rows [b] images of the rollout, columns [b] positions among its trained steps, steps [b]
     positions in the schedule, sigma [b] there; x [b,C,h,w]. x_next [b,C,h,w] and old_log_prob [b]
-    are the sampled action, None where the rollout kept none. first: the micro-batch on which
-    costly diagnostics are taken.
+    are the sampled action, None where the rollout kept none. size: rows of its forward pass, at
+    least b. first: the micro-batch on which costly diagnostics are taken.
     """
 
     rows: Tensor
@@ -66,6 +66,7 @@ class Pairs:
     x_next: Tensor | None
     old_log_prob: Tensor | None
     conditioning: Conditioning
+    size: int
     first: bool
 
     def action(self) -> tuple[Tensor, Tensor]:
@@ -105,8 +106,8 @@ class Algorithm(Protocol):
         """How the rollout of an update steps, and which of its states are trained."""
         ...
 
-    def source(self, tasks: list[str]) -> Source | None:
-        """Who samples the prompts of these tasks; None = the student."""
+    def sources(self, tasks: list[str]) -> list[Source] | None:
+        """Who samples each image, by its task; None = the student."""
         ...
 
     def prepare(self, rollout: Rollout, update: int) -> Prepared:
@@ -119,8 +120,11 @@ class Algorithm(Protocol):
 
 
 def pairs_of(rollout: Rollout, keep: Tensor, size: int) -> Iterator[Pairs]:
-    """All (image, step) pairs of the kept images in micro-batches: step by step, images in order,
-    so that a micro-batch as large as a rollout batch repeats its forward pass exactly."""
+    """All (image, step) pairs of the kept images in micro-batches of `size`: step by step, images in
+    order. Every forward pass has `size` rows, also that of a smaller last micro-batch: kernels differ
+    in the last bits between sizes, so a ratio is exactly 1 where `size` is that of the rollout's
+    batches."""
+    size = min(size, len(rollout) * len(rollout.steps))
     images = keep.nonzero().flatten()
     device = rollout.states.device
     rows = images.repeat(len(rollout.steps))
@@ -138,6 +142,7 @@ def pairs_of(rollout: Rollout, keep: Tensor, size: int) -> Iterator[Pairs]:
             x_next=None if rollout.next_states is None else rollout.next_states[r, c],
             old_log_prob=None if rollout.log_probs is None else rollout.log_probs[r, c],
             conditioning=rollout.conditioning.select(r),
+            size=size,
             first=i == 0,
         )
 
@@ -241,26 +246,30 @@ class Loop:
     def rollout(self, update: int) -> Rollout:
         """The trajectories of this process for an update: a function of seed, update, weights."""
         settings = self.config.rollout
-        world, rank = self.accelerator.num_processes, self.accelerator.process_index
-        batch = self.prompts.shard(self.prompts.batch(update), rank, world)
-        source = self.algorithm.source(batch.tasks)
+        places = shard(
+            settings.prompts,
+            settings.copies,
+            self.config.optimizer.updates_per_rollout,
+            self.accelerator.process_index,
+            self.accelerator.num_processes,
+        )
+        batch = self.prompts.batch(update).select([prompt for prompt, _ in places])
         return sample(
             self.backbone,
             batch,
             self.algorithm.plan(update),
-            guidance=source.guidance if source else settings.guidance,
-            adapters=source.adapters if source else None,
+            guidance=settings.guidance,
             noise=Noise((self.config.seed, update), settings.shared_noise),
-            copies=settings.copies,
-            first=rank * len(batch),
+            places=places,
             batch_size=settings.batch_size,
             decode=self.algorithm.needs_images,
             finish=self.algorithm.needs_images or self.algorithm.needs_latents,
+            sources=self.algorithm.sources(batch.tasks),
             see=self.algorithm.see,
         )
 
     def _learn(self, rollout: Rollout, keep: Tensor) -> dict[str, float]:
-        """The optimizer steps of one rollout, each on an equal share of its prompts."""
+        """The optimizer steps of one rollout, each on an equal share of its images (`shard`)."""
         seen: Seen = defaultdict(list)
         shares = self.config.optimizer.updates_per_rollout
         size = len(rollout) // shares
@@ -276,7 +285,7 @@ class Loop:
         if not keep.any():  # every process must take part in the gradient's reduction
             keep = keep | (torch.arange(len(keep)) == share.nonzero()[0])
         count = int(share.sum()) * len(rollout.steps)
-        size = self.config.optimizer.micro_batch
+        size = min(self.config.optimizer.micro_batch, count)
         batches = self.parallel.most(math.ceil(int(keep.sum()) * len(rollout.steps) / size))
         for i, (pairs, weight) in enumerate(filled(pairs_of(rollout, keep, size), batches)):
             with self.parallel.learning(self.backbone.transformer, last=i == batches - 1):
@@ -298,10 +307,10 @@ class Loop:
             self.parameters, self.config.optimizer.max_grad_norm
         )
         norm = float(norm) if norm is not None else float("nan")
-        if not math.isfinite(norm) and self.accelerator.mixed_precision != "fp16":
+        if not math.isfinite(norm) and self.accelerator.scaler is None:
             raise TrainingError(
                 f"update {self.update}: the gradient is not finite. The last checkpoint is "
-                f"{self.checkpoints.latest()}; lower optimizer.lr, or use bf16 instead of fp16."
+                f"{self.checkpoints.latest()}; lower optimizer.lr, or use bfloat16 for float16."
             )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -437,8 +446,12 @@ class Loop:
 
 
 def velocity(backbone: Backbone, pairs: Pairs, guidance: float) -> Tensor:
-    """The active adapter's velocity [b,C,h,w] at the pairs."""
-    return backbone.velocity(pairs.x, pairs.sigma, pairs.conditioning, guidance=guidance)
+    """The active adapter's velocity [b,C,h,w] at the pairs, from a forward pass of `pairs.size`
+    rows; those that are too many repeat the last one, and carry no gradient."""
+    count = len(pairs.rows)
+    rows = torch.arange(pairs.size, device=pairs.x.device).clamp(max=count - 1)
+    x, sigma, cond = pairs.x[rows], pairs.sigma[rows], pairs.conditioning.select(rows)
+    return backbone.velocity(x, sigma, cond, guidance=guidance)[:count]
 
 
 def mean_over_processes(seen: Mapping[str, Sequence[tuple[float, int]]]) -> dict[str, float]:

@@ -20,11 +20,6 @@ from torch.utils.flop_counter import flop_registry
 
 BLOCK = 512  # bytes: the CUDA allocator's unit
 
-LOWER = frozenset({F.linear, F.conv2d, torch.matmul, torch.bmm, torch.baddbmm, torch.addmm})
-UPPER = frozenset({F.layer_norm, F.group_norm, F.softmax, torch.softmax})
-"""What autocast computes in its own dtype, and in float32 (on CUDA; on a CPU the norms are not)."""
-
-
 class Meter(TorchDispatchMode):
     """Inside its `with`: bytes that are alive now, their peak, and floating-point operations.
 
@@ -66,15 +61,15 @@ class Meter(TorchDispatchMode):
 
 
 class As(TorchFunctionMode):
-    """What `meta` cannot know: the attention kernel of a device type, and its autocast.
+    """What `meta` cannot know: the attention kernel of a device type.
 
-    dtype: autocast's, or None. PyTorch on `meta` would write attention out as matrix products; a
-    GPU takes flash attention (float32: the memory-efficient kernel), a CPU its own flash kernel.
+    PyTorch on `meta` would write attention out as matrix products; a GPU takes flash attention
+    (float32: the memory-efficient kernel), a CPU its own flash kernel.
     """
 
-    def __init__(self, device_type: str, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, device_type: str) -> None:
         super().__init__()
-        self.device_type, self.dtype = device_type, dtype
+        self.device_type = device_type
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -82,11 +77,7 @@ class As(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and kwargs.get("attn_mask") is None:
             given = [*args[:3], *(kwargs[k] for k in ("query", "key", "value")[len(args) :])]
-            return self._attention(*self._cast(given, self.dtype))
-        if self.dtype and func in LOWER:
-            args, kwargs = self._cast(args, self.dtype), self._cast(kwargs, self.dtype)
-        elif self.dtype and func in UPPER and self.device_type == "cuda":
-            args, kwargs = self._cast(args, torch.float32), self._cast(kwargs, torch.float32)
+            return self._attention(*given)
         return func(*args, **kwargs)
 
     def _attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -98,20 +89,10 @@ class As(TorchFunctionMode):
             return ops._scaled_dot_product_efficient_attention(query, key, value, None, grad)[0]
         return ops._scaled_dot_product_flash_attention(query, key, value)[0]
 
-    @staticmethod
-    def _cast(values: Any, dtype: torch.dtype | None) -> Any:
-        def to(value: Any) -> Any:
-            known = isinstance(value, Tensor) and value.is_floating_point()
-            return value.to(dtype) if known and dtype else value
 
-        if isinstance(values, dict):
-            return {name: to(value) for name, value in values.items()}
-        return tuple(to(value) for value in values)
-
-
-def measure(call: Callable[[], object], device_type: str, dtype: torch.dtype | None) -> Meter:
+def measure(call: Callable[[], object], device_type: str) -> Meter:
     """What `call` holds at most and computes, as a device of that type would."""
-    with As(device_type, dtype), Meter() as meter:
+    with As(device_type), Meter() as meter:
         call()
     return meter
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import AutocastKwargs, DistributedType, gather_object
 from packaging.version import Version
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -39,22 +39,26 @@ def state() -> PartialState:
 
 def start(config: Config) -> Accelerator:
     """The accelerator of a run, before any model is loaded; ConfigError for a strategy that is not
-    one of ours. train.mixed_precision decides, whatever accelerate's config file says."""
-    wanted, told = config.train.mixed_precision, os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    one of ours. model.dtype decides on the precision, whatever accelerate's config file says.
+
+    The backbone computes in that dtype by itself, so there is no autocast. float16 takes from
+    accelerate the scaling of the loss, without which small gradients become 0.
+    """
+    told = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     asked = [kind for key, kind in ASKED.items() if os.environ.get(key, "").lower() == "true"]
     state()
     accelerator = Accelerator(
-        # DeepSpeed would cast the adapters: `Zero2` has the base compute in half precision itself
-        mixed_precision="no" if "DEEPSPEED" in asked else wanted,
+        mixed_precision="fp16" if config.model.dtype == "float16" and not asked else "no",
+        kwargs_handlers=[AutocastKwargs(enabled=False)],
         log_with=list(config.train.trackers) or None,
         project_dir=config.output,
     )
     if problems := list(_problems(config, accelerator, asked)):
         raise ConfigError(problems, "accelerate")
-    if told not in ("no", wanted) and accelerator.is_main_process:
+    if told != "no" and accelerator.is_main_process:
         log.warning(
-            "accelerate's config says mixed_precision: %s, and train.mixed_precision is %s: the "
-            "latter counts. Leave it out of accelerate's config.", told, wanted,
+            "accelerate's config says mixed_precision: %s, and model.dtype is %s: the latter "
+            "counts. Leave it out of accelerate's config.", told, config.model.dtype,
         )  # fmt: skip
     return accelerator
 
@@ -122,7 +126,7 @@ def _deepspeed_problems(config: Config, settings: Any) -> Iterator[str]:
         if settings.get(half, {}).get("enabled"):
             yield (
                 f"DeepSpeed's {half}.enabled would cast the adapters to {half}. Set it to false, "
-                "and say train.mixed_precision: bf16."
+                "and say model.dtype: bfloat16."
             )
     offload = settings["zero_optimization"].get("offload_optimizer", {}).get("device")
     if offload not in (None, "none"):
@@ -136,8 +140,8 @@ def _deepspeed_problems(config: Config, settings: Any) -> Iterator[str]:
 
 
 def _half_problems(config: Config, name: str) -> Iterator[str]:
-    if config.train.mixed_precision == "fp16":
-        yield f"train.mixed_precision: 'fp16' does not go with {name}. Use 'bf16' or 'no', or DDP."
+    if config.model.dtype == "float16":
+        yield f"model.dtype: 'float16' does not go with {name}. Use 'bfloat16' or 'float32', or DDP."
 
 
 def of(accelerator: Accelerator) -> Parallel:
@@ -176,9 +180,15 @@ class Parallel:
         """Around forward and backward pass of a micro-batch."""
         return nullcontext() if last else self.accelerator.no_sync(model)
 
-    def aside(self, backbone: Backbone) -> AbstractContextManager[None]:
-        """Around torch.autograd.grad: inside, a gradient is this process's own affair."""
-        return self.accelerator.no_sync(backbone.transformer)
+    @contextmanager
+    def aside(self, backbone: Backbone) -> Iterator[None]:
+        """Around torch.autograd.grad: inside, a gradient is this process's own affair. It goes past
+        the wrapper, which in DDP takes every forward pass for one of all processes."""
+        wrapped, backbone.transformer = backbone.transformer, backbone.core
+        try:
+            yield
+        finally:
+            backbone.transformer = wrapped
 
     def average(self, parameters: Sequence[nn.Parameter]) -> None:
         """Make the gradients those of all processes, where the backward pass has not."""
@@ -203,14 +213,13 @@ class Fsdp2(Parallel):
     lockstep = True
 
     def prepare(self, config: Config, backbone: Backbone, optimizer: torch.optim.Optimizer) -> Any:
-        """As everywhere; plus autocast, which accelerate replaces by a cast of inputs and weights
-        under FSDP2: it would round the timesteps to bf16."""
+        """As everywhere, without accelerate's cast of inputs and weights under FSDP2: it would round
+        the timesteps to bf16."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         plugin = _plugins(self.accelerator).fsdp_plugin
         plugin.ignored_modules = ADAPTERS
         plugin.mixed_precision_policy = MixedPrecisionPolicy()
-        _autocast(backbone, config)
         backbone.sharded = True
         return super().prepare(config, backbone, optimizer)
 
@@ -241,7 +250,6 @@ class Zero2(Parallel):
             "gradient_accumulation_steps": 1,  # losses come divided
             "gradient_clipping": config.optimizer.max_grad_norm,
         }
-        _autocast(backbone, config)
         return super().prepare(config, backbone, optimizer)
 
     @contextmanager
@@ -252,15 +260,6 @@ class Zero2(Parallel):
             yield
         finally:
             self.accelerator.sync_gradients = True
-
-    @contextmanager
-    def aside(self, backbone: Backbone) -> Iterator[None]:
-        """Past DeepSpeed's engine, whose forward pass prepares for a backward pass."""
-        engine, backbone.transformer = backbone.transformer, backbone.core
-        try:
-            yield
-        finally:
-            backbone.transformer = engine
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """As of one flat parameter: each process has an equal piece of it. (DeepSpeed's own
@@ -300,10 +299,3 @@ def _check_groups(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> No
             "run that began under DeepSpeed goes on under DeepSpeed, any other under DDP or FSDP2. "
             "Use the accelerate config that it began with."
         )
-
-
-def _autocast(backbone: Backbone, config: Config) -> None:
-    """The core's forward pass under autocast, as accelerate has it under DDP."""
-    if config.train.mixed_precision == "bf16":
-        forward = torch.autocast(backbone.device.type, torch.bfloat16)(backbone.core.forward)
-        backbone.core.forward = forward  # pyright: ignore[reportAttributeAccessIssue]

@@ -147,11 +147,11 @@ def _adapter_of(config: RecipeConfig, name: str) -> Path:
 
 
 def _mixed_precisions(stages: Mapping[str, Root]) -> list[str]:
-    """accelerate has one precision for a whole process."""
-    found = {n: s.train.mixed_precision for n, s in stages.items() if isinstance(s, Config)}
-    if len(set(found.values())) < 2:
+    """accelerate scales the loss (of float16) in a whole process, or not at all."""
+    found = {n: s.model.dtype for n, s in stages.items() if isinstance(s, Config)}
+    if len({dtype == "float16" for dtype in found.values()}) < 2:
         return []
-    return [f"stages: train.mixed_precision differs ({found}). Use one for the whole recipe."]
+    return [f"stages: model.dtype is float16 in some ({found}). Use it in all of them, or in none."]
 
 
 # What is finished ------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ whole batch and on the number of the copy, not on batch size or number of proces
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from flowalign import sde
 from flowalign.backbone import Backbone
-from flowalign.types import Conditioning, Gaussian, PromptBatch, Rollout
+from flowalign.types import Conditioning, Gaussian, PromptBatch, Rollout, Source
 
 See = Callable[[int, Tensor, PromptBatch], None]
 """Told of a batch of images: the row of the first one, images [b,3,H,W] in [0,1], their b rows."""
@@ -92,97 +93,119 @@ class Noise:
         return torch.Generator().manual_seed(int(entropy[0]))
 
 
+Place = tuple[int, int]
+"""What an image's noise depends on: its prompt's place in the whole batch, and its copy."""
+
+
+def places(prompts: int, copies: int) -> list[Place]:
+    """Of all images of a batch: the copies of a prompt follow one another."""
+    return [(prompt, copy) for prompt in range(prompts) for copy in range(copies)]
+
+
+def shard(prompts: int, copies: int, shares: int, rank: int, world: int) -> list[Place]:
+    """The images of process `rank` of `world`, one optimizer step's after another's.
+
+    The batch is cut into `shares` of whole prompts, one for each optimizer step, and every process
+    has an equal part of each share: a step learns from the same images, whatever `world` is.
+    ValueError where they cannot be shared evenly.
+    """
+    size, rest = divmod(prompts // shares * copies, world)
+    if prompts % shares or rest:
+        raise ValueError(
+            f"{prompts} prompts x {copies} images cannot be shared by {world} processes in "
+            f"{shares} equal shares of whole prompts"
+        )
+    everyone = places(prompts, copies)
+    starts = range(0, len(everyone), size * world)
+    return [everyone[i] for s in starts for i in range(s + rank * size, s + (rank + 1) * size)]
+
+
 @torch.no_grad()
 def sample(
     backbone: Backbone,
-    prompts: PromptBatch,
+    batch: PromptBatch,
     schedule: Schedule,
     *,
-    guidance: float | Sequence[float],
+    guidance: float,
     noise: Noise,
-    copies: int = 1,
-    first: int = 0,
+    places: Sequence[Place],
     batch_size: int = 32,
     decode: bool = True,
     finish: bool | None = None,
-    adapters: Sequence[str] | None = None,
+    sources: Sequence[Source] | None = None,
     see: See | None = None,
 ) -> Rollout:
-    """Sample `copies` images of each of P prompts -> Rollout of B = P * copies.
+    """Sample B images -> Rollout. batch: B rows, the prompt of each image.
 
-    first: the place of prompts[0] in the batch of all processes. batch_size: images a forward.
-    finish: go on to the last latents; by default only where images are decoded from them, else
-    the rollout stops at the last trained state. adapters and guidance may be one for each prompt.
-    see: told of each batch of images as soon as it is decoded, before the next is sampled.
+    places: of the B images; what the noise is drawn for. batch_size: images a forward pass. finish:
+    go on to the last latents; by default only where images are decoded from them, else the rollout
+    stops at the last trained state. sources: who samples each image (None = the active adapter, at
+    `guidance`); images of one source are sampled together. see: told of each batch of images as
+    soon as it is decoded, before the next is sampled (not with sources).
     """
     finish = decode if finish is None else finish
-    cond = backbone.encode(prompts.prompts, copies)
-    rows = [(first + p, c) for p in range(len(prompts)) for c in range(copies)]
-    scales = [guidance] * len(prompts) if isinstance(guidance, int | float) else list(guidance)
-    trajectories, images = [], []
-    everyone = prompts.select([p - first for p, _ in rows])
-    for start in range(0, len(rows), batch_size):
-        part = rows[start : start + batch_size]
-        shape, extra = backbone.latent_shape, len(schedule.noisy)
-        drawn = torch.stack([noise.draw(p, c, shape, extra) for p, c in part])
-        place = [p - first for p, _ in part]
-        source = _Source(
-            backbone,
-            cond.select(slice(start, start + batch_size)),
-            _alike([scales[p] for p in place], backbone.device),
-            [adapters[p] for p in place] if adapters else None,
-        )
-        trajectories.append(_trajectory(source, schedule, drawn, finish))
+    cond = backbone.encode(batch.prompts)
+    shape, extra = backbone.latent_shape, len(schedule.noisy)
+    order, trajectories, images = [], [], []
+    batches = list(_batches(sources or [None] * len(batch), batch_size))
+    for source, rows in backbone.in_step(batches) if sources else batches:
+        drawn = torch.stack([noise.draw(*places[row], shape, extra) for row in rows])
+        chosen = cond.select(torch.tensor(rows, device=cond.index.device))
+        scale = source.guidance if source else guidance
+        with backbone.adapter(source.adapter) if source else nullcontext():
+            trajectories.append(_trajectory(backbone, chosen, scale, schedule, drawn, finish))
+        order += rows
         if decode:
             images.append(backbone.decode(trajectories[-1][-1], batch_size))
             if see:
-                mine = range(start, start + len(part))
-                see(start, images[-1], everyone.select(mine))
+                see(rows[0], images[-1], batch.select(rows))
+    back = torch.tensor(order, device=backbone.device)[: len(batch)].argsort()
+
+    def whole(parts: Sequence[Tensor]) -> Tensor:
+        joined = torch.cat(list(parts))
+        return joined[back] if sources else joined  # without what was sampled to keep step
+
     states, following, log_probs, last = zip(*trajectories, strict=True)
     acted = schedule.actions and bool(schedule.noisy)
     return Rollout(
-        states=torch.cat(states),
-        next_states=torch.cat(following) if acted else None,
+        states=whole(states),
+        next_states=whole(following) if acted else None,
         steps=schedule.trained,
         sigmas=schedule.sigmas,
-        log_probs=torch.cat(log_probs) if acted else None,
-        latents=torch.cat(last) if finish else None,
-        images=torch.cat(images) if decode else None,
-        group=torch.tensor([p for p, _ in rows]),
-        batch=everyone,
+        log_probs=whole(log_probs) if acted else None,
+        latents=whole(last) if finish else None,
+        images=whole(images) if decode else None,
+        group=torch.tensor([prompt for prompt, _ in places]),
+        copy=torch.tensor([copy for _, copy in places]),
+        batch=batch,
         conditioning=cond,
     )
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Whose velocity is followed: one batch's conditioning, guidance and adapters."""
-
-    backbone: Backbone
-    cond: Conditioning
-    guidance: float | Tensor
-    adapters: list[str] | None
-
-    def velocity(self, x: Tensor, sigma: float) -> Tensor:
-        return self.backbone.velocity(
-            x, sigma, self.cond, guidance=self.guidance, adapters=self.adapters
-        )
-
-
-def _alike(values: list[float], device: torch.device) -> float | Tensor:
-    """One number where all are the same (the cheaper path for guidance 1), else [B]."""
-    return values[0] if len(set(values)) == 1 else torch.tensor(values, device=device)
+def _batches(
+    sources: Sequence[Source | None], size: int
+) -> Iterator[tuple[Source | None, list[int]]]:
+    """The rows of each forward pass, all of one source; a source's rows stay in order."""
+    for source in dict.fromkeys(sources):
+        rows = [row for row, of in enumerate(sources) if of == source]
+        for start in range(0, len(rows), size):
+            yield source, rows[start : start + size]
 
 
 def _trajectory(
-    source: _Source, schedule: Schedule, noise: Tensor, finish: bool
+    backbone: Backbone,
+    cond: Conditioning,
+    guidance: float,
+    schedule: Schedule,
+    noise: Tensor,
+    finish: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One batch of B along the schedule: trained states and their successors [B,S,C,h,w],
     log-probs [B,S], and the last latents [B,C,h,w]. noise [B,1+N,C,h,w], one each noisy step.
 
     States are float32; a log-prob is taken of the state that is stored.
     """
-    noise = noise.to(source.backbone.device)
+    noise = noise.to(backbone.device)
     x, trained, noisy = noise[:, 0], schedule.trained, schedule.noisy
     states, following, log_probs = [], [], []
     forwards = len(schedule.sigmas) - 1 if finish else schedule.forwards
@@ -191,7 +214,7 @@ def _trajectory(
             states.append(x)
         if step == forwards:
             break
-        velocity = source.velocity(x, float(schedule.sigmas[step]))
+        velocity = backbone.velocity(x, float(schedule.sigmas[step]), cond, guidance=guidance)
         if step not in noisy:
             x = schedule.euler(x, velocity, step)
             continue

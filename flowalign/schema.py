@@ -17,7 +17,6 @@ NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 _as_tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-_no_is_a_word = BeforeValidator(lambda value: "no" if value is False else value)  # YAML 1.1
 
 SD3_ATTENTION = [
     "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
@@ -53,9 +52,10 @@ class Model(Section):
     revision: str | None = Field(default=None, examples=["main"])
     """Branch, tag or commit on the Hub."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Storage of the frozen weights; adapters are trained in float32."""
+    """Storage and arithmetic of the transformer, adapters included; the adapter that is trained
+    keeps its weights in float32. float16 scales the loss."""
     vae_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """That of the VAE: 0.3 GB, and 16 bits show in the images."""
+    """dtype of the VAE (0.3 GB in float32); 16 bits cause visible artifacts."""
     quantization: Literal["nf4", "fp8"] | None = None
     """Storage of the frozen transformer below dtype, in which it computes all the same: nf4, 4 bits
     (bitsandbytes, a GPU); fp8, 8 bits (want gradient_checkpointing with it)."""
@@ -78,7 +78,7 @@ class Model(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: slower, much less memory."""
     compile: bool = False
-    """torch.compile the transformer."""
+    """torch.compile the blocks of the transformer."""
 
 
 class Lora(Section):
@@ -261,8 +261,6 @@ class Train(Section):
 
     updates: Count = 100
     """Rollouts in all."""
-    mixed_precision: Annotated[Literal["no", "fp16", "bf16"], _no_is_a_word] = "no"
-    """accelerate's autocast."""
     checkpoint_every: Count = 20
     """Rollouts between two checkpoints."""
     keep: Count = 3

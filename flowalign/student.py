@@ -74,7 +74,7 @@ class Student:
         steps = chosen(self.settings.states, self.schedule.trained, (self.seed, update))
         return dataclasses.replace(self.schedule, chosen=steps)
 
-    def source(self, tasks: list[str]) -> None:
+    def sources(self, tasks: list[str]) -> None:
         """The student samples: on-policy."""
 
     def prepare(self, rollout: Rollout, update: int) -> Prepared:

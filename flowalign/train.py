@@ -178,6 +178,7 @@ def wire(config: Config) -> tuple[Loop, Progress, dict[str, Reward]]:
     built = {
         t.name: rewards.build(t.reward.name, **t.reward.options) for t in config.tasks if t.reward
     }
+    _check_groups(config, built, accelerator.num_processes)
     backbone = student(config, accelerator.device)
     sampler = PromptSampler(
         {t.name: load_prompts(t.prompts, t.name) for t in config.tasks},
@@ -198,6 +199,23 @@ def wire(config: Config) -> tuple[Loop, Progress, dict[str, Reward]]:
     )
     accelerator.init_trackers("tensorboard")
     return loop, progress, built
+
+
+def _check_groups(config: Config, rewards: Mapping[str, Reward], processes: int) -> None:
+    """Refuse a reward that must see a whole group where the images of a prompt would lie on
+    several processes."""
+    rollout, updates = config.rollout, config.optimizer.updates_per_rollout
+    whole = sorted(name for name, reward in rewards.items() if getattr(reward, "groupwise", False))
+    if whole and rollout.prompts // updates % processes:
+        unit = updates * processes
+        raise ConfigError(
+            [
+                f"rollout.prompts: the reward of task {whole[0]!r} compares all images of a prompt, "
+                f"and {rollout.prompts} prompts over optimizer.updates_per_rollout = {updates} "
+                f"cannot be shared whole by {processes} processes. Use a multiple of {unit}, for "
+                f"example rollout.prompts={-(-rollout.prompts // unit) * unit}."
+            ]
+        )
 
 
 def algorithm(
@@ -304,7 +322,7 @@ def student(config: Config, device: torch.device) -> Backbone:
     else:
         backbone.add_adapter(STUDENT, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
     if config.model.compile:
-        backbone.core.compile()
+        backbone.compile()
     return backbone
 
 

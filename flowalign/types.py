@@ -66,8 +66,8 @@ class Rollout:
     steps [S] positions in the schedule; sigmas [T+1]; log_probs [B,S] of the next states (both
     None where no action is needed, or none is random); latents [B,C,h,w] at the end of the
     trajectory and images [B,3,H,W] in [0,1] (None where the rollout stopped before); group [B],
-    the prompt that an image belongs to; batch: the prompts, tasks and metadata of the B images,
-    one row an image.
+    the place of an image's prompt in the batch of all processes, and copy [B], which of that
+    prompt's images it is; batch: the prompts, tasks and metadata of the B images, one row an image.
     """
 
     states: Tensor
@@ -78,6 +78,7 @@ class Rollout:
     latents: Tensor | None
     images: Tensor | None
     group: Tensor
+    copy: Tensor
     batch: PromptBatch
     conditioning: Conditioning
 
@@ -122,10 +123,10 @@ class Detections:
 
 @dataclass(frozen=True)
 class Source:
-    """Who samples a rollout, prompt by prompt: names of adapters on the base, and CFG scales."""
+    """Who samples an image: an adapter on the base (None = the base alone), and its CFG scale."""
 
-    adapters: list[str]
-    guidance: list[float]
+    adapter: str | None
+    guidance: float
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,21 @@
 """The bank of teachers: frozen adapters on the student's own base, asked for labels by task.
 
-Memory per further teacher is its LoRA; a batch of mixed tasks is labelled in one forward pass
-(peft's per-sample adapter names), each row by the teacher that its task is routed to.
+Memory per further teacher is its LoRA. The states of a batch are sorted by teacher and labelled
+teacher by teacher, so that every forward pass has one adapter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from flowalign.backbone import BASE, Backbone
+from flowalign.backbone import Backbone
 from flowalign.loop import TrainingError
-from flowalign.types import Conditioning, Rollout, Source, TeacherLabel
+from flowalign.types import Rollout, Source, TeacherLabel
 
 
 class LabelError(TrainingError):
@@ -51,26 +51,27 @@ class Bank:
         check_routing(members, routing)
         self.backbone, self.members, self.routing = backbone, dict(members), dict(routing)
         self.batch_size, self.dtype = batch_size, dtype
-        with backbone.keeping_active():
-            for name, member in self.members.items():
-                if member.adapter is not None:
-                    _load(backbone, _adapter(name), member.adapter)
+        for name, member in self.members.items():
+            if member.adapter is not None:
+                _load(backbone, _adapter(name), member.adapter)
 
+    @torch.no_grad()
     def __call__(self, rollout: Rollout) -> TeacherLabel:
         """Labels of all trained states. Raises LabelError where a velocity is not finite."""
         names = self.route(rollout.batch.tasks)
-        images, steps = rollout.states.shape[:2]
         sigmas = rollout.sigmas[rollout.steps].to(rollout.states.device)
         velocity = torch.empty_like(rollout.states, dtype=self.dtype)
-        flat_x, flat_v = rollout.states.flatten(0, 1), velocity.flatten(0, 1)
-        for start in range(0, images * steps, self.batch_size):
-            pairs = torch.arange(start, min(start + self.batch_size, images * steps))
-            rows, columns = pairs // steps, (pairs % steps).to(sigmas.device)
-            chosen = [names[row] for row in rows.tolist()]
-            label = self.velocity(flat_x[start : start + len(pairs)], sigmas[columns],
-                                  rollout.conditioning.select(rows), chosen)  # fmt: skip
-            _check_finite(label, chosen, sigmas[columns])
-            flat_v[start : start + len(pairs)] = label.to(self.dtype)
+        for name, row, column in self.backbone.in_step(list(self._batches(names, velocity))):
+            source = self.source(name)
+            with self.backbone.adapter(source.adapter):
+                label = self.backbone.velocity(
+                    rollout.states[row, column],
+                    sigmas[column],
+                    rollout.conditioning.select(row),
+                    guidance=source.guidance,
+                )
+            velocity[row, column] = label.to(self.dtype)
+        _check_finite(velocity, names, sigmas)
         return TeacherLabel(velocity, names)
 
     def route(self, tasks: list[str]) -> list[str]:
@@ -82,22 +83,27 @@ class Bank:
             )
         return [self.routing[task] for task in tasks]
 
-    @torch.no_grad()
-    def velocity(self, x: Tensor, sigma: Tensor, cond: Conditioning, names: list[str]) -> Tensor:
-        """v [B,C,h,w], float32: row i by the teacher names[i], at that teacher's guidance."""
-        of = self._source(names)
-        guidance = torch.tensor(of.guidance, device=x.device)
-        return self.backbone.velocity(x, sigma, cond, guidance=guidance, adapters=of.adapters)
+    def _batches(
+        self, names: Sequence[str], states: Tensor
+    ) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """(teacher, rows, columns) of each forward pass: (image, step) pairs of one teacher."""
+        steps = states.shape[1]
+        for name in dict.fromkeys(names):
+            images = torch.tensor([i for i, of in enumerate(names) if of == name])
+            rows = images.repeat_interleave(steps).to(states.device)
+            columns = torch.arange(steps).repeat(len(images)).to(states.device)
+            parts = zip(rows.split(self.batch_size), columns.split(self.batch_size), strict=True)
+            for row, column in parts:
+                yield name, row, column
 
-    def source(self, tasks: list[str]) -> Source:
+    def sources(self, tasks: list[str]) -> list[Source]:
         """Each task's teacher as the one who samples its prompts."""
-        return self._source(self.route(tasks))
+        return [self.source(name) for name in self.route(tasks)]
 
-    def _source(self, names: list[str]) -> Source:
-        return Source(
-            adapters=[BASE if self.members[n].adapter is None else _adapter(n) for n in names],
-            guidance=[self.members[name].guidance for name in names],
-        )
+    def source(self, name: str) -> Source:
+        """A teacher as the one who samples or labels: its adapter on the base, and its scale."""
+        member = self.members[name]
+        return Source(None if member.adapter is None else _adapter(name), member.guidance)
 
 
 def check_routing(members: Mapping[str, object], routing: Mapping[str, str]) -> None:
@@ -124,22 +130,21 @@ def _adapter(name: str) -> str:
 
 def _load(backbone: Backbone, name: str, folder: str | Path) -> None:
     try:
-        backbone.load_adapter(name, folder)
+        backbone.load_adapter(name, folder, frozen=True)
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"the adapter in {folder} does not fit the base {backbone.name or 'model'}: "
             f"{str(error).splitlines()[0]}. Give an adapter that was trained on this base."
         ) from error
-    for parameter in backbone.adapter_parameters(name):
-        parameter.requires_grad_(False)
 
 
-def _check_finite(label: Tensor, names: list[str], sigma: Tensor) -> None:
-    finite = torch.isfinite(label).flatten(1).all(1)
+def _check_finite(labels: Tensor, names: Sequence[str], sigmas: Tensor) -> None:
+    """labels [B,S,C,h,w] of B names, at sigmas [S]."""
+    finite = torch.isfinite(labels).flatten(2).all(2)
     if not bool(finite.all()):
-        row = int((~finite).nonzero()[0])
+        row, column = (~finite).nonzero()[0].tolist()
         raise LabelError(
             f"teacher {names[row]!r} gives a velocity that is not finite at sigma "
-            f"{float(sigma[row]):.3f} ({int((~finite).sum())} of {len(names)} states). Its adapter "
-            "may be broken, or fp16 too narrow for it: look at it alone, or use bf16."
+            f"{float(sigmas[column]):.3f} ({int((~finite).sum())} of {finite.numel()} states). Its "
+            "adapter may be broken, or fp16 too narrow for it: look at it alone, or use bf16."
         )

@@ -59,7 +59,7 @@ class Grpo:
         """The same for every update: all steps of the window."""
         return self.schedule
 
-    def source(self, tasks: list[str]) -> None:
+    def sources(self, tasks: list[str]) -> None:
         """The student samples."""
 
     def prepare(self, rollout: Rollout, update: int) -> Prepared:

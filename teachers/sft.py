@@ -7,7 +7,6 @@ at x_sigma = (1 - sigma) x0 + sigma eps towards eps - x0 (2210.02747, eq. 23 for
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 
 import numpy as np
 import torch
@@ -45,9 +44,9 @@ class Sft:
         """To the end, by Euler steps; nothing on the way is kept."""
         return self.schedule
 
-    def source(self, tasks: list[str]) -> Source:
-        """Each prompt is sampled by its task's teacher."""
-        return self.bank.source(tasks)
+    def sources(self, tasks: list[str]) -> list[Source]:
+        """Each image is sampled by its task's teacher."""
+        return self.bank.sources(tasks)
 
     def prepare(self, rollout: Rollout, update: int) -> Prepared:
         """Noise the teachers' latents: the states, and the target velocities, of this update."""
@@ -55,11 +54,10 @@ class Sft:
         sigmas = self._sigmas(update)
         clean = rollout.latents[:, None]
         own = Noise((self.seed, update, SFT))
-        places: Counter[int] = Counter()
-        drawn = []
-        for prompt in rollout.group.tolist():
-            drawn.append(own.draw(prompt, places[prompt], clean.shape[2:], self.states - 1))
-            places[prompt] += 1
+        drawn = [
+            own.draw(prompt, copy, clean.shape[2:], self.states - 1)
+            for prompt, copy in zip(rollout.group.tolist(), rollout.copy.tolist(), strict=True)
+        ]
         noise, sigma = torch.stack(drawn).to(clean), sigmas.to(clean)[:, None, None, None]
         self.target = noise - clean
         states = dataclasses.replace(

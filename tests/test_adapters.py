@@ -88,7 +88,8 @@ def label(bank: Bank, name: str) -> Tensor:
     """The same of a bank's teacher."""
     cond = bank.backbone.encode(fakes.PROMPTS[:2])
     x = X[:, : bank.backbone.latent_shape[0]]
-    return bank.velocity(x, torch.full((2,), 0.6), cond, [name] * 2)
+    with torch.no_grad(), bank.backbone.adapter(bank.source(name).adapter):
+        return bank.backbone.velocity(x, 0.6, cond, guidance=1.0)
 
 
 # What loads --------------------------------------------------------------------------------------

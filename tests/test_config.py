@@ -62,7 +62,7 @@ tasks:
 rollout: {window: [0, 5]}
 optimizer: {lr: 1e-4, eps: 1E-8, betas: [0.8, 0.95]}
 grpo: {clip_range: .5e-4}
-train: {mixed_precision: no}
+train: {updates: 7}
 ema: null
 """
 
@@ -71,7 +71,7 @@ def test_yaml_is_read_as_written(tmp_path: Path) -> None:
     config = load(write(tmp_path, YAML), stage=GrpoConfig)
     assert (config.optimizer.lr, config.optimizer.eps, config.grpo.clip_range) == (1e-4, 1e-8, 5e-5)
     assert config.optimizer.betas == (0.8, 0.95) and config.rollout.window == (0, 5)
-    assert config.train.mixed_precision == "no" and config.ema is None
+    assert config.train.updates == 7 and config.ema is None
     assert config.model.revision == "1e5" and config.tasks[0].weight == 2.0
 
 
@@ -343,7 +343,7 @@ def test_what_the_world_lacks_is_reported_at_once(
     with pytest.raises(ConfigError) as caught:
         check_world(config, num_processes=3)
     package, sharing, reward, prompts = caught.value.problems
-    assert "8 prompts cannot be shared by 3 processes" in sharing and "example 12" in sharing
+    assert "3 processes cannot share evenly" in sharing and "rollout.prompts=12" in sharing
     assert "adamw8bit" in package and "flowalign[gpu]" in package
     assert reward == "tasks.0.reward: no reward 'ocl'"
     assert prompts.startswith("tasks.0.validation: no prompt set")
@@ -353,9 +353,10 @@ def test_a_world_that_fits_passes(rewards: None, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
     task = {**TASK, "prompts": str(tmp_path / "a.txt"), "validation": None}
     config = parse(raw(tasks=[task], evaluation=None))
-    check_world(config, num_processes=8)
-    with pytest.raises(ConfigError, match="cannot be shared"):
-        check_world(config, num_processes=16)
+    for processes in (1, 2, 4, 8, 16, 128):  # 8 prompts x 16 copies
+        check_world(config, num_processes=processes)
+    with pytest.raises(ConfigError, match="12 processes cannot share evenly"):
+        check_world(config, num_processes=12)
 
 
 def test_prompts_that_the_reward_cannot_judge_are_refused(rewards: None, tmp_path: Path) -> None:

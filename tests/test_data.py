@@ -168,16 +168,6 @@ def test_integer_shares_are_met_in_every_batch() -> None:
     assert all(Counter(draws.batch(u).tasks) == {"a": 6, "b": 2} for u in range(20))
 
 
-def test_shards_are_contiguous_and_hold_every_task() -> None:
-    draws = sampler({"a": 50, "b": 50}, {"a": 1.0, "b": 1.0}, 8)
-    batch = draws.batch(0)
-    shards = [draws.shard(batch, rank, 4) for rank in range(4)]
-    assert [p for shard in shards for p in shard.prompts] == batch.prompts
-    assert all(set(shard.tasks) == {"a", "b"} for shard in shards)
-    with pytest.raises(ValueError, match="8 prompts cannot be shared"):
-        draws.shard(batch, 0, 3)
-
-
 def test_a_small_set_wraps_within_a_batch() -> None:
     assert Counter(sampler({"a": 2}, {"a": 1.0}, 6).batch(0).prompts) == {"a 0": 3, "a 1": 3}
 

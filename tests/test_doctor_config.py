@@ -70,7 +70,7 @@ def test_a_sound_run_has_no_fault_with_its_model(random_model, tmp_path, kind):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (["model.dtype=float16", "train.mixed_precision=bf16"], "dtype: model.dtype is float16"),
+        (["model.dtype=float16"], "dtype: model.dtype float16 overflows"),
         (["model.attention=flash"], "attention: model.attention 'flash'"),
         (["model.attention=no_such"], "attention: model.attention 'no_such'"),
         ([*EVALUATED, "evaluation.guidance=4.5"], "guidance: trained at 1.0, evaluated at 4.5"),

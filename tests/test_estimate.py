@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from flowalign import config
@@ -49,14 +48,7 @@ def test_attention_on_a_device_does_not_hold_its_matrix():
         scaled_dot_product_attention(q, q, q)
     assert plain.peak > matrix
     for kind in ("cuda", "cpu"):
-        assert measure(lambda: scaled_dot_product_attention(q, q, q), kind, None).peak < matrix / 4
-
-
-def test_autocast_is_counted():
-    layer = nn.Linear(256, 256, bias=False, device="meta")
-    x = torch.empty(512, 256, device="meta")
-    found = [measure(lambda: layer(x).relu_(), "cuda", kind).peak for kind in (None, torch.float16)]
-    assert found == [512 * 256 * 4, (2 * 512 * 256 + 256 * 256) * 2]
+        assert measure(lambda: scaled_dot_product_attention(q, q, q), kind).peak < matrix / 4
 
 
 # The shapes ------------------------------------------------------------------------------------

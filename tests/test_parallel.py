@@ -43,7 +43,7 @@ def test_a_config_is_what_its_name_says(path: Path) -> None:
     assert found.num_machines == (2 if several else 1)
     assert (found.fsdp_config or {}).get("fsdp_version") == (2 if strategy == "fsdp2" else None)
     assert (found.deepspeed_config or {}).get("zero_stage") == (2 if strategy == "zero2" else None)
-    assert found.mixed_precision is None  # train.mixed_precision says it
+    assert found.mixed_precision is None  # model.dtype says it
     command = path.read_text().splitlines()[0]
     assert command.startswith(f"# accelerate launch --config_file configs/accelerate/{path.name} ")
 
@@ -97,13 +97,13 @@ FSDP = {"fsdp_version": 2, "cpu_ram_efficient_loading": False}
         ("FSDP", {**FSDP, "fsdp_version": 1}, "seed=1", "fsdp_version: got 1"),
         ("FSDP", {**FSDP, "cpu_ram_efficient_loading": True}, "seed=1", "Set it to false"),
         ("FSDP", FSDP, "model.quantization=fp8", "'fp8' is not sharded by FSDP2"),
-        ("FSDP", FSDP, "train.mixed_precision=fp16", "'fp16' does not go with FSDP2"),
+        ("FSDP", FSDP, "model.dtype=float16", "'float16' does not go with FSDP2"),
         ("DEEPSPEED", {"deepspeed_config": zero(zero_optimization={"stage": 3})}, "seed=1",
          "zero_stage: got 3"),
         ("DEEPSPEED", {"deepspeed_config": zero(bf16={"enabled": True})}, "seed=1",
          "bf16.enabled would cast the adapters"),
         ("DEEPSPEED", {"deepspeed_config": zero()}, "optimizer.name=adamw8bit", "Use 'adamw'"),
-        ("DEEPSPEED", {"deepspeed_config": zero()}, "train.mixed_precision=fp16", "DeepSpeed"),
+        ("DEEPSPEED", {"deepspeed_config": zero()}, "model.dtype=float16", "DeepSpeed"),
         ("DEEPSPEED", {"deepspeed_config": zero(zero_optimization={
             "stage": 2, "offload_optimizer": {"device": "cpu"}})}, "seed=1", "Set it to none"),
         ("MEGATRON_LM", {}, "seed=1", "Megatron-LM is not supported"),
@@ -125,7 +125,7 @@ def test_what_is_not_supported_is_refused(
 def test_what_is_supported_is_not(
     random_model: str, tmp_path: Path, kind: str, plugin: dict[str, Any]
 ) -> None:
-    config = fakes.settings(random_model, tmp_path / "run", "train.mixed_precision=bf16")
+    config = fakes.settings(random_model, tmp_path / "run", "model.dtype=bfloat16")
     started: Any = Started(kind, **plugin)
     assert list(parallel._problems(config, started, [kind])) == []
 
@@ -278,7 +278,7 @@ def test_two_processes_do_what_one_does(folders: dict[str, Path], strategy: str)
 def test_in_half_precision_adapters_stay_whole_and_the_first_ratio_is_one(
     random_model: str, tmp_path: Path, strategy: str
 ) -> None:
-    half = ["model.dtype=bfloat16", "train.mixed_precision=bf16", "train.updates=2",
+    half = ["model.dtype=bfloat16", "train.updates=2",
             "model.gradient_checkpointing=true", "rollout.guidance=4.5", "train.checkpoint_every=1",
             "optimizer.micro_batch=4", "rollout.batch_size=4", "grpo.kl_weight=0.1",
             *LINEAR]  # fmt: skip

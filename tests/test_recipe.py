@@ -110,7 +110,7 @@ def test_a_variant_reaches_the_stages_it_is_for_and_a_stages_set_comes_after(
         ({"use": "teacher.yaml", "lora": {"init": "no/such/one"}}, "stages.first.lora.init: 'no/"),
         ({"use": "teacher.yaml", "rollout": {"prompts": 3, "copies": 1}}, "rollout.copies: got 1"),
         ({"stage": "recipe", "stages": {}}, "'recipe' inside a recipe"),
-        ({"use": "teacher.yaml", "train": {"mixed_precision": "bf16"}}, "mixed_precision differs"),
+        ({"use": "teacher.yaml", "set": ["model.dtype=float16"]}, "model.dtype is float16 in some"),
     ],
 )
 def test_what_is_wrong_in_any_stage_is_said_before_the_first_runs(

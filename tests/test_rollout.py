@@ -2,6 +2,8 @@
 # (diffusers annotates a pipeline's result and latents loosely)
 """The sampling loop: it is diffusers' own at zero noise, and every image owns its noise."""
 
+from pathlib import Path
+
 import fakes
 import pytest
 import torch
@@ -10,8 +12,9 @@ from torch.testing import assert_close
 
 from flowalign import sde
 from flowalign.backbone import Backbone
-from flowalign.rollout import Noise, Schedule, sample
-from flowalign.types import Rollout
+from flowalign.loop import STUDENT
+from flowalign.rollout import Noise, Schedule, places, sample, shard
+from flowalign.types import Rollout, Source
 
 STEPS = 4
 
@@ -33,14 +36,14 @@ def run(
     batch_size: int = 32,
 ) -> Rollout:
     schedule = Schedule(backbone.sigmas(STEPS), kind, noise_level, window)
+    where = places(4, 2)[2 * prompts.start : 2 * prompts.stop]
     return sample(
         backbone,
-        fakes.batch(4).select(range(4)[prompts]),
+        fakes.batch(4).select([prompt for prompt, _ in where]),
         schedule,
         guidance=guidance,
         noise=Noise((7, 0), shared),
-        copies=2,
-        first=prompts.start,
+        places=where,
         batch_size=batch_size,
     )
 
@@ -138,8 +141,53 @@ def test_only_trained_steps_are_kept_with_the_log_prob_of_what_is_kept(
 def test_without_training_nothing_is_kept_and_decoding_is_optional(backbone: Backbone) -> None:
     schedule = Schedule(backbone.sigmas(STEPS), "ode", 0.0, None)
     rollout = sample(
-        backbone, fakes.batch(2), schedule, guidance=1.0, noise=Noise((0,)), decode=False
-    )
+        backbone, fakes.batch(2), schedule, guidance=1.0, noise=Noise((0,)), places=places(2, 1),
+        decode=False,
+    )  # fmt: skip
     assert rollout.images is None and rollout.latents is None and rollout.steps == []
     assert rollout.states.shape == (2, 0, *backbone.latent_shape)
     assert not rollout.states.requires_grad
+
+
+# Which images a process has -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize(("prompts", "copies", "shares"), [(16, 16, 2), (8, 4, 1), (8, 2, 1)])
+def test_an_optimizer_step_learns_from_the_same_images_on_any_number_of_processes(
+    prompts: int, copies: int, shares: int, world: int
+) -> None:
+    everyone = places(prompts, copies)
+    size = len(everyone) // shares
+    held = [shard(prompts, copies, shares, rank, world) for rank in range(world)]
+    own = size // world
+    for share in range(shares):
+        together = [place for part in held for place in part[share * own : (share + 1) * own]]
+        assert together == everyone[share * size : (share + 1) * size]
+
+
+@pytest.mark.parametrize(("prompts", "copies", "shares", "world"), [(3, 2, 2, 1), (4, 2, 2, 8)])
+def test_images_that_cannot_be_shared_evenly_are_refused(
+    prompts: int, copies: int, shares: int, world: int
+) -> None:
+    with pytest.raises(ValueError, match="cannot be shared"):
+        shard(prompts, copies, shares, 0, world)
+
+
+def test_each_image_is_sampled_by_its_own_source(random_model: str, tmp_path: Path) -> None:
+    """Whatever the order of the sources, and the batch: as each source alone samples it."""
+    found = fakes.adapted(random_model)
+    for name, path in fakes.teachers(random_model, tmp_path).items():
+        found.load_adapter(name, path, frozen=True)
+    schedule = Schedule(found.sigmas(STEPS), "ode", 0.0, None)
+    where = places(4, 2)
+    options = {"guidance": 9.0, "noise": Noise((7, 0)), "places": where, "batch_size": 3}
+    batch = fakes.batch(4).select([prompt for prompt, _ in where])
+    each = [Source("odd", 1.0), Source(None, 2.0), Source("even", 3.0), Source("odd", 3.0)] * 2
+    mixed = images(sample(found, batch, schedule, sources=each, **options))
+    for source in set(each):
+        alone = images(sample(found, batch, schedule, sources=[source] * 8, **options))
+        rows = [row for row, of in enumerate(each) if of == source]
+        assert_close(mixed[rows], alone[rows], rtol=0, atol=1e-5)
+        assert (alone[rows] - alone[[(row + 2) % 8 for row in rows]]).abs().max() > 1e-3
+    assert found.active == STUDENT

@@ -153,7 +153,7 @@ def test_the_ratio_is_one_and_only_the_published_form_leaks(
     weighting = "kl" if how == "policy" else "published"
     given = [f"student.gradient={how}", f"student.weighting={weighting}"]
     loop, student, rollout = prepared(random_model, tmp_path / "run", *given)
-    (pairs,) = pairs_of(rollout, torch.ones(8, dtype=torch.bool), 100)
+    _, pairs, _ = pairs_of(rollout, torch.ones(8, dtype=torch.bool), 8)  # as the rollout
     velocity = loop.velocity(pairs)
     x_next, old = pairs.action()
     new = sde.log_prob(student.schedule.transition(pairs.x, velocity, pairs.steps), x_next)
@@ -294,8 +294,8 @@ def test_sft_learns_the_straight_way_to_the_teachers_images(
     rollout = loop.rollout(0)
     assert rollout.latents is not None
     bank = loop.algorithm.bank
-    sampled = bank.source(rollout.batch.tasks)
-    assert [name for name in sampled.adapters] == [f"teacher_{t}" for t in rollout.batch.tasks]
+    sampled = [source.adapter for source in bank.sources(rollout.batch.tasks)]
+    assert sampled == [f"teacher_{task}" for task in rollout.batch.tasks]
     states = loop.algorithm.prepare(rollout, 0).states
     assert states is not None and states.states.shape[1] == 3
     sigma = states.sigmas[:3].reshape(1, 3, 1, 1, 1)
@@ -310,12 +310,11 @@ def test_the_teachers_sample_for_sft(random_model: str, tmp_path: Path) -> None:
     mixed = loop.rollout(0)
     for name in ("even", "odd"):
         rows = [i for i, task in enumerate(mixed.batch.tasks) if task == name]
-        loop.backbone.core.set_adapter(f"teacher_{name}")
-        loop.algorithm.source = lambda tasks: None  # pyright: ignore[reportAttributeAccessIssue]
-        alone = loop.rollout(0)
+        loop.algorithm.sources = lambda tasks: None  # pyright: ignore[reportAttributeAccessIssue]
+        with loop.backbone.adapter(f"teacher_{name}"):
+            alone = loop.rollout(0)
         assert mixed.latents is not None and alone.latents is not None
         assert_close(mixed.latents[rows], alone.latents[rows], rtol=0, atol=1e-5)
-    loop.backbone.core.set_adapter(STUDENT)
 
 
 # Refusals ----------------------------------------------------------------------------------------

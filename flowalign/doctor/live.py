@@ -22,7 +22,7 @@ from flowalign.doctor.plan import Plan
 from flowalign.estimate import predict
 from flowalign.loop import Loop, TrainingError, pairs_of, schedule
 from flowalign.loop import velocity as velocity_of
-from flowalign.rollout import Noise, sample
+from flowalign.rollout import Noise, places, sample
 from flowalign.schema import Config, ConfigError, OpdConfig, SftConfig
 from flowalign.teachers.bank import Bank
 from flowalign.teachers.sft import Sft
@@ -106,13 +106,14 @@ def _states(config: Config, loop: Loop) -> Rollout:
     found = dataclasses.replace(
         schedule(loop.backbone, config), chosen=None, actions=config.rollout.kind != "ode"
     )
+    where = places(config.rollout.prompts, config.rollout.copies)
     return sample(
         loop.backbone,
-        loop.prompts.batch(0),
+        loop.prompts.batch(0).select([prompt for prompt, _ in where]),
         found,
         guidance=config.rollout.guidance,
         noise=Noise((config.seed, 0)),
-        copies=config.rollout.copies,
+        places=where,
         batch_size=config.rollout.batch_size,
         decode=False,
     )
@@ -158,12 +159,13 @@ def _taught(config: OpdConfig | SftConfig, loop: Loop, rollout: Rollout) -> Iter
     algorithm = loop.algorithm
     bank = algorithm.bank if isinstance(algorithm, Sft) else algorithm.teachers  # type: ignore
     assert isinstance(bank, Bank)
-    with loop.backbone.base(), torch.no_grad():
-        plain = {t.guidance: None for t in config.teachers.values()}
-        base = {g: loop.backbone.velocity(x, sigma, cond, guidance=g) for g in plain}
     for name, teacher in config.teachers.items():
-        label = bank.velocity(x, sigma, cond, [name] * len(x))
-        gap = _relative(label, base[teacher.guidance])
+        source = bank.source(name)
+        label, base = (
+            _velocity_of(loop.backbone, adapter, x, sigma, cond, source.guidance)
+            for adapter in (source.adapter, None)
+        )
+        gap = _relative(label, base)
         if not math.isfinite(gap):
             text = f"teacher {name!r}: its velocity is not finite; its adapter or dtype is broken."
             yield Finding("fault", text)
@@ -171,6 +173,19 @@ def _taught(config: OpdConfig | SftConfig, loop: Loop, rollout: Rollout) -> Iter
             yield Finding("fault", f"teacher {name!r}: equals the base: there is nothing to learn.")
         else:
             yield Finding("ok", f"teacher {name!r}: {gap:.1%} from the base")
+
+
+@torch.no_grad()
+def _velocity_of(
+    backbone: Backbone,
+    adapter: str | None,
+    x: Tensor,
+    sigma: Tensor,
+    cond: Conditioning,
+    guidance: float,
+) -> Tensor:
+    with backbone.adapter(adapter):
+        return backbone.velocity(x, sigma, cond, guidance=guidance)
 
 
 def _velocity(loop: Loop, rollout: Rollout) -> Tensor:

@@ -77,23 +77,15 @@ def examine(config: Config) -> list[Finding]:
 
 
 def dtypes(plan: Plan) -> Iterator[Finding]:
-    """16-bit weights and autocast of two kinds; float16 without a scaler."""
-    stored, autocast = plan.config.model.dtype, plan.config.train.mixed_precision
-    kinds = {"bfloat16": "bf16", "float16": "fp16"}
-    if stored in kinds and autocast not in ("no", kinds[stored]):
-        yield Finding(
-            "fault",
-            f"dtype: model.dtype is {stored} and train.mixed_precision {autocast!r}: every layer "
-            "casts between the two, and float16 overflows where bfloat16 does not. "
-            f"Use {kinds[stored]!r}, or another model.dtype.",
-        )
-    elif stored == "float16" and autocast == "no":
+    """float16, which overflows; float32 where there is a faster one."""
+    stored = plan.config.model.dtype
+    if stored == "float16":
         yield Finding(
             "note",
-            "dtype: model.dtype float16 without train.mixed_precision 'fp16' has no loss scaling; "
-            "small gradients become 0. Prefer bfloat16.",
+            "dtype: model.dtype float16 overflows where bfloat16 does not. Prefer bfloat16 on a GPU "
+            "that has it.",
         )
-    elif stored == "float32" and autocast == "no" and torch.cuda.is_available():
+    elif stored == "float32" and torch.cuda.is_available():
         yield Finding(
             "note",
             "dtype: all is float32; on a GPU model.dtype bfloat16 is some four times faster.",
