@@ -264,13 +264,11 @@ def _batches(images: ImageSet, size: int, world: int, rank: int) -> list[range]:
     """The prompts of each batch of a process: whole prompts, at most `size` images if that is
     possible.
 
-    The batches are the same for any number of processes, and so is their arithmetic, unless there
-    are more processes than batches; then they are smaller.
+    The batches are the same for any number of processes, and so is their arithmetic: where there
+    are more processes than batches, some have none.
     """
     total = len(images.prompts)
     step = max(1, size // images.images)
-    if total <= step * (world - 1):
-        step = -(-total // world)
     starts = range(0, total, step)
     mine = starts[rank * len(starts) // world : (rank + 1) * len(starts) // world]
     return [range(start, min(start + step, total)) for start in mine]

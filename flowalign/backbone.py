@@ -101,9 +101,9 @@ def _why_not(model: str, error: Exception) -> str:
 
 class Backbone:
     """One frozen base with named adapters. Images are height x width pixels. dtype: that of all
-    arithmetic of the transformer, its adapters included (None = of its weights). decode_batch: images a VAE decode (None = all that
-    are asked for at once). text_cache, offload_text_encoders: `flowalign.text.TextEncoder`. name:
-    the base's id, which saved adapters carry.
+    arithmetic of the transformer, its adapters included (None = of its weights). decode_batch:
+    images a VAE decode (None = all that are asked for at once). text_cache, offload_text_encoders:
+    `flowalign.text.TextEncoder`. name: the base's id, which saved adapters carry.
 
     transformer may be replaced by its wrapped self (accelerate.prepare): `velocity` goes through
     the wrapper, so that rollout and update share one forward path; adapters and saving go

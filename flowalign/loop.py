@@ -120,10 +120,13 @@ class Algorithm(Protocol):
 
 
 def pairs_of(rollout: Rollout, keep: Tensor, size: int) -> Iterator[Pairs]:
-    """All (image, step) pairs of the kept images in micro-batches of `size`: step by step, images in
-    order. Every forward pass has `size` rows, also that of a smaller last micro-batch: kernels differ
-    in the last bits between sizes, so a ratio is exactly 1 where `size` is that of the rollout's
-    batches."""
+    """All (image, step) pairs of the kept images in micro-batches of `size`: step by step, images
+    in order.
+
+    Every forward pass has `size` rows, also that of a smaller last micro-batch: kernels differ in
+    the last bits between sizes, so a ratio is exactly 1 where `size` is that of the rollout's
+    batches.
+    """
     size = min(size, len(rollout) * len(rollout.steps))
     images = keep.nonzero().flatten()
     device = rollout.states.device

@@ -141,7 +141,7 @@ def _deepspeed_problems(config: Config, settings: Any) -> Iterator[str]:
 
 def _half_problems(config: Config, name: str) -> Iterator[str]:
     if config.model.dtype == "float16":
-        yield f"model.dtype: 'float16' does not go with {name}. Use 'bfloat16' or 'float32', or DDP."
+        yield f"model.dtype: 'float16' does not go with {name}. Use another dtype, or DDP."
 
 
 def of(accelerator: Accelerator) -> Parallel:
@@ -213,8 +213,8 @@ class Fsdp2(Parallel):
     lockstep = True
 
     def prepare(self, config: Config, backbone: Backbone, optimizer: torch.optim.Optimizer) -> Any:
-        """As everywhere, without accelerate's cast of inputs and weights under FSDP2: it would round
-        the timesteps to bf16."""
+        """As everywhere, without accelerate's cast of inputs and weights under FSDP2: it would
+        round the timesteps to bf16."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         plugin = _plugins(self.accelerator).fsdp_plugin

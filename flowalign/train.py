@@ -210,10 +210,10 @@ def _check_groups(config: Config, rewards: Mapping[str, Reward], processes: int)
         unit = updates * processes
         raise ConfigError(
             [
-                f"rollout.prompts: the reward of task {whole[0]!r} compares all images of a prompt, "
-                f"and {rollout.prompts} prompts over optimizer.updates_per_rollout = {updates} "
-                f"cannot be shared whole by {processes} processes. Use a multiple of {unit}, for "
-                f"example rollout.prompts={-(-rollout.prompts // unit) * unit}."
+                f"rollout.prompts: the reward of task {whole[0]!r} compares all images of a "
+                f"prompt, and {rollout.prompts} prompts over optimizer.updates_per_rollout = "
+                f"{updates} cannot be shared whole by {processes} processes. Use a multiple of "
+                f"{unit}, for example rollout.prompts={-(-rollout.prompts // unit) * unit}."
             ]
         )
 

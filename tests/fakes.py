@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -258,8 +259,10 @@ def distillation(
 ROOT = Path(__file__).parent.parent
 
 
-def launch(*command: object, processes: int = 2) -> subprocess.CompletedProcess[str]:
-    """A script or module on so many CPU processes, as a user starts it.
+def launch(
+    *command: object, processes: int = 2, limit: float = 500
+) -> subprocess.CompletedProcess[str]:
+    """A script or module on so many CPU processes, as a user starts it; it fails past `limit` s.
 
     `accelerate launch --cpu --num_processes 2` starts one only; it is --multi_gpu that starts more,
     and the variable that makes them use the CPU and find each other.
@@ -267,12 +270,20 @@ def launch(*command: object, processes: int = 2) -> subprocess.CompletedProcess[
     given = ["--multi_gpu", "--num_processes", str(processes), "--num_machines", "1"]
     given += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    return subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", *given, *map(str, command)],
+    argv = [sys.executable, "-m", "accelerate.commands.launch", *given, *map(str, command)]
+    started = subprocess.Popen(
+        argv,
         env=os.environ
         | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         | {"ACCELERATE_USE_CPU": "true"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=500,
+        start_new_session=True,
     )
+    try:
+        out, errors = started.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(started.pid, signal.SIGKILL)  # the launcher's processes would wait on
+        raise
+    return subprocess.CompletedProcess(argv, started.returncode, out, errors)

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from flowalign import sde
 from flowalign.checks import check_world
 from flowalign.config import OpdConfig, States
-from flowalign.loop import STUDENT, Loop, TrainingError, pairs_of
+from flowalign.loop import Loop, TrainingError, pairs_of
 from flowalign.losses import velocity_error
 from flowalign.student import Student, chosen
 from flowalign.teachers.sft import Sft

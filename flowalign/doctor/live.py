@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flowalign import sde, train
-from flowalign.backbone import ModelError
+from flowalign.backbone import Backbone, ModelError
 from flowalign.config import parse
 from flowalign.doctor import reward as rewards
 from flowalign.doctor.findings import Finding
@@ -26,7 +26,7 @@ from flowalign.rollout import Noise, places, sample
 from flowalign.schema import Config, ConfigError, OpdConfig, SftConfig
 from flowalign.teachers.bank import Bank
 from flowalign.teachers.sft import Sft
-from flowalign.types import Rollout
+from flowalign.types import Conditioning, Rollout
 
 COPIES = 4  # images of a prompt, at most
 IMAGES = 16  # of an update, at most: enough to tell its speed

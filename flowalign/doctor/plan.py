@@ -82,8 +82,8 @@ def dtypes(plan: Plan) -> Iterator[Finding]:
     if stored == "float16":
         yield Finding(
             "note",
-            "dtype: model.dtype float16 overflows where bfloat16 does not. Prefer bfloat16 on a GPU "
-            "that has it.",
+            "dtype: model.dtype float16 overflows where bfloat16 does not. Prefer bfloat16 on a "
+            "GPU that has it.",
         )
     elif stored == "float32" and torch.cuda.is_available():
         yield Finding(
