@@ -73,8 +73,6 @@ def evaluate(config: EvalConfig) -> Path:
 
     Raises ConfigError before any image is sampled.
     """
-    from accelerate import Accelerator
-
     from flowalign import parallel
     from flowalign.backbone import Backbone
     from flowalign.eval.files import write
@@ -83,8 +81,7 @@ def evaluate(config: EvalConfig) -> Path:
     from flowalign.progress import quiet
 
     quiet()
-    parallel.state()
-    accelerator = Accelerator()
+    accelerator = parallel.accelerator(config)
     check_launch(accelerator.num_processes)
     check_world(config, accelerator.num_processes)
     check_layouts(config)

@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flowalign.backbone import Backbone
-from flowalign.config import Config, ConfigError
+from flowalign.config import Config, ConfigError, Root
+from flowalign.patience import patience
 
 log = logging.getLogger("flowalign")
 
@@ -31,10 +33,27 @@ ADAPTERS = r".*\.lora_[AB]\..*"  # what peft calls the modules of all adapters
 ASKED = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DEEPSPEED"}
 
 
-def state() -> PartialState:
+def state(*configs: Root) -> PartialState:
     """What accelerate knows of the processes. To be asked before an Accelerator is made: several
-    on a machine without a GPU would each believe that they are alone."""
-    return PartialState(cpu=not torch.accelerator.is_available())
+    on a machine without a GPU would each believe that they are alone.
+
+    The first call makes their group, which waits as patiently as the stages of these configs need
+    (`flowalign.patience`); later ones find it made.
+    """
+    longest = max((patience(config, _launched()) for config in configs), default=None)
+    given = {} if longest is None else {"timeout": timedelta(seconds=longest)}
+    return PartialState(cpu=not torch.accelerator.is_available(), **given)
+
+
+def _launched() -> int:
+    """How many processes a launcher says that there are."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def accelerator(config: Root, **options: Any) -> Accelerator:
+    """The one way to make an Accelerator: on the processes that `state` finds."""
+    state(config)
+    return Accelerator(**options)
 
 
 def start(config: Config) -> Accelerator:
@@ -42,21 +61,21 @@ def start(config: Config) -> Accelerator:
     one of ours. train.mixed_precision decides, whatever accelerate's config file says."""
     wanted, told = config.train.mixed_precision, os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     asked = [kind for key, kind in ASKED.items() if os.environ.get(key, "").lower() == "true"]
-    state()
-    accelerator = Accelerator(
+    found = accelerator(
+        config,
         # DeepSpeed would cast the adapters: `Zero2` has the base compute in half precision itself
         mixed_precision="no" if "DEEPSPEED" in asked else wanted,
         log_with=list(config.train.trackers) or None,
         project_dir=config.output,
     )
-    if problems := list(_problems(config, accelerator, asked)):
+    if problems := list(_problems(config, found, asked)):
         raise ConfigError(problems, "accelerate")
-    if told not in ("no", wanted) and accelerator.is_main_process:
+    if told not in ("no", wanted) and found.is_main_process:
         log.warning(
             "accelerate's config says mixed_precision: %s, and train.mixed_precision is %s: the "
             "latter counts. Leave it out of accelerate's config.", told, wanted,
         )  # fmt: skip
-    return accelerator
+    return found
 
 
 def finish(accelerator: Accelerator) -> None:

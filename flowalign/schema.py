@@ -275,6 +275,9 @@ class Train(Section):
     """Score a batch of images while the next is sampled (not groupwise rewards)."""
     score_seconds: Positive | None = 1800.0
     """A batch of images whose reward takes longer is masked; null = wait for ever."""
+    timeout_seconds: Positive | None = Field(default=None, examples=[7200.0])
+    """A run of several processes ends when one has waited so long for another; null = longer than
+    all calls of a reward that hangs, so that it is masked instead (score_seconds null: 30 days)."""
     trackers: list[Literal["tensorboard", "wandb"]] = ["tensorboard"]
     """Where accelerate logs to."""
 
@@ -476,6 +479,8 @@ class EvalConfig(Root):
     report: Report = Report()
     score_seconds: Positive | None = 1800.0
     """A batch of images whose reward takes longer is invalid; null = wait for ever."""
+    timeout_seconds: Positive | None = Field(default=None, examples=[7200.0])
+    """As train.timeout_seconds of a training run."""
     keep_images: bool = False
     """Keep every image under <output>/images, so that another reward can score it without sampling;
     false = those that the report shows."""

@@ -102,7 +102,7 @@ def train(config: Config, *, resume: bool = False) -> Path:
     """
     from flowalign import parallel
 
-    processes = parallel.state().num_processes
+    processes = parallel.state(config).num_processes
     check_launch(processes)
     check_world(config, processes)
     folder = Path(config.output)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from accelerate.state import AcceleratorState
 from diffusers import AutoencoderKL, SD3Transformer2DModel, StableDiffusion3Pipeline
@@ -258,8 +259,10 @@ def distillation(
 ROOT = Path(__file__).parent.parent
 
 
-def launch(*command: object, processes: int = 2) -> subprocess.CompletedProcess[str]:
-    """A script or module on so many CPU processes, as a user starts it.
+def launch(
+    *command: object, processes: int = 2, seconds: float = 500
+) -> subprocess.CompletedProcess[str]:
+    """A script or module on so many CPU processes, as a user starts it; it has so many seconds.
 
     `accelerate launch --cpu --num_processes 2` starts one only; it is --multi_gpu that starts more,
     and the variable that makes them use the CPU and find each other.
@@ -267,12 +270,20 @@ def launch(*command: object, processes: int = 2) -> subprocess.CompletedProcess[
     given = ["--multi_gpu", "--num_processes", str(processes), "--num_machines", "1"]
     given += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    return subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-m", "accelerate.commands.launch", *given, *map(str, command)],
         env=os.environ
         | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         | {"ACCELERATE_USE_CPU": "true"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=500,
     )
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+            each.kill()  # or those that it started would live on, and hold the pipes
+        out, err = process.communicate()
+        raise AssertionError(f"not done within {seconds} s:\n{err[-5000:]}") from None
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
