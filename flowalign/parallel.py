@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, gather_object
+from accelerate.utils.memory import clear_device_cache
 from packaging.version import Version
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -84,6 +85,13 @@ def finish(accelerator: Accelerator) -> None:
     accelerator.wait_for_everyone()
     for tracker in accelerator.trackers:
         tracker.finish()
+
+
+def release() -> None:
+    """Between the stages of a recipe: the last one's models go before the next one's come. Their
+    parts refer to one another, so that only the collector of garbage frees them; a GPU's memory of
+    them is given back, too."""
+    clear_device_cache(garbage_collection=True)
 
 
 def part() -> None:

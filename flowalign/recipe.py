@@ -65,6 +65,7 @@ def run(
             _merge(stage, state.is_main_process)
         elif isinstance(stage, EvalConfig):
             evaluate(stage)
+        parallel.release()
         if state.is_main_process:
             _finish(stage)
         state.wait_for_everyone()
