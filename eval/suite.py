@@ -7,6 +7,7 @@ number of processes.
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from flowalign.backbone import Backbone
-from flowalign.eval.stats import average, headline_row, rows_of
+from flowalign.eval.stats import average, headline_row, lost, rows_of
 from flowalign.eval.store import Key, Store
 from flowalign.pictures import png
 from flowalign.rewards.ahead import Ahead
@@ -101,6 +102,10 @@ def generate(
     return rollout.images
 
 
+class EvaluationError(RuntimeError):
+    """An evaluation of which too many images have no score: which, why, what to do."""
+
+
 def run(
     backbone: Backbone,
     sets: Sequence[ImageSet],
@@ -108,17 +113,22 @@ def run(
     accelerator: Accelerator | None = None,
     *,
     seconds: float | None = None,
+    max_invalid_share: float = 1.0,
 ) -> EvalReport:
     """Score every benchmark; with an accelerator each process takes a share of the prompts.
 
-    seconds: as in `judge_set`.
+    seconds: as in `judge_set`. max_invalid_share: a benchmark with more images without a score is
+    `lost`.
     """
     rows: list[EvalRow] = []
+    gone: dict[str, str] = {}
     for images in sets:
         found = judge_set(backbone, images, settings, accelerator, seconds=seconds)
         for benchmark, judged in zip(images.judges, found, strict=True):
             rows += rows_of(benchmark, judged.rows)
-    return EvalReport(rows=rows, settings=vars(settings), environment=environment())
+            why = lost(benchmark, judged.rows, max_invalid_share)
+            gone |= {benchmark.name: why} if why else {}
+    return EvalReport(rows, vars(settings), environment(), gone)
 
 
 @dataclass(frozen=True)
@@ -356,7 +366,10 @@ def _image_rows(keys: Sequence[Key], prompts: PromptBatch, scores: Guarded) -> l
 
 
 def headline(report: EvalReport, benchmarks: Sequence[Benchmark]) -> float:
-    """The mean over the benchmarks of the number that each is known by."""
+    """The mean over the benchmarks of the number that each is known by; NaN if one of them is
+    lost."""
+    if any(mark.name in report.lost for mark in benchmarks):
+        return math.nan
     return average([headline_row(mark, report.rows) for mark in benchmarks]).mean
 
 

@@ -324,6 +324,9 @@ class Evaluation(Section):
     """Images per forward pass; null = rollout.batch_size."""
     seed: int = 1234
     """Seed of the initial noise, the same at every evaluation."""
+    max_invalid_share: Share = 0.05
+    """An evaluation in which a larger share of a task's images could not be scored does not count:
+    it never chooses the best adapter. A run whose last one does not count stops."""
     watch: list[Benchmark] = []
     """Benchmarks that are scored, too, but not aimed at: an alarm tells when one falls."""
 
@@ -481,6 +484,9 @@ class EvalConfig(Root):
     """A batch of images whose reward takes longer is invalid; null = wait for ever."""
     timeout_seconds: Positive | None = Field(default=None, examples=[7200.0])
     """As train.timeout_seconds of a training run."""
+    max_invalid_share: Share = 0.05
+    """The evaluation stops, without a table, when a larger share of a benchmark's images could not
+    be scored."""
     keep_images: bool = False
     """Keep every image under <output>/images, so that another reward can score it without sampling;
     false = those that the report shows."""

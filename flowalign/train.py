@@ -61,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     quiet()  # before diffusers is imported
     from flowalign import parallel
     from flowalign.backbone import ModelError
+    from flowalign.eval.suite import EvaluationError
     from flowalign.loop import TrainingError
 
     try:
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, ModelError) as error:
         print(error, file=sys.stderr)
         return 2
-    except TrainingError as error:
+    except (TrainingError, EvaluationError) as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -318,12 +319,14 @@ def evaluator(
     if config.evaluation is None:
         return None
     benchmarks, settings = held_out(config, rewards), eval_settings(config)
-    seconds = config.train.score_seconds
+    seconds, share = config.train.score_seconds, config.evaluation.max_invalid_share
     watched = wire_benchmarks(config.evaluation.watch, "evaluation.watch")
     everything = [*map(suite.ImageSet.of, benchmarks), *watched]
 
     def evaluate() -> tuple[float, EvalReport]:
-        report = suite.run(backbone, everything, settings, accelerator, seconds=seconds)
+        report = suite.run(
+            backbone, everything, settings, accelerator, seconds=seconds, max_invalid_share=share
+        )
         return suite.headline(report, benchmarks), report
 
     return evaluate

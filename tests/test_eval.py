@@ -20,7 +20,7 @@ from flowalign.eval import suite
 from flowalign.eval.__main__ import main
 from flowalign.eval.fidelity import frechet
 from flowalign.eval.geneval import summarize
-from flowalign.eval.stats import average, difference, distance, enough, rows_of
+from flowalign.eval.stats import average, difference, distance, enough, lost, rows_of
 from flowalign.eval.suite import Benchmark, Judged, Settings
 from flowalign.eval.table import details
 from flowalign.pictures import pixels_of
@@ -106,6 +106,31 @@ def test_a_reward_that_failed_on_everything_has_no_headline_but_a_report(tags: s
     report = EvalReport(rows_of(GENEVAL, images), {}, {})
     assert math.isnan(suite.headline(report, [GENEVAL]))
     assert "| geneval | correct | 0 | – |" in details({"base": report.rows})
+
+
+def test_an_evaluation_that_lost_too_many_images_says_which_and_why():
+    images = judged("aaaab", [1, 1, NAN, 1, 0])
+    images[2]["reason"] = "ValueError: no opinion"
+    assert lost(GENEVAL, images, 0.2) == ""
+    said = lost(GENEVAL, images, 0.19)
+    assert all(text in said for text in ("geneval", "1 of 5", "no opinion"))
+    assert lost(OCR, judged("  ", [NAN, NAN]), 1.0)  # nothing is no result, whatever is allowed
+    tag = judged("a" * 99 + "b", [*[1.0] * 99, NAN])
+    assert "'b'" in lost(GENEVAL, tag, 0.5)  # an overall of fewer tags is another number
+
+
+def test_what_is_missing_is_told_of_every_number():
+    rows = named(rows_of(OCR, judged("   ", [1.0, NAN, NAN], [0.5, NAN, 0.25])))
+    assert (rows["reward"].n, rows["reward"].total) == (2, 3)
+    overall = named(rows_of(GENEVAL, judged("aab", [1, NAN, 0])))["overall"]
+    assert (overall.n, overall.total) == (2, 3)
+    both = average([rows["reward"], overall])
+    assert (both.n, both.total) == (4, 6)
+    gap = difference(OCR, judged("  ", [1, NAN]), judged("  ", [1, 1]))
+    assert (gap.n, gap.total) == (1, 2)
+    features, reference = torch.arange(60.0)[:, None], torch.zeros(9, 1)
+    features[5] = NAN
+    assert (row := distance(features, reference, shift).row).n == 59 and row.total == 60
 
 
 def test_the_difference_is_paired():
@@ -264,6 +289,7 @@ def config(tmp_path: Path, random_model: str) -> Path:
             }
         ],
         "sampling": {"steps": 2, "guidance": 1.0},
+        "max_invalid_share": 0.5,
     }
     (tmp_path / "eval.yaml").write_text(yaml.dump(data, sort_keys=False))
     return tmp_path / "eval.yaml"
@@ -286,7 +312,7 @@ def test_the_command_writes_results_table_and_grid(
     assert models["fresh"]["average"]["mean"] == first["value"]
     assert models["base"]["fidelity"] is None
     table = (folder / "table.md").read_text()
-    assert "| base − fresh | +0.00000 ± ? | +0.00000 ± ? |" in table
+    assert "| base − fresh | +0.00000 ± ? (n 1 of 2) | +0.00000 ± ? (n 1 of 2) |" in table
     assert table.startswith(capsys.readouterr().out.strip())
     assert (folder / "grid_red.png").stat().st_size > 1000
     assert "base − fresh" in (folder / "report.html").read_text()

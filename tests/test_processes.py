@@ -8,6 +8,7 @@ from typing import Any
 import fakes
 import pytest
 import yaml
+from torch import distributed
 
 from flowalign.eval.__main__ import main
 
@@ -64,3 +65,20 @@ def test_two_processes_refuse_together(random_model: str, tmp_path: Path) -> Non
     assert main(["--config", str(path)]) == 0
     done = fakes.launch("-m", "flowalign.eval", "--config", path, "sampling.seed=1")
     assert done.returncode != 0 and "sampling.seed was 1234 there" in done.stderr
+
+
+def blind_but_first(images: Any, prompts: Any, metadata: Any) -> Any:
+    """Redness, which all processes but the first fail to see."""
+    if distributed.get_rank() > 0:
+        raise RuntimeError("no eyes here")
+    return fakes.redness(images, prompts, metadata)
+
+
+@pytest.mark.slow
+def test_a_process_that_lost_its_scores_stops_them_all(random_model: str, tmp_path: Path) -> None:
+    path = config(tmp_path, random_model, "two")
+    reward = "benchmarks.0.rewards.redness.name=test_processes:blind_but_first"
+    given = ["-m", "flowalign.eval", "--config", path, reward]
+    done = fakes.launch(*given, seconds=150)
+    assert done.returncode == 1 and not (tmp_path / "two" / "table.md").exists()
+    assert "8 of 18 images have no score" in done.stderr and "no eyes here" in done.stderr
