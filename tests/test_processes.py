@@ -81,4 +81,4 @@ def test_a_process_that_lost_its_scores_stops_them_all(random_model: str, tmp_pa
     given = ["-m", "flowalign.eval", "--config", path, reward]
     done = fakes.launch(*given, seconds=150)
     assert done.returncode == 1 and not (tmp_path / "two" / "table.md").exists()
-    assert "8 of 18 images have no score" in done.stderr and "no eyes here" in done.stderr
+    assert "10 of 18 images have no score" in done.stderr and "no eyes here" in done.stderr
