@@ -28,7 +28,7 @@ from diffusers.training_utils import EMAModel
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from flowalign import checkpoint, parallel
+from flowalign import checkpoint, parallel, trackers
 from flowalign.alarm import Alarm
 from flowalign.backbone import Backbone
 from flowalign.config import Config
@@ -381,6 +381,8 @@ class Loop:
         if self.accelerator.is_main_process and rollout.images is not None:
             path = self.folder / "samples" / f"update_{self.update + 1:06d}.png"
             self.draw(path, rollout.images, captions)
+            if path.is_file():
+                trackers.image(self.accelerator, "samples", path, self.update + 1)
 
     def _due(self, every: int, offset: int = 0) -> bool:
         return (self.update + offset) % every == 0

@@ -14,11 +14,12 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import DistributedType, ProjectConfiguration, gather_object
 from accelerate.utils.memory import clear_device_cache
 from packaging.version import Version
 from torch import nn
@@ -67,7 +68,9 @@ def start(config: Config) -> Accelerator:
         # DeepSpeed would cast the adapters: `Zero2` has the base compute in half precision itself
         mixed_precision="no" if "DEEPSPEED" in asked else wanted,
         log_with=list(config.train.trackers) or None,
-        project_dir=config.output,
+        project_config=ProjectConfiguration(
+            project_dir=config.output, logging_dir=str(Path(config.output) / "tensorboard")
+        ),
     )
     if problems := list(_problems(config, found, asked)):
         raise ConfigError(problems, "accelerate")

@@ -279,7 +279,10 @@ class Train(Section):
     """A run of several processes ends when one has waited so long for another; null = longer than
     all calls of a reward that hangs, so that it is masked instead (score_seconds null: 30 days)."""
     trackers: list[Literal["tensorboard", "wandb"]] = ["tensorboard"]
-    """Where accelerate logs to."""
+    """Where accelerate logs to: metrics, the config and sample grids. TensorBoard's files lie under
+    <output>/tensorboard; a W&B run is named as the output folder."""
+    project: str = Field(default="flowalign", min_length=1)
+    """What the trackers call the project."""
 
 
 class Benchmark(Section):
