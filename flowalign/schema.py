@@ -269,6 +269,10 @@ class Train(Section):
     """Checkpoints that are kept, the newest."""
     sample_every: Count = 20
     """Rollouts between two sample grids."""
+    deterministic: bool = False
+    """On a GPU, too, the same run gives the same bits, and a resumed one those of one that was not
+    interrupted: slower backward passes, torch's own attention only, and an operation that cannot
+    (in a reward, too) raises. See flowalign.determinism."""
     max_invalid_share: Share = 0.5
     """The run stops when a larger share of a rollout could not be scored."""
     score_while_sampling: bool = True

@@ -102,27 +102,29 @@ def train(config: Config, *, resume: bool = False) -> Path:
     Raises ConfigError before any model is loaded, TrainingError if the run has to stop.
     """
     from flowalign import parallel
+    from flowalign.determinism import deterministic
 
     processes = parallel.state(config).num_processes
     check_launch(processes)
     check_world(config, processes)
     folder = Path(config.output)
     _check_folder(folder, config, resume)
-    loop, report, rewards = wire(config)
-    if loop.accelerator.is_main_process:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(to_yaml(config))
-    loop.accelerator.wait_for_everyone()
-    if resume and not loop.resume():
-        log.info("no checkpoint under %s: starting anew", folder)
-    _hint_threads(loop.accelerator)
-    report.begin(loop)
-    try:
-        loop.run()
-    finally:
-        report.end()
-    finish(loop, config, rewards)
-    parallel.finish(loop.accelerator)
+    with deterministic(config.train.deterministic):
+        loop, report, rewards = wire(config)
+        if loop.accelerator.is_main_process:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.yaml").write_text(to_yaml(config))
+        loop.accelerator.wait_for_everyone()
+        if resume and not loop.resume():
+            log.info("no checkpoint under %s: starting anew", folder)
+        _hint_threads(loop.accelerator)
+        report.begin(loop)
+        try:
+            loop.run()
+        finally:
+            report.end()
+        finish(loop, config, rewards)
+        parallel.finish(loop.accelerator)
     return folder / "adapter"
 
 
