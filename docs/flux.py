@@ -31,6 +31,9 @@ class Text:
         )
         return embeds, pooled
 
+    def prepare(self, calls: Sequence[Sequence[str]]) -> None:
+        """Nothing is encoded ahead: the encoders stay where they are."""
+
     def negative(self) -> tuple[Tensor, Tensor]:
         return self([""])
 

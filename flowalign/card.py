@@ -249,7 +249,8 @@ def score_table(rows: Sequence[Mapping[str, Any]]) -> str:
         return "(none were taken: `evaluation` was off)"
     best = _best(rows)
     names = [name for name in rows[0] if name.startswith("eval/")]
-    table = ["| metric | base | this adapter (best) | last |", "|---|---|---|---|"]
+    first = "base" if rows[0]["update"] == 0 else "first"  # the base's may not have counted
+    table = [f"| metric | {first} | this adapter (best) | last |", "|---|---|---|---|"]
     for name in names:
         cells = [f"{row.get(name, float('nan')):.3f}" for row in (rows[0], best, rows[-1])]
         table.append(f"| {name[5:]} | " + " | ".join(cells) + " |")

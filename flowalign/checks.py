@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from flowalign import hub
+from flowalign import determinism, hub
 from flowalign.adapters import AdapterError, adapter_folder, read_head
 from flowalign.data import PromptError, load_prompts
 from flowalign.pictures import IMAGES, image_files
@@ -42,7 +42,7 @@ def check_world(config: Root, num_processes: int, pending: Collection[str] = ())
 
     problems = [*_package_problems(config), *_adapter_problems(config, pending)]
     if isinstance(config, Config):
-        problems += _training_problems(config, num_processes)
+        problems += [*_training_problems(config, num_processes), *determinism.problems(config)]
     if isinstance(config, EvalConfig):
         problems += _reference_problems(config.fidelity)
     for place, name, judges, sources in _judged(config):

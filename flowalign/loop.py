@@ -28,7 +28,7 @@ from diffusers.training_utils import EMAModel
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from flowalign import checkpoint, parallel
+from flowalign import checkpoint, parallel, trackers
 from flowalign.alarm import Alarm
 from flowalign.backbone import Backbone
 from flowalign.config import Config
@@ -214,6 +214,12 @@ class Loop:
         if self.evaluate is None:
             with self.averaged():
                 self._keep_adapter({})
+        elif self.evaluated != self.update == train.updates:
+            raise TrainingError(
+                f"update {self.update}: the last evaluation lost too many images (the warnings say "
+                "why), so nobody knows whether its adapter is the best. Mend the reward and run "
+                "again with --resume: only the evaluation is taken again."
+            )
 
     def _one_update(self) -> None:
         """One rollout and what is learnt from it; Ctrl-C does not leave the learning half done."""
@@ -340,7 +346,7 @@ class Loop:
 
     def _evaluate(self) -> None:
         """Where it is due: score the averaged adapter on held-out prompts; the best one becomes
-        the result."""
+        the result. One that lost too many images does not count, as if it had not been taken."""
         settings = self.config.evaluation
         if self.evaluate is None or settings is None or self.evaluated == self.update:
             return
@@ -350,8 +356,15 @@ class Loop:
         with self.averaged():
             headline, report = self.evaluate()
             with interrupts_held():
-                rows = {f"{r.benchmark}/{r.metric}": (r.mean, r.stderr) for r in report.rows}
+                known = [row for row in report.rows if row.benchmark not in report.lost]
+                rows = {f"{r.benchmark}/{r.metric}": (r.mean, r.stderr) for r in known}
                 means = {f"eval/{name}": mean for name, (mean, _) in rows.items()}
+                if report.lost and self.accelerator.is_main_process:
+                    for text in report.lost.values():
+                        log.warning("update %d: the evaluation lost %s", self.update, text)
+                if math.isnan(headline):
+                    self._log({"eval/lost": len(report.lost), **means})
+                    return
                 alarms = self.alarm.look(rows)
                 self._log({"eval/headline": headline, **means, "alarms": len(alarms)})
                 if self.accelerator.is_main_process:
@@ -380,6 +393,8 @@ class Loop:
         if self.accelerator.is_main_process and rollout.images is not None:
             path = self.folder / "samples" / f"update_{self.update + 1:06d}.png"
             self.draw(path, rollout.images, captions)
+            if path.is_file():
+                trackers.image(self.accelerator, "samples", path, self.update + 1)
 
     def _due(self, every: int, offset: int = 0) -> bool:
         return (self.update + offset) % every == 0
@@ -441,7 +456,8 @@ class Loop:
         kept = []
         for line in path.read_text().splitlines(keepends=True):
             row = json.loads(line) if line.endswith("}\n") else {"update": math.inf}
-            done = self.evaluated if "eval/headline" in row else self.update
+            evaluation = any(name.startswith("eval/") for name in row)
+            done = self.evaluated if evaluation else self.update
             kept += [line] if row["update"] <= done else []
         part = path.with_suffix(".part")
         part.write_text("".join(kept))

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ def run(
     """
     from flowalign import parallel
 
-    state = parallel.state()
+    state = parallel.state(*_drafts(config, home))
     check_launch(state.num_processes)
     stages = plan(config, home, state.num_processes)
     show = print if state.is_main_process else (lambda *text, **how: None)
@@ -65,6 +65,7 @@ def run(
             _merge(stage, state.is_main_process)
         elif isinstance(stage, EvalConfig):
             evaluate(stage)
+        parallel.release()
         if state.is_main_process:
             _finish(stage)
         state.wait_for_everyone()
@@ -95,6 +96,17 @@ def plan(config: RecipeConfig, home: Path, num_processes: int = 1) -> dict[str, 
     if problems:
         raise ConfigError(problems)
     return stages
+
+
+def _drafts(config: RecipeConfig, home: Path) -> Iterator[Root]:
+    """The stages that can be read, before it is known how many processes there are: those of a
+    recipe share one group. What is wrong with the others is for `plan` to say."""
+    names = list(config.stages)
+    for number, name in enumerate(names):
+        try:
+            yield _stage(config, name, home, names[:number])
+        except ConfigError:
+            continue
 
 
 def _stage(config: RecipeConfig, name: str, home: Path, earlier: list[str]) -> Root:

@@ -267,14 +267,24 @@ class Train(Section):
     """Checkpoints that are kept, the newest."""
     sample_every: Count = 20
     """Rollouts between two sample grids."""
+    deterministic: bool = False
+    """On a GPU, too, the same run gives the same bits, and a resumed one those of one that was not
+    interrupted: slower backward passes, torch's own attention only, and an operation that cannot
+    (in a reward, too) raises. See flowalign.determinism."""
     max_invalid_share: Share = 0.5
     """The run stops when a larger share of a rollout could not be scored."""
     score_while_sampling: bool = True
     """Score a batch of images while the next is sampled (not groupwise rewards)."""
     score_seconds: Positive | None = 1800.0
     """A batch of images whose reward takes longer is masked; null = wait for ever."""
+    timeout_seconds: Positive | None = Field(default=None, examples=[7200.0])
+    """A run of several processes ends when one has waited so long for another; null = longer than
+    all calls of a reward that hangs, so that it is masked instead (score_seconds null: 30 days)."""
     trackers: list[Literal["tensorboard", "wandb"]] = ["tensorboard"]
-    """Where accelerate logs to."""
+    """Where accelerate logs to: metrics, the config and sample grids. TensorBoard's files lie under
+    <output>/tensorboard; a W&B run is named as the output folder."""
+    project: str = Field(default="flowalign", min_length=1)
+    """What the trackers call the project."""
 
 
 class Benchmark(Section):
@@ -319,6 +329,9 @@ class Evaluation(Section):
     """Images per forward pass; null = rollout.batch_size."""
     seed: int = 1234
     """Seed of the initial noise, the same at every evaluation."""
+    max_invalid_share: Share = 0.05
+    """An evaluation in which a larger share of a task's images could not be scored does not count:
+    it never chooses the best adapter. A run whose last one does not count stops."""
     watch: list[Benchmark] = []
     """Benchmarks that are scored, too, but not aimed at: an alarm tells when one falls."""
 
@@ -474,6 +487,11 @@ class EvalConfig(Root):
     report: Report = Report()
     score_seconds: Positive | None = 1800.0
     """A batch of images whose reward takes longer is invalid; null = wait for ever."""
+    timeout_seconds: Positive | None = Field(default=None, examples=[7200.0])
+    """As train.timeout_seconds of a training run."""
+    max_invalid_share: Share = 0.05
+    """The evaluation stops, without a table, when a larger share of a benchmark's images could not
+    be scored."""
     keep_images: bool = False
     """Keep every image under <output>/images, so that another reward can score it without sampling;
     false = those that the report shows."""

@@ -61,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     quiet()  # before diffusers is imported
     from flowalign import parallel
     from flowalign.backbone import ModelError
+    from flowalign.eval.suite import EvaluationError
     from flowalign.loop import TrainingError
 
     try:
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, ModelError) as error:
         print(error, file=sys.stderr)
         return 2
-    except TrainingError as error:
+    except (TrainingError, EvaluationError) as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -101,27 +102,29 @@ def train(config: Config, *, resume: bool = False) -> Path:
     Raises ConfigError before any model is loaded, TrainingError if the run has to stop.
     """
     from flowalign import parallel
+    from flowalign.determinism import deterministic
 
-    processes = parallel.state().num_processes
+    processes = parallel.state(config).num_processes
     check_launch(processes)
     check_world(config, processes)
     folder = Path(config.output)
     _check_folder(folder, config, resume)
-    loop, report, rewards = wire(config)
-    if loop.accelerator.is_main_process:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(to_yaml(config))
-    loop.accelerator.wait_for_everyone()
-    if resume and not loop.resume():
-        log.info("no checkpoint under %s: starting anew", folder)
-    _hint_threads(loop.accelerator)
-    report.begin(loop)
-    try:
-        loop.run()
-    finally:
-        report.end()
-    finish(loop, config, rewards)
-    parallel.finish(loop.accelerator)
+    with deterministic(config.train.deterministic):
+        loop, report, rewards = wire(config)
+        if loop.accelerator.is_main_process:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.yaml").write_text(to_yaml(config))
+        loop.accelerator.wait_for_everyone()
+        if resume and not loop.resume():
+            log.info("no checkpoint under %s: starting anew", folder)
+        _hint_threads(loop.accelerator)
+        report.begin(loop)
+        try:
+            loop.run()
+        finally:
+            report.end()
+        finish(loop, config, rewards)
+        parallel.finish(loop.accelerator)
     return folder / "adapter"
 
 
@@ -168,7 +171,7 @@ def wire(config: Config) -> tuple[Loop, Progress, dict[str, Reward]]:
     """Build every part of a run from its config -> the loop, its display, its rewards."""
     from accelerate.utils import set_seed
 
-    from flowalign import parallel, rewards
+    from flowalign import parallel, rewards, trackers
     from flowalign.data import PromptSampler, load_prompts
     from flowalign.loop import Loop
     from flowalign.progress import Progress
@@ -197,7 +200,7 @@ def wire(config: Config) -> tuple[Loop, Progress, dict[str, Reward]]:
         progress.update,
         lambda path, images, captions: draw(config, path, images, captions),
     )
-    accelerator.init_trackers("tensorboard")
+    trackers.begin(accelerator, config)
     return loop, progress, built
 
 
@@ -336,12 +339,14 @@ def evaluator(
     if config.evaluation is None:
         return None
     benchmarks, settings = held_out(config, rewards), eval_settings(config)
-    seconds = config.train.score_seconds
+    seconds, share = config.train.score_seconds, config.evaluation.max_invalid_share
     watched = wire_benchmarks(config.evaluation.watch, "evaluation.watch")
     everything = [*map(suite.ImageSet.of, benchmarks), *watched]
 
     def evaluate() -> tuple[float, EvalReport]:
-        report = suite.run(backbone, everything, settings, accelerator, seconds=seconds)
+        report = suite.run(
+            backbone, everything, settings, accelerator, seconds=seconds, max_invalid_share=share
+        )
         return suite.headline(report, benchmarks), report
 
     return evaluate
@@ -387,6 +392,7 @@ def eval_settings(config: Config) -> Settings:
 def finish(loop: Loop, config: Config, rewards: Mapping[str, Reward]) -> None:
     """After the last update: the metrics plot, the before/after grid and the model card, by the
     main process; under FSDP2 all of them sample the grid."""
+    from flowalign import trackers
     from flowalign.card import write_card
     from flowalign.pictures import metrics_plot
 
@@ -397,6 +403,8 @@ def finish(loop: Loop, config: Config, rewards: Mapping[str, Reward]) -> None:
     if config.evaluation and (main or loop.backbone.sharded):
         path = folder / "before_after.png" if main else None
         compare(loop.backbone, config, rewards, path)
+        if path:
+            trackers.image(loop.accelerator, path.stem, path, loop.update)
 
 
 def compare(
@@ -411,7 +419,8 @@ def compare(
     from flowalign.eval.suite import generate
     from flowalign.loop import STUDENT
     from flowalign.pictures import read_metrics, side_by_side
-    from flowalign.rewards import score
+    from flowalign.rewards.ahead import Ahead
+    from flowalign.rewards.by_task import ByTask
 
     settings = eval_settings(config)
     backbone.replace_adapter(STUDENT, Path(config.output) / "adapter")
@@ -422,16 +431,20 @@ def compare(
     after = generate(backbone, prompts, settings)
     if path is None:
         return
-    captions = []
-    for images in (before, after):
-        found = score(benchmark.reward, images, prompts.prompts, prompts.metadata)
+    captions, scoring = [], Ahead(ByTask(rewards), config.train.score_seconds)
+    for images in (before, after):  # other processes wait: no reward may keep them for ever
+        scoring.submit(images, prompts)
+    for found in scoring.answers():
         value = found.parts.get(benchmark.headline or "", found.value)
         captions.append(
             [f"{p}\n{v:.2f}" for p, v in zip(prompts.prompts, value.tolist(), strict=True)]
         )
-    scores = [v for _, v in read_metrics(path.parent / "metrics.jsonl")["eval/headline"]]
+    scoring.forget()
+    scores = read_metrics(path.parent / "metrics.jsonl")["eval/headline"]
+    best = f"{max(value for _, value in scores):.3f}"
+    known = scores[0][0] == 0  # an evaluation of the base that lost images is not among them
     title = (
         f"{path.parent.name}: base above, trained below, same prompts and noise. "
-        f"On all held-out prompts: {scores[0]:.3f} -> {max(scores):.3f}"
+        f"On all held-out prompts: {f'{scores[0][1]:.3f} -> {best}' if known else best}"
     )
     side_by_side(path, (list(before), list(after)), captions, title=title)

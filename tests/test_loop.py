@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import fakes
 import pytest
@@ -15,7 +16,7 @@ from flowalign import sde
 from flowalign.credit import group_relative
 from flowalign.loop import STUDENT, Loop, Prepared, TrainingError, pairs_of
 from flowalign.rewards.guarded import score
-from flowalign.types import Rollout
+from flowalign.types import Rollout, Scores
 
 LINEAR = ["optimizer.eps=1.0", "optimizer.lr=30.0"]  # Adam's first step ~ lr * gradient
 
@@ -254,3 +255,73 @@ def test_what_is_only_watched_is_scored_but_not_aimed_at(random_model: str, tmp_
     for row in scored:
         assert row["eval/other/reward"] == 0.5 and row["alarms"] == 0
         assert row["eval/headline"] == row["eval/red/reward"] != 0.5
+
+
+class Tired:
+    """Redness that fails on most images of its n-th evaluations, of four prompts each, and finds
+    what is left of them wonderful."""
+
+    evaluations: tuple[int, ...] = ()
+    seen = 0
+
+    def __call__(self, images: Tensor, prompts: list[str], metadata: list[Any]) -> Scores:
+        found = fakes.redness(images, prompts, metadata)
+        if not all(prompt.startswith("held") for prompt in prompts):
+            return found
+        number, Tired.seen = Tired.seen, Tired.seen + 1
+        if number not in Tired.evaluations:
+            return found
+        value = torch.full_like(found.value, float("nan"))
+        value[0] = 99.0
+        return Scores.of(value, red=found.parts["red"])
+
+
+@pytest.fixture
+def tired(monkeypatch: pytest.MonkeyPatch) -> type[Tired]:
+    monkeypatch.setattr(Tired, "seen", 0)
+    monkeypatch.setattr(Tired, "evaluations", ())
+    return Tired
+
+
+def evaluated(model: str, folder: Path, count: int = 3, *, resume: bool = False) -> Loop:
+    """A run that is evaluated at every update, from 0 on."""
+    held_out = folder.parent / "held_out.txt"
+    held_out.parent.mkdir(parents=True, exist_ok=True)
+    held_out.write_text("\n".join(f"held {letter}" for letter in "ABCD"))
+    given = [f"tasks.0.validation={held_out}", "evaluation={every: 1, prompts: 4}",
+             "tasks.0.reward.name=test_loop:Tired", "train.checkpoint_every=1",
+             f"train.updates={count}"]  # fmt: skip
+    loop = fakes.wired(fakes.settings(model, folder, *given))
+    assert loop.resume() == resume
+    loop.run()
+    return loop
+
+
+def test_an_evaluation_over_few_images_never_chooses_the_best(
+    random_model: str, tmp_path: Path, tired: type[Tired]
+) -> None:
+    tired.evaluations = (1,)
+    loop = evaluated(random_model, tmp_path / "run")
+    rows = [row for row in lines(loop) if any(key.startswith("eval/") for key in row)]
+    assert [row.get("eval/lost") for row in rows] == [None, 1, None, None]
+    assert [row["update"] for row in rows if "eval/headline" in row] == [0, 2, 3]
+    assert loop.best["headline"] < 1 and loop.best["update"] != 1
+    assert "eval/red/reward" not in rows[1]
+
+
+def test_a_run_whose_last_evaluation_was_lost_stops_and_takes_it_again(
+    random_model: str, tmp_path: Path, tired: type[Tired]
+) -> None:
+    whole = evaluated(random_model, tmp_path / "whole" / "run")
+    tired.seen, tired.evaluations = 0, (3,)
+    with pytest.raises(TrainingError, match="--resume"):
+        evaluated(random_model, tmp_path / "run")
+    assert (tmp_path / "run" / "checkpoints" / "update_000003").is_dir()
+    tired.seen, tired.evaluations = 0, ()
+    again = evaluated(random_model, tmp_path / "run", resume=True)
+    assert again.best == whole.best
+    assert [row for row in lines(again) if "eval/headline" in row] == [
+        row for row in lines(whole) if "eval/headline" in row
+    ]
+    assert not any("eval/lost" in row for row in lines(again))
+    assert tired.seen == 1  # nothing else was repeated
