@@ -1,5 +1,6 @@
 """The entry point: what it refuses before it loads a model, and processes that act as one."""
 
+import json
 import re
 from pathlib import Path
 
@@ -107,6 +108,28 @@ def test_two_processes_do_what_one_does(random_model: str, tmp_path: Path) -> No
     expected = processes_agree(path, tmp_path)
     end = torch.cat([expected[str(i)].flatten() for i in range(30)])
     assert len(expected) == 30 and (end - start).abs().max() > 1e-3
+
+
+@pytest.mark.slow
+def test_tasks_of_different_processes_have_their_own_statistics(
+    random_model: str, tmp_path: Path
+) -> None:
+    """Each process holds one task only, and the std of each is still that of one process."""
+    given = ["rollout.prompts=2", "rollout.batch_size=8", "grpo.advantage=batch_std",
+             "optimizer.micro_batch=4", "optimizer.eps=1.0", "optimizer.lr=30.0",
+             "train.updates=2"]  # fmt: skip
+    found = fakes.settings(random_model, tmp_path / "one" / "run", *given)
+    path = tmp_path / "mixed.yaml"
+    path.write_text(to_yaml(fakes.mixed(found)))
+    assert main("--config", path) == 0
+    processes_agree(path, tmp_path)
+    logs = [tmp_path / name / "run" / "metrics.jsonl" for name in ("one", "two")]
+    one, two = ([json.loads(line) for line in log.read_text().splitlines()] for log in logs)
+    names = [f"task_{what}/{task}" for what in ("reward", "reward_std", "advantage")
+             for task in ("red", "vivid")]  # fmt: skip
+    for a, b in zip(one, two, strict=True):
+        for name in names:
+            assert b[name] == pytest.approx(a[name], rel=1e-2, abs=1e-5)
 
 
 def processes_agree(path: Path, folder: Path) -> dict[str, Tensor]:
