@@ -152,13 +152,16 @@ class Grpo(Section):
     """The policy gradient."""
 
     advantage: Literal["group_std", "batch_std", "gaussian"] = "group_std"
-    """Which variant of flowalign.credit."""
+    """Which variant of flowalign.credit. A batch's statistics are those of the image's own task."""
     advantage_clip: Positive = 5.0
     """Advantages are cut to +- this."""
     clip_range: Positive = 1e-4
     """PPO's epsilon (log-probs are means over pixels, so ratios stay within 1e-4 of 1)."""
     kl_weight: NotNegative = 0.0
     """Weight of the KL to the base model; 0 saves its forward pass."""
+    kl: Literal["exact", "published"] = "exact"
+    """Which KL kl_weight belongs to. exact: of the two transitions. published: that times -dt, as
+    Flow-GRPO's and Flow-OPD's code has it, 3.7 to 25 times smaller over ten steps of shift 3."""
 
 
 class Teacher(Section):

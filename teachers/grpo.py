@@ -19,7 +19,7 @@ from flowalign.config import Grpo as Settings
 from flowalign.credit import ADVANTAGES, clip_advantage
 from flowalign.loop import Pairs, Prepared, TrainingError
 from flowalign.loop import velocity as velocity_of
-from flowalign.losses import clip_fraction, policy_loss
+from flowalign.losses import clip_fraction, kl_factors, policy_loss
 from flowalign.rewards.ahead import Ahead
 from flowalign.rewards.guarded import Guarded
 from flowalign.rollout import Schedule
@@ -50,6 +50,7 @@ class Grpo:
     ) -> None:
         self.settings, self.backbone = settings, backbone
         self.schedule, self.accelerator, self.guidance = schedule, accelerator, guidance
+        self.kl_factors = kl_factors(schedule.sigmas, settings.kl)
         self.max_invalid_share = max_invalid_share
         self.scoring = Ahead(score, seconds)
         self.see = self._see if while_sampling else None
@@ -95,7 +96,8 @@ class Grpo:
         return Prepared(keep=keep, metrics=metrics, captions=captions)
 
     def loss(self, pairs: Pairs, velocity: Tensor) -> StepLoss:
-        """The clipped policy loss, plus kl_weight times the KL to the base."""
+        """The clipped policy loss, plus kl_weight times the KL to the base. The log shows the exact
+        KL, whichever is weighed."""
         new = self.schedule.transition(pairs.x, velocity, pairs.steps)
         advantage = self.advantage[pairs.rows]
         x_next, old_log_prob = pairs.action()
@@ -112,10 +114,11 @@ class Grpo:
             with torch.no_grad(), self.backbone.base():
                 reference = velocity_of(self.backbone, pairs, self.guidance)
             base = self.schedule.transition(pairs.x, reference, pairs.steps)
-            kl = sde.kl(new, base).mean()
-            metrics["kl"] = float(kl.detach())
+            kl = sde.kl(new, base)
+            metrics["kl"] = float(kl.detach().mean())
             if self.settings.kl_weight > 0:
-                total = total + self.settings.kl_weight * kl
+                factors = self.kl_factors.to(kl.device)[pairs.steps]
+                total = total + self.settings.kl_weight * (factors * kl).mean()
         return StepLoss(total=total, policy=policy, metrics=metrics)
 
     def _see(self, start: int, images: Tensor, batch: PromptBatch) -> None:

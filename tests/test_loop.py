@@ -244,6 +244,31 @@ def test_the_kl_weight_acts_only_where_the_student_has_moved(
     assert (after(2, 0.0) - after(2, 10.0)).abs().max() > 1e-3
 
 
+def test_the_kl_is_the_one_that_is_named(random_model: str, tmp_path: Path) -> None:
+    """exact is the default; published is that times -dt of the step, and the log shows the exact
+    one either way, so that runs can be compared."""
+    parts: dict[str, list[Tensor]] = {}
+    for form in ("default", "exact", "published"):
+        named = [f"grpo.kl={form}"] if form != "default" else []
+        found = fakes.settings(random_model, tmp_path / form, "grpo.kl_weight=1.0", *named)
+        loop = fakes.wired(found, moved=True)
+        rollout = loop.rollout(0)
+        loop.algorithm.prepare(rollout, 0)
+        everything = torch.ones(len(rollout), dtype=torch.bool)
+        parts[form] = []
+        for pairs in pairs_of(rollout, everything, len(rollout)):  # one step each
+            step = loop.algorithm.loss(pairs, loop.velocity(pairs))
+            assert step.policy is not None
+            parts[form].append((step.total - step.policy).detach())
+            exact = float(parts["default"][len(parts[form]) - 1])
+            assert step.metrics["kl"] == pytest.approx(exact, rel=1e-3)
+    sigmas = rollout.sigmas
+    minus_dt = (sigmas[:-1] - sigmas[1:])[list(rollout.steps)]
+    assert torch.equal(torch.stack(parts["default"]), torch.stack(parts["exact"]))
+    ratio = torch.stack(parts["published"]) / torch.stack(parts["exact"])
+    assert_close(ratio, minus_dt.to(ratio), rtol=1e-3, atol=0)
+
+
 # What a run leaves behind ------------------------------------------------------------------------
 
 
