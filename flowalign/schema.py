@@ -251,12 +251,14 @@ class Optimizer(Section):
 
 
 class Ema(Section):
-    """A moving average of the adapter."""
+    """A moving average of the adapter, which is evaluated and saved."""
 
     decay: Decay = 0.9
-    """Share of the old average that is kept."""
+    """Share of the old average that is kept; after n optimizer steps n / (9 + n) at most, so that .9
+    is reached after 80."""
     every: Count = 8
-    """Optimizer steps between two averagings."""
+    """Optimizer steps between two averagings. Before the first one the adapter itself is evaluated
+    and saved; steps since the last one count for their share."""
 
 
 class Train(Section):

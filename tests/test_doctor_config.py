@@ -78,7 +78,7 @@ def test_a_sound_run_has_no_fault_with_its_model(random_model, tmp_path, kind):
         (["rollout.noise_level=1e-4"], "noise: steps [0, 1, 2]"),
         (["grpo.clip_range=0.2"], "clip: grpo.clip_range = 0.2: log-probs are means"),
         (["grpo.clip_range=1e-8"], "clip: grpo.clip_range = 1e-08"),
-        (["ema.every=50"], "ema: 100% of the average"),
+        (["ema={}", "train.updates=16"], "ema: 64% of the average"),
         (["model.max_sequence_length=4"], "length: 100% of the prompts of task 'red'"),
     ],
 )
@@ -87,6 +87,12 @@ def test_a_fault_of_the_config_is_named(random_model, tmp_path, changes, said):
     assert faults(plan.examine(sound)) == []
     found = faults(plan.examine(fakes.settings(random_model, tmp_path / "run", *changes)))
     assert len(found) == 1 and found[0].startswith(said)
+
+
+def test_an_average_that_is_never_taken_is_no_fault(random_model, tmp_path):
+    """The run returns its adapter then."""
+    found = fakes.settings(random_model, tmp_path / "run", *EVALUATED, "ema.every=50")
+    assert not [text for text in faults(plan.examine(found)) if text.startswith("ema")]
 
 
 def test_validation_prompts_that_are_trained_on_are_named(random_model, tmp_path):

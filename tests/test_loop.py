@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign import sde
+from flowalign.adapters import read_lora
 from flowalign.credit import group_relative
 from flowalign.loop import STUDENT, Loop, Prepared, TrainingError, pairs_of
 from flowalign.rewards.guarded import score
@@ -282,6 +283,30 @@ def test_without_evaluation_the_average_is_the_result(random_model: str, tmp_pat
     again.load_adapter(STUDENT, tmp_path / "run" / "adapter")
     saved = torch.cat([p.detach().flatten() for p in again.adapter_parameters(STUDENT)])
     assert torch.equal(saved, average)
+
+
+@pytest.mark.parametrize("updates", [1, 4])
+def test_a_short_run_returns_what_it_learnt(
+    random_model: str, tmp_path: Path, updates: int
+) -> None:
+    """Fewer optimizer steps than the default average waits for: never the start, where B is 0."""
+    run = tmp_path / "run"
+    updated(random_model, run, "ema={}", count=updates, moved=False)
+    saved, _ = read_lora(run / "adapter")
+    assert any(bool(value.any()) for name, value in saved.items() if ".lora_B" in name)
+
+
+def test_the_last_steps_of_a_run_are_in_its_result(random_model: str, tmp_path: Path) -> None:
+    """Three updates, an averaging every two: the third is not lost."""
+    loop = updated(random_model, tmp_path / "run", "ema={decay: 0.9, every: 2}", count=3)
+    assert loop.ema is not None
+    again = fakes.backbone(random_model)
+    again.load_adapter(STUDENT, tmp_path / "run" / "adapter")
+    saved = torch.cat([p.detach().flatten() for p in again.adapter_parameters(STUDENT)])
+    average = torch.cat([p.flatten() for p in loop.ema.shadow_params])
+    kept = (3 / 12) ** 0.5  # half of the decay after three steps
+    assert_close(saved, kept * average + (1 - kept) * weights(loop), rtol=0, atol=1e-6)
+    assert (saved - average).abs().max() > 1e-5
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run(random_model: str, tmp_path: Path) -> None:
