@@ -91,7 +91,8 @@ class Lora(Section):
     targets: list[str] = Field(default=SD3_ATTENTION, min_length=1)
     """Name endings of the layers that are adapted."""
     init: str | None = Field(default=None, examples=["runs/teacher_ocr/adapter"])
-    """Adapter folder to start from; null = a fresh one (B = 0)."""
+    """Adapter folder to start from; null = a fresh one (B = 0). It brings its own rank, scale and
+    layers: rank, alpha and targets are ignored, and a warning says so where they were set."""
 
 
 class RewardSpec(Section):
@@ -254,7 +255,7 @@ class Ema(Section):
     """A moving average of the adapter, which is evaluated and saved."""
 
     decay: Decay = 0.9
-    """Share of the old average that is kept; after n optimizer steps n / (9 + n) at most, so that .9
+    """Share of the old average that is kept; at most n / (9 + n) after n optimizer steps, so .9
     is reached after 80."""
     every: Count = 8
     """Optimizer steps between two averagings. Before the first one the adapter itself is evaluated
@@ -398,11 +399,11 @@ class MergeConfig(Job):
     adapters: list[str] = Field(min_length=2, examples=[["runs/a/adapter", "runs/b/adapter"]])
     """Adapter folders or Hub ids."""
     weights: list[float] | None = Field(default=None, examples=[[0.5, 0.5]])
-    """One an adapter; null = 1 each, the plain sum."""
+    """One an adapter; null = 1 each, the plain sum. 1/n each is the average."""
     method: Literal["concat", "svd", "ties", "dare"] = "concat"
-    """concat is exact, and the ranks add."""
+    """concat is exact, and the ranks add: a student that starts from it has that rank."""
     rank: Count | None = Field(default=None, examples=[32])
-    """Rank of the result (not for concat); null = the largest given."""
+    """Rank of the result (not for concat); null = the largest given. svd: at most their sum."""
     density: Annotated[float, Field(gt=0, le=1)] = 0.5
     """The share that ties and dare keep."""
     seed: int = 0

@@ -101,8 +101,8 @@ def merge(
     """Write to `out` an adapter whose update merges the weighted updates w_i dW_i of the others.
 
     adapters: folders or Hub ids, whatever `flowalign.adapters.read_lora` takes.
-    weights: one each, 1 by default: the plain sum, as Flow-OPD's paper writes it. 1/n each is the
-        average that its script takes. On the tiny world the sum is the better start (docs/log.md).
+    weights: one each, 1 by default: the plain sum. 1/n each is the average, which the only script
+        that is published takes. (docs/log.md has both on the tiny world.)
     method: "concat": exact, the ranks add up. "svd": the best approximation of the sum of rank
         `rank` (default: the largest rank given; at most the sum of the ranks). "ties" (2306.01708):
         keep the `density` largest entries of each update, elect a sign, and average what agrees

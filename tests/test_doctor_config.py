@@ -214,6 +214,15 @@ def test_a_learning_rate_that_blows_up_is_named(random_model, tmp_path):
     assert any(text.startswith("update:") for text in faults(live.examine(found).findings))
 
 
+def test_keys_that_the_start_overrules_are_noted(random_model, tmp_path):
+    init = fakes.teachers(random_model, tmp_path)["even"]
+    for key, expected in (("", []), (", rank: 9", ["lora.rank"])):
+        given = f"{{init: {init}{key}}}"
+        found = fakes.settings(random_model, tmp_path / "run", f"lora={given}")
+        notes = [f.text for f in plan.examine(found) if f.level == "note"]
+        assert [text.split(":")[0] for text in notes if text.startswith("lora.")] == expected
+
+
 # The command -----------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flowalign import sde
 from flowalign.adapters import AdapterError, read_lora
 from flowalign.architectures import build, find, local_folder
-from flowalign.checks import adapters
+from flowalign.checks import adapters, start
 from flowalign.data import load_prompts
 from flowalign.doctor.findings import Finding
 from flowalign.ema import MovingAverage
@@ -367,16 +367,23 @@ def apart(plan: Plan) -> Iterator[Finding]:
     config = plan.config
     if not isinstance(config, OpdConfig | SftConfig):
         return
-    start = plan.loras.get("lora.init")
+    origin = plan.loras.get("lora.init")
     taught = {place: lora for place, lora in plan.loras.items() if place.startswith("teachers.")}
     for place, (weights, _) in taught.items():
-        if start and _same(weights, start[0]):
+        if origin and _same(weights, origin[0]):
             level = "fault" if len(config.teachers) == 1 else "note"
             text = f"{place}: it is the student's start (lora.init): its task has nothing to learn."
             yield Finding(level, text)
     for (one, a), (other, b) in itertools.combinations(taught.items(), 2):
         if _same(a[0], b[0]):
             yield Finding("note", f"{one} and {other} have the same weights.")
+
+
+def overruled(plan: Plan) -> Iterator[Finding]:
+    """Keys of `lora` that were set, beside an adapter to start from that has others."""
+    with suppress(AdapterError, OSError):  # an earlier stage will write it
+        if found := start(plan.config.lora):
+            yield from (Finding("note", f"{text}. Leave it out.") for text in found.ignored)
 
 
 def _same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
@@ -392,5 +399,5 @@ def output(plan: Plan) -> Iterator[Finding]:
 
 CHECKS: tuple[Callable[[Plan], Iterator[Finding]], ...] = (
     dtypes, attention, guidance, steps, noise, clip, average, held_out, lengths,
-    fitting, working, apart, output,
+    fitting, working, apart, overruled, output,
 )  # fmt: skip
