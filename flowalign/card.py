@@ -35,6 +35,7 @@ LICENSES = {
     "imagereward": "Apache-2.0",
     "ocr": "Apache-2.0 (RapidOCR, PaddleOCR)",
 }
+REPORT = "report.md"  # of a merge: what was done, in its first line, and the error of each layer
 SECTION = re.compile(r"\n## Scores.*?(?=\n## |\Z)", re.DOTALL)
 COMMAND = "flowalign train --config config.yaml"
 SCORES, HELD_OUT = "## Scores", "## Scores on held-out prompts while training"
@@ -189,10 +190,16 @@ def _body(folder: Path, config: Job, rows: Sequence[Mapping[str, Any]], made_by:
         load=load_text(config.model.id, str(folder / "adapter")),
         held_out=HELD_OUT if isinstance(config, Config) else SCORES,
         scores=score_table(rows) if isinstance(config, Config) else "(none: a merge takes none)",
-        origins=origins(config),
+        origins=origins(config) + _merged_as(folder),
         command=made_by,
         config=to_yaml(config),
     )
+
+
+def _merged_as(folder: Path) -> str:
+    """What a merge did, by its report; "" where there is none."""
+    report = folder / REPORT
+    return f"\n- merged as: {report.read_text().splitlines()[0]}" if report.is_file() else ""
 
 
 def load_text(base: str, source: str) -> str:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +24,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from diffusers.optimization import get_scheduler
-from diffusers.training_utils import EMAModel
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -33,6 +32,7 @@ from flowalign.alarm import Alarm
 from flowalign.backbone import Backbone
 from flowalign.config import Config
 from flowalign.data import PromptSampler
+from flowalign.ema import MovingAverage
 from flowalign.rollout import Noise, Schedule, See, sample, shard
 from flowalign.types import Conditioning, EvalReport, Rollout, Source, StepLoss
 
@@ -184,7 +184,7 @@ class Loop:
         self.parallel = parallel.of(accelerator)
         self.optimizer = self.parallel.prepare(config, backbone, inner)
         self.lr = learning_rate(config, inner)
-        self.ema = EMAModel(self.parameters, decay=config.ema.decay) if config.ema else None
+        self.ema = MovingAverage(self.parameters, **config.ema.model_dump()) if config.ema else None
         self.update = 0  # rollouts done
         self.steps = 0  # optimizer steps done
         self.evaluated = -1  # update of the last evaluation
@@ -325,8 +325,8 @@ class Loop:
         self.optimizer.zero_grad(set_to_none=True)
         self.lr.step()
         self.steps += 1
-        if self.ema and self.config.ema and self.steps % self.config.ema.every == 0:
-            self.ema.step(self.parameters)
+        if self.ema:
+            self.ema.step(self.parameters, self.steps)
         return norm
 
     # Evaluation, log and pictures --------------------------------------------------------------
@@ -334,15 +334,8 @@ class Loop:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """With the EMA's weights in place of the student's."""
-        if self.ema is None:
+        with self.ema.of(self.parameters, self.steps) if self.ema else nullcontext():
             yield
-            return
-        self.ema.store(self.parameters)
-        self.ema.copy_to(self.parameters)
-        try:
-            yield
-        finally:
-            self.ema.restore(self.parameters)
 
     def _evaluate(self) -> None:
         """Where it is due: score the averaged adapter on held-out prompts; the best one becomes
@@ -411,9 +404,6 @@ class Loop:
         states = {
             "optimizer": self.parallel.optimizer_state(self.optimizer),
             "lr": self.lr.state_dict(),
-            "ema": {k: v for k, v in self.ema.state_dict().items() if k != "shadow_params"}
-            if self.ema
-            else {},
             "scaler": scaler.state_dict() if scaler else {},
         }
         return self.checkpoints.save(
@@ -438,8 +428,6 @@ class Loop:
         states, progress = found["states"], found["progress"]
         self.parallel.load_optimizer_state(self.optimizer, states["optimizer"])
         self.lr.load_state_dict(states["lr"])
-        if self.ema:
-            self.ema.load_state_dict({**states["ema"], "shadow_params": self.ema.shadow_params})
         if self.accelerator.scaler and states["scaler"]:
             self.accelerator.scaler.load_state_dict(states["scaler"])
         self.update, self.steps = progress["update"], progress["steps"]

@@ -13,10 +13,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flowalign.adapters import file_digest
-from flowalign.card import write_card
+from flowalign.card import REPORT, write_card
 from flowalign.checks import adapters, check_launch, check_world
 from flowalign.config import (
     STAGES,
@@ -31,6 +31,9 @@ from flowalign.config import (
     read,
     to_yaml,
 )
+
+if TYPE_CHECKING:
+    from flowalign.teachers.merge import MergeReport
 
 REFERENCE = "stage:"
 DONE = "done.json"  # what a finished stage leaves: its config, and the inputs it was made from
@@ -62,7 +65,8 @@ def run(
         if isinstance(stage, Config):
             train(stage)
         elif isinstance(stage, MergeConfig):
-            _merge(stage, state.is_main_process)
+            if state.is_main_process:
+                show(f"  {merged(stage).summary}", flush=True)
         elif isinstance(stage, EvalConfig):
             evaluate(stage)
         parallel.release()
@@ -200,16 +204,16 @@ def _finish(stage: Root) -> None:
     os.replace(part, part.with_suffix(""))
 
 
-def _merge(stage: MergeConfig, main: bool) -> None:
-    """Merge into <output>/adapter, with its card; the report lies beside it."""
+def merged(stage: MergeConfig) -> MergeReport:
+    """Merge into <output>/adapter, with its card; the report, which says what was done, lies beside
+    it."""
     from flowalign.teachers import merge as merging
 
-    if not main:
-        return
     folder = Path(stage.output)
     shutil.rmtree(folder / "adapter", ignore_errors=True)  # of a merge that was killed
     settings = stage.model_dump(exclude={"stage", "output", "model", "adapters"})
     report = merging.merge(stage.adapters, folder / "adapter", **settings)
-    (folder / "report.md").write_text(f"{report}\n")
+    (folder / REPORT).write_text(f"{report}\n")
     (folder / "config.yaml").write_text(to_yaml(stage))
     write_card(folder, stage, sys.argv)
+    return report

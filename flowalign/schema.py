@@ -91,7 +91,8 @@ class Lora(Section):
     targets: list[str] = Field(default=SD3_ATTENTION, min_length=1)
     """Name endings of the layers that are adapted."""
     init: str | None = Field(default=None, examples=["runs/teacher_ocr/adapter"])
-    """Adapter folder to start from; null = a fresh one (B = 0)."""
+    """Adapter folder to start from; null = a fresh one (B = 0). It brings its own rank, scale and
+    layers: rank, alpha and targets are ignored, and a warning says so where they were set."""
 
 
 class RewardSpec(Section):
@@ -152,13 +153,16 @@ class Grpo(Section):
     """The policy gradient."""
 
     advantage: Literal["group_std", "batch_std", "gaussian"] = "group_std"
-    """Which variant of flowalign.credit."""
+    """Which variant of flowalign.credit. A batch's statistics are those of the image's own task."""
     advantage_clip: Positive = 5.0
     """Advantages are cut to +- this."""
     clip_range: Positive = 1e-4
     """PPO's epsilon (log-probs are means over pixels, so ratios stay within 1e-4 of 1)."""
     kl_weight: NotNegative = 0.0
     """Weight of the KL to the base model; 0 saves its forward pass."""
+    kl: Literal["exact", "published"] = "exact"
+    """Which KL kl_weight belongs to. exact: of the two transitions. published: that times -dt, as
+    Flow-GRPO's and Flow-OPD's code has it, 3.7 to 25 times smaller over ten steps of shift 3."""
 
 
 class Teacher(Section):
@@ -248,12 +252,14 @@ class Optimizer(Section):
 
 
 class Ema(Section):
-    """A moving average of the adapter."""
+    """A moving average of the adapter, which is evaluated and saved."""
 
     decay: Decay = 0.9
-    """Share of the old average that is kept."""
+    """Share of the old average that is kept; at most n / (9 + n) after n optimizer steps, so .9
+    is reached after 80."""
     every: Count = 8
-    """Optimizer steps between two averagings."""
+    """Optimizer steps between two averagings. Before the first one the adapter itself is evaluated
+    and saved; steps since the last one count for their share."""
 
 
 class Train(Section):
@@ -404,11 +410,11 @@ class MergeConfig(Job):
     adapters: list[str] = Field(min_length=2, examples=[["runs/a/adapter", "runs/b/adapter"]])
     """Adapter folders or Hub ids."""
     weights: list[float] | None = Field(default=None, examples=[[0.5, 0.5]])
-    """One an adapter; null = 1 each, the plain sum."""
+    """One an adapter; null = 1 each, the plain sum. 1/n each is the average."""
     method: Literal["concat", "svd", "ties", "dare"] = "concat"
-    """concat is exact, and the ranks add."""
+    """concat is exact, and the ranks add: a student that starts from it has that rank."""
     rank: Count | None = Field(default=None, examples=[32])
-    """Rank of the result (not for concat); null = the largest given."""
+    """Rank of the result (not for concat); null = the largest given. svd: at most their sum."""
     density: Annotated[float, Field(gt=0, le=1)] = 0.5
     """The share that ties and dare keep."""
     seed: int = 0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowalign.checks import check_launch, check_world
+from flowalign.checks import check_launch, check_world, start
 from flowalign.config import (
     Config,
     ConfigError,
@@ -109,6 +109,7 @@ def train(config: Config, *, resume: bool = False) -> Path:
     check_world(config, processes)
     folder = Path(config.output)
     _check_folder(folder, config, resume)
+    _say_start(config, parallel.state().is_main_process)
     with deterministic(config.train.deterministic):
         loop, report, rewards = wire(config)
         if loop.accelerator.is_main_process:
@@ -126,6 +127,14 @@ def train(config: Config, *, resume: bool = False) -> Path:
         finish(loop, config, rewards)
         parallel.finish(loop.accelerator)
     return folder / "adapter"
+
+
+def _say_start(config: Config, main: bool) -> None:
+    """Where the adapter starts, and which keys of `lora` that overrules."""
+    if main and (found := start(config.lora)):
+        log.info(found.text)
+        for text in found.ignored:
+            log.warning("%s. Leave it out, or start without lora.init.", text)
 
 
 def _hint_threads(accelerator: Accelerator) -> None:

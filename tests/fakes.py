@@ -135,6 +135,13 @@ def constant(
     return Scores.of([0.5] * len(images))
 
 
+def vivid(
+    images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+) -> Scores:
+    """Redness in a range a thousand times larger."""
+    return Scores.of(1e3 * redness(images, prompts, metadata).value)
+
+
 class Faulty:
     """Redness that fails on its n-th images (counted over all calls), with a NaN or an error."""
 
@@ -216,6 +223,14 @@ def settings(model: str, output: Path, *overrides: str, reward: str = "redness")
         "evaluation": None,
     }
     return config.parse(data, overrides)
+
+
+def mixed(found: config.Config, *overrides: str) -> config.Config:
+    """A GRPO run with a second task, whose rewards have a far larger range."""
+    raw = found.model_dump(mode="json")
+    (red,) = raw["tasks"]
+    raw["tasks"] = [red, {**red, "name": "vivid", "reward": {"name": "fakes:vivid"}}]
+    return config.parse(raw, overrides)
 
 
 def wired(found: config.Config, *, moved: bool = False) -> Loop:

@@ -78,7 +78,7 @@ def test_a_sound_run_has_no_fault_with_its_model(random_model, tmp_path, kind):
         (["rollout.noise_level=1e-4"], "noise: steps [0, 1, 2]"),
         (["grpo.clip_range=0.2"], "clip: grpo.clip_range = 0.2: log-probs are means"),
         (["grpo.clip_range=1e-8"], "clip: grpo.clip_range = 1e-08"),
-        (["ema.every=50"], "ema: 100% of the average"),
+        (["ema={}", "train.updates=16"], "ema: 64% of the average"),
         (["model.max_sequence_length=4"], "length: 100% of the prompts of task 'red'"),
     ],
 )
@@ -87,6 +87,12 @@ def test_a_fault_of_the_config_is_named(random_model, tmp_path, changes, said):
     assert faults(plan.examine(sound)) == []
     found = faults(plan.examine(fakes.settings(random_model, tmp_path / "run", *changes)))
     assert len(found) == 1 and found[0].startswith(said)
+
+
+def test_an_average_that_is_never_taken_is_no_fault(random_model, tmp_path):
+    """The run returns its adapter then."""
+    found = fakes.settings(random_model, tmp_path / "run", *EVALUATED, "ema.every=50")
+    assert not [text for text in faults(plan.examine(found)) if text.startswith("ema")]
 
 
 def test_validation_prompts_that_are_trained_on_are_named(random_model, tmp_path):
@@ -206,6 +212,15 @@ def test_a_fault_of_a_reward_is_named(random_model, tmp_path, reward, said):
 def test_a_learning_rate_that_blows_up_is_named(random_model, tmp_path):
     found = fakes.distillation(random_model, tmp_path / "run", "optimizer.lr=10.0")
     assert any(text.startswith("update:") for text in faults(live.examine(found).findings))
+
+
+def test_keys_that_the_start_overrules_are_noted(random_model, tmp_path):
+    init = fakes.teachers(random_model, tmp_path)["even"]
+    for key, expected in (("", []), (", rank: 9", ["lora.rank"])):
+        given = f"{{init: {init}{key}}}"
+        found = fakes.settings(random_model, tmp_path / "run", f"lora={given}")
+        notes = [f.text for f in plan.examine(found) if f.level == "note"]
+        assert [text.split(":")[0] for text in notes if text.startswith("lora.")] == expected
 
 
 # The command -----------------------------------------------------------------------------------

@@ -123,13 +123,17 @@ def test_what_is_wrong_in_any_stage_is_said_before_the_first_runs(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_recipe_runs_once_and_notices_what_changed(random_model: str, tmp_path: Path) -> None:
+def test_a_recipe_runs_once_and_notices_what_changed(
+    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = written(random_model, tmp_path)
     assert train.main(["--config", str(path)]) == 0
     out = tmp_path / "out"
     times = {file: file.stat().st_mtime_ns for file in out.rglob(ADAPTER)}
     assert {file.parent.parent.name for file in times} == {"first", "second", "merge", "student"}
-    assert (out / "merge" / "report.md").read_text().startswith("| layer | rank | relative error |")
+    report = (out / "merge" / "report.md").read_text()
+    assert report.startswith("sum of 2 updates") and "| layer | rank | relative error |" in report
+    assert report.splitlines()[0] in capsys.readouterr().out
     assert "student" in (out / "table" / "table.md").read_text()
     weights = load_file(out / "student" / "adapter" / ADAPTER)
     assert weights.keys() == load_file(out / "merge" / "adapter" / ADAPTER).keys()

@@ -9,7 +9,16 @@ import pytest
 
 from flowalign import architectures, recipe
 from flowalign.checks import check_world
-from flowalign.config import STAGES, Config, OpdConfig, RecipeConfig, Root, load, read
+from flowalign.config import (
+    STAGES,
+    Config,
+    GrpoConfig,
+    OpdConfig,
+    RecipeConfig,
+    Root,
+    load,
+    read,
+)
 from flowalign.doctor import plan
 from flowalign.doctor.budget import usable
 from flowalign.estimate import predict
@@ -88,6 +97,16 @@ def test_the_settings_are_the_official_ones() -> None:
     assert found.anchor and found.anchor.weight == 0.04
     assert found.model.max_sequence_length == 128
     assert found.evaluation and found.evaluation.steps == 40
+
+
+@pytest.mark.usefixtures("data")
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_betas_of_flow_grpo_weigh_its_own_kl(path: Path) -> None:
+    """0.04 and 0.01 are of a KL divided by 2 s^2; under the exact one they would be 4 to 25 times
+    as strong."""
+    for stage in stages(path).values():
+        if isinstance(stage, GrpoConfig):
+            assert stage.grpo.kl_weight in (0.04, 0.01) and stage.grpo.kl == "published"
 
 
 @pytest.mark.usefixtures("data")

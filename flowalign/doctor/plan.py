@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from flowalign import sde
 from flowalign.adapters import AdapterError, read_lora
 from flowalign.architectures import build, find, local_folder
-from flowalign.checks import adapters
+from flowalign.checks import adapters, start
 from flowalign.data import load_prompts
 from flowalign.doctor.findings import Finding
+from flowalign.ema import MovingAverage
 from flowalign.losses import step_weights
-from flowalign.schema import Config, GrpoConfig, OpdConfig, SftConfig
+from flowalign.schema import Config, Ema, GrpoConfig, OpdConfig, SftConfig
 
 CLIP_TOKENS = 77
 SAMPLE = 2000  # prompts of a set that are looked at
@@ -222,12 +223,12 @@ def clip(plan: Plan) -> Iterator[Finding]:
 
 
 def average(plan: Plan) -> Iterator[Finding]:
-    """A moving average that is never taken, or that lags behind by half of the run."""
+    """A moving average that lags behind by half of the run."""
     config = plan.config
     if config.ema is None:
         return
     total = config.train.updates * config.optimizer.updates_per_rollout
-    old = _first_half(config.ema.decay, total // config.ema.every)
+    old = _first_half(config.ema, total)
     if old > 0.1:
         yield Finding(
             "fault" if old > 0.5 else "note",
@@ -237,18 +238,17 @@ def average(plan: Plan) -> Iterator[Finding]:
         )
 
 
-def _first_half(decay: float, count: int) -> float:
-    """The share of the first half of `count` averagings in the last, by diffusers' EMAModel (which
-    has a warm-up of its own); without any, the average is the start."""
-    from diffusers.training_utils import EMAModel
-
-    probe = nn.Parameter(torch.ones(1))
-    ema = EMAModel([probe], decay=decay)
-    steps = min(count, 20_000)
-    for step in range(steps):
-        probe.data.fill_(float(step < steps // 2))
-        ema.step([probe])
-    return float(ema.shadow_params[0])
+def _first_half(settings: Ema, total: int) -> float:
+    """The share of the start and the first half of a run of `total` optimizer steps in what it
+    returns."""
+    probe = [torch.ones(1)]
+    ema = MovingAverage(probe, decay=settings.decay, every=settings.every)
+    for step in range(settings.every, total + 1, settings.every)[-20_000:]:  # older ones are gone
+        probe[0].fill_(float(step <= total // 2))
+        ema.step(probe, step)
+    probe[0].fill_(0.0)
+    with ema.of(probe, total):
+        return float(probe[0])
 
 
 # Prompts ---------------------------------------------------------------------------------------
@@ -359,16 +359,23 @@ def apart(plan: Plan) -> Iterator[Finding]:
     config = plan.config
     if not isinstance(config, OpdConfig | SftConfig):
         return
-    start = plan.loras.get("lora.init")
+    origin = plan.loras.get("lora.init")
     taught = {place: lora for place, lora in plan.loras.items() if place.startswith("teachers.")}
     for place, (weights, _) in taught.items():
-        if start and _same(weights, start[0]):
+        if origin and _same(weights, origin[0]):
             level = "fault" if len(config.teachers) == 1 else "note"
             text = f"{place}: it is the student's start (lora.init): its task has nothing to learn."
             yield Finding(level, text)
     for (one, a), (other, b) in itertools.combinations(taught.items(), 2):
         if _same(a[0], b[0]):
             yield Finding("note", f"{one} and {other} have the same weights.")
+
+
+def overruled(plan: Plan) -> Iterator[Finding]:
+    """Keys of `lora` that were set, beside an adapter to start from that has others."""
+    with suppress(AdapterError, OSError):  # an earlier stage will write it
+        if found := start(plan.config.lora):
+            yield from (Finding("note", f"{text}. Leave it out.") for text in found.ignored)
 
 
 def _same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
@@ -384,5 +391,5 @@ def output(plan: Plan) -> Iterator[Finding]:
 
 CHECKS: tuple[Callable[[Plan], Iterator[Finding]], ...] = (
     dtypes, attention, guidance, steps, noise, clip, average, held_out, lengths,
-    fitting, working, apart, output,
+    fitting, working, apart, overruled, output,
 )  # fmt: skip
