@@ -59,7 +59,7 @@ def config_of(folder: Path, teachers: int, overrides: list[str]) -> OpdConfig:
     names = [f"t{index}" for index in range(teachers)]
     data = config.model_dump(mode="json")
     data["model"] |= {"id": str(folder / "model"), "text_cache": str(folder / "text")}
-    guidance = next(iter(config.teachers.values())).guidance
+    guidance = config.guidance_of(next(iter(config.teachers.values())))
     data["teachers"] = {n: {"adapter": str(folder / n), "guidance": guidance} for n in names}
     data["tasks"] = [{"name": n, "prompts": "tiny/ocr_train"} for n in names]
     data["train"] |= {"trackers": [], "updates": 3, "sample_every": 10**6}

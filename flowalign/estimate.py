@@ -316,7 +316,7 @@ class _Work:
         rollout = self.config.rollout
         guidance, names = rollout.guidance, None
         if isinstance(self.config, SftConfig):
-            guidance = max(t.guidance for t in self.config.teachers.values())
+            guidance = max(map(self.config.guidance_of, self.config.teachers.values()))
             names = self.shapes.teachers
         batch = min(rollout.batch_size, self.images)
         found = self._forward(batch, guidance, names)
@@ -338,11 +338,11 @@ class _Work:
         assert isinstance(config, OpdConfig)
         pairs = self.images * self.states
         batch = min(config.student.label_batch, pairs)
-        scales = [teacher.guidance for teacher in config.teachers.values()]
+        scales = list(map(config.guidance_of, config.teachers.values()))
         names = self.shapes.teachers[: len(scales)]
         found = [self._forward(batch, max(scales), names)]
         if config.anchor:
-            found.append(self._forward(batch, config.anchor.guidance, self.shapes.teachers[-1:]))
+            found.append(self._forward(batch, config.guidance_of(config.anchor), self.shapes.teachers[-1:]))
         flops = sum(each.flops for each in found) / batch * pairs
         held = self.stored + self.label_bytes + max(each.peak for each in found)
         return Phase("labels", held, flops)
@@ -398,9 +398,7 @@ class _Work:
     def _learn(self, target: Tensor, cond: Conditioning) -> None:
         """A micro-batch: the student, the base where a KL to it is taken, and the gradients."""
         config, backbone = self.config, self.backbone
-        guidance = config.rollout.guidance
-        if isinstance(config, OpdConfig) and config.student.guidance is not None:
-            guidance = config.student.guidance
+        guidance = config.guidance
         velocity = backbone.velocity(target, 0.5, cond, guidance=guidance)
         if self.decodes:  # at least on one micro-batch
             with torch.no_grad(), backbone.base(), Meter() as reference:

@@ -166,8 +166,9 @@ class Teacher(Section):
 
     adapter: str | None = Field(examples=["runs/teacher_ocr/adapter"])
     """Adapter folder or Hub id; null = the base itself."""
-    guidance: NotNegative = 1.0
-    """Its CFG scale. Above the student's it is distilled into the student."""
+    guidance: NotNegative | None = Field(default=None, examples=[4.5])
+    """Its CFG scale; null = the one that the student is trained at. Another is a mixture: above the
+    student's, guidance is distilled into the student; below it, the student unlearns its own."""
 
 
 class Anchor(Teacher):
@@ -352,6 +353,15 @@ class Config(Job):
     train: Train = Train()
     evaluation: Evaluation | None = Evaluation()
 
+    @property
+    def guidance(self) -> float:
+        """The CFG scale at which the adapter is trained."""
+        return self.rollout.guidance
+
+    def guidance_of(self, teacher: Teacher) -> float:
+        """The CFG scale of a teacher or anchor."""
+        return self.guidance if teacher.guidance is None else teacher.guidance
+
 
 class GrpoConfig(Config):
     """A teacher, or a mix of tasks, by group-relative policy optimisation."""
@@ -373,6 +383,12 @@ class OpdConfig(Config):
     """The anchor of MAR; null = none."""
     grpo: Grpo = Grpo()
     """Only for student.reward_weight > 0."""
+
+    @property
+    def guidance(self) -> float:
+        """The CFG scale at which the student is trained."""
+        own = self.student.guidance
+        return self.rollout.guidance if own is None else own
 
 
 class SftConfig(Config):
@@ -499,3 +515,15 @@ def command(stage: str) -> str:
 def routing(config: OpdConfig | SftConfig) -> dict[str, str]:
     """Task -> name of its teacher."""
     return {task.name: task.teacher or task.name for task in config.tasks}
+
+
+def mixtures(config: Config) -> dict[str, float]:
+    """{place in the config: CFG scale} of the teachers, and of the anchor, whose scale is not the
+    one that the student is trained at."""
+    members: dict[str, Teacher] = {}
+    if isinstance(config, OpdConfig | SftConfig):
+        members = {f"teachers.{name}": teacher for name, teacher in config.teachers.items()}
+    if isinstance(config, OpdConfig) and config.anchor:
+        members["anchor"] = config.anchor
+    scales = {place: config.guidance_of(member) for place, member in members.items()}
+    return {place: scale for place, scale in scales.items() if scale != config.guidance}

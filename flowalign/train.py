@@ -21,6 +21,7 @@ from flowalign.config import (
     RecipeConfig,
     SftConfig,
     load,
+    mixtures,
     routing,
     to_yaml,
 )
@@ -197,6 +198,12 @@ def wire(config: Config) -> tuple[Loop, Progress, dict[str, Reward]]:
         lambda path, images, captions: draw(config, path, images, captions),
     )
     accelerator.init_trackers("tensorboard")
+    if accelerator.is_main_process:
+        for place, scale in mixtures(config).items():
+            log.warning(
+                "%s: labels at guidance %g for a student that is trained at %g: a mixture, which "
+                "teaches the student that scale, too", place, scale, config.guidance
+            )  # fmt: skip
     return loop, progress, built
 
 
@@ -212,7 +219,7 @@ def algorithm(
     from flowalign.teachers.sft import Sft
 
     return Sft(
-        bank(backbone, config.teachers, routing(config)),
+        bank(backbone, config, config.teachers, routing(config)),
         backbone.sigmas(config.rollout.steps),
         states=config.sft.states,
         shift=backbone.pipe.scheduler.config.shift,
@@ -261,14 +268,14 @@ def opd(
     storage = {"dtype": s.label_dtype, "batch_size": s.label_batch}
     return Student(
         s,
-        bank(backbone, config.teachers, routed, **storage),
+        bank(backbone, config, config.teachers, routed, **storage),
         backbone,
         schedule(backbone, config),
         accelerator,
-        guidance=config.rollout.guidance if s.guidance is None else s.guidance,
+        guidance=config.guidance,
         seed=config.seed,
         micro_batch=config.optimizer.micro_batch,
-        anchor=bank(backbone, {"anchor": anchor}, everywhere, **storage) if anchor else None,
+        anchor=bank(backbone, config, {"anchor": anchor}, everywhere, **storage) if anchor else None,
         anchor_weight=anchor.weight if anchor else 0.0,
         grpo=grpo(config, backbone, rewards, accelerator) if s.reward_weight > 0 else None,
     )
@@ -276,6 +283,7 @@ def opd(
 
 def bank(
     backbone: Backbone,
+    config: Config,
     teachers: Mapping[str, TeacherSettings],
     routed: Mapping[str, str],
     *,
@@ -286,7 +294,7 @@ def bank(
     from flowalign.backbone import DTYPES
     from flowalign.teachers.bank import Bank, Member
 
-    members = {name: Member(t.adapter, t.guidance) for name, t in teachers.items()}
+    members = {name: Member(t.adapter, config.guidance_of(t)) for name, t in teachers.items()}
     try:
         return Bank(backbone, members, routed, dtype=DTYPES[dtype], batch_size=batch_size)
     except ValueError as error:

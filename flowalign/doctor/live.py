@@ -159,11 +159,11 @@ def _taught(config: OpdConfig | SftConfig, loop: Loop, rollout: Rollout) -> Iter
     bank = algorithm.bank if isinstance(algorithm, Sft) else algorithm.teachers  # type: ignore
     assert isinstance(bank, Bank)
     with loop.backbone.base(), torch.no_grad():
-        plain = {t.guidance: None for t in config.teachers.values()}
-        base = {g: loop.backbone.velocity(x, sigma, cond, guidance=g) for g in plain}
+        scales = {config.guidance_of(teacher) for teacher in config.teachers.values()}
+        base = {g: loop.backbone.velocity(x, sigma, cond, guidance=g) for g in scales}
     for name, teacher in config.teachers.items():
         label = bank.velocity(x, sigma, cond, [name] * len(x))
-        gap = _relative(label, base[teacher.guidance])
+        gap = _relative(label, base[config.guidance_of(teacher)])
         if not math.isfinite(gap):
             text = f"teacher {name!r}: its velocity is not finite; its adapter or dtype is broken."
             yield Finding("fault", text)

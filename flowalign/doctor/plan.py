@@ -20,7 +20,7 @@ from flowalign.checks import adapters
 from flowalign.data import load_prompts
 from flowalign.doctor.findings import Finding
 from flowalign.losses import step_weights
-from flowalign.schema import Config, GrpoConfig, OpdConfig, SftConfig
+from flowalign.schema import Config, GrpoConfig, OpdConfig, SftConfig, mixtures
 
 CLIP_TOKENS = 77
 SAMPLE = 2000  # prompts of a set that are looked at
@@ -59,12 +59,6 @@ class Plan:
             isinstance(config, OpdConfig)
             and (config.student.gradient != "pathwise" or config.student.reward_weight > 0)
         )
-
-    @property
-    def guidance(self) -> float:
-        """The scale at which the student is trained."""
-        own = self.config.student.guidance if isinstance(self.config, OpdConfig) else None
-        return self.config.rollout.guidance if own is None else own
 
 
 def examine(config: Config) -> list[Finding]:
@@ -119,7 +113,14 @@ def attention(plan: Plan) -> Iterator[Finding]:
 
 def guidance(plan: Plan) -> Iterator[Finding]:
     """One CFG scale in rollout, update and evaluation, or a reason for another."""
-    config, own = plan.config, plan.guidance
+    config, own = plan.config, plan.config.guidance
+    for place, scale in mixtures(config).items():
+        absorbed = "is distilled into the student" if scale > own else "makes it unlearn its own"
+        yield Finding(
+            "note",
+            f"guidance: {place} labels at {scale}, and the student is trained at {own}: a mixture, "
+            f"which {absorbed}. Leave its guidance out for one scale.",
+        )
     if own != config.rollout.guidance:
         yield Finding(
             "note",
