@@ -288,7 +288,8 @@ class Benchmark(Section):
     prompts: str = Field(examples=["tiny/ocr_test", "prompts/test.jsonl"])
     """A .txt, a .jsonl, or tiny/NAME."""
     limit: Count | None = Field(default=None, examples=[128])
-    """Take the first prompts only; null = all."""
+    """Take the first prompts of the file only (in a file that is sorted by tag, those of its first
+    tags); null = all. More of them later go on with the images of fewer."""
     images: Count = 1
     """Images of a prompt, each with its own noise; GenEval officially has 4."""
     reward: RewardSpec | None = None
@@ -313,7 +314,8 @@ class Evaluation(Section):
     every: Count = 20
     """Rollouts between two evaluations."""
     prompts: Count = 128
-    """Prompts per task, at most."""
+    """Prompts per task, at most: a fixed part of the file, with every metadata `tag` in its
+    proportion; a larger one holds the smaller."""
     steps: Count | None = Field(default=None, examples=[40])
     """Denoising steps; null = rollout.steps."""
     guidance: NotNegative | None = Field(default=None, examples=[4.5])

@@ -347,15 +347,14 @@ def draw(config: Config, path: Path, images: Tensor, captions: Sequence[str]) ->
 
 def held_out(config: Config, rewards: Mapping[str, Reward]) -> list[Benchmark]:
     """The validation benchmarks of a config, at most evaluation.prompts a task."""
-    from flowalign.data import load_prompts
+    from flowalign.data import load_prompts, subset
     from flowalign.eval.suite import Benchmark
 
     assert config.evaluation
     found = []
     for task in config.tasks:
         if task.validation and task.name in rewards:
-            prompts = load_prompts(task.validation, task.name)
-            prompts = prompts.select(range(min(len(prompts), config.evaluation.prompts)))
+            prompts = subset(load_prompts(task.validation, task.name), config.evaluation.prompts)
             found.append(Benchmark(task.name, prompts, rewards[task.name]))
     return found
 
@@ -398,6 +397,7 @@ def compare(
 ) -> None:
     """Base and result on the same held-out prompts and noise, as one picture; path None: sample
     them for nothing, as the process that draws samples them too."""
+    from flowalign.data import subset
     from flowalign.eval.suite import generate
     from flowalign.loop import STUDENT
     from flowalign.pictures import read_metrics, side_by_side
@@ -406,7 +406,7 @@ def compare(
     settings = eval_settings(config)
     backbone.replace_adapter(STUDENT, Path(config.output) / "adapter")
     benchmark = held_out(config, rewards)[0]
-    prompts = benchmark.prompts.select(range(min(count, len(benchmark.prompts))))
+    prompts = subset(benchmark.prompts, count)
     with backbone.base():
         before = generate(backbone, prompts, settings)
     after = generate(backbone, prompts, settings)

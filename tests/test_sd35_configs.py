@@ -36,7 +36,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "data"
     folder.mkdir()
-    for name, thing in (("train", "kite"), ("test", "clock")):
+    for name, thing in (("train", "kite"), ("val", "lamp"), ("test", "clock")):
         row = {"tag": "single_object", "include": [{"class": thing, "count": 1}]}
         row["prompt"] = f"a photo of a {thing}"
         (folder / f"geneval_{name}.jsonl").write_text(json.dumps(row))

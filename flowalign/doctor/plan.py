@@ -17,7 +17,7 @@ from flowalign import sde
 from flowalign.adapters import AdapterError, read_lora
 from flowalign.architectures import build, find, local_folder
 from flowalign.checks import adapters
-from flowalign.data import load_prompts
+from flowalign.data import load_prompts, subset
 from flowalign.doctor.findings import Finding
 from flowalign.losses import step_weights
 from flowalign.schema import Config, GrpoConfig, OpdConfig, SftConfig, mixtures
@@ -272,7 +272,8 @@ def held_out(plan: Plan) -> Iterator[Finding]:
     for task in config.tasks:
         if task.validation is None:
             continue
-        prompts = load_prompts(task.validation, task.name).prompts[: config.evaluation.prompts]
+        whole = load_prompts(task.validation, task.name)
+        prompts = subset(whole, config.evaluation.prompts).prompts
         shared = [prompt for prompt in prompts if prompt in trained]
         if shared:
             yield Finding(
