@@ -115,11 +115,11 @@ def guidance(plan: Plan) -> Iterator[Finding]:
     """One CFG scale in rollout, update and evaluation, or a reason for another."""
     config, own = plan.config, plan.config.guidance
     for place, scale in mixtures(config).items():
-        absorbed = "is distilled into the student" if scale > own else "makes it unlearn its own"
+        taught = "is distilled into the student" if scale > own else "makes it unlearn its own"
         yield Finding(
-            "note",
+            "fault" if scale < own and place != "anchor" else "note",
             f"guidance: {place} labels at {scale}, and the student is trained at {own}: a mixture, "
-            f"which {absorbed}. Leave its guidance out for one scale.",
+            f"which {taught}. Leave its guidance out for one scale.",
         )
     if own != config.rollout.guidance:
         yield Finding(
