@@ -222,7 +222,7 @@ def algorithm(
         bank(backbone, config, config.teachers, routing(config)),
         backbone.sigmas(config.rollout.steps),
         states=config.sft.states,
-        shift=backbone.pipe.scheduler.config.shift,
+        shift=backbone.shift,
         guidance=config.rollout.guidance,
         seed=config.seed,
     )

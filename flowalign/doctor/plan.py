@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
 from flowalign import sde
 from flowalign.adapters import AdapterError, read_lora
-from flowalign.architectures import build, find, local_folder
+from flowalign.architectures import Architecture, build, find, local_folder
+from flowalign.backbone import ModelError, scheduler_sigmas
 from flowalign.checks import adapters
 from flowalign.data import load_prompts, subset
 from flowalign.doctor.findings import Finding
@@ -163,11 +165,13 @@ def noise(plan: Plan) -> Iterator[Finding]:
     if rollout.kind == "ode" or isinstance(config, SftConfig):
         return
     try:
-        scheduler = find(config.model.id, config.model.revision).scheduler
+        found = find(config.model.id, config.model.revision)
+        sigmas = _sigmas(config, found)
     except LookupError:
         return
-    shift, last = scheduler.get("shift", 1.0), scheduler.get("shift_terminal")
-    sigmas = sde.sigmas(rollout.steps, shift, terminal=last)
+    except ModelError as error:
+        yield Finding("fault", f"schedule: {error}")
+        return
     window = list(range(*rollout.trained))
     zero = torch.zeros(len(window), 1, 1, 1)
     gaussian = sde.transition(
@@ -202,6 +206,14 @@ def noise(plan: Plan) -> Iterator[Finding]:
                 f"weighting: {config.student.weighting!r} puts {float(share):.0%} of the loss on "
                 f"step {window[int(place)]} of {len(window)}; 'velocity' weighs all alike.",
             )
+
+
+def _sigmas(config: Config, found: Architecture) -> Tensor:
+    """The schedule [T+1] of the rollouts."""
+    side = 2 ** (len(found.vae["block_out_channels"]) - 1) * found.transformer["patch_size"]
+    tokens = (config.model.height // side) * (config.model.width // side)
+    scheduler = FlowMatchEulerDiscreteScheduler.from_config(dict(found.scheduler))
+    return scheduler_sigmas(scheduler, config.rollout.steps, tokens)
 
 
 def clip(plan: Plan) -> Iterator[Finding]:
