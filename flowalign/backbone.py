@@ -396,11 +396,13 @@ class Backbone:
         return [p for key, p in self.core.named_parameters() if f".{name}." in key]
 
     def save_adapter(self, name: str, folder: str | Path) -> None:
-        """Write what `pipe.load_lora_weights(folder)` takes; alpha travels in the metadata."""
+        """Write what `pipe.load_lora_weights(folder)` takes; alpha and the number of T5 tokens
+        travel in its head."""
         metadata = self.core.peft_config[name].to_dict()
         metadata["target_modules"] = sorted(metadata["target_modules"])
         metadata["base_model_name_or_path"] = self.name
-        write_lora(folder, self._weights(name), metadata)
+        length = self.text.max_sequence_length
+        write_lora(folder, self._weights(name), metadata, text_length=length)
 
     def _weights(self, name: str) -> dict[str, Tensor]:
         """The weights of an adapter as they are saved. (Asked whether it should save embeddings,

@@ -342,7 +342,8 @@ class _Work:
         names = self.shapes.teachers[: len(scales)]
         found = [self._forward(batch, max(scales), names)]
         if config.anchor:
-            found.append(self._forward(batch, config.guidance_of(config.anchor), self.shapes.teachers[-1:]))
+            scale = config.guidance_of(config.anchor)
+            found.append(self._forward(batch, scale, self.shapes.teachers[-1:]))
         flops = sum(each.flops for each in found) / batch * pairs
         held = self.stored + self.label_bytes + max(each.peak for each in found)
         return Phase("labels", held, flops)

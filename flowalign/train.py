@@ -275,7 +275,9 @@ def opd(
         guidance=config.guidance,
         seed=config.seed,
         micro_batch=config.optimizer.micro_batch,
-        anchor=bank(backbone, config, {"anchor": anchor}, everywhere, **storage) if anchor else None,
+        anchor=bank(backbone, config, {"anchor": anchor}, everywhere, **storage)
+        if anchor
+        else None,
         anchor_weight=anchor.weight if anchor else 0.0,
         grpo=grpo(config, backbone, rewards, accelerator) if s.reward_weight > 0 else None,
     )

@@ -22,7 +22,8 @@ def configs(folder: Path) -> Iterator[Root]:
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
 def test_no_run_validates_on_a_set_that_an_evaluation_reports(folder: Path) -> None:
     found = list(configs(folder))
-    reported = {m.prompts for each in found if isinstance(each, EvalConfig) for m in each.benchmarks}
+    evaluations = [each for each in found if isinstance(each, EvalConfig)]
+    reported = {mark.prompts for each in evaluations for mark in each.benchmarks}
     used: dict[str, set[str]] = {}
     for config in found:
         if isinstance(config, Config):

@@ -199,7 +199,7 @@ def test_the_vae_keeps_its_bits_and_decodes_in_small_batches(random_model: str) 
     assert seen == [2, 2, 1]
 
 
-# The pipeline's own scheduler ----------------------------------------------------------------------
+# The pipeline's own scheduler ------------------------------------------------------------------
 
 DYNAMIC = {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 3.0,
            "base_image_seq_len": 4, "max_image_seq_len": 64}  # fmt: skip

@@ -4,9 +4,9 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import fakes
 import pytest
 
-import fakes
 import flowalign.data
 from flowalign import train
 from flowalign.data import PromptError, PromptSampler, load_prompts, subset

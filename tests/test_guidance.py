@@ -12,7 +12,6 @@ from flowalign import config
 from flowalign.card import card
 from flowalign.config import mixtures
 
-
 OCR = {"name": "ocr", "prompts": "tiny/ocr_train"}
 DATA: dict[str, Any] = {
     "stage": "opd",

@@ -32,7 +32,8 @@ def generate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         part = file.with_name(f".{file.name}.part")
         part.write_bytes(content)
         os.replace(part, file)
-    print(f"{said}\n{path}\n{validation_file(path)}: {validation.count(chr(10))} others to validate")
+    others = len(validation.splitlines())
+    print(f"{said}\n{path}\n{validation_file(path)}: {others} others to validate with")
     return 0
 
 

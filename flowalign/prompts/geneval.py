@@ -109,8 +109,8 @@ def validation(seed: int, held_out: Collection[str] = GENEVAL) -> list[Row]:
             row, known = next(stream)
             if known:
                 raise ValueError(
-                    f"the tag {tag} has {known} prompts that are not held out, and a validation set "
-                    f"takes {VALIDATION}. Exclude fewer."
+                    f"the tag {tag} has {known} prompts that are not held out, and a validation "
+                    f"set takes {VALIDATION}. Exclude fewer."
                 )
             rows.append(row)
     return rows
