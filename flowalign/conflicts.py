@@ -301,8 +301,8 @@ def _student_conflicts(config: OpdConfig) -> Iterator[tuple[list[str], str]]:
             yield (
                 ["student.guidance", "rollout.guidance"],
                 f"student.guidance: {config.guidance}, but the rollout has {rollout.guidance}: the "
-                "ratio of new and old policy needs one policy. Use the same, or gradient 'pathwise' "
-                "without a reward.",
+                "ratio of new and old policy needs one policy. Use the same, or gradient "
+                "'pathwise' without a reward.",
             )
     if student.reward_to_go and student.gradient != "policy":
         yield (
