@@ -4,11 +4,11 @@
     python benchmarks/sd35_update.py --width 0.125 --prompts 4    # on a CPU: an eighth of its heads
 
 Rollout, labels of N LoRA teachers and of the anchor, forward and backward pass and optimizer step
-of configs/sd35_medium/student_flow_opd.yaml, with small text encoders of the right output sizes;
-no evaluation, no reward. For each number of teachers, in a process of its own: seconds of each
-part (the second update; the first warms up), images a second, the peak of memory, what `flowalign
-doctor` predicts, and the share that the counted operations are of the device's measured rate of
-matrix products. Prints a Markdown table.
+of configs/sd35_medium/student_flow_opd_paper.yaml, with small text encoders of the right output
+sizes; no evaluation, no reward. For each number of teachers, in a process of its own: seconds of
+each part (the second update; the first warms up), images a second, the peak of memory, what
+`flowalign doctor` predicts, and the share that the counted operations are of the device's measured
+rate of matrix products. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from flowalign.config import OpdConfig, load, parse
 from flowalign.doctor.budget import matmul_rate
 from flowalign.estimate import predict
 
-CONFIG = "configs/sd35_medium/student_flow_opd.yaml"
+CONFIG = "configs/sd35_medium/student_flow_opd_paper.yaml"
 MIB = 2**20
 
 
@@ -59,7 +59,7 @@ def config_of(folder: Path, teachers: int, overrides: list[str]) -> OpdConfig:
     names = [f"t{index}" for index in range(teachers)]
     data = config.model_dump(mode="json")
     data["model"] |= {"id": str(folder / "model"), "text_cache": str(folder / "text")}
-    guidance = next(iter(config.teachers.values())).guidance
+    guidance = config.guidance_of(next(iter(config.teachers.values())))
     data["teachers"] = {n: {"adapter": str(folder / n), "guidance": guidance} for n in names}
     data["tasks"] = [{"name": n, "prompts": "tiny/ocr_train"} for n in names]
     data["train"] |= {"trackers": [], "updates": 3, "sample_every": 10**6}

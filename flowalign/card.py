@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from flowalign import hub
 from flowalign.adapters import adapter_digest, adapter_folder
 from flowalign.checks import adapters
-from flowalign.config import Config, EvalConfig, Job, MergeConfig, parse, to_yaml
+from flowalign.config import Config, EvalConfig, Job, MergeConfig, mixtures, parse, to_yaml
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -215,6 +215,11 @@ def origins(config: Job) -> str:
     lines = [f"- base `{config.model.id}`; its licence holds for this adapter, too: {known}"]
     lines += [f"- {place}: `{source}`" for place, source in adapters(config).items()]
     if isinstance(config, Config):
+        for place, scale in mixtures(config).items():
+            lines.append(
+                f"- guidance of {place}: {scale:g}, where the student is trained at "
+                f"{config.guidance:g}: a mixture of two scales"
+            )
         for task in config.tasks:
             if task.reward:
                 name = task.reward.name

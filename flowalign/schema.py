@@ -170,8 +170,9 @@ class Teacher(Section):
 
     adapter: str | None = Field(examples=["runs/teacher_ocr/adapter"])
     """Adapter folder or Hub id; null = the base itself."""
-    guidance: NotNegative = 1.0
-    """Its CFG scale. Above the student's it is distilled into the student."""
+    guidance: NotNegative | None = Field(default=None, examples=[4.5])
+    """Its CFG scale; null = the one that the student is trained at. Another is a mixture: above the
+    student's, guidance is distilled into the student; below it, the student unlearns its own."""
 
 
 class Anchor(Teacher):
@@ -198,9 +199,10 @@ class Student(Section):
     """pathwise: through the weighted velocity distance. policy: a clipped policy gradient on the
     teacher's log-ratio. published: the official arithmetic. detached: its control, whose expected
     gradient is zero."""
-    weighting: Literal["kl", "published", "mean", "velocity"] = "kl"
-    """w(sigma) of the distance w |v - v_teacher|^2; see flowalign.losses.step_weights."""
-    states: States = States()
+    weighting: Literal["kl", "published", "mean", "velocity"] = "velocity"
+    """w(sigma) of the distance w |v - v_teacher|^2; see flowalign.losses.step_weights. The default,
+    with that of states, is what docs/study.md found best; kl and all states are the paper's."""
+    states: States = States(select="high_noise")
     guidance: NotNegative | None = Field(default=None, examples=[1.0])
     """CFG scale of the student where it is trained; null = rollout.guidance."""
     clip_range: Positive = 1e-4
@@ -301,7 +303,8 @@ class Benchmark(Section):
     prompts: str = Field(examples=["tiny/ocr_test", "prompts/test.jsonl"])
     """A .txt, a .jsonl, or tiny/NAME."""
     limit: Count | None = Field(default=None, examples=[128])
-    """Take the first prompts only; null = all."""
+    """Take the first prompts of the file only (in a file that is sorted by tag, those of its first
+    tags); null = all. More of them later go on with the images of fewer."""
     images: Count = 1
     """Images of a prompt, each with its own noise; GenEval officially has 4."""
     reward: RewardSpec | None = None
@@ -326,7 +329,8 @@ class Evaluation(Section):
     every: Count = 20
     """Rollouts between two evaluations."""
     prompts: Count = 128
-    """Prompts per task, at most."""
+    """Prompts per task, at most: a fixed part of the file, with every metadata `tag` in its
+    proportion; a larger one holds the smaller."""
     steps: Count | None = Field(default=None, examples=[40])
     """Denoising steps; null = rollout.steps."""
     guidance: NotNegative | None = Field(default=None, examples=[4.5])
@@ -369,6 +373,15 @@ class Config(Job):
     train: Train = Train()
     evaluation: Evaluation | None = Evaluation()
 
+    @property
+    def guidance(self) -> float:
+        """The CFG scale at which the adapter is trained."""
+        return self.rollout.guidance
+
+    def guidance_of(self, teacher: Teacher) -> float:
+        """The CFG scale of a teacher or anchor."""
+        return self.guidance if teacher.guidance is None else teacher.guidance
+
 
 class GrpoConfig(Config):
     """A teacher, or a mix of tasks, by group-relative policy optimisation."""
@@ -390,6 +403,12 @@ class OpdConfig(Config):
     """The anchor of MAR; null = none."""
     grpo: Grpo = Grpo()
     """Only for student.reward_weight > 0."""
+
+    @property
+    def guidance(self) -> float:
+        """The CFG scale at which the student is trained."""
+        own = self.student.guidance
+        return self.rollout.guidance if own is None else own
 
 
 class SftConfig(Config):
@@ -521,3 +540,15 @@ def command(stage: str) -> str:
 def routing(config: OpdConfig | SftConfig) -> dict[str, str]:
     """Task -> name of its teacher."""
     return {task.name: task.teacher or task.name for task in config.tasks}
+
+
+def mixtures(config: Config) -> dict[str, float]:
+    """{place in the config: CFG scale} of the teachers, and of the anchor, whose scale is not the
+    one that the student is trained at."""
+    members: dict[str, Teacher] = {}
+    if isinstance(config, OpdConfig | SftConfig):
+        members = {f"teachers.{name}": teacher for name, teacher in config.teachers.items()}
+    if isinstance(config, OpdConfig) and config.anchor:
+        members["anchor"] = config.anchor
+    scales = {place: config.guidance_of(member) for place, member in members.items()}
+    return {place: scale for place, scale in scales.items() if scale != config.guidance}

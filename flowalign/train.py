@@ -21,6 +21,7 @@ from flowalign.config import (
     RecipeConfig,
     SftConfig,
     load,
+    mixtures,
     routing,
     to_yaml,
 )
@@ -210,6 +211,12 @@ def wire(config: Config) -> tuple[Loop, Progress, dict[str, Reward]]:
         lambda path, images, captions: draw(config, path, images, captions),
     )
     trackers.begin(accelerator, config)
+    if accelerator.is_main_process:
+        for place, scale in mixtures(config).items():
+            log.warning(
+                "%s: labels at guidance %g for a student that is trained at %g: a mixture, which "
+                "teaches the student that scale, too", place, scale, config.guidance
+            )  # fmt: skip
     return loop, progress, built
 
 
@@ -242,10 +249,10 @@ def algorithm(
     from flowalign.teachers.sft import Sft
 
     return Sft(
-        bank(backbone, config.teachers, routing(config)),
+        bank(backbone, config, config.teachers, routing(config)),
         backbone.sigmas(config.rollout.steps),
         states=config.sft.states,
-        shift=backbone.pipe.scheduler.config.shift,
+        shift=backbone.shift,
         guidance=config.rollout.guidance,
         seed=config.seed,
     )
@@ -291,14 +298,16 @@ def opd(
     storage = {"dtype": s.label_dtype, "batch_size": s.label_batch}
     return Student(
         s,
-        bank(backbone, config.teachers, routed, **storage),
+        bank(backbone, config, config.teachers, routed, **storage),
         backbone,
         schedule(backbone, config),
         accelerator,
-        guidance=config.rollout.guidance if s.guidance is None else s.guidance,
+        guidance=config.guidance,
         seed=config.seed,
         micro_batch=config.optimizer.micro_batch,
-        anchor=bank(backbone, {"anchor": anchor}, everywhere, **storage) if anchor else None,
+        anchor=bank(backbone, config, {"anchor": anchor}, everywhere, **storage)
+        if anchor
+        else None,
         anchor_weight=anchor.weight if anchor else 0.0,
         grpo=grpo(config, backbone, rewards, accelerator) if s.reward_weight > 0 else None,
     )
@@ -306,6 +315,7 @@ def opd(
 
 def bank(
     backbone: Backbone,
+    config: Config,
     teachers: Mapping[str, TeacherSettings],
     routed: Mapping[str, str],
     *,
@@ -316,7 +326,7 @@ def bank(
     from flowalign.backbone import DTYPES
     from flowalign.teachers.bank import Bank, Member
 
-    members = {name: Member(t.adapter, t.guidance) for name, t in teachers.items()}
+    members = {name: Member(t.adapter, config.guidance_of(t)) for name, t in teachers.items()}
     try:
         return Bank(backbone, members, routed, dtype=DTYPES[dtype], batch_size=batch_size)
     except ValueError as error:
@@ -371,15 +381,14 @@ def draw(config: Config, path: Path, images: Tensor, captions: Sequence[str]) ->
 
 def held_out(config: Config, rewards: Mapping[str, Reward]) -> list[Benchmark]:
     """The validation benchmarks of a config, at most evaluation.prompts a task."""
-    from flowalign.data import load_prompts
+    from flowalign.data import load_prompts, subset
     from flowalign.eval.suite import Benchmark
 
     assert config.evaluation
     found = []
     for task in config.tasks:
         if task.validation and task.name in rewards:
-            prompts = load_prompts(task.validation, task.name)
-            prompts = prompts.select(range(min(len(prompts), config.evaluation.prompts)))
+            prompts = subset(load_prompts(task.validation, task.name), config.evaluation.prompts)
             found.append(Benchmark(task.name, prompts, rewards[task.name]))
     return found
 
@@ -425,6 +434,7 @@ def compare(
 ) -> None:
     """Base and result on the same held-out prompts and noise, as one picture; path None: sample
     them for nothing, as the process that draws samples them too."""
+    from flowalign.data import subset
     from flowalign.eval.suite import generate
     from flowalign.loop import STUDENT
     from flowalign.pictures import read_metrics, side_by_side
@@ -434,7 +444,7 @@ def compare(
     settings = eval_settings(config)
     backbone.replace_adapter(STUDENT, Path(config.output) / "adapter")
     benchmark = held_out(config, rewards)[0]
-    prompts = benchmark.prompts.select(range(min(count, len(benchmark.prompts))))
+    prompts = subset(benchmark.prompts, count)
     with backbone.base():
         before = generate(backbone, prompts, settings)
     after = generate(backbone, prompts, settings)

@@ -128,7 +128,13 @@ def merge(
             scaled = [w * scale for w in weights]
             merged[layer], errors[layer] = merge_layer(parts, scaled, method, rank, density)
     ranks = {layer: factors.down.shape[0] for layer, factors in merged.items()}
-    write_lora(out, _state(merged), describe(ranks, ranks, False, found[0].base))  # scales are in B
+    lengths = {read_head(adapter_folder(source)).text_length for source in adapters}
+    write_lora(
+        out,
+        _state(merged),
+        describe(ranks, ranks, False, found[0].base),  # scales are in B
+        text_length=lengths.pop() if len(lengths) == 1 else None,
+    )
     return MergeReport(method, [str(a) for a in adapters], weights, ranks, errors, lines)
 
 

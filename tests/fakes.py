@@ -266,6 +266,8 @@ def distillation(
     if alone:
         taught = {alone: taught[alone]}
         raw["tasks"] = [{**task, "teacher": alone} for task in raw["tasks"]]
+    if stage == "opd":  # the paper's: every state is trained
+        raw["student"] = {"weighting": "kl", "states": {"select": "all"}}
     return config.parse({**raw, "stage": stage, "teachers": taught}, overrides)
 
 

@@ -223,6 +223,58 @@ def test_keys_that_the_start_overrules_are_noted(random_model, tmp_path):
         assert [text.split(":")[0] for text in notes if text.startswith("lora.")] == expected
 
 
+@pytest.mark.parametrize("by", ["adapter", "guidance"])
+def test_a_teacher_that_scores_less_than_the_students_start_is_named(random_model, tmp_path, by):
+    """Whichever of the two is redder: as a teacher it is sound, as a student it is made worse."""
+    ours = fakes.teachers(random_model, tmp_path)
+    held_out = tmp_path / "held_out.txt"
+    held_out.write_text("\n".join(f"a sign of {i}" for i in range(24)))
+    told = {}
+    for first, second in (("even", "odd"), ("odd", "even")):
+        start, teacher = (ours[first], ours[second]) if by == "adapter" else (ours["odd"],) * 2
+        scales = {"even": 1.0, "odd": 4.5}
+        guidance = [] if by == "adapter" else [
+            f"rollout.guidance={scales[first]}", f"teachers.odd.guidance={scales[second]}",
+        ]  # fmt: skip
+        run = fakes.distillation(random_model, tmp_path / "run", alone="odd").model_dump(
+            mode="json"
+        )
+        for task in run["tasks"]:
+            task["validation"] = str(held_out)
+        given = [f"lora.init={start}", f"teachers.odd.adapter={teacher}", *guidance]
+        found = live.examine(config.parse(run, given)).findings
+        told[first] = [f for f in found if f.text.startswith("worth")]
+    assert all(len(each) == 2 for each in told.values())  # one a task
+    bad = [first for first, each in told.items() if {f.level for f in each} == {"fault"}]
+    good = [first for first, each in told.items() if {f.level for f in each} == {"ok"}]
+    assert len(bad) == len(good) == 1
+
+
+@pytest.mark.slow
+def test_the_tiny_ocr_teacher_at_another_scale_than_its_student_is_named(tmp_path):
+    data = {
+        "stage": "opd",
+        "output": str(tmp_path / "run"),
+        "model": {"id": "tiny", "height": 64, "width": 64, "max_sequence_length": 16},
+        "lora": {"init": "tiny/ocr"},
+        "teachers": {"ocr": {"adapter": "tiny/ocr", "guidance": 1.0}},
+        "tasks": [
+            config.load(TINY[0].parent / "teacher_ocr.yaml").tasks[0].model_dump(mode="json")
+        ],
+    }
+    texts = faults(live.examine(config.parse(data)).findings)
+    assert len(texts) == 1 and texts[0].startswith("worth: on task 'ocr'")
+
+
+@pytest.mark.parametrize(("scale", "level"), [("1.0", "fault"), ("4.5", None), ("6.0", "note")])
+def test_a_mixture_of_scales_is_named(random_model, tmp_path, scale, level):
+    changes = ["rollout.guidance=4.5", f"teachers.odd.guidance={scale}"]
+    run = fakes.distillation(random_model, tmp_path / "run", alone="odd").model_dump(mode="json")
+    found = plan.examine(config.parse(run, changes))
+    told = [f.level for f in found if f.text.startswith("guidance: teachers.odd")]
+    assert told == ([level] if level else [])
+
+
 # The command -----------------------------------------------------------------------------------
 
 

@@ -11,17 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
 from flowalign import sde
 from flowalign.adapters import AdapterError, read_lora
-from flowalign.architectures import build, find, local_folder
+from flowalign.architectures import Architecture, build, find, local_folder
+from flowalign.backbone import ModelError, scheduler_sigmas
 from flowalign.checks import adapters, start
-from flowalign.data import load_prompts
+from flowalign.data import load_prompts, subset
 from flowalign.doctor.findings import Finding
 from flowalign.ema import MovingAverage
 from flowalign.losses import step_weights
-from flowalign.schema import Config, Ema, GrpoConfig, OpdConfig, SftConfig
+from flowalign.schema import Config, Ema, GrpoConfig, OpdConfig, SftConfig, mixtures
 
 CLIP_TOKENS = 77
 SAMPLE = 2000  # prompts of a set that are looked at
@@ -60,12 +62,6 @@ class Plan:
             isinstance(config, OpdConfig)
             and (config.student.gradient != "pathwise" or config.student.reward_weight > 0)
         )
-
-    @property
-    def guidance(self) -> float:
-        """The scale at which the student is trained."""
-        own = self.config.student.guidance if isinstance(self.config, OpdConfig) else None
-        return self.config.rollout.guidance if own is None else own
 
 
 def examine(config: Config) -> list[Finding]:
@@ -112,7 +108,14 @@ def attention(plan: Plan) -> Iterator[Finding]:
 
 def guidance(plan: Plan) -> Iterator[Finding]:
     """One CFG scale in rollout, update and evaluation, or a reason for another."""
-    config, own = plan.config, plan.guidance
+    config, own = plan.config, plan.config.guidance
+    for place, scale in mixtures(config).items():
+        taught = "is distilled into the student" if scale > own else "makes it unlearn its own"
+        yield Finding(
+            "fault" if scale < own and place != "anchor" else "note",
+            f"guidance: {place} labels at {scale}, and the student is trained at {own}: a mixture, "
+            f"which {taught}. Leave its guidance out for one scale.",
+        )
     if own != config.rollout.guidance:
         yield Finding(
             "note",
@@ -155,11 +158,13 @@ def noise(plan: Plan) -> Iterator[Finding]:
     if rollout.kind == "ode" or isinstance(config, SftConfig):
         return
     try:
-        scheduler = find(config.model.id, config.model.revision).scheduler
+        found = find(config.model.id, config.model.revision)
+        sigmas = _sigmas(config, found)
     except LookupError:
         return
-    shift, last = scheduler.get("shift", 1.0), scheduler.get("shift_terminal")
-    sigmas = sde.sigmas(rollout.steps, shift, terminal=last)
+    except ModelError as error:
+        yield Finding("fault", f"schedule: {error}")
+        return
     window = list(range(*rollout.trained))
     zero = torch.zeros(len(window), 1, 1, 1)
     gaussian = sde.transition(
@@ -194,6 +199,14 @@ def noise(plan: Plan) -> Iterator[Finding]:
                 f"weighting: {config.student.weighting!r} puts {float(share):.0%} of the loss on "
                 f"step {window[int(place)]} of {len(window)}; 'velocity' weighs all alike.",
             )
+
+
+def _sigmas(config: Config, found: Architecture) -> Tensor:
+    """The schedule [T+1] of the rollouts."""
+    side = 2 ** (len(found.vae["block_out_channels"]) - 1) * found.transformer["patch_size"]
+    tokens = (config.model.height // side) * (config.model.width // side)
+    scheduler = FlowMatchEulerDiscreteScheduler.from_config(dict(found.scheduler))
+    return scheduler_sigmas(scheduler, config.rollout.steps, tokens)
 
 
 def clip(plan: Plan) -> Iterator[Finding]:
@@ -263,7 +276,8 @@ def held_out(plan: Plan) -> Iterator[Finding]:
     for task in config.tasks:
         if task.validation is None:
             continue
-        prompts = load_prompts(task.validation, task.name).prompts[: config.evaluation.prompts]
+        whole = load_prompts(task.validation, task.name)
+        prompts = subset(whole, config.evaluation.prompts).prompts
         shared = [prompt for prompt in prompts if prompt in trained]
         if shared:
             yield Finding(
