@@ -70,7 +70,6 @@ def test_a_sound_run_has_no_fault_with_its_model(random_model, tmp_path, kind):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (["model.dtype=float16"], "dtype: model.dtype float16 overflows"),
         (["model.attention=flash"], "attention: model.attention 'flash'"),
         (["model.attention=no_such"], "attention: model.attention 'no_such'"),
         ([*EVALUATED, "evaluation.guidance=4.5"], "guidance: trained at 1.0, evaluated at 4.5"),
@@ -212,6 +211,13 @@ def test_a_fault_of_a_reward_is_named(random_model, tmp_path, reward, said):
 def test_a_learning_rate_that_blows_up_is_named(random_model, tmp_path):
     found = fakes.distillation(random_model, tmp_path / "run", "optimizer.lr=10.0")
     assert any(text.startswith("update:") for text in faults(live.examine(found).findings))
+
+
+def test_float16_is_noted(random_model, tmp_path):
+    for dtype, expected in (("float16", 1), ("bfloat16", 0)):
+        found = fakes.settings(random_model, tmp_path / "run", f"model.dtype={dtype}")
+        notes = [f.text for f in plan.examine(found) if f.level == "note"]
+        assert sum(text.startswith("dtype:") for text in notes) == expected
 
 
 def test_keys_that_the_start_overrules_are_noted(random_model, tmp_path):
