@@ -5,10 +5,10 @@
 
 Rollout, labels of N LoRA teachers and of the anchor, forward and backward pass and optimizer step
 of configs/sd35_medium/student_flow_opd_paper.yaml, with small text encoders of the right output
-sizes; no evaluation, no reward. For each number of teachers, in a process of its own: seconds of each
-part (the second update; the first warms up), images a second, the peak of memory, what `flowalign
-doctor` predicts, and the share that the counted operations are of the device's measured rate of
-matrix products. Prints a Markdown table.
+sizes; no evaluation, no reward. For each number of teachers, in a process of its own: seconds of
+each part (the second update; the first warms up), images a second, the peak of memory, what
+`flowalign doctor` predicts, and the share that the counted operations are of the device's measured
+rate of matrix products. Prints a Markdown table.
 """
 
 from __future__ import annotations
