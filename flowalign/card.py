@@ -80,6 +80,7 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 pipe = StableDiffusion3Pipeline.from_pretrained("{base}", torch_dtype=torch.bfloat16)
 pipe.load_lora_weights("{source}")
+pipe("a prompt", max_sequence_length={length})  # the T5 tokens of its training
 ```"""
 
 
@@ -187,7 +188,9 @@ def _body(folder: Path, config: Job, rows: Sequence[Mapping[str, Any]], made_by:
         base=config.model.id,
         stage=config.stage,
         aim=aim,
-        load=load_text(config.model.id, str(folder / "adapter")),
+        load=load_text(
+            config.model.id, str(folder / "adapter"), config.model.max_sequence_length
+        ),
         held_out=HELD_OUT if isinstance(config, Config) else SCORES,
         scores=score_table(rows) if isinstance(config, Config) else "(none: a merge takes none)",
         origins=origins(config) + _merged_as(folder),
@@ -202,10 +205,10 @@ def _merged_as(folder: Path) -> str:
     return f"\n- merged as: {report.read_text().splitlines()[0]}" if report.is_file() else ""
 
 
-def load_text(base: str, source: str) -> str:
-    """How the adapter is loaded from a folder or Hub id."""
+def load_text(base: str, source: str, length: int) -> str:
+    """How the adapter is loaded from a folder or Hub id. length: T5 tokens of a prompt."""
     text = LOAD + (DIFFUSERS if base != "tiny" else "")
-    return text.format(base=base, source=source)
+    return text.format(base=base, source=source, length=length)
 
 
 def origins(config: Job) -> str:

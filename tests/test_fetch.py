@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,7 +66,7 @@ def sha256(content: bytes) -> str:
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
-def source(url: str, checksum: str = "", name: str = "set.txt", **options: bool) -> Source:
+def source(url: str, checksum: str = "", name: str = "set.txt", **options: Any) -> Source:
     return Source("2", f"a/b/{'0' * 40}", "MIT", (File(name, url, checksum, "told", **options),))
 
 
