@@ -416,6 +416,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view", at::native::view);
   m.impl("_reshape_alias", at::native::_reshape_alias);
   m.impl("unfold", at::native::unfold);
+  m.impl("set_.source_Storage", [](Tensor& self, c10::Storage storage) -> Tensor& {
+    int64_t size = storage.nbytes() / self.itemsize();
+    return at::native::set_storage_cpu_(self, std::move(storage), 0, size, 1);
+  });
   m.impl("set_.source_Storage_storage_offset",
          [](Tensor& self, c10::Storage storage, int64_t offset, at::IntArrayRef size,
             at::IntArrayRef stride) -> Tensor& {
