@@ -176,7 +176,9 @@ def wire(config: Config) -> tuple[Loop, Progress, dict[str, Reward]]:
     accelerator = parallel.start(config)
     set_seed(config.seed)  # the LoRA's initial A; all else has generators of its own
     built = {
-        t.name: rewards.build(t.reward.name, **t.reward.options) for t in config.tasks if t.reward
+        t.name: rewards.build_on(accelerator.device, t.reward.name, t.reward.options)
+        for t in config.tasks
+        if t.reward
     }
     backbone = student(config, accelerator.device)
     sampler = PromptSampler(
@@ -319,7 +321,7 @@ def evaluator(
         return None
     benchmarks, settings = held_out(config, rewards), eval_settings(config)
     seconds = config.train.score_seconds
-    watched = wire_benchmarks(config.evaluation.watch, "evaluation.watch")
+    watched = wire_benchmarks(config.evaluation.watch, "evaluation.watch", accelerator.device)
     everything = [*map(suite.ImageSet.of, benchmarks), *watched]
 
     def evaluate() -> tuple[float, EvalReport]:
