@@ -425,7 +425,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
             at::IntArrayRef stride) -> Tensor& {
            return at::native::set_storage_cpu_(self, std::move(storage), offset, size, stride);
          });
-  for (auto name : {"convolution", "convolution_backward"})  // torch would ask for kernels of ours
+  // of these torch would ask for kernels of ours, or make do with slower ones that bear less
+  for (auto name : {"convolution", "convolution_backward", "native_group_norm", "native_layer_norm"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
