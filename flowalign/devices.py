@@ -19,25 +19,26 @@ def current() -> torch.device | None:
 def resolve(device: str | torch.device | None = None) -> torch.device:
     """A device with its index: None = this thread's accelerator, or the CPU where there is none;
     "cuda" = this thread's; "cuda:1" and the CPU as they are."""
+    if device is not None:
+        device = torch.device(device)
+        if device.type == "cpu" or device.index is not None:
+            return device
     here = current()
     if device is None:
         return here or torch.device("cpu")
-    device = torch.device(device)
-    bare = device.index is None and here is not None and device.type == here.type
-    return here if bare and here else device
+    return here if here and here.type == device.type else device
 
 
 class Beside:
     """What a thread needs that works beside others on the device of the thread that makes this: the
     same current device, and a stream, so that neither waits for the other's kernels.
 
-    Without an accelerator, or on one without streams (mps), it does nothing.
+    Without an accelerator, on one that nobody has used yet, or on one without streams (mps), it
+    does nothing.
     """
 
     def __init__(self) -> None:
-        device = current()
-        module = torch.get_device_module(device) if device else None
-        self.device = device if hasattr(module, "set_device") else None
+        self.device = current() if _in_use() else None
         self.stream = torch.Stream(device=self.device) if self.device else None
 
     def mark(self) -> torch.Event | None:
@@ -60,3 +61,11 @@ class Beside:
         and free what it used."""
         if self.stream:
             self.stream.synchronize()
+
+
+def _in_use() -> bool:
+    """Whether there is an accelerator with streams that has been used: to ask for the current one
+    would take hold of it, and of some of its memory."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    module = torch.get_device_module(kind) if kind else None
+    return hasattr(module, "set_device") and getattr(module, "is_initialized", lambda: True)()

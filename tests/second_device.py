@@ -40,6 +40,13 @@ def install() -> None:
     torch._register_device_module(NAME, Module)
 
 
+def pytest_configure() -> None:
+    """As a plugin, `pytest -p second_device`: every run is on `second:1`, as on rank 1 of two."""
+    install()
+    torch.accelerator.set_device_index(1)
+    os.environ["ACCELERATE_TORCH_DEVICE"] = f"{NAME}:1"  # accelerate does not know such devices
+
+
 class Module:
     """What torch asks of torch.second, as of torch.cuda."""
 

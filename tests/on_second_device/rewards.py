@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch import nn
 from flowalign import rewards
 from flowalign.rewards.ahead import Ahead
 from flowalign.rewards.guarded import Guarded
+from flowalign.rewards.worker import Worker
 from flowalign.types import PromptBatch, Reward
 
 HERE, THERE, CPU = map(torch.device, ("second:1", "second:0", "cpu"))
@@ -179,6 +181,14 @@ def test_a_device_without_an_index_is_that_of_the_thread_that_builds(
     """What broke every rank above 0: weights on device 1, inputs on the worker thread's 0."""
     reward = rewards.build("clipscore", **clipscore, device="second")
     assert not in_the_background(reward, batch("clipscore")).failures
+
+
+def test_a_worker_works_where_it_was_made_whoever_asks() -> None:
+    """A server's threads begin at device 0; its reward was built in the main thread."""
+    worker = Worker()
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(lambda: worker.submit(lambda: torch.zeros(1, device="second")).result())
+    assert made.result().device == HERE
 
 
 def test_the_worker_waits_for_what_the_caller_has_made(clipscore: dict[str, Any]) -> None:
