@@ -91,7 +91,7 @@ def evaluate(config: EvalConfig) -> Path:
     check_launch(accelerator.num_processes)
     check_world(config, accelerator.num_processes)
     check_layouts(config)
-    sets = wire(config.benchmarks, "benchmarks")
+    sets = wire(config.benchmarks, "benchmarks", accelerator.device)
     reference = wire_reference(config, sets, accelerator.device)
     backbone = Backbone.load(config.model, accelerator.device)
     weights = fingerprint(backbone)
@@ -117,9 +117,9 @@ def evaluate(config: EvalConfig) -> Path:
     return Path(config.output)
 
 
-def wire(marks: Sequence[Mark], place: str) -> list[ImageSet]:
+def wire(marks: Sequence[Mark], place: str, device: device) -> list[ImageSet]:
     """The benchmarks at a place of a config, those that share images together, with their prompts
-    and rewards; ConfigError if one cannot be built."""
+    and rewards, which compute on the device; ConfigError if one cannot be built."""
     from flowalign import rewards
     from flowalign.eval.suite import Benchmark, ImageSet
 
@@ -128,7 +128,7 @@ def wire(marks: Sequence[Mark], place: str) -> list[ImageSet]:
         prompts, judges = prompts_of(mark), []
         for name, spec in mark.judges.items():
             try:
-                reward = rewards.build(spec.name, **spec.options)
+                reward = rewards.build_on(device, spec.name, spec.options)
             except (ImportError, ValueError, OSError) as error:
                 key = "reward" if mark.reward else f"rewards.{name.removeprefix(f'{mark.name}_')}"
                 problems.append(f"{place}.{index}.{key}: {error}")

@@ -21,6 +21,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from flowalign.backbone import Backbone
+from flowalign.devices import current
 from flowalign.eval.stats import average, headline_row, lost, rows_of
 from flowalign.eval.store import Key, Store
 from flowalign.pictures import png
@@ -405,5 +406,6 @@ def environment() -> dict[str, str]:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
-    found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    device = current() or torch.device("cpu")
+    found["device"] = torch.cuda.get_device_name() if device.type == "cuda" else device.type
     return found

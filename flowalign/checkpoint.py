@@ -21,6 +21,8 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from flowalign.devices import current
+
 PREFIX = "update_"
 
 
@@ -102,11 +104,11 @@ class Rng:
 
 
 def get_rng() -> Rng:
-    """The state of torch's, numpy's and Python's global generators."""
+    """The state of torch's, numpy's and Python's global generators, and of the device's."""
     kind, keys, position, gauss, cached = np.random.get_state()
     tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(np.array(keys))}
-    if torch.cuda.is_available():
-        tensors["cuda"] = torch.cuda.get_rng_state()
+    if device := current():
+        tensors[device.type] = torch.get_device_module(device).get_rng_state()
     version, internal, gauss_next = random.getstate()
     numpy_rest = [kind, int(position), int(gauss), float(cached)]
     return Rng(tensors, {"python": [version, list(internal), gauss_next], "numpy": numpy_rest})
@@ -115,8 +117,8 @@ def get_rng() -> Rng:
 def set_rng(rng: Rng) -> None:
     """Put the global generators back into a state that `get_rng` gave."""
     torch.set_rng_state(rng.tensors["torch"])
-    if "cuda" in rng.tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(rng.tensors["cuda"])
+    if (device := current()) and device.type in rng.tensors:
+        torch.get_device_module(device).set_rng_state(rng.tensors[device.type])
     kind, position, gauss, cached = rng.rest["numpy"]
     np.random.set_state((kind, rng.tensors["numpy"].numpy(), position, gauss, cached))
     version, internal, gauss_next = rng.rest["python"]

@@ -11,23 +11,26 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
+from flowalign.devices import resolve
+
 FEW = 64  # values of each weight that tell a model from another
 
 
 class Placement:
     """Keeps a frozen model where it is wanted: `with placement:` around every forward pass.
 
-    device: where it computes; None = the GPU if there is one. offload: between calls the weights
-    lie on the CPU, and a GPU holds none of them; each outermost `with` copies them over once (all
-    the weights: give a call many images). They are frozen, so nothing is copied back. Calls may
-    nest and come from several threads; the last one out clears the device.
+    device: where it computes, resolved here (`flowalign.devices.resolve`); None = this thread's
+    accelerator if there is one. offload: between calls the weights lie on the CPU, and a GPU holds
+    none of them; each outermost `with` copies them over once (all the weights: give a call many
+    images). They are frozen, so nothing is copied back. Calls may nest and come from several
+    threads; the last one out clears the device.
     The model is set to eval, and its parameters no longer ask for gradients.
     """
 
     def __init__(
         self, model: nn.Module, device: str | torch.device | None = None, offload: bool = False
     ) -> None:
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = resolve(device)
         self.offload = offload
         home = torch.device("cpu") if offload else self.device
         model.requires_grad_(False).eval().to(home)

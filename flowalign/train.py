@@ -189,7 +189,9 @@ def wire(config: Config) -> tuple[Loop, Progress, dict[str, Reward]]:
     accelerator = parallel.start(config)
     set_seed(config.seed)  # the LoRA's initial A; all else has generators of its own
     built = {
-        t.name: rewards.build(t.reward.name, **t.reward.options) for t in config.tasks if t.reward
+        t.name: rewards.build_on(accelerator.device, t.reward.name, t.reward.options)
+        for t in config.tasks
+        if t.reward
     }
     _check_groups(config, built, accelerator.num_processes)
     backbone = student(config, accelerator.device)
@@ -359,7 +361,7 @@ def evaluator(
         return None
     benchmarks, settings = held_out(config, rewards), eval_settings(config)
     seconds, share = config.train.score_seconds, config.evaluation.max_invalid_share
-    watched = wire_benchmarks(config.evaluation.watch, "evaluation.watch")
+    watched = wire_benchmarks(config.evaluation.watch, "evaluation.watch", accelerator.device)
     everything = [*map(suite.ImageSet.of, benchmarks), *watched]
 
     def evaluate() -> tuple[float, EvalReport]:

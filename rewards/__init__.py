@@ -5,6 +5,7 @@ registered in this process, the REWARDS table, the installed entry points of the
 "flowalign.rewards", and last as a dotted path "package.module:attribute". What is found is
 either a factory (a class or function that takes the options and returns a Reward), or a plain
 function (images, prompts, metadata, **options) -> Scores, which is itself the reward.
+A reward that computes with torch may take the option `device`; runs fill it in (`build_on`).
 A reward whose attribute `groupwise` is true is shown all images of one prompt at a time.
 A factory may carry `check_options(**options)` and `check_prompts(prompts, metadata, **options)`,
 static methods that raise ValueError, without loading a model, for what it could not work with.
@@ -27,12 +28,15 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
+import torch
+
+from flowalign.devices import resolve
 from flowalign.rewards.guarded import Guarded, score
 from flowalign.types import Reward
 
 __all__ = [
-    "REWARDS", "Guarded", "build", "check", "check_prompts", "describe", "load", "names",
-    "register", "score",
+    "REWARDS", "Guarded", "build", "build_on", "check", "check_prompts", "describe", "load",
+    "names", "placed", "register", "score",
 ]  # fmt: skip
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
@@ -95,6 +99,24 @@ def build(name: str, **options: Any) -> Reward:
         return factory(**options)
     # update_wrapper: a plain function keeps its name and what it says of itself (`groupwise`)
     return functools.update_wrapper(functools.partial(factory, **options), factory)
+
+
+def build_on(device: str | torch.device | None, name: str, options: Mapping[str, Any]) -> Reward:
+    """As `build`, for a run on that device: a reward with the option `device` that is not told
+    where to compute is told to compute there. None = this thread's accelerator, or the CPU."""
+    return build(name, **placed(_find(name), options, device))
+
+
+def placed(
+    factory: Callable[..., Any], options: Mapping[str, Any], device: str | torch.device | None
+) -> Mapping[str, Any]:
+    """The options with that device, if the factory names the option and they do not give it."""
+    try:
+        takes = "device" in inspect.signature(factory).parameters
+    except ValueError:  # a builtin without a signature
+        takes = False
+    told = options.get("device") is not None
+    return {**options, "device": str(resolve(device))} if takes and not told else options
 
 
 def check(name: str, options: Mapping[str, Any]) -> None:

@@ -2,7 +2,8 @@
 
 A component is given as in a config, {name, options}: a name of flowalign.rewards and its options.
 An image that a component failed on is invalid, with the component's reason. parts: every
-component's value under its label, and its own parts as label/part.
+component's value under its label, and its own parts as label/part. device: where components compute
+that are not told (`flowalign.rewards.build_on`).
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from torch import Tensor
 
 import flowalign.rewards as registry
 from flowalign.rewards.guarded import Guarded, score
+from flowalign.rewards.options import check_common
 from flowalign.types import Reward
 
 Spec = Mapping[str, Any]
+Device = str | torch.device | None
 
 
 class Weighted:
@@ -30,14 +33,15 @@ class Weighted:
 
     name = "weighted"
 
-    def __init__(self, rewards: Sequence[Spec]) -> None:
-        self.check_options(rewards)
-        self.rewards = {_label(spec): _build(spec) for spec in rewards}
+    def __init__(self, rewards: Sequence[Spec], *, device: Device = None) -> None:
+        self.check_options(rewards, device=device)
+        self.rewards = {_label(spec): _build(spec, device) for spec in rewards}
         self.weights = {_label(spec): float(spec.get("weight", 1.0)) for spec in rewards}
 
     @staticmethod
-    def check_options(rewards: Sequence[Spec]) -> None:
+    def check_options(rewards: Sequence[Spec], *, device: Device = None) -> None:
         """Raise ValueError for components that cannot work; loads no model."""
+        check_common("reward weighted", device=device)
         if not isinstance(rewards, (list, tuple)) or not rewards:
             raise ValueError(
                 f"`rewards` of reward weighted is {rewards!r}; give a list such as "
@@ -52,7 +56,10 @@ class Weighted:
 
     @staticmethod
     def check_prompts(
-        prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]], rewards: Sequence[Spec]
+        prompts: Sequence[str],
+        metadata: Sequence[Mapping[str, Any]],
+        rewards: Sequence[Spec],
+        **others: Any,
     ) -> None:
         """Raise ValueError if a component cannot judge images of one of these prompts."""
         for spec in rewards:
@@ -89,14 +96,25 @@ class Gated:
 
     name = "gated"
 
-    def __init__(self, reward: Spec, gate: Spec, threshold: float, below: float = 0.0) -> None:
-        self.check_options(reward, gate, threshold, below)
-        self.reward, self.gate = _build(reward), _build(gate)
+    def __init__(
+        self,
+        reward: Spec,
+        gate: Spec,
+        threshold: float,
+        below: float = 0.0,
+        *,
+        device: Device = None,
+    ) -> None:
+        self.check_options(reward, gate, threshold, below, device=device)
+        self.reward, self.gate = _build(reward, device), _build(gate, device)
         self.threshold, self.below = threshold, below
 
     @staticmethod
-    def check_options(reward: Spec, gate: Spec, threshold: float, below: float = 0.0) -> None:
+    def check_options(
+        reward: Spec, gate: Spec, threshold: float, below: float = 0.0, *, device: Device = None
+    ) -> None:
         """Raise ValueError for components or numbers that cannot work; loads no model."""
+        check_common("reward gated", device=device)
         _check(reward, "reward")
         _check(gate, "gate")
         _number(threshold, "threshold", "gated")
@@ -152,15 +170,20 @@ class Normalized:
 
     name = "normalized"
 
-    def __init__(self, reward: Spec, median: float, spread: float) -> None:
-        self.check_options(reward, median, spread)
-        self.reward, self.median, self.spread = _build(reward), median, spread
+    def __init__(
+        self, reward: Spec, median: float, spread: float, *, device: Device = None
+    ) -> None:
+        self.check_options(reward, median, spread, device=device)
+        self.reward, self.median, self.spread = _build(reward, device), median, spread
         self.groupwise = bool(getattr(self.reward, "groupwise", False))
         self.headline = getattr(self.reward, "headline", None) or "raw"
 
     @staticmethod
-    def check_options(reward: Spec, median: float, spread: float) -> None:
+    def check_options(
+        reward: Spec, median: float, spread: float, *, device: Device = None
+    ) -> None:
         """Raise ValueError for a component or numbers that cannot work; loads no model."""
+        check_common("reward normalized", device=device)
         _check(reward, "reward")
         _number(median, "median", "normalized")
         if _number(spread, "spread", "normalized") <= 0:
@@ -217,8 +240,8 @@ def _check_prompts(
     registry.check_prompts(spec["name"], spec.get("options") or {}, prompts, metadata)
 
 
-def _build(spec: Spec) -> Reward:
-    return registry.build(spec["name"], **(spec.get("options") or {}))
+def _build(spec: Spec, device: Device) -> Reward:
+    return registry.build_on(device, spec["name"], spec.get("options") or {})
 
 
 def _label(spec: Spec) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowalign.devices import resolve
 from flowalign.rewards.pixels import to_uint8
 from flowalign.types import Scores
 
@@ -57,8 +58,8 @@ class DeQA:
     """Reward: the expected level in [1,5], raw; SD3.5 images have about 4.07. Prompts do not count.
 
     model: a Hub id or folder; revision: of it. It is loaded with trust_remote_code, so this runs
-        the repository's code: pin the revision that you have read. device: None = the GPU if
-        there is one. batch_size: images a forward pass.
+        the repository's code: pin the revision that you have read. device: None = this
+        thread's GPU if there is one. batch_size: images a forward pass.
     Flow-OPD's average takes a fifth of it: `normalizer: 5` of the reward `remote`.
     """
 
@@ -69,13 +70,13 @@ class DeQA:
         model: str = MODEL,
         *,
         revision: str | None = None,
-        device: str | None = None,
+        device: str | torch.device | None = None,
         batch_size: int = 8,
     ) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.dtype = torch.float16 if self.device.type == "cuda" else torch.float32
+        self.device = resolve(device)
+        self.dtype = torch.float32 if self.device.type == "cpu" else torch.float16
         self.batch_size = batch_size
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model,

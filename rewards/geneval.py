@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from flowalign.eval.geneval import Verdict, judge, partial_credit
-from flowalign.rewards import check_factory, load
+from flowalign.rewards import check_factory, load, placed
 from flowalign.rewards.guarded import Guarded
+from flowalign.rewards.options import check_common
 from flowalign.types import Detections, Detector
 
 DETECTORS: dict[str, str] = {
@@ -28,6 +29,7 @@ class GenEval:
     detector: a name in DETECTORS ("tiny" for the tiny world, "mask2former" for photographs) or a
         dotted path "package.module:Class" (built with detector_options), or a Detector object.
         `detector.name`, where it has one, says which models answer.
+    device: of a detector that takes one and is not told by its options.
     reward: "bounded" or "published" (`partial_credit`), or "official" (0 or 1, `judge`).
     The thresholds are those of `judge`, and the defaults are the benchmark's.
     parts: "correct", the official decision, 0 or 1, which is the number a benchmark is known by.
@@ -49,6 +51,7 @@ class GenEval:
         max_overlap: float = 1.0,
         position_threshold: float = 0.1,
         detector_options: Mapping[str, Any] | None = None,
+        device: str | torch.device | None = None,
     ) -> None:
         self.check_options(
             detector,
@@ -59,6 +62,7 @@ class GenEval:
             max_overlap=max_overlap,
             position_threshold=position_threshold,
             detector_options=detector_options,
+            device=device,
         )
         self.reward = reward
         self.rules = {
@@ -68,7 +72,7 @@ class GenEval:
             "max_overlap": max_overlap,
             "position_threshold": position_threshold,
         }
-        self.detector = build_detector(detector, detector_options)
+        self.detector = build_detector(detector, detector_options, device)
 
     @staticmethod
     def check_options(
@@ -76,6 +80,7 @@ class GenEval:
         reward: str = "bounded",
         *,
         detector_options: Mapping[str, Any] | None = None,
+        device: str | torch.device | None = None,
         **rules: Any,
     ) -> None:
         """Raise ValueError for options that cannot work; imports the detector, loads no model."""
@@ -83,6 +88,7 @@ class GenEval:
             raise ValueError(
                 f"reward {reward!r} of geneval is unknown; use one of {list(REWARD_KINDS)}."
             )
+        check_common("reward geneval", device=device)
         check_rules(rules)
         check_detector(detector, detector_options)
 
@@ -154,13 +160,21 @@ class GenEval:
         return credit, verdict
 
 
-def build_detector(detector: str | Detector, options: Mapping[str, Any] | None = None) -> Detector:
+def build_detector(
+    detector: str | Detector,
+    options: Mapping[str, Any] | None = None,
+    device: str | torch.device | None = None,
+) -> Detector:
     """The detector of that name or dotted path, built with these options; an object as it is.
+    device: as in `flowalign.rewards.build_on`.
 
     Raises ValueError as `check_detector` does, and whatever the detector's constructor raises.
     """
     check_detector(detector, options)
-    return _factory(detector)(**(options or {})) if isinstance(detector, str) else detector
+    if not isinstance(detector, str):
+        return detector
+    factory = _factory(detector)
+    return factory(**placed(factory, options or {}, device))
 
 
 def check_detector(detector: str | Detector, options: Mapping[str, Any] | None = None) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowalign.devices import resolve
 from flowalign.rewards.pixels import to_uint8
 from flowalign.types import Scores
 
@@ -29,6 +30,7 @@ class HPSv3:
     """Reward: mu, raw and unbounded; about 5 to 10 for good models.
 
     checkpoint: a .safetensors file; None = MizzenAI/HPSv3 from the Hub. config: the package's.
+    device: None = this thread's GPU if there is one.
     batch_size: images a forward pass. 1, because prompts of unequal length are padded in a batch,
         and in bfloat16 a score would then depend a little on its neighbours.
     Raises ImportError where the package hpsv3 is not installed.
@@ -37,7 +39,11 @@ class HPSv3:
     name = "hpsv3"
 
     def __init__(
-        self, checkpoint: str | None = None, *, device: str = "cuda", batch_size: int = 1
+        self,
+        checkpoint: str | None = None,
+        *,
+        device: str | torch.device | None = None,
+        batch_size: int = 1,
     ) -> None:
         self.check_options(checkpoint)
         try:
@@ -48,7 +54,8 @@ class HPSv3:
                 "it from an environment of its own: pip install hpsv3==1.0.0"
             ) from error
         self.batch_size = batch_size
-        self.model = package.HPSv3RewardInferencer(checkpoint_path=checkpoint, device=device)
+        place = str(resolve(device))  # the package wants text
+        self.model = package.HPSv3RewardInferencer(checkpoint_path=checkpoint, device=place)
 
     @staticmethod
     def check_options(checkpoint: str | None = None, **others: Any) -> None:

@@ -9,22 +9,27 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
+from flowalign.devices import Beside
+
 
 class Worker:
     """Calls in the order of `submit`, in a daemon thread: one that hangs keeps nobody from ending.
 
     Whatever a call raises, KeyboardInterrupt and SystemExit included, is raised by its future.
+    The thread's current device is that of the thread that makes the worker. It works on a stream of
+    its own: a call sees all that its submitter has started, and its result is complete.
     """
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any], Any] | None] = SimpleQueue()
+        self._beside = Beside()
         self._since: float | None = None
         threading.Thread(target=self._work, name="reward", daemon=True).start()
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
         """The future result of a call; it can be cancelled until its turn comes."""
         future: Future[Any] = Future()
-        self._jobs.put((future, call))
+        self._jobs.put((future, call, self._beside.mark()))
         return future
 
     def close(self) -> None:
@@ -38,13 +43,16 @@ class Worker:
         return 0.0 if since is None else time.monotonic() - since
 
     def _work(self) -> None:
+        self._beside.enter()
         while (job := self._jobs.get()) is not None:
-            future, call = job
+            future, call, mark = job
             if not future.set_running_or_notify_cancel():
                 continue
             self._since = time.monotonic()
             try:
+                self._beside.follow(mark)
                 result = call()
+                self._beside.settle()
             except BaseException as error:
                 self._since = None
                 future.set_exception(error)

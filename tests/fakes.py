@@ -93,7 +93,8 @@ def shake(backbone: Backbone, name: str = STUDENT, seed: int = 1, scale: float =
     """Random weights for both halves of an adapter: a fresh one has B = 0 and does nothing."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in backbone.adapter_parameters(name):
-        parameter.data = scale * torch.randn(parameter.shape, generator=generator)
+        drawn = scale * torch.randn(parameter.shape, generator=generator)
+        parameter.data = drawn.to(parameter.device)
 
 
 def batch(count: int = 4) -> PromptBatch:
@@ -116,7 +117,7 @@ def noisy_redness(
     images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
 ) -> Scores:
     """Redness, plus what a plugin might draw from the global generators."""
-    noise = torch.rand(len(images)) + random.random()
+    noise = torch.rand(len(images)).to(images.device) + random.random()
     return Scores.of(redness(images, prompts, metadata).value + 1e-2 * noise)
 
 
@@ -125,7 +126,8 @@ def first_of_pair(
 ) -> Scores:
     """Redness for the images of the first prompt; all others are worth the same."""
     value = redness(images, prompts, metadata).value
-    return Scores.of(torch.where(torch.tensor([p == prompts[0] for p in prompts]), value, 0.5))
+    mine = torch.tensor([p == prompts[0] for p in prompts], device=value.device)
+    return Scores.of(torch.where(mine, value, 0.5))
 
 
 def constant(
@@ -173,7 +175,7 @@ class Choosy:
         if any(prompt in self.bad for prompt in prompts):
             raise RuntimeError("no opinion")
         found = redness(images, prompts, metadata)
-        flat = torch.tensor([prompt in self.flat for prompt in prompts])
+        flat = torch.tensor([prompt in self.flat for prompt in prompts], device=images.device)
         parts = {} if bool(flat.all()) else {"red": found.parts["red"]}
         return Scores.of(torch.where(flat, 0.0, found.value), **parts)
 

@@ -79,7 +79,7 @@ def allowed(module: str, name: str) -> bool:
     if under(module, "flowalign.rewards"):
         if name == "flowalign.tiny":  # where the shipped models lie, nothing of their making
             return True
-        own = ("flowalign.types", "flowalign.frozen", "flowalign.rewards")
+        own = ("flowalign.types", "flowalign.devices", "flowalign.frozen", "flowalign.rewards")
         return under(name, *own, "flowalign.eval.geneval")
     if under(module, *ROOMS, *WIRING):
         return True

@@ -3,11 +3,21 @@
 import logging
 import sys
 import types
+from typing import Any
 
 import pytest
 import torch
 
-from flowalign.rewards import build, check, check_prompts, describe, names, register, score
+from flowalign.rewards import (
+    build,
+    build_on,
+    check,
+    check_prompts,
+    describe,
+    names,
+    register,
+    score,
+)
 from flowalign.rewards.geneval import GenEval
 from flowalign.types import Detections, Scores
 
@@ -260,3 +270,43 @@ def test_a_reward_describes_itself_and_at_least_by_its_name(stranger, registry):
     assert describe(build("dark", bias=1.0)) == {"name": "dark"}
     assert describe(GenEval(FakeDetector()))["name"] == "geneval"
     assert describe(Broken()) == {"name": "Broken", "describe": "KeyError: 'engine'"}
+
+
+class Placed:
+    """A reward that says where it computes."""
+
+    def __init__(self, *, device: str | None = None) -> None:
+        self.device = device
+
+    def __call__(self, images, prompts, metadata):
+        return Scores.of([0.0] * len(images))
+
+
+def any_options(**options: Any) -> Placed:
+    assert "device" not in options
+    return Placed()
+
+
+def test_a_run_tells_a_reward_its_device_unless_its_options_do():
+    path = f"{__name__}:Placed"
+    assert vars(build_on("meta", path, {}))["device"] == "meta"
+    assert vars(build_on("meta", path, {"device": None}))["device"] == "meta"
+    assert vars(build_on("meta", path, {"device": "cpu"}))["device"] == "cpu"
+    part = {"name": path}
+    for name, options in {
+        "weighted": {"rewards": [part]},
+        "gated": {"reward": part, "gate": part, "threshold": 0.0},
+        "normalized": {"reward": part, "median": 0.0, "spread": 1.0},
+    }.items():
+        reward = build_on("meta", name, options)
+        inner: Any = vars(reward).get("reward") or vars(reward)["rewards"][path]
+        assert inner.device == "meta"
+        with pytest.raises(ValueError, match="device"):
+            check(name, {**options, "device": "nowhere"})
+
+
+def test_a_plugin_without_a_device_is_built_as_it_is():
+    build_on("meta", f"{__name__}:any_options", {})
+    build_on("meta", "fakes:redness", {})
+    with pytest.raises(ValueError, match="device"):
+        build_on("meta", "fakes:redness", {"device": "cpu"})

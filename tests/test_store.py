@@ -48,7 +48,7 @@ class Watched:
             raise KeyboardInterrupt
         Watched.asked += prompts
         found = fakes.redness(images, prompts, metadata)
-        ill = torch.tensor([prompt in Watched.failing for prompt in prompts])
+        ill = torch.tensor([prompt in Watched.failing for prompt in prompts], device=images.device)
         return Scores.of(found.value.masked_fill(ill, torch.nan), red=found.parts["red"])
 
 

@@ -298,7 +298,7 @@ def test_sft_learns_the_straight_way_to_the_teachers_images(
     assert sampled == [f"teacher_{task}" for task in rollout.batch.tasks]
     states = loop.algorithm.prepare(rollout, 0).states
     assert states is not None and states.states.shape[1] == 3
-    sigma = states.sigmas[:3].reshape(1, 3, 1, 1, 1)
+    sigma = states.sigmas[:3].reshape(1, 3, 1, 1, 1).to(states.states.device)
     straight = states.states - sigma * loop.algorithm.target  # x_sigma - sigma v = x0
     assert_close(straight, rollout.latents[:, None].expand_as(straight), rtol=0, atol=1e-5)
     assert (states.sigmas.diff() < 0).all() and states.sigmas[0] <= 1

@@ -1,0 +1,71 @@
+"""Which device, always with its index; and a stream for a thread that works beside the caller's.
+
+"cuda" without an index is the current device of the thread that uses it, and that of a new thread
+is 0, on every rank. So a device is resolved once, in the thread that builds what lies on it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def current() -> torch.device | None:
+    """The accelerator that this thread works on, with its index; None on a machine without one."""
+    if not torch.accelerator.is_available():
+        return None
+    return torch.accelerator.current_stream().device
+
+
+def resolve(device: str | torch.device | None = None) -> torch.device:
+    """A device with its index: None = this thread's accelerator, or the CPU where there is none;
+    "cuda" = this thread's; "cuda:1" and the CPU as they are."""
+    if device is not None:
+        device = torch.device(device)
+        if device.type == "cpu" or device.index is not None:
+            return device
+    here = current()
+    if device is None:
+        return here or torch.device("cpu")
+    return here if here and here.type == device.type else device
+
+
+class Beside:
+    """What a thread needs that works beside others on the device of the thread that makes this: the
+    same current device, and a stream, so that neither waits for the other's kernels.
+
+    Without an accelerator, on one that nobody has used yet, or on one without streams (mps), it
+    does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.device = current() if _in_use() else None
+        self.stream = torch.Stream(device=self.device) if self.device else None
+
+    def mark(self) -> torch.Event | None:
+        """By the caller: a point in its stream, after everything that it has started."""
+        return torch.accelerator.current_stream(self.device).record_event() if self.stream else None
+
+    def enter(self) -> None:
+        """By the thread, once: from here on it works on the device and the stream."""
+        if self.device and self.stream:
+            torch.get_device_module(self.device).set_device(self.device)
+            torch.accelerator.set_stream(self.stream)
+
+    def follow(self, mark: torch.Event | None) -> None:
+        """By the thread: what it starts from here on comes after the mark."""
+        if self.stream and mark:
+            self.stream.wait_event(mark)
+
+    def settle(self) -> None:
+        """By the thread: wait until all it has started is done. Then others may use what it made,
+        and free what it used."""
+        if self.stream:
+            self.stream.synchronize()
+
+
+def _in_use() -> bool:
+    """Whether there is an accelerator with streams that has been used: to ask for the current one
+    would take hold of it, and of some of its memory."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    module = torch.get_device_module(kind) if kind else None
+    return hasattr(module, "set_device") and getattr(module, "is_initialized", lambda: True)()

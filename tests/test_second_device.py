@@ -1,0 +1,38 @@
+"""What runs on a second kind of device, in processes of its own (tests/second_device.py)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import second_device
+import torch
+from packaging.version import Version
+
+FOLDER = Path(__file__).parent
+
+
+SUBJECTS = {  # files of on_second_device/ are those that pytest does not find by itself
+    "rewards": ["on_second_device/device.py", "on_second_device/rewards.py", "test_bank.py",
+                "test_rollout.py"],
+    "runs": ["on_second_device/runs.py"],
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not second_device.COMPILER, reason="needs a C++ compiler")
+@pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="needs torch's C++ of now")
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_on_the_second_device(subject: str) -> None:
+    paths = [str(FOLDER / name) for name in SUBJECTS[subject]]
+    options = ["-q", "-p", "second_device", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *paths],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(FOLDER.parent), str(FOLDER)])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
