@@ -29,16 +29,12 @@ def load(
     `StableDiffusion3Pipeline.from_pretrained`. A LoRA that cannot be had or read raises HubError or
     AdapterError before the model is loaded.
     """
-    from flowalign.adapters import adapter_folder, read_head
+    from flowalign.adapters import adapter_folder
     from flowalign.backbone import put_lora, resolve
-    from flowalign.pipeline import pipeline_class
-    from flowalign.tiny import MODEL, T5_LENGTH
+    from flowalign.pipeline import pipeline_class, text_length
 
     folder = lora and adapter_folder(lora, newest=True)
-    length = T5_LENGTH if resolve(model) == str(MODEL) else None
-    if folder:
-        length = read_head(folder).text_length or length
-    pipe = pipeline_class(length).from_pretrained(resolve(model), **kw)
+    pipe = pipeline_class(text_length(model, folder)).from_pretrained(resolve(model), **kw)
     if folder:
         put_lora(pipe.transformer, "default_0", folder)  # diffusers' name for a first one
     return pipe

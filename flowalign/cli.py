@@ -23,7 +23,10 @@ def evaluate(argv: Sequence[str]) -> int:
 
 
 def sample(argv: Sequence[str]) -> int:
-    """Draw images of prompts with a model and an optional LoRA, as one labelled grid."""
+    """Draw images of prompts with a model and an optional LoRA, as one labelled grid.
+
+    They are the images that an evaluation with the same seed, steps and guidance scores.
+    """
     parser = argparse.ArgumentParser("flowalign sample", description=sample.__doc__)
     parser.add_argument("prompts", nargs="+", help="for example 'a red sign that says \"CAT\"'")
     parser.add_argument("--model", default="tiny", help="tiny, a folder or a hub id")
@@ -33,33 +36,38 @@ def sample(argv: Sequence[str]) -> int:
     parser.add_argument("--guidance", type=float, default=4.5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--size", type=int, help="pixels; default: the model's own")
+    parser.add_argument("--device", help="default: the GPU if there is one")
+    dtypes = ("float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", choices=dtypes, help="default: bfloat16, float32 on a CPU")
     args = parser.parse_args(argv)
-    import numpy as np
-    import torch
-
-    import flowalign
+    from flowalign.backbone import DTYPES, Backbone, load_pipeline
+    from flowalign.devices import resolve
+    from flowalign.eval.suite import Settings, generate
     from flowalign.pictures import grid
+    from flowalign.pipeline import text_length
     from flowalign.progress import quiet
+    from flowalign.types import PromptBatch
 
     quiet()
-
+    count = len(args.prompts)
     try:
-        pipe = flowalign.load(args.model, lora=args.lora)
+        device = resolve(args.device)
+        dtype = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
+        length = text_length(args.model, args.lora)
+        pipe = load_pipeline(args.model, dtype=DTYPES[dtype])
+        size = args.size or pipe.default_sample_size * pipe.vae_scale_factor
+        backbone = Backbone(
+            pipe, height=size, width=size, max_sequence_length=length, device=device
+        )
+        if args.lora:
+            backbone.load_adapter("sampled", args.lora, frozen=True)
     except (ValueError, OSError) as error:
         print(f"flowalign sample: {error}", file=sys.stderr)
         return 2
-    images = pipe(
-        args.prompts,
-        height=args.size,
-        width=args.size,
-        num_inference_steps=args.steps,
-        guidance_scale=args.guidance,
-        generator=[torch.Generator().manual_seed(args.seed + i) for i in range(len(args.prompts))],
-        output_type="np",
-        return_dict=False,
-    )[0]
-    pixels = torch.from_numpy(np.asarray(images)).permute(0, 3, 1, 2)
-    grid(args.out, pixels, args.prompts)
+    prompts = PromptBatch(args.prompts, ["sample"] * count, [{}] * count)
+    with backbone.adapter("sampled" if args.lora else None):
+        images = generate(backbone, prompts, Settings(args.steps, args.guidance, args.seed, 8))
+    grid(args.out, images, args.prompts)
     print(args.out)
     return 0
 

@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import functools
 import inspect
+from pathlib import Path
 from typing import Any
 
 import diffusers
 
+DIFFUSERS_LENGTH = 256  # T5 tokens of a prompt that says nothing
 
-def pipeline_class(length: int | None) -> type[diffusers.StableDiffusion3Pipeline]:
-    """diffusers' class (None), or one like it whose prompts have `length` T5 tokens by default.
+
+def text_length(model: str, lora: str | Path | None) -> int:
+    """T5 tokens of a prompt: those of the LoRA's training where its file tells, those of the tiny
+    model, or diffusers' default. Raises HubError or AdapterError for a LoRA that cannot be read."""
+    from flowalign.adapters import adapter_folder, read_head
+    from flowalign.backbone import resolve
+    from flowalign.tiny import MODEL, T5_LENGTH
+
+    own = T5_LENGTH if resolve(model) == str(MODEL) else DIFFUSERS_LENGTH
+    return (read_head(adapter_folder(lora, newest=True)).text_length if lora else None) or own
+
+
+def pipeline_class(length: int) -> type[diffusers.StableDiffusion3Pipeline]:
+    """diffusers' class, or one like it whose prompts have `length` T5 tokens by default.
 
     diffusers keeps that number nowhere but in the defaults of two methods. The class has the name
     of its parent, which is what `save_pretrained` writes: what is saved is an ordinary pipeline.
     """
     parent = diffusers.StableDiffusion3Pipeline
-    if length is None:
+    if length == DIFFUSERS_LENGTH:
         return parent
     methods = {
         name: _with_length(getattr(parent, name), length) for name in ("__call__", "encode_prompt")

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowalign import parallel, train
+from flowalign import cli, parallel, pictures, train
 from flowalign.backbone import Backbone
 from flowalign.config import EvalConfig, parse
 from flowalign.eval.__main__ import load_adapters, using
+from flowalign.eval.suite import Settings, generate
 from flowalign.loop import STUDENT
 from flowalign.precision import CastingLinear
 
@@ -77,6 +78,24 @@ def test_a_half_precision_base_is_under_no_autocast(random_model: str, tmp_path:
     assert {p.dtype for p in loop.parameters} == {torch.float32}
     rows = [json.loads(line) for line in (loop.folder / "metrics.jsonl").read_text().splitlines()]
     assert all(row["grad_norm"] > 0 and row["ratio_error"] == 0 for row in rows)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sample_draws_what_an_evaluation_scores(
+    random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    backbone = fakes.backbone(random_model, dtype=getattr(torch, dtype))
+    backbone.name = random_model
+    backbone.add_adapter(STUDENT, rank=4, alpha=6.0, targets=fakes.TARGETS)
+    fakes.shake(backbone)
+    backbone.save_adapter(STUDENT, tmp_path / "lora")
+    drawn: list[Tensor] = []
+    monkeypatch.setattr(pictures, "grid", lambda path, images, captions: drawn.append(images))
+    given = ["--model", random_model, "--lora", str(tmp_path / "lora"), "--size", "32"]
+    given += ["--steps", "3", "--guidance", "2", "--seed", "7", "--dtype", dtype]
+    assert cli.sample([*fakes.PROMPTS[:2], *given]) == 0
+    expected = generate(backbone, fakes.batch(2), Settings(3, 2.0, 7, 8))
+    assert torch.equal(drawn[0], expected) and expected.std() > 1e-3
 
 
 def test_labels_of_a_frozen_teacher_are_the_velocities_it_was_trained_with(
