@@ -67,6 +67,13 @@ def stages(path: Path, variant: Path | None = None, processes: int = 1) -> dict[
 
 
 @pytest.mark.usefixtures("data")
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_runs_on_one_gpu_and_on_two_machines_of_eight(path: Path) -> None:
+    for processes in (1, 2, 4, 8, 16):
+        assert stages(path, processes=processes)
+
+
+@pytest.mark.usefixtures("data")
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda path: path.stem)
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_variant_runs_the_same_images_and_updates(path: Path, variant: Path) -> None:
