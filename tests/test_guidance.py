@@ -67,7 +67,8 @@ def test_the_teachers_of_sft_sample_at_the_guidance_of_the_rollout(
 ) -> None:
     found = fakes.distillation(random_model, tmp_path / "run", "rollout.guidance=2.0", stage="sft")
     loop = fakes.wired(found)
-    assert loop.algorithm.source(["even"]).guidance == [2.0]  # type: ignore[union-attr]
+    (source,) = loop.algorithm.sources(["even"]) or []
+    assert source.guidance == 2.0
 
 
 def test_a_mixture_is_said_in_the_log_and_in_the_card(

@@ -207,6 +207,6 @@ def test_two_processes_distil_as_one_does(random_model: str, tmp_path: Path, sta
 
 
 def test_train_raises_for_its_callers(tmp_path: Path) -> None:
-    found = fakes.settings(str(tmp_path), tmp_path / "run", "rollout.prompts=3")
+    found = fakes.settings(str(tmp_path), tmp_path / "run", "rollout.prompts=3", "rollout.copies=3")
     with pytest.raises(ConfigError, match="2 processes"):
         train.check_world(found, 2)
