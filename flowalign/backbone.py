@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from flowalign import sde
 from flowalign.adapters import AdapterError, read_lora, scales, write_lora
+from flowalign.attention import use_backend
 from flowalign.config import Model
 from flowalign.precision import compute_in_the_bases_dtype, lora_layers
 from flowalign.text import TextEncoder
@@ -166,7 +167,7 @@ class Backbone:
         )
         backbone = cls.of(pipe, model, device)
         if model.attention:
-            backbone.core.set_attention_backend(model.attention)
+            use_backend(backbone.core, model.attention)
         if model.gradient_checkpointing:
             backbone.core.enable_gradient_checkpointing()
         return backbone
