@@ -50,6 +50,7 @@ def settings(model: str, folder: Path, kind: str, *changes: str, size: int = 512
         data["tasks"] = [task, {**task, "name": "b"}]
         data["teachers"] = {n: {"adapter": str(folder / n), "guidance": 4.5} for n in "ab"}
         data["anchor"] = {"adapter": None, "guidance": 4.5}
+        data["student"] = {"weighting": "kl", "states": {"select": "all"}}  # the most there is
     return config.parse(data, changes)
 
 

@@ -22,14 +22,17 @@ class Text:
     on disk and moves the encoders off the GPU.)"""
 
     def __init__(self, pipe: FluxPipeline, device: torch.device | str, length: int) -> None:
-        self.pipe, self.device, self.length = pipe, device, length
+        self.pipe, self.device, self.max_sequence_length = pipe, device, length
 
     @torch.no_grad()
     def __call__(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
         embeds, pooled, _ = self.pipe.encode_prompt(
-            list(prompts), device=self.device, max_sequence_length=self.length
+            list(prompts), device=self.device, max_sequence_length=self.max_sequence_length
         )
         return embeds, pooled
+
+    def prepare(self, calls: Sequence[Sequence[str]]) -> None:
+        """Nothing is encoded ahead: the encoders stay where they are."""
 
     def negative(self) -> tuple[Tensor, Tensor]:
         return self([""])

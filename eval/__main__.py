@@ -42,7 +42,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`compare A B`, or an evaluation. Exit status: 0 done, 2 refused, 130 interrupted."""
+    """`compare A B`, or an evaluation. Exit status: 0 done, 1 too many images have no score, 2
+    refused, 130 interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] == "compare":
         from flowalign.eval.compare import main as compare
@@ -52,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from flowalign import parallel
     from flowalign.backbone import ModelError
     from flowalign.eval.store import StoreError
+    from flowalign.eval.suite import EvaluationError
 
     try:
         evaluate(load(args.config, args.overrides, stage=EvalConfig, variant=args.variant))
@@ -59,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, ModelError, StoreError) as error:
         print(error, file=sys.stderr)
         return 2
+    except EvaluationError as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(
             "interrupted; no table was written. The same command goes on from here.",
@@ -71,10 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def evaluate(config: EvalConfig) -> Path:
     """Score every model on every benchmark; returns the folder of the results.
 
-    Raises ConfigError before any image is sampled.
+    Raises ConfigError before any image is sampled, EvaluationError after a set of images of which
+    more than `max_invalid_share` have no score.
     """
-    from accelerate import Accelerator
-
     from flowalign import parallel
     from flowalign.backbone import Backbone
     from flowalign.eval.files import write
@@ -83,8 +87,7 @@ def evaluate(config: EvalConfig) -> Path:
     from flowalign.progress import quiet
 
     quiet()
-    parallel.state()
-    accelerator = Accelerator()
+    accelerator = parallel.accelerator(config)
     check_launch(accelerator.num_processes)
     check_world(config, accelerator.num_processes)
     check_layouts(config)
@@ -281,7 +284,22 @@ def judge(
                     found[name][mark.name] = its
                     report = EvalReport(rows_of(mark, its.rows), {}, {})
                     console.print(f"{name}: {mark.name} {headline(report, [mark]):.3f}")
+                _check(name, of, judged, config.max_invalid_share)
     return found
+
+
+def _check(model: str, images: ImageSet, judged: Sequence[Judged], share: float) -> None:
+    """EvaluationError if a judge lost too many images; what follows would be sampled in vain if it
+    is broken."""
+    from flowalign.eval.stats import lost
+    from flowalign.eval.suite import EvaluationError
+
+    found = [lost(mark, its.rows, share) for mark, its in zip(images.judges, judged, strict=True)]
+    if problems := [f"{model}, {text}" for text in found if text]:
+        raise EvaluationError(
+            f"{'; '.join(problems)}. No table was written. Mend the reward and give the same "
+            "command again: only what has no score is scored."
+        )
 
 
 def show(table: str) -> None:

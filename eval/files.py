@@ -58,8 +58,9 @@ def document(
         scores, first = results.scores(model), results.first
         models[model] = {
             "adapter": config.models[model],
-            **vars(found),
             "rows": [vars(row) for row in found.rows],
+            "settings": found.settings,
+            "environment": found.environment,
             "fidelity": vars(scores["fidelity"]) if "fidelity" in scores else None,
             "average": vars(scores["average"]) if "average" in scores else None,
             "difference": listed(results.difference(model, first)) if model != first else [],

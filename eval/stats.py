@@ -104,27 +104,52 @@ def average(rows: Sequence[EvalRow]) -> EvalRow:
     """
     mean = sum(row.mean for row in rows) / len(rows)
     error = math.sqrt(sum(row.stderr**2 for row in rows)) / len(rows)
-    return _normal(AVERAGE, "mean", mean, error, sum(row.n for row in rows))
+    total = sum(row.n if row.total is None else row.total for row in rows)
+    return _normal(AVERAGE, "mean", mean, error, sum(row.n for row in rows), total)
+
+
+def lost(benchmark: Known, images: Images, share: float) -> str:
+    """Why these images are no result: more than this share of them lacks the benchmark's number,
+    or all of a tag do; "" if they are one."""
+    part = benchmark.headline or "value"
+    known = [math.isfinite(value) for value in _values(images, part)]
+    count, reasons = known.count(False), dict[str, None]()
+    gone: set[str] = set()
+    if _tagged(benchmark, images):
+        tags = [image["metadata"]["tag"] for image in images]
+        gone = set(tags) - {tag for tag, its in zip(tags, known, strict=True) if its}
+    if not gone and (not count or count < len(images) and count <= share * len(images)):
+        return ""
+    for image, its in zip(images, known, strict=True):
+        reasons |= {} if its else {image.get("reason") or "no reason is known": None}
+    which = f", all of {', '.join(map(repr, sorted(gone)))} among them" if gone else ""
+    return (
+        f"{benchmark.name}: {count} of {len(images)} images have no score{which} "
+        f"(max_invalid_share = {share:g}): {'; '.join(list(reasons)[:3])}"
+    )
 
 
 @dataclass(frozen=True)
 class Distance:
-    """How far n images are from a reference, and how far without each of G groups of them [G]."""
+    """How far n images (of `total`) are from a reference, and how far without each of G groups of
+    them [G]."""
 
     value: float
     without: Tensor
     n: int
+    total: int | None = None
 
     @property
     def row(self) -> EvalRow:
         """The distance and its error over draws of the images (the reference is taken as given)."""
-        return _normal(FIDELITY, "frechet", self.value, _jackknife(self.without), self.n)
+        error = _jackknife(self.without)
+        return _normal(FIDELITY, "frechet", self.value, error, self.n, self.total)
 
     def minus(self, other: Distance) -> EvalRow:
         """The paired difference: both leave out the images of the same prompts and noise."""
         gap = self.without - other.without
-        n = min(self.n, other.n)
-        return _normal(FIDELITY, "frechet", self.value - other.value, _jackknife(gap), n)
+        n, error = min(self.n, other.n), _jackknife(gap)
+        return _normal(FIDELITY, "frechet", self.value - other.value, error, n, self.total)
 
 
 def distance(features: Tensor, reference: Tensor, metric: Metric) -> Distance:
@@ -134,12 +159,12 @@ def distance(features: Tensor, reference: Tensor, metric: Metric) -> Distance:
     the distance is NaN.
     """
     place = torch.arange(len(features)) % GROUPS  # each group has images of every benchmark
-    known = features.isfinite().all(1)
+    known, total = features.isfinite().all(1), len(features)
     features, place = features[known], place[known]
     if len(features) - int(place.bincount(minlength=1).max()) <= features.shape[1]:
-        return Distance(math.nan, torch.full((GROUPS,), math.nan), len(features))
-    without = [metric(features[place != group], reference) for group in range(GROUPS)]
-    return Distance(metric(features, reference), torch.tensor(without).double(), len(features))
+        return Distance(math.nan, torch.full((GROUPS,), math.nan), len(features), total)
+    without = torch.tensor([metric(features[place != g], reference) for g in range(GROUPS)])
+    return Distance(metric(features, reference), without.double(), len(features), total)
 
 
 def enough(width: int) -> int:
@@ -173,13 +198,15 @@ def _headline_rows(benchmark: Known, images: Images) -> list[EvalRow]:
     error = math.sqrt(sum(row.stderr**2 for row in known)) / len(known) if known else math.nan
     low, high = bootstrap.interval(*_prompts(images, part))
     n = sum(row.n for row in known)
-    return [EvalRow(benchmark.name, "overall", mean, error, n, low, high), *rows]
+    return [EvalRow(benchmark.name, "overall", mean, error, n, low, high, len(images)), *rows]
 
 
-def _normal(benchmark: str, metric: str, mean: float, error: float, n: int) -> EvalRow:
+def _normal(
+    benchmark: str, metric: str, mean: float, error: float, n: int, total: int | None
+) -> EvalRow:
     """A row whose interval takes the error as that of a normal distribution."""
     reach = NormalDist().inv_cdf((1 + bootstrap.CONFIDENCE) / 2) * error
-    return EvalRow(benchmark, metric, mean, error, n, mean - reach, mean + reach)
+    return EvalRow(benchmark, metric, mean, error, n, mean - reach, mean + reach, total)
 
 
 def _values(images: Images, part: str) -> list[float]:
@@ -206,9 +233,10 @@ def _row(benchmark: str, metric: str, images: Images, part: str) -> EvalRow:
     sums, counts, _ = _prompts(images, part)
     n, prompts, alike = counts.sum(), int((counts > 0).sum()), np.zeros(len(counts), np.int64)
     if not n:
-        return EvalRow(benchmark, metric, math.nan, math.nan, 0)
+        return EvalRow(benchmark, metric, math.nan, math.nan, 0, total=len(images))
     mean, error = float(sums.sum() / n), math.nan
     if prompts > 1:
         spread = ((sums - mean * counts) ** 2).sum() * prompts / (prompts - 1)
         error = math.sqrt(spread) / float(n)
-    return EvalRow(benchmark, metric, mean, error, int(n), *bootstrap.interval(sums, counts, alike))
+    low, high = bootstrap.interval(sums, counts, alike)
+    return EvalRow(benchmark, metric, mean, error, int(n), low, high, len(images))

@@ -7,6 +7,7 @@ number of processes.
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from flowalign.backbone import Backbone
-from flowalign.eval.stats import average, headline_row, rows_of
+from flowalign.eval.stats import average, headline_row, lost, rows_of
 from flowalign.eval.store import Key, Store
 from flowalign.pictures import png
 from flowalign.rewards.ahead import Ahead
@@ -101,6 +102,10 @@ def generate(
     return rollout.images
 
 
+class EvaluationError(RuntimeError):
+    """An evaluation of which too many images have no score: which, why, what to do."""
+
+
 def run(
     backbone: Backbone,
     sets: Sequence[ImageSet],
@@ -108,17 +113,22 @@ def run(
     accelerator: Accelerator | None = None,
     *,
     seconds: float | None = None,
+    max_invalid_share: float = 1.0,
 ) -> EvalReport:
     """Score every benchmark; with an accelerator each process takes a share of the prompts.
 
-    seconds: as in `judge_set`.
+    seconds: as in `judge_set`. max_invalid_share: a benchmark with more images without a score is
+    `lost`.
     """
     rows: list[EvalRow] = []
+    gone: dict[str, str] = {}
     for images in sets:
         found = judge_set(backbone, images, settings, accelerator, seconds=seconds)
         for benchmark, judged in zip(images.judges, found, strict=True):
             rows += rows_of(benchmark, judged.rows)
-    return EvalReport(rows=rows, settings=vars(settings), environment=environment())
+            why = lost(benchmark, judged.rows, max_invalid_share)
+            gone |= {benchmark.name: why} if why else {}
+    return EvalReport(rows, vars(settings), environment(), gone)
 
 
 @dataclass(frozen=True)
@@ -176,13 +186,18 @@ def judge_set(
     seen: list[Tensor] = []
     order: list[Key] = []
     scored = _Scored(images.judges, store, seconds, advance)
-    for part in _batches(images, settings.batch_size, world, rank):
-        keys = [(index, copy) for index in part for copy in range(images.images)]
+    parts = _batches(images, settings.batch_size, world, rank)
+    needs = {part: _needs(images, part, scored, keep, features is not None) for part in parts}
+    sampled = [part for part in parts if _to_sample(_keys(images, part), needs[part], store)]
+    for part, wanted in needs.items():
+        if sampled[:1] == [part]:  # the encoders come to the device once, not for every batch
+            backbone.text.prepare([images.prompts.select(each).prompts for each in sampled])
+            sampled.pop(0)
+        keys = _keys(images, part)
         todo = scored.missing(keys)
         shown = [key for key in keys if key[0] < keep]
-        wanted = {*shown, *(keys if features else ())}.union(*todo.values())
         found = _images(backbone, images, settings, keys, wanted, store)
-        scored.submit(todo, found)
+        scored.submit(keys, todo, found)
         if not images.judges:
             advance(len(keys))
         pictures += [png(found[key]) for key in shown]
@@ -217,26 +232,27 @@ class _Scored:
         self._scoring = Ahead(seconds=seconds)
 
     def missing(self, keys: Sequence[Key]) -> dict[str, list[Key]]:
-        """{judge: which of these it has yet to score}, those that have something to do."""
-        found = {
+        """{judge: which of these it has yet to score}."""
+        return {
             mark.name: _unscored(mark.reward, keys, self.rows[mark.name]) for mark in self.judges
         }
-        for todo in found.values():
-            self.advance(len(keys) - len(todo))
-        return {name: todo for name, todo in found.items() if todo}
 
-    def submit(self, todo: Mapping[str, Sequence[Key]], images: Mapping[Key, Tensor]) -> None:
-        """Score these, once the batch before is done: a slow reward does not fill the memory."""
-        if not todo:
+    def submit(
+        self, keys: Sequence[Key], todo: Mapping[str, Sequence[Key]], images: Mapping[Key, Tensor]
+    ) -> None:
+        """Score those of a batch that are to do, once the batch before is done: a slow reward does
+        not fill the memory."""
+        for mine in todo.values():
+            self.advance(len(keys) - len(mine))
+        if not any(todo.values()):
             return
         self._collect()
         for mark in self.judges:
-            keys = todo.get(mark.name, ())
-            if keys:
-                batch = mark.prompts.select([index for index, _ in keys])
-                shown = torch.stack([images[key] for key in keys])
+            if mine := todo[mark.name]:
+                batch = mark.prompts.select([index for index, _ in mine])
+                shown = torch.stack([images[key] for key in mine])
                 self._scoring.submit(shown, batch, partial(_score, mark.reward))
-                self._under_way.append((mark, keys))
+                self._under_way.append((mark, mine))
 
     def finish(self) -> list[dict[Key, dict[str, Any]]]:
         """All rows of each judge, when the last batch is scored."""
@@ -272,6 +288,26 @@ def _batches(images: ImageSet, size: int, world: int, rank: int) -> list[range]:
     starts = range(0, total, step)
     mine = starts[rank * len(starts) // world : (rank + 1) * len(starts) // world]
     return [range(start, min(start + step, total)) for start in mine]
+
+
+def _keys(images: ImageSet, part: range) -> list[Key]:
+    return [(index, copy) for index in part for copy in range(images.images)]
+
+
+def _needs(
+    images: ImageSet, part: range, scored: _Scored, keep: int, features: bool
+) -> set[Key]:
+    """Which images of a batch are asked for: those to score, to show, to take features of."""
+    keys = _keys(images, part)
+    shown = [key for key in keys if key[0] < keep]
+    return {*shown, *(keys if features else ())}.union(*scored.missing(keys).values())
+
+
+def _to_sample(keys: Sequence[Key], wanted: Collection[Key], store: Store | None) -> bool:
+    """Whether a batch will be sampled, as far as can be told without a look into the files."""
+    if store is None:
+        return bool(wanted)
+    return any(not store.has(key) for key in keys if key in wanted or store.keeps(key))
 
 
 def _keep_step(
@@ -354,7 +390,10 @@ def _image_rows(keys: Sequence[Key], prompts: PromptBatch, scores: Guarded) -> l
 
 
 def headline(report: EvalReport, benchmarks: Sequence[Benchmark]) -> float:
-    """The mean over the benchmarks of the number that each is known by."""
+    """The mean over the benchmarks of the number that each is known by; NaN if one of them is
+    lost."""
+    if any(mark.name in report.lost for mark in benchmarks):
+        return math.nan
     return average([headline_row(mark, report.rows) for mark in benchmarks]).mean
 
 

@@ -97,8 +97,12 @@ class Table:
         return " ↓" if column in LOWER_IS_BETTER else ""
 
     def text(self, label: str, column: str) -> str:
-        """Mean ± standard error; a dash where there is no number."""
-        return shown(self.rows[label][column], self.places[column], self.signed)
+        """Mean ± standard error; a dash where there is no number. Where images are missing, how
+        many there are."""
+        row = self.rows[label][column]
+        some = row.total is not None and row.n < row.total
+        number = shown(row, self.places[column], self.signed)
+        return f"{number} (n {row.n} of {row.total})" if some else number
 
     def interval(self, label: str, column: str) -> str:
         """The ends of the 95 % interval, "" where there is none."""

@@ -19,6 +19,9 @@ def load(
 ) -> StableDiffusion3Pipeline:
     """A diffusers StableDiffusion3Pipeline, with a LoRA if one is given.
 
+    A prompt has as many T5 tokens as in the LoRA's training, where its file tells (ours do) or the
+    model is "tiny"; `max_sequence_length=` of a call is another number, and diffusers' own is 256.
+
     model: "tiny" (ships with the package), a folder, or a hub id. lora: a folder that training
     wrote (`<output>/adapter`), tiny/NAME for a teacher that ships with the package, a LoRA of the
     transformer that diffusers or peft saved, or its Hub id (owner/name, owner/name@revision);
@@ -26,15 +29,16 @@ def load(
     `StableDiffusion3Pipeline.from_pretrained`. A LoRA that cannot be had or read raises HubError or
     AdapterError before the model is loaded.
     """
-    from diffusers import StableDiffusion3Pipeline
-
     from flowalign.adapters import adapter_folder, read_head
     from flowalign.backbone import put_lora, resolve
+    from flowalign.pipeline import pipeline_class
+    from flowalign.tiny import MODEL, T5_LENGTH
 
     folder = lora and adapter_folder(lora, newest=True)
+    length = T5_LENGTH if resolve(model) == str(MODEL) else None
     if folder:
-        read_head(folder)
-    pipe = StableDiffusion3Pipeline.from_pretrained(resolve(model), **kw)
+        length = read_head(folder).text_length or length
+    pipe = pipeline_class(length).from_pretrained(resolve(model), **kw)
     if folder:
         put_lora(pipe.transformer, "default_0", folder)  # diffusers' name for a first one
     return pipe

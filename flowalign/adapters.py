@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("flowalign")
 
 PEFT_ADAPTER, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+TEXT_LENGTH = "flowalign_max_sequence_length"  # in the head of a file, where others pass it over
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 PREFIXES = ("base_model.model.", "transformer.")  # peft's, then diffusers'
 FACTOR = re.compile(r"(.+)\.lora_([AB])\.weight")
@@ -117,12 +119,14 @@ class Head:
     """What can be known of an adapter without its weights.
 
     config: peft's description, None where the file has none. base: the model it says it was trained
-    on; None where it names none, or a folder of somebody else's machine.
+    on; None where it names none, or a folder of somebody else's machine. text_length: tokens of the
+    T5 encoder in its training, which files of ours tell.
     """
 
     file: Path
     config: dict[str, Any] | None
     base: str | None
+    text_length: int | None = None
 
 
 def read_head(folder: Path) -> Head:
@@ -135,6 +139,7 @@ def read_head(folder: Path) -> Head:
         raise AdapterError(f"{file} is not a safetensors file ({error})") from error
     _check_keys(file, keys)
     beside = file.parent / PEFT_CONFIG
+    length = int(metadata[TEXT_LENGTH]) if metadata.get(TEXT_LENGTH, "").isdecimal() else None
     if text := metadata.get("lora_adapter_metadata"):
         config = {_bare(key): value for key, value in _parsed(text, file).items()}
         base = config.get("base_model_name_or_path")
@@ -143,9 +148,9 @@ def read_head(folder: Path) -> Head:
         name = config.get("base_model_name_or_path")
         base = name if isinstance(name, str) and hub.is_id(name) else None
     else:
-        return Head(file, None, None)
+        return Head(file, None, None, length)
     _check_config(file, config)
-    return Head(file, config, base)
+    return Head(file, config, base, length)
 
 
 def _parsed(text: str, file: Path) -> dict[str, Any]:
@@ -325,9 +330,17 @@ def scales(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str
 
 
 def write_lora(
-    folder: str | Path, layers: Mapping[str, Tensor], metadata: Mapping[str, Any]
+    folder: str | Path,
+    layers: Mapping[str, Tensor],
+    metadata: Mapping[str, Any],
+    *,
+    text_length: int | None = None,
 ) -> None:
-    """Write the weights and peft's description of a LoRA as `pipe.load_lora_weights` takes them."""
+    """Write the weights and peft's description of a LoRA as `pipe.load_lora_weights` takes them.
+
+    text_length: tokens of the T5 encoder in its training (None = nothing is known), for
+    `flowalign.load`. It lies beside the description, not in it: peft refuses what it does not know.
+    """
     from diffusers import StableDiffusion3Pipeline
 
     StableDiffusion3Pipeline.save_lora_weights(
@@ -335,6 +348,19 @@ def write_lora(
         transformer_lora_layers=dict(layers),
         transformer_lora_adapter_metadata=dict(metadata),
     )
+    if text_length is not None:
+        _add_to_head(Path(folder) / ADAPTER, {TEXT_LENGTH: str(text_length)})
+
+
+def _add_to_head(file: Path, entries: Mapping[str, str]) -> None:
+    """Put entries into the head of a safetensors file, whose weights stay as they are."""
+    from safetensors.torch import load_file, save_file
+
+    with safe_open(file, framework="numpy") as opened:
+        known = opened.metadata() or {}
+    part = file.with_suffix(".part")
+    save_file(load_file(file), part, metadata={**known, **entries})
+    os.replace(part, file)
 
 
 # Digests -----------------------------------------------------------------------------------------

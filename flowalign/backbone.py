@@ -5,6 +5,7 @@ The one place with classifier-free guidance, and the one that knows named LoRA a
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,13 +16,17 @@ from typing import Any, TypeVar
 import diffusers
 import torch
 from accelerate.utils import gather_object
-from diffusers import PipelineQuantizationConfig, StableDiffusion3Pipeline
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,
+    PipelineQuantizationConfig,
+    StableDiffusion3Pipeline,
+)
+from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
 from packaging.version import Version
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 
-from flowalign import sde
 from flowalign.adapters import AdapterError, read_lora, scales, write_lora
 from flowalign.attention import use_backend
 from flowalign.config import Model
@@ -97,6 +102,48 @@ def _why_not(model: str, error: Exception) -> str:
         f"model.id {model!r}: {seen} ({reason[:200]}). Give `tiny`, the folder of a diffusers "
         "pipeline, or a Hub id such as stabilityai/stable-diffusion-3.5-medium; a gated one needs "
         "its licence accepted on the Hub and `hf auth login`."
+    )
+
+
+def scheduler_sigmas(scheduler: Any, num_steps: int, tokens: int) -> Tensor:
+    """The schedule [T+1], float32, from 1 down to 0, as a diffusers scheduler gives it to the SD3
+    pipeline for images of so many tokens; asked of a copy, as schedulers have a state.
+
+    Raises ModelError for one that a rollout could not follow: its steps are Euler's, between these
+    noise levels, with the model told sigma * 1000.
+    """
+    config = scheduler.config
+    if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+        raise ModelError(_other_steps(f"is a {type(scheduler).__name__}"))
+    for key, value in {"invert_sigmas": False, "stochastic_sampling": False,
+                       "num_train_timesteps": 1000}.items():  # fmt: skip
+        if config.get(key, value) != value:
+            raise ModelError(_other_steps(f"has {key} = {config[key]!r}, where {value!r} is known"))
+    asked = copy.deepcopy(scheduler)
+    dynamic = config.get("use_dynamic_shifting")
+    asked.set_timesteps(num_steps, mu=dynamic_shift(scheduler, tokens) if dynamic else None)
+    found = torch.as_tensor(asked.sigmas, dtype=torch.float32, device="cpu")
+    if found[0] != 1 or found[-1] != 0 or not bool((found.diff() < 0).all()):
+        raise ModelError(_other_steps(f"gives the noise levels {found.tolist()}, not from 1 to 0"))
+    return found
+
+
+def dynamic_shift(scheduler: Any, tokens: int) -> float:
+    """mu, as diffusers' SD3 pipeline computes it."""
+    config = scheduler.config
+    return calculate_shift(
+        tokens,
+        config.get("base_image_seq_len", 256),
+        config.get("max_image_seq_len", 4096),
+        config.get("base_shift", 0.5),
+        config.get("max_shift", 1.16),
+    )
+
+
+def _other_steps(seen: str) -> str:
+    return (
+        f"the model's scheduler {seen}, and rollouts take Euler steps of a flow from sigma 1 to 0. "
+        "Give the model a FlowMatchEulerDiscreteScheduler (scheduler/scheduler_config.json)."
     )
 
 
@@ -191,9 +238,24 @@ class Backbone:
     # Sampling parts ----------------------------------------------------------------------------
 
     def sigmas(self, num_steps: int) -> Tensor:
-        """The schedule [T+1] that the pipeline's own scheduler would take."""
-        config = self.pipe.scheduler.config
-        return sde.sigmas(num_steps, config.shift, terminal=config.shift_terminal)
+        """The schedule [T+1] of the pipeline's own scheduler, all its settings included; ModelError
+        where it steps otherwise than a rollout does."""
+        return scheduler_sigmas(self.pipe.scheduler, num_steps, self._tokens)
+
+    @property
+    def shift(self) -> float:
+        """The shift of that schedule: sigma = shift u / (1 + (shift - 1) u) of an even u."""
+        scheduler = self.pipe.scheduler
+        if not scheduler.config.use_dynamic_shifting:
+            return scheduler.shift
+        mu = dynamic_shift(scheduler, self._tokens)
+        return mu if scheduler.config.time_shift_type == "linear" else math.exp(mu)
+
+    @property
+    def _tokens(self) -> int:
+        """Tokens of an image, on which a dynamic shift depends."""
+        _, height, width = self.latent_shape
+        return (height // self.core.config.patch_size) * (width // self.core.config.patch_size)
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], copies: int = 1) -> Conditioning:
@@ -344,11 +406,13 @@ class Backbone:
         return [p for key, p in self.core.named_parameters() if f".{name}." in key]
 
     def save_adapter(self, name: str, folder: str | Path) -> None:
-        """Write what `pipe.load_lora_weights(folder)` takes; alpha travels in the metadata."""
+        """Write what `pipe.load_lora_weights(folder)` takes; alpha and the number of T5 tokens
+        travel in its head."""
         metadata = self.core.peft_config[name].to_dict()
         metadata["target_modules"] = sorted(metadata["target_modules"])
         metadata["base_model_name_or_path"] = self.name
-        write_lora(folder, self._weights(name), metadata)
+        length = self.text.max_sequence_length
+        write_lora(folder, self._weights(name), metadata, text_length=length)
 
     def _weights(self, name: str) -> dict[str, Tensor]:
         """The weights of an adapter as they are saved. (Asked whether it should save embeddings,

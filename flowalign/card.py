@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from flowalign import hub
 from flowalign.adapters import adapter_digest, adapter_folder
 from flowalign.checks import adapters
-from flowalign.config import Config, EvalConfig, Job, MergeConfig, parse, to_yaml
+from flowalign.config import Config, EvalConfig, Job, MergeConfig, mixtures, parse, to_yaml
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -35,6 +35,7 @@ LICENSES = {
     "imagereward": "Apache-2.0",
     "ocr": "Apache-2.0 (RapidOCR, PaddleOCR)",
 }
+REPORT = "report.md"  # of a merge: what was done, in its first line, and the error of each layer
 SECTION = re.compile(r"\n## Scores.*?(?=\n## |\Z)", re.DOTALL)
 COMMAND = "flowalign train --config config.yaml"
 SCORES, HELD_OUT = "## Scores", "## Scores on held-out prompts while training"
@@ -189,10 +190,16 @@ def _body(folder: Path, config: Job, rows: Sequence[Mapping[str, Any]], made_by:
         load=load_text(config.model.id, str(folder / "adapter")),
         held_out=HELD_OUT if isinstance(config, Config) else SCORES,
         scores=score_table(rows) if isinstance(config, Config) else "(none: a merge takes none)",
-        origins=origins(config),
+        origins=origins(config) + _merged_as(folder),
         command=made_by,
         config=to_yaml(config),
     )
+
+
+def _merged_as(folder: Path) -> str:
+    """What a merge did, by its report; "" where there is none."""
+    report = folder / REPORT
+    return f"\n- merged as: {report.read_text().splitlines()[0]}" if report.is_file() else ""
 
 
 def load_text(base: str, source: str) -> str:
@@ -208,6 +215,11 @@ def origins(config: Job) -> str:
     lines = [f"- base `{config.model.id}`; its licence holds for this adapter, too: {known}"]
     lines += [f"- {place}: `{source}`" for place, source in adapters(config).items()]
     if isinstance(config, Config):
+        for place, scale in mixtures(config).items():
+            lines.append(
+                f"- guidance of {place}: {scale:g}, where the student is trained at "
+                f"{config.guidance:g}: a mixture of two scales"
+            )
         for task in config.tasks:
             if task.reward:
                 name = task.reward.name
@@ -249,7 +261,8 @@ def score_table(rows: Sequence[Mapping[str, Any]]) -> str:
         return "(none were taken: `evaluation` was off)"
     best = _best(rows)
     names = [name for name in rows[0] if name.startswith("eval/")]
-    table = ["| metric | base | this adapter (best) | last |", "|---|---|---|---|"]
+    first = "base" if rows[0]["update"] == 0 else "first"  # the base's may not have counted
+    table = [f"| metric | {first} | this adapter (best) | last |", "|---|---|---|---|"]
     for name in names:
         cells = [f"{row.get(name, float('nan')):.3f}" for row in (rows[0], best, rows[-1])]
         table.append(f"| {name[5:]} | " + " | ".join(cells) + " |")

@@ -8,13 +8,14 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from flowalign import hub
-from flowalign.adapters import AdapterError, adapter_folder, read_head
+from flowalign import determinism, hub
+from flowalign.adapters import AdapterError, adapter_folder, read_head, read_lora, scales
 from flowalign.data import PromptError, load_prompts
 from flowalign.pictures import IMAGES, image_files
 from flowalign.schema import (
@@ -24,6 +25,7 @@ from flowalign.schema import (
     ConfigError,
     EvalConfig,
     Fidelity,
+    Lora,
     MergeConfig,
     OpdConfig,
     RewardSpec,
@@ -42,7 +44,7 @@ def check_world(config: Root, num_processes: int, pending: Collection[str] = ())
 
     problems = [*_package_problems(config), *_adapter_problems(config, pending)]
     if isinstance(config, Config):
-        problems += _training_problems(config, num_processes)
+        problems += [*_training_problems(config, num_processes), *determinism.problems(config)]
     if isinstance(config, EvalConfig):
         problems += _reference_problems(config.fidelity)
     for place, name, judges, sources in _judged(config):
@@ -171,6 +173,54 @@ def _adapter_problems(config: Root, pending: Collection[str] = ()) -> Iterator[s
                 f"{place}: {source!r} was trained on {base!r}, and model.id is "
                 f"{config.model.id!r}. Name an adapter of this base, or that base as model.id."
             )
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a student that starts from an adapter has, and the keys of `lora` that were set and are
+    ignored, since that adapter decides them: one text each."""
+
+    text: str
+    ignored: list[str]
+
+
+def start(lora: Lora) -> Start | None:
+    """Of `lora.init`; None for a fresh adapter."""
+    if lora.init is None:
+        return None
+    weights, about = read_lora(lora.init)
+    scale = scales(weights, about)
+    ranks = {layer: weights[f"{layer}.lora_A.weight"].shape[0] for layer in scale}
+    special, usual = about["alpha_pattern"], about["lora_alpha"]
+    alphas = {layer: special.get(f"^{layer}", usual) for layer in ranks}
+    ignored = []
+    for key, has in (("rank", ranks), ("alpha", alphas)):
+        wanted = getattr(lora, key)
+        if key in lora.model_fields_set and set(has.values()) != {wanted}:
+            ignored.append(f"lora.{key}: {wanted:g} is ignored, lora.init has {_span(has)}")
+    ends = {target: [layer for layer in ranks if _ends(layer, target)] for target in lora.targets}
+    lost = [target for target, layers in ends.items() if not layers]
+    more = len(ranks.keys() - {layer for layers in ends.values() for layer in layers})
+    if "targets" in lora.model_fields_set and (lost or more):
+        seen = [f"{more} layers that they do not name"] if more else []
+        seen += [f"none for {', '.join(lost)}"] if lost else []
+        ignored.append(f"lora.targets: ignored, lora.init has {' and '.join(seen)}")
+    text = (
+        f"lora.init: the student starts from {lora.init}, rank {_span(ranks)}, scale "
+        f"{_span(scale)} (alpha / r), {len(ranks)} layers"
+    )
+    return Start(text, ignored)
+
+
+def _span(values: Mapping[str, float]) -> str:
+    """The value of all layers, or the range."""
+    low, high = min(values.values()), max(values.values())
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+
+
+def _ends(layer: str, target: str) -> bool:
+    """Whether peft adapts a layer for a target."""
+    return layer == target or layer.endswith(f".{target}")
 
 
 def _missing(source: str, error: AdapterError) -> str:

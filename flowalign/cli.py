@@ -70,7 +70,7 @@ def merge(argv: Sequence[str]) -> int:
     parser.add_argument("adapters", nargs="+", help="adapter folders, such as outputs/.../adapter")
     parser.add_argument("--out", required=True, help="the folder to write")
     parser.add_argument("--method", default="concat", help="concat (exact), svd, ties or dare")
-    parser.add_argument("--weights", nargs="+", type=float, help="one an adapter; default: 1 each")
+    parser.add_argument("--weights", nargs="+", type=float, help="one each; default: 1, the sum")
     parser.add_argument("--rank", type=int, help="of the result; default: the largest given")
     parser.add_argument("--density", type=float, default=0.5, help="what ties and dare keep")
     parser.add_argument("--seed", type=int, default=0, help="of what dare drops")

@@ -52,6 +52,7 @@ from flowalign.schema import (
     Teacher,
     Train,
     command,
+    mixtures,
     routing,
 )
 
@@ -92,6 +93,7 @@ __all__ = [
     "assignments",
     "command",
     "load",
+    "mixtures",
     "overlay",
     "parse",
     "read",

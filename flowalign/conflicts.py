@@ -297,13 +297,12 @@ def _student_conflicts(config: OpdConfig) -> Iterator[tuple[list[str], str]]:
             "is the published arithmetic. Use weighting 'published', or gradient 'pathwise'.",
         )
     if student.gradient != "pathwise" or student.reward_weight > 0:
-        own = rollout.guidance if student.guidance is None else student.guidance
-        if own != rollout.guidance:
+        if config.guidance != rollout.guidance:
             yield (
                 ["student.guidance", "rollout.guidance"],
-                f"student.guidance: {own}, but the rollout has {rollout.guidance}: the ratio of "
-                "new and old policy needs one policy. Use the same, or gradient 'pathwise' "
-                "without a reward.",
+                f"student.guidance: {config.guidance}, but the rollout has {rollout.guidance}: the "
+                "ratio of new and old policy needs one policy. Use the same, or gradient "
+                "'pathwise' without a reward.",
             )
     if student.reward_to_go and student.gradient != "policy":
         yield (

@@ -1,13 +1,15 @@
 """Credit: from the rewards of B images to their advantages. Pure tensors.
 
-B images in groups; group [B] says which images share a prompt. valid [B], False where the reward
-failed: such a row leaves every statistic and gets advantage 0. All is computed in float64 and
-returned as float32 [B], without gradient.
+B images in groups; group [B] says which images share a prompt. task [B] says which images share a
+reward, whose range is its own: no statistic spans two tasks (None = all are of one). valid [B],
+False where the reward failed: such a row leaves every statistic and gets advantage 0. All is
+computed in float64 and returned as float32 [B], without gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,28 +25,33 @@ def group_relative(
     std: str = "batch",
     eps: float = 1e-4,
     valid: Tensor | None = None,
+    task: Tensor | None = None,
 ) -> Tensor:
     """(value - mean of its group) / (std + eps) [B], the advantage of GRPO (2402.03300).
 
-    std "batch": of all valid values around their common mean (Flow-GRPO's global_std=True);
-    "group": of the image's own group. Both are population std (divide by n).
+    std "batch": of all valid values of the image's task around their common mean (Flow-GRPO's
+    global_std=True, whose batches hold one task each); "group": of the image's own group. Both are
+    population std (divide by n).
     A group of one gets 0. Departure: a group whose values are equal up to rounding gets exactly
     0, where the published code leaves +-1e-17 if the mean rounds, and then trains on it.
     """
     if std not in ("batch", "group"):
         raise ValueError(f"unknown std {std!r}; take 'batch' or 'group'")
-    value, group, valid = _checked(value, group, valid)
+    value, group, valid, task = _checked(value, group, valid, task)
     advantage = torch.zeros_like(value)
-    spread = value[valid].std(correction=0) if bool(valid.any()) else value.new_zeros(())
-    for rows in _groups(group, valid):
-        own = value[rows]
-        if not _all_equal(own):
-            scale = spread if std == "batch" else own.std(correction=0)
-            advantage[rows] = (own - own.mean()) / (scale + eps)
+    for images in _groups(task, valid):
+        spread = value[images].std(correction=0)
+        for rows in _groups(group, valid & (task == task[images[0]])):
+            own = value[rows]
+            if not _all_equal(own):
+                scale = spread if std == "batch" else own.std(correction=0)
+                advantage[rows] = (own - own.mean()) / (scale + eps)
     return advantage.float()
 
 
-def gaussian_ranks(value: Tensor, group: Tensor, valid: Tensor | None = None) -> Tensor:
+def gaussian_ranks(
+    value: Tensor, group: Tensor, valid: Tensor | None = None, task: Tensor | None = None
+) -> Tensor:
     """Ranks within the group mapped to normal quantiles [B]: Phi^-1((rank - 1/2) / n), rank 1..n.
 
     Equal values (up to rounding) share the mean of their quantiles; a group that is all equal, or
@@ -53,7 +60,7 @@ def gaussian_ranks(value: Tensor, group: Tensor, valid: Tensor | None = None) ->
     rewards are lost; n quantiles have a std below 1 (.67 for n = 2, .97 for n = 24), and with
     ties the result is not normal (rewards of 0 and 1 give two values).
     """
-    value, group, valid = _checked(value, group, valid)
+    value, group, valid, _ = _checked(value, group, valid, task)  # a group is of one task
     advantage = torch.zeros_like(value)
     for rows in _groups(group, valid):
         own, order = value[rows].sort()
@@ -69,17 +76,29 @@ def gaussian_ranks(value: Tensor, group: Tensor, valid: Tensor | None = None) ->
     return advantage.float()
 
 
-def group_std(value: Tensor, group: Tensor, valid: Tensor | None = None) -> Tensor:
+def group_std(
+    value: Tensor, group: Tensor, valid: Tensor | None = None, task: Tensor | None = None
+) -> Tensor:
     """`group_relative` by the std of the image's own group [B]."""
-    return group_relative(value, group, std="group", valid=valid)
+    return group_relative(value, group, std="group", valid=valid, task=task)
 
 
-def batch_std(value: Tensor, group: Tensor, valid: Tensor | None = None) -> Tensor:
-    """`group_relative` by the std of the batch [B]."""
-    return group_relative(value, group, std="batch", valid=valid)
+def batch_std(
+    value: Tensor, group: Tensor, valid: Tensor | None = None, task: Tensor | None = None
+) -> Tensor:
+    """`group_relative` by the std of the batch's images of the same task [B]."""
+    return group_relative(value, group, std="batch", valid=valid, task=task)
 
 
-ADVANTAGES: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
+class Advantage(Protocol):
+    """value, group, valid, task, all [B] -> the advantage [B]."""
+
+    def __call__(
+        self, value: Tensor, group: Tensor, valid: Tensor | None, task: Tensor | None = None, /
+    ) -> Tensor: ...
+
+
+ADVANTAGES: dict[str, Advantage] = {
     "group_std": group_std,
     "batch_std": batch_std,
     "gaussian": gaussian_ranks,
@@ -93,24 +112,29 @@ def clip_advantage(advantage: Tensor, limit: float) -> Tensor:
     return advantage.clamp(-limit, limit)
 
 
-def _checked(value: Tensor, group: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """value as float64 without gradient, group and valid beside it; or a ValueError."""
+def _checked(
+    value: Tensor, group: Tensor, valid: Tensor | None, task: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """value as float64 without gradient, group, valid and task beside it; or a ValueError."""
     if valid is None:
         valid = torch.ones(value.shape, dtype=torch.bool)
-    shapes = [list(t.shape) for t in (value, group, valid)]
-    if value.ndim != 1 or shapes != [shapes[0]] * 3:
-        raise ValueError(f"value, group and valid must all be [B], got {shapes}")
-    group, valid = group.to(value.device), valid.to(value.device, torch.bool)
+    if task is None:
+        task = torch.zeros(value.shape, dtype=torch.long)
+    shapes = [list(t.shape) for t in (value, group, valid, task)]
+    if value.ndim != 1 or shapes != [shapes[0]] * 4:
+        raise ValueError(f"value, group, valid and task must all be [B], got {shapes}")
+    device = value.device
+    group, valid, task = group.to(device), valid.to(device, torch.bool), task.to(device)
     broken = int((valid & ~torch.isfinite(value)).sum())
     if broken:
         raise ValueError(f"{broken} of {len(value)} values are not finite; mark them in `valid`")
-    return value.detach().double(), group, valid
+    return value.detach().double(), group, valid, task
 
 
-def _groups(group: Tensor, valid: Tensor) -> Iterator[Tensor]:
-    """The positions of the valid rows of each group."""
-    for name in group.unique():
-        yield ((group == name) & valid).nonzero().flatten()
+def _groups(name: Tensor, valid: Tensor) -> Iterator[Tensor]:
+    """The positions of the valid rows of each name."""
+    for one in name[valid].unique():
+        yield ((name == one) & valid).nonzero().flatten()
 
 
 def _all_equal(value: Tensor) -> bool:

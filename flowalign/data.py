@@ -48,6 +48,23 @@ def load_prompts(source: str | Path, task: str) -> PromptBatch:
     return PromptBatch(prompts, [task] * len(prompts), metadata)
 
 
+def subset(prompts: PromptBatch, count: int) -> PromptBatch:
+    """`count` rows that stand for the whole set, in its order; all of them where there are fewer.
+
+    Every value of the metadata `tag` is there in its proportion, as many a file is sorted by tag
+    (GenEval's first 128 rows know two of its six); rows without one are of one kind. A function of
+    the set alone, and a larger count holds the rows of a smaller one.
+    """
+    kinds: dict[str, list[int]] = {}
+    for row, metadata in enumerate(prompts.metadata):
+        kinds.setdefault(str(metadata.get("tag")), []).append(row)
+    places: list[tuple[float, int]] = []
+    for kind, rows in kinds.items():
+        for j, place in enumerate(_permutation(f"subset/{kind}", len(rows))):
+            places.append(((j + 0.5) / len(rows), rows[place]))
+    return prompts.select(sorted(row for _, row in sorted(places)[:count]))
+
+
 def _locate(source: str) -> Path:
     """The file or folder behind a source; an error names what lies near it."""
     tiny = source.startswith("tiny/") and not Path(source).suffix

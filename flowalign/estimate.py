@@ -164,12 +164,12 @@ class _Shapes:
 
         def source(name: str, member: Teacher) -> Source:
             if member.adapter is None:
-                return Source(None, member.guidance)
+                return Source(None, config.guidance_of(member))
             own = rank_of(member.adapter, ranks, lora.rank)
             backbone.add_adapter(name, rank=own, alpha=1.0, targets=lora.targets)
             for parameter in backbone.adapter_parameters(name):
                 parameter.data = parameter.data.to(self.dtype)  # as frozen ones are loaded
-            return Source(name, member.guidance)
+            return Source(name, config.guidance_of(member))
 
         taught = {name: source(f"teacher_{name}", member) for name, member in members.items()}
         anchored = source("teacher_anchor_of_all", anchor) if anchor else None
@@ -411,9 +411,7 @@ class _Work:
     def _learn(self, target: Tensor, cond: Conditioning) -> None:
         """A micro-batch: the student, the base where a KL to it is taken, and the gradients."""
         config, backbone = self.config, self.backbone
-        guidance = config.rollout.guidance
-        if isinstance(config, OpdConfig) and config.student.guidance is not None:
-            guidance = config.student.guidance
+        guidance = config.guidance
         velocity = backbone.velocity(target, 0.5, cond, guidance=guidance)
         if self.decodes:  # at least on one micro-batch
             with torch.no_grad(), backbone.base(), Meter() as reference:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,15 +24,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from diffusers.optimization import get_scheduler
-from diffusers.training_utils import EMAModel
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from flowalign import checkpoint, parallel
+from flowalign import checkpoint, parallel, trackers
 from flowalign.alarm import Alarm
 from flowalign.backbone import Backbone
 from flowalign.config import Config
 from flowalign.data import PromptSampler
+from flowalign.ema import MovingAverage
 from flowalign.rollout import Noise, Schedule, See, sample, shard
 from flowalign.types import Conditioning, EvalReport, Rollout, Source, StepLoss
 
@@ -184,7 +184,7 @@ class Loop:
         self.parallel = parallel.of(accelerator)
         self.optimizer = self.parallel.prepare(config, backbone, inner)
         self.lr = learning_rate(config, inner)
-        self.ema = EMAModel(self.parameters, decay=config.ema.decay) if config.ema else None
+        self.ema = MovingAverage(self.parameters, **config.ema.model_dump()) if config.ema else None
         self.update = 0  # rollouts done
         self.steps = 0  # optimizer steps done
         self.evaluated = -1  # update of the last evaluation
@@ -214,6 +214,12 @@ class Loop:
         if self.evaluate is None:
             with self.averaged():
                 self._keep_adapter({})
+        elif self.evaluated != self.update == train.updates:
+            raise TrainingError(
+                f"update {self.update}: the last evaluation lost too many images (the warnings say "
+                "why), so nobody knows whether its adapter is the best. Mend the reward and run "
+                "again with --resume: only the evaluation is taken again."
+            )
 
     def _one_update(self) -> None:
         """One rollout and what is learnt from it; Ctrl-C does not leave the learning half done."""
@@ -319,8 +325,8 @@ class Loop:
         self.optimizer.zero_grad(set_to_none=True)
         self.lr.step()
         self.steps += 1
-        if self.ema and self.config.ema and self.steps % self.config.ema.every == 0:
-            self.ema.step(self.parameters)
+        if self.ema:
+            self.ema.step(self.parameters, self.steps)
         return norm
 
     # Evaluation, log and pictures --------------------------------------------------------------
@@ -328,19 +334,12 @@ class Loop:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """With the EMA's weights in place of the student's."""
-        if self.ema is None:
+        with self.ema.of(self.parameters, self.steps) if self.ema else nullcontext():
             yield
-            return
-        self.ema.store(self.parameters)
-        self.ema.copy_to(self.parameters)
-        try:
-            yield
-        finally:
-            self.ema.restore(self.parameters)
 
     def _evaluate(self) -> None:
         """Where it is due: score the averaged adapter on held-out prompts; the best one becomes
-        the result."""
+        the result. One that lost too many images does not count, as if it had not been taken."""
         settings = self.config.evaluation
         if self.evaluate is None or settings is None or self.evaluated == self.update:
             return
@@ -350,8 +349,15 @@ class Loop:
         with self.averaged():
             headline, report = self.evaluate()
             with interrupts_held():
-                rows = {f"{r.benchmark}/{r.metric}": (r.mean, r.stderr) for r in report.rows}
+                known = [row for row in report.rows if row.benchmark not in report.lost]
+                rows = {f"{r.benchmark}/{r.metric}": (r.mean, r.stderr) for r in known}
                 means = {f"eval/{name}": mean for name, (mean, _) in rows.items()}
+                if report.lost and self.accelerator.is_main_process:
+                    for text in report.lost.values():
+                        log.warning("update %d: the evaluation lost %s", self.update, text)
+                if math.isnan(headline):
+                    self._log({"eval/lost": len(report.lost), **means})
+                    return
                 alarms = self.alarm.look(rows)
                 self._log({"eval/headline": headline, **means, "alarms": len(alarms)})
                 if self.accelerator.is_main_process:
@@ -380,6 +386,8 @@ class Loop:
         if self.accelerator.is_main_process and rollout.images is not None:
             path = self.folder / "samples" / f"update_{self.update + 1:06d}.png"
             self.draw(path, rollout.images, captions)
+            if path.is_file():
+                trackers.image(self.accelerator, "samples", path, self.update + 1)
 
     def _due(self, every: int, offset: int = 0) -> bool:
         return (self.update + offset) % every == 0
@@ -396,9 +404,6 @@ class Loop:
         states = {
             "optimizer": self.parallel.optimizer_state(self.optimizer),
             "lr": self.lr.state_dict(),
-            "ema": {k: v for k, v in self.ema.state_dict().items() if k != "shadow_params"}
-            if self.ema
-            else {},
             "scaler": scaler.state_dict() if scaler else {},
         }
         return self.checkpoints.save(
@@ -423,8 +428,6 @@ class Loop:
         states, progress = found["states"], found["progress"]
         self.parallel.load_optimizer_state(self.optimizer, states["optimizer"])
         self.lr.load_state_dict(states["lr"])
-        if self.ema:
-            self.ema.load_state_dict({**states["ema"], "shadow_params": self.ema.shadow_params})
         if self.accelerator.scaler and states["scaler"]:
             self.accelerator.scaler.load_state_dict(states["scaler"])
         self.update, self.steps = progress["update"], progress["steps"]
@@ -441,7 +444,8 @@ class Loop:
         kept = []
         for line in path.read_text().splitlines(keepends=True):
             row = json.loads(line) if line.endswith("}\n") else {"update": math.inf}
-            done = self.evaluated if "eval/headline" in row else self.update
+            evaluation = any(name.startswith("eval/") for name in row)
+            done = self.evaluated if evaluation else self.update
             kept += [line] if row["update"] <= done else []
         part = path.with_suffix(".part")
         part.write_text("".join(kept))

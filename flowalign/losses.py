@@ -12,6 +12,7 @@ from torch import Tensor
 from flowalign import sde
 
 WEIGHTINGS = ("kl", "published", "mean", "velocity")
+KLS = ("exact", "published")
 
 
 def policy_loss(
@@ -73,6 +74,19 @@ def velocity_error(velocity: Tensor, target: Tensor) -> Tensor:
     return sde.image_mean((velocity - target.detach().to(velocity.dtype)) ** 2)
 
 
+def kl_factors(sigmas: Tensor, form: str) -> Tensor:
+    """What `sde.kl` is multiplied by at each step [T] to be the KL of that name. sigmas [T+1].
+
+        exact      1
+        published  -dt: Flow-GRPO's and Flow-OPD's code divides by 2 s^2, where the variance of a
+                   transition is std^2 = s^2 (-dt). Their betas belong to it: over ten steps of
+                   shift 3 (all but the last) it is 3.7 to 25 times smaller.
+    """
+    if form not in KLS:
+        raise ValueError(f"unknown kl {form!r}; take one of {', '.join(KLS)}")
+    return sigmas[:-1] - sigmas[1:] if form == "published" else torch.ones_like(sigmas[1:])
+
+
 def step_weights(
     sigmas: Tensor, *, weighting: str, kind: str = "sde", noise_level: float = 0.0
 ) -> Tensor:
@@ -81,7 +95,7 @@ def step_weights(
     The mean of a transition is linear in the velocity, mean = .. + slope * v, so with it
         kl         slope^2 / (2 std^2): the exact reverse KL of the two transitions, `sde.kl`
                    (Flow-OPD 2605.08063, on its project page)
-        published  the same times (-dt): Flow-OPD's code, which divides by 2 s^2, std^2 = s^2 (-dt)
+        published  the same times (-dt): Flow-OPD's code, see `kl_factors`
         mean       slope^2: the distance of the means (DiffusionOPD, 2605.15055)
         velocity   1 (DanceOPD, 2606.27377)
     A step without noise has no KL: there w is infinite under "kl" and "published".
@@ -106,4 +120,4 @@ def step_weights(
     if weighting == "mean":
         return squared
     exact = squared / (2 * unit.std.flatten() ** 2)
-    return exact * (sigma - following) if weighting == "published" else exact
+    return exact * kl_factors(sigmas.cpu(), "published" if weighting == "published" else "exact")

@@ -13,17 +13,26 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import AutocastKwargs, DistributedType, gather_object
+from accelerate.utils import (
+    AutocastKwargs,
+    DistributedType,
+    ProjectConfiguration,
+    gather_object,
+)
+from accelerate.utils.memory import clear_device_cache
 from packaging.version import Version
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flowalign.backbone import Backbone
-from flowalign.config import Config, ConfigError
+from flowalign.config import Config, ConfigError, Root
+from flowalign.patience import patience
 
 log = logging.getLogger("flowalign")
 
@@ -31,10 +40,27 @@ ADAPTERS = r".*\.lora_[AB]\..*"  # what peft calls the modules of all adapters
 ASKED = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DEEPSPEED"}
 
 
-def state() -> PartialState:
+def state(*configs: Root) -> PartialState:
     """What accelerate knows of the processes. To be asked before an Accelerator is made: several
-    on a machine without a GPU would each believe that they are alone."""
-    return PartialState(cpu=not torch.accelerator.is_available())
+    on a machine without a GPU would each believe that they are alone.
+
+    The first call makes their group, which waits as patiently as the stages of these configs need
+    (`flowalign.patience`); later ones find it made.
+    """
+    longest = max((patience(config, _launched()) for config in configs), default=None)
+    given = {} if longest is None else {"timeout": timedelta(seconds=longest)}
+    return PartialState(cpu=not torch.accelerator.is_available(), **given)
+
+
+def _launched() -> int:
+    """How many processes a launcher says that there are."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def accelerator(config: Root, **options: Any) -> Accelerator:
+    """The one way to make an Accelerator: on the processes that `state` finds."""
+    state(config)
+    return Accelerator(**options)
 
 
 def start(config: Config) -> Accelerator:
@@ -46,21 +72,23 @@ def start(config: Config) -> Accelerator:
     """
     told = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     asked = [kind for key, kind in ASKED.items() if os.environ.get(key, "").lower() == "true"]
-    state()
-    accelerator = Accelerator(
+    found = accelerator(
+        config,
         mixed_precision="fp16" if config.model.dtype == "float16" and not asked else "no",
         kwargs_handlers=[AutocastKwargs(enabled=False)],
         log_with=list(config.train.trackers) or None,
-        project_dir=config.output,
+        project_config=ProjectConfiguration(
+            project_dir=config.output, logging_dir=str(Path(config.output) / "tensorboard")
+        ),
     )
-    if problems := list(_problems(config, accelerator, asked)):
+    if problems := list(_problems(config, found, asked)):
         raise ConfigError(problems, "accelerate")
-    if told != "no" and accelerator.is_main_process:
+    if told != "no" and found.is_main_process:
         log.warning(
             "accelerate's config says mixed_precision: %s, and model.dtype is %s: the latter "
             "counts. Leave it out of accelerate's config.", told, config.model.dtype,
         )  # fmt: skip
-    return accelerator
+    return found
 
 
 def finish(accelerator: Accelerator) -> None:
@@ -69,6 +97,13 @@ def finish(accelerator: Accelerator) -> None:
     accelerator.wait_for_everyone()
     for tracker in accelerator.trackers:
         tracker.finish()
+
+
+def release() -> None:
+    """Between the stages of a recipe: the last one's models go before the next one's come. Their
+    parts refer to one another, so that only the collector of garbage frees them; a GPU's memory of
+    them is given back, too."""
+    clear_device_cache(garbage_collection=True)
 
 
 def part() -> None:

@@ -15,6 +15,7 @@ SHOWN = {
     "clip_fraction": "clip {:.0%}",
     "images_per_second": "{:.1f} images/s",
     "eval/headline": "held-out {:.3f}",
+    "eval/lost": "held-out scores are missing",
 }
 
 

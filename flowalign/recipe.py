@@ -10,13 +10,13 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flowalign.adapters import file_digest
-from flowalign.card import write_card
+from flowalign.card import REPORT, write_card
 from flowalign.checks import adapters, check_launch, check_world
 from flowalign.config import (
     STAGES,
@@ -31,6 +31,9 @@ from flowalign.config import (
     read,
     to_yaml,
 )
+
+if TYPE_CHECKING:
+    from flowalign.teachers.merge import MergeReport
 
 REFERENCE = "stage:"
 DONE = "done.json"  # what a finished stage leaves: its config, and the inputs it was made from
@@ -49,7 +52,7 @@ def run(
     """
     from flowalign import parallel
 
-    state = parallel.state()
+    state = parallel.state(*_drafts(config, home))
     check_launch(state.num_processes)
     stages = plan(config, home, state.num_processes)
     show = print if state.is_main_process else (lambda *text, **how: None)
@@ -62,9 +65,11 @@ def run(
         if isinstance(stage, Config):
             train(stage)
         elif isinstance(stage, MergeConfig):
-            _merge(stage, state.is_main_process)
+            if state.is_main_process:
+                show(f"  {merged(stage).summary}", flush=True)
         elif isinstance(stage, EvalConfig):
             evaluate(stage)
+        parallel.release()
         if state.is_main_process:
             _finish(stage)
         state.wait_for_everyone()
@@ -95,6 +100,17 @@ def plan(config: RecipeConfig, home: Path, num_processes: int = 1) -> dict[str, 
     if problems:
         raise ConfigError(problems)
     return stages
+
+
+def _drafts(config: RecipeConfig, home: Path) -> Iterator[Root]:
+    """The stages that can be read, before it is known how many processes there are: those of a
+    recipe share one group. What is wrong with the others is for `plan` to say."""
+    names = list(config.stages)
+    for number, name in enumerate(names):
+        try:
+            yield _stage(config, name, home, names[:number])
+        except ConfigError:
+            continue
 
 
 def _stage(config: RecipeConfig, name: str, home: Path, earlier: list[str]) -> Root:
@@ -188,16 +204,16 @@ def _finish(stage: Root) -> None:
     os.replace(part, part.with_suffix(""))
 
 
-def _merge(stage: MergeConfig, main: bool) -> None:
-    """Merge into <output>/adapter, with its card; the report lies beside it."""
+def merged(stage: MergeConfig) -> MergeReport:
+    """Merge into <output>/adapter, with its card; the report, which says what was done, lies beside
+    it."""
     from flowalign.teachers import merge as merging
 
-    if not main:
-        return
     folder = Path(stage.output)
     shutil.rmtree(folder / "adapter", ignore_errors=True)  # of a merge that was killed
     settings = stage.model_dump(exclude={"stage", "output", "model", "adapters"})
     report = merging.merge(stage.adapters, folder / "adapter", **settings)
-    (folder / "report.md").write_text(f"{report}\n")
+    (folder / REPORT).write_text(f"{report}\n")
     (folder / "config.yaml").write_text(to_yaml(stage))
     write_card(folder, stage, sys.argv)
+    return report

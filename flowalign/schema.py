@@ -91,7 +91,8 @@ class Lora(Section):
     targets: list[str] = Field(default=SD3_ATTENTION, min_length=1)
     """Name endings of the layers that are adapted."""
     init: str | None = Field(default=None, examples=["runs/teacher_ocr/adapter"])
-    """Adapter folder to start from; null = a fresh one (B = 0)."""
+    """Adapter folder to start from; null = a fresh one (B = 0). It brings its own rank, scale and
+    layers: rank, alpha and targets are ignored, and a warning says so where they were set."""
 
 
 class RewardSpec(Section):
@@ -152,13 +153,16 @@ class Grpo(Section):
     """The policy gradient."""
 
     advantage: Literal["group_std", "batch_std", "gaussian"] = "group_std"
-    """Which variant of flowalign.credit."""
+    """Which variant of flowalign.credit. A batch's statistics are those of the image's own task."""
     advantage_clip: Positive = 5.0
     """Advantages are cut to +- this."""
     clip_range: Positive = 1e-4
     """PPO's epsilon (log-probs are means over pixels, so ratios stay within 1e-4 of 1)."""
     kl_weight: NotNegative = 0.0
     """Weight of the KL to the base model; 0 saves its forward pass."""
+    kl: Literal["exact", "published"] = "exact"
+    """Which KL kl_weight belongs to. exact: of the two transitions. published: that times -dt, as
+    Flow-GRPO's and Flow-OPD's code has it, 3.7 to 25 times smaller over ten steps of shift 3."""
 
 
 class Teacher(Section):
@@ -166,8 +170,9 @@ class Teacher(Section):
 
     adapter: str | None = Field(examples=["runs/teacher_ocr/adapter"])
     """Adapter folder or Hub id; null = the base itself."""
-    guidance: NotNegative = 1.0
-    """Its CFG scale. Above the student's it is distilled into the student."""
+    guidance: NotNegative | None = Field(default=None, examples=[4.5])
+    """Its CFG scale; null = the one that the student is trained at. Another is a mixture: above the
+    student's, guidance is distilled into the student; below it, the student unlearns its own."""
 
 
 class Anchor(Teacher):
@@ -194,9 +199,10 @@ class Student(Section):
     """pathwise: through the weighted velocity distance. policy: a clipped policy gradient on the
     teacher's log-ratio. published: the official arithmetic. detached: its control, whose expected
     gradient is zero."""
-    weighting: Literal["kl", "published", "mean", "velocity"] = "kl"
-    """w(sigma) of the distance w |v - v_teacher|^2; see flowalign.losses.step_weights."""
-    states: States = States()
+    weighting: Literal["kl", "published", "mean", "velocity"] = "velocity"
+    """w(sigma) of the distance w |v - v_teacher|^2; see flowalign.losses.step_weights. The default,
+    with that of states, is what docs/study.md found best; kl and all states are the paper's."""
+    states: States = States(select="high_noise")
     guidance: NotNegative | None = Field(default=None, examples=[1.0])
     """CFG scale of the student where it is trained; null = rollout.guidance."""
     clip_range: Positive = 1e-4
@@ -248,12 +254,14 @@ class Optimizer(Section):
 
 
 class Ema(Section):
-    """A moving average of the adapter."""
+    """A moving average of the adapter, which is evaluated and saved."""
 
     decay: Decay = 0.9
-    """Share of the old average that is kept."""
+    """Share of the old average that is kept; at most n / (9 + n) after n optimizer steps, so .9
+    is reached after 80."""
     every: Count = 8
-    """Optimizer steps between two averagings."""
+    """Optimizer steps between two averagings. Before the first one the adapter itself is evaluated
+    and saved; steps since the last one count for their share."""
 
 
 class Train(Section):
@@ -267,14 +275,24 @@ class Train(Section):
     """Checkpoints that are kept, the newest."""
     sample_every: Count = 20
     """Rollouts between two sample grids."""
+    deterministic: bool = False
+    """On a GPU, too, the same run gives the same bits, and a resumed one those of one that was not
+    interrupted: slower backward passes, torch's own attention only, and an operation that cannot
+    (in a reward, too) raises. See flowalign.determinism."""
     max_invalid_share: Share = 0.5
     """The run stops when a larger share of a rollout could not be scored."""
     score_while_sampling: bool = True
     """Score a batch of images while the next is sampled (not groupwise rewards)."""
     score_seconds: Positive | None = 1800.0
     """A batch of images whose reward takes longer is masked; null = wait for ever."""
+    timeout_seconds: Positive | None = Field(default=None, examples=[7200.0])
+    """A run of several processes ends when one has waited so long for another; null = longer than
+    all calls of a reward that hangs, so that it is masked instead (score_seconds null: 30 days)."""
     trackers: list[Literal["tensorboard", "wandb"]] = ["tensorboard"]
-    """Where accelerate logs to."""
+    """Where accelerate logs to: metrics, the config and sample grids. TensorBoard's files lie under
+    <output>/tensorboard; a W&B run is named as the output folder."""
+    project: str = Field(default="flowalign", min_length=1)
+    """What the trackers call the project."""
 
 
 class Benchmark(Section):
@@ -285,7 +303,8 @@ class Benchmark(Section):
     prompts: str = Field(examples=["tiny/ocr_test", "prompts/test.jsonl"])
     """A .txt, a .jsonl, or tiny/NAME."""
     limit: Count | None = Field(default=None, examples=[128])
-    """Take the first prompts only; null = all."""
+    """Take the first prompts of the file only (in a file that is sorted by tag, those of its first
+    tags); null = all. More of them later go on with the images of fewer."""
     images: Count = 1
     """Images of a prompt, each with its own noise; GenEval officially has 4."""
     reward: RewardSpec | None = None
@@ -310,7 +329,8 @@ class Evaluation(Section):
     every: Count = 20
     """Rollouts between two evaluations."""
     prompts: Count = 128
-    """Prompts per task, at most."""
+    """Prompts per task, at most: a fixed part of the file, with every metadata `tag` in its
+    proportion; a larger one holds the smaller."""
     steps: Count | None = Field(default=None, examples=[40])
     """Denoising steps; null = rollout.steps."""
     guidance: NotNegative | None = Field(default=None, examples=[4.5])
@@ -319,6 +339,9 @@ class Evaluation(Section):
     """Images per forward pass; null = rollout.batch_size."""
     seed: int = 1234
     """Seed of the initial noise, the same at every evaluation."""
+    max_invalid_share: Share = 0.05
+    """An evaluation in which a larger share of a task's images could not be scored does not count:
+    it never chooses the best adapter. A run whose last one does not count stops."""
     watch: list[Benchmark] = []
     """Benchmarks that are scored, too, but not aimed at: an alarm tells when one falls."""
 
@@ -350,6 +373,15 @@ class Config(Job):
     train: Train = Train()
     evaluation: Evaluation | None = Evaluation()
 
+    @property
+    def guidance(self) -> float:
+        """The CFG scale at which the adapter is trained."""
+        return self.rollout.guidance
+
+    def guidance_of(self, teacher: Teacher) -> float:
+        """The CFG scale of a teacher or anchor."""
+        return self.guidance if teacher.guidance is None else teacher.guidance
+
 
 class GrpoConfig(Config):
     """A teacher, or a mix of tasks, by group-relative policy optimisation."""
@@ -372,6 +404,12 @@ class OpdConfig(Config):
     grpo: Grpo = Grpo()
     """Only for student.reward_weight > 0."""
 
+    @property
+    def guidance(self) -> float:
+        """The CFG scale at which the student is trained."""
+        own = self.student.guidance
+        return self.rollout.guidance if own is None else own
+
 
 class SftConfig(Config):
     """A cold start from routed teachers' images."""
@@ -391,11 +429,11 @@ class MergeConfig(Job):
     adapters: list[str] = Field(min_length=2, examples=[["runs/a/adapter", "runs/b/adapter"]])
     """Adapter folders or Hub ids."""
     weights: list[float] | None = Field(default=None, examples=[[0.5, 0.5]])
-    """One an adapter; null = 1 each, the plain sum."""
+    """One an adapter; null = 1 each, the plain sum. 1/n each is the average."""
     method: Literal["concat", "svd", "ties", "dare"] = "concat"
-    """concat is exact, and the ranks add."""
+    """concat is exact, and the ranks add: a student that starts from it has that rank."""
     rank: Count | None = Field(default=None, examples=[32])
-    """Rank of the result (not for concat); null = the largest given."""
+    """Rank of the result (not for concat); null = the largest given. svd: at most their sum."""
     density: Annotated[float, Field(gt=0, le=1)] = 0.5
     """The share that ties and dare keep."""
     seed: int = 0
@@ -474,6 +512,11 @@ class EvalConfig(Root):
     report: Report = Report()
     score_seconds: Positive | None = 1800.0
     """A batch of images whose reward takes longer is invalid; null = wait for ever."""
+    timeout_seconds: Positive | None = Field(default=None, examples=[7200.0])
+    """As train.timeout_seconds of a training run."""
+    max_invalid_share: Share = 0.05
+    """The evaluation stops, without a table, when a larger share of a benchmark's images could not
+    be scored."""
     keep_images: bool = False
     """Keep every image under <output>/images, so that another reward can score it without sampling;
     false = those that the report shows."""
@@ -497,3 +540,15 @@ def command(stage: str) -> str:
 def routing(config: OpdConfig | SftConfig) -> dict[str, str]:
     """Task -> name of its teacher."""
     return {task.name: task.teacher or task.name for task in config.tasks}
+
+
+def mixtures(config: Config) -> dict[str, float]:
+    """{place in the config: CFG scale} of the teachers, and of the anchor, whose scale is not the
+    one that the student is trained at."""
+    members: dict[str, Teacher] = {}
+    if isinstance(config, OpdConfig | SftConfig):
+        members = {f"teachers.{name}": teacher for name, teacher in config.teachers.items()}
+    if isinstance(config, OpdConfig) and config.anchor:
+        members["anchor"] = config.anchor
+    scales = {place: config.guidance_of(member) for place, member in members.items()}
+    return {place: scale for place, scale in scales.items() if scale != config.guidance}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowalign.checks import check_launch, check_world
+from flowalign.checks import check_launch, check_world, start
 from flowalign.config import (
     Config,
     ConfigError,
@@ -21,6 +21,7 @@ from flowalign.config import (
     RecipeConfig,
     SftConfig,
     load,
+    mixtures,
     routing,
     to_yaml,
 )
@@ -61,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     quiet()  # before diffusers is imported
     from flowalign import parallel
     from flowalign.backbone import ModelError
+    from flowalign.eval.suite import EvaluationError
     from flowalign.loop import TrainingError
 
     try:
@@ -70,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, ModelError) as error:
         print(error, file=sys.stderr)
         return 2
-    except TrainingError as error:
+    except (TrainingError, EvaluationError) as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -101,28 +103,39 @@ def train(config: Config, *, resume: bool = False) -> Path:
     Raises ConfigError before any model is loaded, TrainingError if the run has to stop.
     """
     from flowalign import parallel
+    from flowalign.determinism import deterministic
 
-    processes = parallel.state().num_processes
+    processes = parallel.state(config).num_processes
     check_launch(processes)
     check_world(config, processes)
     folder = Path(config.output)
     _check_folder(folder, config, resume)
-    loop, report, rewards = wire(config)
-    if loop.accelerator.is_main_process:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(to_yaml(config))
-    loop.accelerator.wait_for_everyone()
-    if resume and not loop.resume():
-        log.info("no checkpoint under %s: starting anew", folder)
-    _hint_threads(loop.accelerator)
-    report.begin(loop)
-    try:
-        loop.run()
-    finally:
-        report.end()
-    finish(loop, config, rewards)
-    parallel.finish(loop.accelerator)
+    _say_start(config, parallel.state().is_main_process)
+    with deterministic(config.train.deterministic):
+        loop, report, rewards = wire(config)
+        if loop.accelerator.is_main_process:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.yaml").write_text(to_yaml(config))
+        loop.accelerator.wait_for_everyone()
+        if resume and not loop.resume():
+            log.info("no checkpoint under %s: starting anew", folder)
+        _hint_threads(loop.accelerator)
+        report.begin(loop)
+        try:
+            loop.run()
+        finally:
+            report.end()
+        finish(loop, config, rewards)
+        parallel.finish(loop.accelerator)
     return folder / "adapter"
+
+
+def _say_start(config: Config, main: bool) -> None:
+    """Where the adapter starts, and which keys of `lora` that overrules."""
+    if main and (found := start(config.lora)):
+        log.info(found.text)
+        for text in found.ignored:
+            log.warning("%s. Leave it out, or start without lora.init.", text)
 
 
 def _hint_threads(accelerator: Accelerator) -> None:
@@ -168,7 +181,7 @@ def wire(config: Config) -> tuple[Loop, Progress, dict[str, Reward]]:
     """Build every part of a run from its config -> the loop, its display, its rewards."""
     from accelerate.utils import set_seed
 
-    from flowalign import parallel, rewards
+    from flowalign import parallel, rewards, trackers
     from flowalign.data import PromptSampler, load_prompts
     from flowalign.loop import Loop
     from flowalign.progress import Progress
@@ -197,7 +210,13 @@ def wire(config: Config) -> tuple[Loop, Progress, dict[str, Reward]]:
         progress.update,
         lambda path, images, captions: draw(config, path, images, captions),
     )
-    accelerator.init_trackers("tensorboard")
+    trackers.begin(accelerator, config)
+    if accelerator.is_main_process:
+        for place, scale in mixtures(config).items():
+            log.warning(
+                "%s: labels at guidance %g for a student that is trained at %g: a mixture, which "
+                "teaches the student that scale, too", place, scale, config.guidance
+            )  # fmt: skip
     return loop, progress, built
 
 
@@ -230,10 +249,10 @@ def algorithm(
     from flowalign.teachers.sft import Sft
 
     return Sft(
-        bank(backbone, config.teachers, routing(config)),
+        bank(backbone, config, config.teachers, routing(config)),
         backbone.sigmas(config.rollout.steps),
         states=config.sft.states,
-        shift=backbone.pipe.scheduler.config.shift,
+        shift=backbone.shift,
         guidance=config.rollout.guidance,
         seed=config.seed,
     )
@@ -279,14 +298,16 @@ def opd(
     storage = {"dtype": s.label_dtype, "batch_size": s.label_batch}
     return Student(
         s,
-        bank(backbone, config.teachers, routed, **storage),
+        bank(backbone, config, config.teachers, routed, **storage),
         backbone,
         schedule(backbone, config),
         accelerator,
-        guidance=config.rollout.guidance if s.guidance is None else s.guidance,
+        guidance=config.guidance,
         seed=config.seed,
         micro_batch=config.optimizer.micro_batch,
-        anchor=bank(backbone, {"anchor": anchor}, everywhere, **storage) if anchor else None,
+        anchor=bank(backbone, config, {"anchor": anchor}, everywhere, **storage)
+        if anchor
+        else None,
         anchor_weight=anchor.weight if anchor else 0.0,
         grpo=grpo(config, backbone, rewards, accelerator) if s.reward_weight > 0 else None,
     )
@@ -294,6 +315,7 @@ def opd(
 
 def bank(
     backbone: Backbone,
+    config: Config,
     teachers: Mapping[str, TeacherSettings],
     routed: Mapping[str, str],
     *,
@@ -304,7 +326,7 @@ def bank(
     from flowalign.backbone import DTYPES
     from flowalign.teachers.bank import Bank, Member
 
-    members = {name: Member(t.adapter, t.guidance) for name, t in teachers.items()}
+    members = {name: Member(t.adapter, config.guidance_of(t)) for name, t in teachers.items()}
     try:
         return Bank(backbone, members, routed, dtype=DTYPES[dtype], batch_size=batch_size)
     except ValueError as error:
@@ -336,12 +358,14 @@ def evaluator(
     if config.evaluation is None:
         return None
     benchmarks, settings = held_out(config, rewards), eval_settings(config)
-    seconds = config.train.score_seconds
+    seconds, share = config.train.score_seconds, config.evaluation.max_invalid_share
     watched = wire_benchmarks(config.evaluation.watch, "evaluation.watch")
     everything = [*map(suite.ImageSet.of, benchmarks), *watched]
 
     def evaluate() -> tuple[float, EvalReport]:
-        report = suite.run(backbone, everything, settings, accelerator, seconds=seconds)
+        report = suite.run(
+            backbone, everything, settings, accelerator, seconds=seconds, max_invalid_share=share
+        )
         return suite.headline(report, benchmarks), report
 
     return evaluate
@@ -357,15 +381,14 @@ def draw(config: Config, path: Path, images: Tensor, captions: Sequence[str]) ->
 
 def held_out(config: Config, rewards: Mapping[str, Reward]) -> list[Benchmark]:
     """The validation benchmarks of a config, at most evaluation.prompts a task."""
-    from flowalign.data import load_prompts
+    from flowalign.data import load_prompts, subset
     from flowalign.eval.suite import Benchmark
 
     assert config.evaluation
     found = []
     for task in config.tasks:
         if task.validation and task.name in rewards:
-            prompts = load_prompts(task.validation, task.name)
-            prompts = prompts.select(range(min(len(prompts), config.evaluation.prompts)))
+            prompts = subset(load_prompts(task.validation, task.name), config.evaluation.prompts)
             found.append(Benchmark(task.name, prompts, rewards[task.name]))
     return found
 
@@ -387,6 +410,7 @@ def eval_settings(config: Config) -> Settings:
 def finish(loop: Loop, config: Config, rewards: Mapping[str, Reward]) -> None:
     """After the last update: the metrics plot, the before/after grid and the model card, by the
     main process; under FSDP2 all of them sample the grid."""
+    from flowalign import trackers
     from flowalign.card import write_card
     from flowalign.pictures import metrics_plot
 
@@ -397,6 +421,8 @@ def finish(loop: Loop, config: Config, rewards: Mapping[str, Reward]) -> None:
     if config.evaluation and (main or loop.backbone.sharded):
         path = folder / "before_after.png" if main else None
         compare(loop.backbone, config, rewards, path)
+        if path:
+            trackers.image(loop.accelerator, path.stem, path, loop.update)
 
 
 def compare(
@@ -408,30 +434,36 @@ def compare(
 ) -> None:
     """Base and result on the same held-out prompts and noise, as one picture; path None: sample
     them for nothing, as the process that draws samples them too."""
+    from flowalign.data import subset
     from flowalign.eval.suite import generate
     from flowalign.loop import STUDENT
     from flowalign.pictures import read_metrics, side_by_side
-    from flowalign.rewards import score
+    from flowalign.rewards.ahead import Ahead
+    from flowalign.rewards.by_task import ByTask
 
     settings = eval_settings(config)
     backbone.replace_adapter(STUDENT, Path(config.output) / "adapter")
     benchmark = held_out(config, rewards)[0]
-    prompts = benchmark.prompts.select(range(min(count, len(benchmark.prompts))))
+    prompts = subset(benchmark.prompts, count)
     with backbone.base():
         before = generate(backbone, prompts, settings)
     after = generate(backbone, prompts, settings)
     if path is None:
         return
-    captions = []
-    for images in (before, after):
-        found = score(benchmark.reward, images, prompts.prompts, prompts.metadata)
+    captions, scoring = [], Ahead(ByTask(rewards), config.train.score_seconds)
+    for images in (before, after):  # other processes wait: no reward may keep them for ever
+        scoring.submit(images, prompts)
+    for found in scoring.answers():
         value = found.parts.get(benchmark.headline or "", found.value)
         captions.append(
             [f"{p}\n{v:.2f}" for p, v in zip(prompts.prompts, value.tolist(), strict=True)]
         )
-    scores = [v for _, v in read_metrics(path.parent / "metrics.jsonl")["eval/headline"]]
+    scoring.forget()
+    scores = read_metrics(path.parent / "metrics.jsonl")["eval/headline"]
+    best = f"{max(value for _, value in scores):.3f}"
+    known = scores[0][0] == 0  # an evaluation of the base that lost images is not among them
     title = (
         f"{path.parent.name}: base above, trained below, same prompts and noise. "
-        f"On all held-out prompts: {scores[0]:.3f} -> {max(scores):.3f}"
+        f"On all held-out prompts: {f'{scores[0][1]:.3f} -> {best}' if known else best}"
     )
     side_by_side(path, (list(before), list(after)), captions, title=title)

@@ -163,7 +163,7 @@ class StepLoss:
 @dataclass(frozen=True)
 class EvalRow:
     """One number of an evaluation: its mean, its standard error, over how many images, and the
-    ends of its 95 % interval."""
+    ends of its 95 % interval; total: how many images there were (None = n)."""
 
     benchmark: str
     metric: str
@@ -172,15 +172,18 @@ class EvalRow:
     n: int
     low: float = float("nan")
     high: float = float("nan")
+    total: int | None = None
 
 
 @dataclass(frozen=True)
 class EvalReport:
-    """rows, the settings that they were measured under, and the environment."""
+    """rows, the settings that they were measured under, and the environment; lost {benchmark: why}:
+    those that too many images have no score of, whose rows compare with no others."""
 
     rows: list[EvalRow]
     settings: Mapping[str, Any]
     environment: Mapping[str, Any]
+    lost: Mapping[str, str] = field(default_factory=dict)
 
 
 class Reward(Protocol):

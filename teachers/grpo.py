@@ -19,7 +19,7 @@ from flowalign.config import Grpo as Settings
 from flowalign.credit import ADVANTAGES, clip_advantage
 from flowalign.loop import Pairs, Prepared, TrainingError
 from flowalign.loop import velocity as velocity_of
-from flowalign.losses import clip_fraction, policy_loss
+from flowalign.losses import clip_fraction, kl_factors, policy_loss
 from flowalign.rewards.ahead import Ahead
 from flowalign.rewards.guarded import Guarded
 from flowalign.rollout import Schedule
@@ -50,6 +50,7 @@ class Grpo:
     ) -> None:
         self.settings, self.backbone = settings, backbone
         self.schedule, self.accelerator, self.guidance = schedule, accelerator, guidance
+        self.kl_factors = kl_factors(schedule.sigmas, settings.kl)
         self.max_invalid_share = max_invalid_share
         self.scoring = Ahead(score, seconds)
         self.see = self._see if while_sampling else None
@@ -64,15 +65,16 @@ class Grpo:
 
     def prepare(self, rollout: Rollout, update: int) -> Prepared:
         """Score the images; the advantage of each is relative to its group and, where the
-        variant asks, to the batch of all processes."""
+        variant asks, to the images of its task in the batch of all processes."""
         scores = self._scores(rollout)
         device = self.accelerator.device
-        value, valid, group = (
+        names, mine = self._tasks(rollout.batch.tasks)
+        value, valid, group, task = (
             self.accelerator.gather(t.to(device)).cpu()  # type: ignore[union-attr]
-            for t in (scores.value, scores.valid, rollout.group)
+            for t in (scores.value, scores.valid, rollout.group, mine)
         )
         self._check(valid, scores)
-        advantage = ADVANTAGES[self.settings.advantage](value, group, valid)
+        advantage = ADVANTAGES[self.settings.advantage](value, group, valid, task)
         advantage = clip_advantage(advantage, self.settings.advantage_clip)
         first = self.accelerator.process_index * len(rollout)
         self.advantage = advantage[first : first + len(rollout)].to(device)
@@ -85,6 +87,7 @@ class Grpo:
             "invalid_share": 1 - float(valid.float().mean()),
             "kept_share": float((advantage != 0).float().mean()),
         }
+        metrics |= by_task(names, task, value, valid, advantage)
         metrics |= self._parts(scores)
         captions = [
             f"{p}\n{v:.2f}"
@@ -93,7 +96,8 @@ class Grpo:
         return Prepared(keep=keep, metrics=metrics, captions=captions)
 
     def loss(self, pairs: Pairs, velocity: Tensor) -> StepLoss:
-        """The clipped policy loss, plus kl_weight times the KL to the base."""
+        """The clipped policy loss, plus kl_weight times the KL to the base. The log shows the exact
+        KL, whichever is weighed."""
         new = self.schedule.transition(pairs.x, velocity, pairs.steps)
         advantage = self.advantage[pairs.rows]
         x_next, old_log_prob = pairs.action()
@@ -110,10 +114,11 @@ class Grpo:
             with torch.no_grad(), self.backbone.base():
                 reference = velocity_of(self.backbone, pairs, self.guidance)
             base = self.schedule.transition(pairs.x, reference, pairs.steps)
-            kl = sde.kl(new, base).mean()
-            metrics["kl"] = float(kl.detach())
+            kl = sde.kl(new, base)
+            metrics["kl"] = float(kl.detach().mean())
             if self.settings.kl_weight > 0:
-                total = total + self.settings.kl_weight * kl
+                factors = self.kl_factors.to(kl.device)[pairs.steps]
+                total = total + self.settings.kl_weight * (factors * kl).mean()
         return StepLoss(total=total, policy=policy, metrics=metrics)
 
     def _see(self, start: int, images: Tensor, batch: PromptBatch) -> None:
@@ -129,6 +134,12 @@ class Grpo:
             self.scoring.forget()
             self.scoring.submit(rollout.images, rollout.batch)
         return self.scoring.collect()
+
+    def _tasks(self, mine: list[str]) -> tuple[list[str], Tensor]:
+        """The names of the tasks in the batch of all processes, and which of them each image of
+        this process has [B]: the same numbers everywhere, though a process may lack a task."""
+        names = sorted(set(gather_object(sorted(set(mine)))))
+        return names, torch.tensor([names.index(task) for task in mine])
 
     def _check(self, valid: Tensor, scores: Guarded) -> None:
         share = 1 - float(valid.float().mean())
@@ -155,3 +166,18 @@ class Grpo:
             total = sum(s for s, _ in pairs)
             found[f"reward/{name}"] = total / count if count else float("nan")
         return found
+
+
+def by_task(
+    names: list[str], task: Tensor, value: Tensor, valid: Tensor, advantage: Tensor
+) -> dict[str, float]:
+    """Reward, its std and the mean |advantage| of each task of a mixed batch, all [B] but the
+    names; {} where there is one task."""
+    found = {}
+    for number, name in enumerate(names if len(names) > 1 else []):
+        rows = valid & (task == number)
+        if rows.any():
+            found[f"task_reward/{name}"] = float(value[rows].mean())
+            found[f"task_reward_std/{name}"] = float(value[rows].std(correction=0))
+            found[f"task_advantage/{name}"] = float(advantage[rows].abs().mean())
+    return found

@@ -7,6 +7,7 @@ that no adapter had.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,15 +46,45 @@ class MergeReport:
     weights: list[float]
     ranks: dict[str, int]
     errors: dict[str, float]
+    lines: tuple[float, float] | None = None
 
     @property
     def worst(self) -> float:
         """The largest relative error of a layer."""
         return max(self.errors.values())
 
+    @property
+    def summary(self) -> str:
+        """One line: what was added with which weights, the rank and the scale that came out."""
+        ranks = sorted(set(self.ranks.values()))
+        rank = f"{ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"{ranks[0]}"
+        depth = ""
+        if self.lines:
+            depth = f", scaled by depth from {self.lines[0]:g} to {self.lines[1]:g}"
+        return (
+            f"{rule(self.method, self.weights)}{depth}; method {self.method}, rank {rank}, scale 1 "
+            f"(the alpha / r of each adapter is in B), largest relative error {self.worst:.2e}"
+        )
+
     def __str__(self) -> str:
         rows = [f"| {layer} | {self.ranks[layer]} | {e:.2e} |" for layer, e in self.errors.items()]
-        return "\n".join(["| layer | rank | relative error |", "|---|---|---|", *rows])
+        head = ["| layer | rank | relative error |", "|---|---|---|"]
+        return "\n".join([self.summary, "", *head, *rows])
+
+
+def rule(method: str, weights: Sequence[float]) -> str:
+    """What a merge with these weights is: a sum, an average, or another combination."""
+    count = len(weights)
+    same = all(math.isclose(w, weights[0], rel_tol=1e-2) for w in weights)
+    each = f"{weights[0]:.3g} each" if same else ", ".join(f"{w:.3g}" for w in weights)
+    name = "weighted sum"
+    if method in ("ties", "dare"):
+        name = method
+    elif same and math.isclose(weights[0], 1.0):
+        name = "sum"
+    elif same and math.isclose(sum(weights), 1.0, rel_tol=1e-2):
+        name = "average"
+    return f"{name} of {count} updates (weights {each})"
 
 
 def merge(
@@ -70,12 +101,14 @@ def merge(
     """Write to `out` an adapter whose update merges the weighted updates w_i dW_i of the others.
 
     adapters: folders or Hub ids, whatever `flowalign.adapters.read_lora` takes.
-    weights: one each, 1 by default (the plain sum; 1/n gives the mean).
+    weights: one each, 1 by default: the plain sum. 1/n each is the average, which the only script
+        that is published takes. (docs/log.md has both on the tiny world.)
     method: "concat": exact, the ranks add up. "svd": the best approximation of the sum of rank
-        `rank` (default: the largest rank given). "ties" (2306.01708): keep the `density` largest
-        entries of each update, elect a sign, and average what agrees with it. "dare" (2311.03099):
-        drop entries at random, keep `density` of them rescaled, and add; drawn from `seed`. Both
-        by peft's functions on the dense updates, then brought to `rank` as "svd" does.
+        `rank` (default: the largest rank given; at most the sum of the ranks). "ties" (2306.01708):
+        keep the `density` largest entries of each update, elect a sign, and average what agrees
+        with it. "dare" (2311.03099): drop entries at random, keep `density` of them rescaled, and
+        add; drawn from `seed`. Both by peft's functions on the dense updates, then brought to
+        `rank` as "svd" does.
     lines: (shallow, deep) scales of LiNeS (2410.17146): the update of transformer block l of L is
         multiplied by shallow + (deep - shallow) * l / (L - 1).
     Returns the report. Raises ValueError for adapters that do not fit together (another base,
@@ -93,42 +126,60 @@ def merge(
             parts = [adapter.layers[layer] for adapter in found]
             scale = _depth_scale(layer, found[0].blocks, lines)
             scaled = [w * scale for w in weights]
-            merged[layer], errors[layer] = _merge_layer(parts, scaled, method, rank, density)
+            merged[layer], errors[layer] = merge_layer(parts, scaled, method, rank, density)
     ranks = {layer: factors.down.shape[0] for layer, factors in merged.items()}
-    write_lora(out, _state(merged), describe(ranks, ranks, False, found[0].base))  # scales are in B
-    return MergeReport(method, [str(a) for a in adapters], weights, ranks, errors)
+    lengths = {read_head(adapter_folder(source)).text_length for source in adapters}
+    write_lora(
+        out,
+        _state(merged),
+        describe(ranks, ranks, False, found[0].base),  # scales are in B
+        text_length=lengths.pop() if len(lengths) == 1 else None,
+    )
+    return MergeReport(method, [str(a) for a in adapters], weights, ranks, errors, lines)
 
 
 # One layer ---------------------------------------------------------------------------------------
 
 
-def _merge_layer(
+def merge_layer(
     parts: Sequence[Factors],
     weights: Sequence[float],
     method: str,
     rank: int | None,
     density: float,
 ) -> tuple[Factors, float]:
-    """The merged update, and its relative error against what it stands for."""
+    """The merged update, and its relative error against what it stands for. Only ties and dare,
+    which drop entries, need the whole matrix."""
     down = torch.cat([part.down for part in parts])
     up = torch.cat([w * part.up for w, part in zip(weights, parts, strict=True)], dim=1)
+    rank = rank or max(part.down.shape[0] for part in parts)
     if method == "concat":
         return Factors(down, up), 0.0
     if method == "svd":
-        whole = Factors(down, up).dense
-    else:
-        combine = ties if method == "ties" else dare_linear
-        dense = [part.dense for part in parts]
-        whole = combine(dense, torch.tensor(weights, dtype=down.dtype), density)
-    return _low_rank(whole, rank or max(part.down.shape[0] for part in parts))
-
-
-def _low_rank(whole: Tensor, rank: int) -> tuple[Factors, float]:
-    """The nearest update of that rank (Eckart-Young), its size shared by both factors."""
+        return _low_rank(up, down, rank)
+    combine = ties if method == "ties" else dare_linear
+    dense = [part.dense for part in parts]
+    whole = combine(dense, torch.tensor(weights, dtype=down.dtype), density)
     left, sizes, right = torch.linalg.svd(whole, full_matrices=False)
+    return _cut(left, sizes, right, rank)
+
+
+def _low_rank(up: Tensor, down: Tensor, rank: int) -> tuple[Factors, float]:
+    """The nearest update of that rank to up @ down, up [out,R], down [R,in]. Its rank is R at most,
+    so its singular values are those of a small matrix: up = Q_u R_u and down^T = Q_d R_d give
+    up @ down = Q_u (R_u R_d^T) Q_d^T."""
+    q_up, r_up = torch.linalg.qr(up)
+    q_down, r_down = torch.linalg.qr(down.T)
+    left, sizes, right = torch.linalg.svd(r_up @ r_down.T, full_matrices=False)
+    return _cut(q_up @ left, sizes, right @ q_down.T, rank)
+
+
+def _cut(left: Tensor, sizes: Tensor, right: Tensor, rank: int) -> tuple[Factors, float]:
+    """The nearest update of that rank (Eckart-Young), its size shared by both factors, and its
+    relative error."""
     root = sizes[:rank].sqrt()
     factors = Factors(down=root[:, None] * right[:rank], up=left[:, :rank] * root)
-    norm = float(whole.norm())
+    norm = float(sizes.norm())
     return factors, float(sizes[rank:].norm()) / norm if norm > 0 else 0.0
 
 

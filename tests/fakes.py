@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from accelerate.state import AcceleratorState
 from diffusers import AutoencoderKL, SD3Transformer2DModel, StableDiffusion3Pipeline
@@ -135,6 +135,13 @@ def constant(
     return Scores.of([0.5] * len(images))
 
 
+def vivid(
+    images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+) -> Scores:
+    """Redness in a range a thousand times larger."""
+    return Scores.of(1e3 * redness(images, prompts, metadata).value)
+
+
 class Faulty:
     """Redness that fails on its n-th images (counted over all calls), with a NaN or an error."""
 
@@ -218,6 +225,14 @@ def settings(model: str, output: Path, *overrides: str, reward: str = "redness")
     return config.parse(data, overrides)
 
 
+def mixed(found: config.Config, *overrides: str) -> config.Config:
+    """A GRPO run with a second task, whose rewards have a far larger range."""
+    raw = found.model_dump(mode="json")
+    (red,) = raw["tasks"]
+    raw["tasks"] = [red, {**red, "name": "vivid", "reward": {"name": "fakes:vivid"}}]
+    return config.parse(raw, overrides)
+
+
 def wired(found: config.Config, *, moved: bool = False) -> Loop:
     """The run of a config as `train` builds it; moved: its adapter already matters."""
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -251,6 +266,8 @@ def distillation(
     if alone:
         taught = {alone: taught[alone]}
         raw["tasks"] = [{**task, "teacher": alone} for task in raw["tasks"]]
+    if stage == "opd":  # the paper's: every state is trained
+        raw["student"] = {"weighting": "kl", "states": {"select": "all"}}
     return config.parse({**raw, "stage": stage, "teachers": taught}, overrides)
 
 
@@ -260,9 +277,9 @@ ROOT = Path(__file__).parent.parent
 
 
 def launch(
-    *command: object, processes: int = 2, limit: float = 500
+    *command: object, processes: int = 2, seconds: float = 500
 ) -> subprocess.CompletedProcess[str]:
-    """A script or module on so many CPU processes, as a user starts it; it fails past `limit` s.
+    """A script or module on so many CPU processes, as a user starts it; it has so many seconds.
 
     `accelerate launch --cpu --num_processes 2` starts one only; it is --multi_gpu that starts more,
     and the variable that makes them use the CPU and find each other.
@@ -270,20 +287,20 @@ def launch(
     given = ["--multi_gpu", "--num_processes", str(processes), "--num_machines", "1"]
     given += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    argv = [sys.executable, "-m", "accelerate.commands.launch", *given, *map(str, command)]
-    started = subprocess.Popen(
-        argv,
+    process = subprocess.Popen(
+        [sys.executable, "-m", "accelerate.commands.launch", *given, *map(str, command)],
         env=os.environ
         | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         | {"ACCELERATE_USE_CPU": "true"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,
     )
     try:
-        out, errors = started.communicate(timeout=limit)
+        out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        os.killpg(started.pid, signal.SIGKILL)  # the launcher's processes would wait on
-        raise
-    return subprocess.CompletedProcess(argv, started.returncode, out, errors)
+        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+            each.kill()  # or those that it started would live on, and hold the pipes
+        out, err = process.communicate()
+        raise AssertionError(f"not done within {seconds} s:\n{err[-5000:]}") from None
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)

@@ -1,4 +1,4 @@
-"""`model.attention` decides which kernel computes attention, and what is computed stays the same."""
+"""`model.attention` decides which kernel computes attention; what is computed stays the same."""
 
 from typing import Any
 

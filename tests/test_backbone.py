@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import flowalign
+from flowalign import sde
 from flowalign.backbone import Backbone, ModelError, load_pipeline
 from flowalign.config import Model
 from flowalign.loop import STUDENT
@@ -196,3 +197,82 @@ def test_the_vae_keeps_its_bits_and_decodes_in_small_batches(random_model: str) 
     latents = torch.randn(5, *backbone.latent_shape, generator=torch.Generator().manual_seed(4))
     assert_close(backbone.decode(latents), full.decode(latents), rtol=0, atol=1e-5)
     assert seen == [2, 2, 1]
+
+
+# The pipeline's own scheduler ------------------------------------------------------------------
+
+DYNAMIC = {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 3.0,
+           "base_image_seq_len": 4, "max_image_seq_len": 64}  # fmt: skip
+
+
+def with_scheduler(model: str, size: int = 32, **changes: Any) -> Backbone:
+    """The backbone of a pipeline whose scheduler has these settings."""
+    pipe = load_pipeline(model)
+    pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, **changes)
+    return Backbone(pipe, height=size, width=size, max_sequence_length=16)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"shift": 3.0, "shift_terminal": None},
+        DYNAMIC,
+        {**DYNAMIC, "time_shift_type": "linear", "shift_terminal": None},
+        {"use_karras_sigmas": True},
+        {"use_exponential_sigmas": True},
+    ],
+)
+def test_the_schedule_is_the_one_that_the_pipeline_takes(
+    random_model: str, changes: dict[str, Any]
+) -> None:
+    backbone, steps = with_scheduler(random_model, **changes), 5
+    ours = backbone.sigmas(steps)
+    pipe = backbone.pipe
+    pipe("red", height=32, width=32, num_inference_steps=steps, output_type="latent")
+    assert torch.equal(ours, pipe.scheduler.sigmas.cpu())
+    if "use_dynamic_shifting" in changes:
+        assert not torch.equal(with_scheduler(random_model, 64, **changes).sigmas(steps), ours)
+    elif not any(key.startswith("use_") for key in changes):
+        config = pipe.scheduler.config
+        assert torch.equal(ours, sde.sigmas(steps, config.shift, terminal=config.shift_terminal))
+
+
+def test_asking_for_a_schedule_leaves_the_pipeline_as_it_was(random_model: str) -> None:
+    backbone = with_scheduler(random_model)
+    before = torch.as_tensor(backbone.pipe.scheduler.sigmas).clone()
+    backbone.sigmas(5)
+    assert torch.equal(torch.as_tensor(backbone.pipe.scheduler.sigmas), before)
+
+
+def test_the_shift_of_a_dynamic_schedule_is_that_of_its_grid(random_model: str) -> None:
+    """sigma = shift u / (1 + (shift - 1) u), whoever computed the shift."""
+    for changes in ({}, {"shift": 3.0}, DYNAMIC, {**DYNAMIC, "time_shift_type": "linear"}):
+        backbone = with_scheduler(random_model, **{**changes, "shift_terminal": None})
+        plain = with_scheduler(random_model, shift=1.0, shift_terminal=None).sigmas(5)
+        if backbone.pipe.scheduler.config.use_dynamic_shifting:  # else its ends are shifted twice
+            expected = backbone.shift * plain / (1 + (backbone.shift - 1) * plain)
+            torch.testing.assert_close(backbone.sigmas(5), expected)
+        else:
+            assert backbone.shift == backbone.pipe.scheduler.config.shift
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"invert_sigmas": True}, {"stochastic_sampling": True}, {"num_train_timesteps": 500}],
+)
+def test_a_schedule_that_would_be_sampled_otherwise_is_refused(
+    random_model: str, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(ModelError, match=next(iter(changes))):
+        with_scheduler(random_model, **changes).sigmas(5)
+
+
+def test_a_scheduler_of_another_kind_is_refused(random_model: str) -> None:
+    from diffusers import FlowMatchHeunDiscreteScheduler
+
+    pipe = load_pipeline(random_model)
+    pipe.scheduler = FlowMatchHeunDiscreteScheduler()
+    backbone = Backbone(pipe, height=32, width=32, max_sequence_length=16)
+    with pytest.raises(ModelError, match="FlowMatchHeunDiscreteScheduler"):
+        backbone.sigmas(5)

@@ -35,7 +35,7 @@ def state(loop: Loop) -> dict[str, Any]:
     rows = [json.loads(line) for line in (loop.folder / "metrics.jsonl").read_text().splitlines()]
     return {
         "adapter": [p.detach().clone() for p in loop.parameters],
-        "ema": loop.ema.state_dict(),
+        "ema": [p.clone() for p in loop.ema.shadow_params],
         "optimizer": loop.optimizer.state_dict(),
         "lr": loop.lr.state_dict(),
         "rng": (get_rng().tensors, get_rng().rest),

@@ -99,6 +99,50 @@ def test_the_two_stds_differ_by_where_the_spread_is_taken():
     assert_close(own, torch.tensor([-1.0, 1.0, -1.0, 1.0]))
 
 
+# Several tasks in one batch ----------------------------------------------------------------------
+
+
+def test_every_task_of_a_mixed_batch_gets_the_published_advantages_of_its_own_batch():
+    """The official training alternates data sets, so its batches hold one task each: the recorded
+    cases as tasks of one batch, whose images are shuffled, give what each gives alone."""
+    cases = [case for case in CASES if isinstance(case["rewards"][0], float)]
+    assert len(cases) > 3
+    rows = [
+        (reward, 100 * number + int(name), number, advantage)
+        for number, case in enumerate(cases)
+        for reward, name, advantage in zip(
+            case["rewards"],
+            groups_of(case["prompts"]),
+            case["expected"]["grpo.global_std=True"]["advantages"],
+            strict=True,
+        )
+    ]
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+    value, group, task, expected = torch.tensor(rows, dtype=torch.float64)[order].T
+    found = group_relative(value, group, std="batch", task=task)
+    assert_close(found.double(), expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_a_task_of_small_range_is_not_silenced(name):
+    """Every variant: what a task gets does not depend on the range of another's rewards."""
+    generator = torch.Generator().manual_seed(2)
+    one, two = torch.rand(8, generator=generator), torch.rand(8, generator=generator)
+    group, task = torch.arange(16) // 4, torch.arange(16) // 8
+    small = ADVANTAGES[name](torch.cat([one, 0.05 * two]), group, None, task)
+    large = ADVANTAGES[name](torch.cat([one, 50 * two]), group, None, task)
+    assert torch.equal(small[:8], large[:8])
+    assert float(small[8:].std()) == pytest.approx(float(large[8:].std()), rel=0.01)
+    assert float(small[8:].std()) > 0.5
+
+
+def test_a_task_without_a_valid_image_leaves_the_others_alone():
+    value, group = torch.tensor([0.0, 1.0, NAN, NAN]), torch.tensor([0, 0, 1, 1])
+    valid, task = torch.tensor([True, True, False, False]), torch.tensor([5, 5, 2, 2])
+    advantage = ADVANTAGES["batch_std"](value, group, valid, task)
+    assert_close(advantage, torch.tensor([-1.0, 1.0, 0.0, 0.0]), atol=1e-3, rtol=0)
+
+
 def test_gaussian_gives_normal_quantiles_of_the_ranks():
     value = torch.tensor([-3.0, 900.0, 0.1, 0.2])
     advantage = ADVANTAGES["gaussian"](value, torch.zeros(4), None)
@@ -135,6 +179,7 @@ def test_clip_advantage_holds_both_sides():
         ((torch.zeros(2, 1), torch.zeros(2)), {}, r"must all be \[B\]"),
         ((torch.zeros(2), torch.zeros(3)), {}, r"must all be \[B\]"),
         ((torch.tensor([0.0, NAN]), torch.zeros(2)), {}, "1 of 2 values are not finite"),
+        ((torch.zeros(2), torch.zeros(2)), {"task": torch.zeros(3)}, r"must all be \[B\]"),
     ],
 )
 def test_bad_arguments_are_named(arguments, options, message):

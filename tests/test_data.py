@@ -4,10 +4,12 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import fakes
 import pytest
 
 import flowalign.data
-from flowalign.data import PromptError, PromptSampler, load_prompts
+from flowalign import train
+from flowalign.data import PromptError, PromptSampler, load_prompts, subset
 from flowalign.types import PromptBatch
 
 
@@ -175,3 +177,56 @@ def test_a_small_set_wraps_within_a_batch() -> None:
 def test_sets_and_weights_must_name_the_same_tasks() -> None:
     with pytest.raises(ValueError, match=r"\['a'\].*\['b'\]"):
         sampler({"a": 2}, {"b": 1.0}, 6)
+
+
+# Part of a set -----------------------------------------------------------------------------------
+
+GENEVAL_TAGS = {"single_object": 80, "two_object": 99, "counting": 80,
+                "colors": 94, "position": 100, "color_attr": 100}  # fmt: skip
+
+
+def like_geneval(path: Path) -> PromptBatch:
+    """A file of the official test set's tags, sorted as it is."""
+    rows = [
+        {"tag": tag, "prompt": f"{tag} {i}"} for tag, n in GENEVAL_TAGS.items() for i in range(n)
+    ]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return load_prompts(path, "geneval")
+
+
+def test_a_part_of_a_sorted_set_holds_every_tag_in_proportion(tmp_path: Path) -> None:
+    whole = like_geneval(tmp_path / "geneval.jsonl")
+    for count in (6, 16, 64, 128, 400):
+        part = subset(whole, count)
+        found = Counter(row["tag"] for row in part.metadata)
+        assert len(part) == count
+        for tag, size in GENEVAL_TAGS.items():
+            assert abs(found[tag] - count * size / len(whole)) < 1.5, (count, tag)
+        places = [whole.prompts.index(prompt) for prompt in part.prompts]
+        assert places == sorted(set(places))
+    of_a_tag = [p for p in subset(whole, 128).prompts if p.startswith("position")]
+    assert of_a_tag != [f"position {i}" for i in range(len(of_a_tag))]  # nor the first of each
+
+
+def test_a_larger_part_holds_the_smaller_one_and_the_order_of_a_file_is_kept(
+    tmp_path: Path,
+) -> None:
+    for whole in (like_geneval(tmp_path / "geneval.jsonl"), prompt_set("red", 40)):
+        before: set[str] = set()
+        for count in range(1, len(whole) + 1, 13):
+            now = set(subset(whole, count).prompts)
+            assert before <= now and len(now) == count
+            before = now
+        assert subset(whole, len(whole)) == whole == subset(whole, 10**6)
+        assert subset(whole, 20) == subset(whole, 20)
+
+
+def test_a_run_evaluates_every_tag_of_a_sorted_file(random_model: str, tmp_path: Path) -> None:
+    """The first 128 of GenEval's 553 are 80 single_object and 48 two_object."""
+    source = tmp_path / "geneval.jsonl"
+    like_geneval(source)
+    changes = [f"tasks.0.validation={source}", "evaluation={prompts: 128}"]
+    found = fakes.settings(random_model, tmp_path / "run", *changes)
+    (mark,) = train.held_out(found, {"red": fakes.redness})
+    tags = Counter(row["tag"] for row in mark.prompts.metadata)
+    assert tags.keys() == GENEVAL_TAGS.keys() and min(tags.values()) >= 18

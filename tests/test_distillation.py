@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign import sde
-from flowalign.losses import WEIGHTINGS, published_loss, step_weights, velocity_error
+from flowalign.losses import WEIGHTINGS, kl_factors, published_loss, step_weights, velocity_error
 from flowalign.types import Gaussian
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -132,6 +132,21 @@ def test_the_published_loss_and_gradient(case: dict) -> None:
     (gradient,) = torch.autograd.grad(loss, velocity)
     expected = TENSORS[f"{case['prefix']}.grad_v_theta"]
     assert_close(gradient, expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [c for c in VECTORS["cases"] if c["config"] == "kl_only_scale0"],
+    ids=lambda c: c["inputs"],
+)
+def test_the_published_kl_of_grpo(case: dict) -> None:
+    """Without any advantage their loss is beta times the KL to the base."""
+    given, name = VECTORS["inputs"][case["inputs"]], f"in.{case['inputs']}"
+    x, velocity, base = (TENSORS[f"{name}.{key}"] for key in ("x", "v_theta", "v_base"))
+    steps, noise = torch.tensor(given["step_index"]), given["noise_level"]
+    exact = sde.kl(step(x, velocity, steps, "sde", noise), step(x, base, steps, "sde", noise))
+    ours = case["train"]["beta"] * (kl_factors(SIGMAS, "published")[steps] * exact).mean()
+    assert float(ours) == pytest.approx(case["expected"]["loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("name", list(VECTORS["inputs"]))

@@ -78,7 +78,7 @@ def test_a_sound_run_has_no_fault_with_its_model(random_model, tmp_path, kind):
         (["rollout.noise_level=1e-4"], "noise: steps [0, 1, 2]"),
         (["grpo.clip_range=0.2"], "clip: grpo.clip_range = 0.2: log-probs are means"),
         (["grpo.clip_range=1e-8"], "clip: grpo.clip_range = 1e-08"),
-        (["ema.every=50"], "ema: 100% of the average"),
+        (["ema={}", "train.updates=16"], "ema: 64% of the average"),
         (["model.max_sequence_length=4"], "length: 100% of the prompts of task 'red'"),
     ],
 )
@@ -87,6 +87,12 @@ def test_a_fault_of_the_config_is_named(random_model, tmp_path, changes, said):
     assert faults(plan.examine(sound)) == []
     found = faults(plan.examine(fakes.settings(random_model, tmp_path / "run", *changes)))
     assert len(found) == 1 and found[0].startswith(said)
+
+
+def test_an_average_that_is_never_taken_is_no_fault(random_model, tmp_path):
+    """The run returns its adapter then."""
+    found = fakes.settings(random_model, tmp_path / "run", *EVALUATED, "ema.every=50")
+    assert not [text for text in faults(plan.examine(found)) if text.startswith("ema")]
 
 
 def test_validation_prompts_that_are_trained_on_are_named(random_model, tmp_path):
@@ -206,6 +212,67 @@ def test_a_fault_of_a_reward_is_named(random_model, tmp_path, reward, said):
 def test_a_learning_rate_that_blows_up_is_named(random_model, tmp_path):
     found = fakes.distillation(random_model, tmp_path / "run", "optimizer.lr=10.0")
     assert any(text.startswith("update:") for text in faults(live.examine(found).findings))
+
+
+def test_keys_that_the_start_overrules_are_noted(random_model, tmp_path):
+    init = fakes.teachers(random_model, tmp_path)["even"]
+    for key, expected in (("", []), (", rank: 9", ["lora.rank"])):
+        given = f"{{init: {init}{key}}}"
+        found = fakes.settings(random_model, tmp_path / "run", f"lora={given}")
+        notes = [f.text for f in plan.examine(found) if f.level == "note"]
+        assert [text.split(":")[0] for text in notes if text.startswith("lora.")] == expected
+
+
+@pytest.mark.parametrize("by", ["adapter", "guidance"])
+def test_a_teacher_that_scores_less_than_the_students_start_is_named(random_model, tmp_path, by):
+    """Whichever of the two is redder: as a teacher it is sound, as a student it is made worse."""
+    ours = fakes.teachers(random_model, tmp_path)
+    held_out = tmp_path / "held_out.txt"
+    held_out.write_text("\n".join(f"a sign of {i}" for i in range(24)))
+    told = {}
+    for first, second in (("even", "odd"), ("odd", "even")):
+        start, teacher = (ours[first], ours[second]) if by == "adapter" else (ours["odd"],) * 2
+        scales = {"even": 1.0, "odd": 4.5}
+        guidance = [] if by == "adapter" else [
+            f"rollout.guidance={scales[first]}", f"teachers.odd.guidance={scales[second]}",
+        ]  # fmt: skip
+        run = fakes.distillation(random_model, tmp_path / "run", alone="odd").model_dump(
+            mode="json"
+        )
+        for task in run["tasks"]:
+            task["validation"] = str(held_out)
+        given = [f"lora.init={start}", f"teachers.odd.adapter={teacher}", *guidance]
+        found = live.examine(config.parse(run, given)).findings
+        told[first] = [f for f in found if f.text.startswith("worth")]
+    assert all(len(each) == 2 for each in told.values())  # one a task
+    bad = [first for first, each in told.items() if {f.level for f in each} == {"fault"}]
+    good = [first for first, each in told.items() if {f.level for f in each} == {"ok"}]
+    assert len(bad) == len(good) == 1
+
+
+@pytest.mark.slow
+def test_the_tiny_ocr_teacher_at_another_scale_than_its_student_is_named(tmp_path):
+    data = {
+        "stage": "opd",
+        "output": str(tmp_path / "run"),
+        "model": {"id": "tiny", "height": 64, "width": 64, "max_sequence_length": 16},
+        "lora": {"init": "tiny/ocr"},
+        "teachers": {"ocr": {"adapter": "tiny/ocr", "guidance": 1.0}},
+        "tasks": [
+            config.load(TINY[0].parent / "teacher_ocr.yaml").tasks[0].model_dump(mode="json")
+        ],
+    }
+    texts = faults(live.examine(config.parse(data)).findings)
+    assert len(texts) == 1 and texts[0].startswith("worth: on task 'ocr'")
+
+
+@pytest.mark.parametrize(("scale", "level"), [("1.0", "fault"), ("4.5", None), ("6.0", "note")])
+def test_a_mixture_of_scales_is_named(random_model, tmp_path, scale, level):
+    changes = ["rollout.guidance=4.5", f"teachers.odd.guidance={scale}"]
+    run = fakes.distillation(random_model, tmp_path / "run", alone="odd").model_dump(mode="json")
+    found = plan.examine(config.parse(run, changes))
+    told = [f.level for f in found if f.text.startswith("guidance: teachers.odd")]
+    assert told == ([level] if level else [])
 
 
 # The command -----------------------------------------------------------------------------------

@@ -14,16 +14,20 @@ import torch
 import yaml
 from PIL import Image
 
+from flowalign import text
 from flowalign.backbone import Backbone, load_pipeline
 from flowalign.config import SD3_ATTENTION
 from flowalign.eval import suite
 from flowalign.eval.__main__ import main
 from flowalign.eval.fidelity import frechet
 from flowalign.eval.geneval import summarize
-from flowalign.eval.stats import average, difference, distance, enough, rows_of
+from flowalign.eval.stats import average, difference, distance, enough, lost, rows_of
+from flowalign.eval.store import Store
 from flowalign.eval.suite import Benchmark, Judged, Settings
 from flowalign.eval.table import details
+from flowalign.frozen import Placement
 from flowalign.pictures import pixels_of
+from flowalign.text import TextEncoder
 from flowalign.types import EvalReport, EvalRow, PromptBatch, Scores
 
 NAN = math.nan
@@ -106,6 +110,31 @@ def test_a_reward_that_failed_on_everything_has_no_headline_but_a_report(tags: s
     report = EvalReport(rows_of(GENEVAL, images), {}, {})
     assert math.isnan(suite.headline(report, [GENEVAL]))
     assert "| geneval | correct | 0 | – |" in details({"base": report.rows})
+
+
+def test_an_evaluation_that_lost_too_many_images_says_which_and_why():
+    images = judged("aaaab", [1, 1, NAN, 1, 0])
+    images[2]["reason"] = "ValueError: no opinion"
+    assert lost(GENEVAL, images, 0.2) == ""
+    said = lost(GENEVAL, images, 0.19)
+    assert all(text in said for text in ("geneval", "1 of 5", "no opinion"))
+    assert lost(OCR, judged("  ", [NAN, NAN]), 1.0)  # nothing is no result, whatever is allowed
+    tag = judged("a" * 99 + "b", [*[1.0] * 99, NAN])
+    assert "'b'" in lost(GENEVAL, tag, 0.5)  # an overall of fewer tags is another number
+
+
+def test_what_is_missing_is_told_of_every_number():
+    rows = named(rows_of(OCR, judged("   ", [1.0, NAN, NAN], [0.5, NAN, 0.25])))
+    assert (rows["reward"].n, rows["reward"].total) == (2, 3)
+    overall = named(rows_of(GENEVAL, judged("aab", [1, NAN, 0])))["overall"]
+    assert (overall.n, overall.total) == (2, 3)
+    both = average([rows["reward"], overall])
+    assert (both.n, both.total) == (4, 6)
+    gap = difference(OCR, judged("  ", [1, NAN]), judged("  ", [1, 1]))
+    assert (gap.n, gap.total) == (1, 2)
+    features, reference = torch.arange(60.0)[:, None], torch.zeros(9, 1)
+    features[5] = NAN
+    assert (row := distance(features, reference, shift).row).n == 59 and row.total == 60
 
 
 def test_the_difference_is_paired():
@@ -264,6 +293,7 @@ def config(tmp_path: Path, random_model: str) -> Path:
             }
         ],
         "sampling": {"steps": 2, "guidance": 1.0},
+        "max_invalid_share": 0.5,
     }
     (tmp_path / "eval.yaml").write_text(yaml.dump(data, sort_keys=False))
     return tmp_path / "eval.yaml"
@@ -286,7 +316,7 @@ def test_the_command_writes_results_table_and_grid(
     assert models["fresh"]["average"]["mean"] == first["value"]
     assert models["base"]["fidelity"] is None
     table = (folder / "table.md").read_text()
-    assert "| base − fresh | +0.00000 ± ? | +0.00000 ± ? |" in table
+    assert "| base − fresh | +0.00000 ± ? (n 1 of 2) | +0.00000 ± ? (n 1 of 2) |" in table
     assert table.startswith(capsys.readouterr().out.strip())
     assert (folder / "grid_red.png").stat().st_size > 1000
     assert "base − fresh" in (folder / "report.html").read_text()
@@ -372,3 +402,88 @@ def test_a_reward_that_hangs_does_not_hang_an_evaluation(random_model: str) -> N
     while threading.active_count() > threads + 1 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() <= threads + 1, "more than the one that hangs was left behind"
+
+
+# The text encoders -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def visits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every time that a text encoder is brought to the device, or encodes."""
+    found: list[str] = []
+    enter, encode = Placement.__enter__, TextEncoder._encode
+
+    def entered(self: Placement) -> Placement:
+        found.append("enter")
+        return enter(self)
+
+    def encoded(self: TextEncoder, prompts: list[str]) -> Any:
+        found.extend(["encode"] * len(prompts))
+        return encode(self, prompts)
+
+    monkeypatch.setattr(Placement, "__enter__", entered)
+    monkeypatch.setattr(TextEncoder, "_encode", encoded)
+    return found
+
+
+def evaluated(
+    model: str, visits: list[str], times: int = 1, world: int = 1, **options: Any
+) -> list[Any]:
+    """Rows and pictures of nine prompts in five batches, judged so many times."""
+    backbone = Backbone(load_pipeline(model), offload_text_encoders=True, **SMALL)
+    backbone.text.negative()
+    words = [f"a {letter}" for letter in "ABCDEFGHI"]
+    mark = Benchmark("x", PromptBatch(words, ["x"] * 9, [{}] * 9), Judge())
+    visits.clear()
+    found = []
+    for rank in range(world):
+        processes: Any = SimpleNamespace(num_processes=world, process_index=rank)
+        for _ in range(times):
+            judged = suite.judge_images(
+                backbone, mark, Settings(2, 4.5, 7, 2), processes, keep=9, **options
+            )
+            found += [*judged.rows, *judged.pictures]
+    return found
+
+
+def test_the_text_of_an_evaluation_is_encoded_at_once_and_not_per_batch(
+    random_model: str, visits: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The three encoders come to the device once, for two evaluations; each text is encoded once,
+    and what comes of it is what came of encoding every batch by itself, to the bit."""
+    found = evaluated(random_model, visits, times=2)
+    assert (visits.count("enter"), visits.count("encode")) == (3, 9)
+    monkeypatch.setattr(text, "HELD", 0)
+    before = evaluated(random_model, visits, times=2)
+    assert (visits.count("enter"), visits.count("encode")) == (2 * 5 * 3, 18)
+    assert found == before
+
+
+def test_texts_that_are_held_are_bounded(
+    random_model: str, visits: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text, "HELD", 4)
+    evaluated(random_model, visits)
+    assert (visits.count("enter"), visits.count("encode")) == (3 * 3, 9)  # 4, 4 and 1
+
+
+def test_a_process_encodes_its_own_share(
+    random_model: str, visits: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite, "gather_object", lambda mine: mine)
+    evaluated(random_model, visits, world=2)
+    assert (visits.count("enter"), visits.count("encode")) == (2 * 3, 9)
+
+
+def test_what_needs_no_image_needs_no_text(
+    random_model: str, visits: list[str], tmp_path: Path
+) -> None:
+    store = Store(tmp_path / "s", {"seed": 7}, {"x": {}})
+    store.check()
+    store.prepare()
+    evaluated(random_model, visits, store=store)
+    assert visits.count("encode") == 9
+    for name in ("00004_0.png", "00006_0.png"):
+        (tmp_path / "s" / name).unlink()
+    evaluated(random_model, visits, store=store)
+    assert (visits.count("enter"), visits.count("encode")) == (3, 4)  # two batches of two

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,7 +15,9 @@ import flowalign.prompts.fetch as module
 from flowalign.cli import main
 from flowalign.data import load_prompts
 from flowalign.prompts.fetch import FetchError, fetch
+from flowalign.prompts.held_out import digest
 from flowalign.prompts.sources import SOURCES, File, Source
+from flowalign.types import PromptBatch
 
 SETS = [parent / "shared" / "data" for parent in Path(__file__).resolve().parents]
 TEXT = b"a cat\na dog"
@@ -194,6 +197,48 @@ def test_repeated_shuffled_lines_are_written_once(site: Site, tmp_path: Path) ->
     assert path.read_bytes() == once
 
 
+def test_a_validation_set_is_split_off_the_training_set(site: Site, tmp_path: Path) -> None:
+    """Of what was fetched: apart from what is left for training, and from the test set."""
+    lines = [f"thing {i}" for i in range(2000)] + [f"Thing  {i}" for i in range(0, 2000, 10)]
+    whole, test = "\n".join(lines).encode(), "\n".join(lines[:500]).encode()
+    made = Source("2", f"a/b/{'0' * 40}", "MIT", (
+        File("test.txt", site.serve("/test"), sha256(test), "told"),
+        File("train.txt", site.serve("/train", whole), sha256(whole), "told", validation="val.txt"),
+    ))  # fmt: skip
+    site.serve("/test", test)
+    paths = fetch(made, tmp_path)
+    assert [path.name for path in paths] == ["test.txt", "train.txt", "val.txt"]
+    sets = [set(map(digest, load_prompts(path, "t").prompts)) for path in paths]
+    assert len(sets[2]) == module.VALIDATION and sets[2].isdisjoint(sets[0] | sets[1])
+    assert sets[1] | sets[2] == set(map(digest, lines))
+    kept = load_prompts(paths[1], "t").prompts
+    assert kept == [line for line in lines if digest(line) in sets[1]]  # repeats and order stay
+    content = {path: path.read_bytes() for path in paths}
+    fetch(made, tmp_path)
+    assert site.asked == ["/test", "/train"]  # all is there and right
+    paths[2].unlink()
+    fetch(made, tmp_path)
+    assert {path: path.read_bytes() for path in paths} == content
+    paths[1].write_bytes(whole)  # fetched before there was a split
+    with pytest.raises(FetchError):
+        fetch(made, tmp_path)
+    assert paths[1].read_bytes() == whole
+    fetch(made, tmp_path, force=True)
+    assert {path: path.read_bytes() for path in paths} == content
+
+
+def test_a_split_takes_as_many_of_each_tag_and_of_a_small_one_a_quarter() -> None:
+    rows = [("position", f"a photo of a cat left of a {i} dog") for i in range(2000)]
+    rows += [("counting", f"a photo of two {i}s") for i in range(20)] * 5
+    rows += [("position", f"a photo of a {i} dog right of a cat") for i in range(2000)]
+    batch = PromptBatch([p for _, p in rows], ["t"] * len(rows), [{"tag": t} for t, _ in rows])
+    chosen = module.set_aside(batch, frozenset())
+    tags = Counter(rows[row][0] for row in chosen.validation)
+    assert tags == {"position": module.VALIDATION // 2, "counting": 5}
+    left = {rows[row][1] for row in chosen.training}
+    assert len(left) == 4000 + 20 - 2 * tags["position"] - 5  # either way round
+
+
 def test_the_table_pins_what_it_names() -> None:
     for name, each in SOURCES.items():
         assert re.fullmatch("[0-9a-f]{40}", each.commit), name
@@ -201,7 +246,9 @@ def test_the_table_pins_what_it_names() -> None:
             assert file.url.startswith(f"https://raw.githubusercontent.com/{each.home}/"), name
             assert bool(file.checksum) == bool(file.known), file.name
             assert re.fullmatch("|sha256:[0-9a-f]{64}|md5:[0-9a-f]{32}", file.checksum), file.name
-    names = [file.name for each in SOURCES.values() for file in each.files]
+    files = [file for each in SOURCES.values() for file in each.files]
+    names = [file.name for file in files] + [f.validation for f in files if f.validation]
+    assert {f.name for f in files if "train" in f.name} == {f.name for f in files if f.validation}
     assert len(set(names)) == len(names)
     assert "offensive" in SOURCES["pickscore"].note
 

@@ -26,7 +26,6 @@ PATHS = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.p
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     # dynamo looks at .grad of a block's inputs, which are no leaves, while it traces
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
 ]

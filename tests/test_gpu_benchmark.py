@@ -90,7 +90,7 @@ def test_the_command_measures_the_real_structure(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_case_runs_at_a_small_scale(tmp_path: Path) -> None:
-    small = ["--device", "cpu", "--width", "0.05", "--layers", "2", "--size", "64", "--prompts", "4"]
+    small = "--device cpu --width 0.05 --layers 2 --size 64 --prompts 4".split()
     names = [case.name for case in gpu.cases() if case.name != "pytest -m gpu"]
     gpu.main([*small, "--minutes", "15", "--out", str(tmp_path), "--cases", *names])
     (path,) = tmp_path.glob("gpu_*.json")

@@ -259,7 +259,7 @@ def test_an_image_that_is_not_finite_makes_no_folder_but_leaves_the_scores(
         return images
 
     monkeypatch.setattr(suite, "generate", generate)
-    assert evaluate(RED, "benchmarks.0.layout=geneval") == 2
+    assert evaluate(RED, "benchmarks.0.layout=geneval", "max_invalid_share=0.9") == 2
     said = capsys.readouterr().err
     assert "has no readable image of prompt 2" in said and "`model.dtype` may help" in said
     assert not (tmp_path / "out" / "layouts" / "base" / "x").exists()

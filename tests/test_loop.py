@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import fakes
 import pytest
@@ -12,10 +13,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign import sde
+from flowalign.adapters import read_lora
 from flowalign.credit import group_relative
 from flowalign.loop import STUDENT, Loop, Prepared, TrainingError, pairs_of
 from flowalign.rewards.guarded import score
-from flowalign.types import Rollout
+from flowalign.types import Rollout, Scores
 
 LINEAR = ["optimizer.eps=1.0", "optimizer.lr=30.0"]  # Adam's first step ~ lr * gradient
 
@@ -172,6 +174,28 @@ def test_a_few_updates_raise_the_reward(random_model: str, tmp_path: Path) -> No
     assert rewards[-3:].mean() > rewards[:3].mean() + 0.7 * spread
 
 
+# Several tasks -----------------------------------------------------------------------------------
+
+
+def test_a_task_of_small_rewards_learns_as_much_as_the_others(
+    random_model: str, tmp_path: Path
+) -> None:
+    """One std over all tasks would leave advantages of 1e-3 to the one of the small range."""
+    found = fakes.settings(random_model, tmp_path / "run", "grpo.advantage=batch_std")
+    loop = fakes.wired(fakes.mixed(found, "train.updates=1"), moved=True)
+    tasks = loop.rollout(0).batch.tasks
+    assert sorted(set(tasks)) == ["red", "vivid"]
+    loop.run()
+    advantage = loop.algorithm.advantage  # type: ignore[attr-defined]
+    for name in ("red", "vivid"):
+        own = advantage[torch.tensor([task == name for task in tasks])]
+        assert float(own.std(correction=0)) > 0.5
+    (line,) = lines(loop)
+    assert 0 < line["task_reward_std/red"] < 0.01 * line["task_reward_std/vivid"]
+    assert abs(line["task_reward/red"]) < 0.1 * abs(line["task_reward/vivid"])
+    assert line["task_advantage/red"] > 0.3 and line["task_advantage/vivid"] > 0.3
+
+
 # Rewards that fail -------------------------------------------------------------------------------
 
 
@@ -222,6 +246,31 @@ def test_the_kl_weight_acts_only_where_the_student_has_moved(
     assert (after(2, 0.0) - after(2, 10.0)).abs().max() > 1e-3
 
 
+def test_the_kl_is_the_one_that_is_named(random_model: str, tmp_path: Path) -> None:
+    """exact is the default; published is that times -dt of the step, and the log shows the exact
+    one either way, so that runs can be compared."""
+    parts: dict[str, list[Tensor]] = {}
+    for form in ("default", "exact", "published"):
+        named = [f"grpo.kl={form}"] if form != "default" else []
+        found = fakes.settings(random_model, tmp_path / form, "grpo.kl_weight=1.0", *named)
+        loop = fakes.wired(found, moved=True)
+        rollout = loop.rollout(0)
+        loop.algorithm.prepare(rollout, 0)
+        everything = torch.ones(len(rollout), dtype=torch.bool)
+        parts[form] = []
+        for pairs in pairs_of(rollout, everything, len(rollout)):  # one step each
+            step = loop.algorithm.loss(pairs, loop.velocity(pairs))
+            assert step.policy is not None
+            parts[form].append((step.total - step.policy).detach())
+            exact = float(parts["default"][len(parts[form]) - 1])
+            assert step.metrics["kl"] == pytest.approx(exact, rel=1e-3)
+    sigmas = rollout.sigmas
+    minus_dt = (sigmas[:-1] - sigmas[1:])[list(rollout.steps)]
+    assert torch.equal(torch.stack(parts["default"]), torch.stack(parts["exact"]))
+    ratio = torch.stack(parts["published"]) / torch.stack(parts["exact"])
+    assert_close(ratio, minus_dt.to(ratio), rtol=1e-3, atol=0)
+
+
 # What a run leaves behind ------------------------------------------------------------------------
 
 
@@ -235,6 +284,30 @@ def test_without_evaluation_the_average_is_the_result(random_model: str, tmp_pat
     again.load_adapter(STUDENT, tmp_path / "run" / "adapter")
     saved = torch.cat([p.detach().flatten() for p in again.adapter_parameters(STUDENT)])
     assert torch.equal(saved, average)
+
+
+@pytest.mark.parametrize("updates", [1, 4])
+def test_a_short_run_returns_what_it_learnt(
+    random_model: str, tmp_path: Path, updates: int
+) -> None:
+    """Fewer optimizer steps than the default average waits for: never the start, where B is 0."""
+    run = tmp_path / "run"
+    updated(random_model, run, "ema={}", count=updates, moved=False)
+    saved, _ = read_lora(run / "adapter")
+    assert any(bool(value.any()) for name, value in saved.items() if ".lora_B" in name)
+
+
+def test_the_last_steps_of_a_run_are_in_its_result(random_model: str, tmp_path: Path) -> None:
+    """Three updates, an averaging every two: the third is not lost."""
+    loop = updated(random_model, tmp_path / "run", "ema={decay: 0.9, every: 2}", count=3)
+    assert loop.ema is not None
+    again = fakes.backbone(random_model)
+    again.load_adapter(STUDENT, tmp_path / "run" / "adapter")
+    saved = torch.cat([p.detach().flatten() for p in again.adapter_parameters(STUDENT)])
+    average = torch.cat([p.flatten() for p in loop.ema.shadow_params])
+    kept = (3 / 12) ** 0.5  # half of the decay after three steps
+    assert_close(saved, kept * average + (1 - kept) * weights(loop), rtol=0, atol=1e-6)
+    assert (saved - average).abs().max() > 1e-5
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run(random_model: str, tmp_path: Path) -> None:
@@ -254,3 +327,73 @@ def test_what_is_only_watched_is_scored_but_not_aimed_at(random_model: str, tmp_
     for row in scored:
         assert row["eval/other/reward"] == 0.5 and row["alarms"] == 0
         assert row["eval/headline"] == row["eval/red/reward"] != 0.5
+
+
+class Tired:
+    """Redness that fails on most images of its n-th evaluations, of four prompts each, and finds
+    what is left of them wonderful."""
+
+    evaluations: tuple[int, ...] = ()
+    seen = 0
+
+    def __call__(self, images: Tensor, prompts: list[str], metadata: list[Any]) -> Scores:
+        found = fakes.redness(images, prompts, metadata)
+        if not all(prompt.startswith("held") for prompt in prompts):
+            return found
+        number, Tired.seen = Tired.seen, Tired.seen + 1
+        if number not in Tired.evaluations:
+            return found
+        value = torch.full_like(found.value, float("nan"))
+        value[0] = 99.0
+        return Scores.of(value, red=found.parts["red"])
+
+
+@pytest.fixture
+def tired(monkeypatch: pytest.MonkeyPatch) -> type[Tired]:
+    monkeypatch.setattr(Tired, "seen", 0)
+    monkeypatch.setattr(Tired, "evaluations", ())
+    return Tired
+
+
+def evaluated(model: str, folder: Path, count: int = 3, *, resume: bool = False) -> Loop:
+    """A run that is evaluated at every update, from 0 on."""
+    held_out = folder.parent / "held_out.txt"
+    held_out.parent.mkdir(parents=True, exist_ok=True)
+    held_out.write_text("\n".join(f"held {letter}" for letter in "ABCD"))
+    given = [f"tasks.0.validation={held_out}", "evaluation={every: 1, prompts: 4}",
+             "tasks.0.reward.name=test_loop:Tired", "train.checkpoint_every=1",
+             f"train.updates={count}"]  # fmt: skip
+    loop = fakes.wired(fakes.settings(model, folder, *given))
+    assert loop.resume() == resume
+    loop.run()
+    return loop
+
+
+def test_an_evaluation_over_few_images_never_chooses_the_best(
+    random_model: str, tmp_path: Path, tired: type[Tired]
+) -> None:
+    tired.evaluations = (1,)
+    loop = evaluated(random_model, tmp_path / "run")
+    rows = [row for row in lines(loop) if any(key.startswith("eval/") for key in row)]
+    assert [row.get("eval/lost") for row in rows] == [None, 1, None, None]
+    assert [row["update"] for row in rows if "eval/headline" in row] == [0, 2, 3]
+    assert loop.best["headline"] < 1 and loop.best["update"] != 1
+    assert "eval/red/reward" not in rows[1]
+
+
+def test_a_run_whose_last_evaluation_was_lost_stops_and_takes_it_again(
+    random_model: str, tmp_path: Path, tired: type[Tired]
+) -> None:
+    whole = evaluated(random_model, tmp_path / "whole" / "run")
+    tired.seen, tired.evaluations = 0, (3,)
+    with pytest.raises(TrainingError, match="--resume"):
+        evaluated(random_model, tmp_path / "run")
+    assert (tmp_path / "run" / "checkpoints" / "update_000003").is_dir()
+    tired.seen, tired.evaluations = 0, ()
+    again = evaluated(random_model, tmp_path / "run", resume=True)
+    assert again.best == whole.best
+    assert [row for row in lines(again) if "eval/headline" in row] == [
+        row for row in lines(whole) if "eval/headline" in row
+    ]
+    assert not any("eval/lost" in row for row in lines(again))
+    assert tired.seen == 1  # nothing else was repeated

@@ -1,4 +1,4 @@
-"""losses.py: the clipped loss, its gradient, and the shapes that it refuses."""
+"""losses.py: the clipped loss, its gradient, the shapes that it refuses, and the KLs of GRPO."""
 
 import math
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowalign.losses import clip_fraction, policy_loss
+from flowalign import sde
+from flowalign.losses import KLS, clip_fraction, kl_factors, policy_loss
 
 
 def loss_at(ratio, advantage, clip_range=0.2):
@@ -78,3 +79,34 @@ def test_clip_fraction_counts_both_sides():
     ratio = torch.tensor([0.5, 0.9, 1.0, 1.5], requires_grad=True)
     share = clip_fraction(ratio, 0.2)
     assert float(share) == 0.5 and not share.requires_grad
+
+
+# The KL of GRPO ----------------------------------------------------------------------------------
+
+
+def test_the_published_kl_is_the_exact_one_times_minus_dt_at_every_step():
+    """Flow-GRPO and Flow-OPD divide by 2 s^2, where the variance of a transition is s^2 (-dt)."""
+    sigmas = sde.sigmas(10, 3.0).double()
+    generator = torch.Generator().manual_seed(0)
+    x, new, base = (
+        torch.randn(10, 2, 3, 3, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
+    sigma, following = sigmas[:-1], sigmas[1:]
+    p, q = (
+        sde.transition(x, v, sigma, following, noise_level=0.7, sigma_max=float(sigmas[1]))
+        for v in (new, base)
+    )
+    s = 0.7 * (sigma / (1 - torch.where(sigma == 1, sigmas[1], sigma))).sqrt()
+    theirs = ((p.mean - q.mean) ** 2).mean((1, 2, 3)) / (2 * s**2)
+    exact, published = (kl_factors(sigmas, form) * sde.kl(p, q) for form in KLS)
+    assert_close(published, theirs, rtol=1e-10, atol=0)
+    assert_close(published / exact, sigma - following, rtol=1e-10, atol=0)
+    assert torch.equal(exact, sde.kl(p, q))
+    stronger = (exact / published)[:9]  # at an equal beta, on the steps that are trained
+    assert float(stronger.max()) == pytest.approx(25, rel=0.03)
+    assert float(stronger.min()) == pytest.approx(3.7, rel=0.03)
+
+
+def test_an_unknown_kl_is_refused():
+    with pytest.raises(ValueError, match="exact, published"):
+        kl_factors(sde.sigmas(4, 3.0), "both")

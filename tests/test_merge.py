@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowalign.adapters import read_lora, write_lora
 from flowalign.backbone import Backbone
 from flowalign.cli import main
-from flowalign.teachers.merge import merge
+from flowalign.teachers.merge import Factors, merge, merge_layer
 
 SHAPES = [(4, 4.0, 1), (6, 12.0, 2)]  # rank, alpha, seed
 
@@ -90,6 +91,91 @@ def test_svd_is_exact_at_full_rank_and_the_nearest_below(
         lost = torch.linalg.svdvals(whole)[6:].norm() / whole.norm()
         assert_close((low[layer] - whole).norm() / whole.norm(), lost, rtol=1e-4, atol=1e-6)
         assert report.errors[layer.removeprefix("transformer.")] == pytest.approx(float(lost))
+
+
+@pytest.mark.parametrize("rank", [1, 3, 7, 12])
+def test_svd_is_that_of_the_dense_update(rank: int) -> None:
+    """The factors' own SVD, as it is computed, against the one of the whole matrix, down to a layer
+    that is narrower than the sum of the ranks."""
+    generator = torch.Generator().manual_seed(rank)
+    for out, wide in ((40, 30), (30, 40), (9, 40), (9, 8)):
+        parts = [
+            Factors(
+                torch.randn(4, wide, generator=generator, dtype=torch.float64),
+                torch.randn(out, 4, generator=generator, dtype=torch.float64),
+            )
+            for _ in range(3)
+        ]
+        weights = [1.0, -0.5, 2.0]
+        whole = sum((w * p.dense for w, p in zip(weights, parts, strict=True)), torch.zeros(()))
+        assert isinstance(whole, Tensor)
+        left, sizes, right = torch.linalg.svd(whole, full_matrices=False)
+        nearest = left[:, :rank] * sizes[:rank] @ right[:rank]
+        found, error = merge_layer(parts, weights, "svd", rank, 0.5)
+        assert_close(found.dense, nearest, rtol=0, atol=1e-12 * float(sizes[0]))
+        assert found.down.dtype == torch.float64
+        lost = float(sizes[rank:].norm() / sizes.norm())
+        assert error == pytest.approx(lost, rel=1e-9, abs=1e-12)
+
+
+class Largest(TorchDispatchMode):
+    """Watches the size of the largest tensor that is made inside the `with`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor):
+                self.entries = max(self.entries, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("method", ["concat", "svd"])
+def test_no_whole_layer_is_built(method: str) -> None:
+    """1536 x 1536 in float64 is 19 MB and most of a second a layer, and SD3.5 has hundreds."""
+    parts = [Factors(torch.randn(4, 600).double(), torch.randn(500, 4).double()) for _ in "abc"]
+    with Largest() as seen:
+        merge_layer(parts, [1.0] * 3, method, 4, 0.5)
+    assert 0 < seen.entries <= 12 * 600
+
+
+def test_svd_has_no_more_ranks_than_there_are_in_the_sum(
+    teachers: list[Path], tmp_path: Path
+) -> None:
+    report = merge(teachers, tmp_path, method="svd", rank=20)
+    assert set(report.ranks.values()) == {10} and report.worst < 1e-6
+
+
+# What is said of it ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, ["sum of 2 updates", "rank 10", "scale 1"]),
+        ({"weights": [0.5, 0.5]}, ["average of 2 updates", "rank 10"]),
+        ({"weights": [0.5, 2.0]}, ["weighted sum of 2 updates", "0.5, 2", "rank 10"]),
+        ({"method": "svd", "rank": 3}, ["sum of 2 updates", "rank 3", "svd"]),
+        ({"method": "ties"}, ["ties of 2 updates", "rank 6"]),
+        ({"lines": (0.5, 1.0)}, ["sum of 2 updates", "0.5", "1"]),
+    ],
+)
+def test_the_report_says_what_was_done(
+    teachers: list[Path], tmp_path: Path, options: dict, said: list[str]
+) -> None:
+    report = merge(teachers, tmp_path, **options)
+    assert all(text in report.summary for text in said), report.summary
+    assert str(report).startswith(report.summary)
+
+
+def test_the_scale_that_is_said_is_that_of_the_file(teachers: list[Path], tmp_path: Path) -> None:
+    """alpha / r of the result is 1: the scales of what was merged are in its B."""
+    merge(teachers, tmp_path)
+    config = described(tmp_path)
+    assert config["lora_alpha"] == config["r"] == 10 and not config["alpha_pattern"]
 
 
 def test_a_and_b_apart_would_be_something_else(teachers: list[Path], tmp_path: Path) -> None:

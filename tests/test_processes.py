@@ -1,4 +1,4 @@
-"""What a run learns and scores does not depend on how many processes share it (gloo, CPU)."""
+"""An evaluation on two processes is that of one: the same rows, to the last bit."""
 
 import json
 from pathlib import Path
@@ -6,92 +6,76 @@ from typing import Any
 
 import fakes
 import pytest
-import torch
 import yaml
-from safetensors.torch import load_file
-from torch.testing import assert_close
+from torch import distributed
 
-from flowalign import train
-
-LINEAR = ["optimizer.eps=1.0", "optimizer.lr=30.0"]  # Adam that does not blow rounding up
-SHARED = ["rollout.prompts=8", "optimizer.updates_per_rollout=2", "optimizer.micro_batch=3",
-          "train.updates=2", "train.checkpoint_every=2", *LINEAR]  # fmt: skip
-LIMIT = 240  # seconds until a run that waits for ever has failed
+from flowalign.eval.__main__ import main
 
 
-def stage(config: Any) -> dict[str, Any]:
-    """A config as a stage of a recipe."""
-    return config.model_dump(mode="json", exclude={"output", "model"})
-
-
-def three_tasks(model: str, folder: Path) -> dict[str, Any]:
-    """A student of two teachers and the base, with cosines of its tasks' gradients at every update.
-    Of two processes the first has images of one task, the second of two; the third task comes in
-    the last update."""
-    found = fakes.distillation(
-        model, folder / "opd", *SHARED, "rollout.copies=1", "anchor={adapter: null}",
-        "student.diagnose_every=1", "student.states={select: random, count: 2}",
-        "optimizer.updates_per_rollout=1",  # DDP regroups its buckets at the next forward pass
-        "rollout.prompts=4", "train.updates=3", "train.checkpoint_every=3",
-    )  # fmt: skip
-    raw = stage(found)
-    raw["teachers"]["base"] = {"adapter": None, "guidance": 1.0}
-    raw["tasks"].append({**raw["tasks"][0], "name": "base"})
-    for task, weight in zip(raw["tasks"], (2.75, 1.0, 0.25), strict=True):
-        task["weight"] = weight
-    return raw
-
-
-@pytest.fixture(scope="module")
-def recipe(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """GRPO with two optimizer steps a rollout, the student, and an evaluation, as one recipe."""
-    folder = tmp_path_factory.mktemp("processes")
-    grpo = fakes.settings(random_model, folder / "grpo", *SHARED, "grpo.advantage=batch_std",
-                          "grpo.kl_weight=0.1", reward="Choosy")  # fmt: skip
-    raw = stage(grpo)
-    prompts = fakes.PROMPTS
-    raw["tasks"][0]["reward"]["options"] = {"bad": prompts[:1], "flat": prompts[3:4]}
-    opd = three_tasks(random_model, folder)
-    table = {
+def config(folder: Path, model: str, output: str) -> Path:
+    """Two judges of two images a prompt, an odd number of batches, and a second benchmark that has
+    fewer batches than there are processes."""
+    folder.joinpath("prompts.txt").write_text("\n".join(f'a "{letter}"' for letter in "ABCDEFGHI"))
+    judges = {name: {"name": f"fakes:{name}"} for name in ("redness", "constant")}
+    many = {"name": "many", "images": 2, "rewards": judges, "layout": "t2i_compbench"}
+    few = {"name": "few", "limit": 2, "reward": {"name": "fakes:redness"}}
+    data = {
         "stage": "eval",
-        "models": {"base": None, "even": opd["teachers"]["even"]["adapter"]},
-        "benchmarks": [
-            {"name": "red", "prompts": str(folder / "prompts.txt"), "images": 1,
-             "reward": {"name": "fakes:redness"}},
-        ],
-        "sampling": {"steps": 3, "guidance": 2.0, "batch_size": 3},
-    }  # fmt: skip
-    found = {"stage": "recipe", "output": str(folder / "one"),
-             "model": grpo.model.model_dump(mode="json"),
-             "stages": {"grpo": raw, "opd": opd, "table": table}}  # fmt: skip
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(found, sort_keys=False))
-    fakes.AcceleratorState._reset_state(reset_partial_state=True)
-    assert train.main(["--config", str(path)]) == 0
+        "output": str(folder / output),
+        "model": {"id": model, "height": 32, "width": 32, "max_sequence_length": 16},
+        "benchmarks": [{"prompts": str(folder / "prompts.txt"), **mark} for mark in (many, few)],
+        "sampling": {"steps": 2, "guidance": 1.0, "batch_size": 4},
+        "report": {"images": 3},
+    }
+    path = folder / f"{output}.yaml"
+    path.write_text(yaml.dump(data, sort_keys=False))
     return path
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_several_processes_do_what_one_does(recipe: Path, world: int) -> None:
-    one, several = recipe.parent / "one", recipe.parent / f"world_{world}"
-    done = fakes.launch(fakes.ROOT / "train.py", "--config", recipe, f"output={several}",
-                        processes=world, limit=LIMIT)  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    for name in ("grpo", "opd"):
-        weights, expected = (
-            load_file(output / name / "adapter" / "pytorch_lora_weights.safetensors")
-            for output in (several, one)
-        )
-        moved = torch.cat([value.flatten() for key, value in expected.items() if "lora_B" in key])
-        assert moved.abs().max() > 1e-3
-        for key, value in expected.items():
-            assert_close(weights[key], value, rtol=0, atol=1e-6, msg=f"{name} {key}")
-        (*_, last) = sorted((several / name / "checkpoints").iterdir())
-        assert len(list(last.glob("rng_*.json"))) == world  # several, indeed
-    found, expected = (
-        json.loads((output / "table" / "results.json").read_text())["models"]
-        for output in (several, one)
-    )
-    for model in ("base", "even"):
-        assert len(expected[model]["images"]["red"]) == 8
-        assert found[model]["images"] == expected[model]["images"]
+def images(out: Path) -> dict[str, bytes]:
+    """The images of `many`, the last of which are a smaller batch."""
+    found = sorted(out.glob("images/base/many/*.png"))
+    return {path.name: path.read_bytes() for path in found}
+
+
+def rows(out: Path) -> dict[str, list[dict[str, Any]]]:
+    return json.loads((out / "results.json").read_text())["models"]["base"]["images"]
+
+
+@pytest.mark.slow
+def test_two_processes_score_what_one_does(random_model: str, tmp_path: Path) -> None:
+    assert main(["--config", str(config(tmp_path, random_model, "one"))]) == 0
+    done = fakes.launch("-m", "flowalign.eval", "--config", config(tmp_path, random_model, "two"))
+    assert done.returncode == 0, done.stderr
+    ranks = {path.name for path in (tmp_path / "two").rglob("rows.*.jsonl")}
+    assert ranks == {"rows.0.jsonl", "rows.1.jsonl"}  # there were two indeed
+    one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
+    assert images(tmp_path / "two") == images(tmp_path / "one") != {}
+    for name in ("many_redness", "many_constant"):
+        assert two[name] == one[name] and len(one[name]) == 18
+    assert two["few"] == one["few"] and len(one["few"]) == 2  # one process has them all
+
+
+@pytest.mark.slow
+def test_two_processes_refuse_together(random_model: str, tmp_path: Path) -> None:
+    path = config(tmp_path, random_model, "two")
+    assert main(["--config", str(path)]) == 0
+    done = fakes.launch("-m", "flowalign.eval", "--config", path, "sampling.seed=1")
+    assert done.returncode != 0 and "sampling.seed was 1234 there" in done.stderr
+
+
+def blind_but_first(images: Any, prompts: Any, metadata: Any) -> Any:
+    """Redness, which all processes but the first fail to see."""
+    if distributed.get_rank() > 0:
+        raise RuntimeError("no eyes here")
+    return fakes.redness(images, prompts, metadata)
+
+
+@pytest.mark.slow
+def test_a_process_that_lost_its_scores_stops_them_all(random_model: str, tmp_path: Path) -> None:
+    path = config(tmp_path, random_model, "two")
+    reward = "benchmarks.0.rewards.redness.name=test_processes:blind_but_first"
+    given = ["-m", "flowalign.eval", "--config", path, reward]
+    done = fakes.launch(*given, seconds=150)
+    assert done.returncode == 1 and not (tmp_path / "two" / "table.md").exists()
+    assert "10 of 18 images have no score" in done.stderr and "no eyes here" in done.stderr

@@ -284,9 +284,10 @@ def test_digests_of_a_file_are_printed_as_they_are_shipped(
 def test_geneval_prompts_from_the_command_line(tmp_path: Path, capsys) -> None:
     out, words = tmp_path / "data" / "train.jsonl", ["data", "generate", "geneval", "--out"]
     assert main([*words, str(out), "--count", "1020"]) == 0
-    assert "counting        300, 160 different: all there are" in capsys.readouterr().out
+    assert "counting        300, 130 different: all there are" in capsys.readouterr().out
     loaded = load_prompts(out, "geneval")
-    rows = geneval.generate(1020, seed=0)
+    aside = {digest(row["prompt"]) for row in geneval.validation(seed=0)}
+    rows = geneval.generate(1020, 0, held_out.GENEVAL | aside)
     assert loaded.prompts == [row["prompt"] for row in rows]
     assert loaded.metadata == [{k: row[k] for k in row if k != "prompt"} for row in rows]
     assert main([*words, str(out), "--count", "1020"]) == 0  # the same again
@@ -303,7 +304,6 @@ def test_geneval_prompts_from_the_command_line(tmp_path: Path, capsys) -> None:
 def test_ocr_prompts_from_the_command_line(tmp_path: Path, capsys) -> None:
     first, second = tmp_path / "a.txt", tmp_path / "b.txt"
     assert main(["data", "generate", "ocr", "--count", "60", "--out", str(first)]) == 0
-    assert load_prompts(first, "ocr").prompts == ocr.generate(60, seed=0)
     more = ["--count", "60", "--out", str(second), "--exclude", str(first)]
     assert main(["data", "generate", "ocr", *more]) == 0
     texts = [{target_of(p) for p in load_prompts(f, "ocr").prompts} for f in (first, second)]
@@ -316,6 +316,36 @@ def test_ocr_prompts_from_the_command_line(tmp_path: Path, capsys) -> None:
     assert "estimated" not in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["data", "check", str(first), *tokens[2:]])
+
+
+@pytest.mark.parametrize("kind", ["geneval", "ocr"])
+def test_a_generated_set_comes_with_validation_prompts_that_neither_train_nor_test_has(
+    tmp_path: Path, kind: str
+) -> None:
+    ending = "jsonl" if kind == "geneval" else "txt"
+    out, more = tmp_path / f"{kind}_train.{ending}", ["--count", "2000"]
+    assert main(["data", "generate", kind, "--out", str(out), *more]) == 0
+    train = load_prompts(out, kind)
+    val = load_prompts(tmp_path / f"{kind}_val.{ending}", kind)
+    assert len(val) == len(set(val.prompts)) >= 128
+    test = held_out.GENEVAL if kind == "geneval" else held_out.OCR
+    if kind == "geneval":
+        shown = [one_way_round(prompt) for prompt in val.prompts]
+        assert set(shown).isdisjoint(map(one_way_round, train.prompts))
+        assert test.isdisjoint(map(digest, val.prompts))
+        tags = Counter(row["tag"] for row in val.metadata)
+        assert tags.keys() == geneval.MIX.keys() and len(set(tags.values())) == 1
+    else:
+        texts = [set(map(digest, map(target_of, each.prompts))) for each in (val, train)]
+        assert texts[0].isdisjoint(texts[1]) and texts[0].isdisjoint(test)
+    val_file = tmp_path / f"{kind}_val.{ending}"
+    before = val_file.read_bytes()
+    assert main(["data", "generate", kind, "--out", str(out), "--count", "3000", "--force"]) == 0
+    assert val_file.read_bytes() == before  # of the seed alone
+    val_file.write_text("mine")
+    out.unlink()
+    assert main(["data", "generate", kind, "--out", str(out), *more]) == 2
+    assert val_file.read_text() == "mine" and not out.exists()
 
 
 def test_the_list_names_size_licence_and_missing_checksums(capsys) -> None:

@@ -217,9 +217,10 @@ def test_a_merge_has_a_card_without_scores(
         },
         stage=MergeConfig,
     )
-    recipe._merge(stage, main=True)
+    recipe.merged(stage)
     card = ModelCard.load(tmp_path / "merge" / "adapter" / "README.md")
     assert "with `merge`." in card.text and f"- adapters.1: `{other}`" in card.text
+    assert "- merged as: sum of 2 updates" in card.text and "scale 1" in card.text
     assert push(tmp_path / "merge", "--dry-run") == 2
     assert "holds no scores" in capsys.readouterr().err
     assert push(tmp_path / "merge", "--dry-run", "--force") == 0

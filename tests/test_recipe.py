@@ -1,7 +1,9 @@
 """recipe.py: stages feed one another, are checked as a whole, resumed, and not run twice."""
 
 import json
+import weakref
 from pathlib import Path
+from typing import Any
 
 import fakes
 import pytest
@@ -10,7 +12,7 @@ import yaml
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from flowalign import recipe, train
+from flowalign import backbone, recipe, train
 from flowalign.config import ADAPTER, Config, ConfigError, EvalConfig, Root
 
 
@@ -121,13 +123,17 @@ def test_what_is_wrong_in_any_stage_is_said_before_the_first_runs(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_recipe_runs_once_and_notices_what_changed(random_model: str, tmp_path: Path) -> None:
+def test_a_recipe_runs_once_and_notices_what_changed(
+    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = written(random_model, tmp_path)
     assert train.main(["--config", str(path)]) == 0
     out = tmp_path / "out"
     times = {file: file.stat().st_mtime_ns for file in out.rglob(ADAPTER)}
     assert {file.parent.parent.name for file in times} == {"first", "second", "merge", "student"}
-    assert (out / "merge" / "report.md").read_text().startswith("| layer | rank | relative error |")
+    report = (out / "merge" / "report.md").read_text()
+    assert report.startswith("sum of 2 updates") and "| layer | rank | relative error |" in report
+    assert report.splitlines()[0] in capsys.readouterr().out
     assert "student" in (out / "table" / "table.md").read_text()
     weights = load_file(out / "student" / "adapter" / ADAPTER)
     assert weights.keys() == load_file(out / "merge" / "adapter" / ADAPTER).keys()
@@ -171,6 +177,35 @@ def test_a_killed_stage_continues_from_its_checkpoint(
         for name in ("parts", "whole")
     )
     assert all((ours[key] == theirs[key]).all() for key in theirs)
+
+
+def test_a_stage_leaves_no_model_behind_when_the_next_one_loads(
+    random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of teacher, student and table: not the transformer, nor the text encoders, nor the VAE."""
+    parts: list[list[weakref.ref[Any]]] = []
+    alive: list[int] = []
+    real = backbone.load_pipeline
+
+    def load(*args: Any, **options: Any) -> Any:
+        alive.append(sum(part() is not None for stage in parts for part in stage))
+        pipe = real(*args, **options)
+        models = (pipe.transformer, pipe.vae, pipe.text_encoder, pipe.text_encoder_3)
+        parts.append([weakref.ref(part) for part in models])
+        return pipe
+
+    monkeypatch.setattr(backbone, "load_pipeline", load)
+    fakes.AcceleratorState._reset_state(reset_partial_state=True)
+    path = written(random_model, tmp_path)
+    held_out = [f"tasks.{i}.validation={tmp_path / 'prompts.txt'}" for i in range(2)]
+    watched = ["train.updates=1", "evaluation={every: 1, prompts: 2}",
+               "train.trackers=[tensorboard]"]  # fmt: skip
+    raw = yaml.safe_load(path.read_text())
+    raw["stages"]["first"]["set"] = [*watched, held_out[0]]
+    raw["stages"]["student"]["set"] = [*watched, *held_out]
+    path.write_text(yaml.safe_dump(raw, sort_keys=False))
+    assert train.main(["--config", str(path)]) == 0
+    assert alive == [0, 0, 0, 0]  # two teachers, the student, the table
 
 
 @pytest.mark.parametrize("name", ["flow_opd", "demo"])

@@ -133,6 +133,10 @@ def test_a_table_as_markdown():
         "| new | **23.00 ± 0.25** | – |",
         "| n | 7 to 8 | 8 |",
     ]
+    some = {"new": {"ocr": EvalRow("", "", 0.5, 0.1, 7, total=8)}}
+    assert "| new | 0.500 ± 0.100 (n 7 of 8) |" in markdown(Table("", some, {"ocr": 3}))
+    every = {"new": {"ocr": EvalRow("", "", 0.5, 0.1, 8, total=8)}}
+    assert "| new | 0.500 ± 0.100 |" in markdown(Table("", every, {"ocr": 3}))
     gain = {"new − base": {"ocr": EvalRow("", "", 0.662, 0.1, 7)}}
     assert "| +0.66 ± 0.10 |" in markdown(Table("", gain, {"ocr": 2}, signed=True))
 

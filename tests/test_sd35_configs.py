@@ -9,7 +9,16 @@ import pytest
 
 from flowalign import architectures, recipe
 from flowalign.checks import check_world
-from flowalign.config import STAGES, Config, OpdConfig, RecipeConfig, Root, load, read
+from flowalign.config import (
+    STAGES,
+    Config,
+    GrpoConfig,
+    OpdConfig,
+    RecipeConfig,
+    Root,
+    load,
+    read,
+)
 from flowalign.doctor import plan
 from flowalign.doctor.budget import usable
 from flowalign.estimate import predict
@@ -36,7 +45,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "data"
     folder.mkdir()
-    for name, thing in (("train", "kite"), ("test", "clock")):
+    for name, thing in (("train", "kite"), ("val", "lamp"), ("test", "clock")):
         row = {"tag": "single_object", "include": [{"class": thing, "count": 1}]}
         row["prompt"] = f"a photo of a {thing}"
         (folder / f"geneval_{name}.jsonl").write_text(json.dumps(row))
@@ -76,8 +85,9 @@ def test_a_variant_runs_the_same_images_and_updates(path: Path, variant: Path) -
 @pytest.mark.usefixtures("data")
 def test_the_settings_are_the_official_ones() -> None:
     """FACTS, section 9: Flow-OPD on eight GPUs."""
-    (found,) = stages(ROOT / "configs/sd35_medium/student_flow_opd.yaml").values()
+    (found,) = stages(ROOT / "configs/sd35_medium/student_flow_opd_paper.yaml").values()
     assert isinstance(found, OpdConfig)
+    assert (found.student.weighting, found.student.states.select) == ("kl", "all")
     rollout, optimizer = found.rollout, found.optimizer
     assert (rollout.steps, rollout.guidance, rollout.noise_level) == (10, 4.5, 0.7)
     assert (rollout.copies, rollout.kind, found.model.height) == (16, "sde", 512)
@@ -88,6 +98,42 @@ def test_the_settings_are_the_official_ones() -> None:
     assert found.anchor and found.anchor.weight == 0.04
     assert found.model.max_sequence_length == 128
     assert found.evaluation and found.evaluation.steps == 40
+
+
+@pytest.mark.usefixtures("data")
+def test_the_default_student_is_the_one_that_the_study_found_best() -> None:
+    """docs/study.md: the plain velocity distance at one high-noise state; the recipes use it."""
+    folder = ROOT / "configs/sd35_medium"
+    found = stages(folder / "student_flow_opd.yaml")
+    for name in ("flow_opd.yaml", "flow_opd_public.yaml"):
+        found |= {f"{name}/{key}": stage for key, stage in stages(folder / name).items()}
+    students = [stage for stage in found.values() if isinstance(stage, OpdConfig)]
+    assert len(students) == 4
+    for each in students:
+        assert each.student == OpdConfig.model_fields["student"].default.model_copy(
+            update={"label_batch": each.student.label_batch}
+        )
+        assert each.student.weighting == "velocity"
+        assert (each.student.states.select, each.student.states.count) == ("high_noise", 1)
+        assert (each.rollout.prompts, each.rollout.copies) == (256, 1)
+
+
+@pytest.mark.parametrize("folder", ["sd35_medium", "tiny"])
+def test_diffusion_opd_has_a_dense_ode_trajectory(folder: str) -> None:
+    found = load(ROOT / f"configs/{folder}/student_diffusion_opd.yaml", stage=OpdConfig)
+    assert isinstance(found, OpdConfig)
+    assert (found.rollout.kind, found.rollout.trained) == ("ode", (0, found.rollout.steps))
+    assert (found.student.weighting, found.student.states.select) == ("mean", "all")
+
+
+@pytest.mark.usefixtures("data")
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_betas_of_flow_grpo_weigh_its_own_kl(path: Path) -> None:
+    """0.04 and 0.01 are of a KL divided by 2 s^2; under the exact one they would be 4 to 25 times
+    as strong."""
+    for stage in stages(path).values():
+        if isinstance(stage, GrpoConfig):
+            assert stage.grpo.kl_weight in (0.04, 0.01) and stage.grpo.kl == "published"
 
 
 @pytest.mark.usefixtures("data")
@@ -149,7 +195,7 @@ def test_a_stage_passes_in_shapes_without_weights(path: Path, shallow: dict[str,
 @pytest.mark.usefixtures("data")
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda path: path.stem)
 @pytest.mark.parametrize(
-    "name", ["teacher_geneval", "student_flow_opd_published", "student_flow_opd_fast"]
+    "name", ["teacher_geneval", "student_flow_opd_published", "student_flow_opd"]
 )
 def test_a_variant_fits_its_gpus(name: str, variant: Path) -> None:
     path = ROOT / "configs/sd35_medium" / f"{name}.yaml"

@@ -315,6 +315,32 @@ def test_an_interrupted_command_goes_on_and_leaves_the_files_of_one_that_was_not
     assert sorted(Watched.asked) == sorted(PROMPTS * 4)  # each image was scored once
 
 
+def test_an_evaluation_that_lost_images_fails_and_then_asks_for_no_others(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Two of ten images; no table compares them, and the rest is kept."""
+    command, out = ["--config", str(config)], config.parent / "out"
+    assert main(command) == 0
+    whole = files(out)
+    out.rename(config.parent / "before")
+    monkeypatch.setattr(Watched, "failing", (PROMPTS[3],))
+    assert main(command) == 1
+    said = capsys.readouterr().err
+    assert "red" in said and "2 of 10" in said and "max_invalid_share" in said
+    assert not (out / "results.json").exists() and not (out / "table.md").exists()
+    assert main([*command, "max_invalid_share=0.2"]) == 0
+    assert "(n 8 of 10)" in (out / "table.md").read_text()
+    Watched.asked.clear()
+    monkeypatch.setattr(Watched, "failing", ())
+    assert main(command) == 0
+    assert Watched.asked == [PROMPTS[3]] * 4  # of both models
+    found = files(out)
+    assert found.keys() == whole.keys() and found["table.md"] == whole["table.md"]
+    assert all(found[name] == whole[name] for name in whole if name != "results.json")
+    models = [json.loads(each["results.json"])["models"] for each in (found, whole)]
+    assert models[0] == models[1]
+
+
 def test_a_killed_process_is_gone_on_with(config: Path, sampled: list[str]):
     command, out = ["--config", str(config), "models={base: null}"], config.parent / "out"
     assert main(command) == 0

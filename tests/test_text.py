@@ -82,3 +82,32 @@ def test_a_file_that_is_not_whole_is_written_anew(
         path.write_bytes(path.read_bytes()[:-1] if damage is None else damage)
     assert all(torch.equal(a, b) for a, b in zip(texts(TEXTS), before, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(texts(TEXTS), before, strict=True))
+
+
+def test_texts_that_are_prepared_are_encoded_once_and_kept_on_disk(
+    random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = encoder(random_model, tmp_path)
+    texts(TEXTS[1:2])
+    asked = count(texts, monkeypatch)
+    calls = [TEXTS[:2], TEXTS[2:], TEXTS[:1]]
+    texts.prepare(calls)
+    assert asked == [TEXTS[0], *TEXTS[2:]]
+    for call in calls:
+        texts(call)
+        texts.prepare(calls)
+    assert len(asked) == 4
+
+
+def test_texts_that_are_held_are_those_of_each_call_to_the_bit(
+    random_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts, calls = encoder(random_model), [TEXTS[:2], TEXTS[2:], TEXTS[:1]]
+    expected = [texts(call) for call in calls]
+    asked = count(texts, monkeypatch)
+    texts.prepare(calls)
+    assert asked == [*TEXTS, TEXTS[0]]
+    for call, (embeds, pooled) in zip(calls, expected, strict=True):
+        found = texts(call)
+        assert torch.equal(found[0], embeds) and torch.equal(found[1], pooled)
+    assert len(asked) == 6

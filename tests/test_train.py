@@ -1,5 +1,7 @@
 """The entry point: what it refuses before it loads a model, and processes that act as one."""
 
+import json
+import logging
 import re
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import flowalign
-from flowalign import train
+from flowalign import checks, train
 from flowalign.config import ConfigError, to_yaml
 from flowalign.loop import Loop
 
@@ -48,6 +50,48 @@ def test_a_wrong_config_is_refused_before_the_model_is_looked_for(
     assert re.search(said, message)
     assert "no_model" not in message
     assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("lora", "ignored"),
+    [
+        ({}, []),
+        ({"rank": 2, "alpha": 4.0}, []),  # those of the adapter
+        ({"rank": 32, "alpha": 64.0}, ["lora.rank", "lora.alpha"]),
+        ({"rank": 32}, ["lora.rank"]),
+        ({"targets": fakes.TARGETS}, []),
+        ({"targets": ["attn.to_q"], "alpha": 4.0}, ["lora.targets"]),
+        ({"targets": [*fakes.TARGETS, "ff.net.2"]}, ["lora.targets"]),
+    ],
+)
+def test_keys_that_an_adapter_to_start_from_decides_are_named(
+    random_model: str, tmp_path: Path, lora: dict, ignored: list[str]
+) -> None:
+    """Only what was set: defaults were nobody's wish."""
+    init = fakes.teachers(random_model, tmp_path)["even"]
+    given = f"lora={json.dumps({**lora, 'init': init})}"
+    found = fakes.settings(random_model, tmp_path / "run", given)
+    start = checks.start(found.lora)
+    assert start is not None
+    assert [text.split(":")[0] for text in start.ignored] == ignored
+    assert "rank 2" in start.text and "scale 2" in start.text and init in start.text
+
+
+def test_a_fresh_adapter_has_no_start_to_speak_of(random_model: str, tmp_path: Path) -> None:
+    assert checks.start(fakes.settings(random_model, tmp_path / "run").lora) is None
+
+
+def test_a_run_says_where_it_starts_and_what_it_ignores(
+    random_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    init = fakes.teachers(random_model, tmp_path)["even"]
+    path = config_file(random_model, tmp_path / "run", f"lora={{rank: 32, init: {init}}}")
+    with caplog.at_level(logging.INFO, logger="flowalign"):
+        assert main("--config", path, "train.updates=1") == 0
+    said = {level: [r.getMessage() for r in caplog.records if r.levelname == level]
+            for level in ("INFO", "WARNING")}  # fmt: skip
+    assert any("rank 2, scale 2" in text for text in said["INFO"])
+    assert any(text.startswith("lora.rank: 32") for text in said["WARNING"])
 
 
 def test_a_model_that_is_not_there_is_one_line_and_no_traceback(
@@ -107,6 +151,28 @@ def test_two_processes_do_what_one_does(random_model: str, tmp_path: Path) -> No
     expected = processes_agree(path, tmp_path)
     end = torch.cat([expected[str(i)].flatten() for i in range(30)])
     assert len(expected) == 30 and (end - start).abs().max() > 1e-3
+
+
+@pytest.mark.slow
+def test_tasks_of_different_processes_have_their_own_statistics(
+    random_model: str, tmp_path: Path
+) -> None:
+    """Each process holds one task only, and the std of each is still that of one process."""
+    given = ["rollout.prompts=2", "rollout.batch_size=8", "grpo.advantage=batch_std",
+             "optimizer.micro_batch=4", "optimizer.eps=1.0", "optimizer.lr=30.0",
+             "train.updates=2"]  # fmt: skip
+    found = fakes.settings(random_model, tmp_path / "one" / "run", *given)
+    path = tmp_path / "mixed.yaml"
+    path.write_text(to_yaml(fakes.mixed(found)))
+    assert main("--config", path) == 0
+    processes_agree(path, tmp_path)
+    logs = [tmp_path / name / "run" / "metrics.jsonl" for name in ("one", "two")]
+    one, two = ([json.loads(line) for line in log.read_text().splitlines()] for log in logs)
+    names = [f"task_{what}/{task}" for what in ("reward", "reward_std", "advantage")
+             for task in ("red", "vivid")]  # fmt: skip
+    for a, b in zip(one, two, strict=True):
+        for name in names:
+            assert b[name] == pytest.approx(a[name], rel=1e-2, abs=1e-5)
 
 
 def processes_agree(path: Path, folder: Path) -> dict[str, Tensor]:

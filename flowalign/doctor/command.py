@@ -161,6 +161,7 @@ def _ranks(stages: Mapping[str, object]) -> dict[str, int]:
         if isinstance(stage, MergeConfig):
             ranks = [rank_of(source, found, 32) for source in stage.adapters]
             rank = sum(ranks) if stage.method == "concat" else stage.rank or max(ranks)
+            rank = min(rank, sum(ranks)) if stage.method == "svd" else rank
         elif isinstance(stage, Config):
             init = stage.lora.init
             rank = rank_of(init, found, stage.lora.rank) if init else stage.lora.rank

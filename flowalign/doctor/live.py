@@ -1,4 +1,8 @@
-"""What a few images of the real run show: its ratio, its rewards, its teachers, one update."""
+"""What a few images of the real run show: its ratio, its rewards, its teachers, one update.
+
+The costliest look is the one at what the teachers are worth: of every task with a reward and
+validation prompts, WORTH images of its teacher and as many of the student's start.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import dataclasses
 import json
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,21 +20,26 @@ from torch import Tensor
 from flowalign import sde, train
 from flowalign.backbone import Backbone, ModelError
 from flowalign.config import parse
+from flowalign.data import load_prompts, subset
 from flowalign.doctor import reward as rewards
 from flowalign.doctor.findings import Finding
 from flowalign.doctor.plan import Plan
 from flowalign.estimate import predict
+from flowalign.eval.suite import Settings, generate
 from flowalign.loop import Loop, TrainingError, pairs_of, schedule
 from flowalign.loop import velocity as velocity_of
+from flowalign.rewards.guarded import score
 from flowalign.rollout import Noise, places, sample
 from flowalign.schema import Config, ConfigError, OpdConfig, SftConfig
 from flowalign.teachers.bank import Bank
 from flowalign.teachers.sft import Sft
-from flowalign.types import Conditioning, Rollout
+from flowalign.types import Conditioning, PromptBatch, Reward, Rollout
 
 COPIES = 4  # images of a prompt, at most
 IMAGES = 16  # of an update, at most: enough to tell its speed
 APART = 1e-6  # of a velocity, relatively: as good as equal
+WORTH = 128  # prompts on which a teacher is compared with the student's start, at most
+FEW = 8  # pairs of scores, of which no error can be told
 
 
 @dataclass
@@ -52,9 +61,10 @@ def examine(config: Config) -> Live:
     with tempfile.TemporaryDirectory() as folder:
         small = _small(config, folder)
         try:
-            loop, *_ = train.wire(small)
+            loop, _, built = train.wire(small)
             loop.on_update = lambda update, metrics: None
             found.findings += _looked_at(small, loop)
+            found.findings += _worth(config, loop, built)
             before = _velocity(loop, rollout := _states(small, loop))
             loop.run()
             found.findings += _moved(before, _velocity(loop, rollout))
@@ -155,10 +165,7 @@ def _taught(config: OpdConfig | SftConfig, loop: Loop, rollout: Rollout) -> Iter
     """Labels of each teacher on a few states: finite, and neither the base's nor the student's."""
     x, rows = rollout.states[:2, 0], torch.arange(min(2, len(rollout)))
     sigma = rollout.sigmas[rollout.steps[0]].to(x).expand(len(x))
-    cond = rollout.conditioning.select(rows)
-    algorithm = loop.algorithm
-    bank = algorithm.bank if isinstance(algorithm, Sft) else algorithm.teachers  # type: ignore
-    assert isinstance(bank, Bank)
+    cond, bank = rollout.conditioning.select(rows), _bank(loop)
     for name, teacher in config.teachers.items():
         source = bank.source(name)
         label, base = (
@@ -186,6 +193,62 @@ def _velocity_of(
 ) -> Tensor:
     with backbone.adapter(adapter):
         return backbone.velocity(x, sigma, cond, guidance=guidance)
+
+
+def _bank(loop: Loop) -> Bank:
+    algorithm = loop.algorithm
+    found = algorithm.bank if isinstance(algorithm, Sft) else algorithm.teachers  # type: ignore
+    assert isinstance(found, Bank)
+    return found
+
+
+def _worth(config: Config, loop: Loop, built: Mapping[str, Reward]) -> Iterator[Finding]:
+    """Does a teacher score less on its own task than the student does at its start?
+
+    Each is sampled as it takes part: the teacher at the guidance of its labels, the student at the
+    one that it is trained at; the same held-out prompts and noise. A student that has learnt all
+    that its labels say scores as the teacher does here.
+    """
+    if not isinstance(config, OpdConfig | SftConfig):
+        return
+    r, count = config.rollout, WORTH
+    if config.evaluation:
+        count = min(count, config.evaluation.prompts)
+    for task in config.tasks:
+        reward = built.get(task.name)
+        if reward is None or task.validation is None or getattr(reward, "groupwise", False):
+            continue
+        prompts = subset(load_prompts(task.validation, task.name), count)
+        (source,) = _bank(loop).sources([task.name])
+        settings = Settings(r.steps, config.guidance, config.seed, r.batch_size)
+        start = _scores(loop.backbone, prompts, settings, reward)
+        with loop.backbone.adapter(source.adapter):
+            settings = dataclasses.replace(settings, guidance=source.guidance)
+            taught = _scores(loop.backbone, prompts, settings, reward)
+        both = torch.stack([start, taught])[:, start.isfinite() & taught.isfinite()]
+        if both.shape[1] < FEW:
+            yield Finding("note", f"worth: too few images of task {task.name!r} could be scored")
+            continue
+        gap = both[1] - both[0]
+        mean, error = float(gap.mean()), float(gap.std() / len(gap) ** 0.5)
+        before, after = both.mean(1).tolist()
+        text = (
+            f"worth: on task {task.name!r} its teacher at guidance {settings.guidance:g} scores "
+            f"{after:.3f}, the student's start at {config.guidance:g} {before:.3f}: {mean:+.3f} ± "
+            f"{error:.3f} on {len(gap)} prompts"
+        )
+        if mean < -2 * error:
+            text += (
+                ". Its labels make the student worse. Look at its guidance, its adapter and task."
+            )
+        yield Finding("fault" if mean < -2 * error else "ok", text)
+
+
+def _scores(backbone: Backbone, prompts: PromptBatch, settings: Settings, reward: Reward) -> Tensor:
+    """The number [P] that a reward is known by, of an image of each prompt; NaN = invalid."""
+    found = score(reward, generate(backbone, prompts, settings), prompts.prompts, prompts.metadata)
+    value = found.parts.get(getattr(reward, "headline", None) or "", found.value)
+    return value.float().cpu().where(found.valid.cpu(), torch.nan)
 
 
 def _velocity(loop: Loop, rollout: Rollout) -> Tensor:

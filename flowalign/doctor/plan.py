@@ -11,16 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
 from flowalign import sde
 from flowalign.adapters import AdapterError, read_lora
-from flowalign.architectures import build, find, local_folder
-from flowalign.checks import adapters
-from flowalign.data import load_prompts
+from flowalign.architectures import Architecture, build, find, local_folder
+from flowalign.backbone import ModelError, scheduler_sigmas
+from flowalign.checks import adapters, start
+from flowalign.data import load_prompts, subset
 from flowalign.doctor.findings import Finding
+from flowalign.ema import MovingAverage
 from flowalign.losses import step_weights
-from flowalign.schema import Config, GrpoConfig, OpdConfig, SftConfig
+from flowalign.schema import Config, Ema, GrpoConfig, OpdConfig, SftConfig, mixtures
 
 CLIP_TOKENS = 77
 SAMPLE = 2000  # prompts of a set that are looked at
@@ -59,12 +62,6 @@ class Plan:
             isinstance(config, OpdConfig)
             and (config.student.gradient != "pathwise" or config.student.reward_weight > 0)
         )
-
-    @property
-    def guidance(self) -> float:
-        """The scale at which the student is trained."""
-        own = self.config.student.guidance if isinstance(self.config, OpdConfig) else None
-        return self.config.rollout.guidance if own is None else own
 
 
 def examine(config: Config) -> list[Finding]:
@@ -111,7 +108,14 @@ def attention(plan: Plan) -> Iterator[Finding]:
 
 def guidance(plan: Plan) -> Iterator[Finding]:
     """One CFG scale in rollout, update and evaluation, or a reason for another."""
-    config, own = plan.config, plan.guidance
+    config, own = plan.config, plan.config.guidance
+    for place, scale in mixtures(config).items():
+        taught = "is distilled into the student" if scale > own else "makes it unlearn its own"
+        yield Finding(
+            "fault" if scale < own and place != "anchor" else "note",
+            f"guidance: {place} labels at {scale}, and the student is trained at {own}: a mixture, "
+            f"which {taught}. Leave its guidance out for one scale.",
+        )
     if own != config.rollout.guidance:
         yield Finding(
             "note",
@@ -154,11 +158,13 @@ def noise(plan: Plan) -> Iterator[Finding]:
     if rollout.kind == "ode" or isinstance(config, SftConfig):
         return
     try:
-        scheduler = find(config.model.id, config.model.revision).scheduler
+        found = find(config.model.id, config.model.revision)
+        sigmas = _sigmas(config, found)
     except LookupError:
         return
-    shift, last = scheduler.get("shift", 1.0), scheduler.get("shift_terminal")
-    sigmas = sde.sigmas(rollout.steps, shift, terminal=last)
+    except ModelError as error:
+        yield Finding("fault", f"schedule: {error}")
+        return
     window = list(range(*rollout.trained))
     zero = torch.zeros(len(window), 1, 1, 1)
     gaussian = sde.transition(
@@ -195,6 +201,14 @@ def noise(plan: Plan) -> Iterator[Finding]:
             )
 
 
+def _sigmas(config: Config, found: Architecture) -> Tensor:
+    """The schedule [T+1] of the rollouts."""
+    side = 2 ** (len(found.vae["block_out_channels"]) - 1) * found.transformer["patch_size"]
+    tokens = (config.model.height // side) * (config.model.width // side)
+    scheduler = FlowMatchEulerDiscreteScheduler.from_config(dict(found.scheduler))
+    return scheduler_sigmas(scheduler, config.rollout.steps, tokens)
+
+
 def clip(plan: Plan) -> Iterator[Finding]:
     """A clip range that cuts every ratio, or none."""
     if not plan.ratio:
@@ -222,12 +236,12 @@ def clip(plan: Plan) -> Iterator[Finding]:
 
 
 def average(plan: Plan) -> Iterator[Finding]:
-    """A moving average that is never taken, or that lags behind by half of the run."""
+    """A moving average that lags behind by half of the run."""
     config = plan.config
     if config.ema is None:
         return
     total = config.train.updates * config.optimizer.updates_per_rollout
-    old = _first_half(config.ema.decay, total // config.ema.every)
+    old = _first_half(config.ema, total)
     if old > 0.1:
         yield Finding(
             "fault" if old > 0.5 else "note",
@@ -237,18 +251,17 @@ def average(plan: Plan) -> Iterator[Finding]:
         )
 
 
-def _first_half(decay: float, count: int) -> float:
-    """The share of the first half of `count` averagings in the last, by diffusers' EMAModel (which
-    has a warm-up of its own); without any, the average is the start."""
-    from diffusers.training_utils import EMAModel
-
-    probe = nn.Parameter(torch.ones(1))
-    ema = EMAModel([probe], decay=decay)
-    steps = min(count, 20_000)
-    for step in range(steps):
-        probe.data.fill_(float(step < steps // 2))
-        ema.step([probe])
-    return float(ema.shadow_params[0])
+def _first_half(settings: Ema, total: int) -> float:
+    """The share of the start and the first half of a run of `total` optimizer steps in what it
+    returns."""
+    probe = [torch.ones(1)]
+    ema = MovingAverage(probe, decay=settings.decay, every=settings.every)
+    for step in range(settings.every, total + 1, settings.every)[-20_000:]:  # older ones are gone
+        probe[0].fill_(float(step <= total // 2))
+        ema.step(probe, step)
+    probe[0].fill_(0.0)
+    with ema.of(probe, total):
+        return float(probe[0])
 
 
 # Prompts ---------------------------------------------------------------------------------------
@@ -263,7 +276,8 @@ def held_out(plan: Plan) -> Iterator[Finding]:
     for task in config.tasks:
         if task.validation is None:
             continue
-        prompts = load_prompts(task.validation, task.name).prompts[: config.evaluation.prompts]
+        whole = load_prompts(task.validation, task.name)
+        prompts = subset(whole, config.evaluation.prompts).prompts
         shared = [prompt for prompt in prompts if prompt in trained]
         if shared:
             yield Finding(
@@ -359,16 +373,23 @@ def apart(plan: Plan) -> Iterator[Finding]:
     config = plan.config
     if not isinstance(config, OpdConfig | SftConfig):
         return
-    start = plan.loras.get("lora.init")
+    origin = plan.loras.get("lora.init")
     taught = {place: lora for place, lora in plan.loras.items() if place.startswith("teachers.")}
     for place, (weights, _) in taught.items():
-        if start and _same(weights, start[0]):
+        if origin and _same(weights, origin[0]):
             level = "fault" if len(config.teachers) == 1 else "note"
             text = f"{place}: it is the student's start (lora.init): its task has nothing to learn."
             yield Finding(level, text)
     for (one, a), (other, b) in itertools.combinations(taught.items(), 2):
         if _same(a[0], b[0]):
             yield Finding("note", f"{one} and {other} have the same weights.")
+
+
+def overruled(plan: Plan) -> Iterator[Finding]:
+    """Keys of `lora` that were set, beside an adapter to start from that has others."""
+    with suppress(AdapterError, OSError):  # an earlier stage will write it
+        if found := start(plan.config.lora):
+            yield from (Finding("note", f"{text}. Leave it out.") for text in found.ignored)
 
 
 def _same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
@@ -384,5 +405,5 @@ def output(plan: Plan) -> Iterator[Finding]:
 
 CHECKS: tuple[Callable[[Plan], Iterator[Finding]], ...] = (
     dtypes, attention, guidance, steps, noise, clip, average, held_out, lengths,
-    fitting, working, apart, output,
+    fitting, working, apart, overruled, output,
 )  # fmt: skip

@@ -15,26 +15,38 @@ DEFAULTS = {"geneval": (50_000, "data/geneval_train.jsonl"), "ocr": (20_000, "da
 
 
 def generate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    """Write training prompts of our own, without the official test prompts."""
+    """Write training and validation prompts of our own, without the official test prompts."""
     count, out = DEFAULTS[args.kind]
     count, path = args.count or count, Path(args.out or out)
     write = {"geneval": _geneval, "ocr": _ocr}[args.kind]
-    text, said = write(count, args)
-    content = text.encode()
-    if path.is_file() and path.read_bytes() != content and not args.force:
-        raise ValueError(
-            f"{path} is there and holds something else. Give another --out, or replace it with "
-            "--force."
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    part.write_bytes(content)
-    os.replace(part, path)
-    print(f"{said}\n{path}")
+    training, validation, said = write(count, args)
+    files = {validation_file(path): validation.encode(), path: training.encode()}
+    for file, content in files.items():
+        if file.is_file() and file.read_bytes() != content and not args.force:
+            raise ValueError(
+                f"{file} is there and holds something else. Give another --out, or replace it "
+                "with --force."
+            )
+    for file, content in files.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_name(f".{file.name}.part")
+        part.write_bytes(content)
+        os.replace(part, file)
+    others = len(validation.splitlines())
+    print(f"{said}\n{path}\n{validation_file(path)}: {others} others to validate with")
     return 0
 
 
-def _geneval(count: int, args: argparse.Namespace) -> tuple[str, str]:
+def validation_file(path: Path) -> Path:
+    """Where the validation prompts of a training set lie: x_val beside x_train, or beside x."""
+    return path.with_name(f"{path.stem.removesuffix('_train')}_val{path.suffix}")
+
+
+Texts = tuple[str, str, str]
+"""The lines of the training and of the validation set, and what there is to say of them."""
+
+
+def _geneval(count: int, args: argparse.Namespace) -> Texts:
     from flowalign.data import load_prompts
     from flowalign.prompts import geneval
     from flowalign.prompts.held_out import GENEVAL, digest
@@ -42,6 +54,8 @@ def _geneval(count: int, args: argparse.Namespace) -> tuple[str, str]:
     held_out = set(GENEVAL)
     for source in args.exclude:
         held_out |= set(map(digest, load_prompts(source, "excluded").prompts))
+    aside = geneval.validation(args.seed, held_out)
+    held_out |= {digest(row["prompt"]) for row in aside}
     rows = geneval.generate(count, args.seed, held_out, repeats=not args.unique)
     tags = Counter(row["tag"] for row in rows)
     different = Counter(tag for tag, _ in {(row["tag"], row["prompt"]) for row in rows})
@@ -49,10 +63,11 @@ def _geneval(count: int, args: argparse.Namespace) -> tuple[str, str]:
     for tag, number in tags.most_common():
         all_there_are = "" if different[tag] == number else ": all there are, repeated evenly"
         said.append(f"  {tag:12} {number:6}, {different[tag]} different{all_there_are}")
-    return "".join(json.dumps(row) + "\n" for row in rows), "\n".join(said)
+    training, validation = ("".join(json.dumps(row) + "\n" for row in r) for r in (rows, aside))
+    return training, validation, "\n".join(said)
 
 
-def _ocr(count: int, args: argparse.Namespace) -> tuple[str, str]:
+def _ocr(count: int, args: argparse.Namespace) -> Texts:
     from flowalign.data import load_prompts
     from flowalign.prompts import ocr
     from flowalign.prompts.held_out import OCR, digest
@@ -63,10 +78,13 @@ def _ocr(count: int, args: argparse.Namespace) -> tuple[str, str]:
         prompts = load_prompts(source, "excluded").prompts
         held_out |= set(map(digest, prompts))
         held_out |= {digest(target_of(prompt)) for prompt in prompts if prompt.count('"') >= 2}
+    aside = ocr.validation(args.seed, held_out)
+    held_out |= {digest(target_of(prompt)) for prompt in aside}
     prompts = ocr.generate(count, args.seed, held_out)
     targets = set(map(target_of, prompts))
     said = f"{len(prompts)} prompts, all different, with {len(targets)} different texts"
-    return "".join(prompt + "\n" for prompt in prompts), said
+    training, validation = ("".join(p + "\n" for p in each) for each in (prompts, aside))
+    return training, validation, said
 
 
 def fetch(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
@@ -134,7 +152,8 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("kind", choices=list(DEFAULTS))
     made.add_argument("--count", type=int, help="prompts (default: 50000 geneval, 20000 ocr)")
     made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--out", help="default: data/geneval_train.jsonl, data/ocr_train.txt")
+    made.add_argument("--out", help="default: data/geneval_train.jsonl, data/ocr_train.txt; the "
+                      "validation set lies beside it, as x_val")
     made.add_argument("--exclude", nargs="+", default=[], metavar="SET", help="more to keep out")
     made.add_argument("--unique", action="store_true", help="geneval: refuse to repeat prompts")
     made.add_argument("--force", action="store_true", help="replace a file that differs")

@@ -11,8 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -22,9 +25,13 @@ from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
 
 from flowalign.data import PromptError, load_prompts
+from flowalign.prompts.geneval import same_picture
+from flowalign.prompts.held_out import GENEVAL, OCR, digest
 from flowalign.prompts.sources import File, Source
+from flowalign.types import PromptBatch
 
 MAX_BYTES = 64 * 2**20  # the largest, dpg_bench.csv, has 7.4 MB
+VALIDATION = 256  # prompts of a training set that are set aside
 TIMEOUT = (10.0, 60.0)  # seconds: to connect, and for each next piece
 
 
@@ -40,7 +47,8 @@ def fetch(
     unverified: bool = False,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
-    """Fetch the files of a set into the folder `out`; returns where they lie, in order.
+    """Fetch the files of a set into the folder `out`; returns where they lie, in order, each
+    training set before the validation set that was set aside of it.
 
     A file that is there with the right checksum is left alone, without asking the network.
     force: replace a file that differs. unverified: keep what came though its checksum is another.
@@ -50,24 +58,29 @@ def fetch(
     say(f"{source.prompts}\nsource:  {source.page}\nlicence: {source.licence}")
     if source.note:
         say(f"NOTE:    {source.note}")
-    return [_fetch(file, source, Path(out), force, unverified, say) for file in source.files]
+    found: list[Path] = []
+    for file in source.files:
+        others = list(found) if file.validation else []
+        found += _fetch(file, source, Path(out), others, force, unverified, say)
+    return found
 
 
 def _fetch(
     file: File,
     source: Source,
     out: Path,
+    others: Sequence[Path],
     force: bool,
     unverified: bool,
     say: Callable[[str], None],
-) -> Path:
+) -> list[Path]:
     target = out / file.name
+    paths = [target, out / file.validation] if file.validation else [target]
     expected, known = _expected(file, target)
     say(f"{file.name}: {file.url}\n  checksum {expected or '-'} ({known})")
-    there = target.read_bytes() if target.is_file() else None
-    if there is not None and expected and _digest(there, expected) == expected:
-        say(f"  {target} is there already, and its checksum holds")
-        return target
+    if expected and _is_there(paths, expected):
+        say(f"  {' and '.join(map(str, paths))}: there already, and the checksum holds")
+        return paths
     content = _sorted_once(_download(file.url)) if file.unique else _download(file.url)
     found = _digest(content, expected or "sha256:")
     if expected and found != expected and not unverified:
@@ -76,12 +89,19 @@ def _fetch(
             f"{expected} ({known}). Nothing was written. Try again; if you trust what comes, "
             "--unverified keeps it."
         )
-    if there is not None and there != content and not force:
-        raise FetchError(
-            f"{target} is there and differs from what {file.url} sends. Nothing was written. "
-            "Move it away, choose another --out, or replace it with --force."
-        )
-    count = _write(target, content)
+    parts = [content]
+    if file.validation:
+        with _as_file(content, target) as path:
+            parts = _split(path, others)
+    for path, part in zip(paths, parts, strict=True):
+        if path.is_file() and path.read_bytes() != part and not force:
+            raise FetchError(
+                f"{path} is there and differs from what {file.url} sends"
+                f"{', less what is set aside to validate' if file.validation else ''}. Nothing "
+                "was written. Move it away, choose another --out, or replace it with --force."
+            )
+    # the training set last: where it lies, its validation set does
+    counts = [_write(*each) for each in reversed(list(zip(paths, parts, strict=True)))][::-1]
     record = {
         "file": file.name,
         "url": file.url,
@@ -91,15 +111,81 @@ def _fetch(
         "note": source.note,
         "sha256": hashlib.sha256(content).hexdigest(),
         "bytes": len(content),
-        "prompts": count,
+        "prompts": sum(counts),
         "lines": "unique and sorted" if file.unique else "as published",
         "verified": bool(expected) and found == expected and known != FIRST,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
+    if file.validation:
+        sums = [hashlib.sha256(part).hexdigest() for part in parts]
+        record["parts"] = {path.name: each for path, each in zip(paths, sums, strict=True)}
     _replace(_record(target), (json.dumps(record, indent=1) + "\n").encode())
     verdict = "its checksum holds" if found == expected else f"NOT VERIFIED: recorded {found}"
-    say(f"  {count} prompts in {target} ({verdict})")
-    return target
+    for path, count in zip(paths, counts, strict=True):
+        say(f"  {count} prompts in {path} ({verdict})")
+    return paths
+
+
+def _is_there(paths: Sequence[Path], expected: str) -> bool:
+    """Whether a file, or the two parts of one, lie there as they were written."""
+    if not all(path.is_file() for path in paths):
+        return False
+    if len(paths) == 1:
+        return _digest(paths[0].read_bytes(), expected) == expected
+    try:
+        record = json.loads(_record(paths[0]).read_text(encoding="utf-8"))
+        whole, parts = record["sha256"], [record["parts"][path.name] for path in paths]
+    except (OSError, ValueError, KeyError, TypeError):  # of a file that was fetched whole
+        return False
+    mine = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
+    return f"sha256:{whole}" == expected and parts == mine
+
+
+# Setting aside ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Aside:
+    """The rows of a set that are trained on, and those that are set aside, both in order."""
+
+    training: list[int]
+    validation: list[int]
+
+
+def set_aside(prompts: PromptBatch, apart: Set[str]) -> Aside:
+    """Set VALIDATION different prompts aside: as many of each metadata `tag`, of one with few at
+    most a quarter. A function of the set. What shows the same (objects swapped, or another case)
+    is not trained on either. apart: digests of prompts that must not be among them.
+    """
+    looks = [[digest(same) for same in same_picture(prompt)] for prompt in prompts.prompts]
+    kinds: dict[str, dict[str, int]] = {}  # tag -> {the picture: its first row}
+    for row, metadata in enumerate(prompts.metadata):
+        if apart.isdisjoint(looks[row]):
+            kinds.setdefault(str(metadata.get("tag")), {}).setdefault(min(looks[row]), row)
+    chosen: dict[int, None] = {}
+    for kind, rows in kinds.items():
+        places = sorted(rows.values())
+        random.Random(f"validation/{kind}").shuffle(places)  # a text seed: the same everywhere
+        count = min(VALIDATION // len(kinds), len(places) // 4)
+        chosen |= dict.fromkeys(places[:count])
+    taken = {look for row in chosen for look in looks[row]}
+    return Aside(
+        training=[row for row, each in enumerate(looks) if taken.isdisjoint(each)],
+        validation=sorted(chosen),
+    )
+
+
+def _split(path: Path, others: Sequence[Path]) -> list[bytes]:
+    """What a file holds, without and with its validation prompts."""
+    apart = set(GENEVAL | OCR)
+    for other in others:
+        apart |= set(map(digest, load_prompts(other, "other").prompts))
+    lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
+    rows = set_aside(load_prompts(path, "fetched"), apart)
+    return [
+        "".join(f"{lines[row].strip()}\n" for row in part).encode()
+        for part in (rows.training, rows.validation)
+    ]
 
 
 FIRST = "of the first fetch, in its .source.json"
@@ -181,17 +267,24 @@ def _sorted_once(content: bytes) -> bytes:
 
 def _write(target: Path, content: bytes) -> int:
     """Write a file that reads as a prompt set, at once; returns how many prompts it has."""
+    with _as_file(content, target) as part:
+        count = len(load_prompts(part, "fetched"))
+        os.replace(part, target)
+    return count
+
+
+@contextmanager
+def _as_file(content: bytes, target: Path) -> Iterator[Path]:
+    """A content as a file of the target's name, beside it, for the time of the `with`."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as folder:
         part = Path(folder) / target.name
         part.write_bytes(content)
         try:
-            count = len(load_prompts(part, "fetched"))
+            yield part
         except PromptError as error:
             said = str(error).replace(str(part), target.name)
             raise FetchError(f"what came is no prompt set: {said} Nothing was written.") from None
-        os.replace(part, target)
-    return count
 
 
 def _replace(path: Path, content: bytes) -> None:

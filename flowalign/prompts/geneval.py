@@ -25,6 +25,7 @@ from flowalign.prompts.held_out import GENEVAL, digest
 from flowalign.rewards.geneval_names import NAMES
 
 Row = dict[str, Any]
+VALIDATION = 30  # rows of each tag; of counting, which has 160 prompts, 130 are left to train on
 MIX = {"position": 7, "counting": 5, "color_attr": 3, "colors": 1, "two_object": 1}
 COUNTS = {2: "two", 3: "three", 4: "four"}
 MIRRORED = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
@@ -95,6 +96,26 @@ def generate(
     raise AssertionError("the slots never end")
 
 
+def validation(seed: int, held_out: Collection[str] = GENEVAL) -> list[Row]:
+    """The rows of a validation set, as many of each tag, none twice: a function of the seed.
+
+    A training set must hold them out: `generate(..., held_out=held_out | digests)`.
+    Raises ValueError where so much is held out that a tag has too few.
+    """
+    streams = {tag: _stream(tag, f"{seed}/validation", held_out) for tag in MIX}
+    rows = []
+    for _ in range(VALIDATION):
+        for tag, stream in streams.items():
+            row, known = next(stream)
+            if known:
+                raise ValueError(
+                    f"the tag {tag} has {known} prompts that are not held out, and a validation "
+                    f"set takes {VALIDATION}. Exclude fewer."
+                )
+            rows.append(row)
+    return rows
+
+
 def _slots(seed: int) -> Iterator[str]:
     """The tags of the rows: the mix once every 17 rows, in an order of its own each time."""
     rng = random.Random(f"{seed}/geneval/slots")  # a text seed: the same numbers everywhere
@@ -104,7 +125,7 @@ def _slots(seed: int) -> Iterator[str]:
         yield from slots
 
 
-def _stream(tag: str, seed: int, held_out: Collection[str]) -> Iterator[tuple[Row, int]]:
+def _stream(tag: str, seed: int | str, held_out: Collection[str]) -> Iterator[tuple[Row, int]]:
     """(row, 0) for every prompt of a tag that may be used, shuffled; then over and over
     (row, how many there are)."""
     rule, usable = TAGS[tag], []

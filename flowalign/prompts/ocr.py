@@ -23,6 +23,7 @@ LENGTHS = {
 }  # fmt: skip
 """Characters of a target text -> how many of the 1,018 public test prompts have one so long."""
 CAPITALS = 0.02  # share of texts in capitals there
+VALIDATION = 256  # prompts of a validation set
 PATIENCE = 200_000  # texts drawn in search of one length
 WAITING = 100  # texts of one length kept for later, at most
 FORMS = (
@@ -43,7 +44,16 @@ def generate(count: int, seed: int, held_out: Collection[str] = OCR) -> list[str
     """
     if count < 1:
         raise ValueError(f"{count} prompts were asked for; give a count of 1 or more.")
-    rng = random.Random(f"{seed}/ocr")  # a text seed: the same numbers everywhere
+    return _drawn(count, random.Random(f"{seed}/ocr"), held_out)  # the same numbers everywhere
+
+
+def validation(seed: int, held_out: Collection[str] = OCR) -> list[str]:
+    """The prompts of a validation set, a function of the seed; a training set must hold their
+    target texts out."""
+    return _drawn(VALIDATION, random.Random(f"{seed}/ocr/validation"), held_out)
+
+
+def _drawn(count: int, rng: random.Random, held_out: Collection[str]) -> list[str]:
     prompts: dict[str, None] = {}
     texts = _texts(rng, held_out)
     while len(prompts) < count:

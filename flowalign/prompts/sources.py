@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 RAW = "https://raw.githubusercontent.com"
 OURS = "computed from a copy at hand"
@@ -17,6 +18,8 @@ class File:
     name: where it is written, below the folder of data. url: where it comes from.
     checksum: "sha256:..." or "md5:..." of what is written, "" where none could be had; known: how.
     unique: are its lines made unique and sorted before they are written?
+    validation: the file that a part of a training set is set aside in, "" for none; the files of
+    the set that it must be apart from come first.
     """
 
     name: str
@@ -24,6 +27,7 @@ class File:
     checksum: str = ""
     known: str = ""
     unique: bool = False
+    validation: str = ""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ PICK_A_PIC = "prompts of users of Pick-a-Pic, whose terms are not verified (repo
 NSFW = "Contains sexual and other offensive prompts; pickscore_sfw is the filtered set."
 
 
-def _flow_grpo(name: str, path: str, checksum: str, known: str = THEIRS, **rest: bool) -> File:
+def _flow_grpo(name: str, path: str, checksum: str, known: str = THEIRS, **rest: Any) -> File:
     return File(name, f"{RAW}/{FLOW_GRPO}/dataset/{path}", checksum, known, **rest)
 
 
@@ -82,6 +86,7 @@ SOURCES: Mapping[str, Source] = {
                 "geneval_train.jsonl",
                 "geneval/train_metadata.jsonl",
                 "sha256:34ff787e05efab6fb0c54742f5357d7a850360835818e401a4e55de77f8c9923",
+                validation="geneval_val.jsonl",
             ),
         ),
     ),
@@ -107,6 +112,7 @@ SOURCES: Mapping[str, Source] = {
                 "ocr_train.txt",
                 "ocr/train.txt",
                 "sha256:2eb32ce1c5fd1ffec94070be84252419ec848329d9adde9c2708867882fbce5f",
+                validation="ocr_val.txt",
             ),
         ),
     ),
@@ -115,12 +121,13 @@ SOURCES: Mapping[str, Source] = {
         FLOW_GRPO,
         PICK_A_PIC,
         (
+            _flow_grpo("pickscore_test.txt", "pickscore/test.txt", "", ""),
             _flow_grpo(
                 "pickscore_train.txt",
                 "pickscore/train.txt",
                 "sha256:2f425adcbb9a6d0feee7c6c448e1cb83a1f71deca9434b803907e2578eca837f",
+                validation="pickscore_val.txt",
             ),
-            _flow_grpo("pickscore_test.txt", "pickscore/test.txt", "", ""),
         ),
         NSFW,
     ),
@@ -130,14 +137,15 @@ SOURCES: Mapping[str, Source] = {
         PICK_A_PIC,
         (
             _flow_grpo(
-                "pickscore_sfw_train.txt",
-                "pickscore_sfw/train.txt",
-                "sha256:edb46f78d7d93df0bafb30568074463822312ee339200f627195ccb2ff1d2f7a",
-            ),
-            _flow_grpo(
                 "pickscore_sfw_test.txt",
                 "pickscore_sfw/test.txt",
                 "sha256:d839050acb06aa045e399e76a81e4ade9a55fc743dc0e22e7b3eaeaca5c19107",
+            ),
+            _flow_grpo(
+                "pickscore_sfw_train.txt",
+                "pickscore_sfw/train.txt",
+                "sha256:edb46f78d7d93df0bafb30568074463822312ee339200f627195ccb2ff1d2f7a",
+                validation="pickscore_sfw_val.txt",
             ),
         ),
         "Filtered by its makers, which does not mean that every prompt is harmless.",

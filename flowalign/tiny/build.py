@@ -17,10 +17,10 @@ from transformers import (
     T5EncoderModel,
 )
 
+from flowalign.tiny import T5_LENGTH as T5_LENGTH
 from flowalign.tiny import prompts
 
 MAX_LENGTH = 18  # CLIP tokens: the longest prompt has 12 words
-T5_LENGTH = 16
 CLIP_WIDTHS = (64, 96)
 LATENT_CHANNELS = 16
 SPECIAL = ["<pad>", "<bos>", "<unk>", "<eos>"]  # eos must not be 2: CLIP's legacy pooling path

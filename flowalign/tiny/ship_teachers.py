@@ -16,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from flowalign.adapters import read_lora, write_lora
+from flowalign.adapters import read_head, read_lora, write_lora
 from flowalign.teachers.merge import merge
 from flowalign.tiny import TEACHERS
 
@@ -47,7 +47,8 @@ def ship(name: str, run: Path, rank: int) -> Path:
     weights, metadata = read_lora(folder)
     assert metadata is not None
     halves = {key: value.half() for key, value in weights.items()}
-    write_lora(folder, halves, {**metadata, "base_model_name_or_path": "tiny"})
+    length = read_head(folder).text_length
+    write_lora(folder, halves, {**metadata, "base_model_name_or_path": "tiny"}, text_length=length)
     config = yaml.safe_load((run / "config.yaml").read_text())
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     scores = [row["eval/headline"] for row in rows if "eval/headline" in row]

@@ -1,0 +1,101 @@
+"""train.deterministic: torch's own switch while a run lasts, and what cannot keep it is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pytest
+import torch
+
+from flowalign import train
+from flowalign.checks import check_world
+from flowalign.config import ConfigError
+from flowalign.determinism import deterministic
+
+ON = "train.deterministic=true"
+
+
+def flags() -> tuple[bool, ...]:
+    cudnn = torch.backends.cudnn
+    return torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark
+
+
+class Witness:
+    """Redness that notes how torch is set, while it scores."""
+
+    seen: set[tuple[bool, ...]] = set()
+
+    def __call__(self, images: Any, prompts: Any, metadata: Any) -> Any:
+        self.seen.add((*flags(), torch.is_deterministic_algorithms_warn_only_enabled()))
+        return fakes.redness(images, prompts, metadata)
+
+
+@pytest.mark.parametrize("override", [ON, "train.deterministic=false"])
+def test_a_run_is_deterministic_from_its_start_to_its_end_only(
+    random_model: str, tmp_path: Path, override: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Witness, "seen", set())
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    before = flags()
+    given = ["tasks.0.reward.name=test_determinism:Witness", "train.updates=1", override]
+    fakes.AcceleratorState._reset_state(reset_partial_state=True)
+    train.train(fakes.settings(random_model, tmp_path / "run", *given))
+    assert Witness.seen == {(True, True, False, False) if override == ON else (*before, False)}
+    assert flags() == before
+
+
+def test_an_error_puts_the_switches_back() -> None:
+    before = flags()
+    with pytest.raises(KeyError), deterministic(True):
+        raise KeyError
+    assert flags() == before
+
+
+def refused(config: Any) -> str:
+    try:
+        check_world(config, 1)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("backend", "fits"),
+    [("null", True), ("native", True), ("_native_math", True), ("_native_efficient", True),
+     ("_native_cudnn", False), ("flash", False), ("xformers", False), ("sage", False)],
+)  # fmt: skip
+def test_attention_whose_backward_pass_varies_is_refused(
+    tmp_path: Path, backend: str, fits: bool
+) -> None:
+    given = [ON, f"model.attention={backend}"]
+    assert ("model.attention" in refused(fakes.settings("tiny", tmp_path / "run", *given))) != fits
+    assert refused(fakes.settings("tiny", tmp_path / "run", given[1])) == ""
+
+
+def test_on_a_gpu_cublas_must_have_been_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = fakes.settings("tiny", tmp_path / "run", ON)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    assert refused(config) == ""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "CUBLAS_WORKSPACE_CONFIG=:4096:8" in refused(config)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    assert refused(config) == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["null", "_native_math", "_native_flash"])
+def test_two_runs_on_a_gpu_are_equal_to_the_bit(
+    random_model: str, tmp_path: Path, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    given = [ON, "train.updates=2", f"model.attention={attention}", "model.dtype=bfloat16"]
+    found = []
+    for name in ("one", "two"):
+        fakes.AcceleratorState._reset_state(reset_partial_state=True)
+        folder = tmp_path / name / "run"
+        train.train(fakes.settings(random_model, folder, *given))
+        (weights,) = folder.glob("adapter/*.safetensors")
+        found.append(weights.read_bytes())
+    assert found[0] == found[1]

@@ -1,0 +1,105 @@
+"""A trained adapter brings the number of T5 tokens that it was trained with."""
+
+from pathlib import Path
+
+import fakes
+import pytest
+import torch
+from diffusers import StableDiffusion3Pipeline
+from peft import LoraConfig
+from torch import Tensor
+from torch.testing import assert_close
+
+import flowalign
+from flowalign.adapters import read_head, read_lora, write_lora
+from flowalign.backbone import Backbone
+from flowalign.data import load_prompts
+from flowalign.eval.suite import Settings, generate
+from flowalign.rollout import Noise
+from flowalign.teachers.merge import merge
+from flowalign.tiny import T5_LENGTH
+from flowalign.tiny.build import MAX_LENGTH
+
+SETTINGS = Settings(steps=2, guidance=2.0, seed=3, batch_size=2)
+
+
+@pytest.fixture
+def adapter(random_model: str, tmp_path: Path) -> tuple[Backbone, Path]:
+    """A backbone of T5_LENGTH tokens, and an adapter that it wrote."""
+    backbone = fakes.backbone(random_model)
+    backbone.add_adapter("a", rank=2, alpha=4.0, targets=fakes.TARGETS)
+    fakes.shake(backbone, "a")
+    backbone.save_adapter("a", tmp_path / "adapter")
+    return backbone, tmp_path / "adapter"
+
+
+def drawn(pipe: StableDiffusion3Pipeline, backbone: Backbone, **kw: object) -> Tensor:
+    """What a pipeline draws of two prompts, on the noise of an evaluation."""
+    noise = Noise((SETTINGS.seed,))
+    start = [noise.draw(p, 0, backbone.latent_shape, 0)[0] for p in range(2)]
+    return pipe(
+        fakes.PROMPTS[:2],
+        latents=torch.stack(start),
+        height=32,
+        width=32,
+        num_inference_steps=SETTINGS.steps,
+        guidance_scale=SETTINGS.guidance,
+        output_type="pt",
+        **kw,
+    ).images
+
+
+def test_the_images_of_a_loaded_adapter_are_those_of_the_evaluation(
+    random_model: str, adapter: tuple[Backbone, Path]
+) -> None:
+    backbone, folder = adapter
+    pipe = flowalign.load(random_model, lora=folder)
+    assert isinstance(pipe, StableDiffusion3Pipeline)
+    ours = generate(backbone, fakes.batch(2), SETTINGS)
+    assert_close(drawn(pipe, backbone), ours, rtol=0, atol=1e-5)
+    longer = drawn(pipe, backbone, max_sequence_length=64)
+    assert float((longer - ours).abs().max()) > 1e-4  # what is asked for counts
+    with torch.no_grad():
+        embeds = pipe.encode_prompt("red", None, None)[0]
+    assert_close(embeds, backbone.encode(["red"]).embeds)
+
+
+def test_the_length_lies_in_the_file_and_others_still_read_it(
+    random_model: str, adapter: tuple[Backbone, Path], tmp_path: Path
+) -> None:
+    _, folder = adapter
+    assert read_head(folder).text_length == T5_LENGTH
+    weights, metadata = read_lora(folder)
+    LoraConfig(**metadata)
+    pipe = StableDiffusion3Pipeline.from_pretrained(random_model)
+    pipe.load_lora_weights(folder)
+    scaling = pipe.transformer.transformer_blocks[0].attn.to_q.scaling["default_0"]
+    assert scaling == 2.0  # alpha / r came along
+    write_lora(tmp_path / "without", weights, metadata)
+    assert read_head(tmp_path / "without").text_length is None
+    merge([folder, folder], tmp_path / "same")
+    merge([folder, tmp_path / "without"], tmp_path / "mixed")
+    assert read_head(tmp_path / "same").text_length == T5_LENGTH
+    assert read_head(tmp_path / "mixed").text_length is None
+
+
+def test_a_pipeline_with_a_length_is_saved_and_moved_as_any_other(
+    random_model: str, adapter: tuple[Backbone, Path], tmp_path: Path
+) -> None:
+    pipe = flowalign.load(random_model, lora=adapter[1])
+    pipe.unload_lora_weights()
+    pipe.save_pretrained(tmp_path / "saved")
+    again = StableDiffusion3Pipeline.from_pretrained(tmp_path / "saved")
+    assert type(again) is StableDiffusion3Pipeline
+    assert StableDiffusion3Pipeline(**pipe.components).components.keys() == pipe.components.keys()
+    pipe.to(torch.float64)
+
+
+def test_the_tiny_model_has_its_own_length(random_model: str) -> None:
+    """It and its teachers were trained with 16 tokens, and see others as noise."""
+    batch = load_prompts("tiny/ocr_test", "ocr").select([0])
+    for lora in (None, "tiny/ocr"):
+        embeds = flowalign.load("tiny", lora).encode_prompt(batch.prompts, None, None)[0]
+        assert embeds.shape[1] == MAX_LENGTH + T5_LENGTH
+    plain = flowalign.load(random_model)  # nothing is known: diffusers' own
+    assert type(plain) is StableDiffusion3Pipeline

@@ -1,0 +1,113 @@
+"""What a run tells TensorBoard, Weights & Biases and trackers of accelerate's interface."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import fakes
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import metadata
+
+from flowalign import trackers, train
+from flowalign.config import Config, to_yaml
+
+
+def run(model: str, folder: Path, *overrides: str) -> Config:
+    given = ["train.updates=1", "train.sample_every=1", *overrides]
+    config = fakes.settings(model, folder / "the_run", *given)
+    (folder / "config.yaml").write_text(to_yaml(config))
+    fakes.AcceleratorState._reset_state(reset_partial_state=True)
+    assert train.main(["--config", str(folder / "config.yaml")]) == 0
+    return config
+
+
+def test_tensorboard_has_the_config_the_metrics_and_the_samples(
+    random_model: str, tmp_path: Path
+) -> None:
+    run(random_model, tmp_path, "train.trackers=[tensorboard]", "train.project=mine")
+    folder = tmp_path / "the_run" / "tensorboard" / "mine"
+    events = EventAccumulator(str(folder)).Reload()
+    assert {"reward", "loss"} <= set(events.Tags()["scalars"])
+    (image,) = events.Images("samples")
+    assert image.step == 1 and image.width > 32 and image.height > 32
+    told: dict[str, Any] = {}
+    for path in folder.rglob("events.*"):
+        found = EventAccumulator(str(path)).Reload().summary_metadata
+        if "_hparams_/session_start_info" in found:
+            content = found["_hparams_/session_start_info"].plugin_data.content
+            given = metadata.parse_session_start_info_plugin_data(content).hparams
+            told |= {key: getattr(v, v.WhichOneof("kind")) for key, v in given.items()}
+    assert told["rollout.steps"] == 4 and told["tasks.0.reward.name"] == "fakes:redness"
+    assert told["optimizer.betas"] == "0.9, 0.999"
+    assert not told["rollout.shared_noise"] and "lora.init" not in told
+
+
+class Notebook(GeneralTracker):
+    """A tracker of the user's own."""
+
+    name, requires_logging_directory = "notebook", False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config: dict[str, Any] = {}
+        self.images: dict[tuple[str, int | None], np.ndarray] = {}
+
+    @property
+    def tracker(self) -> None:
+        return None
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.config = values
+
+    def log_images(self, values: dict[str, Any], step: int | None = None) -> None:
+        self.images |= {(key, step): image for key, (image,) in values.items()}
+
+
+class Plain(Notebook):
+    """One that takes no images."""
+
+    log_images = None  # pyright: ignore[reportAssignmentType]
+
+
+def test_any_tracker_gets_the_whole_config_and_images_as_it_can(
+    random_model: str, tmp_path: Path
+) -> None:
+    config = fakes.settings(random_model, tmp_path / "the_run")
+    fakes.AcceleratorState._reset_state(reset_partial_state=True)
+    both = Notebook(), Plain()
+    accelerator = Accelerator(cpu=True, log_with=list(both))
+    trackers.begin(accelerator, config)
+    path = tmp_path / "grid.png"
+    train.draw(config, path, torch.rand(4, 3, 32, 32), ["a"] * 4)
+    trackers.image(accelerator, "samples", path, 3)
+    for tracker in both:
+        assert tracker.config == config.model_dump(mode="json")
+    assert both[0].images["samples", 3].shape[2] == 3 and not both[1].images
+
+
+def test_weights_and_biases_gets_project_name_config_and_images(
+    random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offline; what it would send lies in its own files."""
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    begun: list[Any] = []
+    real = wandb.init
+
+    def init(**options: Any) -> Any:
+        begun.append(real(**options))
+        return begun[0]
+
+    monkeypatch.setattr(wandb, "init", init)
+    config = run(random_model, tmp_path, "train.trackers=[wandb]")
+    (found,) = begun
+    assert (found.project, found.name) == ("flowalign", "the_run")
+    assert dict(found.config) == json.loads(config.model_dump_json())
+    files = tmp_path / "the_run" / "wandb"
+    assert any(path.name.startswith("samples") for path in files.rglob("*.png"))
