@@ -25,7 +25,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import medium  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIG = ROOT / "configs/sd35_medium/student_flow_opd.yaml"
+CONFIG = ROOT / "configs/sd35_medium/student_flow_opd_paper.yaml"
 GIB = 2**30
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes", "xformers",
             "flash-attn", "sageattention")  # fmt: skip
@@ -219,29 +219,13 @@ def measured(config: Any, device: str) -> tuple[dict[str, float], int | None]:
         loop.update = update
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        for name, call in parts(loop):
+        for name, call in medium.parts(loop):
             began = time.perf_counter()
             call()
             if device == "cuda":
                 torch.cuda.synchronize()
             seconds[name] = time.perf_counter() - began
     return seconds, torch.cuda.max_memory_allocated() if device == "cuda" else None
-
-
-def parts(loop: Any) -> Iterator[tuple[str, Callable[[], None]]]:
-    """The three parts of an update, in order."""
-    found: dict[str, Any] = {}
-
-    def rollout() -> None:
-        found["rollout"] = loop.rollout(loop.update)
-
-    def labels() -> None:
-        found["prepared"] = loop.algorithm.prepare(found["rollout"], loop.update)
-
-    def update() -> None:
-        loop._learn(found["rollout"], found["prepared"].keep)
-
-    yield from (("rollout", rollout), ("labels", labels), ("update", update))
 
 
 # The cases ---------------------------------------------------------------------------------------
@@ -403,9 +387,10 @@ HEAD = """# On a GPU
 
     python benchmarks/gpu.py
 
-runs the tests that need a GPU, every stage on the tiny model, and updates of Flow-OPD on the exact structure of Stable
-Diffusion 3.5 Medium with random weights (8 images of 512 pixels, guidance, seven forward passes a rollout, two trained
-states, an anchor, batches of 4, bfloat16), and writes this page.
+runs the tests that need a GPU, every stage on the tiny model, and updates of Flow-OPD on the exact
+structure of Stable Diffusion 3.5 Medium with random weights (8 images of 512 pixels, guidance,
+seven forward passes a rollout, two trained states, an anchor, batches of 4, bfloat16), and writes
+this page.
 """
 NEVER = "\nIt has not run on a GPU yet; on a CPU, at a small scale, a test runs all of it.\n"
 

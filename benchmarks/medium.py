@@ -3,9 +3,10 @@ model that the benchmarks beside this file measure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,7 +41,8 @@ def write(
     """Write the model and LoRAs on it, each into its folder there; returns the model's."""
     model = str(folder / "model")
     pipeline(shapes(width, layers)).to(DTYPES[dtype]).save_pretrained(model)
-    write_adapters(folder, Model.model_validate({"id": model, "dtype": dtype}), adapters, rank=rank, alpha=alpha)
+    config = Model.model_validate({"id": model, "dtype": dtype})
+    write_adapters(folder, config, adapters, rank=rank, alpha=alpha)
     return model
 
 
@@ -54,3 +56,19 @@ def write_adapters(
         for parameter in backbone.adapter_parameters(name):
             torch.nn.init.normal_(parameter, std=0.01)
         backbone.save_adapter(name, folder / name)
+
+
+def parts(loop: Any) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The three parts of an update, in order."""
+    found: dict[str, Any] = {}
+
+    def rollout() -> None:
+        found["rollout"] = loop.rollout(loop.update)
+
+    def labels() -> None:
+        found["prepared"] = loop.algorithm.prepare(found["rollout"], loop.update)
+
+    def update() -> None:
+        loop._learn(found["rollout"], found["prepared"].keep)
+
+    yield from (("rollout", rollout), ("labels", labels), ("update", update))
