@@ -40,7 +40,13 @@ PARTS = ("rollout", "labels", "update")
 
 
 def config_of(
-    folder: Path, model: str, size: int, teachers: int, guidance: float, **batches: int
+    folder: Path,
+    model: str,
+    size: int,
+    teachers: int,
+    guidance: float,
+    dtype: str,
+    **batches: int,
 ) -> Any:
     """A student with so many teachers and an anchor. batches: rows of a forward pass."""
     from flowalign import config
@@ -50,7 +56,8 @@ def config_of(
     data = {
         "stage": "opd",
         "output": str(folder / "run"),
-        "model": {"id": model, "height": size, "width": size, "max_sequence_length": 16},
+        "model": {"id": model, "dtype": dtype, "height": size, "width": size,
+                  "max_sequence_length": 16},
         "tasks": [{"name": name, "prompts": "tiny/ocr_train"} for name in names],
         "teachers": {n: {"adapter": str(folder / n), "guidance": guidance} for n in names},
         "anchor": {"adapter": None, "guidance": guidance},
@@ -149,6 +156,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--teachers", type=int, nargs="+", default=[3])
     parser.add_argument("--guidance", type=float, default=1.0, help="1 = no unconditional pass")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--width", type=float, default=1 / 6, help="of medium")
     parser.add_argument("--prompts", type=int, help="images of an update")
@@ -172,7 +180,7 @@ def main() -> None:
             else:
                 path = medium.write(folder, args.width, adapters=names)
             for teachers in args.teachers:
-                shape = (folder, path, given["size"], teachers, args.guidance)
+                shape = (folder, path, given["size"], teachers, args.guidance, args.dtype)
                 start = config_of(*shape, prompts=prompts, forward=8, learn=8)
                 batches = best(wired(start), given["batches"], clock)
                 loop = wired(config_of(*shape, prompts=prompts, **batches))
