@@ -10,20 +10,18 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
+from medium import write
 
 from flowalign import config, train
-from flowalign.architectures import ARCHITECTURES, pipeline
 from flowalign.estimate import predict
-from flowalign.loop import STUDENT, Loop
+from flowalign.loop import Loop
 from flowalign.meter import size_of
 
-MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
 TASK = {"prompts": "tiny/geneval_train", "reward": {"name": "geneval", "options": {}}}
 CASES = {
     "opd": [],
@@ -54,23 +52,6 @@ def settings(model: str, folder: Path, kind: str, *changes: str, size: int = 512
         data["anchor"] = {"adapter": None, "guidance": 4.5}
         data["student"] = {"weighting": "kl", "states": {"select": "all"}}  # the most there is
     return config.parse(data, changes)
-
-
-def write(folder: Path, width: float, layers: int | None = None) -> str:
-    """Random weights at a share of the width, and two adapters on them; returns the model."""
-    shapes = ARCHITECTURES[MEDIUM].scaled(width)
-    if layers:
-        dual = [i for i in shapes.transformer["dual_attention_layers"] if i < (layers + 1) // 2]
-        fewer = {"num_layers": layers, "dual_attention_layers": dual}
-        shapes = replace(shapes, transformer={**shapes.transformer, **fewer})
-    model = str(folder / "model")
-    pipeline(shapes).save_pretrained(model)
-    backbone = train.student(settings(model, folder, "grpo"), torch.device("cpu"))
-    for name in "ab":
-        for parameter in backbone.adapter_parameters(STUDENT):
-            torch.nn.init.normal_(parameter, std=0.01)
-        backbone.save_adapter(STUDENT, folder / name)
-    return model
 
 
 def measured(found: config.Config) -> dict[str, int]:

@@ -24,10 +24,12 @@ from diffusers import (
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
 from packaging.version import Version
 from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 
 from flowalign.adapters import AdapterError, read_lora, scales, write_lora
+from flowalign.attention import use_backend
 from flowalign.config import Model
 from flowalign.precision import compute_in_the_bases_dtype, lora_layers
 from flowalign.text import TextEncoder
@@ -183,6 +185,7 @@ class Backbone:
             self.device = torch.device("cpu")
         self.core = pipe.transformer.requires_grad_(False).eval().to(self.device)
         self.transformer: nn.Module = self.core
+        self._lora_layers: list[LoraLayer] = []  # found once: to look costs more than to switch
         self.dtype = dtype or next(self.core.parameters()).dtype
         pipe.vae.requires_grad_(False).eval().to(self.device)
         self.text = TextEncoder(
@@ -213,7 +216,7 @@ class Backbone:
         )
         backbone = cls.of(pipe, model, device)
         if model.attention:
-            backbone.core.set_attention_backend(model.attention)
+            use_backend(backbone.core, model.attention)
         if model.gradient_checkpointing:
             backbone.core.enable_gradient_checkpointing()
         return backbone
@@ -399,6 +402,7 @@ class Backbone:
         for parameter in self.adapter_parameters(name):
             parameter.data = parameter.data.to(self.device, dtype, copy=True)
         compute_in_the_bases_dtype(self.core, name)
+        self._lora_layers = list(lora_layers(self.core))
 
     def adapter_parameters(self, name: str) -> list[nn.Parameter]:
         """The weights A and B of one adapter, in a fixed order."""
@@ -425,8 +429,7 @@ class Backbone:
     @property
     def active(self) -> str | None:
         """The adapter that velocities are of; None = the base alone."""
-        layer = next(lora_layers(self.core), None)
-        names = layer.active_adapters if layer else []
+        names = self._lora_layers[0].active_adapters if self._lora_layers else []
         return names[0] if names else None
 
     @contextmanager
@@ -451,10 +454,11 @@ class Backbone:
             known = sorted(getattr(self.core, "peft_config", {}))
             raise KeyError(f"no adapter {name!r}; have {known}. Load it first.")
         names = [name] if name else []
-        for layer in lora_layers(self.core):
+        for layer in self._lora_layers:
             layer.set_adapter(names)
-        for parameter in self.adapter_parameters(name) if name and name in self.frozen else ():
-            parameter.requires_grad_(False)
+            for half in (layer.lora_A, layer.lora_B):
+                if name and name in self.frozen and name in half:
+                    half[name].requires_grad_(False)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -61,16 +62,18 @@ class Bank:
         names = self.route(rollout.batch.tasks)
         sigmas = rollout.sigmas[rollout.steps].to(rollout.states.device)
         velocity = torch.empty_like(rollout.states, dtype=self.dtype)
-        for name, row, column in self.backbone.in_step(list(self._batches(names, velocity))):
+        batches = self.backbone.in_step(list(self._batches(names, velocity)))
+        for name, parts in groupby(batches, key=lambda batch: batch[0]):
             source = self.source(name)
             with self.backbone.adapter(source.adapter):
-                label = self.backbone.velocity(
-                    rollout.states[row, column],
-                    sigmas[column],
-                    rollout.conditioning.select(row),
-                    guidance=source.guidance,
-                )
-            velocity[row, column] = label.to(self.dtype)
+                for _, row, column in parts:
+                    label = self.backbone.velocity(
+                        rollout.states[row, column],
+                        sigmas[column],
+                        rollout.conditioning.select(row),
+                        guidance=source.guidance,
+                    )
+                    velocity[row, column] = label.to(self.dtype)
         _check_finite(velocity, names, sigmas)
         return TeacherLabel(velocity, names)
 

@@ -349,7 +349,7 @@ def test_the_command_in_the_head_of_a_config_runs_this_config(path: Path, at_hom
         "flowalign sample 'a star' --gudance 1",
         "flowalign doctor --reward geneval treshold=1",
         "flowalign serve-reward pickscor",
-        "python benchmarks/label_cost.py --repeat_s 5",
+        "python benchmarks/floors.py --repeat_s 5",
         "pip install 'flowalign[clips]'",
         "pytest tests/test_nothing.py",
         "make demos",

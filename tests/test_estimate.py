@@ -14,9 +14,10 @@ from flowalign.estimate import predict
 from flowalign.meter import Meter, measure, size_of
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+import medium  # noqa: E402  # pyright: ignore[reportMissingImports]
 import memory  # noqa: E402  # pyright: ignore[reportMissingImports]
 
-MEDIUM = memory.MEDIUM
+MEDIUM = medium.MEDIUM
 
 
 # The meter -------------------------------------------------------------------------------------
@@ -90,7 +91,7 @@ def test_an_unknown_model_is_refused():
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     folder = tmp_path_factory.mktemp("small")
-    return memory.write(folder, 1 / 12, layers=2), folder
+    return medium.write(folder, 1 / 12, layers=2), folder
 
 
 @pytest.mark.parametrize("case", ["opd", "opd, checkpointing", "grpo, batches of 2"])
@@ -102,13 +103,18 @@ def test_the_peak_is_within_a_tenth_of_the_measured_one(small, case):
     assert row["update"][1] == pytest.approx(row["update"][0], rel=0.1)
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wide")
+    return medium.write(folder, layers=6), folder
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", ["opd", "opd, checkpointing", "grpo"])
-def test_the_peak_is_within_a_tenth_on_a_gpu(tmp_path, case, dtype):
-    model = memory.write(tmp_path, 1.0, layers=6)
+def test_the_peak_is_within_a_tenth_on_a_gpu(wide, case, dtype):
     changes = [*memory.CASES[case], f"model.dtype={dtype}"]
-    found = memory.settings(model, tmp_path, case.split(",")[0], *changes)
+    found = memory.settings(*wide, case.split(",")[0], *changes)
     seen, foreseen = memory.compared(found, "cuda")["PEAK"]
     assert foreseen == pytest.approx(seen, rel=0.1)
 

@@ -1,0 +1,474 @@
+"""What one GPU makes of flowalign, in one command: `python benchmarks/gpu.py`.
+
+Wants torch >= 2.11, one GPU of 48 GB or more, 20 GB of memory and of disk, no network; under nine
+minutes. It runs the tests that need a GPU, every stage on the tiny model, and updates of Flow-OPD
+on the exact structure of Stable Diffusion 3.5 Medium with random weights: with two and four
+teachers, each attention backend, gradient checkpointing, fp8, nf4, deterministic, compiled. Of each
+it notes seconds, the peak of memory, what `flowalign doctor` predicts, and which share of this
+GPU's own bf16 matrix products the counted operations reach.
+
+Every case has a time limit, and runs in a process of its own kind: what fails, or is not
+installed, is a row that says why. Results are written after each case, to docs/gpu.md and
+docs/gpu_NAME.json. `--device cpu --width 0.05 --layers 2 --size 64` tries all of it without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import multiprocessing
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import medium  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = ROOT / "configs/sd35_medium/student_flow_opd_paper.yaml"
+GIB = 2**30
+PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes", "xformers",
+            "flash-attn", "sageattention")  # fmt: skip
+ATTENTION = ("native", "_native_flash", "_native_cudnn", "_native_efficient", "flash", "_flash_3",
+             "xformers", "flex")  # fmt: skip
+STARTING = 180.0  # seconds that a worker may take to import torch and its friends
+
+
+class NotHere(Exception):
+    """A case that this machine or this version has not got: why."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all cases share: where the model lies, and how large it and its images are."""
+
+    folder: Path
+    device: str
+    width: float
+    layers: int | None
+    size: int
+    prompts: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row. call(setup, case): what it measured. alone: in a process that no other case has
+    used or will use. limit: seconds."""
+
+    name: str
+    call: Callable[[Setup, Case], Mapping[str, Any]]
+    given: tuple[str, ...] = ()
+    teachers: int = 2
+    limit: float = 90.0
+    alone: bool = False
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+# What is measured --------------------------------------------------------------------------------
+
+
+def tests(setup: Setup, case: Case) -> Mapping[str, Any]:
+    """`pytest -m gpu`. On a CPU they are collected and skipped."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    found = subprocess.run([*command, *case.given], cwd=ROOT, capture_output=True, text=True)
+    last = (found.stdout.strip().splitlines() or ["no output"])[-1].strip("= ")
+    if found.returncode:
+        failed = [line for line in found.stdout.splitlines() if line.startswith("FAILED")]
+        raise RuntimeError("; ".join([last, *failed])[:600])
+    return {"note": last}
+
+
+def rate(setup: Setup, case: Case) -> Mapping[str, Any]:
+    """FLOP/s of large matrix products in bf16."""
+    from flowalign.doctor.budget import matmul_rate
+
+    found = matmul_rate(torch.bfloat16, setup.device)
+    return {"rate": found, "note": f"{found / 1e12:.4g} TFLOP/s"}
+
+
+def stage(setup: Setup, case: Case) -> Mapping[str, Any]:
+    """A config of the tiny world, cut short: its path, then changes."""
+    from flowalign import train
+    from flowalign.config import EvalConfig, Job, Root, load
+    from flowalign.eval.__main__ import evaluate
+
+    path, *changes = case.given
+    out = setup.folder / re.sub(r"\W+", "_", case.name)
+    config = load(ROOT / path, [f"output={out}", *changes], stage=Root)
+    began = time.perf_counter()
+    if isinstance(config, EvalConfig):
+        evaluate(config)
+    else:
+        assert isinstance(config, Job)
+        train.run(config, ROOT / Path(path).parent, resume=False)
+    return {"note": f"{time.perf_counter() - began:.1f} s"}
+
+
+def merged(setup: Setup, case: Case) -> Mapping[str, Any]:
+    """Two of the shipped tiny teachers as one adapter."""
+    from flowalign.teachers.merge import merge
+
+    merge(["tiny/ocr", "tiny/geneval"], setup.folder / "merged")
+    return {}
+
+
+def written(setup: Setup, case: Case) -> Mapping[str, Any]:
+    """The model of random weights and its teachers, for the cases that follow."""
+    names = [f"t{index}" for index in range(case.teachers)]
+    medium.write(setup.folder, setup.width, setup.layers, adapters=names, dtype="bfloat16")
+    return {}
+
+
+def student(setup: Setup, case: Case) -> Mapping[str, Any]:
+    """An update of the student: its second one (the first warms up)."""
+    _check_here(case)
+    config = config_of(setup, case)
+    from accelerate.state import AcceleratorState
+
+    from flowalign.estimate import predict
+
+    expected = predict(config, device_type=setup.device)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with _deterministic(config):
+        seconds, peak = measured(config, setup.device)
+    return {
+        "seconds": seconds,
+        "images": config.rollout.prompts * config.rollout.copies,
+        "peak": peak,
+        "predicted": expected.peak,
+        "flops": {phase.name: phase.flops for phase in expected.phases},
+    }
+
+
+def _check_here(case: Case) -> None:
+    """Raise NotHere where a case needs what is not installed, or another version."""
+    from flowalign.config import Train
+
+    given = dict(pair.split("=", 1) for pair in case.given)
+    if given.get("model.quantization") == "nf4" and not importlib.util.find_spec("bitsandbytes"):
+        raise NotHere("bitsandbytes is not installed")
+    if "train.deterministic" in given and "deterministic" not in Train.model_fields:
+        raise NotHere("this version has no train.deterministic")
+    if backend := given.get("model.attention"):
+        from diffusers import SD3Transformer2DModel
+
+        try:
+            with torch.device("meta"):
+                SD3Transformer2DModel(num_layers=1).set_attention_backend(backend)
+        except (ImportError, RuntimeError, ValueError) as error:
+            raise NotHere(_reason(error)) from error
+
+
+def config_of(setup: Setup, case: Case) -> Any:
+    """The preset with random teachers, each with a task of the tiny world's prompts: rollouts of
+    seven forward passes with guidance, of which two states are labelled and learnt from."""
+    from flowalign.config import OpdConfig, load, parse
+
+    shape = [
+        "evaluation=null", "model.dtype=bfloat16", f"model.height={setup.size}",
+        f"model.width={setup.size}", "model.offload_text_encoders=false", "rollout.kind=sde",
+        "rollout.steps=10", "rollout.window=[6, 8]", f"rollout.prompts={setup.prompts}",
+        "rollout.copies=1", "rollout.batch_size=4", "student.states={select: all}",
+        "student.label_batch=8", "student.diagnose_every=1000000", "optimizer.micro_batch=4",
+        "optimizer.updates_per_rollout=1", f"output={setup.folder / 'run'}",
+    ]  # fmt: skip
+    config = load(CONFIG, [*shape, *case.given], stage=OpdConfig)
+    names = [f"t{index}" for index in range(case.teachers)]
+    data = config.model_dump(mode="json")
+    data["model"] |= {"id": str(setup.folder / "model")}
+    guidance = config.rollout.guidance
+    data["lora"]["init"] = None
+    data["teachers"] = {n: {"adapter": str(setup.folder / n), "guidance": guidance} for n in names}
+    data["tasks"] = [{"name": n, "prompts": "tiny/ocr_train"} for n in names]
+    data["train"] |= {"trackers": [], "updates": 3, "sample_every": 10**6}
+    return parse(data, stage=OpdConfig)
+
+
+def _deterministic(config: Any) -> Any:
+    """What `train` puts around a run of that setting."""
+    from contextlib import nullcontext
+
+    if not getattr(config.train, "deterministic", False):
+        return nullcontext()
+    from flowalign.determinism import deterministic  # pyright: ignore[reportMissingImports]
+
+    return deterministic(True)
+
+
+def measured(config: Any, device: str) -> tuple[dict[str, float], int | None]:
+    """Seconds of the parts of a second update, and the peak of memory (None on a CPU)."""
+    from flowalign import train
+
+    loop, *_ = train.wire(config)
+    seconds: dict[str, float] = {}
+    for update in (1, 2):  # 0 would take diagnostics
+        loop.update = update
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        for name, call in medium.parts(loop):
+            began = time.perf_counter()
+            call()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            seconds[name] = time.perf_counter() - began
+    return seconds, torch.cuda.max_memory_allocated() if device == "cuda" else None
+
+
+# The cases ---------------------------------------------------------------------------------------
+
+SHORT = ("train.updates=2", "train.trackers=[]", "rollout.prompts=8", "evaluation.prompts=8",
+         "evaluation.every=2")  # fmt: skip
+ONE_TASK = ('tasks=[{name: geneval, prompts: tiny/geneval_train, validation: tiny/geneval_val, '
+            'reward: {name: geneval, options: {detector: tiny, reward: official}}}]',
+            "teachers={geneval: {adapter: tiny/geneval}}")  # fmt: skip
+JUDGES = ("benchmarks=[{name: geneval, prompts: tiny/geneval_test, limit: 16, reward: {name: "
+          "geneval, options: {detector: tiny}}}, {name: preference, prompts: tiny/preference_test, "
+          "limit: 16, reward: {name: pickscore, options: {model: tiny, normalizer: 25}}}]",
+          "models={base: null, ocr: tiny/ocr}", "fidelity=null")  # fmt: skip
+
+
+def cases() -> list[Case]:
+    """All of them, the most telling first."""
+    tiny = "configs/tiny"
+    return [
+        Case("matrix products", rate),
+        Case("tiny, grpo", stage, (f"{tiny}/teacher_geneval.yaml", *SHORT)),
+        Case("tiny, sft", stage, (f"{tiny}/sft.yaml", *ONE_TASK, *SHORT)),
+        Case("tiny, opd", stage, (f"{tiny}/student_flow_opd.yaml", *ONE_TASK, *SHORT)),
+        Case("tiny, merge", merged),
+        Case("tiny, eval", stage, (f"{tiny}/eval.yaml", *JUDGES)),
+        Case("write the Medium", written, teachers=4, limit=150),
+        Case("2 teachers", student),
+        Case("4 teachers", student, teachers=4),
+        Case("checkpointing", student, ("model.gradient_checkpointing=true",)),
+        *(Case(f"attention {name}", student, (f"model.attention={name}",)) for name in ATTENTION),
+        Case("fp8", student, ("model.quantization=fp8", "model.gradient_checkpointing=true")),
+        Case("nf4", student, ("model.quantization=nf4",)),
+        Case("deterministic", student, ("train.deterministic=true",), alone=True,
+             environment=(("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),)),
+        Case("pytest -m gpu", tests, limit=150),
+        Case("compiled", student, ("model.compile=true",), alone=True, limit=180),
+    ]  # fmt: skip
+
+
+# How they are run --------------------------------------------------------------------------------
+
+
+def work(pipe: Connection, setup: Setup, environment: Mapping[str, str]) -> None:
+    """A worker: cases come in, ("ok" | "not here" | "failed", what) goes out."""
+    if setup.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **environment}
+    sys.stdout = sys.stderr = open(setup.folder / "log.txt", "a")  # what the runs print
+    from flowalign.progress import quiet
+
+    quiet()
+    pipe.send(("ready", None))
+    while (case := pipe.recv()) is not None:
+        try:
+            answer = ("ok", dict(case.call(setup, case)))
+        except NotHere as error:
+            answer = ("not here", str(error))
+        except BaseException as error:  # whatever it is, the other cases are to run
+            answer = ("failed", _reason(error))
+        pipe.send(answer)
+        _tidy(setup.device)
+
+
+def _reason(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines)[:300]}".strip(": ")
+
+
+def _tidy(device: str) -> None:
+    """The next case finds memory empty, and torch's own attention."""
+    if "diffusers" in sys.modules:
+        from diffusers import SD3Transformer2DModel
+
+        with torch.device("meta"):
+            SD3Transformer2DModel(num_layers=1).set_attention_backend("native")
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+class Worker:
+    """A process that runs cases, and is replaced by another after one that failed."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.process, self.pipe = setup, None, None
+
+    def run(self, case: Case, seconds: float) -> tuple[str, Any]:
+        """The state of a case, and what it measured or why it did not."""
+        if case.alone:
+            self.stop()
+        answer = self._ask(case, seconds)
+        if case.alone or answer[0] in ("failed", "too long"):
+            self.stop()  # an error may have left the GPU's context broken, or memory held
+        return answer
+
+    def _ask(self, case: Case, seconds: float) -> tuple[str, Any]:
+        began = time.monotonic()
+        try:
+            pipe = self.pipe or self._start(case, min(STARTING, seconds + 30))
+            pipe.send(case)
+            limit = max(1.0, min(case.limit, seconds - (time.monotonic() - began)))
+            if pipe.poll(limit):
+                return pipe.recv()
+            return "too long", f"stopped after {limit:.0f} s"
+        except (EOFError, OSError):
+            process = self.process
+            if process:
+                process.join(5)
+            return "failed", f"its process ended (exit status {process and process.exitcode})"
+
+    def _start(self, case: Case, seconds: float) -> Connection:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        given = (theirs, self.setup, dict(case.environment))
+        self.process = context.Process(target=work, args=given, daemon=True)
+        self.process.start()
+        theirs.close()
+        if not self.pipe.poll(seconds):
+            raise OSError("no start")
+        self.pipe.recv()
+        return self.pipe
+
+    def stop(self) -> None:
+        """End the process."""
+        if self.process:
+            self.process.kill()
+            self.process.join()
+        if self.pipe:
+            self.pipe.close()
+        self.process = self.pipe = None
+
+
+def run_all(
+    cases: Sequence[Case], setup: Setup, minutes: float, see: Callable[[list[dict]], None]
+) -> list[dict[str, Any]]:
+    """A row for each case; those for which there is no time left are "not run". see: told of all
+    rows after each case."""
+    end, rows, worker = time.monotonic() + minutes * 60, [], Worker(setup)
+    try:
+        for case in cases:
+            began = time.monotonic()
+            left = end - began
+            state, found = worker.run(case, left) if left > 1 else ("not run", "no time left")
+            values = found if isinstance(found, dict) else {"note": str(found)}
+            took = time.monotonic() - began
+            rows.append({"case": case.name, "state": state, "took": took, **values})
+            print(f"{case.name}: {state} ({took:.0f} s) {values.get('note', '')}", flush=True)
+            see(rows)
+    finally:
+        worker.stop()
+    return rows
+
+
+# What is written ---------------------------------------------------------------------------------
+
+HEAD = """# On a GPU
+
+<!-- needs: torch 2.11 or newer, a GPU of 48 GB or more, 20 GB of disk, nine minutes -->
+
+    python benchmarks/gpu.py
+
+runs the tests that need a GPU, every stage on the tiny model, and updates of Flow-OPD on the exact
+structure of Stable Diffusion 3.5 Medium with random weights (8 images of 512 pixels, guidance,
+seven forward passes a rollout, two trained states, an anchor, batches of 4, bfloat16), and writes
+this page.
+"""
+NEVER = "\nIt has not run on a GPU yet; on a CPU, at a small scale, a test runs all of it.\n"
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What it ran on."""
+    found: dict[str, Any] = {"name": platform.machine(), "python": platform.python_version()}
+    if device == "cuda":
+        about = torch.cuda.get_device_properties(0)
+        found |= {"name": about.name, "memory": about.total_memory, "cuda": torch.version.cuda}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def table(rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> str:
+    """Markdown: a line a case. Shares are those of the measured rate of matrix products."""
+    speed = next((row["rate"] for row in rows if "rate" in row), None)
+    names = ", ".join(f"{k} {v}" for k, v in about.items() if k not in ("name", "memory"))
+    memory = f", {about['memory'] / GIB:.0f} GiB" if "memory" in about else ""
+    head = f"\n{about['name']}{memory}; {names}. "
+    head += "Seconds, and in brackets the share of the GPU's own rate of bf16 matrix products.\n\n"
+    columns = ["case", "", "rollout", "labels", "update", "images/s", "peak GiB", "predicted"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for row in rows:
+        said = row["state"] + (f": {row['note']}" if row.get("note") else "")
+        cells = [row["case"], said.replace("|", "/"), *_numbers(row, speed)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return head + "\n".join(lines) + "\n"
+
+
+def _numbers(row: Mapping[str, Any], speed: float | None) -> list[str]:
+    if "seconds" not in row:
+        return ["-"] * 6
+    found = []
+    for name, seconds in row["seconds"].items():
+        share = f" ({row['flops'][name] / seconds / speed:.0%})" if speed else ""
+        found.append(f"{seconds:.2f}{share}")
+    peak = f"{row['peak'] / GIB:.2f}" if row["peak"] else "-"
+    pace = row["images"] / sum(row["seconds"].values())
+    return [*found, f"{pace:.2f}", peak, f"{row['predicted'] / GIB:.2f}"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the cases; exit status 1 if one failed or took too long."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=9.0, help="what comes later is not run")
+    parser.add_argument("--cases", nargs="*", choices=[case.name for case in cases()], metavar="X")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--width", type=float, default=1.0, help="share of the attention heads")
+    parser.add_argument("--layers", type=int, help="of the transformer, instead of 24")
+    parser.add_argument("--size", type=int, default=512, help="pixels")
+    parser.add_argument("--prompts", type=int, default=8, help="images of a rollout")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs", help="folder of the results")
+    args = parser.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("no GPU here; --device cpu --width 0.05 --layers 2 --size 64 tries all of it",
+              file=sys.stderr)  # fmt: skip
+        return 2
+    about = machine(args.device)
+    name = re.sub(r"\W+", "_", about["name"]).lower()
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    def write(rows: list[dict[str, Any]]) -> None:
+        report = {"machine": about, "width": args.width, "size": args.size, "cases": rows}
+        (args.out / f"gpu_{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+        (args.out / "gpu.md").write_text(HEAD + table(rows, about), encoding="utf-8")
+
+    chosen = [case for case in cases() if args.cases is None or case.name in args.cases]
+    with TemporaryDirectory() as folder:
+        setup = Setup(Path(folder), args.device, args.width, args.layers, args.size, args.prompts)
+        rows = run_all(chosen, setup, args.minutes, write)
+    print(table(rows, about))
+    return int(any(row["state"] in ("failed", "too long") for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

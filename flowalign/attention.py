@@ -1,0 +1,59 @@
+"""The attention backend of `model.attention`, in the models that diffusers leaves out.
+
+diffusers' own switch (`set_attention_backend`) passes by the processors of Stable Diffusion 3,
+which call torch's function themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
+from torch import Tensor, nn
+
+
+def use_backend(transformer: nn.Module, name: str) -> None:
+    """Let every attention layer use a backend of diffusers; its own error where it is not here."""
+    for module in transformer.modules():
+        if isinstance(module, Attention) and type(module.processor) is JointAttnProcessor2_0:
+            module.set_processor(JointAttention())  # pyright: ignore[reportArgumentType]
+    transformer.set_attention_backend(name)  # pyright: ignore[reportCallIssue]
+
+
+class JointAttention:
+    """diffusers' JointAttnProcessor2_0 with its attention by `dispatch_attention_fn`: image and
+    text attend to both (text None: the image to itself)."""
+
+    _attention_backend: Any = None  # diffusers' switch looks for this name
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """[B,L,D] and the text's [B,M,D] -> the same shapes."""
+
+        def heads(layer: nn.Module, norm: nn.Module | None, x: Tensor) -> Tensor:
+            found = layer(x).unflatten(-1, (attn.heads, -1))
+            return found if norm is None else norm(found)
+
+        query = heads(attn.to_q, attn.norm_q, hidden_states)
+        key = heads(attn.to_k, attn.norm_k, hidden_states)
+        value = heads(attn.to_v, None, hidden_states)
+        if encoder_hidden_states is not None:
+            text = encoder_hidden_states
+            query = torch.cat([query, heads(attn.add_q_proj, attn.norm_added_q, text)], 1)
+            key = torch.cat([key, heads(attn.add_k_proj, attn.norm_added_k, text)], 1)
+            value = torch.cat([value, heads(attn.add_v_proj, None, text)], 1)
+        found = dispatch_attention_fn(query, key, value, backend=self._attention_backend)
+        found = found.flatten(2).to(query.dtype)
+        if encoder_hidden_states is None:
+            return attn.to_out[1](attn.to_out[0](found))
+        image, text = found.split([hidden_states.shape[1], encoder_hidden_states.shape[1]], 1)
+        text = text if attn.context_pre_only else attn.to_add_out(text)
+        return attn.to_out[1](attn.to_out[0](image)), text

@@ -1,0 +1,156 @@
+"""What only a GPU can show: `python -m pytest -m gpu`."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import fakes
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.testing import assert_close
+
+from flowalign.backbone import Backbone
+from flowalign.config import ADAPTER, Model, Train, to_yaml
+from flowalign.loop import Loop, pairs_of
+from flowalign.rewards import score
+from flowalign.rewards.ahead import Ahead
+from flowalign.rewards.pickscore import PickScore
+from flowalign.student import Student
+from flowalign.types import PromptBatch, Rollout
+
+PATHS = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
+
+pytestmark = [
+    pytest.mark.gpu,
+    # dynamo looks at .grad of a block's inputs, which are no leaves, while it traces
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+]
+TEACHERS = ["anchor={adapter: null}", "student.label_dtype=float32", "student.label_batch=8"]
+
+
+@pytest.fixture(autouse=True)
+def no_graphs_of_other_tests() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def gradient(loop: Loop, rollout: Rollout) -> Tensor:
+    (pairs,) = pairs_of(rollout, torch.ones(len(rollout), dtype=torch.bool), 100)
+    loss = loop.algorithm.loss(pairs, loop.velocity(pairs)).total
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, loop.parameters)])
+
+
+def test_compiled_rollout_labels_and_update_are_the_eager_ones(
+    random_model: str, tmp_path: Path
+) -> None:
+    found: list[tuple[Loop, Rollout]] = []
+    for compile in (False, True):
+        given = [*TEACHERS, f"model.compile={str(compile).lower()}"]
+        config = fakes.distillation(random_model, tmp_path / f"run{compile}", *given)
+        loop = fakes.wired(config, moved=True)
+        assert loop.backbone.device.type == "cuda" and loop.backbone.compiled == compile
+        found.append((loop, loop.rollout(0)))
+    (eager, rollout), (compiled, again) = found
+    assert_close(again.states, rollout.states, rtol=0, atol=1e-3)
+    for loop in (eager, compiled):
+        loop.algorithm.prepare(rollout, 0)
+    a, b = eager.algorithm, compiled.algorithm
+    assert isinstance(a, Student) and isinstance(b, Student)
+    assert_close(b.labels, a.labels, rtol=0, atol=1e-3)
+    assert_close(b.anchors, a.anchors, rtol=0, atol=1e-3)
+    assert (a.labels - a.anchors).abs().max() > 1e-2
+    expected = gradient(eager, rollout)
+    scale = float(expected.abs().max())
+    assert_close(gradient(compiled, rollout), expected, rtol=0, atol=1e-2 * scale)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_the_first_ratio_is_exactly_1_in_bf16_where_batches_are_equal(
+    random_model: str, tmp_path: Path, guidance: float
+) -> None:
+    given = ["model.dtype=bfloat16", f"rollout.guidance={guidance}"]
+    loop = fakes.wired(fakes.settings(random_model, tmp_path / "run", *given), moved=True)
+    rollout = loop.rollout(0)
+    assert rollout.log_probs is not None
+    keep = torch.ones(len(rollout), dtype=torch.bool)
+    for pairs in pairs_of(rollout, keep, loop.config.rollout.batch_size):
+        velocity = loop.velocity(pairs)
+        metrics = loop.algorithm.loss(pairs, velocity).metrics
+        assert metrics["ratio_error"] == 0
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_reward_scores_on_its_own_device_from_a_worker_thread(offload: bool) -> None:
+    """A thread begins with device 0 as its current one, whichever its maker had."""
+    images = torch.rand(4, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    batch = PromptBatch(["a red circle"] * 4, ["a"] * 4, [{}] * 4)
+    expected = PickScore("tiny", device="cpu")(images, batch.prompts, batch.metadata)
+    last = torch.device("cuda", torch.cuda.device_count() - 1)
+    reward = PickScore("tiny", device=last, offload=offload)
+    ahead = Ahead(lambda images, batch: score(reward, images, batch.prompts, batch.metadata), 60)
+    with torch.cuda.device(last):
+        for _ in range(2):
+            ahead.submit(images.to(last), batch)
+        found = ahead.collect()
+    assert found.valid.all() and found.value.device.type == "cpu"
+    assert_close(found.value, torch.cat([expected.value] * 2), rtol=0, atol=1e-4)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_where_it_is_deterministic(
+    random_model: str, tmp_path: Path
+) -> None:
+    """In processes of their own: cuBLAS reads its workspace's size when it starts."""
+    if "deterministic" not in Train.model_fields:
+        pytest.skip("this version has no train.deterministic")
+
+    def run(folder: Path, updates: int, *more: str) -> dict[str, Tensor]:
+        found = fakes.distillation(
+            random_model, folder, "train.deterministic=true", f"train.updates={updates}",
+            "train.checkpoint_every=1", "optimizer.schedule=constant", "model.dtype=bfloat16",
+        )  # fmt: skip
+        path = folder / "given.yaml"
+        path.write_text(to_yaml(found))
+        subprocess.run(
+            [sys.executable, "-m", "flowalign.cli", "train", "--config", str(path), *more],
+            env=os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": PATHS},
+            check=True,
+            timeout=300,
+        )
+        return load_file(folder / "adapter" / ADAPTER)
+
+    whole = run(tmp_path / "whole", 4)
+    run(tmp_path / "parts", 2)
+    resumed = run(tmp_path / "parts", 4, "--resume")
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+
+
+def test_float16_trains_with_a_scaled_loss(random_model: str, tmp_path: Path) -> None:
+    found = fakes.settings(random_model, tmp_path / "run", "model.dtype=float16")
+    loop = fakes.wired(found, moved=True)
+    scaler = loop.accelerator.scaler
+    assert scaler is not None and scaler.get_scale() > 1
+    before = torch.cat([p.detach().flatten().clone() for p in loop.parameters])
+    loop.run()
+    after = torch.cat([p.detach().flatten() for p in loop.parameters])
+    assert torch.isfinite(after).all() and not torch.equal(before, after)
+    assert {p.dtype for p in loop.parameters} == {torch.float32}
+
+
+@pytest.mark.parametrize("attention", ["native", "_native_flash", "_native_efficient"])
+def test_an_attention_backend_gives_the_same_velocity(random_model: str, attention: str) -> None:
+    def velocity(name: str | None) -> Tensor:
+        sizes = {"height": 32, "width": 32, "max_sequence_length": 16, "dtype": "bfloat16"}
+        model = Model.model_validate({"id": random_model, "attention": name, **sizes})
+        backbone = Backbone.load(model, "cuda")
+        cond = backbone.encode(fakes.PROMPTS[:2])
+        x = torch.randn(2, *backbone.latent_shape, generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            return backbone.velocity(x.cuda(), 0.5, cond, guidance=2.0)
+
+    assert_close(velocity(attention), velocity(None), rtol=0.05, atol=0.05)

@@ -1,0 +1,106 @@
+"""`python benchmarks/gpu.py`, at a small scale on the CPU: a row a case, whatever becomes of it."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "benchmarks"))
+import gpu  # noqa: E402  # pyright: ignore[reportMissingImports]
+
+STATES = {"raises": "failed", "dies": "failed", "hangs": "too long", "absent": "not here"}
+
+
+# Run in a worker, which imports this module.
+
+
+def works(setup: Any, case: Any) -> Mapping[str, Any]:
+    return {"note": str(os.getpid())}
+
+
+def raises(setup: Any, case: Any) -> Mapping[str, Any]:
+    raise MemoryError("out of\nmemory | at last")
+
+
+def dies(setup: Any, case: Any) -> Mapping[str, Any]:
+    os._exit(7)
+
+
+def hangs(setup: Any, case: Any) -> Mapping[str, Any]:
+    time.sleep(600)
+    return {}
+
+
+def absent(setup: Any, case: Any) -> Mapping[str, Any]:
+    raise gpu.NotHere("no such package")
+
+
+def setup_in(folder: Path) -> Any:
+    return gpu.Setup(folder, "cpu", 0.05, 2, 64, 4)
+
+
+def test_what_goes_wrong_is_a_row_and_the_rest_goes_on(tmp_path: Path) -> None:
+    calls = [works, absent, raises, works, dies, hangs]
+    cases = [gpu.Case(call.__name__, call, limit=2 if call is hangs else 60) for call in calls]
+    seen: list[int] = []
+    rows = gpu.run_all(cases, setup_in(tmp_path), 5, lambda rows: seen.append(len(rows)))
+    assert [row["case"] for row in rows] == [case.name for case in cases]
+    assert [row["state"] for row in rows] == [STATES.get(case.name, "ok") for case in cases]
+    assert seen == list(range(1, len(cases) + 1))
+    assert rows[0]["note"] != rows[3]["note"]  # a new process after a failure
+    assert "MemoryError" in rows[2]["note"] and "7" in rows[4]["note"]
+    lines = gpu.table(rows, {"name": "X"}).splitlines()
+    assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
+    assert sum(line.startswith("| ") for line in lines) == len(cases) + 1
+
+
+def test_after_the_time_is_up_cases_are_not_run(tmp_path: Path) -> None:
+    cases = [gpu.Case("works", works)] * 2
+    rows = gpu.run_all(cases, setup_in(tmp_path), 0.0, lambda rows: None)
+    assert [row["state"] for row in rows] == ["not run"] * 2
+
+
+CASES = ["matrix products", "tiny, merge", "write the Medium", "2 teachers", "4 teachers",
+         "checkpointing", "attention native", "attention flash", "nf4"]  # fmt: skip
+
+
+def test_the_command_measures_the_real_structure(tmp_path: Path) -> None:
+    small = "--device cpu --width 0.05 --layers 2 --size 64 --prompts 4 --minutes 5".split()
+    status = gpu.main([*small, "--out", str(tmp_path), "--cases", *CASES])
+    (report,) = [json.loads(path.read_text()) for path in tmp_path.glob("gpu_*.json")]
+    rows = {row["case"]: row for row in report["cases"]}
+    assert list(rows) == CASES
+    for name in ("2 teachers", "4 teachers", "checkpointing", "attention native"):
+        row = rows[name]
+        assert row["state"] == "ok", row
+        assert set(row["seconds"]) == {"rollout", "labels", "update"}
+        assert all(row["flops"][part] > 0 for part in row["seconds"]) and row["predicted"] > 0
+    assert rows["matrix products"]["rate"] > 0
+    assert rows["attention flash"]["state"] == "not here"
+    assert status == int(any(r["state"] in ("failed", "too long") for r in rows.values()))
+    page = (tmp_path / "gpu.md").read_text()
+    assert page.startswith(gpu.HEAD) and page.count("\n| ") == len(CASES) + 1
+
+
+@pytest.mark.slow
+def test_every_case_runs_at_a_small_scale(tmp_path: Path) -> None:
+    small = "--device cpu --width 0.05 --layers 2 --size 64 --prompts 4".split()
+    names = [case.name for case in gpu.cases() if case.name != "pytest -m gpu"]
+    gpu.main([*small, "--minutes", "15", "--out", str(tmp_path), "--cases", *names])
+    (path,) = tmp_path.glob("gpu_*.json")
+    rows = json.loads(path.read_text())["cases"]
+    assert [row["case"] for row in rows] == names
+    bad = [r for r in rows if r["state"] not in ("ok", "not here") and "attention" not in r["case"]]
+    assert bad == []
+
+
+def test_the_page_says_that_it_has_not_run_until_it_has() -> None:
+    page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    assert page.startswith(gpu.HEAD)
+    assert page.endswith(gpu.NEVER) != bool(list((ROOT / "docs").glob("gpu_*.json")))
