@@ -162,6 +162,7 @@ class Backbone:
 
     sharded = compiled = False
     frozen: frozenset[str] = frozenset()  # names of adapters that are never trained
+    _lora_layers: Sequence[LoraLayer] = ()  # found once: to look costs more than to switch
 
     def __init__(
         self,
@@ -185,7 +186,6 @@ class Backbone:
             self.device = torch.device("cpu")
         self.core = pipe.transformer.requires_grad_(False).eval().to(self.device)
         self.transformer: nn.Module = self.core
-        self._lora_layers: list[LoraLayer] = []  # found once: to look costs more than to switch
         self.dtype = dtype or next(self.core.parameters()).dtype
         pipe.vae.requires_grad_(False).eval().to(self.device)
         self.text = TextEncoder(
