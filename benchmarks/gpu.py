@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -84,7 +84,13 @@ class Case:
 def tests(setup: Setup, case: Case) -> Mapping[str, Any]:
     """`pytest -m gpu`. On a CPU they are collected and skipped."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
-    found = subprocess.run([*command, *case.given], cwd=ROOT, capture_output=True, text=True)
+    found = subprocess.run(
+        [*command, *case.given],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=max(1.0, case.limit - 5),  # before this process is killed, which would leave it
+    )
     last = (found.stdout.strip().splitlines() or ["no output"])[-1].strip("= ")
     if found.returncode:
         failed = [line for line in found.stdout.splitlines() if line.startswith("FAILED")]
@@ -325,8 +331,8 @@ class Worker:
         began = time.monotonic()
         try:
             pipe = self.pipe or self._start(case, min(STARTING, seconds + 30))
-            pipe.send(case)
             limit = max(1.0, min(case.limit, seconds - (time.monotonic() - began)))
+            pipe.send(replace(case, limit=limit))
             if pipe.poll(limit):
                 return pipe.recv()
             return "too long", f"stopped after {limit:.0f} s"
