@@ -20,8 +20,11 @@ CASES = [
     pytest.param("inductor", 1.0, marks=pytest.mark.slow),
     pytest.param("inductor", 3.0, marks=pytest.mark.slow),
 ]
-# dynamo looks at .grad of a block's inputs, which are no leaves, while it traces
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+pytestmark = [  # torch's own: dynamo looks at .grad of a block's inputs, which are no leaves
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
+]
 FLOAT32 = "student.label_dtype=float32"
 SAME_SHAPE = "student.label_batch=8"  # as the rollout: another shape would be compiled anew
 
