@@ -17,6 +17,14 @@ import gpu  # noqa: E402  # pyright: ignore[reportMissingImports]
 STATES = {"raises": "failed", "dies": "failed", "hangs": "too long", "absent": "not here"}
 
 
+@pytest.fixture(autouse=True)
+def workers_without_open_clip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker gets this process's path, on which the fixture `open_clip` may have put a
+    torchvision that only this process can import."""
+    beside = str(Path(sys.prefix) / "open_clip")
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != beside])
+
+
 # Run in a worker, which imports this module.
 
 
