@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--width", type=float, default=1 / 6, help="of medium")
     parser.add_argument("--prompts", type=int, help="images of an update")
     args = parser.parse_args()
-    from flowalign.config import Model
+    from flowalign.config import ModelConfig
     from flowalign.progress import quiet
 
     quiet()
@@ -174,7 +174,7 @@ def main() -> None:
         with TemporaryDirectory() as text:
             folder, names = Path(text), [f"t{index}" for index in range(max(args.teachers))]
             if name == "tiny":
-                model = Model.model_validate({"id": "tiny", "height": 64, "width": 64})
+                model = ModelConfig.model_validate({"id": "tiny", "height": 64, "width": 64})
                 medium.write_adapters(folder, model, names, rank=32, alpha=64)
                 path = "tiny"
             else:

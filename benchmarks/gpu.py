@@ -109,14 +109,14 @@ def rate(setup: Setup, case: Case) -> Mapping[str, Any]:
 def stage(setup: Setup, case: Case) -> Mapping[str, Any]:
     """A config of the tiny world, cut short: its path, then changes."""
     from flowalign import train
-    from flowalign.config import EvalConfig, Job, Root, load
-    from flowalign.eval.__main__ import evaluate
+    from flowalign.config import EvalStage, Job, Stage, load
+    from flowalign.eval.run import evaluate
 
     path, *changes = case.given
     out = setup.folder / re.sub(r"\W+", "_", case.name)
-    config = load(ROOT / path, [f"output={out}", *changes], stage=Root)
+    config = load(ROOT / path, [f"output={out}", *changes], stage=Stage)
     began = time.perf_counter()
-    if isinstance(config, EvalConfig):
+    if isinstance(config, EvalStage):
         evaluate(config)
     else:
         assert isinstance(config, Job)
@@ -145,7 +145,7 @@ def student(setup: Setup, case: Case) -> Mapping[str, Any]:
     config = config_of(setup, case)
     from accelerate.state import AcceleratorState
 
-    from flowalign.estimate import predict
+    from flowalign.doctor.estimate import predict
 
     expected = predict(config, device_type=setup.device)
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -162,12 +162,12 @@ def student(setup: Setup, case: Case) -> Mapping[str, Any]:
 
 def _check_here(case: Case) -> None:
     """Raise NotHere where a case needs what is not installed, or another version."""
-    from flowalign.config import Train
+    from flowalign.config import TrainConfig
 
     given = dict(pair.split("=", 1) for pair in case.given)
     if given.get("model.quantization") == "nf4" and not importlib.util.find_spec("bitsandbytes"):
         raise NotHere("bitsandbytes is not installed")
-    if "train.deterministic" in given and "deterministic" not in Train.model_fields:
+    if "train.deterministic" in given and "deterministic" not in TrainConfig.model_fields:
         raise NotHere("this version has no train.deterministic")
     if backend := given.get("model.attention"):
         from diffusers import SD3Transformer2DModel
@@ -182,7 +182,7 @@ def _check_here(case: Case) -> None:
 def config_of(setup: Setup, case: Case) -> Any:
     """The preset with random teachers, each with a task of the tiny world's prompts: rollouts of
     seven forward passes with guidance, of which two states are labelled and learnt from."""
-    from flowalign.config import OpdConfig, load, parse
+    from flowalign.config import OpdStage, load, parse
 
     shape = [
         "evaluation=null", "model.dtype=bfloat16", f"model.height={setup.size}",
@@ -192,7 +192,7 @@ def config_of(setup: Setup, case: Case) -> Any:
         "student.label_batch=8", "student.diagnose_every=1000000", "optimizer.micro_batch=4",
         "optimizer.updates_per_rollout=1", f"output={setup.folder / 'run'}",
     ]  # fmt: skip
-    config = load(CONFIG, [*shape, *case.given], stage=OpdConfig)
+    config = load(CONFIG, [*shape, *case.given], stage=OpdStage)
     names = [f"t{index}" for index in range(case.teachers)]
     data = config.model_dump(mode="json")
     data["model"] |= {"id": str(setup.folder / "model")}
@@ -201,7 +201,7 @@ def config_of(setup: Setup, case: Case) -> Any:
     data["teachers"] = {n: {"adapter": str(setup.folder / n), "guidance": guidance} for n in names}
     data["tasks"] = [{"name": n, "prompts": "tiny/ocr_train"} for n in names]
     data["train"] |= {"trackers": [], "updates": 3, "sample_every": 10**6}
-    return parse(data, stage=OpdConfig)
+    return parse(data, stage=OpdStage)
 
 
 def _deterministic(config: Any) -> Any:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from flowalign.architectures import ARCHITECTURES, Architecture, pipeline
 from flowalign.backbone import DTYPES, Backbone
-from flowalign.config import SD3_ATTENTION, Model
+from flowalign.config import SD3_ATTENTION, ModelConfig
+from flowalign.doctor.architectures import ARCHITECTURES, Architecture, pipeline
 
 MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
 
@@ -41,13 +41,13 @@ def write(
     """Write the model and LoRAs on it, each into its folder there; returns the model's."""
     model = str(folder / "model")
     pipeline(shapes(width, layers)).to(DTYPES[dtype]).save_pretrained(model)
-    config = Model.model_validate({"id": model, "dtype": dtype})
+    config = ModelConfig.model_validate({"id": model, "dtype": dtype})
     write_adapters(folder, config, adapters, rank=rank, alpha=alpha)
     return model
 
 
 def write_adapters(
-    folder: Path, model: Model, names: Sequence[str], *, rank: int, alpha: float
+    folder: Path, model: ModelConfig, names: Sequence[str], *, rank: int, alpha: float
 ) -> None:
     """LoRAs of random weights on a model."""
     backbone = Backbone.load(model)

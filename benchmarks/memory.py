@@ -18,9 +18,9 @@ from accelerate.state import AcceleratorState
 from medium import write
 
 from flowalign import config, train
-from flowalign.estimate import predict
+from flowalign.doctor.estimate import predict
+from flowalign.doctor.meter import size_of
 from flowalign.loop import Loop
-from flowalign.meter import size_of
 
 TASK = {"prompts": "tiny/geneval_train", "reward": {"name": "geneval", "options": {}}}
 CASES = {
@@ -54,7 +54,7 @@ def settings(model: str, folder: Path, kind: str, *changes: str, size: int = 512
     return config.parse(data, changes)
 
 
-def measured(found: config.Config) -> dict[str, int]:
+def measured(found: config.TrainingStage) -> dict[str, int]:
     """Bytes: what lies there all the time, and the peak of the phases of a second update."""
     AcceleratorState._reset_state(reset_partial_state=True)
     loop, *_ = train.wire(found)
@@ -68,7 +68,7 @@ def measured(found: config.Config) -> dict[str, int]:
     return {"resident": resident, **dict(phases(loop))}
 
 
-def compared(found: config.Config, device_type: str) -> dict[str, tuple[int, int]]:
+def compared(found: config.TrainingStage, device_type: str) -> dict[str, tuple[int, int]]:
     """(measured, predicted) bytes: what lies there, the phases' own, and the peak of all."""
     seen, expected = measured(found), predict(found, device_type=device_type)
     each = {phase.name: phase.bytes for phase in expected.phases}

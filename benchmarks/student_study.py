@@ -23,7 +23,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from flowalign import train
-from flowalign.config import OpdConfig, load
+from flowalign.config import OpdStage, load
 from flowalign.eval import suite
 from flowalign.eval.stats import difference
 from flowalign.teachers.merge import merge
@@ -75,7 +75,7 @@ class Meter:
         self.forwards += cost * len(kwargs["hidden_states"]) * self.on
 
 
-def config_of(overrides: list[str], out: Path, args: argparse.Namespace) -> OpdConfig:
+def config_of(overrides: list[str], out: Path, args: argparse.Namespace) -> OpdStage:
     """The preset with a variant's settings, without evaluations of its own."""
     length = args.updates
     common = [
@@ -84,7 +84,7 @@ def config_of(overrides: list[str], out: Path, args: argparse.Namespace) -> OpdC
         f"lora.init={args.out / 'merged'}",
     ]  # fmt: skip
     settings = [o for o in overrides if o != UNTRAINED]
-    return load(PRESET, [*common, *settings, *args.set], stage=OpdConfig)
+    return load(PRESET, [*common, *settings, *args.set], stage=OpdStage)
 
 
 def run(name: str, overrides: list[str], args: argparse.Namespace) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def main() -> None:
         "--set", nargs="*", default=[], metavar="key=value", help="for all variants"
     )
     args = parser.parse_args()
-    preset = load(PRESET, stage=OpdConfig)
+    preset = load(PRESET, stage=OpdStage)
     if not (args.out / "merged").exists():
         merge([t.adapter for t in preset.teachers.values() if t.adapter], args.out / "merged")
     from flowalign import rewards

@@ -12,7 +12,7 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor
 
 from flowalign.backbone import DTYPES, Backbone
-from flowalign.config import Model
+from flowalign.config import ModelConfig
 
 LAYERS = ["attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"]  # for `lora.targets`
 
@@ -70,7 +70,7 @@ class Flux(Backbone):
                 part.requires_grad_(False).eval()
 
     @classmethod
-    def load(cls, model: Model, device: torch.device | str = "cpu") -> Flux:
+    def load(cls, model: ModelConfig, device: torch.device | str = "cpu") -> Flux:
         pipe = FluxPipeline.from_pretrained(
             model.id, revision=model.revision, torch_dtype=DTYPES[model.dtype]
         )

@@ -10,7 +10,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from flowalign.config import EvalConfig, to_yaml
+from flowalign.config import EvalStage, to_yaml
 from flowalign.eval import report
 from flowalign.eval.compare import VERSION
 from flowalign.eval.stats import GROUPS
@@ -23,7 +23,7 @@ from flowalign.types import EvalReport, EvalRow
 SHOWN = 16  # prompts of a grid_<benchmark>.png
 
 
-def write(config: EvalConfig, results: Results, settings: Settings) -> str:
+def write(config: EvalStage, results: Results, settings: Settings) -> str:
     """Write all of them into config.output; returns the tables as Markdown, without the details."""
     folder, around = Path(config.output), environment()
     folder.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def write(config: EvalConfig, results: Results, settings: Settings) -> str:
 
 
 def document(
-    config: EvalConfig, results: Results, reports: Mapping[str, EvalReport]
+    config: EvalStage, results: Results, reports: Mapping[str, EvalReport]
 ) -> dict[str, Any]:
     """results.json: every number, every image's scores, and who scored them."""
 
@@ -94,7 +94,7 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def conditions(config: EvalConfig, results: Results, environment: Mapping[str, str]) -> list[str]:
+def conditions(config: EvalStage, results: Results, environment: Mapping[str, str]) -> list[str]:
     """What the numbers hold for, a sentence each."""
     s, m, f = config.sampling, config.model, config.fidelity
     sets = {mark.source or mark.name: mark for mark in results.benchmarks}
@@ -142,7 +142,7 @@ def _dependent(benchmarks: Sequence[Benchmark]) -> Iterator[tuple[list[str], str
             yield [a, b], "share prompts"
 
 
-def page(config: EvalConfig, results: Results, found: Sequence[Table], said: Sequence[str]) -> str:
+def page(config: EvalStage, results: Results, found: Sequence[Table], said: Sequence[str]) -> str:
     """report.html."""
     title = (
         config.report.title or f"flowalign eval: {len(results.judged)} models on {config.model.id}"

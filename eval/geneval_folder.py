@@ -30,9 +30,9 @@ import yaml
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from flowalign.eval.geneval import judge, select, summarize
+from flowalign.images import to_uint8
 from flowalign.rewards.geneval import DETECTORS, GenEval, build_detector, check_rules
-from flowalign.rewards.pixels import to_uint8
+from flowalign.rewards.geneval_judge import judge, select, summarize
 from flowalign.types import Detections, Detector
 
 LAYOUT = (

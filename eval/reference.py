@@ -12,7 +12,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from flowalign.config import ConfigError, EvalConfig
+from flowalign.config import ConfigError, EvalStage
 from flowalign.eval.fidelity import frechet
 from flowalign.eval.stats import Distance, distance, enough
 from flowalign.eval.suite import ImageSet, Judged
@@ -36,7 +36,7 @@ class Reference:
 
 
 def build(
-    config: EvalConfig,
+    config: EvalStage,
     sets: Sequence[ImageSet],
     features: Callable[[Tensor], Tensor],
     device: torch.device,
@@ -70,7 +70,7 @@ def scenes(metadata: Sequence[Mapping[str, Any]], seed: int) -> Iterator[Tensor]
 
     Raises ValueError for metadata that is not of the tiny world.
     """
-    from flowalign.tiny.stream import rendered
+    from flowalign.tiny.scenes import rendered
 
     try:
         yield from rendered(metadata, seed, COPIES).split(BATCH)

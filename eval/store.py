@@ -30,9 +30,9 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from flowalign import frozen
-from flowalign.adapters import adapter_digest
+from flowalign.adapters.files import adapter_digest
 from flowalign.backbone import Backbone
-from flowalign.config import ConfigError, EvalConfig
+from flowalign.config import ConfigError, EvalStage
 from flowalign.eval.stats import from_json
 from flowalign.pictures import pixels_of, png
 from flowalign.rewards import describe
@@ -41,7 +41,7 @@ from flowalign.types import PromptBatch
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from flowalign.config import Benchmark as Mark
+    from flowalign.config import BenchmarkConfig as Mark
     from flowalign.eval.suite import ImageSet
 
 Key = tuple[int, int]
@@ -203,7 +203,7 @@ def _remedy(folder: Path) -> str:
 
 
 def open_stores(
-    config: EvalConfig,
+    config: EvalStage,
     sets: Sequence[ImageSet],
     weights: str,
     accelerator: Accelerator,
@@ -248,7 +248,7 @@ def admit(stores: Iterable[Store], others: Iterable[Checked], accelerator: Accel
 
 
 def images_of(
-    config: EvalConfig, images: ImageSet, weights: str, adapter: str | None
+    config: EvalStage, images: ImageSet, weights: str, adapter: str | None
 ) -> dict[str, Any]:
     """What the images of a model depend on. Not on the size of a batch, nor on the number of
     processes, but for the rounding of float arithmetic."""

@@ -295,9 +295,7 @@ def _keys(images: ImageSet, part: range) -> list[Key]:
     return [(index, copy) for index in part for copy in range(images.images)]
 
 
-def _needs(
-    images: ImageSet, part: range, scored: _Scored, keep: int, features: bool
-) -> set[Key]:
+def _needs(images: ImageSet, part: range, scored: _Scored, keep: int, features: bool) -> set[Key]:
     """Which images of a batch are asked for: those to score, to show, to take features of."""
     keys = _keys(images, part)
     shown = [key for key in keys if key[0] < keep]

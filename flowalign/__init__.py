@@ -29,9 +29,9 @@ def load(
     `StableDiffusion3Pipeline.from_pretrained`. A LoRA that cannot be had or read raises HubError or
     AdapterError before the model is loaded.
     """
-    from flowalign.adapters import adapter_folder
+    from flowalign.adapters.files import adapter_folder
     from flowalign.backbone import put_lora, resolve
-    from flowalign.pipeline import pipeline_class, text_length
+    from flowalign.backbone.pipeline import pipeline_class, text_length
 
     folder = lora and adapter_folder(lora, newest=True)
     pipe = pipeline_class(text_length(model, folder)).from_pretrained(resolve(model), **kw)

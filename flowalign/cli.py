@@ -17,7 +17,7 @@ def train(argv: Sequence[str]) -> int:
 
 def evaluate(argv: Sequence[str]) -> int:
     """Score models on held-out prompts (the same as `python -m flowalign.eval`)."""
-    from flowalign.eval.__main__ import main as run
+    from flowalign.eval.run import main as run
 
     return run(argv)
 
@@ -41,10 +41,10 @@ def sample(argv: Sequence[str]) -> int:
     parser.add_argument("--dtype", choices=dtypes, help="default: bfloat16, float32 on a CPU")
     args = parser.parse_args(argv)
     from flowalign.backbone import DTYPES, Backbone, load_pipeline
+    from flowalign.backbone.pipeline import text_length
     from flowalign.devices import resolve
     from flowalign.eval.suite import Settings, generate
     from flowalign.pictures import grid
-    from flowalign.pipeline import text_length
     from flowalign.progress import quiet
     from flowalign.types import PromptBatch
 
@@ -103,7 +103,7 @@ def data(argv: Sequence[str]) -> int:
 
 def push(argv: Sequence[str]) -> int:
     """Upload a trained adapter, its card, config, plots and samples to the Hugging Face Hub."""
-    from flowalign.push import main as run
+    from flowalign.publish.push import main as run
 
     return run(argv)
 

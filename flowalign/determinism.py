@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from flowalign.schema import Config
+from flowalign.config.schema import TrainingStage
 
 ATTENTION = (None, "native", "_native_math", "_native_flash", "_native_efficient")
 """Backends of torch, which follow its switch: among its own it then takes none of cuDNN's. The
@@ -20,7 +20,7 @@ kernels of other packages (flash-attn, xformers, sage) do not know of it."""
 WORKSPACES = (":4096:8", ":16:8")
 
 
-def problems(config: Config) -> Iterator[str]:
+def problems(config: TrainingStage) -> Iterator[str]:
     """What would break the promise, or torch's own checks in the midst of the run."""
     if not config.train.deterministic:
         return

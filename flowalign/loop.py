@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from flowalign import checkpoint, parallel, trackers
 from flowalign.alarm import Alarm
 from flowalign.backbone import Backbone
-from flowalign.config import Config
+from flowalign.config import TrainingStage
 from flowalign.data import PromptSampler
 from flowalign.ema import MovingAverage
 from flowalign.rollout import Noise, Schedule, See, sample, shard
@@ -165,7 +165,7 @@ class Loop:
 
     def __init__(
         self,
-        config: Config,
+        config: TrainingStage,
         backbone: Backbone,
         accelerator: Accelerator,
         prompts: PromptSampler,
@@ -493,14 +493,14 @@ def interrupts_held() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def schedule(backbone: Backbone, config: Config) -> Schedule:
+def schedule(backbone: Backbone, config: TrainingStage) -> Schedule:
     """The schedule of a config's rollouts: by default every step but the last is trained."""
     rollout = config.rollout
     sigmas = backbone.sigmas(rollout.steps)
     return Schedule(sigmas, rollout.kind, rollout.noise_level, rollout.trained)
 
 
-def optimizer(config: Config, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def optimizer(config: TrainingStage, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """AdamW over the adapter, or its 8-bit form from bitsandbytes."""
     o = config.optimizer
     if o.name == "adamw8bit":
@@ -510,7 +510,7 @@ def optimizer(config: Config, parameters: list[torch.nn.Parameter]) -> torch.opt
     return kind(parameters, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
 
 
-def learning_rate(config: Config, optimizer: torch.optim.Optimizer) -> LambdaLR:
+def learning_rate(config: TrainingStage, optimizer: torch.optim.Optimizer) -> LambdaLR:
     """diffusers' schedule of that name, over the optimizer steps of the whole run."""
     o = config.optimizer
     name = "constant_with_warmup" if o.schedule == "constant" else o.schedule

@@ -77,10 +77,10 @@ def velocity_error(velocity: Tensor, target: Tensor) -> Tensor:
 def kl_factors(sigmas: Tensor, form: str) -> Tensor:
     """What `sde.kl` is multiplied by at each step [T] to be the KL of that name. sigmas [T+1].
 
-        exact      1
-        published  -dt: Flow-GRPO's and Flow-OPD's code divides by 2 s^2, where the variance of a
-                   transition is std^2 = s^2 (-dt). Their betas belong to it: over ten steps of
-                   shift 3 (all but the last) it is 3.7 to 25 times smaller.
+    exact      1
+    published  -dt: Flow-GRPO's and Flow-OPD's code divides by 2 s^2, where the variance of a
+               transition is std^2 = s^2 (-dt). Their betas belong to it: over ten steps of
+               shift 3 (all but the last) it is 3.7 to 25 times smaller.
     """
     if form not in KLS:
         raise ValueError(f"unknown kl {form!r}; take one of {', '.join(KLS)}")

@@ -31,7 +31,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flowalign.backbone import Backbone
-from flowalign.config import Config, ConfigError, Root
+from flowalign.config import ConfigError, Stage, TrainingStage
 from flowalign.patience import patience
 
 log = logging.getLogger("flowalign")
@@ -40,7 +40,7 @@ ADAPTERS = r".*\.lora_[AB]\..*"  # what peft calls the modules of all adapters
 ASKED = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DEEPSPEED"}
 
 
-def state(*configs: Root) -> PartialState:
+def state(*configs: Stage) -> PartialState:
     """What accelerate knows of the processes. To be asked before an Accelerator is made: several
     on a machine without a GPU would each believe that they are alone.
 
@@ -57,13 +57,13 @@ def _launched() -> int:
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
-def accelerator(config: Root, **options: Any) -> Accelerator:
+def accelerator(config: Stage, **options: Any) -> Accelerator:
     """The one way to make an Accelerator: on the processes that `state` finds."""
     state(config)
     return Accelerator(**options)
 
 
-def start(config: Config) -> Accelerator:
+def start(config: TrainingStage) -> Accelerator:
     """The accelerator of a run, before any model is loaded; ConfigError for a strategy that is not
     one of ours. model.dtype decides on the precision, whatever accelerate's config file says.
 
@@ -112,7 +112,9 @@ def part() -> None:
         state().destroy_process_group()
 
 
-def _problems(config: Config, accelerator: Accelerator, asked: Sequence[str]) -> Iterator[str]:
+def _problems(
+    config: TrainingStage, accelerator: Accelerator, asked: Sequence[str]
+) -> Iterator[str]:
     kind, plugins = accelerator.distributed_type, _plugins(accelerator)
     if asked and kind.value not in asked:
         yield (
@@ -132,7 +134,7 @@ def _plugins(accelerator: Accelerator) -> Any:
     return accelerator.state
 
 
-def _fsdp_problems(config: Config, plugin: Any) -> Iterator[str]:
+def _fsdp_problems(config: TrainingStage, plugin: Any) -> Iterator[str]:
     if plugin.fsdp_version != 2:
         yield "fsdp_config.fsdp_version: got 1; only 2 keeps adapters and base apart. Set it to 2."
     if plugin.cpu_ram_efficient_loading:
@@ -150,7 +152,7 @@ def _fsdp_problems(config: Config, plugin: Any) -> Iterator[str]:
     yield from _half_problems(config, "FSDP2")
 
 
-def _deepspeed_problems(config: Config, settings: Any) -> Iterator[str]:
+def _deepspeed_problems(config: TrainingStage, settings: Any) -> Iterator[str]:
     stage = settings["zero_optimization"].get("stage")
     if stage != 2:
         yield (
@@ -174,7 +176,7 @@ def _deepspeed_problems(config: Config, settings: Any) -> Iterator[str]:
     yield from _half_problems(config, "DeepSpeed")
 
 
-def _half_problems(config: Config, name: str) -> Iterator[str]:
+def _half_problems(config: TrainingStage, name: str) -> Iterator[str]:
     if config.model.dtype == "float16":
         yield f"model.dtype: 'float16' does not go with {name}. Use another dtype, or DDP."
 
@@ -197,7 +199,9 @@ class Parallel:
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
 
-    def prepare(self, config: Config, backbone: Backbone, optimizer: torch.optim.Optimizer) -> Any:
+    def prepare(
+        self, config: TrainingStage, backbone: Backbone, optimizer: torch.optim.Optimizer
+    ) -> Any:
         """Wrap the backbone's transformer; returns accelerate's optimizer."""
         model, optimizer = self.accelerator.prepare(backbone.core, optimizer)
         backbone.transformer = model
@@ -247,7 +251,9 @@ class Fsdp2(Parallel):
 
     lockstep = True
 
-    def prepare(self, config: Config, backbone: Backbone, optimizer: torch.optim.Optimizer) -> Any:
+    def prepare(
+        self, config: TrainingStage, backbone: Backbone, optimizer: torch.optim.Optimizer
+    ) -> Any:
         """As everywhere, without accelerate's cast of inputs and weights under FSDP2: it would
         round the timesteps to bf16."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -276,7 +282,9 @@ class Zero2(Parallel):
 
     lockstep = True
 
-    def prepare(self, config: Config, backbone: Backbone, optimizer: torch.optim.Optimizer) -> Any:
+    def prepare(
+        self, config: TrainingStage, backbone: Backbone, optimizer: torch.optim.Optimizer
+    ) -> Any:
         """As everywhere; what DeepSpeed wants to know comes from the config of the run."""
         micro = config.optimizer.micro_batch
         _plugins(self.accelerator).deepspeed_plugin.deepspeed_config |= {

@@ -10,7 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from flowalign.schema import Benchmark, Config, EvalConfig, GrpoConfig, OpdConfig, Root
+from flowalign.config.schema import (
+    BenchmarkConfig,
+    EvalStage,
+    GrpoStage,
+    OpdStage,
+    Stage,
+    TrainingStage,
+)
 
 SLACK = 3600.0
 """Seconds for all that has no limit of its own: one process downloads, merges, writes a report or a
@@ -22,11 +29,11 @@ FOREVER = 30 * 24 * 3600.0
 """Where a reward may take as long as it likes."""
 
 
-def patience(config: Root, processes: int) -> float:
+def patience(config: Stage, processes: int) -> float:
     """Seconds that a process waits for another: `timeout_seconds` of the config, or longer than
     every call of a reward in turn may take."""
-    told = config.train.timeout_seconds if isinstance(config, Config) else None
-    if isinstance(config, EvalConfig):
+    told = config.train.timeout_seconds if isinstance(config, TrainingStage) else None
+    if isinstance(config, EvalStage):
         told = config.timeout_seconds
     if told is not None:
         return told
@@ -34,16 +41,16 @@ def patience(config: Root, processes: int) -> float:
     return min(max(waits, default=SLACK), FOREVER)
 
 
-def _waits(config: Root, processes: int) -> Iterator[float]:
+def _waits(config: Stage, processes: int) -> Iterator[float]:
     """The longest time between two meetings, of every kind."""
-    if isinstance(config, EvalConfig):
+    if isinstance(config, EvalStage):
         for mark in config.benchmarks:
             yield _evaluation(mark, config.sampling.batch_size, config.score_seconds, processes)
-    if not isinstance(config, Config):
+    if not isinstance(config, TrainingStage):
         return
     each = _seconds(config.train.score_seconds)
-    scored = isinstance(config, OpdConfig) and config.student.reward_weight > 0
-    if scored or isinstance(config, GrpoConfig):
+    scored = isinstance(config, OpdStage) and config.student.reward_weight > 0
+    if scored or isinstance(config, GrpoStage):
         images = math.ceil(config.rollout.prompts * config.rollout.copies / processes)
         yield math.ceil(images / config.rollout.batch_size) * each
     if config.evaluation is None:
@@ -58,7 +65,7 @@ def _waits(config: Root, processes: int) -> Iterator[float]:
         yield _evaluation(mark, size, config.train.score_seconds, processes)
 
 
-def _evaluation(mark: Benchmark, size: int, seconds: float | None, processes: int) -> float:
+def _evaluation(mark: BenchmarkConfig, size: int, seconds: float | None, processes: int) -> float:
     """One set of images: its judges take turns at every batch."""
     prompts = _count(mark.prompts)
     batches = _share(min(prompts, mark.limit or prompts), max(1, size // mark.images), processes)

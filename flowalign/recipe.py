@@ -15,22 +15,22 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowalign.adapters import file_digest
-from flowalign.card import REPORT, write_card
-from flowalign.checks import adapters, check_launch, check_world
+from flowalign.adapters.files import file_digest
 from flowalign.config import (
     STAGES,
-    Config,
     ConfigError,
-    EvalConfig,
-    MergeConfig,
-    RecipeConfig,
-    Root,
+    EvalStage,
+    MergeStage,
+    RecipeStage,
+    Stage,
+    TrainingStage,
     overlay,
     parse,
     read,
     to_yaml,
 )
+from flowalign.preflight import adapters, check_launch, check_world
+from flowalign.publish.card import REPORT, write_card
 
 if TYPE_CHECKING:
     from flowalign.teachers.merge import MergeReport
@@ -40,10 +40,10 @@ DONE = "done.json"  # what a finished stage leaves: its config, and the inputs i
 
 
 def run(
-    config: RecipeConfig,
+    config: RecipeStage,
     home: Path,
-    train: Callable[[Config], object],
-    evaluate: Callable[[EvalConfig], object],
+    train: Callable[[TrainingStage], object],
+    evaluate: Callable[[EvalStage], object],
 ) -> Path:
     """Run what is not finished; returns the output folder. home: where `use` files are looked for.
 
@@ -62,12 +62,12 @@ def run(
             show(f"{head}: finished before", flush=True)
             continue
         show(f"{head} -> {stage.output}", flush=True)
-        if isinstance(stage, Config):
+        if isinstance(stage, TrainingStage):
             train(stage)
-        elif isinstance(stage, MergeConfig):
+        elif isinstance(stage, MergeStage):
             if state.is_main_process:
                 show(f"  {merged(stage).summary}", flush=True)
-        elif isinstance(stage, EvalConfig):
+        elif isinstance(stage, EvalStage):
             evaluate(stage)
         parallel.release()
         if state.is_main_process:
@@ -79,9 +79,9 @@ def run(
 # Planning --------------------------------------------------------------------------------------
 
 
-def plan(config: RecipeConfig, home: Path, num_processes: int = 1) -> dict[str, Root]:
+def plan(config: RecipeStage, home: Path, num_processes: int = 1) -> dict[str, Stage]:
     """The config of every stage by name, checked; ConfigError with all that is wrong."""
-    stages: dict[str, Root] = {}
+    stages: dict[str, Stage] = {}
     problems: list[str] = []
     pending: list[str] = []
     for name in config.stages:
@@ -102,7 +102,7 @@ def plan(config: RecipeConfig, home: Path, num_processes: int = 1) -> dict[str, 
     return stages
 
 
-def _drafts(config: RecipeConfig, home: Path) -> Iterator[Root]:
+def _drafts(config: RecipeStage, home: Path) -> Iterator[Stage]:
     """The stages that can be read, before it is known how many processes there are: those of a
     recipe share one group. What is wrong with the others is for `plan` to say."""
     names = list(config.stages)
@@ -113,7 +113,7 @@ def _drafts(config: RecipeConfig, home: Path) -> Iterator[Root]:
             continue
 
 
-def _stage(config: RecipeConfig, name: str, home: Path, earlier: list[str]) -> Root:
+def _stage(config: RecipeStage, name: str, home: Path, earlier: list[str]) -> Stage:
     """The config of one stage: its file, its own keys, and what the recipe gives to all."""
     own = deepcopy(config.stages[name])
     use, changes = own.pop("use", None), own.pop("set", [])
@@ -126,16 +126,16 @@ def _stage(config: RecipeConfig, name: str, home: Path, earlier: list[str]) -> R
     data["model"] = config.model.model_dump(mode="json")
     data = overlay(data, config.variant.get(str(data.get("stage")), {}))
     data["output"] = str(Path(config.output) / name)
-    kind = STAGES.get(str(data.get("stage")), Root)
+    kind = STAGES.get(str(data.get("stage")), Stage)
     if "seed" in kind.model_fields and "seed" not in own:
         data["seed"] = config.seed
-    if kind is RecipeConfig:
+    if kind is RecipeStage:
         raise ConfigError(["stage: 'recipe' inside a recipe. List its stages here instead."])
     problems: list[str] = []
     data = _resolve(data, lambda ref: _reference(config, ref, earlier, problems))
     if problems:
         raise ConfigError(problems)
-    return parse(data, changes, source=name, stage=Root)
+    return parse(data, changes, source=name, stage=Stage)
 
 
 def _resolve(value: Any, resolve: Callable[[str], str]) -> Any:
@@ -149,7 +149,7 @@ def _resolve(value: Any, resolve: Callable[[str], str]) -> Any:
     return value
 
 
-def _reference(config: RecipeConfig, name: str, earlier: list[str], problems: list[str]) -> str:
+def _reference(config: RecipeStage, name: str, earlier: list[str], problems: list[str]) -> str:
     if name not in earlier and name in config.stages:
         problems.append(f"{REFERENCE}{name}: that stage comes later, or is wrong itself.")
     elif name not in config.stages:
@@ -157,14 +157,14 @@ def _reference(config: RecipeConfig, name: str, earlier: list[str], problems: li
     return str(_adapter_of(config, name))
 
 
-def _adapter_of(config: RecipeConfig, name: str) -> Path:
+def _adapter_of(config: RecipeStage, name: str) -> Path:
     """Where a stage leaves its adapter."""
     return Path(config.output) / name / "adapter"
 
 
-def _mixed_precisions(stages: Mapping[str, Root]) -> list[str]:
+def _mixed_precisions(stages: Mapping[str, Stage]) -> list[str]:
     """accelerate scales the loss (of float16) in a whole process, or not at all."""
-    found = {n: s.model.dtype for n, s in stages.items() if isinstance(s, Config)}
+    found = {n: s.model.dtype for n, s in stages.items() if isinstance(s, TrainingStage)}
     if len({dtype == "float16" for dtype in found.values()}) < 2:
         return []
     return [f"stages: model.dtype is float16 in some ({found}). Use it in all of them, or in none."]
@@ -173,12 +173,12 @@ def _mixed_precisions(stages: Mapping[str, Root]) -> list[str]:
 # What is finished ------------------------------------------------------------------------------
 
 
-def finished(stage: Root) -> bool:
+def finished(stage: Stage) -> bool:
     """Whether the stage has run to its end."""
     return (Path(stage.output) / DONE).is_file()
 
 
-def _stale(stage: Root, stages: Mapping[str, Root]) -> list[str]:
+def _stale(stage: Stage, stages: Mapping[str, Stage]) -> list[str]:
     """A finished stage that is not what the recipe asks for now."""
     if not finished(stage):
         return []
@@ -195,7 +195,7 @@ def _stale(stage: Root, stages: Mapping[str, Root]) -> list[str]:
     return []
 
 
-def _finish(stage: Root) -> None:
+def _finish(stage: Stage) -> None:
     """Mark a stage as finished, in one rename."""
     inputs = {source: file_digest(source) for source in adapters(stage).values()}
     text = json.dumps({"config": stage.model_dump(mode="json"), "inputs": inputs}, indent=1)
@@ -204,7 +204,7 @@ def _finish(stage: Root) -> None:
     os.replace(part, part.with_suffix(""))
 
 
-def merged(stage: MergeConfig) -> MergeReport:
+def merged(stage: MergeStage) -> MergeReport:
     """Merge into <output>/adapter, with its card; the report, which says what was done, lies beside
     it."""
     from flowalign.teachers import merge as merging

@@ -13,10 +13,10 @@ import numpy as np
 from accelerate import Accelerator
 from PIL import Image
 
-from flowalign.config import Config
+from flowalign.config import TrainingStage
 
 
-def begin(accelerator: Accelerator, config: Config) -> None:
+def begin(accelerator: Accelerator, config: TrainingStage) -> None:
     """Start them: a run that is called as its folder, with its config."""
     folder = Path(config.output)
     if accelerator.is_main_process:

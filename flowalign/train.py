@@ -10,21 +10,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowalign.checks import check_launch, check_world, start
 from flowalign.config import (
-    Config,
     ConfigError,
-    GrpoConfig,
+    GrpoStage,
     Job,
-    MergeConfig,
-    OpdConfig,
-    RecipeConfig,
-    SftConfig,
+    MergeStage,
+    OpdStage,
+    RecipeStage,
+    SftStage,
+    TrainingStage,
     load,
     mixtures,
     routing,
     to_yaml,
 )
+from flowalign.preflight import check_launch, check_world, start
 
 if TYPE_CHECKING:
     import torch
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flowalign.backbone import Backbone
-    from flowalign.config import Teacher as TeacherSettings
+    from flowalign.config import TeacherConfig as TeacherSettings
     from flowalign.eval.suite import Benchmark, Settings
     from flowalign.loop import Algorithm, Loop
     from flowalign.progress import Progress
-    from flowalign.student import Student
+    from flowalign.student.opd import Student
     from flowalign.teachers.bank import Bank
     from flowalign.teachers.grpo import Grpo
     from flowalign.types import EvalReport, Reward
@@ -83,21 +83,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(config: Job, home: Path, resume: bool) -> Path:
     """Whatever `flowalign train` can run. home: the folder of the config file."""
-    if isinstance(config, Config):
+    if isinstance(config, TrainingStage):
         return train(config, resume=resume)
     from flowalign import recipe
-    from flowalign.eval.__main__ import evaluate
+    from flowalign.eval.run import evaluate
 
-    if isinstance(config, MergeConfig):
+    if isinstance(config, MergeStage):
         name = Path(config.output).name
         stages = {name: config.model_dump(mode="json", exclude={"output", "model"})}
         parent = str(Path(config.output).parent)
-        config = RecipeConfig(stage="recipe", output=parent, model=config.model, stages=stages)
-    assert isinstance(config, RecipeConfig)
+        config = RecipeStage(stage="recipe", output=parent, model=config.model, stages=stages)
+    assert isinstance(config, RecipeStage)
     return recipe.run(config, home, lambda stage: train(stage, resume=True), evaluate)
 
 
-def train(config: Config, *, resume: bool = False) -> Path:
+def train(config: TrainingStage, *, resume: bool = False) -> Path:
     """Train one stage to its end; returns the folder of the resulting adapter.
 
     Raises ConfigError before any model is loaded, TrainingError if the run has to stop.
@@ -130,7 +130,7 @@ def train(config: Config, *, resume: bool = False) -> Path:
     return folder / "adapter"
 
 
-def _say_start(config: Config, main: bool) -> None:
+def _say_start(config: TrainingStage, main: bool) -> None:
     """Where the adapter starts, and which keys of `lora` that overrules."""
     if main and (found := start(config.lora)):
         log.info(found.text)
@@ -152,7 +152,7 @@ def _hint_threads(accelerator: Accelerator) -> None:
         )
 
 
-def _check_folder(folder: Path, config: Config, resume: bool) -> None:
+def _check_folder(folder: Path, config: TrainingStage, resume: bool) -> None:
     """Refuse to overwrite another run, or to resume one that was configured otherwise."""
     saved = folder / "config.yaml"
     if not resume and any((folder / "checkpoints").glob("update_*")):
@@ -177,7 +177,7 @@ def _check_folder(folder: Path, config: Config, resume: bool) -> None:
             )
 
 
-def wire(config: Config) -> tuple[Loop, Progress, dict[str, Reward]]:
+def wire(config: TrainingStage) -> tuple[Loop, Progress, dict[str, Reward]]:
     """Build every part of a run from its config -> the loop, its display, its rewards."""
     from accelerate.utils import set_seed
 
@@ -222,7 +222,7 @@ def wire(config: Config) -> tuple[Loop, Progress, dict[str, Reward]]:
     return loop, progress, built
 
 
-def _check_groups(config: Config, rewards: Mapping[str, Reward], processes: int) -> None:
+def _check_groups(config: TrainingStage, rewards: Mapping[str, Reward], processes: int) -> None:
     """Refuse a reward that must see a whole group where the images of a prompt would lie on
     several processes."""
     rollout, updates = config.rollout, config.optimizer.updates_per_rollout
@@ -240,15 +240,18 @@ def _check_groups(config: Config, rewards: Mapping[str, Reward], processes: int)
 
 
 def algorithm(
-    config: Config, backbone: Backbone, rewards: Mapping[str, Reward], accelerator: Accelerator
+    config: TrainingStage,
+    backbone: Backbone,
+    rewards: Mapping[str, Reward],
+    accelerator: Accelerator,
 ) -> Algorithm:
     """What the stage of a config learns."""
-    if isinstance(config, GrpoConfig):
+    if isinstance(config, GrpoStage):
         return grpo(config, backbone, rewards, accelerator)
-    if isinstance(config, OpdConfig):
+    if isinstance(config, OpdStage):
         return opd(config, backbone, rewards, accelerator)
-    assert isinstance(config, SftConfig)
-    from flowalign.teachers.sft import Sft
+    assert isinstance(config, SftStage)
+    from flowalign.student.sft import Sft
 
     return Sft(
         bank(backbone, config, config.teachers, routing(config)),
@@ -261,7 +264,7 @@ def algorithm(
 
 
 def grpo(
-    config: GrpoConfig | OpdConfig,
+    config: GrpoStage | OpdStage,
     backbone: Backbone,
     rewards: Mapping[str, Reward],
     accelerator: Accelerator,
@@ -286,14 +289,14 @@ def grpo(
 
 
 def opd(
-    config: OpdConfig,
+    config: OpdStage,
     backbone: Backbone,
     rewards: Mapping[str, Reward],
     accelerator: Accelerator,
 ) -> Student:
     """Learning from routed teachers, an anchor and, where asked, the rewards as well."""
     from flowalign.loop import schedule
-    from flowalign.student import Student
+    from flowalign.student.opd import Student
 
     s, routed, anchor = config.student, routing(config), config.anchor
     everywhere = dict.fromkeys(routed, "anchor")
@@ -317,7 +320,7 @@ def opd(
 
 def bank(
     backbone: Backbone,
-    config: Config,
+    config: TrainingStage,
     teachers: Mapping[str, TeacherSettings],
     routed: Mapping[str, str],
     *,
@@ -335,7 +338,7 @@ def bank(
         raise ConfigError([f"teachers: {error}"]) from error
 
 
-def student(config: Config, device: torch.device) -> Backbone:
+def student(config: TrainingStage, device: torch.device) -> Backbone:
     """The base model with the student's adapter on it, fresh or read from lora.init."""
     from flowalign.backbone import Backbone
     from flowalign.loop import STUDENT
@@ -351,11 +354,14 @@ def student(config: Config, device: torch.device) -> Backbone:
 
 
 def evaluator(
-    config: Config, backbone: Backbone, rewards: Mapping[str, Reward], accelerator: Accelerator
+    config: TrainingStage,
+    backbone: Backbone,
+    rewards: Mapping[str, Reward],
+    accelerator: Accelerator,
 ) -> Callable[[], tuple[float, EvalReport]] | None:
     """What the loop calls to score the current adapter on held-out prompts."""
     from flowalign.eval import suite
-    from flowalign.eval.__main__ import wire as wire_benchmarks
+    from flowalign.eval.run import wire as wire_benchmarks
 
     if config.evaluation is None:
         return None
@@ -373,7 +379,7 @@ def evaluator(
     return evaluate
 
 
-def draw(config: Config, path: Path, images: Tensor, captions: Sequence[str]) -> None:
+def draw(config: TrainingStage, path: Path, images: Tensor, captions: Sequence[str]) -> None:
     """The sample grid of a rollout: up to four copies of each of eight prompts."""
     from flowalign.pictures import grid
 
@@ -381,7 +387,7 @@ def draw(config: Config, path: Path, images: Tensor, captions: Sequence[str]) ->
     grid(path, images[::stride][:32], captions[::stride][:32], title=path.stem)
 
 
-def held_out(config: Config, rewards: Mapping[str, Reward]) -> list[Benchmark]:
+def held_out(config: TrainingStage, rewards: Mapping[str, Reward]) -> list[Benchmark]:
     """The validation benchmarks of a config, at most evaluation.prompts a task."""
     from flowalign.data import load_prompts, subset
     from flowalign.eval.suite import Benchmark
@@ -395,7 +401,7 @@ def held_out(config: Config, rewards: Mapping[str, Reward]) -> list[Benchmark]:
     return found
 
 
-def eval_settings(config: Config) -> Settings:
+def eval_settings(config: TrainingStage) -> Settings:
     """How the evaluations of a run sample: as its rollouts do, where the config is silent."""
     from flowalign.eval.suite import Settings
 
@@ -409,12 +415,12 @@ def eval_settings(config: Config) -> Settings:
     )
 
 
-def finish(loop: Loop, config: Config, rewards: Mapping[str, Reward]) -> None:
+def finish(loop: Loop, config: TrainingStage, rewards: Mapping[str, Reward]) -> None:
     """After the last update: the metrics plot, the before/after grid and the model card, by the
     main process; under FSDP2 all of them sample the grid."""
     from flowalign import trackers
-    from flowalign.card import write_card
     from flowalign.pictures import metrics_plot
+    from flowalign.publish.card import write_card
 
     folder, main = Path(config.output), loop.accelerator.is_main_process
     if main:
@@ -429,7 +435,7 @@ def finish(loop: Loop, config: Config, rewards: Mapping[str, Reward]) -> None:
 
 def compare(
     backbone: Backbone,
-    config: Config,
+    config: TrainingStage,
     rewards: Mapping[str, Reward],
     path: Path | None,
     count: int = 16,

@@ -17,8 +17,8 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from flowalign.eval.geneval import COLORS
 from flowalign.frozen import Placement
+from flowalign.rewards.geneval_judge import COLORS
 from flowalign.rewards.lazy import require
 
 TEMPLATES = (

@@ -179,9 +179,7 @@ class Normalized:
         self.headline = getattr(self.reward, "headline", None) or "raw"
 
     @staticmethod
-    def check_options(
-        reward: Spec, median: float, spread: float, *, device: Device = None
-    ) -> None:
+    def check_options(reward: Spec, median: float, spread: float, *, device: Device = None) -> None:
         """Raise ValueError for a component or numbers that cannot work; loads no model."""
         check_common("reward normalized", device=device)
         _check(reward, "reward")

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowalign.eval.geneval import Verdict, judge, partial_credit
 from flowalign.rewards import check_factory, load, placed
+from flowalign.rewards.geneval_judge import Verdict, judge, partial_credit
 from flowalign.rewards.guarded import Guarded
 from flowalign.rewards.options import check_common
 from flowalign.types import Detections, Detector

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flowalign.devices import resolve
-from flowalign.rewards.pixels import to_uint8
+from flowalign.images import to_uint8
 from flowalign.types import Scores
 
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
 from flowalign.frozen import Placement
+from flowalign.images import to_uint8
 from flowalign.rewards.clip_colors import BoxColors, ClipColors, check_clip
 from flowalign.rewards.geneval_names import NAMES
 from flowalign.rewards.options import check_common, check_pretrained
-from flowalign.rewards.pixels import to_uint8
 from flowalign.types import Detections
 
 MODEL = "facebook/mask2former-swin-small-coco-instance"

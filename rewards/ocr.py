@@ -11,10 +11,10 @@ import torch
 from rapidfuzz.distance import Levenshtein
 from torch import Tensor
 
+from flowalign.images import to_uint8
 from flowalign.rewards import check_factory
 from flowalign.rewards.guarded import Guarded
 from flowalign.rewards.ocr_engines import ENGINES, Engine, Line, attempt, read_all
-from flowalign.rewards.pixels import to_uint8
 
 
 def target_of(prompt: str) -> str:

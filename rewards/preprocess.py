@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from flowalign.rewards.pixels import to_uint8
+from flowalign.images import to_uint8
 
 try:  # one set of pixels, whether torchvision is installed or not
     from transformers.models.clip import CLIPImageProcessorPil as ImageProcessor

@@ -23,10 +23,10 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from flowalign.images import to_float
 from flowalign.rewards import build, check, describe, wire
 from flowalign.rewards.guarded import Guarded, score
 from flowalign.rewards.lazy import SERVE, require
-from flowalign.rewards.pixels import to_float
 from flowalign.rewards.wire import TOKEN, Limits, WireError, read_token
 from flowalign.rewards.worker import Worker
 from flowalign.types import Reward

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowalign.images import to_uint8
 from flowalign.rewards import load
 from flowalign.rewards.chat import Endpoint, beginning, image_url
 from flowalign.rewards.guarded import Guarded
-from flowalign.rewards.pixels import to_uint8
 
 
 @dataclass(frozen=True)

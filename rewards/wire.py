@@ -28,8 +28,8 @@ from PIL import Image
 from safetensors.numpy import save
 from torch import Tensor
 
+from flowalign.images import to_uint8
 from flowalign.rewards.guarded import Guarded
-from flowalign.rewards.pixels import to_uint8
 
 VERSION = 1
 TOKEN = "FLOWALIGN_REWARD_TOKEN"  # the environment variable that holds the token

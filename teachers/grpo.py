@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flowalign import sde
 from flowalign.backbone import Backbone
-from flowalign.config import Grpo as Settings
+from flowalign.config import GrpoConfig as Settings
 from flowalign.credit import ADVANTAGES, clip_advantage
 from flowalign.loop import Pairs, Prepared, TrainingError
 from flowalign.loop import velocity as velocity_of

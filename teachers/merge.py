@@ -17,7 +17,14 @@ import torch
 from peft.utils.merge_utils import dare_linear, ties
 from torch import Tensor
 
-from flowalign.adapters import adapter_folder, describe, read_head, read_lora, scales, write_lora
+from flowalign.adapters.files import (
+    adapter_folder,
+    describe,
+    read_head,
+    read_lora,
+    scales,
+    write_lora,
+)
 from flowalign.config import ADAPTER
 
 METHODS = ("concat", "svd", "ties", "dare")
@@ -100,7 +107,7 @@ def merge(
 ) -> MergeReport:
     """Write to `out` an adapter whose update merges the weighted updates w_i dW_i of the others.
 
-    adapters: folders or Hub ids, whatever `flowalign.adapters.read_lora` takes.
+    adapters: folders or Hub ids, whatever `flowalign.adapters.files.read_lora` takes.
     weights: one each, 1 by default: the plain sum. 1/n each is the average, which the only script
         that is published takes. (docs/log.md has both on the tiny world.)
     method: "concat": exact, the ranks add up. "svd": the best approximation of the sum of rank

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign.loop import Loop, pairs_of
-from flowalign.student import Student
+from flowalign.student.opd import Student
 from flowalign.types import Rollout
 
 

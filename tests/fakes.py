@@ -137,9 +137,7 @@ def constant(
     return Scores.of([0.5] * len(images))
 
 
-def vivid(
-    images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-) -> Scores:
+def vivid(images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> Scores:
     """Redness in a range a thousand times larger."""
     return Scores.of(1e3 * redness(images, prompts, metadata).value)
 
@@ -207,7 +205,9 @@ def mean_colour(images: Tensor) -> Tensor:
 # Runs --------------------------------------------------------------------------------------------
 
 
-def settings(model: str, output: Path, *overrides: str, reward: str = "redness") -> config.Config:
+def settings(
+    model: str, output: Path, *overrides: str, reward: str = "redness"
+) -> config.TrainingStage:
     """A small GRPO run: 2 prompts x 4 copies, 4 steps of which 3 train, one optimizer step."""
     output.mkdir(parents=True, exist_ok=True)
     prompts = output.parent / "prompts.txt"
@@ -227,7 +227,7 @@ def settings(model: str, output: Path, *overrides: str, reward: str = "redness")
     return config.parse(data, overrides)
 
 
-def mixed(found: config.Config, *overrides: str) -> config.Config:
+def mixed(found: config.TrainingStage, *overrides: str) -> config.TrainingStage:
     """A GRPO run with a second task, whose rewards have a far larger range."""
     raw = found.model_dump(mode="json")
     (red,) = raw["tasks"]
@@ -235,7 +235,7 @@ def mixed(found: config.Config, *overrides: str) -> config.Config:
     return config.parse(raw, overrides)
 
 
-def wired(found: config.Config, *, moved: bool = False) -> Loop:
+def wired(found: config.TrainingStage, *, moved: bool = False) -> Loop:
     """The run of a config as `train` builds it; moved: its adapter already matters."""
     AcceleratorState._reset_state(reset_partial_state=True)
     loop, *_ = train.wire(found)
@@ -259,7 +259,7 @@ def teachers(model: str, folder: Path) -> dict[str, str]:
 
 def distillation(
     model: str, output: Path, *overrides: str, stage: str = "opd", alone: str = ""
-) -> config.Config:
+) -> config.TrainingStage:
     """The same run with two tasks and a teacher each; alone: the one that has both."""
     raw = settings(model, output).model_dump(mode="json", exclude={"grpo", "stage"})
     task = raw["tasks"][0]

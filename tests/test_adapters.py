@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import flowalign
-from flowalign.adapters import AdapterError, adapter_digest, file_digest, read_lora, scales
+from flowalign.adapters.files import AdapterError, adapter_digest, file_digest, read_lora, scales
 from flowalign.backbone import Backbone
-from flowalign.checks import check_world
-from flowalign.config import ConfigError, OpdConfig
+from flowalign.config import ConfigError, OpdStage
+from flowalign.preflight import check_world
 from flowalign.teachers.bank import Bank, Member
 from flowalign.teachers.merge import merge
 
@@ -216,7 +216,7 @@ def test_one_adapter_is_one_whatever_its_format(
     bare: SD3Transformer2DModel, peft_folders: dict[str, Path], tmp_path: Path
 ) -> None:
     weights, metadata = read_lora(peft_folders["patterns"])
-    flowalign.adapters.write_lora(tmp_path / "ours", weights, metadata)
+    flowalign.adapters.files.write_lora(tmp_path / "ours", weights, metadata)
     same = adapter_digest(tmp_path / "ours")
     assert (
         same == adapter_digest(peft_folders["patterns"]) != adapter_digest(peft_folders["rslora"])
@@ -243,7 +243,7 @@ def test_replacing_keeps_the_scale_or_refuses(
     fakes.shake(backbone, "replaced")
     backbone.replace_adapter("replaced", peft_folders["rslora"])
     assert torch.equal(forward(backbone.core, backbone), expected)
-    flowalign.adapters.write_lora(tmp_path, weights, {**metadata, "lora_alpha": 7})
+    flowalign.adapters.files.write_lora(tmp_path, weights, {**metadata, "lora_alpha": 7})
     with pytest.raises(ValueError, match="by 3.5, adapter 'replaced' by 3 .alpha / rank"):
         backbone.replace_adapter("replaced", tmp_path)
 
@@ -368,7 +368,7 @@ def test_a_check_reads_heads_and_tells_another_base_from_another_machine(
     described(tmp_path / "dora", use_dora=True)
     names = ("far", "near", "local", "none", "dora")
     config = fakes.distillation(random_model, tmp_path / "run", f"model.id={medium}", alone="even")
-    assert isinstance(config, OpdConfig)
+    assert isinstance(config, OpdStage)
     teachers = {name: config.teachers["even"].model_copy(update={"adapter": str(tmp_path / name)})
                 for name in names}  # fmt: skip
     with pytest.raises(ConfigError) as caught:

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowalign.backbone import Backbone
-from flowalign.config import Model
+from flowalign.config import ModelConfig
 
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 
@@ -29,7 +29,7 @@ class Operations(TorchDispatchMode):
 def velocity(model: str, attention: str | None) -> tuple[torch.Tensor, set[str]]:
     """Of a noisy batch, and the operations it took."""
     sizes = {"height": 32, "width": 32, "max_sequence_length": 16}
-    given = Model.model_validate({"id": model, "attention": attention, **sizes})
+    given = ModelConfig.model_validate({"id": model, "attention": attention, **sizes})
     backbone = Backbone.load(given)
     cond = backbone.encode(fakes.PROMPTS[:2])
     x = torch.randn(2, *backbone.latent_shape, generator=torch.Generator().manual_seed(1))

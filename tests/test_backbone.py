@@ -13,7 +13,7 @@ from torch.testing import assert_close
 import flowalign
 from flowalign import sde
 from flowalign.backbone import Backbone, ModelError, load_pipeline
-from flowalign.config import Model
+from flowalign.config import ModelConfig
 from flowalign.loop import STUDENT
 from flowalign.types import Conditioning
 
@@ -187,7 +187,7 @@ def quantized(model: str, **options: Any) -> Backbone:
 
 
 def test_the_vae_keeps_its_bits_and_decodes_in_small_batches(random_model: str) -> None:
-    config = Model(id=random_model, dtype="bfloat16", height=32, width=32, decode_batch=2)
+    config = ModelConfig(id=random_model, dtype="bfloat16", height=32, width=32, decode_batch=2)
     backbone = Backbone.load(config)
     full = fakes.backbone(random_model)
     assert backbone.dtype == torch.bfloat16 and backbone.pipe.vae.dtype == torch.float32

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowalign.adapters import read_lora, write_lora
+from flowalign.adapters.files import read_lora, write_lora
 from flowalign.backbone import Backbone
 from flowalign.loop import STUDENT
 from flowalign.rollout import Noise, Schedule, places, sample
@@ -44,9 +44,7 @@ def rollout(backbone: Backbone, copies: int = 2) -> Rollout:
     )  # fmt: skip
 
 
-def alone(
-    model: str, member: Member, found: Rollout, guidance: float, rows: list[int]
-) -> Tensor:
+def alone(model: str, member: Member, found: Rollout, guidance: float, rows: list[int]) -> Tensor:
     """The states of some images through a backbone that knows nothing but this teacher."""
     backbone = fakes.backbone(model)
     if member.adapter:

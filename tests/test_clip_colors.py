@@ -13,8 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
-from flowalign.eval.geneval import COLORS
 from flowalign.rewards.clip_colors import BoxColors, ClipColors, _weights, check_clip
+from flowalign.rewards.geneval_judge import COLORS
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import preference
 import pytest
 import torch
 from small_models import (
@@ -17,10 +18,9 @@ from small_models import (
 )
 from transformers import CLIPModel, PreTrainedTokenizerFast
 
-from flowalign.config import EvalConfig, load
+from flowalign.config import EvalStage, load
 from flowalign.rewards import build, check
-from flowalign.tiny import preference
-from flowalign.tiny.stream import rendered
+from flowalign.tiny.scenes import rendered
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_the_defaults_are_the_published_model(tmp_path: Path):
 
 def test_the_config_of_five_judges_is_one_that_runs_take():
     folder = Path(__file__).parent.parent / "configs" / "sd35_medium"
-    (benchmark,) = load(folder / "eval_preference.yaml", stage=EvalConfig).benchmarks
+    (benchmark,) = load(folder / "eval_preference.yaml", stage=EvalStage).benchmarks
     for spec in benchmark.rewards.values():
         check(spec.name, spec.options)
     names = ["pickscore", "clipscore", "hpsv2", "imagereward", "aesthetic"]

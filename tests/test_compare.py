@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from flowalign.eval.__main__ import main
 from flowalign.eval.compare import compare, differences
+from flowalign.eval.run import main
 
 
 def document(values: Sequence[float | None], **settings) -> dict:

@@ -10,20 +10,20 @@ import yaml
 from pydantic import ValidationError
 from safetensors.torch import save_file
 
-from flowalign.checks import check_world
 from flowalign.config import (
     ADAPTER,
     STAGES,
-    Config,
     ConfigError,
-    EvalConfig,
-    GrpoConfig,
-    Root,
+    EvalStage,
+    GrpoStage,
+    Stage,
+    TrainingStage,
     load,
     parse,
     read,
     to_yaml,
 )
+from flowalign.preflight import check_world
 
 TASK = {"name": "ocr", "prompts": "a.txt", "validation": "b.txt", "reward": {"name": "ocr"}}
 
@@ -41,7 +41,7 @@ def raw_eval(**sections: Any) -> dict[str, Any]:
     return {**base, **sections}
 
 
-def problems(data: Any, *overrides: str, stage: type[Root] = Config) -> list[str]:
+def problems(data: Any, *overrides: str, stage: type[Stage] = TrainingStage) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         parse(data, overrides, stage=stage)
     assert all(problem in str(caught.value) for problem in caught.value.problems)
@@ -68,7 +68,7 @@ ema: null
 
 
 def test_yaml_is_read_as_written(tmp_path: Path) -> None:
-    config = load(write(tmp_path, YAML), stage=GrpoConfig)
+    config = load(write(tmp_path, YAML), stage=GrpoStage)
     assert (config.optimizer.lr, config.optimizer.eps, config.grpo.clip_range) == (1e-4, 1e-8, 5e-5)
     assert config.optimizer.betas == (0.8, 0.95) and config.rollout.window == (0, 5)
     assert config.train.updates == 7 and config.ema is None
@@ -185,7 +185,7 @@ def test_values_that_do_not_go_together_are_refused(sections: dict[str, Any], sa
     ],
 )
 def test_values_at_the_border_are_accepted(sections: dict[str, Any]) -> None:
-    assert isinstance(parse(raw(**sections)), Config)
+    assert isinstance(parse(raw(**sections)), TrainingStage)
 
 
 def test_every_problem_is_reported_at_once() -> None:
@@ -225,15 +225,15 @@ def test_a_missing_file_names_those_that_are_there(tmp_path: Path) -> None:
         load(tmp_path / "d.yaml")
 
 
-@pytest.mark.parametrize("stage", [EvalConfig, Root])
-def test_an_evaluation_is_read_by_its_stage(stage: type[Root], tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", [EvalStage, Stage])
+def test_an_evaluation_is_read_by_its_stage(stage: type[Stage], tmp_path: Path) -> None:
     config = parse(raw_eval(), ["models.ocr=runs/ocr/adapter", "models.base=null"], stage=stage)
-    assert isinstance(config, EvalConfig)
+    assert isinstance(config, EvalStage)
     assert config.models == {"ocr": "runs/ocr/adapter", "base": None}
     assert (config.sampling.steps, config.benchmarks[0].limit) == (10, None)
-    assert parse(raw_eval(), stage=EvalConfig).models == {"base": None}
+    assert parse(raw_eval(), stage=EvalStage).models == {"base": None}
     assert load(write(tmp_path, to_yaml(config)), stage=stage) == config
-    assert isinstance(parse(raw(), stage=Root), Config)
+    assert isinstance(parse(raw(), stage=Stage), TrainingStage)
 
 
 TRAINING = "'grpo' or 'opd' or 'sft'"
@@ -243,7 +243,7 @@ ALL = f"{TRAINING} or 'merge' or 'recipe' or 'eval'"
 def test_a_config_of_another_command_is_refused() -> None:
     (problem,) = problems(raw_eval())
     assert problem == f"stage: 'eval' is run by `flowalign eval`; this command wants {TRAINING}."
-    (problem,) = problems(raw(), stage=EvalConfig)
+    (problem,) = problems(raw(), stage=EvalStage)
     assert problem == "stage: 'grpo' is run by `flowalign train`; this command wants 'eval'."
     assert len(problems(raw_eval(), "stage=grpo")) == 2  # no tasks, unknown benchmarks
 
@@ -253,19 +253,19 @@ def test_a_config_of_another_command_is_refused() -> None:
     [
         (
             "grop",
-            Config,
+            TrainingStage,
             f"stage: got the text 'grop'; want {TRAINING}. Did you mean 'grpo'?",
         ),
         (
             "grop",
-            Root,
+            Stage,
             f"stage: got the text 'grop'; want {ALL}. Did you mean 'grpo'?",
         ),
-        (None, EvalConfig, "stage: got nothing (null); want 'eval'."),
-        (["eval"], Root, f"stage: got the list ['eval']; want {ALL}."),
+        (None, EvalStage, "stage: got nothing (null); want 'eval'."),
+        (["eval"], Stage, f"stage: got the list ['eval']; want {ALL}."),
     ],
 )
-def test_an_unknown_stage_is_explained(seen: Any, wanted: type[Root], said: str) -> None:
+def test_an_unknown_stage_is_explained(seen: Any, wanted: type[Stage], said: str) -> None:
     assert problems(raw(stage=seen), stage=wanted)[0].startswith(said)
 
 
@@ -274,7 +274,7 @@ def test_a_missing_stage_hides_no_other_problem() -> None:
     del data["stage"]
     missing, unknown = problems(data)
     assert missing == f"stage: missing. Add `stage:` with {TRAINING}." and "`seed`" in unknown
-    missing, unknown = problems(data, stage=Root)
+    missing, unknown = problems(data, stage=Stage)
     assert missing == f"stage: missing. Add `stage:` with {ALL}." and "`seed`" in unknown
 
 
@@ -300,12 +300,12 @@ def test_a_missing_stage_hides_no_other_problem() -> None:
     ],
 )
 def test_a_wrong_evaluation_is_explained(sections: dict[str, Any], said: str) -> None:
-    (problem,) = problems(raw_eval(**sections), stage=EvalConfig)
+    (problem,) = problems(raw_eval(**sections), stage=EvalStage)
     assert said in problem
 
 
 @pytest.mark.parametrize("root", STAGES.values())
-def test_every_key_is_described(root: type[Root]) -> None:
+def test_every_key_is_described(root: type[Stage]) -> None:
     def undescribed(schema: dict[str, Any]) -> list[str]:
         fields = schema.get("properties", {}).items()
         return [k for k, v in fields if not v.get("description") and "$ref" not in str(v)]
@@ -335,7 +335,7 @@ def rewards(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_world_lacks_is_reported_at_once(
     rewards: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowalign.checks.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("flowalign.preflight.importlib.util.find_spec", lambda name: None)
     (tmp_path / "a.txt").write_text("x")
     task = {**TASK, "prompts": str(tmp_path / "a.txt"), "validation": str(tmp_path / "b.txt")}
     optimizer = {"updates_per_rollout": 2, "name": "adamw8bit"}
@@ -376,7 +376,7 @@ def test_what_an_evaluation_lacks_is_reported_at_once(rewards: None, tmp_path: P
     models = {"base": None, "far": str(tmp_path / "no"), "near": str(tmp_path / "run")}
     good = {**MARK, "prompts": str(tmp_path / "a.txt")}
     marks = [good, {**good, "name": "x", "reward": {"name": "ocl"}}, {**MARK, "name": "y"}]
-    config = parse(raw_eval(models=models, benchmarks=marks), stage=EvalConfig)
+    config = parse(raw_eval(models=models, benchmarks=marks), stage=EvalStage)
     with pytest.raises(ConfigError) as caught:
         check_world(config, num_processes=3)
     far, near, poison, reward, prompts = caught.value.problems
@@ -387,7 +387,7 @@ def test_what_an_evaluation_lacks_is_reported_at_once(rewards: None, tmp_path: P
     assert prompts.startswith("benchmarks.2.prompts: no prompt set 'b.txt'")
     models["far"] = models["near"] = str(tmp_path / "run" / "adapter")
     (tmp_path / "a.txt").write_text("x")
-    check_world(parse(raw_eval(models=models, benchmarks=[good]), stage=EvalConfig), 3)
+    check_world(parse(raw_eval(models=models, benchmarks=[good]), stage=EvalStage), 3)
 
 
 def test_reference_images_that_are_not_there_are_reported(rewards: None, tmp_path: Path) -> None:
@@ -398,13 +398,13 @@ def test_reference_images_that_are_not_there_are_reported(rewards: None, tmp_pat
         fidelity={"reference": str(found)},
     )
     with pytest.raises(ConfigError, match="fidelity.reference: .*no such folder. Name a folder"):
-        check_world(parse(data, stage=EvalConfig), 1)
+        check_world(parse(data, stage=EvalStage), 1)
     found.mkdir()
     (found / "notes.txt").write_text("none yet")
     with pytest.raises(ConfigError, match=r"the folder holds no \.png, \.jpg"):
-        check_world(parse(data, stage=EvalConfig), 1)
+        check_world(parse(data, stage=EvalStage), 1)
     (found / "notes.txt").rename(found / "1.PNG")
-    check_world(parse(data, stage=EvalConfig), 1)
+    check_world(parse(data, stage=EvalStage), 1)
 
 
 def test_four_bits_are_refused_where_they_cannot_be_had(
@@ -412,8 +412,10 @@ def test_four_bits_are_refused_where_they_cannot_be_had(
 ) -> None:
     config = parse(raw(model={"id": "tiny", "quantization": "nf4"}, evaluation=None))
     for missing, text in ((None, "flowalign[gpu]"), (object(), "torch sees none")):
-        monkeypatch.setattr("flowalign.checks.importlib.util.find_spec", lambda name, m=missing: m)
-        monkeypatch.setattr("flowalign.checks.torch.cuda.is_available", lambda: False)
+        monkeypatch.setattr(
+            "flowalign.preflight.importlib.util.find_spec", lambda name, m=missing: m
+        )
+        monkeypatch.setattr("flowalign.preflight.torch.cuda.is_available", lambda: False)
         with pytest.raises(ConfigError) as caught:
             check_world(config, num_processes=1)
         assert any("model.quantization" in p and text in p for p in caught.value.problems)

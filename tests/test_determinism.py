@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from flowalign import train
-from flowalign.checks import check_world
 from flowalign.config import ConfigError
 from flowalign.determinism import deterministic
+from flowalign.preflight import check_world
 
 ON = "train.deterministic=true"
 

@@ -34,23 +34,23 @@ from documents import Block, Command
 from test_package import CONFIGS
 
 from flowalign import cli, recipe, rewards
-from flowalign.checks import adapter_folder, adapters, check_world
 from flowalign.config import (
     ADAPTER,
     STAGES,
-    Config,
-    EvalConfig,
+    EvalStage,
     Job,
-    MergeConfig,
-    RecipeConfig,
-    Root,
+    MergeStage,
+    RecipeStage,
     Section,
-    Task,
+    Stage,
+    TaskConfig,
+    TrainingStage,
     assignments,
     load,
     parse,
     read,
 )
+from flowalign.preflight import adapter_folder, adapters, check_world
 
 ROOT = documents.ROOT
 SHORT = {  # run here, as they stand
@@ -265,9 +265,9 @@ def in_a_block(path: str) -> bool:
 def check_config(what: str, path: Path, overrides: tuple[str, ...], variant: str | None) -> None:
     """As the command would, up to where a model is loaded. What another command in the documents
     or a config of ours writes counts as there."""
-    wanted: type[Root] = EvalConfig if "eval" in what else Job
+    wanted: type[Stage] = EvalStage if "eval" in what else Job
     config = load(path, overrides, stage=wanted, variant=variant)
-    if isinstance(config, RecipeConfig):
+    if isinstance(config, RecipeStage):
         recipe.plan(config, path.parent)
     else:
         check_world(config, 1, WRITTEN & set(adapters(config).values()))
@@ -277,10 +277,10 @@ def written() -> set[str]:
     """The adapters that the configs of ours and the merges in the documents write."""
     found = set()
     for path in CONFIGS:
-        config = load(path, stage=Root)
-        if isinstance(config, Config | MergeConfig):
+        config = load(path, stage=Stage)
+        if isinstance(config, TrainingStage | MergeStage):
             found.add(f"{config.output}/adapter")
-        elif isinstance(config, RecipeConfig):
+        elif isinstance(config, RecipeStage):
             found |= {f"{config.output}/{name}/adapter" for name in config.stages}
     merges = [c.words for c in COMMANDS if c.words[:2] == ("flowalign", "merge")]
     return found | {words[words.index("--out") + 1] for words in merges if "--out" in words}
@@ -417,7 +417,7 @@ YAML = [block for block in BLOCKS if block.language in ("yaml", "yml")]
 
 def whole(data: dict[str, Any]) -> dict[str, Any]:
     """A config that holds what a page shows: all of one, keys of one, or of a task."""
-    if "stage" not in data and data.keys() <= Task.model_fields.keys():
+    if "stage" not in data and data.keys() <= TaskConfig.model_fields.keys():
         data = {"tasks": [REQUIRED["tasks"][0] | data]}
     possible = [data["stage"]] if "stage" in data else list(STAGES)
     for stage in possible:
@@ -466,7 +466,7 @@ def test_a_config_in_a_document_is_one(
     """Its keys and values are the schema's, and its rewards take the options that it gives."""
     monkeypatch.setenv("JUDGE_KEY", "secret")  # as the page of vlm tells its reader
     (tmp_path / "block.yaml").write_text(block.text)
-    config = parse(whole(read(tmp_path / "block.yaml")), source=block.place, stage=Root)
+    config = parse(whole(read(tmp_path / "block.yaml")), source=block.place, stage=Stage)
     with modules_of(block.page, tmp_path):
         for spec in specs(config.model_dump(mode="json")):
             rewards.check(spec["name"], spec.get("options", {}))
@@ -478,7 +478,7 @@ def test_a_config_in_a_document_is_one(
 )
 def test_a_wrong_config_is_found(text: str) -> None:
     with pytest.raises((ValueError, AssertionError)):
-        parse(whole(yaml.safe_load(text)), stage=Root)
+        parse(whole(yaml.safe_load(text)), stage=Stage)
 
 
 @pytest.mark.parametrize(

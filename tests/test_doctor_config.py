@@ -10,7 +10,7 @@ from accelerate.state import AcceleratorState
 from test_doctor import of_the_batch  # noqa: F401 (a reward that is planted by its name)
 
 from flowalign import config
-from flowalign.adapters import read_lora, write_lora
+from flowalign.adapters.files import read_lora, write_lora
 from flowalign.cli import main
 from flowalign.doctor import live, plan
 
@@ -32,8 +32,8 @@ def faults(found):
 
 
 def stages(path):
-    root = config.load(path, stage=config.Root)
-    if isinstance(root, config.RecipeConfig):
+    root = config.load(path, stage=config.Stage)
+    if isinstance(root, config.RecipeStage):
         from flowalign.recipe import plan as plan_recipe
 
         return list(plan_recipe(root, path.parent).values())
@@ -43,7 +43,7 @@ def stages(path):
 @pytest.mark.parametrize("path", TINY, ids=lambda path: path.stem)
 def test_a_shipped_config_has_no_fault(path):
     for stage in stages(path):
-        if isinstance(stage, config.Config):
+        if isinstance(stage, config.TrainingStage):
             assert faults(plan.examine(stage)) == []
 
 
@@ -117,7 +117,7 @@ def test_absorbed_guidance_must_not_be_applied_again_in_the_evaluation(random_mo
 
 def taught(model, folder, **kw):
     found = fakes.distillation(model, folder / "run", **kw)
-    assert isinstance(found, config.OpdConfig)
+    assert isinstance(found, config.OpdStage)
     return found
 
 

@@ -8,10 +8,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from flowalign import config
-from flowalign.architectures import ARCHITECTURES, build, find, pipeline
 from flowalign.doctor import budget
-from flowalign.estimate import predict
-from flowalign.meter import Meter, measure, size_of
+from flowalign.doctor.architectures import ARCHITECTURES, build, find, pipeline
+from flowalign.doctor.estimate import predict
+from flowalign.doctor.meter import Meter, measure, size_of
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import medium  # noqa: E402  # pyright: ignore[reportMissingImports]
@@ -181,5 +181,5 @@ def test_the_rank_of_a_start_counts(small):
 
 def test_the_config_of_a_stage_needs_no_adapter_to_be_there(small):
     found = memory.settings(small[0], Path("nowhere"), "opd", size=128)
-    assert isinstance(found, config.OpdConfig)
+    assert isinstance(found, config.OpdStage)
     assert "LoRAs of 2 teachers" in predict(found).parts

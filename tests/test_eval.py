@@ -18,9 +18,9 @@ from flowalign import text
 from flowalign.backbone import Backbone, load_pipeline
 from flowalign.config import SD3_ATTENTION
 from flowalign.eval import suite
-from flowalign.eval.__main__ import main
 from flowalign.eval.fidelity import frechet
 from flowalign.eval.geneval import summarize
+from flowalign.eval.run import main
 from flowalign.eval.stats import average, difference, distance, enough, lost, rows_of
 from flowalign.eval.store import Store
 from flowalign.eval.suite import Benchmark, Judged, Settings

@@ -5,7 +5,7 @@ import pytest
 
 from flowalign.eval.fidelity import frechet
 from flowalign.tiny import prompts
-from flowalign.tiny.stream import rendered
+from flowalign.tiny.scenes import rendered
 
 RNG = np.random.default_rng(0)
 NORMAL = RNG.normal(size=(500, 4))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flowalign.eval.geneval import judge, partial_credit, select, summarize
+from flowalign.rewards.geneval_judge import judge, partial_credit, select, summarize
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = json.loads((GOLDEN / "geneval_evaluate.json").read_text())["cases"]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign.backbone import Backbone
-from flowalign.config import ADAPTER, Model, Train, to_yaml
+from flowalign.config import ADAPTER, ModelConfig, TrainConfig, to_yaml
 from flowalign.loop import Loop, pairs_of
 from flowalign.rewards import score
 from flowalign.rewards.ahead import Ahead
@@ -88,7 +88,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_where_it_is_deterministic(
     random_model: str, tmp_path: Path
 ) -> None:
     """In processes of their own: cuBLAS reads its workspace's size when it starts."""
-    if "deterministic" not in Train.model_fields:
+    if "deterministic" not in TrainConfig.model_fields:
         pytest.skip("this version has no train.deterministic")
 
     def run(folder: Path, updates: int, *more: str) -> dict[str, Tensor]:
@@ -129,7 +129,7 @@ def test_float16_trains_with_a_scaled_loss(random_model: str, tmp_path: Path) ->
 def test_an_attention_backend_gives_the_same_velocity(random_model: str, attention: str) -> None:
     def velocity(name: str | None) -> Tensor:
         sizes = {"height": 32, "width": 32, "max_sequence_length": 16, "dtype": "bfloat16"}
-        model = Model.model_validate({"id": random_model, "attention": name, **sizes})
+        model = ModelConfig.model_validate({"id": random_model, "attention": name, **sizes})
         backbone = Backbone.load(model, "cuda")
         cond = backbone.encode(fakes.PROMPTS[:2])
         x = torch.randn(2, *backbone.latent_shape, generator=torch.Generator().manual_seed(1))

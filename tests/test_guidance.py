@@ -9,8 +9,8 @@ import fakes
 import pytest
 
 from flowalign import config
-from flowalign.card import card
 from flowalign.config import mixtures
+from flowalign.publish.card import card
 
 OCR = {"name": "ocr", "prompts": "tiny/ocr_train"}
 DATA: dict[str, Any] = {
@@ -57,7 +57,7 @@ def test_an_explicit_scale_counts_and_the_others_follow_the_student(
     tmp_path: Path, changes: list[str], scales: tuple[float, float], mixed: dict[str, float]
 ) -> None:
     found = config.parse({**DATA, "output": str(tmp_path)}, changes)
-    assert isinstance(found, config.OpdConfig) and found.anchor
+    assert isinstance(found, config.OpdStage) and found.anchor
     assert tuple(map(found.guidance_of, (found.teachers["ocr"], found.anchor))) == scales
     assert mixtures(found) == mixed
 
@@ -80,7 +80,7 @@ def test_a_mixture_is_said_in_the_log_and_in_the_card(
         fakes.wired(found)
     (line,) = [r.getMessage() for r in caplog.records if "guidance" in r.getMessage()]
     assert "teachers.ocr" in line and "2" in line
-    assert isinstance(found, config.Config)
+    assert isinstance(found, config.TrainingStage)
     (line,) = [t for t in str(card(tmp_path, found)).splitlines() if t.startswith("- guidance")]
     assert "teachers.ocr" in line
     caplog.clear()
@@ -88,5 +88,5 @@ def test_a_mixture_is_said_in_the_log_and_in_the_card(
     with caplog.at_level(logging.INFO, "flowalign"):
         fakes.wired(plain)
     assert not [r for r in caplog.records if "guidance" in r.getMessage()]
-    assert isinstance(plain, config.Config)
+    assert isinstance(plain, config.TrainingStage)
     assert "- guidance" not in str(card(tmp_path, plain))

@@ -10,10 +10,10 @@ from fake_hub import PEFT
 from huggingface_hub import constants
 
 import flowalign
-from flowalign import hub
-from flowalign.adapters import adapter_folder, read_lora, write_lora
-from flowalign.checks import check_world
+from flowalign.adapters import hub
+from flowalign.adapters.files import adapter_folder, read_lora, write_lora
 from flowalign.config import ConfigError
+from flowalign.preflight import check_world
 from flowalign.recipe import file_digest
 from flowalign.teachers.merge import merge
 
@@ -93,7 +93,7 @@ def test_a_check_says_what_is_wrong_with_each_id_and_loads_no_model(
         "empty": "me/lora@main/sub",
     }
     config = fakes.distillation(random_model, tmp_path / "run", "model.id=no/model", alone="even")
-    assert isinstance(config, fakes.config.OpdConfig)
+    assert isinstance(config, fakes.config.OpdStage)
     taught = config.teachers["even"]
     teachers = {n: taught.model_copy(update={"adapter": s}) for n, s in sources.items()}
     with pytest.raises(ConfigError) as caught:

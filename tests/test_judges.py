@@ -11,9 +11,9 @@ import torch
 import yaml
 from torch import Tensor
 
-from flowalign.config import ConfigError, EvalConfig, parse
+from flowalign.config import ConfigError, EvalStage, parse
 from flowalign.eval import geneval_folder, suite
-from flowalign.eval.__main__ import main
+from flowalign.eval.run import main
 from flowalign.eval.suite import Benchmark, ImageSet, Settings
 from flowalign.pictures import pixels_of
 from flowalign.types import PromptBatch, Scores
@@ -284,13 +284,13 @@ def test_who_judges_is_said_once(mark: dict[str, Any], said: str):
         config(mark)
 
 
-def config(*marks: dict[str, Any]) -> EvalConfig:
+def config(*marks: dict[str, Any]) -> EvalStage:
     benchmarks = [
         {"name": f"x{'_y' * i}", "prompts": "tiny/ocr_test", **m} for i, m in enumerate(marks)
     ]
     model = {"id": "tiny", **SMALL}
     data = {"stage": "eval", "output": "out", "model": model, "benchmarks": benchmarks}
-    return parse(data, stage=EvalConfig)
+    return parse(data, stage=EvalStage)
 
 
 def test_two_columns_of_one_name_are_refused():

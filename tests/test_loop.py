@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign import sde
-from flowalign.adapters import read_lora
+from flowalign.adapters.files import read_lora
 from flowalign.credit import group_relative
 from flowalign.loop import STUDENT, Loop, Prepared, TrainingError, pairs_of
 from flowalign.rewards.guarded import score

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flowalign.adapters import read_lora, write_lora
+from flowalign.adapters.files import read_lora, write_lora
 from flowalign.backbone import Backbone
 from flowalign.cli import main
 from flowalign.teachers.merge import Factors, merge, merge_layer

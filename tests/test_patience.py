@@ -12,19 +12,19 @@ import pytest
 from torch.distributed import distributed_c10d as c10d
 
 from flowalign import parallel, recipe
-from flowalign.config import Config, EvalConfig, RecipeConfig, parse, to_yaml
+from flowalign.config import EvalStage, RecipeStage, TrainingStage, parse, to_yaml
 from flowalign.patience import FOREVER, SAMPLING, SLACK, patience
 
 SECONDS = 100.0
 
 
-def grpo(tmp_path: Path, *overrides: str) -> Config:
+def grpo(tmp_path: Path, *overrides: str) -> TrainingStage:
     """32 images a rollout in batches of 8."""
     given = ("rollout.prompts=8", f"train.score_seconds={SECONDS:g}", *overrides)
     return fakes.settings("tiny", tmp_path / "run", *given)
 
 
-def evaluation(tmp_path: Path, *overrides: str) -> EvalConfig:
+def evaluation(tmp_path: Path, *overrides: str) -> EvalStage:
     """Ten prompts of two images in batches of 4 images, two judges."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join("ABCDEFGHIJ"))
@@ -33,8 +33,8 @@ def evaluation(tmp_path: Path, *overrides: str) -> EvalConfig:
     data = {"stage": "eval", "output": str(tmp_path / "out"), "model": {"id": "tiny"},
             "benchmarks": [mark], "sampling": {"batch_size": 4},
             "score_seconds": SECONDS}  # fmt: skip
-    found = parse(data, overrides, stage=EvalConfig)
-    assert isinstance(found, EvalConfig)
+    found = parse(data, overrides, stage=EvalStage)
+    assert isinstance(found, EvalStage)
     return found
 
 
@@ -103,11 +103,11 @@ def test_the_stages_of_a_recipe_share_the_longest(tmp_path: Path, given: dict[st
     data = {"stage": "recipe", "output": str(tmp_path / "out"), "model": {"id": "tiny"},
             "stages": stages}  # fmt: skip
 
-    def train(config: Config) -> None:
+    def train(config: TrainingStage) -> None:
         raise Enough
 
     with pytest.raises(Enough):
-        recipe.run(parse(data, stage=RecipeConfig), tmp_path, train, lambda config: None)
+        recipe.run(parse(data, stage=RecipeStage), tmp_path, train, lambda config: None)
     assert given == {"timeout": timedelta(seconds=SLACK + 4 * 50)}
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import degrade
 import numpy as np
+import preference
 import pytest
 import torch
 from torch import Tensor
@@ -13,8 +15,8 @@ from transformers import CLIPModel, CLIPProcessor
 from flowalign.rewards import build, check, score
 from flowalign.rewards.clip import Clip
 from flowalign.rewards.pickscore import PickScore
-from flowalign.tiny import PREFERENCE, degrade, preference
-from flowalign.tiny.stream import rendered
+from flowalign.tiny import PREFERENCE
+from flowalign.tiny.scenes import rendered
 
 OPTIONS = {"model": "tiny", "normalizer": 25.0, "device": "cpu"}
 REWARD = PickScore(**OPTIONS)

@@ -12,11 +12,11 @@ from torch.testing import assert_close
 
 from flowalign import cli, parallel, pictures, train
 from flowalign.backbone import Backbone
-from flowalign.config import EvalConfig, parse
-from flowalign.eval.__main__ import load_adapters, using
+from flowalign.backbone.precision import CastingLinear
+from flowalign.config import EvalStage, parse
+from flowalign.eval.run import load_adapters, using
 from flowalign.eval.suite import Settings, generate
 from flowalign.loop import STUDENT
-from flowalign.precision import CastingLinear
 
 
 def velocity(backbone: Backbone) -> Tensor:
@@ -53,7 +53,7 @@ def test_training_and_evaluation_have_the_same_arithmetic(
         {"stage": "eval", "output": str(tmp_path / "eval"), "model": model,
          "models": {"base": None, "mine": str(tmp_path / "adapter")},
          "benchmarks": [{"name": "x", "prompts": "tiny/ocr_val", "layout": "t2i_compbench"}]},
-        stage=EvalConfig,
+        stage=EvalStage,
     )  # fmt: skip
     backbone = Backbone.load(found.model)
     load_adapters(backbone, found)

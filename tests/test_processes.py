@@ -9,7 +9,7 @@ import pytest
 import yaml
 from torch import distributed
 
-from flowalign.eval.__main__ import main
+from flowalign.eval.run import main
 
 
 def config(folder: Path, model: str, output: str) -> Path:

@@ -12,11 +12,11 @@ import pytest
 
 from flowalign.cli import main
 from flowalign.data import load_prompts
-from flowalign.eval.geneval import COLORS, judge
 from flowalign.prompts import geneval, held_out, ocr, ocr_words
 from flowalign.prompts.check import examine
 from flowalign.prompts.held_out import digest
 from flowalign.rewards.geneval import GenEval
+from flowalign.rewards.geneval_judge import COLORS, judge
 from flowalign.rewards.geneval_names import NAMES
 from flowalign.rewards.ocr import target_of
 from flowalign.tiny import MODEL

@@ -14,12 +14,12 @@ from huggingface_hub import ModelCard
 from PIL import Image
 
 from flowalign import recipe
-from flowalign.adapters import ADAPTER, read_lora
-from flowalign.card import COMMAND, command, licence, write_card
-from flowalign.checks import check_world
+from flowalign.adapters.files import ADAPTER, read_lora
 from flowalign.cli import main
-from flowalign.config import MergeConfig, load, parse, to_yaml
-from flowalign.eval.__main__ import main as evaluate
+from flowalign.config import MergeStage, load, parse, to_yaml
+from flowalign.eval.run import main as evaluate
+from flowalign.preflight import check_world
+from flowalign.publish.card import COMMAND, command, licence, write_card
 
 LOG = [
     {"update": 1, "loss": 1.0},
@@ -91,7 +91,7 @@ def test_what_is_listed_goes_up_and_loads_as_a_teacher(
         assert sent[name] == path.read_bytes()
     assert sent["samples.png"] == (trained / "samples" / "update_000004.png").read_bytes()
     config = fakes.distillation(random_model, trained.parent / "student", alone="even")
-    assert isinstance(config, fakes.config.OpdConfig)
+    assert isinstance(config, fakes.config.OpdStage)
     teacher = config.teachers["even"].model_copy(update={"adapter": "me/red"})
     config = config.model_copy(update={"teachers": {"even": teacher}})
     check_world(config, 1)
@@ -215,7 +215,7 @@ def test_a_merge_has_a_card_without_scores(
             "model": {"id": random_model},
             "adapters": [str(trained / "adapter"), other],
         },
-        stage=MergeConfig,
+        stage=MergeStage,
     )
     recipe.merged(stage)
     card = ModelCard.load(tmp_path / "merge" / "adapter" / "README.md")

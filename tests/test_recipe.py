@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from flowalign import backbone, recipe, train
-from flowalign.config import ADAPTER, Config, ConfigError, EvalConfig, Root
+from flowalign.config import ADAPTER, ConfigError, EvalStage, Stage, TrainingStage
 
 
 def written(model: str, folder: Path, **stages: dict) -> Path:
@@ -55,9 +55,9 @@ def written(model: str, folder: Path, **stages: dict) -> Path:
     return path
 
 
-def planned(path: Path) -> dict[str, Root]:
+def planned(path: Path) -> dict[str, Stage]:
     found = train.load(path, stage=train.Job)
-    assert isinstance(found, train.RecipeConfig)
+    assert isinstance(found, train.RecipeStage)
     return recipe.plan(found, path.parent)
 
 
@@ -72,13 +72,17 @@ def test_stages_get_the_recipes_model_and_seed_and_each_others_adapters(
 ) -> None:
     stages = planned(written(random_model, tmp_path))
     first, second, merge, student, table = stages.values()
-    assert isinstance(first, Config) and isinstance(second, Config) and isinstance(student, Config)
+    assert (
+        isinstance(first, TrainingStage)
+        and isinstance(second, TrainingStage)
+        and isinstance(student, TrainingStage)
+    )
     assert (first.seed, second.seed, first.train.updates) == (3, 7, 1)
     assert {stage.model.id for stage in stages.values()} == {random_model}
     out = tmp_path / "out"
     assert merge.model_dump()["adapters"] == [str(out / n / "adapter") for n in ("first", "second")]
     assert student.lora.init == str(out / "merge" / "adapter")
-    assert isinstance(table, EvalConfig)
+    assert isinstance(table, EvalStage)
     assert table.models == {"base": None, "student": str(out / "student" / "adapter")}
 
 
@@ -90,9 +94,11 @@ def test_a_variant_reaches_the_stages_it_is_for_and_a_stages_set_comes_after(
     keys = {"grpo": {"train": {"keep": 7}, "model": {"decode_batch": 1}}, "opd": {"seed": 4}}
     variant.write_text(yaml.safe_dump(keys))
     found = train.load(path, stage=train.Job, variant=variant)
-    assert isinstance(found, train.RecipeConfig) and found.variant == keys
+    assert isinstance(found, train.RecipeStage) and found.variant == keys
     plain, stages = planned(path), recipe.plan(found, path.parent)
-    assert isinstance(stages["first"], Config) and isinstance(stages["second"], Config)
+    assert isinstance(stages["first"], TrainingStage) and isinstance(
+        stages["second"], TrainingStage
+    )
     assert (stages["first"].train.keep, stages["second"].train.keep) == (7, 9)
     assert stages["first"].model.decode_batch == 1 and stages["first"].model.id == random_model
     assert stages["merge"] == plain["merge"] and stages["table"] == plain["table"]
@@ -212,10 +218,10 @@ def test_a_stage_leaves_no_model_behind_when_the_next_one_loads(
 def test_the_shipped_recipes_are_sound(name: str, tmp_path: Path) -> None:
     """Every stage is checked as a run would be; the table has a row for each that makes a model."""
     path = Path(__file__).parent.parent / "configs" / "tiny" / f"{name}.yaml"
-    config = train.load(path, [f"output={tmp_path}"], stage=train.RecipeConfig)
+    config = train.load(path, [f"output={tmp_path}"], stage=train.RecipeStage)
     stages = recipe.plan(config, path.parent)
     table = stages.pop("table")
-    assert isinstance(table, EvalConfig)
+    assert isinstance(table, EvalStage)
     made = {str(tmp_path / stage / "adapter") for stage in stages}
     assert made <= set(table.models.values()) and list(table.models)[0] == "base"
     assert {mark.name for mark in table.benchmarks} == {"geneval", "ocr", "preference"}

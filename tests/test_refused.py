@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from flowalign.backbone import Backbone, load_pipeline
 from flowalign.config import ADAPTER, SD3_ATTENTION
 from flowalign.eval import suite
-from flowalign.eval.__main__ import main
+from flowalign.eval.run import main
 
 SMALL: dict[str, Any] = {"height": 32, "width": 32, "max_sequence_length": 16}
 CUP = {"tag": "single_object", "include": [{"class": "cup", "count": 1}]}

@@ -15,8 +15,8 @@ import pytest
 import served
 import torch
 
+from flowalign.images import to_float
 from flowalign.rewards import build, check, describe, score, wire
-from flowalign.rewards.pixels import to_float
 from flowalign.rewards.remote import Remote, _Rest
 from flowalign.rewards.wire import Limits
 from flowalign.types import Scores

@@ -7,21 +7,21 @@ from pathlib import Path
 import fake_hub
 import pytest
 
-from flowalign import architectures, recipe
-from flowalign.checks import check_world
+from flowalign import recipe
 from flowalign.config import (
     STAGES,
-    Config,
-    GrpoConfig,
-    OpdConfig,
-    RecipeConfig,
-    Root,
+    GrpoStage,
+    OpdStage,
+    RecipeStage,
+    Stage,
+    TrainingStage,
     load,
     read,
 )
-from flowalign.doctor import plan
+from flowalign.doctor import architectures, plan
 from flowalign.doctor.budget import usable
-from flowalign.estimate import predict
+from flowalign.doctor.estimate import predict
+from flowalign.preflight import check_world
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs/sd35_medium").glob("[!_]*.yaml"))
@@ -57,10 +57,10 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def stages(path: Path, variant: Path | None = None, processes: int = 1) -> dict[str, Root]:
+def stages(path: Path, variant: Path | None = None, processes: int = 1) -> dict[str, Stage]:
     """Every stage that a config runs, checked as before a run."""
-    config = load(path, stage=Root, variant=variant)
-    if isinstance(config, RecipeConfig):
+    config = load(path, stage=Stage, variant=variant)
+    if isinstance(config, RecipeStage):
         return recipe.plan(config, path.parent, processes)
     check_world(config, processes)
     return {path.stem: config}
@@ -93,7 +93,7 @@ def test_a_variant_runs_the_same_images_and_updates(path: Path, variant: Path) -
 def test_the_settings_are_the_official_ones() -> None:
     """FACTS, section 9: Flow-OPD on eight GPUs."""
     (found,) = stages(ROOT / "configs/sd35_medium/student_flow_opd_paper.yaml").values()
-    assert isinstance(found, OpdConfig)
+    assert isinstance(found, OpdStage)
     assert (found.student.weighting, found.student.states.select) == ("kl", "all")
     rollout, optimizer = found.rollout, found.optimizer
     assert (rollout.steps, rollout.guidance, rollout.noise_level) == (10, 4.5, 0.7)
@@ -114,10 +114,10 @@ def test_the_default_student_is_the_one_that_the_study_found_best() -> None:
     found = stages(folder / "student_flow_opd.yaml")
     for name in ("flow_opd.yaml", "flow_opd_public.yaml"):
         found |= {f"{name}/{key}": stage for key, stage in stages(folder / name).items()}
-    students = [stage for stage in found.values() if isinstance(stage, OpdConfig)]
+    students = [stage for stage in found.values() if isinstance(stage, OpdStage)]
     assert len(students) == 4
     for each in students:
-        assert each.student == OpdConfig.model_fields["student"].default.model_copy(
+        assert each.student == OpdStage.model_fields["student"].default.model_copy(
             update={"label_batch": each.student.label_batch}
         )
         assert each.student.weighting == "velocity"
@@ -127,8 +127,8 @@ def test_the_default_student_is_the_one_that_the_study_found_best() -> None:
 
 @pytest.mark.parametrize("folder", ["sd35_medium", "tiny"])
 def test_diffusion_opd_has_a_dense_ode_trajectory(folder: str) -> None:
-    found = load(ROOT / f"configs/{folder}/student_diffusion_opd.yaml", stage=OpdConfig)
-    assert isinstance(found, OpdConfig)
+    found = load(ROOT / f"configs/{folder}/student_diffusion_opd.yaml", stage=OpdStage)
+    assert isinstance(found, OpdStage)
     assert (found.rollout.kind, found.rollout.trained) == ("ode", (0, found.rollout.steps))
     assert (found.student.weighting, found.student.states.select) == ("mean", "all")
 
@@ -139,7 +139,7 @@ def test_the_betas_of_flow_grpo_weigh_its_own_kl(path: Path) -> None:
     """0.04 and 0.01 are of a KL divided by 2 s^2; under the exact one they would be 4 to 25 times
     as strong."""
     for stage in stages(path).values():
-        if isinstance(stage, GrpoConfig):
+        if isinstance(stage, GrpoStage):
             assert stage.grpo.kl_weight in (0.04, 0.01) and stage.grpo.kl == "published"
 
 
@@ -149,8 +149,8 @@ def test_a_ratio_is_taken_over_the_batches_of_the_rollout(path: Path) -> None:
     """In 16 bits a ratio is exactly 1 only where rollout and update share their batches."""
     for variant in (None, *VARIANTS):
         for stage in stages(path, variant).values():
-            if isinstance(stage, Config) and not (
-                isinstance(stage, OpdConfig) and stage.student.gradient == "pathwise"
+            if isinstance(stage, TrainingStage) and not (
+                isinstance(stage, OpdStage) and stage.student.gradient == "pathwise"
             ):
                 assert stage.rollout.batch_size == stage.optimizer.micro_batch
 
@@ -195,7 +195,7 @@ def test_a_stage_passes_in_shapes_without_weights(path: Path, shallow: dict[str,
         assert all(text.startswith("teachers.") for text in found_wrong), found_wrong
         phases = {phase.name for phase in found.phases}
         assert {"text", "rollout", "update"} <= phases
-        assert ("labels" in phases) == isinstance(config, OpdConfig)
+        assert ("labels" in phases) == isinstance(config, OpdStage)
 
 
 @pytest.mark.slow

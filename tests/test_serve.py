@@ -17,8 +17,8 @@ import served
 import torch
 
 from flowalign.cli import main
+from flowalign.images import to_float
 from flowalign.rewards import serve, wire
-from flowalign.rewards.pixels import to_float
 from flowalign.rewards.wire import Limits
 
 IMAGES = to_float(torch.arange(4 * 3 * 8 * 8).view(4, 3, 8, 8).remainder(251).to(torch.uint8))

@@ -16,7 +16,7 @@ from diffusers import StableDiffusion3Pipeline
 from PIL import Image
 
 import flowalign
-from flowalign.adapters import adapter_folder, read_head
+from flowalign.adapters.files import adapter_folder, read_head
 from flowalign.config import ADAPTER
 from flowalign.tiny import MODEL
 

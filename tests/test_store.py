@@ -16,11 +16,11 @@ import torch
 import yaml
 from torch import Tensor
 
-from flowalign.adapters import adapter_digest
+from flowalign.adapters.files import adapter_digest
 from flowalign.backbone import Backbone, load_pipeline
-from flowalign.config import SD3_ATTENTION, EvalConfig, load
+from flowalign.config import SD3_ATTENTION, EvalStage, load
 from flowalign.eval import suite
-from flowalign.eval.__main__ import main
+from flowalign.eval.run import main
 from flowalign.eval.store import Store, fingerprint
 from flowalign.eval.suite import Benchmark, Settings
 from flowalign.types import PromptBatch, Scores
@@ -469,7 +469,7 @@ def test_a_fingerprint_tells_weights_apart_and_a_digest_adapters(
 ):
     first, same, other = (Backbone(fakes.pipeline(seed), **SMALL) for seed in (0, 0, 1))
     assert fingerprint(first) == fingerprint(same) != fingerprint(other)
-    found = load(str(config), [], stage=EvalConfig).models["tuned"]
+    found = load(str(config), [], stage=EvalStage).models["tuned"]
     assert found
     before = adapter_digest(found)
     save_adapter(random_model, tmp_path / "copy", seed=1)

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign import sde
-from flowalign.checks import check_world
-from flowalign.config import OpdConfig, States
+from flowalign.config import OpdStage, StatesConfig
 from flowalign.loop import Loop, TrainingError, pairs_of
 from flowalign.losses import velocity_error
-from flowalign.student import Student, chosen
-from flowalign.teachers.sft import Sft
+from flowalign.preflight import check_world
+from flowalign.student.opd import Student, chosen
+from flowalign.student.sft import Sft
 from flowalign.types import Rollout
 
 LINEAR = ["optimizer.eps=1.0", "optimizer.lr=30.0"]  # Adam's first step ~ lr * gradient
@@ -49,7 +49,7 @@ def gradient(loop: Loop, loss: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("select", ["all", "window", "random", "low_noise", "high_noise"])
 def test_states_are_drawn_from_the_window_by_seed_and_update(select: str) -> None:
-    window, states = [2, 3, 4, 5, 6], States(select=select, count=3)  # pyright: ignore
+    window, states = [2, 3, 4, 5, 6], StatesConfig(select=select, count=3)  # pyright: ignore
     drawn = [chosen(states, window, (0, update)) for update in range(200)]
     assert drawn == [chosen(states, window, (0, update)) for update in range(200)]
     size = 5 if select == "all" else 3
@@ -65,7 +65,7 @@ def test_states_are_drawn_from_the_window_by_seed_and_update(select: str) -> Non
 def test_beta_leans_the_way_its_name_says() -> None:
     means = {}
     for select in ("low_noise", "random", "high_noise"):
-        states = States(select=select)
+        states = StatesConfig(select=select)
         drawn = [chosen(states, list(range(9)), (1, update))[0] for update in range(500)]
         means[select] = sum(drawn) / len(drawn)
     assert means["low_noise"] == pytest.approx(9 * 5 / 7 - 0.5, abs=0.3)
@@ -352,7 +352,7 @@ def test_what_cannot_be_learnt_is_refused(
 def test_pure_distillation_needs_no_reward(random_model: str, tmp_path: Path) -> None:
     given = ["tasks.0.reward=null", "tasks.1.reward=null", "rollout.copies=1", "train.updates=1"]
     found = fakes.distillation(random_model, tmp_path / "run", *given)
-    assert isinstance(found, OpdConfig)
+    assert isinstance(found, OpdStage)
     fakes.wired(found).run()
     assert (tmp_path / "run" / "adapter").is_dir()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import flowalign
-from flowalign.adapters import read_head, read_lora, write_lora
+from flowalign.adapters.files import read_head, read_lora, write_lora
 from flowalign.backbone import Backbone
 from flowalign.data import load_prompts
 from flowalign.eval.suite import Settings, generate

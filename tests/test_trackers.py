@@ -14,10 +14,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import metadata
 
 from flowalign import trackers, train
-from flowalign.config import Config, to_yaml
+from flowalign.config import TrainingStage, to_yaml
 
 
-def run(model: str, folder: Path, *overrides: str) -> Config:
+def run(model: str, folder: Path, *overrides: str) -> TrainingStage:
     given = ["train.updates=1", "train.sample_every=1", *overrides]
     config = fakes.settings(model, folder / "the_run", *given)
     (folder / "config.yaml").write_text(to_yaml(config))

@@ -15,8 +15,8 @@ import pytest
 import torch
 from PIL import Image
 
+from flowalign.images import to_uint8
 from flowalign.rewards import build, chat, check, describe, score
-from flowalign.rewards.pixels import to_uint8
 from flowalign.rewards.vlm import TEMPLATES, VLM, Template
 
 OWN = Template("Rate this.", r"(\d)/9", scale=9.0, lowest=1.0)  # found by its dotted path

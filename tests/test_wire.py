@@ -16,10 +16,10 @@ import torch
 from PIL import Image
 from safetensors.numpy import load, save
 
+from flowalign.images import to_float
 from flowalign.rewards import wire
 from flowalign.rewards.guarded import Guarded
 from flowalign.rewards.lazy import SERVE, require
-from flowalign.rewards.pixels import to_float
 from flowalign.rewards.wire import Limits, WireError
 
 PIXELS = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (3, 3, 5, 7), np.uint8))

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from flowalign.architectures import local_folder
 from flowalign.backbone import DTYPES
 from flowalign.config import parse
+from flowalign.config.schema import OpdStage, TrainingStage
+from flowalign.doctor.architectures import local_folder
+from flowalign.doctor.estimate import Estimate, predict
 from flowalign.doctor.findings import Finding
-from flowalign.estimate import Estimate, predict
-from flowalign.schema import Config, OpdConfig
 
 GIB = 2**30
 ROOM = 0.92  # the share of a device that tensors can fill: its context, and gaps between blocks
@@ -35,7 +35,7 @@ def usable(memory: float, device_type: str) -> float:
     return memory * ROOM - (CONTEXT if device_type == "cuda" else 0)
 
 
-def planned_device(config: Config, memory: float | None) -> str:
+def planned_device(config: TrainingStage, memory: float | None) -> str:
     """What the prediction is for: a GPU where there is one, where its memory is given, and where
     the model is not on this machine; else this machine's CPU."""
     if memory or torch.cuda.is_available():
@@ -44,7 +44,7 @@ def planned_device(config: Config, memory: float | None) -> str:
 
 
 def fits(
-    config: Config,
+    config: TrainingStage,
     estimate: Estimate,
     memory: float | None,
     device_type: str,
@@ -72,7 +72,11 @@ def fits(
 
 
 def advice(
-    config: Config, estimate: Estimate, room: float, device_type: str, ranks: Mapping[str, int]
+    config: TrainingStage,
+    estimate: Estimate,
+    room: float,
+    device_type: str,
+    ranks: Mapping[str, int],
 ) -> Iterator[tuple[str, Estimate]]:
     """(a change, the estimate after it and all before), until it fits or nothing is left. What is
     learnt stays the same, but for the last resorts: the dtype and quantization of the base."""
@@ -89,7 +93,7 @@ def advice(
         yield change, estimate
 
 
-def _changes(config: Config, estimate: Estimate, room: float) -> Iterator[str]:
+def _changes(config: TrainingStage, estimate: Estimate, room: float) -> Iterator[str]:
     """What can be changed now, the cheapest first: of the worst phase, then of what lies there."""
     model, worst = config.model, estimate.worst
     left = (room - estimate.resident) / worst.bytes  # the share of its memory that the phase has
@@ -111,7 +115,7 @@ def _changes(config: Config, estimate: Estimate, room: float) -> Iterator[str]:
             yield f"{key}=1"
 
 
-def _batches(config: Config, phase: str) -> dict[str, int]:
+def _batches(config: TrainingStage, phase: str) -> dict[str, int]:
     """The batch sizes that a phase's memory hangs on: how work is cut, not what is learnt."""
     rollout, model = config.rollout, config.model
     decode = {"model.decode_batch": model.decode_batch or rollout.batch_size}
@@ -120,7 +124,7 @@ def _batches(config: Config, phase: str) -> dict[str, int]:
         "rollout": {"rollout.batch_size": rollout.batch_size},
         "VAE decode": decode,
         "labels": {"student.label_batch": config.student.label_batch}
-        if isinstance(config, OpdConfig) else {},
+        if isinstance(config, OpdStage) else {},
         "update": {"optimizer.micro_batch": config.optimizer.micro_batch},
         "evaluation": decode | {"evaluation.batch_size": own or rollout.batch_size},
     }.get(phase, {})  # fmt: skip
@@ -147,7 +151,7 @@ def matmul_rate(dtype: torch.dtype, device_type: str = "cuda", repeats: int = 8)
 
 
 def pace(
-    config: Config,
+    config: TrainingStage,
     estimate: Estimate,
     tflops: float | None = None,
     measured: float | None = None,

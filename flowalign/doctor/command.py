@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from flowalign.doctor.findings import Finding, healthy, show
 
 if TYPE_CHECKING:
-    from flowalign.config import Config
-    from flowalign.estimate import Estimate
+    from flowalign.config import TrainingStage
+    from flowalign.doctor.estimate import Estimate
 
 CPU_MODEL = 2**31  # bytes that are still sampled from on a CPU
 PACKAGES = ("flowalign", "torch", "diffusers", "transformers", "accelerate", "peft")
@@ -64,17 +64,17 @@ def parser() -> argparse.ArgumentParser:
 def examine(args: argparse.Namespace) -> bool:
     """Every stage of a config, printed as it is found; whether all are healthy. ConfigError for a
     config that `train` would refuse to read."""
-    from flowalign.checks import check_world
-    from flowalign.config import Config, ConfigError, load
+    from flowalign.config import ConfigError, TrainingStage, load
+    from flowalign.config.schema import RecipeStage, Stage
+    from flowalign.preflight import check_world
     from flowalign.recipe import plan
-    from flowalign.schema import RecipeConfig, Root
 
-    root = load(args.config, args.options, stage=Root, variant=args.variant)
+    root = load(args.config, args.options, stage=Stage, variant=args.variant)
     show(_environment())
     stages = {Path(args.config).stem: root}
     problems: list[str] = []
     try:
-        if isinstance(root, RecipeConfig):
+        if isinstance(root, RecipeStage):
             stages = plan(root, Path(args.config).parent, args.processes)
         else:
             check_world(root, args.processes)
@@ -84,7 +84,7 @@ def examine(args: argparse.Namespace) -> bool:
     ranks = _ranks(stages)
     sound = not problems
     for name, stage in stages.items():
-        if isinstance(stage, Config):
+        if isinstance(stage, TrainingStage):
             findings = stage_findings(name, stage, args, ranks, refused=bool(problems))
             sound &= healthy(findings)
     print("no fault was found" if sound else "faults were found")
@@ -92,7 +92,11 @@ def examine(args: argparse.Namespace) -> bool:
 
 
 def stage_findings(
-    name: str, config: Config, args: argparse.Namespace, ranks: Mapping[str, int], refused: bool
+    name: str,
+    config: TrainingStage,
+    args: argparse.Namespace,
+    ranks: Mapping[str, int],
+    refused: bool,
 ) -> list[Finding]:
     """The findings of a training stage, printed: its plan, a few images of it, its memory."""
     from flowalign.doctor import budget, plan
@@ -129,13 +133,16 @@ def stage_findings(
 
 
 def _not_runnable(
-    config: Config, args: argparse.Namespace, ranks: Mapping[str, int], estimate: Estimate | None
+    config: TrainingStage,
+    args: argparse.Namespace,
+    ranks: Mapping[str, int],
+    estimate: Estimate | None,
 ) -> str:
     """Why a few images cannot be sampled here; "" = they can."""
     import torch
 
-    from flowalign.architectures import local_folder
-    from flowalign.checks import adapters
+    from flowalign.doctor.architectures import local_folder
+    from flowalign.preflight import adapters
 
     if args.no_model:
         return "--no-model"
@@ -151,18 +158,18 @@ def _not_runnable(
 
 def _ranks(stages: Mapping[str, object]) -> dict[str, int]:
     """{folder: rank} of the adapters that the stages of a recipe will write."""
-    from flowalign.checks import ADAPTER
-    from flowalign.config import Config
-    from flowalign.estimate import rank_of
-    from flowalign.schema import MergeConfig
+    from flowalign.config import TrainingStage
+    from flowalign.config.schema import MergeStage
+    from flowalign.doctor.estimate import rank_of
+    from flowalign.preflight import ADAPTER
 
     found: dict[str, int] = {}
     for stage in stages.values():
-        if isinstance(stage, MergeConfig):
+        if isinstance(stage, MergeStage):
             ranks = [rank_of(source, found, 32) for source in stage.adapters]
             rank = sum(ranks) if stage.method == "concat" else stage.rank or max(ranks)
             rank = min(rank, sum(ranks)) if stage.method == "svd" else rank
-        elif isinstance(stage, Config):
+        elif isinstance(stage, TrainingStage):
             init = stage.lora.init
             rank = rank_of(init, found, stage.lora.rank) if init else stage.lora.rank
         else:

@@ -20,19 +20,19 @@ from torch import Tensor
 from flowalign import sde, train
 from flowalign.backbone import Backbone, ModelError
 from flowalign.config import parse
+from flowalign.config.schema import ConfigError, OpdStage, SftStage, TrainingStage
 from flowalign.data import load_prompts, subset
 from flowalign.doctor import reward as rewards
+from flowalign.doctor.estimate import predict
 from flowalign.doctor.findings import Finding
 from flowalign.doctor.plan import Plan
-from flowalign.estimate import predict
 from flowalign.eval.suite import Settings, generate
 from flowalign.loop import Loop, TrainingError, pairs_of, schedule
 from flowalign.loop import velocity as velocity_of
 from flowalign.rewards.guarded import score
 from flowalign.rollout import Noise, places, sample
-from flowalign.schema import Config, ConfigError, OpdConfig, SftConfig
+from flowalign.student.sft import Sft
 from flowalign.teachers.bank import Bank
-from flowalign.teachers.sft import Sft
 from flowalign.types import Conditioning, PromptBatch, Reward, Rollout
 
 COPIES = 4  # images of a prompt, at most
@@ -51,7 +51,7 @@ class Live:
     scoring: float = 0.0
 
 
-def examine(config: Config) -> Live:
+def examine(config: TrainingStage) -> Live:
     """Score probes with each reward, then run two small updates of the stage in a folder that is
     thrown away."""
     found = Live([])
@@ -93,7 +93,7 @@ def _scored(task: str, name: str, options: dict[str, object]) -> Iterator[Findin
         yield Finding("ok", f"reward {name!r} of task {task!r}: sound; {cost}")
 
 
-def _small(config: Config, folder: str) -> Config:
+def _small(config: TrainingStage, folder: str) -> TrainingStage:
     """The run with a few images, two updates and no evaluation; batch sizes stay."""
     copies = min(COPIES, config.rollout.copies)
     prompts = max(2, len(config.tasks), min(config.rollout.prompts, IMAGES // copies))
@@ -111,7 +111,7 @@ def _small(config: Config, folder: str) -> Config:
 # What is looked at -----------------------------------------------------------------------------
 
 
-def _states(config: Config, loop: Loop) -> Rollout:
+def _states(config: TrainingStage, loop: Loop) -> Rollout:
     """A rollout of all states of the window, with their successors where there is noise."""
     found = dataclasses.replace(
         schedule(loop.backbone, config), chosen=None, actions=config.rollout.kind != "ode"
@@ -129,15 +129,15 @@ def _states(config: Config, loop: Loop) -> Rollout:
     )
 
 
-def _looked_at(config: Config, loop: Loop) -> Iterator[Finding]:
+def _looked_at(config: TrainingStage, loop: Loop) -> Iterator[Finding]:
     rollout = _states(config, loop)
-    if rollout.log_probs is not None and not isinstance(config, SftConfig):
+    if rollout.log_probs is not None and not isinstance(config, SftStage):
         yield from _ratio(config, loop, rollout)
-    if isinstance(config, OpdConfig | SftConfig):
+    if isinstance(config, OpdStage | SftStage):
         yield from _taught(config, loop, rollout)
 
 
-def _ratio(config: Config, loop: Loop, rollout: Rollout) -> Iterator[Finding]:
+def _ratio(config: TrainingStage, loop: Loop, rollout: Rollout) -> Iterator[Finding]:
     """The ratio of new and old policy before any update, through the update's own forward path."""
     grid = schedule(loop.backbone, config)
     plan, worst = Plan(config), 0.0
@@ -161,7 +161,7 @@ def _ratio(config: Config, loop: Loop, rollout: Rollout) -> Iterator[Finding]:
     )
 
 
-def _taught(config: OpdConfig | SftConfig, loop: Loop, rollout: Rollout) -> Iterator[Finding]:
+def _taught(config: OpdStage | SftStage, loop: Loop, rollout: Rollout) -> Iterator[Finding]:
     """Labels of each teacher on a few states: finite, and neither the base's nor the student's."""
     x, rows = rollout.states[:2, 0], torch.arange(min(2, len(rollout)))
     sigma = rollout.sigmas[rollout.steps[0]].to(x).expand(len(x))
@@ -202,14 +202,14 @@ def _bank(loop: Loop) -> Bank:
     return found
 
 
-def _worth(config: Config, loop: Loop, built: Mapping[str, Reward]) -> Iterator[Finding]:
+def _worth(config: TrainingStage, loop: Loop, built: Mapping[str, Reward]) -> Iterator[Finding]:
     """Does a teacher score less on its own task than the student does at its start?
 
     Each is sampled as it takes part: the teacher at the guidance of its labels, the student at the
     one that it is trained at; the same held-out prompts and noise. A student that has learnt all
     that its labels say scores as the teacher does here.
     """
-    if not isinstance(config, OpdConfig | SftConfig):
+    if not isinstance(config, OpdStage | SftStage):
         return
     r, count = config.rollout, WORTH
     if config.evaluation:
@@ -280,7 +280,7 @@ def _relative(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-def _time(config: Config, loop: Loop, found: Live) -> None:
+def _time(config: TrainingStage, loop: Loop, found: Live) -> None:
     """FLOP/s of the second update (the first one warms up), and what scoring took."""
     lines = (Path(config.output) / "metrics.jsonl").read_text().splitlines()
     last = json.loads(lines[-1])

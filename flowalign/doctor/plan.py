@@ -15,15 +15,22 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
 from flowalign import sde
-from flowalign.adapters import AdapterError, read_lora
-from flowalign.architectures import Architecture, build, find, local_folder
+from flowalign.adapters.files import AdapterError, read_lora
 from flowalign.backbone import ModelError, scheduler_sigmas
-from flowalign.checks import adapters, start
+from flowalign.config.schema import (
+    EmaConfig,
+    GrpoStage,
+    OpdStage,
+    SftStage,
+    TrainingStage,
+    mixtures,
+)
 from flowalign.data import load_prompts, subset
+from flowalign.doctor.architectures import Architecture, build, find, local_folder
 from flowalign.doctor.findings import Finding
 from flowalign.ema import MovingAverage
 from flowalign.losses import step_weights
-from flowalign.schema import Config, Ema, GrpoConfig, OpdConfig, SftConfig, mixtures
+from flowalign.preflight import adapters, start
 
 CLIP_TOKENS = 77
 SAMPLE = 2000  # prompts of a set that are looked at
@@ -33,7 +40,7 @@ SAMPLE = 2000  # prompts of a set that are looked at
 class Plan:
     """A stage, and the adapters that it will find: those at hand with their weights."""
 
-    config: Config
+    config: TrainingStage
 
     @cached_property
     def loras(self) -> dict[str, tuple[dict[str, Tensor], dict[str, Any] | None]]:
@@ -58,13 +65,13 @@ class Plan:
     def ratio(self) -> bool:
         """Whether a ratio of new and old policy is learnt from."""
         config = self.config
-        return isinstance(config, GrpoConfig) or (
-            isinstance(config, OpdConfig)
+        return isinstance(config, GrpoStage) or (
+            isinstance(config, OpdStage)
             and (config.student.gradient != "pathwise" or config.student.reward_weight > 0)
         )
 
 
-def examine(config: Config) -> list[Finding]:
+def examine(config: TrainingStage) -> list[Finding]:
     """All findings of a stage, in the order of CHECKS."""
     plan = Plan(config)
     return [finding for check in CHECKS for finding in check(plan)]
@@ -155,7 +162,7 @@ def steps(plan: Plan) -> Iterator[Finding]:
 def noise(plan: Plan) -> Iterator[Finding]:
     """Trained steps without noise, and a loss that is all in one step."""
     config, rollout = plan.config, plan.config.rollout
-    if rollout.kind == "ode" or isinstance(config, SftConfig):
+    if rollout.kind == "ode" or isinstance(config, SftStage):
         return
     try:
         found = find(config.model.id, config.model.revision)
@@ -185,7 +192,7 @@ def noise(plan: Plan) -> Iterator[Finding]:
             f"{float(std.min()):.2g}, so that log-probs and KL explode. "
             "Let rollout.window stop before them, or raise rollout.noise_level.",
         )
-    if isinstance(config, OpdConfig) and config.student.weighting in ("kl", "published"):
+    if isinstance(config, OpdStage) and config.student.weighting in ("kl", "published"):
         weight = step_weights(
             sigmas,
             weighting=config.student.weighting,
@@ -201,7 +208,7 @@ def noise(plan: Plan) -> Iterator[Finding]:
             )
 
 
-def _sigmas(config: Config, found: Architecture) -> Tensor:
+def _sigmas(config: TrainingStage, found: Architecture) -> Tensor:
     """The schedule [T+1] of the rollouts."""
     side = 2 ** (len(found.vae["block_out_channels"]) - 1) * found.transformer["patch_size"]
     tokens = (config.model.height // side) * (config.model.width // side)
@@ -215,7 +222,7 @@ def clip(plan: Plan) -> Iterator[Finding]:
         return
     config = plan.config
     ranges = {"grpo.clip_range": config.grpo.clip_range}  # pyright: ignore[reportAttributeAccessIssue]
-    if isinstance(config, OpdConfig):
+    if isinstance(config, OpdStage):
         if config.student.reward_weight == 0:
             ranges.clear()
         if config.student.gradient != "pathwise":
@@ -251,7 +258,7 @@ def average(plan: Plan) -> Iterator[Finding]:
         )
 
 
-def _first_half(settings: Ema, total: int) -> float:
+def _first_half(settings: EmaConfig, total: int) -> float:
     """The share of the start and the first half of a run of `total` optimizer steps in what it
     returns."""
     probe = [torch.ones(1)]
@@ -305,7 +312,7 @@ def lengths(plan: Plan) -> Iterator[Finding]:
             )
 
 
-def _counter(config: Config) -> tuple[Callable[[str], int], str]:
+def _counter(config: TrainingStage) -> tuple[Callable[[str], int], str]:
     """Tokens of a prompt by the T5 tokenizer; where it is not here, some 4 tokens for 3 words."""
     folder = local_folder(config.model.id, config.model.revision)
     if folder is None or not (folder / "tokenizer_3").is_dir():
@@ -371,7 +378,7 @@ def working(plan: Plan) -> Iterator[Finding]:
 def apart(plan: Plan) -> Iterator[Finding]:
     """Teachers that are the student's start, or each other."""
     config = plan.config
-    if not isinstance(config, OpdConfig | SftConfig):
+    if not isinstance(config, OpdStage | SftStage):
         return
     origin = plan.loras.get("lora.init")
     taught = {place: lora for place, lora in plan.loras.items() if place.startswith("teachers.")}

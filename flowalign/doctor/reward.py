@@ -145,7 +145,7 @@ def memory() -> dict[str, float]:
 def diagnose(name: str, options: Mapping[str, Any], count: int, size: int | None) -> Health:
     """Build a reward and examine it. Raises ValueError for a name or options that do not work,
     and whatever its constructor raises."""
-    from flowalign.tiny.stream import rendered
+    from flowalign.tiny.scenes import rendered
 
     rewards.check(name, options)
     batch = suited(name, options, count)

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from flowalign.eval.geneval import COLORS
 from flowalign.prompts.held_out import GENEVAL, digest
+from flowalign.rewards.geneval_judge import COLORS
 from flowalign.rewards.geneval_names import NAMES
 
 Row = dict[str, Any]

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
 
 SIZE = 64
 OVERSAMPLE = 4
@@ -174,3 +176,17 @@ def render(metadata: Mapping[str, Any], rng: np.random.Generator) -> np.ndarray:
         color = metadata.get("color") or PROMPT_COLORS[rng.integers(len(PROMPT_COLORS))]
         return draw_sign(metadata["target"], color, rng)
     return draw_shapes(compose(metadata, rng), rng)
+
+
+def rendered(metadata: Sequence[Mapping[str, Any]], seed: int, each: int = 1) -> Tensor:
+    """Reference scenes of the prompts' metadata, `each` of them per prompt and in their order.
+
+    Images [len(metadata) * each,3,64,64] in [0,1]; those of a prompt depend on the seed, on its
+    place and on nothing else.
+    """
+    images = [
+        render(row, np.random.default_rng([seed, place, copy]))
+        for place, row in enumerate(metadata)
+        for copy in range(each)
+    ]
+    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 255

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flowalign.schema import STAGES, Root, command
+from flowalign.config.schema import STAGES, Stage, command
 
 HEAD = """# Configs
 
@@ -56,7 +56,7 @@ def _overview() -> str:
     return "\n".join(rows)
 
 
-def _first(root: type[Root]) -> str:
+def _first(root: type[Stage]) -> str:
     return (root.__doc__ or "").splitlines()[0]
 
 

@@ -168,7 +168,7 @@ def test_an_offloaded_reward_leaves_the_device_as_it_was(
 
 def test_features_of_pictures(clip: str) -> None:
     images, _ = pictures(3, 40, 48)
-    from flowalign.eval.__main__ import _features
+    from flowalign.eval.run import _features
 
     found, expected = (_features(clip, device)(images.to(device)) for device in (HERE, CPU))
     assert found.device == HERE

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign import config, train
-from flowalign.adapters import read_lora
+from flowalign.adapters.files import read_lora
 from flowalign.doctor import live
-from flowalign.eval import __main__ as evaluation
+from flowalign.eval import run as evaluation
 from flowalign.loop import Loop
 from flowalign.types import Scores
 
@@ -56,7 +56,7 @@ def lines(folder: Path) -> list[dict[str, float]]:
     return [{k: v for k, v in row.items() if "second" not in k} for row in rows]
 
 
-def settings(model: str, output: Path, stage: str) -> config.Config:
+def settings(model: str, output: Path, stage: str) -> config.TrainingStage:
     """Two updates of a stage with everything on, two evaluations, a reward with a network."""
     held_out = f"validation={output.parent / 'prompts.txt'}"
     tasks = range(1 if stage == "grpo" else 2)
@@ -68,7 +68,7 @@ def settings(model: str, output: Path, stage: str) -> config.Config:
     return fakes.distillation(model, output, *shared, *more, stage=stage)
 
 
-def trained(config: config.Config) -> Loop:
+def trained(config: config.TrainingStage) -> Loop:
     """The run of a config whose adapter already matters."""
     loop = fakes.wired(config, moved=True)
     loop.run()

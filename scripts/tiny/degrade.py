@@ -2,7 +2,7 @@
 
 Images are uint8 [64,64,3]. `pair` draws one prompt's scene twice, clean and spoilt in one way, so
 that only the damage tells the two apart. The kind "latent" needs an autoencoder and is made by
-`flowalign.tiny.preference`.
+`preference`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ The one place with classifier-free guidance, and the one that knows named LoRA a
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,139 +12,25 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
-import diffusers
 import torch
 from accelerate.utils import gather_object
-from diffusers import (
-    FlowMatchEulerDiscreteScheduler,
-    PipelineQuantizationConfig,
-    StableDiffusion3Pipeline,
-)
-from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
-from packaging.version import Version
+from diffusers import StableDiffusion3Pipeline
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 
-from flowalign.adapters import AdapterError, read_lora, scales, write_lora
-from flowalign.attention import use_backend
-from flowalign.config import Model
-from flowalign.precision import compute_in_the_bases_dtype, lora_layers
+from flowalign.adapters.files import AdapterError, read_lora, scales, write_lora
+from flowalign.backbone.attention import use_backend
+from flowalign.backbone.precision import compute_in_the_bases_dtype, lora_layers
+from flowalign.backbone.sd3 import dynamic_shift, load_pipeline, scheduler_sigmas
+from flowalign.config import ModelConfig
 from flowalign.text import TextEncoder
-from flowalign.tiny import MODEL as TINY
 from flowalign.types import Conditioning
 
 T = TypeVar("T")
 COMPILATIONS = 256  # of one kind of block: adapters x (rollout, update) x shapes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def resolve(model: str) -> str:
-    """The folder of the shipped tiny model for "tiny"; any other id or folder as it is."""
-    return str(TINY) if model == "tiny" else model
-
-
-def load_pipeline(
-    model: str,
-    *,
-    dtype: torch.dtype = torch.float32,
-    vae_dtype: torch.dtype = torch.float32,
-    quantization: str | None = None,
-    revision: str | None = None,
-) -> StableDiffusion3Pipeline:
-    """A diffusers SD3 pipeline on the CPU; ModelError if there is none.
-
-    dtype: of all parts but the VAE. quantization: how the transformer is stored instead, "nf4" or
-    "fp8"; it computes in dtype.
-    """
-    key = "dtype" if Version(diffusers.__version__) >= Version("0.40") else "torch_dtype"
-    try:
-        pipe = StableDiffusion3Pipeline.from_pretrained(
-            resolve(model),
-            revision=revision,
-            quantization_config=_four_bits(dtype) if quantization == "nf4" else None,
-            **{key: {"default": dtype, "vae": vae_dtype}},
-        )
-    except (OSError, ValueError) as error:
-        raise ModelError(_why_not(model, error)) from error
-    pipe.set_progress_bar_config(disable=True)
-    if quantization == "fp8":
-        pipe.transformer.enable_layerwise_casting(
-            storage_dtype=torch.float8_e4m3fn, compute_dtype=dtype
-        )
-    return pipe
-
-
-def _four_bits(dtype: torch.dtype) -> PipelineQuantizationConfig:
-    options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
-    return PipelineQuantizationConfig(
-        quant_backend="bitsandbytes_4bit",
-        quant_kwargs=options,
-        components_to_quantize=["transformer"],
-    )
-
-
-class ModelError(OSError):
-    """A base model that cannot be loaded: what was seen, what is possible, what to do."""
-
-
-def _why_not(model: str, error: Exception) -> str:
-    folder = Path(resolve(model))
-    if not folder.exists():
-        seen = "there is no such folder, and the Hub did not give it"
-    elif not (folder / "model_index.json").exists():
-        seen = f"{folder} holds no model_index.json"
-    else:
-        seen = "it does not load as a StableDiffusion3Pipeline"
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return (
-        f"model.id {model!r}: {seen} ({reason[:200]}). Give `tiny`, the folder of a diffusers "
-        "pipeline, or a Hub id such as stabilityai/stable-diffusion-3.5-medium; a gated one needs "
-        "its licence accepted on the Hub and `hf auth login`."
-    )
-
-
-def scheduler_sigmas(scheduler: Any, num_steps: int, tokens: int) -> Tensor:
-    """The schedule [T+1], float32, from 1 down to 0, as a diffusers scheduler gives it to the SD3
-    pipeline for images of so many tokens; asked of a copy, as schedulers have a state.
-
-    Raises ModelError for one that a rollout could not follow: its steps are Euler's, between these
-    noise levels, with the model told sigma * 1000.
-    """
-    config = scheduler.config
-    if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
-        raise ModelError(_other_steps(f"is a {type(scheduler).__name__}"))
-    for key, value in {"invert_sigmas": False, "stochastic_sampling": False,
-                       "num_train_timesteps": 1000}.items():  # fmt: skip
-        if config.get(key, value) != value:
-            raise ModelError(_other_steps(f"has {key} = {config[key]!r}, where {value!r} is known"))
-    asked = copy.deepcopy(scheduler)
-    dynamic = config.get("use_dynamic_shifting")
-    asked.set_timesteps(num_steps, mu=dynamic_shift(scheduler, tokens) if dynamic else None)
-    found = torch.as_tensor(asked.sigmas, dtype=torch.float32, device="cpu")
-    if found[0] != 1 or found[-1] != 0 or not bool((found.diff() < 0).all()):
-        raise ModelError(_other_steps(f"gives the noise levels {found.tolist()}, not from 1 to 0"))
-    return found
-
-
-def dynamic_shift(scheduler: Any, tokens: int) -> float:
-    """mu, as diffusers' SD3 pipeline computes it."""
-    config = scheduler.config
-    return calculate_shift(
-        tokens,
-        config.get("base_image_seq_len", 256),
-        config.get("max_image_seq_len", 4096),
-        config.get("base_shift", 0.5),
-        config.get("max_shift", 1.16),
-    )
-
-
-def _other_steps(seen: str) -> str:
-    return (
-        f"the model's scheduler {seen}, and rollouts take Euler steps of a flow from sigma 1 to 0. "
-        "Give the model a FlowMatchEulerDiscreteScheduler (scheduler/scheduler_config.json)."
-    )
 
 
 class Backbone:
@@ -204,7 +89,7 @@ class Backbone:
         self.latent_shape = (self.core.config.in_channels, height // factor, width // factor)
 
     @classmethod
-    def load(cls, model: Model, device: torch.device | str = "cpu") -> Backbone:
+    def load(cls, model: ModelConfig, device: torch.device | str = "cpu") -> Backbone:
         """The model of a config, with its attention backend and checkpointing; ModelError if it
         cannot be loaded."""
         pipe = load_pipeline(
@@ -222,7 +107,7 @@ class Backbone:
         return backbone
 
     @classmethod
-    def of(cls, pipe: Any, model: Model, device: torch.device | str) -> Backbone:
+    def of(cls, pipe: Any, model: ModelConfig, device: torch.device | str) -> Backbone:
         """A pipeline as a config's model wants it; its attention and checkpointing as they are."""
         return cls(
             pipe,
@@ -356,7 +241,7 @@ class Backbone:
         self.activate(name)
 
     def load_adapter(self, name: str, folder: str | Path, *, frozen: bool = False) -> None:
-        """A saved LoRA: whatever `flowalign.adapters.read_lora` takes.
+        """A saved LoRA: whatever `flowalign.adapters.files.read_lora` takes.
 
         It becomes active, and is trainable. frozen: neither; its weights have the base's dtype, in
         which a trainable one computes, too.

@@ -6,12 +6,13 @@ import copy
 import time
 from pathlib import Path
 
+import stream
 import torch
 from diffusers import AutoencoderKL
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from flowalign.tiny import build, stream
+from flowalign.tiny import build
 
 BATCH = 32
 LR = 1.5e-3

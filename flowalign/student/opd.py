@@ -20,8 +20,8 @@ from torch import Tensor
 
 from flowalign import parallel, sde
 from flowalign.backbone import Backbone
-from flowalign.config import States
-from flowalign.config import Student as Settings
+from flowalign.config import StatesConfig
+from flowalign.config import StudentConfig as Settings
 from flowalign.loop import Algorithm, Pairs, Prepared, mean_over_processes, pairs_of
 from flowalign.loop import velocity as velocity_of
 from flowalign.losses import policy_loss, published_loss, step_weights, velocity_error
@@ -205,7 +205,7 @@ def weights(schedule: Schedule, weighting: str) -> Tensor:
     return torch.where(inside, found, 0.0)
 
 
-def chosen(states: States, window: list[int], key: tuple[int, ...]) -> tuple[int, ...]:
+def chosen(states: StatesConfig, window: list[int], key: tuple[int, ...]) -> tuple[int, ...]:
     """The steps of the window that an update trains, in order; key seeds the draw.
 
     One draw serves all images of an update, so that the rollout can stop early (DanceOPD draws

@@ -1,10 +1,10 @@
-"""Make the tiny world's PickScore: `python -m flowalign.tiny.preference --work DIR`.
+"""Make the tiny world's PickScore: `python scripts/tiny/preference.py --work DIR`.
 
 A small CLIPModel, first trained to tell which prompt belongs to which scene, then as PickScore
 (2305.01569): of two images of one prompt, the softmax over exp(logit_scale) * cos(text, image)
 must fall on the preferred one; here the clean scene against a spoilt one (`degrade`). Half of the
 images, clean and spoilt alike, went through the tiny model's autoencoder, so that its softness
-alone decides nothing. Every part is resumable; `flowalign.tiny.preference_ship` ships the result.
+alone decides nothing. Every part is resumable; `preference_ship` ships the result.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import degrade
 import numpy as np
+import stream
 import torch
 from diffusers import AutoencoderKL
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel
 
-from flowalign.tiny import MODEL, build, degrade, prompts, stream
+from flowalign.tiny import MODEL, build, prompts
 
 KINDS = {  # what spoils a scene, and how often it is drawn in training
     "blur": 1,

@@ -16,93 +16,10 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from flowalign.conflicts import conflicts, variant_conflicts
-from flowalign.schema import (
-    ADAPTER,
-    SD3_ATTENTION,
-    STAGES,
-    Anchor,
-    Benchmark,
-    Config,
-    ConfigError,
-    Ema,
-    EvalConfig,
-    Evaluation,
-    Fidelity,
-    Grpo,
-    GrpoConfig,
-    Job,
-    Lora,
-    MergeConfig,
-    Model,
-    OpdConfig,
-    Optimizer,
-    RecipeConfig,
-    Report,
-    RewardSpec,
-    Rollout,
-    Root,
-    Sampling,
-    Section,
-    Sft,
-    SftConfig,
-    States,
-    Student,
-    Task,
-    Teacher,
-    Train,
-    command,
-    mixtures,
-    routing,
-)
+from flowalign.config.conflicts import conflicts, variant_conflicts
+from flowalign.config.schema import STAGES, ConfigError, Section, Stage, TrainingStage, command
 
-__all__ = [
-    "ADAPTER",
-    "Anchor",
-    "Benchmark",
-    "Config",
-    "ConfigError",
-    "Ema",
-    "EvalConfig",
-    "Evaluation",
-    "Fidelity",
-    "Grpo",
-    "GrpoConfig",
-    "Job",
-    "Lora",
-    "MergeConfig",
-    "Model",
-    "OpdConfig",
-    "Optimizer",
-    "RecipeConfig",
-    "Report",
-    "RewardSpec",
-    "Rollout",
-    "Root",
-    "SD3_ATTENTION",
-    "STAGES",
-    "Sampling",
-    "Section",
-    "Sft",
-    "SftConfig",
-    "States",
-    "Student",
-    "Task",
-    "Teacher",
-    "Train",
-    "assignments",
-    "command",
-    "load",
-    "mixtures",
-    "overlay",
-    "parse",
-    "read",
-    "routing",
-    "to_yaml",
-    "vary",
-]
-
-C = TypeVar("C", bound=Root)
+C = TypeVar("C", bound=Stage)
 
 
 # Reading ---------------------------------------------------------------------------------------
@@ -112,7 +29,7 @@ def load(
     path: str | Path,
     overrides: Sequence[str] = (),
     *,
-    stage: type[C] = Config,
+    stage: type[C] = TrainingStage,
     variant: str | Path | None = None,
 ) -> C:
     """The config in a file, with `key.path=value` overrides (values are YAML, items by index).
@@ -186,7 +103,11 @@ def assignments(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def parse(
-    data: Any, overrides: Sequence[str] = (), *, source: str = "config", stage: type[C] = Config
+    data: Any,
+    overrides: Sequence[str] = (),
+    *,
+    source: str = "config",
+    stage: type[C] = TrainingStage,
 ) -> C:
     """The config in a mapping; every problem is collected into one ConfigError."""
     if not isinstance(data, Mapping):
@@ -236,7 +157,7 @@ def _root(data: dict[str, Any], wanted: type[C]) -> tuple[type[C] | None, str]:
     return possible[meant], problem
 
 
-def to_yaml(config: Root) -> str:
+def to_yaml(config: Stage) -> str:
     """The whole config, defaults included; `parse` of it gives the same config."""
     return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
 
@@ -303,7 +224,7 @@ def _override(data: dict[str, Any], text: str) -> str | None:
 # Explaining ------------------------------------------------------------------------------------
 
 
-def _explain(error: Any, root: type[Root]) -> str:
+def _explain(error: Any, root: type[Stage]) -> str:
     """One of pydantic's errors as: where, what was seen, what is possible, what to do."""
     *parents, name = error["loc"] or ("config",)
     where, seen = _dotted(error["loc"]), error["input"]
@@ -342,7 +263,7 @@ def _example(info: Any) -> str:
     return f" For example: {text.strip()[1:-1]}."
 
 
-def _annotation_at(loc: Sequence[int | str], root: type[Root]) -> Any:
+def _annotation_at(loc: Sequence[int | str], root: type[Stage]) -> Any:
     """The type that the schema has at this place; None where it has none."""
     here: Any = root
     for part in loc:

@@ -7,25 +7,25 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from flowalign.schema import (
+from flowalign.config.schema import (
     STAGES,
-    Benchmark,
-    Config,
-    EvalConfig,
-    GrpoConfig,
-    MergeConfig,
-    OpdConfig,
-    RecipeConfig,
-    Rollout,
-    Root,
-    SftConfig,
+    BenchmarkConfig,
+    EvalStage,
+    GrpoStage,
+    MergeStage,
+    OpdStage,
+    RecipeStage,
+    RolloutConfig,
+    SftStage,
+    Stage,
+    TrainingStage,
     routing,
 )
 
 
-def conflicts(config: Root) -> Iterator[tuple[list[str], str]]:
+def conflicts(config: Stage) -> Iterator[tuple[list[str], str]]:
     """(the keys involved, the problem) for values that are possible alone but not together."""
-    if isinstance(config, Config):
+    if isinstance(config, TrainingStage):
         yield from _noise_conflicts(config)
         yield from _window_conflicts(config.rollout)
         yield from _reward_conflicts(config)
@@ -39,16 +39,16 @@ def conflicts(config: Root) -> Iterator[tuple[list[str], str]]:
             yield from _judge_conflicts("evaluation.watch", watched)
             yield from _layouts_of_a_run(watched)
         yield from _validation_conflicts(config)
-    if isinstance(config, OpdConfig | SftConfig):
+    if isinstance(config, OpdStage | SftStage):
         yield from _routing_conflicts(config)
-    if isinstance(config, OpdConfig):
+    if isinstance(config, OpdStage):
         yield from _student_conflicts(config)
-    if isinstance(config, MergeConfig):
+    if isinstance(config, MergeStage):
         yield from _merge_conflicts(config)
-    if isinstance(config, RecipeConfig):
+    if isinstance(config, RecipeStage):
         yield from _file_names("stages", config.stages)
         yield from variant_conflicts(config.variant, "variant.")
-    if isinstance(config, EvalConfig):
+    if isinstance(config, EvalStage):
         yield from _same_names("benchmarks", [mark.name for mark in config.benchmarks])
         yield from _same_columns(config.benchmarks)
         yield from _file_names("benchmarks", [mark.name for mark in config.benchmarks])
@@ -74,7 +74,7 @@ def variant_conflicts(
             yield [f"{place}{kind}"], f"{place}{kind}: got {keys!r}; want keys of that stage."
 
 
-def _merge_conflicts(config: MergeConfig) -> Iterator[tuple[list[str], str]]:
+def _merge_conflicts(config: MergeStage) -> Iterator[tuple[list[str], str]]:
     if config.weights is not None and len(config.weights) != len(config.adapters):
         yield (
             ["weights", "adapters"],
@@ -89,7 +89,7 @@ def _merge_conflicts(config: MergeConfig) -> Iterator[tuple[list[str], str]]:
         )
 
 
-def _sharing_conflicts(config: Config) -> Iterator[tuple[list[str], str]]:
+def _sharing_conflicts(config: TrainingStage) -> Iterator[tuple[list[str], str]]:
     prompts, updates = config.rollout.prompts, config.optimizer.updates_per_rollout
     if prompts % updates:
         yield (
@@ -116,7 +116,7 @@ def _file_names(key: str, names: Iterable[str]) -> Iterator[tuple[list[str], str
             )
 
 
-def _judge_conflicts(key: str, marks: Sequence[Benchmark]) -> Iterator[tuple[list[str], str]]:
+def _judge_conflicts(key: str, marks: Sequence[BenchmarkConfig]) -> Iterator[tuple[list[str], str]]:
     """Who judges the images: `reward`, `rewards`, or nobody where a layout is all that is asked."""
     for index, mark in enumerate(marks):
         place = f"{key}.{index}"
@@ -135,7 +135,7 @@ def _judge_conflicts(key: str, marks: Sequence[Benchmark]) -> Iterator[tuple[lis
         yield from _file_names(f"{place}.rewards", mark.rewards)
 
 
-def _layouts_of_a_run(watched: Sequence[Benchmark]) -> Iterator[tuple[list[str], str]]:
+def _layouts_of_a_run(watched: Sequence[BenchmarkConfig]) -> Iterator[tuple[list[str], str]]:
     for index, mark in enumerate(watched):
         if mark.layout:
             place = f"evaluation.watch.{index}.layout"
@@ -146,7 +146,7 @@ def _layouts_of_a_run(watched: Sequence[Benchmark]) -> Iterator[tuple[list[str],
             )
 
 
-def _same_columns(marks: Sequence[Benchmark]) -> Iterator[tuple[list[str], str]]:
+def _same_columns(marks: Sequence[BenchmarkConfig]) -> Iterator[tuple[list[str], str]]:
     """A judge's name that meets another benchmark's: a_b with c, and a with b_c."""
     places: dict[str, list[str]] = {}
     for index, mark in enumerate(marks):
@@ -162,7 +162,7 @@ def _same_columns(marks: Sequence[Benchmark]) -> Iterator[tuple[list[str], str]]
             )
 
 
-def _column_names(benchmarks: Sequence[Benchmark]) -> Iterator[tuple[list[str], str]]:
+def _column_names(benchmarks: Sequence[BenchmarkConfig]) -> Iterator[tuple[list[str], str]]:
     for index, mark in enumerate(benchmarks):
         if mark.name in ("average", "fidelity"):
             yield (
@@ -172,7 +172,7 @@ def _column_names(benchmarks: Sequence[Benchmark]) -> Iterator[tuple[list[str], 
             )
 
 
-def _unknown_models(config: EvalConfig) -> Iterator[tuple[list[str], str]]:
+def _unknown_models(config: EvalStage) -> Iterator[tuple[list[str], str]]:
     for name, others in config.compare.items():
         for model in (name, *others):
             if model not in config.models:
@@ -187,7 +187,7 @@ def _unknown_models(config: EvalConfig) -> Iterator[tuple[list[str], str]]:
             yield [f"compare.{name}"], f"compare.{name}: compared with itself. Leave it out."
 
 
-def _validation_conflicts(config: Config) -> Iterator[tuple[list[str], str]]:
+def _validation_conflicts(config: TrainingStage) -> Iterator[tuple[list[str], str]]:
     for index, task in enumerate(config.tasks):
         if config.evaluation and task.validation is None:
             yield (
@@ -197,7 +197,7 @@ def _validation_conflicts(config: Config) -> Iterator[tuple[list[str], str]]:
             )
 
 
-def _noise_conflicts(config: Config) -> Iterator[tuple[list[str], str]]:
+def _noise_conflicts(config: TrainingStage) -> Iterator[tuple[list[str], str]]:
     """The noise that a stage cannot do without."""
     rollout, need = config.rollout, _noise_needed(config)
     keys = ["rollout.kind", "rollout.noise_level"]
@@ -220,11 +220,11 @@ def _noise_conflicts(config: Config) -> Iterator[tuple[list[str], str]]:
         )
 
 
-def _noise_needed(config: Config) -> str:
+def _noise_needed(config: TrainingStage) -> str:
     """What a rollout without noise would lack for this config ("" = nothing)."""
-    if isinstance(config, GrpoConfig):
+    if isinstance(config, GrpoStage):
         return "grpo has nothing to learn from"
-    if not isinstance(config, OpdConfig):
+    if not isinstance(config, OpdStage):
         return ""
     if config.student.reward_weight > 0:
         return "the reward (student.reward_weight) has nothing to learn from"
@@ -235,10 +235,10 @@ def _noise_needed(config: Config) -> str:
     return ""
 
 
-def _reward_conflicts(config: Config) -> Iterator[tuple[list[str], str]]:
+def _reward_conflicts(config: TrainingStage) -> Iterator[tuple[list[str], str]]:
     """Rewards and groups where rewards are learnt from, or evaluated."""
-    learns = isinstance(config, GrpoConfig) or (
-        isinstance(config, OpdConfig) and config.student.reward_weight > 0
+    learns = isinstance(config, GrpoStage) or (
+        isinstance(config, OpdStage) and config.student.reward_weight > 0
     )
     if learns and config.rollout.copies < 2:
         yield (
@@ -254,7 +254,7 @@ def _reward_conflicts(config: Config) -> Iterator[tuple[list[str], str]]:
                 f"tasks.{index}.reward: missing, and {why}. Add `reward:` with the keys name, "
                 "options" + ("." if learns else ", or write `evaluation: null`."),
             )
-        if task.teacher is not None and isinstance(config, GrpoConfig):
+        if task.teacher is not None and isinstance(config, GrpoStage):
             yield (
                 [f"tasks.{index}.teacher"],
                 f"tasks.{index}.teacher: {task.teacher!r}, but the stage 'grpo' has no teachers. "
@@ -262,7 +262,7 @@ def _reward_conflicts(config: Config) -> Iterator[tuple[list[str], str]]:
             )
 
 
-def _routing_conflicts(config: OpdConfig | SftConfig) -> Iterator[tuple[list[str], str]]:
+def _routing_conflicts(config: OpdStage | SftStage) -> Iterator[tuple[list[str], str]]:
     names, routed = sorted(config.teachers), routing(config)
     for index, task in enumerate(config.tasks):
         if routed[task.name] not in names:
@@ -288,7 +288,7 @@ def _routing_conflicts(config: OpdConfig | SftConfig) -> Iterator[tuple[list[str
     yield from _file_names("teachers", names)
 
 
-def _student_conflicts(config: OpdConfig) -> Iterator[tuple[list[str], str]]:
+def _student_conflicts(config: OpdStage) -> Iterator[tuple[list[str], str]]:
     student, rollout = config.student, config.rollout
     if student.gradient in ("published", "detached") and student.weighting != "published":
         yield (
@@ -319,7 +319,7 @@ def _student_conflicts(config: OpdConfig) -> Iterator[tuple[list[str], str]]:
         )
 
 
-def _window_conflicts(rollout: Rollout) -> Iterator[tuple[list[str], str]]:
+def _window_conflicts(rollout: RolloutConfig) -> Iterator[tuple[list[str], str]]:
     keys = ["rollout.window", "rollout.steps", "rollout.kind"]
     steps = rollout.steps
     if rollout.window is None:

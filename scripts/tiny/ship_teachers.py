@@ -1,6 +1,6 @@
 """Turn trained teachers into the adapters that the package ships as tiny/NAME.
 
-    python -m flowalign.tiny.ship_teachers geneval=RUN ocr=RUN preference=RUN --rank 16
+    python scripts/tiny/ship_teachers.py geneval=RUN ocr=RUN preference=RUN --rank 16
 
 Each run's adapter is brought to the rank (the best approximation of its update, layer by layer),
 stored in fp16, and given a card. What the shipped ones score is in the README's table: they are
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from flowalign.adapters import read_head, read_lora, write_lora
+from flowalign.adapters.files import read_head, read_lora, write_lora
 from flowalign.teachers.merge import merge
 from flowalign.tiny import TEACHERS
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowalign.adapters import PEFT_CONFIG, adapter_file, read_head
-from flowalign.hub import NAME, HubError, explained
+from flowalign.adapters.files import PEFT_CONFIG, adapter_file, read_head
+from flowalign.adapters.hub import NAME, HubError, explained
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
@@ -160,15 +160,15 @@ def _card(run: Path, adapter: Path) -> ModelCard:
     """The card that lies there (perhaps edited), or the one that training would write now."""
     from huggingface_hub import ModelCard
 
-    from flowalign.card import card
-    from flowalign.config import Config, MergeConfig, Root, load
+    from flowalign.config import MergeStage, Stage, TrainingStage, load
+    from flowalign.publish.card import card
 
     path = adapter / "README.md"
     if path.is_file():
         return ModelCard.load(path)
     saved = run / "config.yaml"
-    config = load(saved, stage=Root) if saved.is_file() else None
-    if not isinstance(config, Config | MergeConfig):
+    config = load(saved, stage=Stage) if saved.is_file() else None
+    if not isinstance(config, TrainingStage | MergeStage):
         raise PushError(
             f"{adapter} has no README.md, and {run} no config.yaml of a training or merge that one "
             "could be written from. Give the folder of a run, or write a card."
@@ -178,8 +178,8 @@ def _card(run: Path, adapter: Path) -> ModelCard:
 
 def _scored(card: ModelCard, results: Path, adapter: Path) -> str:
     """Put scores into the card; returns the config of their evaluation."""
-    from flowalign.card import add_results
     from flowalign.eval.compare import load
+    from flowalign.publish.card import add_results
 
     return add_results(card, load(results), results, adapter)
 
@@ -188,11 +188,11 @@ def _addressed(
     card: ModelCard, run: Path, adapter: Path, repo: str, files: Mapping[str, object]
 ) -> str:
     """The card as it stands on the Hub: loaded from there, and with its pictures."""
-    from flowalign.config import Root, load
+    from flowalign.config import Stage, load
 
     text, places = card.text, {str(adapter), str(run / "adapter")}
     if (run / "config.yaml").is_file():
-        places.add(str(Path(load(run / "config.yaml", stage=Root).output) / "adapter"))
+        places.add(str(Path(load(run / "config.yaml", stage=Stage).output) / "adapter"))
     for place in places:
         text = text.replace(f'"{place}"', f'"{repo}"')
     shown = [name for name in (*PICTURES, "samples.png") if name in files]

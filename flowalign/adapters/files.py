@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from flowalign import hub
-from flowalign.schema import ADAPTER
+from flowalign.adapters import hub
+from flowalign.config.schema import ADAPTER
 from flowalign.tiny import TEACHERS
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ class AdapterError(ValueError):
 
 def adapter_folder(source: str | Path, *, newest: bool = False) -> Path:
     """Where an adapter lies: a folder (or one .safetensors file), or tiny/NAME for one that ships
-    with the package. A Hub id (`flowalign.hub.is_id`) becomes the folder of its download: the one
-    that is in the cache, or, if there is none or `newest` is asked for, what the Hub has now.
+    with the package. A Hub id (`flowalign.adapters.hub.is_id`) becomes the folder of its download:
+    the one in the cache, or, if there is none or `newest` is asked for, what the Hub has now.
 
     Raises HubError for a Hub id that cannot be had; of a folder nobody asks whether it is there.
     """

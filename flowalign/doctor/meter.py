@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 BLOCK = 512  # bytes: the CUDA allocator's unit
 
+
 class Meter(TorchDispatchMode):
     """Inside its `with`: bytes that are alive now, their peak, and floating-point operations.
 

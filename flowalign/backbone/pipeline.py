@@ -15,7 +15,7 @@ DIFFUSERS_LENGTH = 256  # T5 tokens of a prompt that says nothing
 def text_length(model: str, lora: str | Path | None) -> int:
     """T5 tokens of a prompt: those of the LoRA's training where its file tells, those of the tiny
     model, or diffusers' default. Raises HubError or AdapterError for a LoRA that cannot be read."""
-    from flowalign.adapters import adapter_folder, read_head
+    from flowalign.adapters.files import adapter_folder, read_head
     from flowalign.backbone import resolve
     from flowalign.tiny import MODEL, T5_LENGTH
 

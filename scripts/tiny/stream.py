@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -43,17 +42,3 @@ def batch(stream: Iterator[tuple[np.ndarray, str]], size: int) -> tuple[Tensor, 
     rows = [next(stream) for _ in range(size)]
     images = torch.from_numpy(np.stack([image for image, _ in rows]))
     return images.permute(0, 3, 1, 2).float() / 127.5 - 1, [text for _, text in rows]
-
-
-def rendered(metadata: Sequence[Mapping[str, Any]], seed: int, each: int = 1) -> Tensor:
-    """Reference scenes of the prompts' metadata, `each` of them per prompt and in their order.
-
-    Images [len(metadata) * each,3,64,64] in [0,1]; those of a prompt depend on the seed, on its
-    place and on nothing else.
-    """
-    images = [
-        scenes.render(row, np.random.default_rng([seed, place, copy]))
-        for place, row in enumerate(metadata)
-        for copy in range(each)
-    ]
-    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 255

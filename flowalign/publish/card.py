@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowalign import hub
-from flowalign.adapters import adapter_digest, adapter_folder
-from flowalign.checks import adapters
-from flowalign.config import Config, EvalConfig, Job, MergeConfig, mixtures, parse, to_yaml
+from flowalign.adapters import hub
+from flowalign.adapters.files import adapter_digest, adapter_folder
+from flowalign.config import EvalStage, Job, MergeStage, TrainingStage, mixtures, parse, to_yaml
+from flowalign.preflight import adapters
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -84,7 +84,7 @@ pipe("a prompt", max_sequence_length={length})  # the T5 tokens of its training
 ```"""
 
 
-def write_card(folder: Path, config: Config | MergeConfig, argv: Sequence[str]) -> None:
+def write_card(folder: Path, config: TrainingStage | MergeStage, argv: Sequence[str]) -> None:
     """folder/adapter/README.md: of a training run from its log, of a merge without scores.
 
     argv: the command line that made it, program first.
@@ -93,10 +93,10 @@ def write_card(folder: Path, config: Config | MergeConfig, argv: Sequence[str]) 
     path.write_text(str(card(folder, config, command(argv))), encoding="utf-8")
 
 
-def card(folder: Path, config: Config | MergeConfig, made_by: str = COMMAND) -> ModelCard:
+def card(folder: Path, config: TrainingStage | MergeStage, made_by: str = COMMAND) -> ModelCard:
     """The card of a run in a folder."""
-    rows = evaluations(folder) if isinstance(config, Config) else []
-    results = _held_out(config, rows) if isinstance(config, Config) and rows else []
+    rows = evaluations(folder) if isinstance(config, TrainingStage) else []
+    results = _held_out(config, rows) if isinstance(config, TrainingStage) and rows else []
     return made(head(config, folder.name, results), _body(folder, config, rows, made_by))
 
 
@@ -177,7 +177,7 @@ def _body(folder: Path, config: Job, rows: Sequence[Mapping[str, Any]], made_by:
     from flowalign import __version__
 
     aim = ""
-    if isinstance(config, Config):
+    if isinstance(config, TrainingStage):
         named = [
             f"{t.name} (reward `{t.reward.name}`)" if t.reward else t.name for t in config.tasks
         ]
@@ -188,11 +188,11 @@ def _body(folder: Path, config: Job, rows: Sequence[Mapping[str, Any]], made_by:
         base=config.model.id,
         stage=config.stage,
         aim=aim,
-        load=load_text(
-            config.model.id, str(folder / "adapter"), config.model.max_sequence_length
-        ),
-        held_out=HELD_OUT if isinstance(config, Config) else SCORES,
-        scores=score_table(rows) if isinstance(config, Config) else "(none: a merge takes none)",
+        load=load_text(config.model.id, str(folder / "adapter"), config.model.max_sequence_length),
+        held_out=HELD_OUT if isinstance(config, TrainingStage) else SCORES,
+        scores=score_table(rows)
+        if isinstance(config, TrainingStage)
+        else "(none: a merge takes none)",
         origins=origins(config) + _merged_as(folder),
         command=made_by,
         config=to_yaml(config),
@@ -217,7 +217,7 @@ def origins(config: Job) -> str:
     known = terms.get("license_link") or terms.get("license") or "see there"
     lines = [f"- base `{config.model.id}`; its licence holds for this adapter, too: {known}"]
     lines += [f"- {place}: `{source}`" for place, source in adapters(config).items()]
-    if isinstance(config, Config):
+    if isinstance(config, TrainingStage):
         for place, scale in mixtures(config).items():
             lines.append(
                 f"- guidance of {place}: {scale:g}, where the student is trained at "
@@ -245,7 +245,7 @@ def _best(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     return max(rows, key=lambda row: row["eval/headline"])
 
 
-def _held_out(config: Config, rows: Sequence[Mapping[str, Any]]) -> list[EvalResult]:
+def _held_out(config: TrainingStage, rows: Sequence[Mapping[str, Any]]) -> list[EvalResult]:
     """The best evaluation, which is the adapter's, as a model-index."""
     prompts = {task.name: task.validation or task.prompts for task in config.tasks}
     watched = config.evaluation.watch if config.evaluation else []
@@ -291,8 +291,8 @@ def add_results(given: ModelCard, document: Mapping[str, Any], path: Path, adapt
     where the evaluation's images tell one, else by its folder. Raises NoScores.
     """
     name = model_of(document, path, adapter)
-    rows, config = document["models"][name]["rows"], parse(document["config"], stage=EvalConfig)
-    assert isinstance(config, EvalConfig)
+    rows, config = document["models"][name]["rows"], parse(document["config"], stage=EvalStage)
+    assert isinstance(config, EvalStage)
     prompts = {mark.name: mark.prompts for mark in config.benchmarks}
     given.data["eval_results"] = [
         result(row["benchmark"], prompts[row["benchmark"]], row["metric"], row["mean"])
@@ -330,7 +330,7 @@ def _digests(images: Path) -> set[str]:
     return {str(json.loads(file.read_text(encoding="utf-8")).get("adapter")) for file in files}
 
 
-def _results_table(document: Mapping[str, Any], name: str, config: EvalConfig) -> str:
+def _results_table(document: Mapping[str, Any], name: str, config: EvalStage) -> str:
     models = document["models"]
     first = next(iter(models))
     theirs = {(r["benchmark"], r["metric"]): r for r in models[first]["rows"]}

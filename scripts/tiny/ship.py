@@ -1,6 +1,6 @@
 """Turn a pretraining checkpoint into the model that the package ships.
 
-    python -m flowalign.tiny.ship CHECKPOINT --vae WORK/vae_refined
+    python scripts/tiny/ship.py CHECKPOINT --vae WORK/vae_refined
 
 Writes flowalign/tiny/model in fp16 with a card that says how it was made and what it scores on
 held-out prompts (measured here, on the fp16 weights read back).
@@ -17,10 +17,10 @@ import torch
 from diffusers import AutoencoderKL
 
 from flowalign.backbone import load_pipeline
-from flowalign.config import EvalConfig, load
+from flowalign.config import EvalStage, load
 from flowalign.tiny import MODEL
 
-CONFIG = Path(__file__).parents[1] / "configs" / "tiny" / "eval.yaml"
+CONFIG = Path(__file__).parents[2] / "configs" / "tiny" / "eval.yaml"
 CARD = """---
 library_name: diffusers
 license: apache-2.0
@@ -42,7 +42,7 @@ flowalign.load("tiny")('a red sign that says "CAT"', num_inference_steps=10).ima
 
 ## How it was made
 
-From scratch, on two CPU cores, by `python -m flowalign.tiny.pretrain` ({history}): flow matching on
+From scratch, on two CPU cores, by `python scripts/tiny/pretrain.py` ({history}): flow matching on
 scenes drawn by `flowalign.tiny.scenes`, Muon on the 2-D weights of the blocks, AdamW elsewhere,
 EMA weights. The combinations and words of `flowalign/tiny/prompts/*_val` and `*_test` were never
 drawn (single_object, with four prompts, cannot be held out). The checkpoint was taken where both
@@ -87,13 +87,13 @@ def load_as_float32(folder: Path) -> None:
 
 def scores(model: Path) -> str:
     """The tables that `flowalign eval` writes of a pipeline folder, on the tiny test prompts."""
-    from flowalign.eval.__main__ import evaluate
+    from flowalign.eval.run import evaluate
 
     tables = []
     for guidance in (1.0, 3.5):
         with tempfile.TemporaryDirectory() as folder:
             overrides = [f"output={folder}", f"model.id={model}", f"sampling.guidance={guidance}"]
-            evaluate(load(CONFIG, overrides, stage=EvalConfig))
+            evaluate(load(CONFIG, overrides, stage=EvalStage))
             tables.append((Path(folder) / "table.md").read_text().replace(str(model), "tiny"))
     return "\n".join(tables)
 

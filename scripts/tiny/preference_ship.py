@@ -1,6 +1,6 @@
 """Turn a trained preference model into the one that the package ships.
 
-    python -m flowalign.tiny.preference_ship --work DIR
+    python scripts/tiny/preference_ship.py --work DIR
 
 Writes flowalign/tiny/preference_model in fp16, as a hub folder of a CLIP, with a card that holds
 what it scores on held-out prompts (measured here, on the fp16 weights read back).
@@ -15,12 +15,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+import preference
 import torch
+from preference import KINDS, SPOILT, Codec, chunk, embed, pixels
 from torch import Tensor
 from transformers import CLIPModel
 
-from flowalign.tiny import MODEL, PREFERENCE, build, preference
-from flowalign.tiny.preference import KINDS, SPOILT, Codec, chunk, embed, pixels
+from flowalign.tiny import MODEL, PREFERENCE, build
 
 SCENES = 200  # held-out scenes a kind, with SPOILT pairs each
 BLOCK = 32  # prompts that an image is told apart from; some 40 of shapes are held out
@@ -40,7 +41,7 @@ well-formed, uncluttered, and what the prompt says. As a reward:
 
 ## How it was made
 
-From scratch, on one CPU core, by `python -m flowalign.tiny.preference` ({history}): CLIP's
+From scratch, on one CPU core, by `python scripts/tiny/preference.py` ({history}): CLIP's
 contrastive loss on scenes drawn by `flowalign.tiny.scenes`, then PickScore's loss (2305.01569) on
 pairs of a clean scene and a spoilt one (`flowalign.tiny.degrade`), beside the contrastive one. Half
 of the images, clean and spoilt alike, went through the tiny model's autoencoder. No image of a
@@ -49,7 +50,7 @@ were never drawn (single_object, with four prompts, cannot be held out).
 
 ## What it measures on held-out prompts
 
-By `python -m flowalign.tiny.preference_ship`. The share of {pairs} pairs a kind in which the clean
+By `python scripts/tiny/preference_ship.py`. The share of {pairs} pairs a kind in which the clean
 scene scores higher, as rendered, and with both images through the autoencoder ("latent": only the
 clean one is rendered in the first), with the mean score of the spoilt images:
 

@@ -14,27 +14,28 @@ from pathlib import Path
 
 import torch
 
-from flowalign import determinism, hub
-from flowalign.adapters import AdapterError, adapter_folder, read_head, read_lora, scales
+from flowalign import determinism
+from flowalign.adapters import hub
+from flowalign.adapters.files import AdapterError, adapter_folder, read_head, read_lora, scales
+from flowalign.config.schema import (
+    ADAPTER,
+    BenchmarkConfig,
+    ConfigError,
+    EvalStage,
+    FidelityConfig,
+    LoraConfig,
+    MergeStage,
+    OpdStage,
+    RewardConfig,
+    SftStage,
+    Stage,
+    TrainingStage,
+)
 from flowalign.data import PromptError, load_prompts
 from flowalign.pictures import IMAGES, image_files
-from flowalign.schema import (
-    ADAPTER,
-    Benchmark,
-    Config,
-    ConfigError,
-    EvalConfig,
-    Fidelity,
-    Lora,
-    MergeConfig,
-    OpdConfig,
-    RewardSpec,
-    Root,
-    SftConfig,
-)
 
 
-def check_world(config: Root, num_processes: int, pending: Collection[str] = ()) -> None:
+def check_world(config: Stage, num_processes: int, pending: Collection[str] = ()) -> None:
     """Refuse what cannot run here: shares of the processes, prompt sets, rewards, adapters.
 
     Called before any model is loaded; raises one ConfigError with every problem. pending: adapters
@@ -43,12 +44,12 @@ def check_world(config: Root, num_processes: int, pending: Collection[str] = ())
     import flowalign.rewards as rewards  # only here: importing a config needs no rewards
 
     problems = [*_package_problems(config), *_adapter_problems(config, pending)]
-    if isinstance(config, Config):
+    if isinstance(config, TrainingStage):
         problems += [*_training_problems(config, num_processes), *determinism.problems(config)]
-    if isinstance(config, EvalConfig):
+    if isinstance(config, EvalStage):
         problems += _reference_problems(config.fidelity)
     for place, name, judges, sources in _judged(config):
-        known: list[RewardSpec] = []
+        known: list[RewardConfig] = []
         for where, reward in judges.items():
             try:
                 rewards.check(reward.name, reward.options)
@@ -84,17 +85,17 @@ def check_launch(num_processes: int) -> None:
         )
 
 
-Judged = tuple[str, str, dict[str, RewardSpec], dict[str, str]]
+Judged = tuple[str, str, dict[str, RewardConfig], dict[str, str]]
 """(place in the config, name, {place: reward}, {key: prompt set}) of a task or benchmark."""
 
 
-def _judged(config: Root) -> Iterator[Judged]:
+def _judged(config: Stage) -> Iterator[Judged]:
     """What is scored by rewards."""
-    if isinstance(config, EvalConfig):
+    if isinstance(config, EvalStage):
         for index, mark in enumerate(config.benchmarks):
             yield _judges(f"benchmarks.{index}", mark)
         return
-    if not isinstance(config, Config):
+    if not isinstance(config, TrainingStage):
         return
     for index, mark in enumerate(config.evaluation.watch if config.evaluation else ()):
         yield _judges(f"evaluation.watch.{index}", mark)
@@ -106,24 +107,24 @@ def _judged(config: Root) -> Iterator[Judged]:
         yield f"tasks.{index}", task.name, reward, sources
 
 
-def _judges(place: str, mark: Benchmark) -> Judged:
+def _judges(place: str, mark: BenchmarkConfig) -> Judged:
     rewards = {f"{place}.reward": mark.reward} if mark.reward else {}
     rewards |= {f"{place}.rewards.{judge}": spec for judge, spec in mark.rewards.items()}
     return place, mark.name, rewards, {"prompts": mark.prompts}
 
 
-def _package_problems(config: Root) -> Iterator[str]:
+def _package_problems(config: Stage) -> Iterator[str]:
     """What asks for a package or a device that is not here."""
     missing = not importlib.util.find_spec("bitsandbytes")
     install = "bitsandbytes, which is not installed. Run `pip install 'flowalign[gpu]'`"
     if config.model.quantization == "nf4" and (missing or not torch.cuda.is_available()):
         need = install if missing else "a GPU, and torch sees none. Run it on one"
         yield f"model.quantization: 'nf4' needs {need}, or use 'fp8', or null."
-    if isinstance(config, Config) and config.optimizer.name == "adamw8bit" and missing:
+    if isinstance(config, TrainingStage) and config.optimizer.name == "adamw8bit" and missing:
         yield f"optimizer.name: 'adamw8bit' needs {install}, or use 'adamw'."
 
 
-def _training_problems(config: Config, num_processes: int) -> Iterator[str]:
+def _training_problems(config: TrainingStage, num_processes: int) -> Iterator[str]:
     updates, rollout = config.optimizer.updates_per_rollout, config.rollout
     images = rollout.prompts // updates * rollout.copies  # of one optimizer step
     if images % num_processes:
@@ -136,23 +137,23 @@ def _training_problems(config: Config, num_processes: int) -> Iterator[str]:
         )
 
 
-def adapters(config: Root) -> dict[str, str]:
+def adapters(config: Stage) -> dict[str, str]:
     """{place in the config: folder or Hub id} of every adapter that a stage reads."""
     found: dict[str, str | None] = {}
-    if isinstance(config, Config):
+    if isinstance(config, TrainingStage):
         found["lora.init"] = config.lora.init
-    if isinstance(config, OpdConfig | SftConfig):
+    if isinstance(config, OpdStage | SftStage):
         found |= {f"teachers.{name}": t.adapter for name, t in config.teachers.items()}
-    if isinstance(config, OpdConfig) and config.anchor:
+    if isinstance(config, OpdStage) and config.anchor:
         found["anchor.adapter"] = config.anchor.adapter
-    if isinstance(config, MergeConfig):
+    if isinstance(config, MergeStage):
         found |= {f"adapters.{i}": source for i, source in enumerate(config.adapters)}
-    if isinstance(config, EvalConfig):
+    if isinstance(config, EvalStage):
         found |= {f"models.{name}": folder for name, folder in config.models.items()}
     return {place: folder for place, folder in found.items() if folder is not None}
 
 
-def _adapter_problems(config: Root, pending: Collection[str] = ()) -> Iterator[str]:
+def _adapter_problems(config: Stage, pending: Collection[str] = ()) -> Iterator[str]:
     """Adapters that are not there, cannot be read, or say of themselves that they are another
     base's. Those on the Hub are downloaded. pending: those that an earlier stage of a recipe will
     write."""
@@ -184,7 +185,7 @@ class Start:
     ignored: list[str]
 
 
-def start(lora: Lora) -> Start | None:
+def start(lora: LoraConfig) -> Start | None:
     """Of `lora.init`; None for a fresh adapter."""
     if lora.init is None:
         return None
@@ -236,7 +237,7 @@ def _missing(source: str, error: AdapterError) -> str:
     )
 
 
-def _reference_problems(fidelity: Fidelity | None) -> Iterator[str]:
+def _reference_problems(fidelity: FidelityConfig | None) -> Iterator[str]:
     if fidelity is None or fidelity.reference == "tiny":
         return
     folder = Path(fidelity.reference).expanduser()

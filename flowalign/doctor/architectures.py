@@ -1,6 +1,6 @@
 """The public Stable Diffusion 3 models without their weights: the shapes of every part.
 
-For predictions (`flowalign.estimate`), and for tests that need a model of the real structure.
+For predictions (`flowalign.doctor.estimate`), and for tests that need the real structure.
 Values of transformers, VAE and schedule: the models' public config files, here from three
 independent copies of them in public code (the models themselves are gated); of the text encoders:
 openai/clip-vit-large-patch14, laion/CLIP-ViT-bigG-14 and google/t5-v1_1-xxl, from memory. The

@@ -1,4 +1,4 @@
-"""Make the tiny model from nothing: `python -m flowalign.tiny.pretrain --work DIR`.
+"""Make the tiny model from nothing: `python scripts/tiny/pretrain.py --work DIR`.
 
 Two stages, each resumable: the autoencoder, then the transformer with its text encoders by flow
 matching (x_sigma = (1-sigma) x0 + sigma eps, v = eps - x0). Every `--save` samples the EMA is
@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import autoencoder
+import stream
 import torch
 from diffusers import AutoencoderKL, StableDiffusion3Pipeline
 from diffusers.training_utils import EMAModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from flowalign.tiny import autoencoder, build, stream
+from flowalign.tiny import build
 
 BATCH = 64
 LONG_EVERY = 24  # one batch in so many sees a longer T5 context, so that any length up to 256 works

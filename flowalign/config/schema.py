@@ -44,7 +44,7 @@ class Section(BaseModel):
     )  # fmt: skip
 
 
-class Model(Section):
+class ModelConfig(Section):
     """The base model."""
 
     id: str = Field(examples=["tiny", "stabilityai/stable-diffusion-3.5-medium"])
@@ -81,7 +81,7 @@ class Model(Section):
     """torch.compile the blocks of the transformer."""
 
 
-class Lora(Section):
+class LoraConfig(Section):
     """The adapter that is trained."""
 
     rank: Count = 32
@@ -95,7 +95,7 @@ class Lora(Section):
     layers: rank, alpha and targets are ignored, and a warning says so where they were set."""
 
 
-class RewardSpec(Section):
+class RewardConfig(Section):
     """A reward by its registered name."""
 
     name: str = Field(examples=["ocr"])
@@ -104,7 +104,7 @@ class RewardSpec(Section):
     """Keyword arguments of the reward."""
 
 
-class Task(Section):
+class TaskConfig(Section):
     """A named group of prompts with its own reward or teacher."""
 
     name: str = Field(min_length=1, examples=["ocr"])
@@ -115,13 +115,13 @@ class Task(Section):
     """Held-out prompts, in the same formats."""
     weight: Positive = 1.0
     """Share of every batch, relative to the other tasks."""
-    reward: RewardSpec | None = None
+    reward: RewardConfig | None = None
     """What scores its images; a student or sft needs none, but for an evaluation."""
     teacher: str | None = Field(default=None, examples=["ocr"])
     """The teacher that its images are routed to (opd, sft); null = the one of the task's name."""
 
 
-class Rollout(Section):
+class RolloutConfig(Section):
     """How trajectories are sampled for training."""
 
     steps: Count = 10
@@ -149,7 +149,7 @@ class Rollout(Section):
         return self.window or (0, self.steps - 1)
 
 
-class Grpo(Section):
+class GrpoConfig(Section):
     """The policy gradient."""
 
     advantage: Literal["group_std", "batch_std", "gaussian"] = "group_std"
@@ -165,7 +165,7 @@ class Grpo(Section):
     Flow-GRPO's and Flow-OPD's code has it, 3.7 to 25 times smaller over ten steps of shift 3."""
 
 
-class Teacher(Section):
+class TeacherConfig(Section):
     """A frozen velocity field on the same base."""
 
     adapter: str | None = Field(examples=["runs/teacher_ocr/adapter"])
@@ -175,14 +175,14 @@ class Teacher(Section):
     student's, guidance is distilled into the student; below it, the student unlearns its own."""
 
 
-class Anchor(Teacher):
+class AnchorConfig(TeacherConfig):
     """Manifold-anchor regularisation (MAR): a teacher of every task, whatever its routing."""
 
     weight: NotNegative = 0.04
     """Lambda, relative to the distillation loss."""
 
 
-class States(Section):
+class StatesConfig(Section):
     """Which states of a rollout are trained, among those of rollout.window."""
 
     select: Literal["all", "window", "random", "low_noise", "high_noise"] = "all"
@@ -192,7 +192,7 @@ class States(Section):
     """How many (no matter for all). The rollout stops at the last one."""
 
 
-class Student(Section):
+class StudentConfig(Section):
     """On-policy distillation: how the student is pulled towards its teachers."""
 
     gradient: Literal["pathwise", "policy", "published", "detached"] = "pathwise"
@@ -202,7 +202,7 @@ class Student(Section):
     weighting: Literal["kl", "published", "mean", "velocity"] = "velocity"
     """w(sigma) of the distance w |v - v_teacher|^2; see flowalign.losses.step_weights. The default,
     with that of states, is what docs/study.md found best; kl and all states are the paper's."""
-    states: States = States(select="high_noise")
+    states: StatesConfig = StatesConfig(select="high_noise")
     guidance: NotNegative | None = Field(default=None, examples=[1.0])
     """CFG scale of the student where it is trained; null = rollout.guidance."""
     clip_range: Positive = 1e-4
@@ -221,14 +221,14 @@ class Student(Section):
     """Rollouts between two gradient cosines of the tasks."""
 
 
-class Sft(Section):
+class SftConfig(Section):
     """Cold start: flow matching on images that the routed teachers sample."""
 
     states: Count = 4
     """Noise levels at which each image is learnt from."""
 
 
-class Optimizer(Section):
+class OptimizerConfig(Section):
     """AdamW and what surrounds it."""
 
     name: Literal["adamw", "adamw8bit"] = "adamw"
@@ -253,7 +253,7 @@ class Optimizer(Section):
     """(image, step) pairs per forward and backward pass."""
 
 
-class Ema(Section):
+class EmaConfig(Section):
     """A moving average of the adapter, which is evaluated and saved."""
 
     decay: Decay = 0.9
@@ -264,7 +264,7 @@ class Ema(Section):
     and saved; steps since the last one count for their share."""
 
 
-class Train(Section):
+class TrainConfig(Section):
     """Length and housekeeping of the run."""
 
     updates: Count = 100
@@ -295,7 +295,7 @@ class Train(Section):
     """What the trackers call the project."""
 
 
-class Benchmark(Section):
+class BenchmarkConfig(Section):
     """Held-out prompts and what judges their images."""
 
     name: str = Field(min_length=1, examples=["ocr"])
@@ -307,9 +307,9 @@ class Benchmark(Section):
     tags); null = all. More of them later go on with the images of fewer."""
     images: Count = 1
     """Images of a prompt, each with its own noise; GenEval officially has 4."""
-    reward: RewardSpec | None = None
+    reward: RewardConfig | None = None
     """What scores its images; its number is called as the benchmark is."""
-    rewards: dict[str, RewardSpec] = Field(default={}, examples=[{"pick": {"name": "pickscore"}}])
+    rewards: dict[str, RewardConfig] = Field(default={}, examples=[{"pick": {"name": "pickscore"}}])
     """In place of `reward`, several judges of the same images, which are sampled once: each is a
     benchmark of its own, called NAME_JUDGE."""
     layout: Literal["geneval", "t2i_compbench", "dpg_bench"] | None = None
@@ -317,13 +317,13 @@ class Benchmark(Section):
     <output>/layouts/MODEL/NAME; with neither `reward` nor `rewards` that is all that is done."""
 
     @property
-    def judges(self) -> dict[str, RewardSpec]:
+    def judges(self) -> dict[str, RewardConfig]:
         """What tables and files call each of its numbers -> what gives it."""
         own = {self.name: self.reward} if self.reward else {}
         return own | {f"{self.name}_{judge}": spec for judge, spec in self.rewards.items()}
 
 
-class Evaluation(Section):
+class EvaluationConfig(Section):
     """Evaluation on the validation prompts while training."""
 
     every: Count = 20
@@ -342,66 +342,68 @@ class Evaluation(Section):
     max_invalid_share: Share = 0.05
     """An evaluation in which a larger share of a task's images could not be scored does not count:
     it never chooses the best adapter. A run whose last one does not count stops."""
-    watch: list[Benchmark] = []
+    watch: list[BenchmarkConfig] = []
     """Benchmarks that are scored, too, but not aimed at: an alarm tells when one falls."""
 
 
-class Root(Section):
+class Stage(Section):
     """What the configs of all stages have; `load(..., stage=Root)` takes any of them."""
 
     stage: str
     """What is done: a key of STAGES."""
     output: str = Field(min_length=1, examples=["runs/teacher_ocr"])
     """Folder of the run."""
-    model: Model
+    model: ModelConfig
 
 
-class Job(Root):
+class Job(Stage):
     """What `flowalign train` runs."""
 
 
-class Config(Job):
+class TrainingStage(Job):
     """A training run; what is learnt depends on the stage."""
 
     seed: int = 0
     """Seed of prompts, noise and initial weights."""
-    lora: Lora = Lora()
-    tasks: list[Task] = Field(min_length=1)
-    rollout: Rollout = Rollout()
-    optimizer: Optimizer = Optimizer()
-    ema: Ema | None = Ema()
-    train: Train = Train()
-    evaluation: Evaluation | None = Evaluation()
+    lora: LoraConfig = LoraConfig()
+    tasks: list[TaskConfig] = Field(min_length=1)
+    rollout: RolloutConfig = RolloutConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    ema: EmaConfig | None = EmaConfig()
+    train: TrainConfig = TrainConfig()
+    evaluation: EvaluationConfig | None = EvaluationConfig()
 
     @property
     def guidance(self) -> float:
         """The CFG scale at which the adapter is trained."""
         return self.rollout.guidance
 
-    def guidance_of(self, teacher: Teacher) -> float:
+    def guidance_of(self, teacher: TeacherConfig) -> float:
         """The CFG scale of a teacher or anchor."""
         return self.guidance if teacher.guidance is None else teacher.guidance
 
 
-class GrpoConfig(Config):
+class GrpoStage(TrainingStage):
     """A teacher, or a mix of tasks, by group-relative policy optimisation."""
 
     stage: Literal["grpo"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Learn from rewards."""
-    grpo: Grpo = Grpo()
+    grpo: GrpoConfig = GrpoConfig()
 
 
-class OpdConfig(Config):
+class OpdStage(TrainingStage):
     """A student by on-policy distillation from routed teachers."""
 
     stage: Literal["opd"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Learn from teachers, on the student's own trajectories."""
-    teachers: dict[str, Teacher] = Field(min_length=1, examples=[{"ocr": {"adapter": "runs/ocr"}}])
+    teachers: dict[str, TeacherConfig] = Field(
+        min_length=1, examples=[{"ocr": {"adapter": "runs/ocr"}}]
+    )
     """Teachers by name."""
-    student: Student = Student()
-    anchor: Anchor | None = None
+    student: StudentConfig = StudentConfig()
+    anchor: AnchorConfig | None = None
     """The anchor of MAR; null = none."""
-    grpo: Grpo = Grpo()
+    grpo: GrpoConfig = GrpoConfig()
     """Only for student.reward_weight > 0."""
 
     @property
@@ -411,17 +413,19 @@ class OpdConfig(Config):
         return self.rollout.guidance if own is None else own
 
 
-class SftConfig(Config):
+class SftStage(TrainingStage):
     """A cold start from routed teachers' images."""
 
     stage: Literal["sft"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Learn from teachers' images."""
-    teachers: dict[str, Teacher] = Field(min_length=1, examples=[{"ocr": {"adapter": "runs/ocr"}}])
+    teachers: dict[str, TeacherConfig] = Field(
+        min_length=1, examples=[{"ocr": {"adapter": "runs/ocr"}}]
+    )
     """Teachers by name."""
-    sft: Sft = Sft()
+    sft: SftConfig = SftConfig()
 
 
-class MergeConfig(Job):
+class MergeStage(Job):
     """A merge of adapters of one base; see flowalign.teachers.merge."""
 
     stage: Literal["merge"]  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -444,7 +448,7 @@ class MergeConfig(Job):
     """LiNeS: scales of the shallowest and the deepest block."""
 
 
-class RecipeConfig(Job):
+class RecipeStage(Job):
     """Stages that run one after the other, each in a folder of its name under `output`."""
 
     stage: Literal["recipe"]  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -464,7 +468,7 @@ class RecipeConfig(Job):
     line): the same recipe for other hardware."""
 
 
-class Sampling(Section):
+class SamplingConfig(Section):
     """How images are sampled for an evaluation."""
 
     steps: Count = 10
@@ -477,7 +481,7 @@ class Sampling(Section):
     """Images per forward pass of a process."""
 
 
-class Fidelity(Section):
+class FidelityConfig(Section):
     """How far the images are from reference images: a Fréchet distance between their features."""
 
     features: str = Field(default="tiny", examples=["tiny", "my_features:dino"])
@@ -486,7 +490,7 @@ class Fidelity(Section):
     """`tiny` (scenes drawn from the benchmarks' own metadata), or a folder of images."""
 
 
-class Report(Section):
+class ReportConfig(Section):
     """What report.html shows."""
 
     title: str | None = Field(default=None, examples=["Flow-OPD on the tiny world"])
@@ -495,7 +499,7 @@ class Report(Section):
     """Prompts of a benchmark whose images are shown, the first ones."""
 
 
-class EvalConfig(Root):
+class EvalStage(Stage):
     """An evaluation of the base model and of adapters on it."""
 
     stage: Literal["eval"]  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -506,10 +510,10 @@ class EvalConfig(Root):
     """Name -> adapter folder, or null for the base model; the first is compared with."""
     compare: dict[str, list[str]] = Field(default={}, examples=[{"student": ["ocr", "merged"]}])
     """Name -> other models that it is compared with, besides the first."""
-    benchmarks: list[Benchmark] = Field(min_length=1)
-    sampling: Sampling = Sampling()
-    fidelity: Fidelity | None = None
-    report: Report = Report()
+    benchmarks: list[BenchmarkConfig] = Field(min_length=1)
+    sampling: SamplingConfig = SamplingConfig()
+    fidelity: FidelityConfig | None = None
+    report: ReportConfig = ReportConfig()
     score_seconds: Positive | None = 1800.0
     """A batch of images whose reward takes longer is invalid; null = wait for ever."""
     timeout_seconds: Positive | None = Field(default=None, examples=[7200.0])
@@ -522,13 +526,13 @@ class EvalConfig(Root):
     false = those that the report shows."""
 
 
-STAGES: dict[str, type[Root]] = {
-    "grpo": GrpoConfig,
-    "opd": OpdConfig,
-    "sft": SftConfig,
-    "merge": MergeConfig,
-    "recipe": RecipeConfig,
-    "eval": EvalConfig,
+STAGES: dict[str, type[Stage]] = {
+    "grpo": GrpoStage,
+    "opd": OpdStage,
+    "sft": SftStage,
+    "merge": MergeStage,
+    "recipe": RecipeStage,
+    "eval": EvalStage,
 }
 
 
@@ -537,18 +541,18 @@ def command(stage: str) -> str:
     return "flowalign train" if issubclass(STAGES[stage], Job) else "flowalign eval"
 
 
-def routing(config: OpdConfig | SftConfig) -> dict[str, str]:
+def routing(config: OpdStage | SftStage) -> dict[str, str]:
     """Task -> name of its teacher."""
     return {task.name: task.teacher or task.name for task in config.tasks}
 
 
-def mixtures(config: Config) -> dict[str, float]:
+def mixtures(config: TrainingStage) -> dict[str, float]:
     """{place in the config: CFG scale} of the teachers, and of the anchor, whose scale is not the
     one that the student is trained at."""
-    members: dict[str, Teacher] = {}
-    if isinstance(config, OpdConfig | SftConfig):
+    members: dict[str, TeacherConfig] = {}
+    if isinstance(config, OpdStage | SftStage):
         members = {f"teachers.{name}": teacher for name, teacher in config.teachers.items()}
-    if isinstance(config, OpdConfig) and config.anchor:
+    if isinstance(config, OpdStage) and config.anchor:
         members["anchor"] = config.anchor
     scales = {place: config.guidance_of(member) for place, member in members.items()}
     return {place: scale for place, scale in scales.items() if scale != config.guidance}

@@ -1,7 +1,6 @@
 """What a config will hold in memory and compute, before any weight is loaded.
 
-The library's own forward and backward passes run on a model of shapes alone (`flowalign.meter`),
-once for each kind of work of an update; counts of images and steps do the rest. Of one process,
+The library's own forward and backward passes run on a model of shapes alone (`meter`), once for each kind of work of an update; counts of images and steps do the rest. Of one process,
 in bytes and floating-point operations.
 """
 
@@ -17,13 +16,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flowalign.adapters import AdapterError, read_lora
-from flowalign.architectures import Architecture, build, find
+from flowalign.adapters.files import AdapterError, read_lora
 from flowalign.backbone import DTYPES, Backbone
+from flowalign.config.schema import (
+    GrpoStage,
+    OpdStage,
+    SftStage,
+    TeacherConfig,
+    TrainingStage,
+    routing,
+)
+from flowalign.doctor.architectures import Architecture, build, find
+from flowalign.doctor.meter import As, Meter, measure, rounded, size, size_of
 from flowalign.loop import STUDENT
-from flowalign.meter import As, Meter, measure, rounded, size, size_of
-from flowalign.schema import Config, GrpoConfig, OpdConfig, SftConfig, Teacher, routing
-from flowalign.student import chosen
+from flowalign.student.opd import chosen
 from flowalign.text import BATCH as TEXTS
 from flowalign.types import Conditioning, Source
 
@@ -84,7 +90,7 @@ class Estimate:
 
 
 def predict(
-    config: Config,
+    config: TrainingStage,
     *,
     device_type: str = "cuda",
     processes: int = 1,
@@ -100,7 +106,7 @@ def predict(
     work = _Work(config, shapes, processes)
     phases = [work.text(), work.rollout()]
     phases += [work.decode()] if work.decodes else []
-    phases += [work.labels()] if isinstance(config, OpdConfig) else []
+    phases += [work.labels()] if isinstance(config, OpdStage) else []
     phases += [work.update()]
     every = config.evaluation.every if config.evaluation else 0
     count = len({*range(0, config.train.updates, every), config.train.updates}) if every else 0
@@ -130,7 +136,7 @@ class _Shapes:
     """The model of a config on the meta device, with every adapter of the stage."""
 
     def __init__(
-        self, config: Config, found: Architecture, device_type: str, ranks: Mapping[str, int]
+        self, config: TrainingStage, found: Architecture, device_type: str, ranks: Mapping[str, int]
     ) -> None:
         self.config, self.device_type = config, device_type
         model, self.dtype = config.model, DTYPES[config.model.dtype]
@@ -159,10 +165,10 @@ class _Shapes:
         config, lora, backbone = self.config, self.config.lora, self.backbone
         rank = rank_of(lora.init, ranks, lora.rank) if lora.init else lora.rank
         backbone.add_adapter(STUDENT, rank=rank, alpha=lora.alpha, targets=lora.targets)
-        members = dict(config.teachers) if isinstance(config, OpdConfig | SftConfig) else {}
-        anchor = config.anchor if isinstance(config, OpdConfig) else None
+        members = dict(config.teachers) if isinstance(config, OpdStage | SftStage) else {}
+        anchor = config.anchor if isinstance(config, OpdStage) else None
 
-        def source(name: str, member: Teacher) -> Source:
+        def source(name: str, member: TeacherConfig) -> Source:
             if member.adapter is None:
                 return Source(None, config.guidance_of(member))
             own = rank_of(member.adapter, ranks, lora.rank)
@@ -242,16 +248,16 @@ class _Shapes:
 class _Work:
     """The phases of a run: what one pass of each holds, and how many rows go through it."""
 
-    def __init__(self, config: Config, shapes: _Shapes, processes: int) -> None:
+    def __init__(self, config: TrainingStage, shapes: _Shapes, processes: int) -> None:
         self.config, self.shapes, self.backbone = config, shapes, shapes.backbone
         rollout = config.rollout
         self.images = max(1, rollout.prompts * rollout.copies // processes)
         self.prompts = math.ceil(self.images / rollout.copies)
         self.processes = processes
-        rewarded = isinstance(config, OpdConfig) and config.student.reward_weight > 0
-        self.decodes = isinstance(config, GrpoConfig) or rewarded
+        rewarded = isinstance(config, OpdStage) and config.student.reward_weight > 0
+        self.decodes = isinstance(config, GrpoStage) or rewarded
         self.acts = self.decodes or (
-            isinstance(config, OpdConfig) and config.student.gradient != "pathwise"
+            isinstance(config, OpdStage) and config.student.gradient != "pathwise"
         )
         self.states, self.forwards = self._steps()
         self.latent = rounded(4 * math.prod(self.backbone.latent_shape))
@@ -261,9 +267,9 @@ class _Work:
     def _steps(self) -> tuple[int, float]:
         """Trained states of an image, and forward passes of its rollout (their mean)."""
         config, window = self.config, list(range(*self.config.rollout.trained))
-        if isinstance(config, SftConfig):
+        if isinstance(config, SftStage):
             return config.sft.states, config.rollout.steps
-        if not isinstance(config, OpdConfig):
+        if not isinstance(config, OpdStage):
             return len(window), config.rollout.steps
         draws = [chosen(config.student.states, window, (config.seed, u)) for u in range(DRAWS)]
         last = sum(draw[-1] + self.acts for draw in draws) / DRAWS
@@ -275,7 +281,7 @@ class _Work:
     def stored(self) -> int:
         """The rollout: states, their successors, the last latents, images and text."""
         states = self.states * (2 if self.acts else 1)
-        ends = 1 if self.decodes or isinstance(self.config, SftConfig) else 0
+        ends = 1 if self.decodes or isinstance(self.config, SftStage) else 0
         pixels = self.pixels if self.decodes else 0
         return self.images * ((states + ends) * self.latent + pixels) + self.text_bytes
 
@@ -287,9 +293,9 @@ class _Work:
     @property
     def label_bytes(self) -> int:
         """Labels of teachers and anchor, as they are kept from rollout to rollout."""
-        if isinstance(self.config, SftConfig):
+        if isinstance(self.config, SftStage):
             return self.images * self.states * self.latent
-        if not isinstance(self.config, OpdConfig):
+        if not isinstance(self.config, OpdStage):
             return 0
         each = 2 if self.config.student.label_dtype == "bfloat16" else 4
         fields = 2 if self.config.anchor else 1
@@ -321,7 +327,7 @@ class _Work:
         """Forward passes without gradient; the stored states are copied once at the end."""
         rollout = self.config.rollout
         batch = min(rollout.batch_size, self.images)
-        if isinstance(self.config, SftConfig):
+        if isinstance(self.config, SftStage):
             found = self._taught(batch)
         else:
             found = self._forward(batch, rollout.guidance)
@@ -340,7 +346,7 @@ class _Work:
     def labels(self) -> Phase:
         """Each pair by its teacher, and by the anchor."""
         config, anchor = self.config, self.shapes.anchor
-        assert isinstance(config, OpdConfig)
+        assert isinstance(config, OpdStage)
         pairs = self.images * self.states
         batch = min(config.student.label_batch, pairs)
         found = [self._taught(batch)]
@@ -357,11 +363,11 @@ class _Work:
         batch = min(config.optimizer.micro_batch, pairs // config.optimizer.updates_per_rollout)
         x, cond = self.shapes.latents(batch), self.shapes.conditioning(batch)
         found = self.shapes.measure(partial(self._learn, x, cond))
-        tasks = len(config.tasks) if isinstance(config, OpdConfig) else 1
+        tasks = len(config.tasks) if isinstance(config, OpdStage) else 1
         cosines = (tasks - 1) * lora  # the tasks' gradients, side by side
         step = 3 * lora if self.shapes.device_type == "cuda" else lora  # gradients, and torch's
         held = self.stored + self.label_bytes + max(found.peak + cosines, step)  # foreach copies
-        kept = isinstance(config, GrpoConfig | OpdConfig) and config.grpo.kl_weight > 0
+        kept = isinstance(config, GrpoStage | OpdStage) and config.grpo.kl_weight > 0
         flops = found.flops - (0 if kept else self.drift)
         return Phase("update", held, flops / batch * pairs)
 
@@ -387,7 +393,7 @@ class _Work:
     def _taught(self, batch: int) -> Meter:
         """A batch of the teacher that holds most; its operations are the mean of all tasks'."""
         config, every = self.config, self.shapes.teachers
-        assert isinstance(config, OpdConfig | SftConfig)
+        assert isinstance(config, OpdStage | SftStage)
         found = {name: self._forward(batch, of.guidance, of.adapter) for name, of in every.items()}
         worst = max(found.values(), key=lambda each: each.peak)
         routed, total = routing(config), sum(task.weight for task in config.tasks)

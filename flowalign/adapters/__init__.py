@@ -1,0 +1,1 @@
+"""LoRA adapters as folders of files, and where they come from."""

@@ -1,0 +1,1 @@
+"""How students learn: on-policy distillation (opd) and supervised fine-tuning (sft)."""

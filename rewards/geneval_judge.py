@@ -1,0 +1,349 @@
+"""GenEval's decision: does a list of detections fulfil a prompt's metadata?
+
+Reproduces djghosh13/geneval@af4902f, `evaluation/evaluate_images.py` and `summary_scores.py`
+(arXiv 2310.11513), and the graded reward of yifan123/reward-server@92ac29f that Flow-GRPO and
+Flow-OPD train on. Pure numpy, no model: detections and colours come from the caller.
+
+detections {class: [[x1, y1, x2, y2, score], ...]}: raw, in pixels, y down, any order.
+colors {class: [colour of each raw box]}, or a callable (class, raw index) -> colour, which is
+asked only for boxes that a colour clause judges. All comparisons are made in float32: the
+official detector yields float32, and float32(0.3) must fail `> 0.3`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+COLORS = (
+    "red",
+    "orange",
+    "yellow",
+    "green",
+    "blue",
+    "purple",
+    "pink",
+    "brown",
+    "black",
+    "white",
+)
+
+Detections = Mapping[str, Sequence[Sequence[float]]]
+Colors = Mapping[str, Sequence[str]] | Callable[[str, int], str]
+
+
+class MetadataError(ValueError, IndexError):
+    """The metadata cannot be judged. Also an IndexError, which is what the official code raises."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """correct, and why not: one line for each clause that failed ("" when correct)."""
+
+    correct: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Clause:
+    """What became of one include clause: `colored` and `relation` are None where not judged."""
+
+    wanted: int
+    found: int
+    colored: int | None = None
+    relation: bool | None = None
+    no_target: bool = False
+    reason: str = ""
+
+
+def judge(
+    metadata: Mapping[str, Any],
+    detections: Detections,
+    colors: Colors,
+    *,
+    threshold: float = 0.3,
+    counting_threshold: float = 0.9,
+    max_objects: int = 16,
+    max_overlap: float = 1.0,
+    position_threshold: float = 0.1,
+    strict: bool = False,
+) -> Verdict:
+    """The official decision on one image.
+
+    Every include clause must hold (count, then colour, then position) and no exclude clause may
+    fire. Only the `count` most confident boxes of a class are judged for colour and position.
+    strict: the reward server's `strict_rewards` instead: counts must be equal, and exclude is
+    ignored. A reason that names two relations lists them alphabetically (the official order
+    depends on PYTHONHASHSEED).
+    Raises MetadataError where a position refers to its own clause or to a later one.
+    """
+    selected = select(
+        metadata,
+        detections,
+        threshold=threshold,
+        counting_threshold=counting_threshold,
+        max_objects=max_objects,
+        max_overlap=max_overlap,
+    )
+    clauses = _clauses(metadata, selected, detections, colors, position_threshold, strict)
+    reasons = [clause.reason for clause in clauses if clause.reason]
+    if not strict:
+        for clause in _fired(metadata, selected):
+            name, count = clause["class"], clause["count"]
+            reasons.append(f"expected {name}<{count}, found {len(selected[name])}")
+    return Verdict(correct=not reasons, reason="\n".join(reasons))
+
+
+def partial_credit(
+    metadata: Mapping[str, Any],
+    detections: Detections,
+    colors: Colors,
+    *,
+    threshold: float = 0.3,
+    counting_threshold: float = 0.9,
+    max_objects: int = 16,
+    max_overlap: float = 1.0,
+    position_threshold: float = 0.1,
+    variant: str = "bounded",
+) -> float:
+    """A graded score of one image: the mean of its terms. Counts must be equal, as in `strict`.
+
+    "bounded", in [0, 1]; the terms depend on the metadata alone, n = the count asked for:
+      each include clause: max(0, 1 - |n - found| / n);
+      its colour, if it asks for one: boxes of that colour / n, 0 where the count is wrong;
+      its position, if it asks for one: 1 if every pair shows the relation, else 0 (also where
+      count, colour or the reference clause failed);
+      each exclude clause of a class that no include clause names: 1, or 0 if it fires.
+      It is 1.0 exactly where everything holds, and then `judge` says correct too.
+    "published": the reward server's `scores`, with its quirks: 1 - |n - found| / n has no floor;
+      a failed relation adds 0 and then a spurious 1 (a lone position failure scores 0.75); a
+      wrong count adds one 0 for colour and position together; exclude is ignored; 0 for
+      metadata without include.
+    Raises as `judge`; ValueError for another variant.
+    """
+    if variant not in ("bounded", "published"):
+        raise ValueError(f"variant {variant!r} is unknown; use 'bounded' or 'published'.")
+    selected = select(
+        metadata,
+        detections,
+        threshold=threshold,
+        counting_threshold=counting_threshold,
+        max_objects=max_objects,
+        max_overlap=max_overlap,
+    )
+    clauses = _clauses(metadata, selected, detections, colors, position_threshold, strict=True)
+    pairs = list(zip(metadata.get("include", []), clauses, strict=True))
+    if variant == "published":
+        terms = [term for asked, clause in pairs for term in _published_terms(asked, clause)]
+        return sum(terms) / len(terms) if terms else 0.0
+    terms = [term for asked, clause in pairs for term in _bounded_terms(asked, clause)]
+    included = {asked["class"] for asked, _ in pairs}
+    fired = _fired(metadata, selected)
+    others = [c for c in metadata.get("exclude", []) if c["class"] not in included]
+    terms += [0.0 if clause in fired else 1.0 for clause in others]
+    return sum(terms) / len(terms) if terms else 1.0
+
+
+def select(
+    metadata: Mapping[str, Any],
+    detections: Detections,
+    *,
+    threshold: float = 0.3,
+    counting_threshold: float = 0.9,
+    max_objects: int = 16,
+    max_overlap: float = 1.0,
+) -> dict[str, list[int]]:
+    """{class: raw indices of the boxes that count, best first}; classes without any are absent.
+
+    Per class: by descending score (equal scores: the later raw index first), strictly above the
+    threshold (`counting_threshold` where metadata's tag is "counting"), cut to `max_objects`,
+    and only then greedy suppression of boxes whose IoU (+1-pixel convention) with a better one
+    is not below `max_overlap`. max_overlap 1 turns suppression off.
+    """
+    limit = np.float32(counting_threshold if metadata.get("tag") == "counting" else threshold)
+    selected = {}
+    for name, raw in detections.items():
+        boxes = _boxes(raw)
+        order = np.argsort(boxes[:, 4], kind="stable")[::-1]
+        queue = order[boxes[order, 4] > limit][:max_objects].tolist()
+        kept = []
+        while queue:
+            best = queue.pop(0)
+            kept.append(best)
+            if max_overlap != 1:
+                cut = np.float32(max_overlap)
+                queue = [i for i in queue if _iou(boxes[best], boxes[i]) < cut]
+        if kept:
+            selected[name] = kept
+    return selected
+
+
+def summarize(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The scores of many images, as fractions. rows: {tag, prompt, correct}, one an image.
+
+    overall: unweighted mean of the tags' image accuracies, the number that papers report;
+    tasks {tag: accuracy of its images}; images: share of correct images; prompts: share of
+    prompts with at least one; counts {tag: number of images}.
+    Raises ValueError where there are no rows.
+    """
+    by_tag: dict[str, list[bool]] = {}
+    by_prompt: dict[tuple[str, str], bool] = {}
+    for row in rows:
+        correct, key = bool(row["correct"]), (row["tag"], row["prompt"])
+        by_tag.setdefault(row["tag"], []).append(correct)
+        by_prompt[key] = by_prompt.get(key, False) or correct
+    if not by_tag:
+        raise ValueError("no images to summarize: rows is empty.")
+    tasks = {tag: sum(hits) / len(hits) for tag, hits in by_tag.items()}
+    counts = {tag: len(hits) for tag, hits in by_tag.items()}
+    return {
+        "overall": sum(tasks.values()) / len(tasks),
+        "tasks": tasks,
+        "images": sum(sum(hits) for hits in by_tag.values()) / sum(counts.values()),
+        "prompts": sum(by_prompt.values()) / len(by_prompt),
+        "counts": counts,
+    }
+
+
+def _boxes(raw: Sequence[Sequence[float]]) -> np.ndarray:
+    """Raw boxes of one class as float32 [N,5]."""
+    return np.asarray(raw, dtype=np.float32).reshape(-1, 5)
+
+
+def _area(x1: np.float32, y1: np.float32, x2: np.float32, y2: np.float32) -> np.float32:
+    zero, one = np.float32(0), np.float32(1)
+    return max(x2 - x1 + one, zero) * max(y2 - y1 + one, zero)
+
+
+def _iou(a: np.ndarray, b: np.ndarray) -> np.float32:
+    inner = _area(max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3]))
+    union = _area(*a[:4]) + _area(*b[:4]) - inner
+    return inner / union if union else np.float32(0)
+
+
+def _relations(a: np.ndarray, b: np.ndarray, dead_zone: float) -> set[str]:
+    """Where box a stands as seen from box b: none, one or two of the four relations.
+
+    The centre offset is shrunk per axis by dead_zone * (size of a + size of b), floor 0, and
+    divided by the norm of the unshrunk offset, as the official code does.
+    """
+    corners = np.stack([a, b])[:, :4].reshape(2, 2, 2)
+    center_a, center_b = corners.mean(axis=1)
+    size_a, size_b = np.abs(corners[:, 1] - corners[:, 0])
+    offset = center_a - center_b
+    shrunk = np.maximum(np.abs(offset) - np.float32(dead_zone) * (size_a + size_b), 0)
+    if np.all(shrunk < 1e-3):
+        return set()
+    dx, dy = shrunk * np.sign(offset) / np.linalg.norm(offset)
+    holds = {"left of": dx < -0.5, "right of": dx > 0.5, "above": dy < -0.5, "below": dy > 0.5}
+    return {relation for relation, true in holds.items() if true}
+
+
+def _fired(metadata: Mapping[str, Any], selected: Mapping[str, list[int]]) -> list[Any]:
+    """The exclude clauses that are violated."""
+    clauses = metadata.get("exclude", [])
+    return [c for c in clauses if len(selected.get(c["class"], [])) >= c["count"]]
+
+
+def _clauses(
+    metadata: Mapping[str, Any],
+    selected: Mapping[str, list[int]],
+    detections: Detections,
+    colors: Colors,
+    dead_zone: float,
+    strict: bool,
+) -> list[_Clause]:
+    """The outcome of every include clause, in order; a later one may refer to an earlier one."""
+    results: list[_Clause] = []
+    groups: list[list[np.ndarray] | None] = []
+    for asked in metadata.get("include", []):
+        name, count = asked["class"], asked["count"]
+        found, judged = len(selected.get(name, [])), selected.get(name, [])[:count]
+        boxes = [_boxes(detections[name])[i] for i in judged]
+        if found != count if strict else found < count:
+            sign = "==" if strict else ">="
+            result = _Clause(count, found, reason=f"expected {name}{sign}{count}, found {found}")
+        else:
+            result = _color_clause(asked, found, judged, colors)
+            if "position" in asked and not result.reason:
+                result = _position_clause(asked, result, boxes, groups, dead_zone)
+        results.append(result)
+        groups.append(None if result.reason else boxes)
+    return results
+
+
+def _color(colors: Colors, name: str, index: int) -> str:
+    """The colour of the raw box `index` of a class."""
+    return colors[name][index] if isinstance(colors, Mapping) else colors(name, index)
+
+
+def _color_clause(
+    asked: Mapping[str, Any], found: int, judged: list[int], colors: Colors
+) -> _Clause:
+    """A clause whose count holds: is every judged box of the colour asked for, if any is?"""
+    name, count = asked["class"], asked["count"]
+    if "color" not in asked:
+        return _Clause(count, found)
+    wanted, seen = asked["color"], [_color(colors, name, index) for index in judged]
+    if seen.count(wanted) >= count:
+        return _Clause(count, found, colored=count)
+    order = [c for c in COLORS if c in seen] + sorted(set(seen) - set(COLORS))
+    listed = ", ".join(f"{seen.count(c)} {c}" for c in order)
+    hits = seen.count(wanted)
+    reason = f"expected {wanted} {name}>={count}, found {hits} {wanted}; and {listed}"
+    return _Clause(count, found, colored=hits, reason=reason)
+
+
+def _position_clause(
+    asked: Mapping[str, Any],
+    so_far: _Clause,
+    boxes: list[np.ndarray],
+    groups: Sequence[list[np.ndarray] | None],
+    dead_zone: float,
+) -> _Clause:
+    """Count and colour hold: does every (object, reference) pair show the relation?"""
+    name, (wanted, index) = asked["class"], asked["position"]
+    if not -len(groups) <= index < len(groups):
+        raise MetadataError(
+            f"the position of {name!r} refers to include clause {index}, but only clauses before "
+            f"it can be referred to, and there are {len(groups)}. Put the reference first."
+        )
+    targets = groups[index]
+    if targets is None:
+        reason = f"no target for {name} to be {wanted}"
+        return replace(so_far, no_target=True, relation=False, reason=reason)
+    for box in boxes:
+        for target in targets:
+            seen = _relations(box, target, dead_zone)
+            if wanted not in seen:
+                place = " and ".join(sorted(seen))
+                reason = f"expected {name} {wanted} target, found {place} target"
+                return replace(so_far, relation=False, reason=reason)
+    return replace(so_far, relation=True)
+
+
+def _bounded_terms(asked: Mapping[str, Any], clause: _Clause) -> list[float]:
+    """The terms of one include clause in partial_credit's "bounded"; how many is fixed by it."""
+    terms = [max(0.0, 1 - abs(clause.wanted - clause.found) / clause.wanted)]
+    if "color" in asked:
+        terms.append((clause.colored or 0) / clause.wanted)
+    if "position" in asked:
+        terms.append(1.0 if clause.relation else 0.0)
+    return terms
+
+
+def _published_terms(asked: Mapping[str, Any], clause: _Clause) -> list[float]:
+    """The terms of one include clause in the reward server's `scores`, quirks included."""
+    terms = [1 - abs(clause.wanted - clause.found) / clause.wanted]
+    if clause.found != clause.wanted:
+        return terms + ([0.0] if "color" in asked or "position" in asked else [])
+    if clause.colored is not None:
+        terms.append(1 - abs(clause.wanted - clause.colored) / clause.wanted)
+    if clause.no_target:
+        terms.append(0.0)
+    elif clause.relation is not None:
+        terms += [1.0] if clause.relation else [0.0, 1.0]
+    return terms

@@ -1,0 +1,198 @@
+"""Draw the house: rooms, arrows between them, lines, public names, the longest chain of calls.
+
+    python scripts/house.py [ROOT]
+
+A room is a module or a package directly under flowalign/ (rewards, teachers and eval included). An
+arrow is an import of one room by another, at any depth of the code. An arrow is upward if it has to
+go for the rooms to stand in an order in which each imports only those below it.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+LINKED = ("rewards", "teachers", "eval")
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """Import name -> file, each file once."""
+    files = {}
+    for name in ("flowalign", *LINKED):
+        top = root / name
+        for path in sorted(top.rglob("*.py")):
+            parts = path.relative_to(top).with_suffix("").parts
+            if name == "flowalign" and parts[0] in LINKED:
+                continue
+            prefix = ("flowalign",) if name == "flowalign" else ("flowalign", name)
+            files[".".join([*prefix, *(p for p in parts if p != "__init__")])] = path
+    return files
+
+
+def room(module: str) -> str:
+    """The room of a module: the second part of its name; the package itself is `flowalign`."""
+    return module.split(".")[1] if "." in module else module
+
+
+def imports(tree: ast.AST, known: dict[str, Path]) -> Iterator[str]:
+    """The modules of the library that a tree imports, but for type checkers alone."""
+    unseen = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if node in unseen:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name in known)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                if whole in known or node.module in known:
+                    yield whole if whole in known else node.module
+
+
+def components(arrows: set[tuple[str, str]]) -> list[list[str]]:
+    """The sets of rooms that reach one another (more than one room each)."""
+    reach: dict[str, set[str]] = defaultdict(set)
+    for a, b in arrows:
+        reach[a].add(b)
+    for via in list(reach):
+        for a in list(reach):
+            if via in reach[a]:
+                reach[a] |= reach[via]
+    groups = {frozenset(b for b in reach if b in reach[a] and a in reach[b]) for a in reach}
+    return [sorted(group) for group in groups if len(group) > 1]
+
+
+def upward(arrows: set[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The fewest arrows without which no room reaches itself."""
+    gone: list[tuple[str, str]] = []
+    for group in components(arrows):
+        inside = [(a, b) for a, b in arrows if a in group and b in group]
+        for count in range(1, len(inside) + 1):
+            found = next(
+                (
+                    removed
+                    for removed in itertools.combinations(inside, count)
+                    if not components(set(inside) - set(removed))
+                ),
+                None,
+            )
+            if found:
+                gone += found
+                break
+    return gone
+
+
+def functions(trees: dict[str, ast.Module]) -> dict[str, tuple[str, ast.AST]]:
+    """Full name -> (module, definition) of every function and method."""
+    table: dict[str, tuple[str, ast.AST]] = {}
+    for module, tree in trees.items():
+        for node in tree.body:
+            if isinstance(node, FUNCTIONS):
+                table[f"{module}.{node.name}"] = (module, node)
+            elif isinstance(node, ast.ClassDef):
+                for inner in node.body:
+                    if isinstance(inner, FUNCTIONS):
+                        table[f"{module}.{node.name}.{inner.name}"] = (module, inner)
+    return table
+
+
+def calls(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
+    """Who calls whom, where a name says so: functions by import, methods by `self`, and a method
+    of anything else where only one class has one of that name."""
+    table = functions(trees)
+    methods: dict[str, list[str]] = defaultdict(list)
+    for name in table:
+        if name.rsplit(".", 1)[0] not in trees:
+            methods[name.rsplit(".", 1)[1]].append(name)
+    graph: dict[str, set[str]] = defaultdict(set)
+    for name, (module, node) in table.items():
+        names = {n.name: f"{module}.{n.name}" for n in trees[module].body if hasattr(n, "name")}
+        for tree in (trees[module], node):
+            for inner in ast.walk(tree):
+                if isinstance(inner, ast.ImportFrom) and inner.module:
+                    names |= {a.asname or a.name: f"{inner.module}.{a.name}" for a in inner.names}
+        owner = name.rsplit(".", 1)[0]
+        for inner in ast.walk(node):
+            if not isinstance(inner, ast.Call):
+                continue
+            target = inner.func
+            if isinstance(target, ast.Name):
+                whole = names.get(target.id, "")
+                graph[name] |= {w for w in (whole, f"{whole}.__init__") if w in table}
+            elif isinstance(target, ast.Attribute):
+                base = target.value.id if isinstance(target.value, ast.Name) else ""
+                of = owner if base == "self" else names.get(base, "?")
+                whole, others = f"{of}.{target.attr}", methods[target.attr]
+                graph[name] |= (
+                    {whole} if whole in table else {*others} if len(others) == 1 else set()
+                )
+    return graph
+
+
+def longest(graph: dict[str, set[str]]) -> list[str]:
+    """The longest chain of calls, no function twice."""
+    best: dict[str, list[str]] = {}
+
+    def chain(name: str, above: frozenset[str]) -> list[str]:
+        if name not in best:
+            below = [chain(n, above | {name}) for n in graph.get(name, ()) if n not in above]
+            best[name] = [name, *max(below, key=len, default=[])]
+        return best[name]
+
+    return max((chain(name, frozenset({name})) for name in list(graph)), key=len)
+
+
+def public(tree: ast.Module) -> Iterator[str]:
+    """Functions, classes and methods without a leading underscore."""
+    for node in tree.body:
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and not node.name.startswith("_"):
+            yield node.name
+            for inner in node.body if isinstance(node, ast.ClassDef) else ():
+                if isinstance(inner, FUNCTIONS) and not inner.name.startswith("_"):
+                    yield f"{node.name}.{inner.name}"
+
+
+def main(root: Path) -> None:
+    """Print the drawing of the house under root."""
+    files = modules(root)
+    texts = {name: path.read_text() for name, path in files.items()}
+    trees = {name: ast.parse(text) for name, text in texts.items()}
+    lines, comments, names = Counter(), Counter(), Counter()
+    arrows: Counter[tuple[str, str]] = Counter()
+    for name, tree in trees.items():
+        here = room(name)
+        lines[here] += len(texts[name].splitlines())
+        comments[here] += sum("# " in line for line in texts[name].splitlines())
+        names[here] += len(list(public(tree)))
+        arrows.update((here, room(other)) for other in imports(tree, files) if room(other) != here)
+    below = defaultdict(list)
+    for (a, b), count in sorted(arrows.items()):
+        below[a].append(b if count == 1 else f"{b} x{count}")
+    for here in sorted(lines, key=lambda r: -lines[r]):
+        print(f"{here:13}{lines[here]:6} lines {names[here]:4} names -> {', '.join(below[here])}")
+    up = upward(set(arrows))
+    chain = longest(calls(trees))
+    found = sum(text.count("found") for text in texts.values())
+    defined = [n for t in trees.values() for n in ast.walk(t) if isinstance(n, FUNCTIONS)]
+    print(
+        f"\n{len(lines)} rooms, {len(files)} modules, {len(arrows)} arrows between rooms, "
+        f"{len(up)} upward: {', '.join(f'{a} -> {b}' for a, b in up) or 'none'}\n"
+        f"{sum(lines.values())} lines, {100 * sum(comments.values()) / sum(lines.values()):.1f} % "
+        f"with a comment, {sum(names.values())} public names, {len(defined)} functions, "
+        f"{found} times the word found\nlongest chain of calls, {len(chain)}: "
+        + " > ".join(link.removeprefix("flowalign.") for link in chain)
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "."))
