@@ -1,7 +1,8 @@
 """What a config will hold in memory and compute, before any weight is loaded.
 
-The library's own forward and backward passes run on a model of shapes alone (`meter`), once for each kind of work of an update; counts of images and steps do the rest. Of one process,
-in bytes and floating-point operations.
+The library's own forward and backward passes run on a model of shapes alone (`meter`), once for
+each kind of work of an update; counts of images and steps do the rest. Of one process, in bytes and
+floating-point operations.
 """
 
 from __future__ import annotations
