@@ -59,12 +59,12 @@ def pages() -> dict[Path, str]:
     """Every document by its file: Markdown, and the texts of notebooks."""
     named = ["README.md", "CHANGELOG.md", ".github/CONTRIBUTING.md"]
     paths = [ROOT / name for name in named] + sorted((ROOT / "docs").rglob("*.md"))
-    found = {path: path.read_text(encoding="utf-8") for path in paths}
+    texts = {path: path.read_text(encoding="utf-8") for path in paths}
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-        texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
-        found[path] = "\n\n".join(texts)
-    return found
+        markdown = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
+        texts[path] = "\n\n".join(markdown)
+    return texts
 
 
 @cache
@@ -91,7 +91,7 @@ def links(page: Path) -> Iterator[tuple[int, str]]:
 
 def anchors(page: Path) -> set[str]:
     """The ids of the headings: as mkdocs makes them under docs/, as GitHub does elsewhere."""
-    found = set()
+    names = set()
     ours = page.is_relative_to(ROOT / "docs")
     for before, token in zip(tokens(page), tokens(page)[1:], strict=False):
         if before.type != "heading_open":
@@ -100,8 +100,8 @@ def anchors(page: Path) -> set[str]:
         if ours:
             text = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
         text = re.sub(r"[^\w\s-]", "", text).strip().lower()
-        found.add(re.sub(r"[-\s]+" if ours else r"\s", "-", text))
-    return found
+        names.add(re.sub(r"[-\s]+" if ours else r"\s", "-", text))
+    return names
 
 
 def blocks(page: Path) -> Iterator[Block]:

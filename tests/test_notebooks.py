@@ -24,7 +24,7 @@ def read(path: Path) -> Any:
     return nbformat.read(path, as_version=4)
 
 
-def test_the_notebooks_are_found() -> None:
+def test_there_are_two_notebooks() -> None:
     assert [path.stem for path in NOTEBOOKS] == ["custom_reward", "inference"]
 
 
@@ -39,6 +39,7 @@ def test_what_is_committed_is_clean_and_short(path: Path) -> None:
             assert cell.source.count("\n") < 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_top_to_bottom(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
