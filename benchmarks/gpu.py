@@ -393,12 +393,12 @@ HEAD = """# On a GPU
 
     python benchmarks/gpu.py
 
-runs the tests that need a GPU, every stage on the tiny model, and updates of Flow-OPD on the exact
-structure of Stable Diffusion 3.5 Medium with random weights (8 images of 512 pixels, guidance,
-seven forward passes a rollout, two trained states, an anchor, batches of 4, bfloat16), and writes
-this page.
+This command runs the GPU tests, every stage on the tiny model, and updates of Flow-OPD on the exact
+architecture of Stable Diffusion 3.5 Medium with random weights. Those updates use 8 images of 512
+pixels, guidance, seven forward passes per rollout, two trained states, an anchor, batches of 4, and
+bfloat16. The results are written to this page.
 """
-NEVER = "\nIt has not run on a GPU yet; on a CPU, at a small scale, a test runs all of it.\n"
+NEVER = "\nIt has not run on a GPU yet. On a CPU, a test runs all of it at a small scale.\n"
 
 
 def machine(device: str) -> dict[str, Any]:
