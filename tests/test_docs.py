@@ -30,7 +30,7 @@ import fake_hub
 import pytest
 import test_compare
 import yaml
-from documents import Block, Command
+from documents import Command
 from test_package import CONFIGS
 
 from flowalign import cli, recipe, rewards

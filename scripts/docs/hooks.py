@@ -1,5 +1,5 @@
-"""Hooks of mkdocs for what no plugin does offline: formulas as MathML, links to files outside docs/,
-and what a block of commands needs.
+"""Hooks of mkdocs for what no plugin does offline: formulas as MathML, links to files outside
+docs/, and what a block of commands needs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """LaTeX to MathML. Browsers draw it themselves; MathJax and KaTeX would need a network."""
+    """LaTeX to MathML. Browsers draw it themselves; MathJax and KaTeX would need a network. A value
+    and its error stay on one line."""
+    html = html.replace(" ± ", "\u00a0±\u00a0")
     return FORMULA.sub(lambda formula: mathml(formula[2]), html)
 
 

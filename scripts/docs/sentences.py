@@ -1,7 +1,7 @@
-"""How long the sentences of Markdown files are: python scripts/docs/sentences.py README.md docs/*.md
+"""Measure the sentences of Markdown files: python scripts/docs/sentences.py README.md docs/*.md
 
-Counts running text and lists; code, tables and headings do not count. `--long N` prints sentences
-of more than N words.
+It counts running text and lists. Code, tables and headings do not count. `--long N` prints the
+sentences of more than N words.
 """
 
 from __future__ import annotations
