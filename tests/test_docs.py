@@ -150,9 +150,10 @@ def arguments(command: list[str]) -> tuple[str, argparse.Namespace] | None:
 
 
 def script(path: str, arguments: list[str]) -> None:
-    """Run a file as __main__."""
+    """Run a file as __main__, with its folder importable, as python does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [path, *arguments])
+        patch.syspath_prepend(str(Path(path).parent))
         runpy.run_path(path, run_name="__main__")
 
 
