@@ -379,6 +379,7 @@ def test_every_command_is_run_by_a_test_or_says_what_it_needs() -> None:
         assert (ROOT / "tests" / ELSEWHERE[str(command)]).is_file()
 
 
+@pytest.mark.slow
 def test_the_short_commands_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
