@@ -628,21 +628,21 @@ def row_of(row: str) -> list[str]:
     return ["".join(Resources(cell).text).strip() for cell in re.split("<td>", row)[1:]]
 
 
-CONTRACT = {  # what scripts outside the project call: name, parameters in order
+CONTRACT = {  # what scripts outside the project call: parameters in order, * and keywords
     "flowalign.load": "model lora kw",
-    "flowalign.sde.sigmas": "num_steps shift terminal num_train_timesteps",
-    "flowalign.sde.transition": "x velocity sigma sigma_next noise_level kind sigma_max",
+    "flowalign.sde.sigmas": "num_steps shift * terminal num_train_timesteps",
+    "flowalign.sde.transition": "x velocity sigma sigma_next * noise_level kind sigma_max",
     "flowalign.sde.log_prob": "gaussian x_next",
     "flowalign.sde.kl": "p q",
-    "flowalign.credit.group_relative": "value group std eps valid",
-    "flowalign.eval.geneval.judge": "metadata detections colors threshold counting_threshold "
+    "flowalign.credit.group_relative": "value group * std eps valid",
+    "flowalign.eval.geneval.judge": "metadata detections colors * threshold counting_threshold "
     "max_objects max_overlap position_threshold",
     "flowalign.eval.geneval.summarize": "rows",
     "flowalign.rewards.ocr.text_reward": "target lines",
     "flowalign.rewards.ocr.target_of": "prompt",
     "flowalign.rewards.register": "name",
     "flowalign.rewards.build": "name options",
-    "flowalign.teachers.merge.merge": "adapters out weights method rank density seed lines",
+    "flowalign.teachers.merge.merge": "adapters out * weights method rank density seed lines",
 }
 
 
@@ -650,8 +650,10 @@ def test_the_names_that_others_rely_on_keep_their_parameters() -> None:
     for name, parameters in CONTRACT.items():
         module, _, attribute = name.rpartition(".")
         code = getattr(importlib.import_module(module), attribute)
-        known = parameters.split()
-        assert list(inspect.signature(code).parameters)[: len(known)] == known, name
+        here = list(inspect.signature(code).parameters)
+        positional, _, keywords = (part.split() for part in parameters.partition(" * "))
+        assert here[: len(positional)] == positional, name
+        assert set(keywords) <= set(here), name
 
 
 @pytest.mark.slow
@@ -660,5 +662,5 @@ def test_the_page_of_names_has_them_with_their_signatures(site: Path) -> None:
     for name in CONTRACT:
         entry = page.partition(f'id="{name}"')[2].partition("<h3")[0]
         signature = "".join(Resources(entry.partition("</code>")[0]).text)
-        for parameter in CONTRACT[name].split():
+        for parameter in CONTRACT[name].replace(" * ", " ").split():
             assert re.search(rf"\b{parameter}: ", signature), (name, parameter)
