@@ -117,7 +117,7 @@ def doctor(argv: Sequence[str]) -> int:
 
 def serve_reward(argv: Sequence[str]) -> int:
     """Serve a reward over HTTP, for runs elsewhere that name it as `remote`."""
-    from flowalign.rewards.serve import main as run
+    from flowalign.rewards.service.command import main as run
 
     return run(argv)
 

@@ -178,10 +178,9 @@ class Client:
             raise lost[0]
         return results
 
-    def clean(self, text: str, length: int = 300) -> str:
+    def clean(self, text: str) -> str:
         """The beginning of a text on one line, without the token, which a server may repeat."""
-        line = " ".join((text.replace(self.token, "***") if self.token else text).split())
-        return line if len(line) <= length else f"{line[:length]}..."
+        return beginning(text.replace(self.token, "***") if self.token else text)
 
     def _check_running(self) -> None:
         if self.stopped.is_set() or time.monotonic() >= self.until:
@@ -256,6 +255,12 @@ def _message(body: bytes) -> str:
         return str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, LookupError, TypeError, RecursionError):
         return text
+
+
+def beginning(text: str, length: int = 300) -> str:
+    """The beginning of a text, on one line, for a message."""
+    line = " ".join(text.split())
+    return line if len(line) <= length else f"{line[:length]}..."
 
 
 def check_url(option: str, url: Any, example: str) -> None:

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowalign.http import beginning
 from flowalign.images import to_uint8
 from flowalign.rewards import load
-from flowalign.rewards.chat import Endpoint, beginning, image_url
+from flowalign.rewards.chat import Endpoint, image_url
 from flowalign.types import Scores
 
 
@@ -28,14 +29,33 @@ class Template:
     """What the judge is asked, and how its answer is read.
 
     text: the question; `{prompt}` in it stands for the image's prompt.
-    pattern: regular expression whose first group is the score; its last match counts.
+    pattern: regular expression whose one group is the score; its last match counts.
     The score must lie in lowest..scale; value = score / scale.
+    Raises ValueError for a pattern that cannot be read with, or a scale that cannot divide.
     """
 
     text: str
     pattern: str
     scale: float = 5.0
     lowest: float = 1.0
+
+    def __post_init__(self) -> None:
+        try:
+            groups = re.compile(self.pattern).groups
+        except (re.error, TypeError) as error:
+            raise ValueError(
+                f"`pattern` {self.pattern!r} is no regular expression: {error}."
+            ) from None
+        if groups != 1:
+            raise ValueError(
+                f"`pattern` {self.pattern!r} has {groups} groups; the score is what its one group "
+                "matches. Write (?:...) for the others."
+            )
+        number = type(self.scale) in (int, float) and math.isfinite(self.scale)
+        if not number or self.scale <= 0:
+            raise ValueError(
+                f"`scale` is {self.scale!r}; it is the highest score, so give a number above 0."
+            )
 
     def ask(self, prompt: str) -> str:
         """The question about an image of this prompt. Other braces in the text stay as they are."""
@@ -48,12 +68,13 @@ class Template:
         it, say from a picture that shows the words "Final Score: 5", is no verdict. (The peers
         take the first; answers with one match are the same to both.)
         """
-        found = re.findall(self.pattern, answer)
-        if not found:
-            raise ValueError("no score in the answer")
-        score = float(found[-1])  # one group: findall gives its texts
+        scores = re.findall(self.pattern, answer)  # one group: the texts that it matched
+        shown = repr(beginning(answer, 160))
+        if not scores:
+            raise ValueError(f"no score in the answer {shown}")
+        score = float(scores[-1])
         if not self.lowest <= score <= self.scale:
-            raise ValueError(f"a score outside {self.lowest:g} to {self.scale:g} in the answer")
+            raise ValueError(f"a score outside {self.lowest:g} to {self.scale:g} in {shown}")
         return score
 
 
@@ -140,10 +161,10 @@ class VLM:
     The templates ask what the peers ask (flow_grpo@ac4c86e and Flow-OPD@434ab16: rewards.py,
     qwenvl.py), in the same order and for the same form of answer, in words of our own: numbers
     are not exactly comparable with published ones. To use the official text, give it as template.
-    Where an answer has no score in it the image is invalid, and the answer's beginning the reason.
+    If an answer has no score in it the image is invalid, and the answer's beginning the reason.
     (The peers score 0, below the scale's worst: an answer that breaks off then pulls the policy
     away from an image that nobody judged.)
-    Raises ConnectionError where the endpoint gives no answers (`flowalign.rewards.score` masks).
+    Raises ConnectionError or TimeoutError if the endpoint answers nothing at all.
     """
 
     name = "vlm"
@@ -163,7 +184,10 @@ class VLM:
         token_env: str | None = None,
         max_tokens: int = 2048,
     ) -> None:
-        _check_size(image_size)
+        if image_size is not None and (type(image_size) is not int or image_size < 1):
+            raise ValueError(
+                f"`image_size` is {image_size!r}; use pixels, or null for as they are."
+            )
         self.template = _template(template, pattern, scale)
         self.template_name = (
             template if isinstance(template, str) and template in TEMPLATES else "own"
@@ -193,28 +217,21 @@ class VLM:
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> Scores:
         """images [B,3,H,W] in [0,1], B prompts -> Scores of B, on the CPU; failed ones say why."""
-        questions = [
-            partial(self._question, image, prompt)
-            for image, prompt in zip(images, prompts, strict=True)
-        ]
-        raw, reasons = torch.full((len(images),), float("nan")), {}
-        for row, answer in enumerate(self.endpoint.answers(questions)):
+
+        def question(image: Tensor, prompt: str) -> tuple[str, str]:
+            return self.template.ask(prompt), image_url(to_uint8(image), self.image_size)
+
+        pairs = zip(images, prompts, strict=True)
+        answers = self.endpoint.answers([partial(question, *pair) for pair in pairs])
+        raw, reasons = torch.full((len(images),), math.nan), {}
+        for row, answer in enumerate(answers):
             try:
                 if isinstance(answer, Exception):
                     raise answer
-                raw[row] = self._score(answer)
+                raw[row] = self.template.read(answer)
             except Exception as error:
                 reasons[row] = f"{type(error).__name__}: {error}"
         return Scores(raw / self.template.scale, torch.isfinite(raw), {"raw": raw}, reasons)
-
-    def _question(self, image: Tensor, prompt: str) -> tuple[str, str]:
-        return self.template.ask(prompt), image_url(to_uint8(image), self.image_size)
-
-    def _score(self, answer: str) -> float:
-        try:
-            return self.template.read(answer)
-        except ValueError as error:
-            raise ValueError(f"{error}: {beginning(answer)}") from None
 
 
 def _template(template: str | Template, pattern: str | None, scale: float | None) -> Template:
@@ -225,48 +242,22 @@ def _template(template: str | Template, pattern: str | None, scale: float | None
                 "`template` is a text of your own, so say how its answers are read: `pattern`, a "
                 r"regular expression whose group is the score, such as 'Score: (\d+)'."
             )
-        found = Template(template, pattern, 5.0 if scale is None else scale, lowest=0.0)
-        _check_reading(found)
-        return found
+        return Template(template, pattern, 5.0 if scale is None else scale, lowest=0.0)
     if pattern is not None or scale is not None:
         raise ValueError(
             "`pattern` and `scale` go with a text of your own as `template`; built-in templates "
             "and those of a dotted path have theirs. Leave them out."
         )
-    found = template
     if isinstance(template, str):
-        found = load(template, "template") if ":" in template else TEMPLATES.get(template)
-    if not isinstance(found, Template):
+        named = load(template, "template") if ":" in template else TEMPLATES.get(template)
+    else:
+        named = template
+    if not isinstance(named, Template):
         close = difflib.get_close_matches(str(template), TEMPLATES, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise ValueError(
-            f"no template {template!r}{hint}; use one of {list(TEMPLATES)}, a text with {{prompt}} "
-            "in it, or the path 'package.module:attribute' of a flowalign.rewards.vlm.Template."
+            f"no `template` {template!r}{hint}; use one of {list(TEMPLATES)}, a text with "
+            "{prompt} in it, or the path 'package.module:attribute' of a "
+            "flowalign.rewards.vlm.Template."
         )
-    _check_reading(found)
-    return found
-
-
-def _check_reading(template: Template) -> None:
-    """Raise ValueError where no answer could be read, or no score divided."""
-    try:
-        groups = re.compile(template.pattern).groups
-    except (re.error, TypeError) as error:
-        raise ValueError(
-            f"`pattern` {template.pattern!r} is no regular expression: {error}."
-        ) from None
-    if groups != 1:
-        raise ValueError(
-            f"`pattern` {template.pattern!r} has {groups} groups; the score is what its one group "
-            "matches. Write (?:...) for the others."
-        )
-    number = isinstance(template.scale, (int, float)) and not isinstance(template.scale, bool)
-    if not number or not math.isfinite(template.scale) or template.scale <= 0:
-        raise ValueError(
-            f"`scale` is {template.scale!r}; it is the highest score, so give a number above 0."
-        )
-
-
-def _check_size(size: Any) -> None:
-    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-        raise ValueError(f"`image_size` is {size!r}; use pixels, or null for as they are.")
+    return named

@@ -12,7 +12,7 @@ import pytest
 
 from flowalign.cli import main
 from flowalign.data import load_prompts
-from flowalign.prompts import geneval, held_out, ocr, ocr_words
+from flowalign.prompts import geneval, held_out, ocr
 from flowalign.prompts.check import examine
 from flowalign.prompts.held_out import digest
 from flowalign.rewards.geneval import GenEval
@@ -165,8 +165,9 @@ def test_an_ocr_prompt_has_one_pair_of_quotes_around_a_text_of_the_grammar() -> 
     prompts = ocr.generate(2000, seed=1)
     assert len(set(prompts)) == 2000
     assert ocr.generate(300, seed=1) == prompts[:300] != ocr.generate(300, seed=2)
-    words = {w.lower() for ws in ocr_words.WORDS.values() for w in ws.replace("_", " ").split()}
-    fixed = re.sub(r"\{\w+\}|;", " ", " ".join(ocr_words.TEXTS.values())).lower().split()
+    words = {w.lower() for ws in ocr.WORDS.values() for phrase in ws for w in phrase.split()}
+    patterns = " ".join(pattern for ps in ocr.TEXTS.values() for pattern in ps)
+    fixed = re.sub(r"\{\w+\}", " ", patterns).lower().split()
     letters = set("ABCDEFGHJKLMNPRSTVWXZ")  # {letter}{n} and their like are written together
     for prompt in prompts:
         assert re.fullmatch(r'[A-Z][A-Za-z0-9 ,.-]*"[A-Za-z0-9 ]+"[a-z0-9A-Z ,.-]+\.', prompt)
@@ -209,10 +210,10 @@ def test_held_out_texts_do_not_come_in_any_case(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_every_kind_of_text_has_a_scene_and_every_symbol_a_meaning() -> None:
-    shown = {kind for scene in ocr_words.SCENES.values() for kind in scene[0].split()}
-    assert shown == set(ocr_words.TEXTS)
-    symbols = set(re.findall(r"\{(\w+)\}", " ".join(ocr_words.TEXTS.values())))
-    assert symbols == set(ocr_words.WORDS)
+    shown = {kind for scene in ocr.SCENES.values() for kind in scene["kinds"]}
+    assert shown == set(ocr.TEXTS)
+    patterns = " ".join(pattern for ps in ocr.TEXTS.values() for pattern in ps)
+    assert set(re.findall(r"\{(\w+)\}", patterns)) == set(ocr.WORDS)
 
 
 # check -------------------------------------------------------------------------------------------
