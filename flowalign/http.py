@@ -78,7 +78,7 @@ class Client:
         self.stopped = threading.Event()
         self.last: Exception = TimeoutError("the time for all requests is over")
         self._client = httpx.Client(
-            headers={**(headers or {}), **({"authorization": f"Bearer {token}"} if token else {})},
+            headers={**(headers or {}), **({"Authorization": f"Bearer {token}"} if token else {})},
             verify=_certificates(),
             trust_env=proxies,
             follow_redirects=redirects,
