@@ -28,7 +28,8 @@ UNREACHABLE = (ConnectionError, TimeoutError)
 """What a request raises if it got no answer, for no fault of its own."""
 _FINAL = (401, 403, 404)  # the token, the URL or the model's name: other requests would fail, too
 
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class Refused(ValueError):
@@ -120,11 +121,14 @@ class Client:
             seconds = max(self.backoff * 2 ** min(rounds, 20), error.after)
             return min(seconds, LONGEST_WAIT) * _jitter.uniform(0.75, 1.25)
 
+        def sleep(seconds: float) -> None:
+            self.stopped.wait(seconds)
+
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(_Again),
             stop=over,
             wait=wait,
-            sleep=self.stopped.wait,
+            sleep=sleep,
             reraise=True,
         )
         try:

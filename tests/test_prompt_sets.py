@@ -142,6 +142,7 @@ def test_all_of_a_tag_may_not_be_held_out() -> None:
         geneval.generate(17, 0, every)
 
 
+@pytest.mark.slow
 def test_the_official_prompts_could_all_be_made_and_none_is() -> None:
     lines = official("geneval_evaluation_metadata.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]

@@ -267,6 +267,7 @@ def metrics(folder: Path) -> list[dict]:
     return [{k: v for k, v in line.items() if "second" not in k} for line in lines]
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_and_restarted_under_load_costs_no_step(
     random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -243,6 +243,7 @@ def test_the_command_serves_until_it_is_told_to_end():
         process.stdout.close()
 
 
+@pytest.mark.slow
 def test_serving_imports_nothing_that_an_old_environment_lacks():
     """Nor a file that holds a reward to be served there."""
     code = (
@@ -254,6 +255,7 @@ def test_serving_imports_nothing_that_an_old_environment_lacks():
     assert done.stdout.strip() == "[]", done.stderr
 
 
+@pytest.mark.slow
 def test_hostile_requests_get_a_4xx_and_leave_no_trace():
     """A few hundred of what benchmarks/fuzz_reward_server.py sends by the ten thousand."""
     command = [sys.executable, str(served.ROOT / "benchmarks" / "fuzz_reward_server.py"),

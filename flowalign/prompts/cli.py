@@ -117,17 +117,15 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     from flowalign.data import load_prompts
     from flowalign.prompts.check import examine
 
-    count = None
+    count: Callable[[str], int] | None = None
     if args.tokenizer:
         if not args.tokens:
             parser.error("--tokenizer counts for --tokens N; give both")
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
-
-        def count(text: str) -> int:
-            """Tokens of a text, special ones included."""
-            return len(tokenizer(text, truncation=False, verbose=False)["input_ids"])
+        # special tokens included
+        count = lambda text: len(tokenizer(text, truncation=False, verbose=False)["input_ids"])  # noqa: E731
 
     batch = load_prompts(args.set, "checked")
     against = {source: load_prompts(source, "other") for source in args.against}

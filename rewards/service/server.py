@@ -197,7 +197,7 @@ def clean(reason: str) -> str:
 
 def server(reward: Reward, settings: Settings) -> uvicorn.Server:
     """A uvicorn server of the application; `run(sockets=[...])` serves until a signal comes."""
-    config = uvicorn.Config(
+    config: Any = uvicorn.Config(
         app(reward, settings),
         http="h11",
         ws="none",
