@@ -124,7 +124,7 @@ def check(name: str, options: Mapping[str, Any]) -> None:
     read off the reward's signature: see `flowalign.rewards.options.check_call`.
     """
     factory = _find(name)
-    check_call(f"reward {name}", factory, options, len(_INPUTS) * _is_reward(factory))
+    check_call(f"reward {name!r}", factory, options, len(_INPUTS) * _is_reward(factory))
 
 
 def check_prompts(

@@ -183,7 +183,7 @@ def check_detector(detector: str | Detector, options: Mapping[str, Any] | None =
             f"no detector {detector!r}; use one of {list(DETECTORS)}, or the path of yours as "
             "'package.module:Class'."
         )
-    check_call(f"detector {detector}", _factory(detector), options)
+    check_call(f"detector {detector!r}", _factory(detector), options)
 
 
 def _factory(detector: str) -> Callable[..., Detector]:

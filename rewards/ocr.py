@@ -121,7 +121,7 @@ class OCR:
         elif engine not in ENGINES:
             raise ValueError(f"no OCR engine {engine!r}; use one of {list(ENGINES)}.")
         else:
-            check_call(f"OCR engine {engine}", ENGINES[engine], engine_options)
+            check_call(f"OCR engine {engine!r}", ENGINES[engine], engine_options)
 
     @staticmethod
     def check_prompts(

@@ -80,7 +80,7 @@ def check_call(
     checked, and those with a pydantic validator; of any other (a Path, a tuple, a class of the
     user's) the function itself must judge. Then its static method `check_options(**options)` is
     asked, if it has one, for what concerns several options at once.
-    what: for the message, such as "reward ocr". inputs: how many parameters come before the
+    what: for the message, such as "reward 'ocr'". inputs: how many parameters come before the
     options.
     """
     try:
@@ -91,7 +91,7 @@ def check_call(
     known = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     annotations = _annotations(function)
     faults = [
-        f"{what} needs the option `{name}`, which is missing. Its signature is "
+        f"{what} cannot be built without the option `{name}`. Add it; its signature is "
         f"{inspect.signature(function)}."
         for name, parameter in known.items()
         if parameter.default is parameter.empty and name not in options

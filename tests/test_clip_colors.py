@@ -122,12 +122,13 @@ def test_the_name_says_which_model(open_clip: ModuleType, options: dict[str, str
 
 def test_what_no_model_can_be_is_refused_without_open_clip(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "open_clip", None)
-    for option, value in (
+    cases: list[tuple[str, Any]] = [
         ("pretrained", None),
         ("architecture", ""),
         ("pretrained", "/no/where.safetensors"),
         ("pretrained", "weights.pt"),
-    ):
+    ]
+    for option, value in cases:
         with pytest.raises(ValueError, match=f"`{option}` of ClipColors is {value!r}"):
             ClipColors(**{option: value})
 

@@ -186,7 +186,7 @@ def test_what_cannot_work_is_refused_before_any_model_is_loaded():
         ("weighted", {"rewards": [ocr | {"wieght": 1}]}, "`rewards.0.wieght`"),
         ("weighted", {"rewards": [ocr | {"weight": "1"}]}, "`rewards.0.weight`"),
         ("weighted", {"rewards": [ocr, ocr]}, "`label`"),
-        ("weighted", {"rewards": [ocr | {"options": {"rule": "x"}}]}, "`rule` of reward ocr"),
+        ("weighted", {"rewards": [ocr | {"options": {"rule": "x"}}]}, "`rule` of reward 'ocr'"),
         ("gated", {"reward": RED, "gate": RED, "threshold": math.nan}, "`threshold`"),
         ("gated", {"reward": RED, "gate": RED}, "`threshold`"),
         ("gated", {"reward": RED, "gate": {}, "threshold": 1.0}, "`gate.name`"),

@@ -225,7 +225,7 @@ def test_batch_size_and_order_do_not_matter(options: dict[str, Any], detector: M
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_network_runs_in_its_dtype_and_the_name_says_which(options, dtype: str):
+def test_the_network_runs_in_its_dtype_and_the_name_says_which(options, dtype: Any):
     built = Mask2Former(**options, dtype=dtype)
     assert (
         built.network.dtype == getattr(torch, dtype)
@@ -281,7 +281,7 @@ def test_wrong_options_are_refused_before_anything_is_loaded():
     ):
         with pytest.raises(ValueError) as caught:
             check("geneval", {"detector": "mask2former", "detector_options": {option: value}})
-        assert f"`{option}` of detector mask2former is {value!r}" in str(caught.value)
+        assert f"`{option}` of detector 'mask2former' is {value!r}" in str(caught.value)
     with pytest.raises(ValueError, match="'classes'.*'batch_size'"):
         check("geneval", {"detector": "mask2former", "detector_options": {"classes": 80}})
     check("geneval", {"detector": "mask2former", "detector_options": {"dtype": "bfloat16"}})

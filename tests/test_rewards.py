@@ -149,7 +149,7 @@ def test_annotations_of_what_yaml_holds_are_checked_and_others_left_to_the_rewar
     with pytest.raises(ValueError) as caught:
         check("strict", wrong)
     for name, value in wrong.items():
-        assert f"`{name}` of reward strict is {value!r}" in str(caught.value)
+        assert f"`{name}` of reward 'strict' is {value!r}" in str(caught.value)
 
 
 def test_checking_builds_nothing(registry):
@@ -183,7 +183,8 @@ def test_a_malformed_answer_makes_every_image_invalid():
         (Scores(torch.ones(4), torch.ones(4)), "torch.bool"),
         ([1.0] * 4, "Scores.of"),
     ):
-        result = score(lambda images, prompts, metadata: answer, IMAGES, PROMPTS, METADATA)  # noqa: B023
+        reward: Any = lambda images, prompts, metadata: answer  # noqa: B023, E731
+        result = score(reward, IMAGES, PROMPTS, METADATA)
         assert not result.valid.any() and result.value.isnan().all() and result.value.shape == (4,)
         assert all(said in result.reasons[row] for row in range(4)), said
 
