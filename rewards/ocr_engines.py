@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import yaml
@@ -29,17 +30,6 @@ class Engine(Protocol):
         ...
 
 
-Found = TypeVar("Found")
-
-
-def attempt(function: Callable[..., Found], *given: Any) -> Found | Exception:
-    """What a function returns, or the exception that it raised."""
-    try:
-        return function(*given)
-    except Exception as error:
-        return error
-
-
 def read_all(engine: Engine, images: Sequence[np.ndarray]) -> list[list[Line] | Exception]:
     """The lines of each image, or the exception of one that failed.
 
@@ -47,10 +37,17 @@ def read_all(engine: Engine, images: Sequence[np.ndarray]) -> list[list[Line] | 
     image, the images are read one by one, so that a bad one does not take the others along.
     """
     if len(images) > 1 and hasattr(engine, "read_many"):
-        found = attempt(engine.read_many, images)  # pyright: ignore[reportAttributeAccessIssue]
-        if not isinstance(found, Exception) and len(found) == len(images):
-            return found
-    return [attempt(engine.read, image) for image in images]
+        with suppress(Exception):
+            answer = engine.read_many(images)  # pyright: ignore[reportAttributeAccessIssue]
+            if len(answer) == len(images):
+                return answer
+    lines: list[list[Line] | Exception] = []
+    for image in images:
+        try:
+            lines.append(engine.read(image))
+        except Exception as error:
+            lines.append(error)
+    return lines
 
 
 class RapidOCREngine:
@@ -79,7 +76,7 @@ class RapidOCREngine:
         rec_width: int = 320,
         threads: int = 1,
     ) -> None:
-        rapidocr = _import("rapidocr", "rapidocr onnxruntime")
+        rapidocr = require("rapidocr", "rapidocr onnxruntime", "this reward reads text with")
         self.upscale = upscale
         self._ocr: Callable[..., Any] = rapidocr.RapidOCR(
             params={
@@ -112,8 +109,8 @@ class RapidOCREngine:
 
     def read(self, image: np.ndarray) -> list[Line]:
         """image uint8 RGB [H,W,3] -> (text, confidence) in RapidOCR's order, [] = none found."""
-        found = self._ocr(_enlarge(_bgr(image), self.upscale))
-        return list(zip(found.txts or (), map(float, found.scores or ()), strict=True))
+        page = self._ocr(_enlarge(_bgr(image), self.upscale))
+        return list(zip(page.txts or (), map(float, page.scores or ()), strict=True))
 
 
 class PaddleOCREngine:
@@ -151,7 +148,7 @@ class PaddleOCREngine:
     ) -> None:
         folders = (text_detection_model_dir, text_recognition_model_dir)
         models, which = _paddle_models(folders, lang, ocr_version)
-        paddleocr = _import("paddleocr", "'flowalign[paddle]'")
+        paddleocr = require("paddleocr", "'flowalign[paddle]'", "this reward reads text with")
         self.upscale = upscale
         self._ocr = paddleocr.PaddleOCR(
             **models,
@@ -216,8 +213,9 @@ def _model_name(folder: str) -> str:
     """The name in the inference.yml of a model's folder; PaddleOCR wants to be told it."""
     try:
         text = (Path(folder) / "inference.yml").read_text(encoding="utf-8")
-        found = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # 18,000 letters
-        return found["Global"]["model_name"]
+        # the fast loader where there is one: the file lists an alphabet of 18,000 letters
+        settings = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        return settings["Global"]["model_name"]
     except (OSError, yaml.YAMLError, LookupError, TypeError) as error:
         raise ValueError(
             f"{folder!r} is no folder of a PaddleOCR model: no Global.model_name in its "
@@ -240,10 +238,6 @@ ENGINES: dict[str, Callable[..., Engine]] = {
     "rapidocr": RapidOCREngine,
     "paddleocr": PaddleOCREngine,
 }
-
-
-def _import(module: str, install: str) -> Any:
-    return require(module, install, "this reward reads text with")
 
 
 def _name(engine: str, models: str, **settings: Any) -> str:
