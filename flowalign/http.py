@@ -108,33 +108,28 @@ class Client:
                 failed.append(url)
                 raise
 
-        def over(state: tenacity.RetryCallState) -> bool:
-            late = time.monotonic() + state.upcoming_sleep >= self.until
-            return state.attempt_number > self.retries or late or self.stopped.is_set()
-
-        def wait(state: tenacity.RetryCallState) -> float:
-            error = state.outcome and state.outcome.exception()
-            assert isinstance(error, _Again)
-            if state.attempt_number < len(urls):
-                return 0.0  # another server comes next
-            rounds = state.attempt_number - len(urls)
-            seconds = max(self.backoff * 2 ** min(rounds, 20), error.after)
-            return min(seconds, LONGEST_WAIT) * _jitter.uniform(0.75, 1.25)
-
-        def sleep(seconds: float) -> None:
-            self.stopped.wait(seconds)
-
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(_Again),
-            stop=over,
-            wait=wait,
-            sleep=sleep,
+            stop=tenacity.stop_after_attempt(1 + self.retries)
+            | tenacity.stop_before_delay(self.until - time.monotonic())
+            | tenacity.stop_when_event_set(self.stopped),
+            wait=lambda state: self._wait(state, len(urls)),
+            sleep=tenacity.sleep_using_event(self.stopped),
             reraise=True,
         )
         try:
             return retrying(attempt)
         except _Again as again:
             raise again.cause from again
+
+    def _wait(self, state: tenacity.RetryCallState, servers: int) -> float:
+        """Seconds before the next attempt; none while there are servers that were not tried."""
+        again = state.outcome and state.outcome.exception()
+        if not isinstance(again, _Again) or state.attempt_number < servers:
+            return 0.0
+        doublings = min(state.attempt_number - servers, 20)
+        seconds = max(self.backoff * 2**doublings, again.after)
+        return min(seconds, LONGEST_WAIT) * _jitter.uniform(0.75, 1.25)
 
     def map(
         self, call: Callable[[Item], Result], items: Sequence[Item], concurrency: int

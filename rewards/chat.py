@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from io import BytesIO
 import numpy as np
 from PIL import Image
 
-from flowalign.http import Client, check_url
+from flowalign.http import Client
 from flowalign.rewards.service.wire import read_token
 
 Question = Callable[[], tuple[str, str]]  # makes a text and the URL of an image, in a thread
@@ -28,7 +27,6 @@ class Endpoint:
     retries: further attempts at a question, as `flowalign.http` has it.
     token_env: the environment variable that holds the API key, if there is one.
     max_tokens: length of an answer. The temperature is 0.
-    Raises ValueError for what cannot work; asks nobody before `answers`.
     """
 
     url: str
@@ -38,39 +36,6 @@ class Endpoint:
     retries: int = 3
     token_env: str | None = None
     max_tokens: int = 2048
-
-    def __post_init__(self) -> None:
-        check_url("url", self.url, "the base, such as http://127.0.0.1:8000/v1")
-        if self.url.rstrip("/").endswith("/completions"):
-            raise ValueError(
-                f"`url`: {self.url!r} is one call of an endpoint, not its base. Give the part "
-                "before /chat/completions."
-            )
-        if not isinstance(self.model, str) or not self.model:
-            raise ValueError(
-                f"`model` is {self.model!r}; give the name that the endpoint serves it under, "
-                f"which {self.url.rstrip('/')}/models lists."
-            )
-        for name, least in (("concurrency", 1), ("retries", 0), ("max_tokens", 1)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ValueError(f"`{name}` is {value!r}; use a whole number from {least} on.")
-        number = type(self.timeout) in (int, float) and math.isfinite(self.timeout)
-        if not number or self.timeout <= 0:
-            raise ValueError(f"`timeout` is {self.timeout!r}; use seconds above 0.")
-        self.token()
-
-    def token(self) -> str | None:
-        """The API key. Raises ValueError, which never shows it, if the variable has none."""
-        if self.token_env is None:
-            return None
-        token = read_token(os.environ, self.token_env)
-        if token is None:
-            raise ValueError(
-                f"`token_env` names the environment variable {self.token_env!r}, which is not set "
-                "or empty. Export it, or leave `token_env` out for an endpoint without a key."
-            )
-        return token
 
     def answers(self, questions: Sequence[Question]) -> list[str | Exception]:
         """The answer to each question, in order; the exception in place of one that failed.
@@ -100,7 +65,8 @@ class Endpoint:
                 raise ValueError(f"no text choices[0].message.content in the answer {shown!r}")
             return said
 
-        with Client(timeout=self.timeout, retries=self.retries, token=self.token()) as client:
+        token = read_token(os.environ, self.token_env) if self.token_env else None
+        with Client(timeout=self.timeout, retries=self.retries, token=token) as client:
             return client.map(ask, questions, self.concurrency)
 
 

@@ -6,21 +6,23 @@ the commands that start one.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from flowalign.http import beginning
+from flowalign.http import beginning, check_url
 from flowalign.images import to_uint8
 from flowalign.rewards import load
 from flowalign.rewards.chat import Endpoint, image_url
+from flowalign.rewards.options import Count, checked, suggestion
+from flowalign.rewards.service.wire import Retries, Seconds, TokenEnv
 from flowalign.types import Scores
 
 
@@ -147,6 +149,7 @@ TEMPLATES: dict[str, Template] = {
 }
 
 
+@checked
 class VLM:
     """Reward in [0,1]: a vision-language model's score of an image for its prompt, over its scale.
 
@@ -172,33 +175,42 @@ class VLM:
     def __init__(
         self,
         url: str,
-        model: str,
+        model: Annotated[
+            str, Field(min_length=1, description="its name there, which URL/models lists")
+        ],
         template: str | Template = "unifiedreward",
         *,
         pattern: str | None = None,
         scale: float | None = None,
-        image_size: int | None = 512,
-        concurrency: int = 8,
-        timeout: float = 120.0,
-        retries: int = 3,
-        token_env: str | None = None,
-        max_tokens: int = 2048,
+        image_size: Count | None = 512,
+        concurrency: Count = 8,
+        timeout: Seconds = 120.0,
+        retries: Retries = 3,
+        token_env: TokenEnv = None,
+        max_tokens: Count = 2048,
     ) -> None:
-        if image_size is not None and (type(image_size) is not int or image_size < 1):
-            raise ValueError(
-                f"`image_size` is {image_size!r}; use pixels, or null for as they are."
-            )
         self.template = _template(template, pattern, scale)
-        self.template_name = (
-            template if isinstance(template, str) and template in TEMPLATES else "own"
-        )
+        named = isinstance(template, str) and template in TEMPLATES
+        self.template_name = template if named else "own"
         self.image_size = image_size
         self.endpoint = Endpoint(url, model, concurrency, timeout, retries, token_env, max_tokens)
 
     @staticmethod
-    def check_options(*args: Any, **options: Any) -> None:
-        """Raise ValueError for options that cannot work; asks nobody."""
-        VLM(*args, **options)
+    def check_options(
+        url: str,
+        template: str | Template = "unifiedreward",
+        pattern: str | None = None,
+        scale: float | None = None,
+        **others: Any,
+    ) -> None:
+        """Raise ValueError for a URL or a template that cannot work; asks nobody."""
+        check_url("url", url, "the base, such as http://127.0.0.1:8000/v1")
+        if url.rstrip("/").endswith("/completions"):
+            raise ValueError(
+                f"`url`: {url!r} is one call of an endpoint, not its base. Give the part before "
+                "/chat/completions."
+            )
+        _template(template, pattern, scale)
 
     def describe(self) -> dict[str, Any]:
         """Which judge, asked what, and what else its scores depend on."""
@@ -253,11 +265,9 @@ def _template(template: str | Template, pattern: str | None, scale: float | None
     else:
         named = template
     if not isinstance(named, Template):
-        close = difflib.get_close_matches(str(template), TEMPLATES, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise ValueError(
-            f"no `template` {template!r}{hint}; use one of {list(TEMPLATES)}, a text with "
-            "{prompt} in it, or the path 'package.module:attribute' of a "
-            "flowalign.rewards.vlm.Template."
+            f"no `template` {template!r}{suggestion(str(template), TEMPLATES)}; use one of "
+            f"{list(TEMPLATES)}, a text with {{prompt}} in it, or the path "
+            "'package.module:attribute' of a flowalign.rewards.vlm.Template."
         )
     return named

@@ -209,7 +209,7 @@ def test_a_request_that_kills_whoever_scores_it_does_not_cost_the_others():
 
 def test_two_servers_double_the_throughput_of_a_slow_reward():
     with ExitStack() as stack:
-        urls = [stack.enter_context(served.serving(served.Slow(0.04))) for _ in range(2)]
+        urls = [stack.enter_context(served.serving(served.Slow(0.1))) for _ in range(2)]
         seconds = []
         for remote in (Remote(urls[:1], batch_size=1), Remote(urls, batch_size=1)):
             remote(IMAGES[:2], PROMPTS[:2], METADATA[:2])  # connections
@@ -238,7 +238,7 @@ def test_options_that_cannot_work_are_refused_without_asking_anybody():
         ({"urls": "http://me:pw@host"}, "token_env"),
         ({"urls": "http://host/?a=1"}, "`urls`"),
         ({"urls": []}, "`urls`"),
-        ({"urls": ["http://host", 3]}, "`urls`"),
+        ({"urls": ["http://host", 3]}, "`urls"),
         ({}, "urls"),
         ({"urls": "http://host", "encoding": "png"}, "`encoding`"),
         ({"urls": "http://host", "batch_size": 0}, "`batch_size`"),

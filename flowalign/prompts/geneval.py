@@ -158,54 +158,48 @@ def _other(first: int, second: int) -> int:
     return second + (second >= first)
 
 
+def _thing(name: str, count: int = 1, **more: Any) -> dict[str, Any]:
+    """An include or exclude clause."""
+    return {"class": name, "count": count, **more}
+
+
 def _two_object(a: int, b: int) -> Row:
     names = [NAMES[a], NAMES[_other(a, b)]]
-    return {
-        "tag": "two_object",
-        "include": [{"class": name, "count": 1} for name in names],
-        "prompt": f"a photo of {article(names[0])} and {article(names[1])}",
-    }
+    prompt = f"a photo of {article(names[0])} and {article(names[1])}"
+    return {"tag": "two_object", "include": [_thing(name) for name in names], "prompt": prompt}
 
 
 def _counting(number: int, a: int) -> Row:
     count, word = list(COUNTS.items())[number]
     return {
         "tag": "counting",
-        "include": [{"class": NAMES[a], "count": count}],
-        "exclude": [{"class": NAMES[a], "count": count + 1}],
+        "include": [_thing(NAMES[a], count)],
+        "exclude": [_thing(NAMES[a], count + 1)],
         "prompt": f"a photo of {word} {plural(NAMES[a])}",
     }
 
 
 def _colors(color: int, a: int) -> Row:
-    return {
-        "tag": "colors",
-        "include": [{"class": COLORED[a], "count": 1, "color": COLORS[color]}],
-        "prompt": f"a photo of {article(COLORS[color])} {COLORED[a]}",
-    }
+    prompt = f"a photo of {article(COLORS[color])} {COLORED[a]}"
+    include = [_thing(COLORED[a], color=COLORS[color])]
+    return {"tag": "colors", "include": include, "prompt": prompt}
 
 
 def _position(relation: int, a: int, b: int) -> Row:
     wanted, name, reference = list(MIRRORED)[relation], NAMES[a], NAMES[_other(a, b)]
     return {
         "tag": "position",
-        "include": [
-            {"class": reference, "count": 1},
-            {"class": name, "count": 1, "position": [wanted, 0]},
-        ],
+        "include": [_thing(reference), _thing(name, position=[wanted, 0])],
         "prompt": f"a photo of {article(name)} {wanted} {article(reference)}",
     }
 
 
 def _color_attr(a: int, b: int, c: int, d: int) -> Row:
-    pairs = [
-        (COLORS[c], COLORED[a]),
-        (COLORS[_other(c, d)], COLORED[_other(a, b)]),
-    ]
+    pairs = [(COLORS[c], COLORED[a]), (COLORS[_other(c, d)], COLORED[_other(a, b)])]
     texts = [f"{article(color)} {name}" for color, name in pairs]
     return {
         "tag": "color_attr",
-        "include": [{"class": name, "count": 1, "color": color} for color, name in pairs],
+        "include": [_thing(name, color=color) for color, name in pairs],
         "prompt": f"a photo of {texts[0]} and {texts[1]}",
     }
 

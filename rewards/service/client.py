@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import PlainValidator
 from torch import Tensor
 
 from flowalign.http import Client, Refused, check_url
+from flowalign.rewards.options import Count, Divisor, checked
 from flowalign.rewards.scoring import assemble, failed
 from flowalign.rewards.service import wire
-from flowalign.rewards.service.wire import TOKEN, WireError, read_token
+from flowalign.rewards.service.wire import TOKEN, Retries, Seconds, TokenEnv, WireError, read_token
 from flowalign.types import Scores
 
 REST = 30.0  # seconds that a server which failed is called last, if there are others
 _SPLIT = (413, 422)  # the request is too large, or one of its rows is at fault
 
 
+def _is_gone(value: Any) -> Any:
+    raise ValueError("images are sent as raw pixels since version 2. Leave the option out.")
+
+
+@checked
 class Remote:
     """The reward that a `flowalign serve-reward` elsewhere serves; it has its range and parts.
 
@@ -46,77 +52,42 @@ class Remote:
 
     def __init__(
         self,
-        urls: str | Sequence[str],
+        urls: str | list[str],
         *,
-        token_env: str | None = None,
-        batch_size: int = 16,
-        normalizer: float = 1.0,
+        token_env: TokenEnv = None,
+        batch_size: Count = 16,
+        normalizer: Divisor = 1.0,
         headline: str | None = None,
-        timeout: float = 120.0,
-        connect_timeout: float = 5.0,
-        deadline: float = 600.0,
-        retries: int = 8,
-        backoff: float = 1.0,
-        encoding: None = None,
+        timeout: Seconds = 120.0,
+        connect_timeout: Seconds = 5.0,
+        deadline: Seconds = 600.0,
+        retries: Retries = 8,
+        backoff: Seconds = 1.0,
+        encoding: Annotated[None, PlainValidator(_is_gone)] = None,
     ) -> None:
-        numbers = {
-            "timeout": timeout,
-            "connect_timeout": connect_timeout,
-            "deadline": deadline,
-            "retries": retries,
-            "backoff": backoff,
-        }
-        self.check_options(
-            urls,
-            token_env=token_env,
-            batch_size=batch_size,
-            normalizer=normalizer,
-            encoding=encoding,
-            **numbers,
-        )
         self.urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
-        self.connect_timeout = connect_timeout
         self.batch_size, self.normalizer, self.headline = batch_size, normalizer, headline
+        self.connect_timeout = connect_timeout
         self._resting: dict[str, float] = {}  # URL -> monotonic seconds until which it is last
         self._connect = partial(
             Client,
+            timeout=timeout,
+            connect_timeout=connect_timeout,
+            deadline=deadline,
+            retries=retries,
+            backoff=backoff,
             token=read_token(os.environ, token_env or TOKEN),
             headers={"content-type": wire.CONTENT_TYPE, "accept-encoding": "identity"},
             proxies=False,
-            **numbers,
         )
 
     @staticmethod
-    def check_options(
-        urls: str | Sequence[str],
-        *,
-        token_env: str | None = None,
-        batch_size: int = 16,
-        retries: int = 8,
-        encoding: None = None,
-        headline: str | None = None,
-        **numbers: float,
-    ) -> None:
-        """Raise ValueError for options that cannot work; calls no server."""
-        if encoding is not None:
-            raise ValueError(
-                "`encoding` of reward remote is gone: images travel as raw pixels. Leave it out."
-            )
+    def check_options(urls: str | list[str], **others: Any) -> None:
+        """Raise ValueError for URLs that cannot work, without their passwords."""
         if not urls:
             raise ValueError(f"`urls` of reward remote is {urls!r}; give a URL or a list of them.")
         for url in [urls] if isinstance(urls, str) else urls:
             check_url("urls", url, "the server's address, such as http://host:8000")
-        for name, value, least in (("batch_size", batch_size, 1), ("retries", retries, 0)):
-            if type(value) is not int or value < least:
-                raise ValueError(f"`{name}` of reward remote is {value!r}; use {least} or more.")
-        for name, value in numbers.items():
-            if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
-                raise ValueError(f"`{name}` of reward remote is {value!r}; use a number above 0.")
-        if token_env and read_token(os.environ, token_env) is None:
-            raise ValueError(
-                f"`token_env` of reward remote is {token_env!r}, which is not set in this "
-                "environment. Set it to the servers' token, or leave the option out."
-            )
 
     def describe(self) -> dict[str, Any]:
         """What the first server says of its reward; not where it is. Calls it, so it may raise."""

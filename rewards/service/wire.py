@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import safetensors
 import torch
+from pydantic import AfterValidator, Field
 from safetensors.numpy import save
 from torch import Tensor
 
@@ -240,3 +242,17 @@ def read_token(environment: Mapping[str, str], name: str = TOKEN) -> str | None:
     if token is not None and not re.fullmatch(r"[!-~]+", token):
         raise ValueError(f"{name} holds spaces or other characters that no HTTP header can.")
     return token
+
+
+# Options of rewards that are asked over HTTP ------------------------------------------------------
+
+
+def _is_set(name: str | None) -> str | None:
+    if name is not None and read_token(os.environ, name) is None:
+        raise ValueError("that variable is not set here, or empty. Export it, or leave this out.")
+    return name
+
+
+TokenEnv = Annotated[str | None, AfterValidator(_is_set)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False, description="seconds")]
+Retries = Annotated[int, Field(ge=0, description="further attempts")]
