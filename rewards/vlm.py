@@ -6,23 +6,26 @@ the commands that start one.
 
 from __future__ import annotations
 
+import base64
+import json
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from io import BytesIO
 from typing import Annotated, Any
 
 import torch
+from PIL import Image
 from pydantic import Field
 from torch import Tensor
 
-from flowalign.http import beginning, check_url
+from flowalign.http import Client, beginning, check_url
 from flowalign.images import to_uint8
 from flowalign.rewards import load
-from flowalign.rewards.chat import Endpoint, image_url
 from flowalign.rewards.options import Count, checked, suggestion
-from flowalign.rewards.service.wire import Retries, Seconds, TokenEnv
+from flowalign.rewards.service.wire import Retries, Seconds, TokenEnv, read_token
 from flowalign.types import Scores
 
 
@@ -153,13 +156,17 @@ TEMPLATES: dict[str, Template] = {
 class VLM:
     """Reward in [0,1]: a vision-language model's score of an image for its prompt, over its scale.
 
-    url, model, concurrency, timeout, retries, token_env, max_tokens: of `chat.Endpoint`.
+    url: the base of the endpoint, as in http://127.0.0.1:8000/v1; model: its name there.
     template: "unifiedreward" (made for UnifiedReward-7b-v1.5), "qwenvl", "qwenvl_strict" or
         "qwenvl_quality" (for Qwen2.5-VL-7B-Instruct; the last looks at the image alone); a text
         that holds {prompt}; or the dotted path "package.module:attribute" of a Template.
     pattern, scale: for a text only: a regular expression whose group is the score, and the highest
         score (default 5, the lowest is then 0). value = score / scale.
     image_size: images are sent as PNG of this width and height; None = as they are.
+    concurrency: questions at once. timeout: seconds without a sign of life, per request.
+    retries: further attempts at a question, as `flowalign.http` has it.
+    token_env: the environment variable that holds the API key, if there is one.
+    max_tokens: length of an answer. The temperature is 0.
     parts: "raw", the score before division, 1 to 5 with the built-in templates.
     The templates ask what the peers ask (flow_grpo@ac4c86e and Flow-OPD@434ab16: rewards.py,
     qwenvl.py), in the same order and for the same form of answer, in words of our own: numbers
@@ -192,8 +199,9 @@ class VLM:
         self.template = _template(template, pattern, scale)
         named = isinstance(template, str) and template in TEMPLATES
         self.template_name = template if named else "own"
-        self.image_size = image_size
-        self.endpoint = Endpoint(url, model, concurrency, timeout, retries, token_env, max_tokens)
+        self.url, self.model = f"{url.rstrip('/')}/chat/completions", model
+        self.image_size, self.concurrency, self.max_tokens = image_size, concurrency, max_tokens
+        self.timeout, self.retries, self.token_env = timeout, retries, token_env
 
     @staticmethod
     def check_options(
@@ -217,11 +225,11 @@ class VLM:
         return {
             "name": self.name,
             "engine": "OpenAI chat completions",
-            "model": self.endpoint.model,
+            "model": self.model,
             "template": self.template_name,
             **vars(self.template),
             "image_size": self.image_size,
-            "max_tokens": self.endpoint.max_tokens,
+            "max_tokens": self.max_tokens,
             "temperature": 0,
         }
 
@@ -230,20 +238,49 @@ class VLM:
     ) -> Scores:
         """images [B,3,H,W] in [0,1], B prompts -> Scores of B, on the CPU; failed ones say why."""
 
-        def question(image: Tensor, prompt: str) -> tuple[str, str]:
-            return self.template.ask(prompt), image_url(to_uint8(image), self.image_size)
-
-        pairs = zip(images, prompts, strict=True)
-        answers = self.endpoint.answers([partial(question, *pair) for pair in pairs])
-        raw, reasons = torch.full((len(images),), math.nan), {}
-        for row, answer in enumerate(answers):
+        def ask(row: int) -> float:
+            """The score of a row. Raises ValueError for an answer without one."""
+            image = image_url(images[row], self.image_size)
+            text = self.template.ask(prompts[row])
+            content = [
+                {"type": "image_url", "image_url": {"url": image}},
+                {"type": "text", "text": text},
+            ]
+            body = {
+                "model": self.model,
+                "messages": [{"role": "user", "content": content}],
+                "temperature": 0,
+                "max_tokens": self.max_tokens,
+            }
+            answer = client.request("POST", self.url, json=body).body
             try:
-                if isinstance(answer, Exception):
-                    raise answer
-                raw[row] = self.template.read(answer)
-            except Exception as error:
-                reasons[row] = f"{type(error).__name__}: {error}"
+                said = json.loads(answer)["choices"][0]["message"]["content"]
+            except (ValueError, LookupError, TypeError):
+                said = None
+            if not isinstance(said, str):
+                shown = client.clean(answer.decode("utf-8", "replace"))
+                raise ValueError(f"no text choices[0].message.content in the answer {shown!r}")
+            return self.template.read(said)
+
+        token = read_token(os.environ, self.token_env) if self.token_env else None
+        with Client(timeout=self.timeout, retries=self.retries, token=token) as client:
+            scores = client.map(ask, range(len(images)), self.concurrency)
+        raw, reasons = torch.full((len(images),), math.nan), {}
+        for row, score in enumerate(scores):
+            if isinstance(score, Exception):
+                reasons[row] = f"{type(score).__name__}: {score}"
+            else:
+                raw[row] = score
         return Scores(raw / self.template.scale, torch.isfinite(raw), {"raw": raw}, reasons)
+
+
+def image_url(image: Tensor, size: int | None) -> str:
+    """An image [3,H,W] in [0,1] as the data URL of a PNG, resized to size x size if given."""
+    picture, file = Image.fromarray(to_uint8(image)), BytesIO()
+    if size is not None and picture.size != (size, size):
+        picture = picture.resize((size, size), Image.Resampling.BICUBIC)
+    picture.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode("ascii")
 
 
 def _template(template: str | Template, pattern: str | None, scale: float | None) -> Template:

@@ -308,7 +308,7 @@ def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(monkeypatch):
 
 
 def test_wrong_options_are_refused_without_a_network(monkeypatch):
-    monkeypatch.setattr("flowalign.rewards.chat.Client", None)
+    monkeypatch.setattr("flowalign.rewards.vlm.Client", None)
     text = {"template": "Rate {prompt}"}
     for options, key in (
         ({"url": "localhost:8000"}, "`url`"),

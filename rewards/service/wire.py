@@ -170,8 +170,7 @@ def decode_answer(body: bytes, count: int) -> Scores:
     parts, valid, reasons = (document.get(key) for key in ("parts", "valid", "reasons"))
     if not isinstance(parts, dict) or not isinstance(reasons, dict):
         raise WireError(502, "`parts` or `reasons` of the answer is no object.")
-    booleans = isinstance(valid, list) and all(type(v) is bool for v in valid)
-    if not booleans or len(valid) != count:
+    if not isinstance(valid, list) or [type(v) for v in valid] != [bool] * count:
         raise WireError(502, f"`valid` of the answer is no list of {count} booleans.")
     rows = {str(row): row for row in range(count)}
     if not all(row in rows and isinstance(text, str) for row, text in reasons.items()):
