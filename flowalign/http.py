@@ -77,7 +77,7 @@ class Client:
         self.until = time.monotonic() + deadline
         self.retries, self.backoff, self.max_bytes, self.token = retries, backoff, max_bytes, token
         self.stopped = threading.Event()
-        self.last: Exception = TimeoutError("the time for all requests is over")
+        self.last: Exception | str = "the time for all requests is over"
         self._client = httpx.Client(
             headers={**(headers or {}), **({"Authorization": f"Bearer {token}"} if token else {})},
             verify=_certificates(),
@@ -127,9 +127,9 @@ class Client:
         again = state.outcome and state.outcome.exception()
         if not isinstance(again, _Again) or state.attempt_number < servers:
             return 0.0
-        doublings = min(state.attempt_number - servers, 20)
-        seconds = max(self.backoff * 2**doublings, again.after)
-        return min(seconds, LONGEST_WAIT) * _jitter.uniform(0.75, 1.25)
+        seconds = self.backoff * 2.0 ** min(state.attempt_number - servers, 20)
+        jitter = _jitter.uniform(0.75, 1.25)
+        return max(min(seconds, LONGEST_WAIT) * jitter, min(again.after, LONGEST_WAIT))
 
     def map(
         self, call: Callable[[Item], Result], items: Sequence[Item], concurrency: int
@@ -154,6 +154,8 @@ class Client:
                     results[row] = error
                     with lock:
                         in_a_row += 1
+                        if not self.stopped.is_set():
+                            self.last = error
                         if in_a_row >= concurrency:
                             self.stopped.set()
                 except Exception as error:  # of this item alone
@@ -182,8 +184,10 @@ class Client:
         return beginning(text.replace(self.token, "***") if self.token else text)
 
     def _check_running(self) -> None:
-        if self.stopped.is_set() or time.monotonic() >= self.until:
-            raise ConnectionError(f"not asked any more, after: {self.last}")
+        if time.monotonic() >= self.until:
+            self.stopped.set()
+        if self.stopped.is_set():
+            raise ConnectionError(f"not asked any more: {self.last}")
 
     def _attempt(self, method: str, url: str, failed: list[str], content: Any) -> Answer:
         """Raises _Again for what may pass, and what `request` raises for what will not."""
@@ -204,34 +208,29 @@ class Client:
                         raise httpx.ReadTimeout("the answer came too slowly")
         except httpx.TimeoutException as error:
             text = f"{url} gave no answer within {seconds:g} s ({type(error).__name__})"
-            raise self._again(TimeoutError(text)) from error
+            raise _Again(TimeoutError(text)) from error
         except httpx.RequestError as error:
             text = f"{url}: {type(error).__name__}: {self.clean(str(error))}"
-            raise self._again(ConnectionError(text)) from error
+            raise _Again(ConnectionError(text)) from error
         status = response.status_code
         if status == 200:
             return Answer(bytes(body), response.headers, failed)
         text = f"{url} answered {status}: {self.clean(_message(bytes(body)))}"
         if status in (408, 429) or status >= 500:
             cause = TimeoutError(text) if status in (408, 504) else ConnectionError(text)
-            raise self._again(cause, response.headers.get("retry-after", ""))
+            raise _Again(cause, response.headers.get("retry-after", ""))
         if status in _FINAL:
-            self.last = ConnectionError(text)
-            raise self.last
+            raise ConnectionError(text)
         raise Refused(status, text)
-
-    def _again(self, cause: Exception, after: str = "") -> _Again:
-        self.last = cause
-        # a Retry-After that is a date counts as none
-        return _Again(cause, float(after) if after.isascii() and after.isdigit() else 0.0)
 
 
 class _Again(Exception):
-    """A failed attempt that may succeed later; after: seconds that the server asks to wait."""
+    """A failed attempt that may succeed later. after: its Retry-After; a date counts as none."""
 
-    def __init__(self, cause: Exception, after: float) -> None:
+    def __init__(self, cause: Exception, after: str = "") -> None:
         super().__init__(str(cause))
-        self.cause, self.after = cause, after
+        self.cause = cause
+        self.after = float(after) if after.isascii() and after.isdigit() else 0.0
 
 
 # Its own generator: a run's numbers must not depend on what the network did.
