@@ -65,10 +65,10 @@ class Attack:
 def head(length: int | None, *lines: str, token: str | None = TOKEN, kind: str = wire.CONTENT_TYPE,
          start: str = "POST /v1/score HTTP/1.1") -> bytes:  # fmt: skip
     """The head of a request."""
-    found = [start, "host: x", f"content-type: {kind}", *lines]
-    found += [] if token is None else [f"authorization: Bearer {token}"]
-    found += [] if length is None else [f"content-length: {length}"]
-    return "\r\n".join([*found, "", ""]).encode("latin-1")
+    head = [start, "host: x", f"content-type: {kind}", *lines]
+    head += [] if token is None else [f"authorization: Bearer {token}"]
+    head += [] if length is None else [f"content-length: {length}"]
+    return "\r\n".join([*head, "", ""]).encode("latin-1")
 
 
 def post(kind: str, body: bytes, *lines: str, token: str | None = TOKEN) -> Attack:
@@ -161,10 +161,10 @@ def corrupted(random: random.Random) -> bytes:
     if random.random() < 0.5:
         return GOOD[: random.randrange(len(GOOD))]
     size = 8 + int.from_bytes(GOOD[:8], "little")
-    found = bytearray(GOOD)
+    body = bytearray(GOOD)
     for _ in range(random.randrange(1, 6)):
-        found[random.randrange(size)] = random.randrange(256)
-    return bytes(found)
+        body[random.randrange(size)] = random.randrange(256)
+    return bytes(body)
 
 
 def not_http(random: random.Random) -> Attack:
@@ -304,17 +304,17 @@ def send(port: int, attack: Attack) -> bytes:
                 connection.shutdown(socket.SHUT_WR)
         except (BrokenPipeError, ConnectionResetError):
             pass  # it has answered before it heard us out
-        found = b""
+        answer = b""
         try:
             while piece := connection.recv(65536):
-                found += piece
-                length = re.search(rb"content-length: (\d+)", found)
-                whole = found.partition(b"\r\n\r\n")[2]
+                answer += piece
+                length = re.search(rb"content-length: (\d+)", answer)
+                whole = answer.partition(b"\r\n\r\n")[2]
                 if length and len(whole) >= int(length[1]):
                     break
         except ConnectionResetError:
             pass
-        return found
+        return answer
 
 
 def verdict(attack: Attack, answer: bytes) -> str:
@@ -361,7 +361,7 @@ def start(folder: Path) -> tuple[subprocess.Popen[str], int]:
 def fuzz(count: int, slow_ones: int, seed: int, threads: int) -> dict:
     """Send `count` attacks; returns what was counted and what was wrong."""
     wrong: list[str] = []
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     with TemporaryDirectory() as name:
         folder = Path(name) / "empty"
         folder.mkdir()
@@ -377,7 +377,7 @@ def fuzz(count: int, slow_ones: int, seed: int, threads: int) -> dict:
                     for attack, answer in zip(
                         some, pool.map(lambda a: verdict(a, send(port, a)), some), strict=True
                     ):
-                        found[f"{attack.kind} {answer}" if answer.isdigit() else "wrong"] += 1
+                        counts[f"{attack.kind} {answer}" if answer.isdigit() else "wrong"] += 1
                         if not answer.isdigit():
                             wrong.append(f"{attack.kind}: {answer} to {attack.parts[0][:90]!r}")
                     trace.append(round(memory(process)))
@@ -403,7 +403,7 @@ def fuzz(count: int, slow_ones: int, seed: int, threads: int) -> dict:
         wrong.append(f"memory rose from {before:.0f} to {peak:.0f} MB")
     for text in wrong[:20]:
         print(text)
-    for kind, number in sorted(found.items()):
+    for kind, number in sorted(counts.items()):
         print(f"{kind:24}{number:7}")
     return {"requests": count, "wrong": len(wrong), "seconds": round(seconds, 1),
             "MB": {"before": round(before), "peak": round(peak),

@@ -28,10 +28,10 @@ NUMBERS = {"two": 2, "three": 3, "four": 4}
 
 
 def official(name: str) -> Path:
-    found = [folder / name for folder in SETS if (folder / name).is_file()]
-    if not found:
+    paths = [folder / name for folder in SETS if (folder / name).is_file()]
+    if not paths:
         pytest.skip(f"no ../shared/data/{name} to compare with")
-    return found[0]
+    return paths[0]
 
 
 def one_way_round(prompt: str) -> str:
@@ -82,9 +82,9 @@ def test_a_picture_of_the_words_fulfils_the_metadata_and_others_do_not() -> None
     for row, (boxes, colors) in zip(rows, pictures, strict=True):
         assert not judge(row, {}, {}).correct
         if row["tag"] == "counting":  # one more, one less
-            ((name, found),) = boxes.items()
-            assert not judge(row, {name: [*found, [0, 0, 9, 9, 0.99]]}, colors).correct
-            assert not judge(row, {name: found[1:]}, colors).correct
+            ((name, places),) = boxes.items()
+            assert not judge(row, {name: [*places, [0, 0, 9, 9, 0.99]]}, colors).correct
+            assert not judge(row, {name: places[1:]}, colors).correct
         elif row["tag"] == "position":  # seen in a mirror
             mirrored = {n: [[-b[2], -b[3], -b[0], -b[1], b[4]] for b in boxes[n]] for n in boxes}
             assert not judge(row, mirrored, colors).correct
@@ -104,9 +104,9 @@ def test_every_17_rows_hold_the_mix_and_a_longer_set_begins_with_a_shorter_one()
 
 def test_prompts_repeat_only_when_all_of_a_tag_are_used() -> None:
     rows = geneval.generate(17 * 200, seed=0)
-    found = {tag: Counter(r["prompt"] for r in rows if r["tag"] == tag) for tag in geneval.MIX}
-    assert set(found["counting"].values()) == {6, 7} and len(found["counting"]) == 160
-    assert all(set(found[tag].values()) == {1} for tag in geneval.MIX if tag != "counting")
+    counts = {tag: Counter(r["prompt"] for r in rows if r["tag"] == tag) for tag in geneval.MIX}
+    assert set(counts["counting"].values()) == {6, 7} and len(counts["counting"]) == 160
+    assert all(set(counts[tag].values()) == {1} for tag in geneval.MIX if tag != "counting")
 
 
 def test_without_repeats_it_says_what_is_possible() -> None:

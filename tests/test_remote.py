@@ -72,16 +72,16 @@ def test_the_shipped_pickscore_is_worth_the_same_through_a_server():
     here = build("pickscore", model="tiny", device="cpu", batch_size=4)
     expected = here(IMAGES, PROMPTS, METADATA)
     with served.serving(here) as url:
-        found = Remote(url, batch_size=4)(IMAGES, PROMPTS, METADATA)
-    assert torch.equal(found.value, expected.value)
-    assert torch.equal(found.parts["raw"], expected.parts["raw"])
+        scores = Remote(url, batch_size=4)(IMAGES, PROMPTS, METADATA)
+    assert torch.equal(scores.value, expected.value)
+    assert torch.equal(scores.parts["raw"], expected.parts["raw"])
 
 
 def test_results_record_what_the_server_says_of_its_reward_and_not_where_it_is():
     pickscore = build("pickscore", model="tiny")
     with served.serving(pickscore) as url:
-        found = describe(build("remote", urls=url, normalizer=5.0))
-    assert found == {"name": "remote", "served": describe(pickscore), "normalizer": 5.0}
+        described = describe(build("remote", urls=url, normalizer=5.0))
+    assert described == {"name": "remote", "served": describe(pickscore), "normalizer": 5.0}
     gone = describe(build("remote", urls=closed_port()))
     assert gone["name"] == "remote" and "ConnectError" in gone["describe"]
 
@@ -89,20 +89,20 @@ def test_results_record_what_the_server_says_of_its_reward_and_not_where_it_is()
 def test_a_normalizer_divides_and_keeps_the_raw_value():
     here = served.exact(IMAGES, PROMPTS, METADATA)
     with served.serving(served.exact) as url:
-        found = Remote(url, normalizer=5, headline="raw")(IMAGES, PROMPTS, METADATA)
-    assert torch.equal(found.value, here.value / 5)
-    assert torch.equal(found.parts["raw"], here.value)
+        scores = Remote(url, normalizer=5, headline="raw")(IMAGES, PROMPTS, METADATA)
+    assert torch.equal(scores.value, here.value / 5)
+    assert torch.equal(scores.parts["raw"], here.value)
 
 
 def test_rows_that_fail_there_are_masked_here_with_their_reasons():
     prompts = ["ok", "bad", *PROMPTS[2:9], "bad"]
     with served.serving(served.Touchy()) as url:
-        found = score(Remote(url, batch_size=4), IMAGES, prompts, METADATA)
-    assert found.valid.tolist() == [True, False, *[True] * 7, False]
+        scores = score(Remote(url, batch_size=4), IMAGES, prompts, METADATA)
+    assert scores.valid.tolist() == [True, False, *[True] * 7, False]
     reason = "FileNotFoundError: no file <path> for 3/4 of it"
-    assert found.reasons == {1: reason, 9: reason}
+    assert scores.reasons == {1: reason, 9: reason}
     whole = served.exact(IMAGES, prompts, METADATA).value
-    assert torch.equal(found.value[found.valid], whole[found.valid])
+    assert torch.equal(scores.value[scores.valid], whole[scores.valid])
 
 
 def test_one_row_at_fault_does_not_cost_its_neighbours():
@@ -111,10 +111,10 @@ def test_one_row_at_fault_does_not_cost_its_neighbours():
     prompts[2], metadata[7] = "x" * 200, {"bonus": {1, 2}}
     images[4, 0, 0, 0] = float("nan")
     with served.serving(served.exact, limits=Limits(prompt=100, images=6)) as url:
-        found = score(Remote(url, batch_size=10), images, prompts, metadata)
-    assert [row for row in range(10) if not found.valid[row]] == [2, 4, 7]
-    assert "422: a prompt of 200 characters" in found.reasons[2]
-    assert "NaN" in found.reasons[4] and "set is not JSON" in found.reasons[7]
+        scores = score(Remote(url, batch_size=10), images, prompts, metadata)
+    assert [row for row in range(10) if not scores.valid[row]] == [2, 4, 7]
+    assert "422: a prompt of 200 characters" in scores.reasons[2]
+    assert "NaN" in scores.reasons[4] and "set is not JSON" in scores.reasons[7]
 
 
 # Failures ----------------------------------------------------------------------------------------
@@ -123,16 +123,16 @@ def test_one_row_at_fault_does_not_cost_its_neighbours():
 def test_what_may_pass_is_tried_again():
     reward = Flaky(refusals=2)
     with served.serving(reward) as url:
-        found = Remote(url, batch_size=5, **QUICK)(IMAGES, PROMPTS, METADATA)
-    assert bool(found.valid.all()) and reward.rows == 10
+        scores = Remote(url, batch_size=5, **QUICK)(IMAGES, PROMPTS, METADATA)
+    assert bool(scores.valid.all()) and reward.rows == 10
 
 
 def test_what_will_not_pass_is_not_tried_again_and_says_why(monkeypatch):
     reward = Flaky()
     monkeypatch.setenv("MY_TOKEN", "not-it")
     with served.serving(reward, token="right") as url:
-        found = score(Remote(url, token_env="MY_TOKEN"), IMAGES, PROMPTS, METADATA)
-        assert not found.valid.any() and "401" in found.reasons[9]
+        scores = score(Remote(url, token_env="MY_TOKEN"), IMAGES, PROMPTS, METADATA)
+        assert not scores.valid.any() and "401" in scores.reasons[9]
         monkeypatch.setenv("MY_TOKEN", "right")
         assert bool(Remote(url, token_env="MY_TOKEN")(IMAGES, PROMPTS, METADATA).valid.all())
 
@@ -155,8 +155,8 @@ def test_nobody_there_is_a_connection_error_that_masks_the_batch():
     reward = Remote(closed_port(), connect_timeout=1.0, **QUICK)
     with pytest.raises(ConnectionError, match="ConnectError"):
         reward(IMAGES, PROMPTS, METADATA)
-    found = score(reward, IMAGES, PROMPTS, METADATA)
-    assert not found.valid.any() and "ConnectionError" in found.reasons[0]
+    scores = score(reward, IMAGES, PROMPTS, METADATA)
+    assert not scores.valid.any() and "ConnectionError" in scores.reasons[0]
 
 
 def test_a_server_that_hangs_is_a_timeout_error_within_the_deadline():
@@ -180,9 +180,9 @@ def test_what_was_scored_before_the_servers_died_is_kept():
         return reward(images, prompts, metadata)
 
     with served.serving(dying) as url:
-        found = Remote(url, batch_size=4, **QUICK)(IMAGES, PROMPTS, METADATA)
-    assert found.valid.tolist() == [True] * 4 + [False] * 6
-    assert all("answered 500" in found.reasons[row] for row in range(4, 10))
+        scores = Remote(url, batch_size=4, **QUICK)(IMAGES, PROMPTS, METADATA)
+    assert scores.valid.tolist() == [True] * 4 + [False] * 6
+    assert all("answered 500" in scores.reasons[row] for row in range(4, 10))
 
 
 def test_a_dead_server_leaves_the_rotation_and_others_take_its_requests():
@@ -199,9 +199,9 @@ def test_a_dead_server_leaves_the_rotation_and_others_take_its_requests():
 def test_a_request_that_kills_whoever_scores_it_does_not_cost_the_others():
     with served.serving(served.Touchy()) as one, served.serving(served.Touchy()) as two:
         prompts = [*PROMPTS[:3], "worst", *PROMPTS[4:]]
-        found = Remote([one, two], batch_size=2, **QUICK)(IMAGES, prompts, METADATA)
-    assert [row for row in range(10) if not found.valid[row]] == [2, 3]
-    assert "answered 500" in found.reasons[3]
+        scores = Remote([one, two], batch_size=2, **QUICK)(IMAGES, prompts, METADATA)
+    assert [row for row in range(10) if not scores.valid[row]] == [2, 3]
+    assert "answered 500" in scores.reasons[3]
 
 
 # Several servers ---------------------------------------------------------------------------------
@@ -284,8 +284,8 @@ def test_a_server_that_is_killed_and_restarted_under_load_costs_no_step(
         there = there.model_copy(update={"tasks": [with_reward(there.tasks[0], "remote", options)]})
         fakes.wired(there).run()
     assert flag.exists()
-    found, expected = metrics(tmp_path / "there" / "run"), metrics(tmp_path / "here" / "run")
-    assert len(expected) == 4 and found == expected
+    there, expected = metrics(tmp_path / "there" / "run"), metrics(tmp_path / "here" / "run")
+    assert len(expected) == 4 and there == expected
 
 
 def with_reward(task, name: str, options: dict):

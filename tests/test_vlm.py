@@ -20,7 +20,7 @@ from flowalign.images import to_uint8
 from flowalign.rewards import build, check, describe, score
 from flowalign.rewards.vlm import TEMPLATES, VLM, Template
 
-OWN = Template("Rate this.", r"(\d)/9", scale=9.0, lowest=1.0)  # found by its dotted path
+OWN = Template("Rate this.", r"(\d)/9", scale=9.0, lowest=1.0)  # named by its dotted path
 
 
 class Judge(ThreadingHTTPServer):
