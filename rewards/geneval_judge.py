@@ -14,22 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 COLORS = (
-    "red",
-    "orange",
-    "yellow",
-    "green",
-    "blue",
-    "purple",
-    "pink",
-    "brown",
-    "black",
-    "white",
-)
+    "red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white",
+)  # fmt: skip
 
 Detections = Mapping[str, Sequence[Sequence[float]]]
 Colors = Mapping[str, Sequence[str]] | Callable[[str, int], str]
@@ -49,10 +41,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class _Clause:
-    """What became of one include clause: `colored` and `relation` are None where not judged."""
+    """The outcome of one include clause: `colored` and `relation` are None where not judged."""
 
     wanted: int
-    found: int
+    count: int
     colored: int | None = None
     relation: bool | None = None
     no_target: bool = False
@@ -80,14 +72,7 @@ def judge(
     depends on PYTHONHASHSEED).
     Raises MetadataError where a position refers to its own clause or to a later one.
     """
-    selected = select(
-        metadata,
-        detections,
-        threshold=threshold,
-        counting_threshold=counting_threshold,
-        max_objects=max_objects,
-        max_overlap=max_overlap,
-    )
+    selected = select(metadata, detections, threshold, counting_threshold, max_objects, max_overlap)
     clauses = _clauses(metadata, selected, detections, colors, position_threshold, strict)
     reasons = [clause.reason for clause in clauses if clause.reason]
     if not strict:
@@ -102,15 +87,13 @@ def partial_credit(
     detections: Detections,
     colors: Colors,
     *,
-    threshold: float = 0.3,
-    counting_threshold: float = 0.9,
-    max_objects: int = 16,
-    max_overlap: float = 1.0,
-    position_threshold: float = 0.1,
     variant: str = "bounded",
+    position_threshold: float = 0.1,
+    **rules: Any,
 ) -> float:
     """A graded score of one image: the mean of its terms. Counts must be equal, as in `strict`.
 
+    rules: the other thresholds of `judge`.
     "bounded", in [0, 1]; the terms depend on the metadata alone, n = the count asked for:
       each include clause: max(0, 1 - |n - found| / n);
       its colour, if it asks for one: boxes of that colour / n, 0 where the count is wrong;
@@ -126,14 +109,7 @@ def partial_credit(
     """
     if variant not in ("bounded", "published"):
         raise ValueError(f"variant {variant!r} is unknown; use 'bounded' or 'published'.")
-    selected = select(
-        metadata,
-        detections,
-        threshold=threshold,
-        counting_threshold=counting_threshold,
-        max_objects=max_objects,
-        max_overlap=max_overlap,
-    )
+    selected = select(metadata, detections, **rules)
     clauses = _clauses(metadata, selected, detections, colors, position_threshold, strict=True)
     pairs = list(zip(metadata.get("include", []), clauses, strict=True))
     if variant == "published":
@@ -150,7 +126,6 @@ def partial_credit(
 def select(
     metadata: Mapping[str, Any],
     detections: Detections,
-    *,
     threshold: float = 0.3,
     counting_threshold: float = 0.9,
     max_objects: int = 16,
@@ -257,55 +232,50 @@ def _clauses(
     strict: bool,
 ) -> list[_Clause]:
     """The outcome of every include clause, in order; a later one may refer to an earlier one."""
-    results: list[_Clause] = []
-    groups: list[list[np.ndarray] | None] = []
+    clauses: list[_Clause] = []
+    groups: list[list[np.ndarray] | None] = []  # the boxes of the clauses that hold
     for asked in metadata.get("include", []):
-        name, count = asked["class"], asked["count"]
-        found, judged = len(selected.get(name, [])), selected.get(name, [])[:count]
+        name, wanted = asked["class"], asked["count"]
+        count, judged = len(selected.get(name, [])), selected.get(name, [])[:wanted]
         boxes = [_boxes(detections[name])[i] for i in judged]
-        if found != count if strict else found < count:
+        clause = _Clause(wanted, count)
+        if count != wanted if strict else count < wanted:
             sign = "==" if strict else ">="
-            result = _Clause(count, found, reason=f"expected {name}{sign}{count}, found {found}")
+            clause = replace(clause, reason=f"expected {name}{sign}{wanted}, found {count}")
         else:
-            result = _color_clause(asked, found, judged, colors)
-            if "position" in asked and not result.reason:
-                result = _position_clause(asked, result, boxes, groups, dead_zone)
-        results.append(result)
-        groups.append(None if result.reason else boxes)
-    return results
+            if "color" in asked:
+                clause = _judge_color(asked, clause, judged, colors)
+            if "position" in asked and not clause.reason:
+                clause = _judge_position(asked, clause, boxes, groups, dead_zone)
+        clauses.append(clause)
+        groups.append(None if clause.reason else boxes)
+    return clauses
 
 
-def _color(colors: Colors, name: str, index: int) -> str:
-    """The colour of the raw box `index` of a class."""
-    return colors[name][index] if isinstance(colors, Mapping) else colors(name, index)
-
-
-def _color_clause(
-    asked: Mapping[str, Any], found: int, judged: list[int], colors: Colors
+def _judge_color(
+    asked: Mapping[str, Any], clause: _Clause, judged: list[int], colors: Colors
 ) -> _Clause:
-    """A clause whose count holds: is every judged box of the colour asked for, if any is?"""
-    name, count = asked["class"], asked["count"]
-    if "color" not in asked:
-        return _Clause(count, found)
-    wanted, seen = asked["color"], [_color(colors, name, index) for index in judged]
-    if seen.count(wanted) >= count:
-        return _Clause(count, found, colored=count)
+    """The count holds: is every judged box of the colour asked for?"""
+    name, color = asked["class"], asked["color"]
+    seen = [colors[name][i] if isinstance(colors, Mapping) else colors(name, i) for i in judged]
+    hits = seen.count(color)
+    if hits >= clause.wanted:
+        return replace(clause, colored=clause.wanted)
     order = [c for c in COLORS if c in seen] + sorted(set(seen) - set(COLORS))
     listed = ", ".join(f"{seen.count(c)} {c}" for c in order)
-    hits = seen.count(wanted)
-    reason = f"expected {wanted} {name}>={count}, found {hits} {wanted}; and {listed}"
-    return _Clause(count, found, colored=hits, reason=reason)
+    reason = f"expected {color} {name}>={clause.wanted}, found {hits} {color}; and {listed}"
+    return replace(clause, colored=hits, reason=reason)
 
 
-def _position_clause(
+def _judge_position(
     asked: Mapping[str, Any],
-    so_far: _Clause,
+    clause: _Clause,
     boxes: list[np.ndarray],
     groups: Sequence[list[np.ndarray] | None],
     dead_zone: float,
 ) -> _Clause:
     """Count and colour hold: does every (object, reference) pair show the relation?"""
-    name, (wanted, index) = asked["class"], asked["position"]
+    name, (relation, index) = asked["class"], asked["position"]
     if not -len(groups) <= index < len(groups):
         raise MetadataError(
             f"the position of {name!r} refers to include clause {index}, but only clauses before "
@@ -313,21 +283,20 @@ def _position_clause(
         )
     targets = groups[index]
     if targets is None:
-        reason = f"no target for {name} to be {wanted}"
-        return replace(so_far, no_target=True, relation=False, reason=reason)
-    for box in boxes:
-        for target in targets:
-            seen = _relations(box, target, dead_zone)
-            if wanted not in seen:
-                place = " and ".join(sorted(seen))
-                reason = f"expected {name} {wanted} target, found {place} target"
-                return replace(so_far, relation=False, reason=reason)
-    return replace(so_far, relation=True)
+        reason = f"no target for {name} to be {relation}"
+        return replace(clause, no_target=True, relation=False, reason=reason)
+    for box, target in product(boxes, targets):
+        shown = _relations(box, target, dead_zone)
+        if relation not in shown:
+            place = " and ".join(sorted(shown))
+            reason = f"expected {name} {relation} target, found {place} target"
+            return replace(clause, relation=False, reason=reason)
+    return replace(clause, relation=True)
 
 
 def _bounded_terms(asked: Mapping[str, Any], clause: _Clause) -> list[float]:
     """The terms of one include clause in partial_credit's "bounded"; how many is fixed by it."""
-    terms = [max(0.0, 1 - abs(clause.wanted - clause.found) / clause.wanted)]
+    terms = [max(0.0, 1 - abs(clause.wanted - clause.count) / clause.wanted)]
     if "color" in asked:
         terms.append((clause.colored or 0) / clause.wanted)
     if "position" in asked:
@@ -337,8 +306,8 @@ def _bounded_terms(asked: Mapping[str, Any], clause: _Clause) -> list[float]:
 
 def _published_terms(asked: Mapping[str, Any], clause: _Clause) -> list[float]:
     """The terms of one include clause in the reward server's `scores`, quirks included."""
-    terms = [1 - abs(clause.wanted - clause.found) / clause.wanted]
-    if clause.found != clause.wanted:
+    terms = [1 - abs(clause.wanted - clause.count) / clause.wanted]
+    if clause.count != clause.wanted:
         return terms + ([0.0] if "color" in asked or "position" in asked else [])
     if clause.colored is not None:
         terms.append(1 - abs(clause.wanted - clause.colored) / clause.wanted)
