@@ -19,6 +19,8 @@ DETECTORS: dict[str, str] = {
     "tiny": "flowalign.tiny.detector:TinyDetector",
     "mask2former": "flowalign.rewards.mask2former:Mask2Former",
 }
+Overlap = Annotated[float, Field(gt=0, le=1, description="1 turns suppression off")]
+Share = Annotated[Number, Field(ge=0, description="a share of the objects' sizes")]
 Threshold = Annotated[float, Field(ge=0, lt=1, description="a score that a box must exceed")]
 
 
@@ -55,12 +57,8 @@ class GenEval:
         threshold: Threshold = 0.3,
         counting_threshold: Threshold = 0.9,
         max_objects: Count = 16,
-        max_overlap: Annotated[
-            float, Field(gt=0, le=1, description="1 turns suppression off")
-        ] = 1.0,
-        position_threshold: Annotated[
-            Number, Field(ge=0, description="a share of the objects' sizes")
-        ] = 0.1,
+        max_overlap: Overlap = 1.0,
+        position_threshold: Share = 0.1,
         detector_options: Mapping[str, Any] | None = None,
         device: Device = None,
     ) -> None:
