@@ -7,7 +7,8 @@ pass of its own, so that its colour cannot depend on what else is in the image o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,7 +94,8 @@ class ClipColors:
 
         CLIP's preprocessing cuts the ends off an elongated box, as in the official script.
         """
-        inputs = self.preprocess(Image.fromarray(masked(pixels, mask)))[None]
+        masked = np.where(mask[..., None], pixels, np.uint8(OUTSIDE))
+        inputs = self.preprocess(Image.fromarray(masked))[None]
         with self.placement:
             vector = self.model.encode_image(inputs.to(self.placement.device)).float()
             return COLORS[int((normalize(vector, dim=-1) @ self.classifier(thing).T).argmax())]
@@ -110,36 +112,24 @@ class ClipColors:
             self._classifiers[thing] = normalize(mean, dim=-1)
         return self._classifiers[thing]
 
-
-class BoxColors:
-    """The colours of the boxes of one image: looked up when asked for, and once each.
-
-    pixels: uint8 [H,W,3]; boxes {class: [[x1, y1, x2, y2, score], ...]} with right and bottom
-    exclusive; masks {class: [bool [y2 - y1, x2 - x1], ...]}.
-    """
-
-    def __init__(
+    def of_boxes(
         self,
-        clip: ClipColors,
         pixels: np.ndarray,
-        boxes: dict[str, list[list[float]]],
-        masks: dict[str, list[np.ndarray]],
-    ) -> None:
-        self.clip, self.pixels, self.boxes, self.masks = clip, pixels, boxes, masks
-        self._known: dict[tuple[str, int], str] = {}
+        boxes: Mapping[str, Sequence[Sequence[float]]],
+        masks: Mapping[str, Sequence[np.ndarray]],
+    ) -> Callable[[str, int], str]:
+        """(class, index of its box) -> colour, for one image: computed when called, once a box.
 
-    def __call__(self, thing: str, index: int) -> str:
-        """The colour of the raw box `index` of a class."""
-        if (thing, index) not in self._known:
-            x1, y1, x2, y2 = map(int, self.boxes[thing][index][:4])
-            crop = self.pixels[y1:y2, x1:x2]
-            self._known[thing, index] = self.clip.color(crop, self.masks[thing][index], thing)
-        return self._known[thing, index]
+        pixels: uint8 [H,W,3]; boxes {class: [[x1, y1, x2, y2, score], ...]} with right and bottom
+        exclusive; masks {class: [bool [y2 - y1, x2 - x1], ...]}.
+        """
 
+        @cache
+        def color(thing: str, index: int) -> str:
+            x1, y1, x2, y2 = map(int, boxes[thing][index][:4])
+            return self.color(pixels[y1:y2, x1:x2], masks[thing][index], thing)
 
-def masked(pixels: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """uint8 pixels [h,w,3] where the mask [h,w] is true, the official grey elsewhere."""
-    return np.where(mask[..., None], pixels, np.uint8(OUTSIDE))
+        return color
 
 
 def _weights(library: Any, architecture: str, pretrained: str) -> tuple[str, bool]:

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, Field, GetPydanticSchema, model_
 from torch import Tensor
 
 import flowalign.rewards as registry
-from flowalign.rewards.options import Device, Number, checked
+from flowalign.rewards.options import Device, Divisor, Number, checked
 from flowalign.rewards.scoring import assemble, score
 from flowalign.types import Reward, Scores
 
@@ -182,10 +182,7 @@ class Normalized(Composed):
         self,
         reward: Spec,
         median: Number,
-        spread: Annotated[
-            float,
-            Field(gt=0, allow_inf_nan=False, description="it divides (value - median)"),
-        ],
+        spread: Divisor,
         *,
         device: Device = None,
     ) -> None:

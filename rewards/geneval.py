@@ -19,6 +19,8 @@ DETECTORS: dict[str, str] = {
     "tiny": "flowalign.tiny.detector:TinyDetector",
     "mask2former": "flowalign.rewards.mask2former:Mask2Former",
 }
+Overlap = Annotated[float, Field(gt=0, le=1, description="1 turns suppression off")]
+Share = Annotated[Number, Field(ge=0, description="a share of the objects' sizes")]
 Threshold = Annotated[float, Field(ge=0, lt=1, description="a score that a box must exceed")]
 
 
@@ -55,12 +57,8 @@ class GenEval:
         threshold: Threshold = 0.3,
         counting_threshold: Threshold = 0.9,
         max_objects: Count = 16,
-        max_overlap: Annotated[
-            float, Field(gt=0, le=1, description="1 turns suppression off")
-        ] = 1.0,
-        position_threshold: Annotated[
-            Number, Field(ge=0, description="a share of the objects' sizes")
-        ] = 0.1,
+        max_overlap: Overlap = 1.0,
+        position_threshold: Share = 0.1,
         detector_options: Mapping[str, Any] | None = None,
         device: Device = None,
     ) -> None:
@@ -81,8 +79,24 @@ class GenEval:
         detector_options: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
-        """Raise ValueError if the detector does not exist, or does not take its options."""
-        check_detector(detector, detector_options)
+        """Raise ValueError if there is no such detector, or if it does not take its options.
+
+        Imports the detector's module and checks its signature (`check_call`); builds nothing.
+        """
+        options = detector_options or {}
+        if not isinstance(detector, str):
+            if options:
+                raise ValueError(
+                    f"`detector_options` {sorted(options)} are of no use to a detector that is "
+                    f"built already, a {type(detector).__name__}. Give them where it is built."
+                )
+        elif detector not in DETECTORS and ":" not in detector:
+            raise ValueError(
+                f"no detector {detector!r}; use one of {list(DETECTORS)}, or the path of yours as "
+                "'package.module:Class'."
+            )
+        else:
+            check_call(f"detector {detector!r}", _factory(detector), options)
 
     @staticmethod
     def check_prompts(
@@ -156,34 +170,13 @@ def build_detector(
     """The detector of that name or dotted path, built with these options; an object as it is.
     device: as in `flowalign.rewards.build_on`.
 
-    Raises ValueError as `check_detector` does, and whatever the detector's constructor raises.
+    Raises ValueError as `GenEval.check_options` does, and whatever its constructor raises.
     """
-    check_detector(detector, options)
+    GenEval.check_options(detector, detector_options=options)
     if not isinstance(detector, str):
         return detector
     factory = _factory(detector)
     return factory(**placed(factory, options or {}, device))
-
-
-def check_detector(detector: str | Detector, options: Mapping[str, Any] | None = None) -> None:
-    """Raise ValueError if there is no such detector, or if it does not take these options.
-
-    Imports the detector's module and checks its signature (`check_call`); builds nothing.
-    """
-    options = options or {}
-    if not isinstance(detector, str):
-        if options:
-            raise ValueError(
-                f"`detector_options` {sorted(options)} are of no use to a detector that is built "
-                f"already, a {type(detector).__name__}. Give them where it is built."
-            )
-        return
-    if detector not in DETECTORS and ":" not in detector:
-        raise ValueError(
-            f"no detector {detector!r}; use one of {list(DETECTORS)}, or the path of yours as "
-            "'package.module:Class'."
-        )
-    check_call(f"detector {detector!r}", _factory(detector), options)
 
 
 def _factory(detector: str) -> Callable[..., Detector]:

@@ -21,7 +21,7 @@ from torch.nn.functional import interpolate, pad
 
 from flowalign.frozen import Placement
 from flowalign.images import to_uint8
-from flowalign.rewards.clip_colors import BoxColors, ClipColors, OpenClipWeights
+from flowalign.rewards.clip_colors import ClipColors, OpenClipWeights
 from flowalign.rewards.geneval_names import NAMES
 from flowalign.rewards.options import Count, Device, OpenClip, checked, pretrained
 from flowalign.types import Detections
@@ -99,8 +99,8 @@ class Mask2Former:
         """
         detections = []
         for start in range(0, len(images), self.batch_size):
-            some = images[start : start + self.batch_size]
-            detections += self._detect([to_uint8(image) for image in some])
+            batch = images[start : start + self.batch_size]
+            detections += self._detect([to_uint8(image) for image in batch])
         return detections
 
     @torch.no_grad()
@@ -132,7 +132,7 @@ class Mask2Former:
             box = [*map(float, objects.boxes[row]), float(objects.scores[row])]
             boxes.setdefault(NAMES[label], []).append(box)
             masks.setdefault(NAMES[label], []).append(objects.masks[row])
-        return Detections(boxes, BoxColors(self.colors, pixels, boxes, masks))
+        return Detections(boxes, self.colors.of_boxes(pixels, boxes, masks))
 
 
 @dataclass(frozen=True)
@@ -194,10 +194,10 @@ def tight(inside: Tensor) -> tuple[np.ndarray, list[np.ndarray]]:
     An empty mask has the box 0, 0, 0, 0 and a crop without pixels.
     """
     columns, rows = inside.any(1).cpu().numpy(), inside.any(2).cpu().numpy()
-    masks, some = inside.cpu().numpy(), columns.any(1)
+    masks, filled = inside.cpu().numpy(), columns.any(1)
     x1, y1 = columns.argmax(1), rows.argmax(1)
-    x2 = (columns.shape[1] - columns[:, ::-1].argmax(1)) * some
-    y2 = (rows.shape[1] - rows[:, ::-1].argmax(1)) * some
+    x2 = (columns.shape[1] - columns[:, ::-1].argmax(1)) * filled
+    y2 = (rows.shape[1] - rows[:, ::-1].argmax(1)) * filled
     boxes = np.stack([x1, y1, x2, y2], 1)
     crops = [
         mask[top:bottom, left:right].copy()

@@ -80,21 +80,15 @@ def read(path: Path) -> dict[str, Tensor]:
 
 def fit(model: nn.Module, weights: Mapping[str, Tensor], source: object) -> None:
     """Copy weights into a model that has exactly these names and shapes, else raise ValueError."""
-    own = model.state_dict()
-    faults = [f"{name} is missing" for name in own if name not in weights]
-    faults += [f"{name} is not in the model" for name in weights if name not in own]
-    faults += [
-        f"{name} has shape {list(weights[name].shape)}, not {list(own[name].shape)}"
-        for name in own
-        if name in weights and weights[name].shape != own[name].shape
-    ]
-    if faults:
-        more = f", and {len(faults) - 3} more" if len(faults) > 3 else ""
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        faults = " ".join(str(error).split())
         raise ValueError(
-            f"{source} does not fit {type(model).__name__}: {'; '.join(faults[:3])}{more}. "
+            f"{source} does not fit {type(model).__name__}: "
+            f"{faults if len(faults) <= 400 else faults[:400] + '...'} "
             "Is it the file of this model, and of this version?"
-        )
-    model.load_state_dict(weights)
+        ) from error
 
 
 def _on_hub(address: str) -> tuple[str, str, str | None] | None:

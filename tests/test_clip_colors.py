@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from flowalign.rewards.clip_colors import BoxColors, ClipColors, _weights
+from flowalign.rewards.clip_colors import ClipColors, _weights
 from flowalign.rewards.geneval_judge import COLORS
 
 
@@ -99,7 +99,7 @@ def test_a_box_is_looked_at_when_asked_for_and_once(monkeypatch: pytest.MonkeyPa
     looks: list[int] = []
     encode = colors.model.encode_image
     monkeypatch.setattr(colors.model, "encode_image", lambda x: looks.append(len(x)) or encode(x))
-    lazy = BoxColors(colors, scene[1][0], boxes, masks)
+    lazy = colors.of_boxes(scene[1][0], boxes, masks)
     assert looks == []
     assert lazy("dog", 1) == lazy("dog", 1) == asked(colors, scene[1])
     assert looks == [1, 1]  # one for the box, one for our own question
