@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from flowalign.data import PromptError, load_prompts
 from flowalign.files import replacing
@@ -97,6 +98,19 @@ def _fetch(
                 f"{', less what is set aside to validate' if file.validation else ''}. Nothing "
                 "was written. Move it away, choose another --out, or replace it with --force."
             )
+    verified = checksum == expected
+    summary = {"prompts": sum(counts), "verified": verified and known != FIRST}
+    _write(file, source, content, dict(zip(paths, parts, strict=True)), summary)
+    verdict = "its checksum holds" if verified else f"NOT VERIFIED: recorded {checksum}"
+    for path, count in zip(paths, counts, strict=True):
+        say(f"  {count} prompts in {path} ({verdict})")
+    return paths
+
+
+def _write(
+    file: File, source: Source, content: bytes, parts: dict[Path, bytes], summary: dict[str, Any]
+) -> None:
+    """Write the parts {path: bytes} of a content, and the record of where it came from."""
     record = {
         "file": file.name,
         "url": file.url,
@@ -106,23 +120,21 @@ def _fetch(
         "note": source.note,
         "sha256": hashlib.sha256(content).hexdigest(),
         "bytes": len(content),
-        "prompts": sum(counts),
         "lines": "unique and sorted" if file.unique else "as published",
-        "verified": checksum == expected and known != FIRST,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        **summary,
     }
     if file.validation:
-        sums = [hashlib.sha256(part).hexdigest() for part in parts]
-        record["parts"] = {path.name: sum for path, sum in zip(paths, sums, strict=True)}
-    record_part = (_record(target), (json.dumps(record, indent=1) + "\n").encode())
+        record["parts"] = {
+            path.name: hashlib.sha256(part).hexdigest() for path, part in parts.items()
+        }
+    target = next(iter(parts))
     # the training set after its validation set: where the first lies, the second does
-    for path, part in [*reversed(list(zip(paths, parts, strict=True))), record_part]:
+    for path, part in reversed(list(parts.items())):
         with replacing(path) as beside:
             beside.write_bytes(part)
-    verdict = "its checksum holds" if checksum == expected else f"NOT VERIFIED: recorded {checksum}"
-    for path, count in zip(paths, counts, strict=True):
-        say(f"  {count} prompts in {path} ({verdict})")
-    return paths
+    with replacing(_record(target)) as beside:
+        beside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 # Checksums ---------------------------------------------------------------------------------------
