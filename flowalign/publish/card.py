@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowalign.adapters import hub
-from flowalign.adapters.files import adapter_digest, adapter_folder
+from flowalign.adapters.files import adapter_folder, read_lora
 from flowalign.config import EvalStage, Job, MergeStage, TrainingStage, mixtures, parse, to_yaml
 from flowalign.preflight import adapters
 
@@ -308,7 +308,7 @@ def add_results(given: ModelCard, document: Mapping[str, Any], path: Path, adapt
 
 def model_of(document: Mapping[str, Any], path: Path, adapter: Path) -> str:
     """The name that the results have for an adapter."""
-    mine, others = adapter_digest(adapter), []
+    mine, others = read_lora(adapter).digest, []
     for name, model in document["models"].items():
         source = model["adapter"]
         if source is None:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowalign.adapters.files import PEFT_CONFIG, adapter_file, read_head
-from flowalign.adapters.hub import NAME, HubError, explained
+from flowalign.adapters.files import PEFT_CONFIG, adapter_file, read_lora
+from flowalign.adapters.hub import HubAddress, HubError, explained
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
@@ -94,9 +94,10 @@ def gather(folder: Path, repo: str, *, results: Path | None = None, force: bool 
     without scores. Raises PushError, AdapterError for a folder without a LoRA, and NoScores for
     results of others.
     """
-    _check_name(repo)
+    if HubAddress.parse(repo) != HubAddress(repo):
+        raise PushError(f"--repo {repo!r} is no name on the Hub; want owner/name.")
     run, adapter = _folders(folder)
-    weights = read_head(adapter).file
+    weights = read_lora(adapter).file
     files: dict[str, Path | bytes] = {weights.name: weights}
     beside = adapter / PEFT_CONFIG
     files |= {PEFT_CONFIG: beside} if beside.is_file() else {}
@@ -141,11 +142,6 @@ def upload(
 
 
 # The folder --------------------------------------------------------------------------------------
-
-
-def _check_name(repo: str) -> None:
-    if not re.fullmatch(f"{NAME}/{NAME}", repo):
-        raise PushError(f"--repo {repo!r} is no name on the Hub; want owner/name.")
 
 
 def _folders(folder: Path) -> tuple[Path, Path]:
