@@ -2,8 +2,9 @@
 
 An adapter is `owner/name`, `owner/name@revision` or `owner/name@revision/folder`, which is how
 huggingface_hub spells paths. A folder inside a repository needs the revision before it, so that a
-mistyped local path is not looked for on the Hub. Tokens are left to huggingface_hub (`hf auth login`): none is
-read, written or shown here. This module imports nothing of flowalign; rewards use its addresses.
+mistyped local path is not looked for on the Hub. Tokens are left to huggingface_hub (`hf auth
+login`): none is read, written or shown here. This module imports nothing of flowalign; rewards use
+its addresses.
 """
 
 from __future__ import annotations
