@@ -7,6 +7,7 @@ import fakes
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
+from parts import MAX_LENGTH
 from peft import LoraConfig
 from torch import Tensor
 from torch.testing import assert_close
@@ -19,7 +20,6 @@ from flowalign.eval.suite import Settings, generate
 from flowalign.rollout import Noise
 from flowalign.teachers.merge import merge
 from flowalign.tiny import T5_LENGTH
-from flowalign.tiny.build import MAX_LENGTH
 
 SETTINGS = Settings(steps=2, guidance=2.0, seed=3, batch_size=2)
 
