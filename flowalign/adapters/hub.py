@@ -81,7 +81,7 @@ def download(source: str, *, newest: bool = False) -> Path:
             address.repository,
             revision=address.revision,
             allow_patterns=[prefix + name for name in names],
-            ignore_patterns=[f"{prefix}*/*"],
+            ignore_patterns=[f"{prefix}*/*"],  # checkpoints, say: as large as the adapter
             local_files_only=local,
         )
         return Path(snapshot) / address.path
@@ -92,7 +92,7 @@ def download(source: str, *, newest: bool = False) -> Path:
             try:
                 return get(*everything, local=True)
             except LocalEntryNotFoundError:
-                pass
+                pass  # not in the cache: ask the Hub
         # The small files come first: with model_index.json it is a whole pipeline, which the caller
         # refuses, and its gigabytes stay where they are.
         folder = get(*small, local=False)
