@@ -30,6 +30,8 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from flowalign.adapters.hub import HubAddress
+
 Class = TypeVar("Class", bound=type)
 PLAIN = (Any, bool, int, float, str, NoneType)
 CONTAINERS = (Union, UnionType, list, dict, Sequence, Mapping)
@@ -67,16 +69,11 @@ def pretrained(possible: str, *names: str) -> AfterValidator:
             return name
         if folder.is_dir() and not any(folder.glob("*config.json")):
             raise ValueError(f"folder {folder} holds no config.json. Give {possible}.")
-        if not folder.is_dir() and not is_hub_id(name):
+        if not folder.is_dir() and HubAddress.parse(name) != HubAddress(name):
             raise ValueError(f"there is no such folder, and it is no Hub id. Give {possible}.")
         return name
 
     return AfterValidator(check)
-
-
-def is_hub_id(name: str) -> bool:
-    """Does it look like owner/repository?"""
-    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/")
 
 
 def check_call(
