@@ -16,7 +16,7 @@ import torch
 
 from flowalign import determinism
 from flowalign.adapters import hub
-from flowalign.adapters.files import AdapterError, adapter_folder, read_head, read_lora, scales
+from flowalign.adapters.files import AdapterError, adapter_folder, read_lora
 from flowalign.config.schema import (
     ADAPTER,
     BenchmarkConfig,
@@ -24,10 +24,7 @@ from flowalign.config.schema import (
     EvalStage,
     FidelityConfig,
     LoraConfig,
-    MergeStage,
-    OpdStage,
     RewardConfig,
-    SftStage,
     Stage,
     TrainingStage,
 )
@@ -138,19 +135,8 @@ def _training_problems(config: TrainingStage, num_processes: int) -> Iterator[st
 
 
 def adapters(config: Stage) -> dict[str, str]:
-    """{place in the config: folder or Hub id} of every adapter that a stage reads."""
-    found: dict[str, str | None] = {}
-    if isinstance(config, TrainingStage):
-        found["lora.init"] = config.lora.init
-    if isinstance(config, OpdStage | SftStage):
-        found |= {f"teachers.{name}": t.adapter for name, t in config.teachers.items()}
-    if isinstance(config, OpdStage) and config.anchor:
-        found["anchor.adapter"] = config.anchor.adapter
-    if isinstance(config, MergeStage):
-        found |= {f"adapters.{i}": source for i, source in enumerate(config.adapters)}
-    if isinstance(config, EvalStage):
-        found |= {f"models.{name}": folder for name, folder in config.models.items()}
-    return {place: folder for place, folder in found.items() if folder is not None}
+    """config.inputs, which replaces this."""
+    return config.inputs
 
 
 def _adapter_problems(config: Stage, pending: Collection[str] = ()) -> Iterator[str]:
@@ -161,8 +147,7 @@ def _adapter_problems(config: Stage, pending: Collection[str] = ()) -> Iterator[
         if source in pending:
             continue
         try:
-            folder = adapter_folder(source, newest=True)
-            base = read_head(folder).base
+            base = read_lora(source, newest=True).base
         except hub.HubError as error:
             yield f"{place}: {error}"
             continue
@@ -189,13 +174,9 @@ def start(lora: LoraConfig) -> Start | None:
     """Of `lora.init`; None for a fresh adapter."""
     if lora.init is None:
         return None
-    weights, about = read_lora(lora.init)
-    scale = scales(weights, about)
-    ranks = {layer: weights[f"{layer}.lora_A.weight"].shape[0] for layer in scale}
-    special, usual = about["alpha_pattern"], about["lora_alpha"]
-    alphas = {layer: special.get(f"^{layer}", usual) for layer in ranks}
-    ignored = []
-    for key, has in (("rank", ranks), ("alpha", alphas)):
+    adapter = read_lora(lora.init)
+    ranks, ignored = adapter.ranks, []
+    for key, has in (("rank", ranks), ("alpha", adapter.alphas)):
         wanted = getattr(lora, key)
         if key in lora.model_fields_set and set(has.values()) != {wanted}:
             ignored.append(f"lora.{key}: {wanted:g} is ignored, lora.init has {_span(has)}")
@@ -208,7 +189,7 @@ def start(lora: LoraConfig) -> Start | None:
         ignored.append(f"lora.targets: ignored, lora.init has {' and '.join(seen)}")
     text = (
         f"lora.init: the student starts from {lora.init}, rank {_span(ranks)}, scale "
-        f"{_span(scale)} (alpha / r), {len(ranks)} layers"
+        f"{_span(adapter.scales)} (alpha / r), {len(ranks)} layers"
     )
     return Start(text, ignored)
 

@@ -19,8 +19,18 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
-from pydantic import AfterValidator, BaseModel, Field, PlainValidator, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Field,
+    PlainValidator,
+    PydanticUserError,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic.fields import FieldInfo
+
+from flowalign.adapters.hub import HubAddress
 
 Class = TypeVar("Class", bound=type)
 PLAIN = (Any, bool, int, float, str, NoneType)
@@ -59,16 +69,11 @@ def pretrained(possible: str, *names: str) -> AfterValidator:
             return name
         if folder.is_dir() and not any(folder.glob("*config.json")):
             raise ValueError(f"folder {folder} holds no config.json. Give {possible}.")
-        if not folder.is_dir() and not is_hub_id(name):
+        if not folder.is_dir() and HubAddress.parse(name) != HubAddress(name):
             raise ValueError(f"there is no such folder, and it is no Hub id. Give {possible}.")
         return name
 
     return AfterValidator(check)
-
-
-def is_hub_id(name: str) -> bool:
-    """Does it look like owner/repository?"""
-    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/")
 
 
 def check_call(
@@ -90,12 +95,11 @@ def check_call(
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     known = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     annotations = _annotations(function)
-    faults = [
-        f"{what} cannot be built without the option `{name}`. Add it; its signature is "
-        f"{inspect.signature(function)}."
-        for name, parameter in known.items()
-        if parameter.default is parameter.empty and name not in options
-    ]
+    needed = [name for name, p in known.items() if p.default is p.empty and name not in options]
+    faults = []
+    if needed:
+        missing = ", ".join(f"`{name}`" for name in needed)
+        faults.append(f"{what} cannot be built without {missing}; it takes {list(known)}. Add it.")
     for name, value in options.items():
         if name in known:
             if value is not known[name].default:
@@ -158,16 +162,22 @@ def _faults(what: str, option: str, annotation: Any, value: Any) -> list[str]:
     """What pydantic has against a value: where it is, what was seen, what is possible."""
     try:
         TypeAdapter(annotation).validate_python(value, strict=True)
+    except PydanticUserError:  # a stranger's annotation that pydantic cannot read
+        return []
     except ValidationError as error:
         extras = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
         meaning = [e.description for e in extras if isinstance(e, FieldInfo) and e.description]
+        members = [a for a in get_args(annotation) if a is not NoneType]
+        if get_origin(annotation) in (Union, UnionType) and len(members) > 1:
+            return [f"`{option}` of {what} is {value!r}; it should be {annotation}."]
         faults = []
         for detail in error.errors():
             where = ".".join(map(str, (option, *detail["loc"])))
             wanted = detail["msg"].replace("Input should", "it should")
             wanted = re.sub(r"dictionary( or instance of \w+)?", "mapping", wanted)
-            if detail["type"] == "extra_forbidden":
-                wanted = "there is no such key"
+            wanted = {"extra_forbidden": "there is no such key", "missing": "it lacks the key"}.get(
+                detail["type"], wanted
+            )
             wanted = "".join([wanted, *(f" ({text})" for text in meaning), "."])
             if detail["type"] == "value_error":
                 wanted = str(detail.get("ctx", {})["error"])

@@ -1,7 +1,7 @@
 """A vision-language model as judge: it looks at an image, and writes a score.
 
-Any endpoint that speaks OpenAI's chat completions serves (vLLM, SGLang). docs/rewards/vlm.md has
-the commands that start one.
+It is reached at any endpoint that speaks OpenAI's chat completions (vLLM, SGLang).
+docs/rewards/vlm.md has the commands that start one.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class VLM:
             body = {
                 "model": self.model,
                 "messages": [{"role": "user", "content": content}],
-                "temperature": 0,
+                "temperature": 0,  # the same image must get the same score
                 "max_tokens": self.max_tokens,
             }
             answer = client.request("POST", self.url, json=body).body
@@ -278,8 +278,9 @@ def image_url(image: Tensor, size: int | None) -> str:
     """An image [3,H,W] in [0,1] as the data URL of a PNG, resized to size x size if given."""
     picture, file = Image.fromarray(to_uint8(image)), BytesIO()
     if size is not None and picture.size != (size, size):
+        # bicubic to 512 x 512, whatever the aspect: as flow_grpo/rewards.py does
         picture = picture.resize((size, size), Image.Resampling.BICUBIC)
-    picture.save(file, "PNG")
+    picture.save(file, "PNG")  # lossless
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode("ascii")
 
 

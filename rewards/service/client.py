@@ -52,7 +52,7 @@ class Remote:
 
     def __init__(
         self,
-        urls: str | list[str],
+        urls: str | Sequence[str],
         *,
         token_env: TokenEnv = None,
         batch_size: Count = 16,
@@ -78,11 +78,11 @@ class Remote:
             backoff=backoff,
             token=read_token(os.environ, token_env or TOKEN),
             headers={"content-type": wire.CONTENT_TYPE, "accept-encoding": "identity"},
-            proxies=False,
+            proxies=False,  # images go to the named host and nowhere else
         )
 
     @staticmethod
-    def check_options(urls: str | list[str], **others: Any) -> None:
+    def check_options(urls: str | Sequence[str], **others: Any) -> None:
         """Raise ValueError for URLs that cannot work, without their passwords."""
         if not urls:
             raise ValueError(f"`urls` of reward remote is {urls!r}; give a URL or a list of them.")

@@ -85,7 +85,7 @@ def app(reward: Reward, settings: Settings) -> FastAPI:
 
 
 class _Routes:
-    """All of it runs on the event loop, but for decoding and the reward's call."""
+    """Everything runs on the event loop, except decoding and the reward's call."""
 
     def __init__(self, reward: Reward, settings: Settings) -> None:
         self.reward, self.settings, self.worker = reward, settings, Worker()
@@ -212,7 +212,7 @@ def server(reward: Reward, settings: Settings) -> uvicorn.Server:
         h11_max_incomplete_event_size=_HEADER_BYTES,
         timeout_graceful_shutdown=5,
     )
-    config.load()
+    config.load()  # chooses uvicorn's class for HTTP, of which ours holds an instance
     http = config.http_protocol_class
     config.http_protocol_class = lambda **given: _TimedHead(http(**given), settings.header_seconds)
     return uvicorn.Server(config)
@@ -221,8 +221,8 @@ def server(reward: Reward, settings: Settings) -> uvicorn.Server:
 class _TimedHead(asyncio.Protocol):
     """A protocol whose connection ends with 408 if the head of its request comes too late.
 
-    uvicorn itself waits for a head for ever, so senders who stay silent would take up all
-    connections. A connection carries one request, so there is one head to wait for.
+    uvicorn itself waits for ever, so silent senders could take up all connections. A connection
+    carries one request, so there is one head to wait for.
     """
 
     def __init__(self, inner: asyncio.Protocol, seconds: float) -> None:
