@@ -207,9 +207,22 @@ def test_a_request_that_kills_whoever_scores_it_does_not_cost_the_others():
 # Several servers ---------------------------------------------------------------------------------
 
 
+def test_two_servers_work_at_the_same_time():
+    both = threading.Barrier(2, timeout=20)
+
+    def waits(images, prompts, metadata) -> Scores:
+        both.wait()
+        return served.exact(images, prompts, metadata)
+
+    with served.serving(waits) as one, served.serving(waits) as two:
+        scores = Remote([one, two], batch_size=1)(IMAGES, PROMPTS, METADATA)
+    assert torch.equal(scores.value, served.exact(IMAGES, PROMPTS, METADATA).value)
+
+
+@pytest.mark.slow
 def test_two_servers_double_the_throughput_of_a_slow_reward():
     with ExitStack() as stack:
-        urls = [stack.enter_context(served.serving(served.Slow(0.1))) for _ in range(2)]
+        urls = [stack.enter_context(served.serving(served.Slow(0.25))) for _ in range(2)]
         seconds = []
         for remote in (Remote(urls[:1], batch_size=1), Remote(urls, batch_size=1)):
             remote(IMAGES[:2], PROMPTS[:2], METADATA[:2])  # connections
