@@ -1,6 +1,6 @@
 """Configs: what one may hold (schema), and how it is read (loading)."""
 
-from flowalign.config.loading import assignments, load, overlay, parse, read, to_yaml, vary
+from flowalign.config.loading import assignments, load, overlay, parse, read, to_yaml
 from flowalign.config.schema import (
     ADAPTER,
     SD3_ATTENTION,
@@ -85,5 +85,4 @@ __all__ = [
     "read",
     "routing",
     "to_yaml",
-    "vary",
 ]

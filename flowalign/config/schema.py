@@ -1,14 +1,35 @@
 """What a config may hold: frozen pydantic models, one a section, one a stage.
 
-A docstring under each field says what it means; `flowalign.config` reads YAML into them.
+A docstring under each field says what it means. `problems` of a section says which of its values do
+not go together. What follows from the keys (is a reward needed? at which CFG scale is a teacher
+asked?) is a property of the stage. Nothing is read from disk here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+FILE_NAMES = "letters, digits, _ and - only, as it stands in file names and tables"
+
+
+def _file_name(name: str) -> str:
+    if not re.fullmatch(r"[\w-]+", name):
+        raise PydanticCustomError("file_name", FILE_NAMES)
+    return name
+
 
 Count = Annotated[int, Field(ge=1)]
 Pixels = Annotated[int, Field(gt=0, multiple_of=16)]
@@ -16,14 +37,14 @@ Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+FileName = Annotated[str, AfterValidator(_file_name)]
 _as_tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 
 SD3_ATTENTION = [
     "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
     "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
 ]  # fmt: skip
-
-
+RENAMED = {"train.mixed_precision": "model.dtype"}  # keys of past versions, and what they are now
 ADAPTER = "pytorch_lora_weights.safetensors"  # what an adapter folder holds
 
 
@@ -36,12 +57,29 @@ class ConfigError(ValueError):
         super().__init__("\n  - ".join([f"{source}: {count}", *self.problems]))
 
 
+def close_to(word: str, possible: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """What may have been meant, of the possible words; cutoff: similarity in 0..1 at least."""
+    return next(iter(difflib.get_close_matches(word, possible, n=1, cutoff=cutoff)), None)
+
+
 class Section(BaseModel):
     """A part of the config: frozen, no unknown keys, no silent conversion of types."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )  # fmt: skip
+
+    def problems(self) -> Iterator[str]:
+        """Values that are possible alone but not together: "key: what was seen, what to do", the
+        key relative to this section."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _refuse(self) -> Section:
+        # One error for all problems, since pydantic stops at the first validator that raises.
+        if problems := list(self.problems()):
+            raise PydanticCustomError("problems", "{problems}", {"problems": problems})
+        return self
 
 
 class ModelConfig(Section):
@@ -153,6 +191,30 @@ class RolloutConfig(Section):
         """Images of a rollout, over all processes."""
         return self.prompts * self.copies
 
+    def problems(self) -> Iterator[str]:
+        """A noise level that cps does not have; a window that holds no step to train."""
+        start, stop = self.trained
+        if self.kind == "cps" and self.noise_level > 1:
+            yield (
+                f"noise_level: {self.noise_level} with kind 'cps', whose angle a*pi/2 ends at "
+                "a = 1. Use a value in (0, 1]."
+            )
+        if self.window is None and self.steps == 1:
+            yield (
+                "steps: 1, and the default window is all steps but the last, which leaves none to "
+                "train. Use more steps."
+            )
+        elif not 0 <= start < stop <= self.steps:
+            yield (
+                f"window: [{start}, {stop}] is not a non-empty part of [0, {self.steps}] "
+                f"(rollout.steps = {self.steps}). Want 0 <= start < stop <= {self.steps}."
+            )
+        elif self.kind == "cps" and stop == self.steps:
+            yield (
+                f"window: [{start}, {stop}] holds the last step, which is noiseless under 'cps'. "
+                f"Let it stop at {self.steps - 1} or earlier, or use kind 'sde'."
+            )
+
 
 class GrpoConfig(Section):
     """The policy gradient."""
@@ -224,6 +286,19 @@ class StudentConfig(Section):
     """(image, step) pairs per forward pass of the teachers."""
     diagnose_every: Count = 10
     """Rollouts between two gradient cosines of the tasks."""
+
+    def problems(self) -> Iterator[str]:
+        """Settings that belong to another gradient."""
+        if self.gradient in ("published", "detached") and self.weighting != "published":
+            yield (
+                f"weighting: {self.weighting!r} with gradient {self.gradient!r}, which is the "
+                "published arithmetic. Use weighting 'published', or gradient 'pathwise'."
+            )
+        if self.reward_to_go and self.gradient != "policy":
+            yield (
+                f"reward_to_go: true, but gradient {self.gradient!r} has no rewards over time. "
+                "Use gradient 'policy', or leave it out."
+            )
 
 
 class SftConfig(Section):
@@ -314,7 +389,9 @@ class BenchmarkConfig(Section):
     """Images of a prompt, each with its own noise; GenEval officially has 4."""
     reward: RewardConfig | None = None
     """What scores its images; its number is called as the benchmark is."""
-    rewards: dict[str, RewardConfig] = Field(default={}, examples=[{"pick": {"name": "pickscore"}}])
+    rewards: dict[FileName, RewardConfig] = Field(
+        default={}, examples=[{"pick": {"name": "pickscore"}}]
+    )
     """In place of `reward`, several judges of the same images, which are sampled once: each is a
     benchmark of its own, called NAME_JUDGE."""
     layout: Literal["geneval", "t2i_compbench", "dpg_bench"] | None = None
@@ -332,6 +409,19 @@ class BenchmarkConfig(Section):
         """{key below the benchmark: reward}, in the order of `judges`."""
         own = {"reward": self.reward} if self.reward else {}
         return own | {f"rewards.{judge}": spec for judge, spec in self.rewards.items()}
+
+    def problems(self) -> Iterator[str]:
+        """The images are scored by `reward` or `rewards`, or by neither for a layout alone."""
+        if self.reward and self.rewards:
+            yield (
+                "rewards: there is a `reward`, too. Make it one of the `rewards`, or leave one of "
+                "them out."
+            )
+        elif not self.judges and not self.layout:
+            yield (
+                "reward: missing. Add `reward:` with the keys name, options; or `rewards:` for "
+                "several judges; or `layout:` to sample the images only."
+            )
 
 
 class SamplingConfig(Section):
@@ -368,6 +458,15 @@ class EvaluationConfig(Section):
     it never chooses the best adapter. A run whose last one does not count stops."""
     watch: list[BenchmarkConfig] = []
     """Benchmarks that are scored, too, but not aimed at: an alarm tells when one falls."""
+
+    def problems(self) -> Iterator[str]:
+        """A layout, whose images no run keeps."""
+        for index, benchmark in enumerate(self.watch):
+            if benchmark.layout:
+                yield (
+                    f"watch.{index}.layout: {benchmark.layout!r}, but a run keeps no images of its "
+                    "evaluations. Use it under `benchmarks` of an evaluation."
+                )
 
 
 class Stage(Section):
@@ -427,6 +526,11 @@ class TrainingStage(Job):
         return self.learns_from_rewards
 
     @property
+    def needs_noise(self) -> str:
+        """What the stage would lack without noise in its rollouts; "" = nothing."""
+        return ""
+
+    @property
     def evaluation_sampling(self) -> SamplingConfig:
         """How evaluations sample: as the rollouts, where `evaluation` says nothing else."""
         evaluation, rollout = self.evaluation or EvaluationConfig(), self.rollout
@@ -468,6 +572,45 @@ class TrainingStage(Job):
             adapters["anchor.adapter"] = adapters.pop("anchor")
         return _given({"lora.init": self.lora.init} | adapters)
 
+    def problems(self) -> Iterator[str]:
+        """Noise, group size, prompts, rewards and names that do not fit what is learnt."""
+        rollout, updates = self.rollout, self.optimizer.updates_per_rollout
+        if rollout.kind == "ode" and self.needs_noise:
+            yield f"rollout.kind: 'ode' adds no noise, so {self.needs_noise}. Use 'sde' or 'cps'."
+        elif rollout.noise_level == 0 and self.needs_noise:
+            yield (
+                f"rollout.noise_level: 0 adds no noise, so {self.needs_noise}. "
+                "Use a value above 0, for example 0.7."
+            )
+        if self.learns_from_rewards and rollout.copies < 2:
+            yield (
+                f"rollout.copies: got {rollout.copies}; an advantage is relative to the other "
+                "images of a prompt. Use 2 or more."
+            )
+        if rollout.prompts % updates:
+            yield (
+                f"rollout.prompts: {rollout.prompts} prompts cannot be shared evenly among "
+                f"optimizer.updates_per_rollout = {updates}; a group stays whole. Use a multiple "
+                f"of {updates}, for example {-(-rollout.prompts // updates) * updates}."
+            )
+        for index, task in enumerate(self.tasks):
+            if task.reward is None and self.needs_rewards:
+                learns = self.learns_from_rewards
+                yield (
+                    f"tasks.{index}.reward: missing, and "
+                    f"{'this run learns from it' if learns else '`evaluation` is on'}. Add "
+                    "`reward:` with the keys name, options"
+                    f"{'' if learns else ', or write `evaluation: null`'}."
+                )
+            if task.validation is None and self.evaluation:
+                yield (
+                    f"tasks.{index}.validation: missing, though `evaluation` is on. Name a prompt "
+                    "set that is not trained on, or write `evaluation: null`."
+                )
+        tasks = {f"tasks.{index}": [task.name] for index, task in enumerate(self.tasks)}
+        watched = {f"evaluation.watch.{i}": mark.judges for i, mark in enumerate(self.watched)}
+        yield from _same_names({**tasks, **watched})
+
 
 class GrpoStage(TrainingStage):
     """A teacher, or a mix of tasks, by group-relative policy optimisation."""
@@ -481,11 +624,26 @@ class GrpoStage(TrainingStage):
         """Always: that is what GRPO does."""
         return True
 
+    @property
+    def needs_noise(self) -> str:
+        """The actions that differ within a group."""
+        return "grpo has nothing to learn from"
+
+    def problems(self) -> Iterator[str]:
+        """Those of every training run; teachers, which are not asked."""
+        yield from super().problems()
+        for index, task in enumerate(self.tasks):
+            if task.teacher is not None:
+                yield (
+                    f"tasks.{index}.teacher: {task.teacher!r}, but the stage 'grpo' has no "
+                    "teachers. Leave it out, or use the stage 'opd'."
+                )
+
 
 class DistillationStage(TrainingStage):
     """A student that learns from teachers, each task from the one that it is routed to."""
 
-    teachers: dict[str, TeacherConfig] = Field(
+    teachers: dict[FileName, TeacherConfig] = Field(
         min_length=1, examples=[{"ocr": {"adapter": "runs/ocr"}}]
     )
     """Teachers by name."""
@@ -499,6 +657,23 @@ class DistillationStage(TrainingStage):
     def labellers(self) -> dict[str, TeacherConfig]:
         """{place in the config: teacher}."""
         return {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
+
+    def problems(self) -> Iterator[str]:
+        """Those of every training run; tasks without a teacher, teachers without a task."""
+        yield from super().problems()
+        names, routing = sorted(self.teachers), self.routing
+        for index, task in enumerate(self.tasks):
+            if routing[task.name] not in names:
+                yield (
+                    f"tasks.{index}.teacher: task {task.name!r} is routed to "
+                    f"{routing[task.name]!r}, and there are only {names}. Name one of these, or "
+                    "add that teacher under `teachers`."
+                )
+        for name in sorted(self.teachers.keys() - set(routing.values())):
+            yield (
+                f"teachers.{name}: no task is routed to it. Give a task `teacher: {name}`, or "
+                "leave it out."
+            )
 
 
 class OpdStage(DistillationStage):
@@ -532,6 +707,33 @@ class OpdStage(DistillationStage):
     def labellers(self) -> dict[str, TeacherConfig]:
         """{place in the config: teacher}, with the anchor."""
         return super().labellers | ({"anchor": self.anchor} if self.anchor else {})
+
+    @property
+    def needs_noise(self) -> str:
+        """What the student would lack without noise in its rollouts; "" = nothing."""
+        if self.learns_from_rewards:
+            return "the reward (student.reward_weight) has nothing to learn from"
+        if self.student.gradient != "pathwise":
+            return f"student.gradient {self.student.gradient!r} has no log-probabilities"
+        if self.student.weighting in ("kl", "published"):
+            return f"student.weighting {self.student.weighting!r} (a KL) is infinite"
+        return ""
+
+    def problems(self) -> Iterator[str]:
+        """Those of every student; a policy of two CFG scales, and more states than there are."""
+        yield from super().problems()
+        if self.needs_actions and self.guidance != self.rollout.guidance:
+            yield (
+                f"student.guidance: {self.guidance}, but the rollout has {self.rollout.guidance}: "
+                "the ratio of new and old policy needs one policy. Use the same, or gradient "
+                "'pathwise' without a reward."
+            )
+        states, (start, stop) = self.student.states, self.rollout.trained
+        if states.select != "all" and states.count > stop - start:
+            yield (
+                f"student.states.count: {states.count}, and rollout.window has only "
+                f"{stop - start} steps. Use at most {stop - start}."
+            )
 
 
 class SftStage(DistillationStage):
@@ -569,6 +771,23 @@ class MergeStage(Job):
         """{place in the config: folder or Hub id} of every adapter that the stage reads."""
         return {f"adapters.{index}": source for index, source in enumerate(self.adapters)}
 
+    def problems(self) -> Iterator[str]:
+        """Weights that are not one an adapter; a rank that `concat` does not have."""
+        if self.weights is not None and len(self.weights) != len(self.adapters):
+            yield (
+                f"weights: {len(self.weights)} for {len(self.adapters)} adapters. Give one each, "
+                "or null."
+            )
+        if self.rank is not None and self.method == "concat":
+            yield (
+                f"rank: {self.rank}, but method 'concat' has the sum of the ranks. Use 'svd', or "
+                "leave it out."
+            )
+
+
+Variant = dict[Literal["grpo", "opd", "sft", "merge", "eval"], dict[str, Any]]
+"""Kind of stage -> keys of its config."""
+
 
 class RecipeStage(Job):
     """Stages that run one after the other, each in a folder of its name under `output`."""
@@ -577,15 +796,13 @@ class RecipeStage(Job):
     """Run other stages."""
     seed: int = 0
     """Seed of every stage that does not set its own."""
-    stages: dict[str, dict[str, Any]] = Field(
+    stages: dict[FileName, dict[str, Any]] = Field(
         min_length=1, examples=[{"ocr": {"use": "teacher_ocr.yaml"}}]
     )
     """Name -> the keys of a stage's config, over those of the file that `use` names (relative to
     this one), with changes in `set` as on the command line. `stage:NAME` as a value is the adapter
     of an earlier stage."""
-    variant: dict[str, dict[str, Any]] = Field(
-        default={}, examples=[{"grpo": {"rollout": {"batch_size": 4}}}]
-    )
+    variant: Variant = Field(default={}, examples=[{"grpo": {"rollout": {"batch_size": 4}}}])
     """Kind of stage -> keys that every stage of it takes instead (`--variant FILE` on the command
     line): the same recipe for other hardware."""
 
@@ -613,7 +830,7 @@ class EvalStage(Stage):
 
     stage: Literal["eval"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Says that this is an evaluation."""
-    models: dict[str, str | None] = Field(
+    models: dict[FileName, str | None] = Field(
         default={"base": None}, min_length=1, examples=[{"base": None, "ocr": "runs/ocr/adapter"}]
     )
     """Name -> adapter folder, or null for the base model; the first is compared with."""
@@ -639,10 +856,45 @@ class EvalStage(Stage):
         """{place in the config: folder or Hub id} of every adapter that the stage reads."""
         return _given({f"models.{name}": folder for name, folder in self.models.items()})
 
+    def problems(self) -> Iterator[str]:
+        """Names that tables and files cannot hold or tell apart; models that are not there."""
+        places = {f"benchmarks.{i}": mark for i, mark in enumerate(self.benchmarks)}
+        names = _same_names({place: [mark.name] for place, mark in places.items()})
+        columns = _same_names({place: mark.judges for place, mark in places.items()})
+        yield from dict.fromkeys([*names, *columns])
+        for place, mark in places.items():
+            if not re.fullmatch(r"[\w-]+", mark.name):
+                yield f"{place}.name: got {mark.name!r}; want {FILE_NAMES}."
+            if mark.name in ("average", "fidelity"):
+                yield (
+                    f"{place}.name: {mark.name!r} is a column that every table has for itself. "
+                    "Choose another name."
+                )
+        for name, others in self.compare.items():
+            for model in (m for m in (name, *others) if m not in self.models):
+                close = close_to(model, self.models)
+                hint = f" Did you mean {close!r}?" if close else ""
+                possible = ", ".join(self.models)
+                yield f"compare.{name}: no model is named {model!r}.{hint} Possible: {possible}."
+            if name in others:
+                yield f"compare.{name}: compared with itself. Leave it out."
 
-def _given(adapters: dict[str, str | None]) -> dict[str, str]:
+
+def _given(adapters: Mapping[str, str | None]) -> dict[str, str]:
     """Without those that are null, the base model."""
     return {place: source for place, source in adapters.items() if source is not None}
+
+
+def _same_names(names: Mapping[str, Iterable[str]]) -> Iterator[str]:
+    """Names that are given at more than one place. names: {place in the config: names there}."""
+    places: dict[str, list[str]] = {}
+    for place, own in names.items():
+        for name in own:
+            places.setdefault(name, []).append(place)
+    for name, where in places.items():
+        if len(where) > 1:
+            text = f"all are named {name!r} in tables and logs. Give each its own name."
+            yield f"{', '.join(where)}: {text}"
 
 
 STAGES: dict[str, type[Stage]] = {
