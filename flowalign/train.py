@@ -92,7 +92,9 @@ def run(config: Job, home: Path, resume: bool) -> Path:
         name = Path(config.output).name
         stages = {name: config.model_dump(mode="json", exclude={"output", "model"})}
         parent = str(Path(config.output).parent)
-        config = RecipeStage(stage="recipe", output=parent, model=config.model, stages=stages)
+        config = RecipeStage.model_construct(  # unchecked: its folder may have any name
+            stage="recipe", output=parent, model=config.model, stages=stages
+        )
     assert isinstance(config, RecipeStage)
     return recipe.run(config, home, lambda stage: train(stage, resume=True), evaluate)
 
