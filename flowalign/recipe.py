@@ -112,12 +112,13 @@ def _read_stage(config: RecipeStage, name: str, home: Path, adapters: Mapping[st
         raise ConfigError([f"use: got {use!r}; want the name of a YAML file."])
     if not isinstance(changes, list) or not all(isinstance(text, str) for text in changes):
         raise ConfigError([f"set: got {changes!r}; want a list of texts, key.path=value."])
-    data = overlay((read(home / use) if use is not None else None) or {}, own)
+    base = {} if use is None else read(home / use)
+    data = overlay(base if isinstance(base, Mapping) else {}, own)
     kind = str(data.get("stage"))
     if kind == "recipe":
         raise ConfigError(["stage: 'recipe' inside a recipe. List its stages here instead."])
     data["model"] = config.model.model_dump(mode="json")
-    data = overlay(data, dict(config.variant).get(kind, {}))
+    data = overlay(data, *(keys for variant, keys in config.variant.items() if variant == kind))
     data["output"] = str(Path(config.output) / name)
     if "seed" in STAGES.get(kind, Stage).model_fields and "seed" not in own:
         data["seed"] = config.seed

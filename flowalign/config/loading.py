@@ -95,8 +95,9 @@ def overlay(*layers: Mapping[str, Any]) -> dict[str, Any]:
     for layer in layers:
         for key, value in layer.items():
             old = whole.get(key)
-            merge = isinstance(old, Mapping) and isinstance(value, Mapping)
-            whole[key] = overlay(old, value) if merge else value
+            if isinstance(old, Mapping) and isinstance(value, Mapping):
+                value = overlay(old, value)
+            whole[key] = value
     return whole
 
 
