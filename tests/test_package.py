@@ -25,8 +25,14 @@ WIRING = (
     "flowalign.publish.push",
     "flowalign.recipe",
 )
-BELOW_REWARDS = tuple(
-    f"flowalign.{name}" for name in ("types", "devices", "frozen", "images", "files", "http")
+BELOW_REWARDS = (
+    "flowalign.types",
+    "flowalign.devices",
+    "flowalign.frozen",
+    "flowalign.images",
+    "flowalign.files",
+    "flowalign.http",
+    "flowalign.adapters.hub",
 )
 HEAVY = ("diffusers", "transformers", "peft", "accelerate")
 CONFIGS = [  # one a run; those with an underscore are used by others, variants change others
@@ -71,7 +77,7 @@ def allowed(module: str, name: str) -> bool:
     if under(module, *ROOMS, *WIRING):
         return True
     if module == "flowalign.tiny.detector":  # a plug-in of a reward: what users write looks so
-        return under(name, "flowalign.types", "flowalign.tiny")
+        return under(name, "flowalign.types", "flowalign.images", "flowalign.tiny")
     return not under(name, *ROOMS)
 
 

@@ -173,17 +173,17 @@ def test_a_killed_stage_continues_from_its_checkpoint(
     assert train.main(["--config", str(whole)]) == 0
     from flowalign.loop import Loop
 
-    inner = Loop._one_update
+    inner = Loop.rollout
 
-    def killed(self: Loop) -> None:
-        if "second" in str(self.folder) and self.update == 2:
+    def killed(self: Loop, update: int) -> Any:
+        if "second" in str(self.folder) and update == 2:
             raise RuntimeError("killed")
-        inner(self)
+        return inner(self, update)
 
-    monkeypatch.setattr(Loop, "_one_update", killed)
+    monkeypatch.setattr(Loop, "rollout", killed)
     with pytest.raises(RuntimeError, match="killed"):
         train.main(["--config", str(path)])
-    monkeypatch.setattr(Loop, "_one_update", inner)
+    monkeypatch.setattr(Loop, "rollout", inner)
     assert train.main(["--config", str(path)]) == 0
     ours, theirs = (
         load_file(tmp_path / name / "out" / "second" / "adapter" / ADAPTER)
