@@ -159,7 +159,7 @@ def test_values_that_do_not_go_together_are_refused() -> None:
         ({"rollout": {"kind": "ode"}}, "rollout.kind", "'ode' adds no noise"),
         ({"rollout": {"noise_level": 0}}, "rollout.noise_level", "0 adds no noise"),
         ({"rollout": {"kind": "cps", "noise_level": 1.5}}, "rollout.noise_level", "1.5"),
-        ({"rollout": {"window": [3, 3]}}, "rollout.window", "[0, 10]"),
+        ({"rollout": {"window": [3, 3]}}, "rollout.window", "<= 10"),
         ({"rollout": {"window": [-1, 3]}}, "rollout.window", "[-1, 3]"),
         ({"rollout": {"window": [3, 11]}}, "rollout.window", "[3, 11]"),
         ({"rollout": {"kind": "cps", "window": [3, 10]}}, "rollout.window", "the last step"),
@@ -178,7 +178,7 @@ def test_values_that_do_not_go_together_are_refused() -> None:
         (
             {"evaluation": {"watch": [{**MARK, "name": "x", "layout": "geneval"}]}},
             "evaluation.watch.0.layout",
-            "'geneval'",
+            "stage: eval",
         ),
     ]
     for sections, key, said in cases:

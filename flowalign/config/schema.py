@@ -195,23 +195,16 @@ class RolloutConfig(Section):
         """A noise level that cps does not have; a window that holds no step to train."""
         start, stop = self.trained
         if self.kind == "cps" and self.noise_level > 1:
-            yield (
-                f"noise_level: {self.noise_level} with kind 'cps', whose angle a*pi/2 ends at "
-                "a = 1. Use a value in (0, 1]."
-            )
+            yield f"noise_level: got {self.noise_level}; kind 'cps' wants a value in (0, 1]."
         if self.window is None and self.steps == 1:
-            yield (
-                "steps: 1, and the default window is all steps but the last, which leaves none to "
-                "train. Use more steps."
-            )
+            yield "steps: 1, and the default window leaves out the last step. Use 2 or more."
         elif not 0 <= start < stop <= self.steps:
             yield (
-                f"window: [{start}, {stop}] is not a non-empty part of [0, {self.steps}] "
-                f"(rollout.steps = {self.steps}). Want 0 <= start < stop <= {self.steps}."
+                f"window: got [{start}, {stop}]; want 0 <= start < stop <= {self.steps}, the steps."
             )
         elif self.kind == "cps" and stop == self.steps:
             yield (
-                f"window: [{start}, {stop}] holds the last step, which is noiseless under 'cps'. "
+                f"window: [{start}, {stop}] holds the last step, which has no noise under 'cps'. "
                 f"Let it stop at {self.steps - 1} or earlier, or use kind 'sde'."
             )
 
@@ -295,10 +288,7 @@ class StudentConfig(Section):
                 "published arithmetic. Use weighting 'published', or gradient 'pathwise'."
             )
         if self.reward_to_go and self.gradient != "policy":
-            yield (
-                f"reward_to_go: true, but gradient {self.gradient!r} has no rewards over time. "
-                "Use gradient 'policy', or leave it out."
-            )
+            yield f"reward_to_go: true, but gradient {self.gradient!r}; it is for 'policy' only."
 
 
 class SftConfig(Section):
@@ -413,10 +403,7 @@ class BenchmarkConfig(Section):
     def problems(self) -> Iterator[str]:
         """The images are scored by `reward` or `rewards`, or by neither for a layout alone."""
         if self.reward and self.rewards:
-            yield (
-                "rewards: there is a `reward`, too. Make it one of the `rewards`, or leave one of "
-                "them out."
-            )
+            yield "rewards: there is a `reward`, too. Make it one of the `rewards`."
         elif not self.judges and not self.layout:
             yield (
                 "reward: missing. Add `reward:` with the keys name, options; or `rewards:` for "
@@ -464,8 +451,8 @@ class EvaluationConfig(Section):
         for index, benchmark in enumerate(self.watch):
             if benchmark.layout:
                 yield (
-                    f"watch.{index}.layout: {benchmark.layout!r}, but a run keeps no images of its "
-                    "evaluations. Use it under `benchmarks` of an evaluation."
+                    f"watch.{index}.layout: {benchmark.layout!r}, but a run keeps no images. "
+                    "Use it under `benchmarks` of an evaluation (`stage: eval`)."
                 )
 
 
@@ -578,10 +565,7 @@ class TrainingStage(Job):
         if rollout.kind == "ode" and self.needs_noise:
             yield f"rollout.kind: 'ode' adds no noise, so {self.needs_noise}. Use 'sde' or 'cps'."
         elif rollout.noise_level == 0 and self.needs_noise:
-            yield (
-                f"rollout.noise_level: 0 adds no noise, so {self.needs_noise}. "
-                "Use a value above 0, for example 0.7."
-            )
+            yield f"rollout.noise_level: 0 adds no noise, so {self.needs_noise}. Use 0.7, say."
         if self.learns_from_rewards and rollout.copies < 2:
             yield (
                 f"rollout.copies: got {rollout.copies}; an advantage is relative to the other "
@@ -595,13 +579,14 @@ class TrainingStage(Job):
             )
         for index, task in enumerate(self.tasks):
             if task.reward is None and self.needs_rewards:
-                learns = self.learns_from_rewards
-                yield (
-                    f"tasks.{index}.reward: missing, and "
-                    f"{'this run learns from it' if learns else '`evaluation` is on'}. Add "
-                    "`reward:` with the keys name, options"
-                    f"{'' if learns else ', or write `evaluation: null`'}."
-                )
+                text = "Add `reward:` with the keys name, options"
+                if self.learns_from_rewards:
+                    yield f"tasks.{index}.reward: missing, and this run learns from it. {text}."
+                else:
+                    yield (
+                        f"tasks.{index}.reward: missing, and `evaluation` is on. {text}, or write "
+                        "`evaluation: null`."
+                    )
             if task.validation is None and self.evaluation:
                 yield (
                     f"tasks.{index}.validation: missing, though `evaluation` is on. Name a prompt "
@@ -670,10 +655,7 @@ class DistillationStage(TrainingStage):
                     "add that teacher under `teachers`."
                 )
         for name in sorted(self.teachers.keys() - set(routing.values())):
-            yield (
-                f"teachers.{name}: no task is routed to it. Give a task `teacher: {name}`, or "
-                "leave it out."
-            )
+            yield f"teachers.{name}: no task is routed to it. Give one `teacher: {name}`."
 
 
 class OpdStage(DistillationStage):
@@ -774,15 +756,10 @@ class MergeStage(Job):
     def problems(self) -> Iterator[str]:
         """Weights that are not one an adapter; a rank that `concat` does not have."""
         if self.weights is not None and len(self.weights) != len(self.adapters):
-            yield (
-                f"weights: {len(self.weights)} for {len(self.adapters)} adapters. Give one each, "
-                "or null."
-            )
+            count = len(self.adapters)
+            yield f"weights: {len(self.weights)} for {count} adapters. Give one each, or null."
         if self.rank is not None and self.method == "concat":
-            yield (
-                f"rank: {self.rank}, but method 'concat' has the sum of the ranks. Use 'svd', or "
-                "leave it out."
-            )
+            yield f"rank: {self.rank}, but 'concat' adds the ranks. Use 'svd', or leave it out."
 
 
 Variant = dict[Literal["grpo", "opd", "sft", "merge", "eval"], dict[str, Any]]
@@ -866,10 +843,7 @@ class EvalStage(Stage):
             if not re.fullmatch(r"[\w-]+", mark.name):
                 yield f"{place}.name: got {mark.name!r}; want {FILE_NAMES}."
             if mark.name in ("average", "fidelity"):
-                yield (
-                    f"{place}.name: {mark.name!r} is a column that every table has for itself. "
-                    "Choose another name."
-                )
+                yield f"{place}.name: every table has its own column {mark.name!r}. Rename it."
         for name, others in self.compare.items():
             for model in (m for m in (name, *others) if m not in self.models):
                 close = close_to(model, self.models)
