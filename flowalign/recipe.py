@@ -117,7 +117,7 @@ def _read_stage(config: RecipeStage, name: str, home: Path, adapters: Mapping[st
     kind = str(data.get("stage"))
     if kind == "recipe":
         raise ConfigError(["stage: 'recipe' inside a recipe. List its stages here instead."])
-    data["model"] = config.model.model_dump(mode="json")
+    data["model"] = config.model.model_dump(mode="json")  # all stages have one base
     data = overlay(data, *(keys for variant, keys in config.variant.items() if variant == kind))
     data["output"] = str(Path(config.output) / name)
     if "seed" in STAGES.get(kind, Stage).model_fields and "seed" not in own:
@@ -167,6 +167,7 @@ def _check(
         problems.append(
             f"stages: model.dtype is float16 in some ({dtypes}). Use it in all of them, or in none."
         )
+    # Only a sound recipe is compared with what ran before.
     problems = problems or [text for stage in stages.values() for text in _stale(stage, stages)]
     if problems:
         raise ConfigError(problems)

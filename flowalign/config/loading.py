@@ -120,7 +120,7 @@ def parse(
     """The config in a mapping; every problem is collected into one ConfigError."""
     if not isinstance(data, Mapping):
         raise ConfigError([f"want keys and values at the top, got {_shown(data)}."], source)
-    data = deepcopy(dict(data))
+    data = deepcopy(dict(data))  # overrides are written into it
     problems = [problem for text in overrides if (problem := _assign(data, text))]
     possible = {name: kind for name, kind in STAGES.items() if issubclass(kind, stage)}
     listed, name = " or ".join(map(repr, possible)), data.get("stage")
@@ -167,7 +167,7 @@ class _Dumper(yaml.SafeDumper):
     """Quotes the texts that _Loader would read as numbers."""
 
 
-for _class in (_Loader, _Dumper):
+for _class in (_Loader, _Dumper):  # YAML 1.1 reads 1e-4, without a dot, as text
     _class.add_implicit_resolver(
         "tag:yaml.org,2002:float",
         re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+\Z"),
@@ -195,7 +195,7 @@ def _assign(data: dict[str, Any], text: str) -> str | None:
             place = int(key)
         elif not isinstance(here, dict):
             return f"override {text!r}: {name} is {_shown(here)}, which has no keys."
-        elif not last and here.get(key) is None:
+        elif not last and here.get(key) is None:  # a section that is off or not given
             here[key] = {}
         if last:
             here[place] = parsed
@@ -267,7 +267,7 @@ def _annotation_at(place: Sequence[int | str], root: Any) -> Any:
         else:
             here = get_args(here)[-1] if get_args(here) else None  # of a mapping: its values
         while get_origin(here) in (Annotated, Union, UnionType):
-            here = get_args(here)[0]
+            here = get_args(here)[0]  # X of `X | None` and of Annotated[X, ...]
     return here
 
 

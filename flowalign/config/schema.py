@@ -32,12 +32,13 @@ def _file_name(name: str) -> str:
 
 
 Count = Annotated[int, Field(ge=1)]
-Pixels = Annotated[int, Field(gt=0, multiple_of=16)]
+Pixels = Annotated[int, Field(gt=0, multiple_of=16)]  # the VAE's factor 8, patches of 2
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 FileName = Annotated[str, AfterValidator(_file_name)]
+# YAML has lists only, and a strict pydantic takes no list for a tuple.
 _as_tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 
 SD3_ATTENTION = [
@@ -65,6 +66,7 @@ def close_to(word: str, possible: Iterable[str], cutoff: float = 0.6) -> str | N
 class Section(BaseModel):
     """A part of the config: frozen, no unknown keys, no silent conversion of types."""
 
+    # strict: `steps: 2.5` or `guidance: yes` is a mistake, and must not become 2 or 1.0
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )  # fmt: skip
@@ -90,13 +92,13 @@ class ModelConfig(Section):
     revision: str | None = Field(default=None, examples=["main"])
     """Branch, tag or commit on the Hub."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Storage and arithmetic of the transformer, adapters included; the adapter that is trained
+    """dtype of the transformer and its adapters, stored and computed. The adapter that is trained
     keeps its weights in float32. float16 scales the loss."""
     vae_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """dtype of the VAE (0.3 GB in float32); 16 bits cause visible artifacts."""
+    """dtype of the VAE (0.3 GB in float32). 16 bits cause visible artifacts."""
     quantization: Literal["nf4", "fp8"] | None = None
-    """Storage of the frozen transformer below dtype, in which it computes all the same: nf4, 4 bits
-    (bitsandbytes, a GPU); fp8, 8 bits (want gradient_checkpointing with it)."""
+    """The frozen transformer is stored in fewer bits and computes in dtype. nf4: 4 bits; needs
+    bitsandbytes and a GPU. fp8: 8 bits; use gradient_checkpointing with it."""
     height: Pixels = 512
     """Pixels, a multiple of 16."""
     width: Pixels = 512
@@ -104,13 +106,13 @@ class ModelConfig(Section):
     max_sequence_length: Count = 128
     """Tokens of the T5 encoder."""
     text_cache: str | None = Field(default=None, examples=["outputs/text_cache"])
-    """Folder where encoded prompts are kept, for any run of the same encoders; null = none are.
+    """Folder that keeps encoded prompts for later runs with the same encoders; null = keep none.
     Stable Diffusion 3.5 needs 1.7 MB a prompt in 16 bits."""
     offload_text_encoders: bool = False
-    """The text encoders wait in the memory of the CPU, and are on the GPU only while they encode:
-    11 GB less of Stable Diffusion 3.5 in 16 bits."""
+    """Keep the text encoders on the CPU, and move them to the GPU only to encode. Saves 11 GB with
+    Stable Diffusion 3.5 in 16 bits."""
     decode_batch: Count | None = Field(default=None, examples=[4])
-    """Images a VAE decode; null = as many as were sampled at once."""
+    """Images per forward pass of the VAE; null = all that were sampled at once."""
     attention: str | None = Field(default=None, examples=["native", "xformers", "flash"])
     """A diffusers attention backend; null = its default (SDPA)."""
     gradient_checkpointing: bool = False
@@ -127,10 +129,10 @@ class LoraConfig(Section):
     alpha: Positive = 64.0
     """Scale of the update, divided by the rank."""
     targets: list[str] = Field(default=SD3_ATTENTION, min_length=1)
-    """Name endings of the layers that are adapted."""
+    """Layers that are adapted, by the end of their names."""
     init: str | None = Field(default=None, examples=["runs/teacher_ocr/adapter"])
-    """Adapter folder to start from; null = a fresh one (B = 0). It brings its own rank, scale and
-    layers: rank, alpha and targets are ignored, and a warning says so where they were set."""
+    """Adapter folder to start from; null = a fresh adapter (B = 0). It brings its own rank, scale
+    and layers: rank, alpha and targets are ignored, with a warning if they were set."""
 
 
 class RewardConfig(Section):
@@ -146,7 +148,7 @@ class TaskConfig(Section):
     """A named group of prompts with its own reward or teacher."""
 
     name: str = Field(min_length=1, examples=["ocr"])
-    """What logs and teachers call it."""
+    """Its name in logs, and of its teacher if `teacher` is null."""
     prompts: str = Field(examples=["tiny/ocr_train", "prompts/train.jsonl"])
     """Training prompts: a .txt, a .jsonl, or tiny/NAME."""
     validation: str | None = Field(default=None, examples=["tiny/ocr_test", "prompts/test.jsonl"])
@@ -154,9 +156,9 @@ class TaskConfig(Section):
     weight: Positive = 1.0
     """Share of every batch, relative to the other tasks."""
     reward: RewardConfig | None = None
-    """What scores its images; a student or sft needs none, but for an evaluation."""
+    """Scores its images. opd and sft need it only to evaluate."""
     teacher: str | None = Field(default=None, examples=["ocr"])
-    """The teacher that its images are routed to (opd, sft); null = the one of the task's name."""
+    """The teacher that labels its images (opd, sft); null = the teacher with the task's name."""
 
 
 class RolloutConfig(Section):
@@ -167,7 +169,7 @@ class RolloutConfig(Section):
     kind: Literal["sde", "cps", "ode"] = "sde"
     """How a step adds noise; see flowalign.sde."""
     noise_level: NotNegative = 0.7
-    """The a of sde (any) and cps (up to 1)."""
+    """Noise level a: any for sde, at most 1 for cps."""
     guidance: NotNegative = 4.5
     """CFG scale; 1 = no unconditional pass."""
     window: Annotated[tuple[int, int], _as_tuple] | None = Field(default=None, examples=[[0, 5]])
@@ -175,9 +177,9 @@ class RolloutConfig(Section):
     shared_noise: bool = False
     """One initial noise for all images of a prompt."""
     prompts: Count = 8
-    """P, distinct prompts of an update, over all processes."""
+    """P: distinct prompts per update, over all processes."""
     copies: Count = 16
-    """K, images of a prompt: the group of an advantage (for distillation 1 will do)."""
+    """K: images per prompt (group size). 1 is enough for distillation."""
     batch_size: Count = 16
     """Images per forward pass of a process."""
 
@@ -202,7 +204,7 @@ class RolloutConfig(Section):
             yield (
                 f"window: got [{start}, {stop}]; want 0 <= start < stop <= {self.steps}, the steps."
             )
-        elif self.kind == "cps" and stop == self.steps:
+        elif self.kind == "cps" and stop == self.steps:  # its std is sigma_next * sin(a pi / 2)
             yield (
                 f"window: [{start}, {stop}] holds the last step, which has no noise under 'cps'. "
                 f"Let it stop at {self.steps - 1} or earlier, or use kind 'sde'."
@@ -213,16 +215,16 @@ class GrpoConfig(Section):
     """The policy gradient."""
 
     advantage: Literal["group_std", "batch_std", "gaussian"] = "group_std"
-    """Which variant of flowalign.credit. A batch's statistics are those of the image's own task."""
+    """Variant of flowalign.credit. Statistics over a batch are per task."""
     advantage_clip: Positive = 5.0
-    """Advantages are cut to +- this."""
+    """Advantages are clipped to +- this."""
     clip_range: Positive = 1e-4
     """PPO's epsilon (log-probs are means over pixels, so ratios stay within 1e-4 of 1)."""
     kl_weight: NotNegative = 0.0
     """Weight of the KL to the base model; 0 saves its forward pass."""
     kl: Literal["exact", "published"] = "exact"
-    """Which KL kl_weight belongs to. exact: of the two transitions. published: that times -dt, as
-    Flow-GRPO's and Flow-OPD's code has it, 3.7 to 25 times smaller over ten steps of shift 3."""
+    """The KL that kl_weight multiplies. exact: of the two transitions. published: that times -dt,
+    as in the code of Flow-GRPO and Flow-OPD: 3.7 to 25 times smaller over ten steps of shift 3."""
 
 
 class TeacherConfig(Section):
@@ -231,12 +233,12 @@ class TeacherConfig(Section):
     adapter: str | None = Field(examples=["runs/teacher_ocr/adapter"])
     """Adapter folder or Hub id; null = the base itself."""
     guidance: NotNegative | None = Field(default=None, examples=[4.5])
-    """Its CFG scale; null = the one that the student is trained at. Another is a mixture: above the
-    student's, guidance is distilled into the student; below it, the student unlearns its own."""
+    """Its CFG scale; null = that of the student. A larger scale is distilled into the student; with
+    a smaller one the student unlearns its own."""
 
 
 class AnchorConfig(TeacherConfig):
-    """Manifold-anchor regularisation (MAR): a teacher of every task, whatever its routing."""
+    """Manifold-anchor regularisation (MAR): a second teacher for the images of every task."""
 
     weight: NotNegative = 0.04
     """Lambda, relative to the distillation loss."""
@@ -246,39 +248,39 @@ class StatesConfig(Section):
     """Which states of a rollout are trained, among those of rollout.window."""
 
     select: Literal["all", "window", "random", "low_noise", "high_noise"] = "all"
-    """all; or, drawn anew for every update: count steps in a row, anywhere, or Beta(5, 2) towards
-    low noise, Beta(2, 5) towards high noise."""
+    """all, or `count` steps that are drawn anew for every update. window: steps in a row. random:
+    any steps. low_noise, high_noise: by Beta(5, 2), Beta(2, 5) over the place in the window."""
     count: Count = 1
-    """How many (no matter for all). The rollout stops at the last one."""
+    """Number of steps (unused with all). The rollout stops at the last one."""
 
 
 class StudentConfig(Section):
-    """On-policy distillation: how the student is pulled towards its teachers."""
+    """On-policy distillation: the loss between the student and its teachers."""
 
     gradient: Literal["pathwise", "policy", "published", "detached"] = "pathwise"
     """pathwise: through the weighted velocity distance. policy: a clipped policy gradient on the
     teacher's log-ratio. published: the official arithmetic. detached: its control, whose expected
     gradient is zero."""
     weighting: Literal["kl", "published", "mean", "velocity"] = "velocity"
-    """w(sigma) of the distance w |v - v_teacher|^2; see flowalign.losses.step_weights. The default,
-    with that of states, is what docs/study.md found best; kl and all states are the paper's."""
+    """w(sigma) of the distance w |v - v_teacher|^2; see flowalign.losses.step_weights. The defaults
+    here and of states did best in docs/study.md. The paper has kl and all states."""
     states: StatesConfig = StatesConfig(select="high_noise")
     guidance: NotNegative | None = Field(default=None, examples=[1.0])
-    """CFG scale of the student where it is trained; null = rollout.guidance."""
+    """CFG scale of the student in the loss; null = rollout.guidance."""
     clip_range: Positive = 1e-4
     """PPO's epsilon (policy, published, detached)."""
     advantage_clip: Positive = 5.0
-    """Advantages are cut to +- this (policy, published, detached)."""
+    """Advantages are clipped to +- this (policy, published, detached)."""
     reward_to_go: bool = False
-    """policy: credit a step with the log-ratios of all later trained steps, too."""
+    """policy: a step's advantage includes the log-ratios of all later trained steps."""
     reward_weight: NotNegative = 0.0
-    """Weight of a GRPO loss on the tasks' rewards (section grpo) beside the distillation."""
+    """Weight of a GRPO loss on the tasks' rewards (section grpo) added to the distillation."""
     label_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """How labels are stored between rollout and update."""
+    """dtype of the stored labels."""
     label_batch: Count = 64
     """(image, step) pairs per forward pass of the teachers."""
     diagnose_every: Count = 10
-    """Rollouts between two gradient cosines of the tasks."""
+    """Rollouts between two measurements of the cosines between the tasks' gradients."""
 
     def problems(self) -> Iterator[str]:
         """Settings that belong to another gradient."""
@@ -295,16 +297,16 @@ class SftConfig(Section):
     """Cold start: flow matching on images that the routed teachers sample."""
 
     states: Count = 4
-    """Noise levels at which each image is learnt from."""
+    """Noise levels at which each image is trained."""
 
 
 class OptimizerConfig(Section):
-    """AdamW and what surrounds it."""
+    """AdamW, its schedule and the size of its steps."""
 
     name: Literal["adamw", "adamw8bit"] = "adamw"
     """adamw8bit needs bitsandbytes (the `gpu` extra)."""
     lr: Positive = 1e-4
-    """Learning rate, reached after the warm-up."""
+    """Learning rate after the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: stay at lr, or fall to 0 at the end of train.updates."""
     weight_decay: NotNegative = 1e-4
@@ -324,73 +326,73 @@ class OptimizerConfig(Section):
 
 
 class EmaConfig(Section):
-    """A moving average of the adapter, which is evaluated and saved."""
+    """An exponential moving average of the adapter: it is what is evaluated and saved."""
 
     decay: Decay = 0.9
-    """Share of the old average that is kept; at most n / (9 + n) after n optimizer steps, so .9
-    is reached after 80."""
+    """Share of the old average that is kept. After n optimizer steps it is at most n / (9 + n), so
+    0.9 is reached after 80."""
     every: Count = 8
-    """Optimizer steps between two averagings. Before the first one the adapter itself is evaluated
-    and saved; steps since the last one count for their share."""
+    """Optimizer steps between two averagings. Before the first one, the adapter itself is evaluated
+    and saved. Steps since the last one count in proportion."""
 
 
 class TrainConfig(Section):
     """Length and housekeeping of the run."""
 
     updates: Count = 100
-    """Rollouts in all."""
+    """Number of rollouts."""
     checkpoint_every: Count = 20
     """Rollouts between two checkpoints."""
     keep: Count = 3
-    """Checkpoints that are kept, the newest."""
+    """Number of newest checkpoints that are kept."""
     sample_every: Count = 20
     """Rollouts between two sample grids."""
     deterministic: bool = False
-    """On a GPU, too, the same run gives the same bits, and a resumed one those of one that was not
-    interrupted: slower backward passes, torch's own attention only, and an operation that cannot
-    (in a reward, too) raises. See flowalign.determinism."""
+    """The same run gives the same bits on a GPU as well, also after a resume. Backward passes are
+    slower, attention is torch's own, and an operation without a deterministic form raises, in
+    rewards as well. See flowalign.determinism."""
     max_invalid_share: Share = 0.5
     """The run stops when a larger share of a rollout could not be scored."""
     score_while_sampling: bool = True
     """Score a batch of images while the next is sampled (not groupwise rewards)."""
     score_seconds: Positive | None = 1800.0
-    """A batch of images whose reward takes longer is masked; null = wait for ever."""
+    """A batch of images is invalid if its reward takes longer; null = wait for ever."""
     timeout_seconds: Positive | None = Field(default=None, examples=[7200.0])
-    """A run of several processes ends when one has waited so long for another; null = longer than
-    all calls of a reward that hangs, so that it is masked instead (score_seconds null: 30 days)."""
+    """With several processes, the run ends when one has waited this long for another; null = longer
+    than all calls of a reward that hangs can take (30 days if score_seconds is null)."""
     trackers: list[Literal["tensorboard", "wandb"]] = ["tensorboard"]
-    """Where accelerate logs to: metrics, the config and sample grids. TensorBoard's files lie under
-    <output>/tensorboard; a W&B run is named as the output folder."""
+    """Where accelerate logs metrics, the config and sample grids. TensorBoard's files are in
+    <output>/tensorboard. A W&B run has the name of the output folder."""
     project: str = Field(default="flowalign", min_length=1)
-    """What the trackers call the project."""
+    """Name of the project in the trackers."""
 
 
 class BenchmarkConfig(Section):
-    """Held-out prompts and what judges their images."""
+    """Held-out prompts and the rewards that score their images."""
 
     name: str = Field(min_length=1, examples=["ocr"])
-    """What tables and files call it."""
+    """Its name in tables and files."""
     prompts: str = Field(examples=["tiny/ocr_test", "prompts/test.jsonl"])
     """A .txt, a .jsonl, or tiny/NAME."""
     limit: Count | None = Field(default=None, examples=[128])
-    """Take the first prompts of the file only (in a file that is sorted by tag, those of its first
-    tags); null = all. More of them later go on with the images of fewer."""
+    """Only the first prompts of the file; null = all. A file that is sorted by tag starts with its
+    first tags. A larger limit later reuses the images that are there."""
     images: Count = 1
-    """Images of a prompt, each with its own noise; GenEval officially has 4."""
+    """Images per prompt, each with its own noise. The official GenEval has 4."""
     reward: RewardConfig | None = None
-    """What scores its images; its number is called as the benchmark is."""
+    """Scores its images. The score has the name of the benchmark."""
     rewards: dict[FileName, RewardConfig] = Field(
         default={}, examples=[{"pick": {"name": "pickscore"}}]
     )
-    """In place of `reward`, several judges of the same images, which are sampled once: each is a
-    benchmark of its own, called NAME_JUDGE."""
+    """Several rewards in place of `reward`. Images are sampled once, and each reward gives a score
+    of its own, named NAME_JUDGE."""
     layout: Literal["geneval", "t2i_compbench", "dpg_bench"] | None = None
-    """Also write the images as the official scripts read them, into
-    <output>/layouts/MODEL/NAME; with neither `reward` nor `rewards` that is all that is done."""
+    """Also write the images for the official scripts, to <output>/layouts/MODEL/NAME. Without
+    `reward` and `rewards` nothing is scored."""
 
     @property
     def judges(self) -> dict[str, RewardConfig]:
-        """{column: reward}: what tables and files call each score, and what gives it."""
+        """{name of a score in tables and files: its reward}."""
         own = {self.name: self.reward} if self.reward else {}
         return own | {f"{self.name}_{judge}": spec for judge, spec in self.rewards.items()}
 
@@ -430,8 +432,8 @@ class EvaluationConfig(Section):
     every: Count = 20
     """Rollouts between two evaluations."""
     prompts: Count = 128
-    """Prompts per task, at most: a fixed part of the file, with every metadata `tag` in its
-    proportion; a larger one holds the smaller."""
+    """At most this many prompts per task: a fixed subset of the file with every metadata `tag` in
+    its proportion. A larger subset contains a smaller one."""
     steps: Count | None = Field(default=None, examples=[40])
     """Denoising steps; null = rollout.steps."""
     guidance: NotNegative | None = Field(default=None, examples=[4.5])
@@ -441,10 +443,10 @@ class EvaluationConfig(Section):
     seed: int = 1234
     """Seed of the initial noise, the same at every evaluation."""
     max_invalid_share: Share = 0.05
-    """An evaluation in which a larger share of a task's images could not be scored does not count:
-    it never chooses the best adapter. A run whose last one does not count stops."""
+    """An evaluation does not count if a larger share of a task's images could not be scored: it
+    never selects the best adapter. The run stops if its last evaluation does not count."""
     watch: list[BenchmarkConfig] = []
-    """Benchmarks that are scored, too, but not aimed at: an alarm tells when one falls."""
+    """Benchmarks that are scored but not trained on. A warning is logged when one falls."""
 
     def problems(self) -> Iterator[str]:
         """A layout, whose images no run keeps."""
@@ -457,7 +459,7 @@ class EvaluationConfig(Section):
 
 
 class Stage(Section):
-    """What the configs of all stages have; `load(..., stage=Stage)` takes any of them."""
+    """The keys that all configs have; `load(..., stage=Stage)` accepts any of them."""
 
     stage: str
     """What is done: a key of STAGES."""
@@ -476,7 +478,7 @@ class Job(Stage):
 
 
 class TrainingStage(Job):
-    """A training run; what is learnt depends on the stage."""
+    """A training run. What it learns from depends on the stage."""
 
     seed: int = 0
     """Seed of prompts, noise and initial weights."""
@@ -571,7 +573,7 @@ class TrainingStage(Job):
                 f"rollout.copies: got {rollout.copies}; an advantage is relative to the other "
                 "images of a prompt. Use 2 or more."
             )
-        if rollout.prompts % updates:
+        if rollout.prompts % updates:  # advantages need the whole group of a prompt in one step
             yield (
                 f"rollout.prompts: {rollout.prompts} prompts cannot be shared evenly among "
                 f"optimizer.updates_per_rollout = {updates}; a group stays whole. Use a multiple "
@@ -598,7 +600,7 @@ class TrainingStage(Job):
 
 
 class GrpoStage(TrainingStage):
-    """A teacher, or a mix of tasks, by group-relative policy optimisation."""
+    """Group-relative policy optimisation (GRPO) on the rewards of one or more tasks."""
 
     stage: Literal["grpo"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Learn from rewards."""
@@ -626,7 +628,7 @@ class GrpoStage(TrainingStage):
 
 
 class DistillationStage(TrainingStage):
-    """A student that learns from teachers, each task from the one that it is routed to."""
+    """A student that learns from teachers: each task is routed to one of them."""
 
     teachers: dict[FileName, TeacherConfig] = Field(
         min_length=1, examples=[{"ocr": {"adapter": "runs/ocr"}}]
@@ -704,6 +706,7 @@ class OpdStage(DistillationStage):
     def problems(self) -> Iterator[str]:
         """Those of every student; a policy of two CFG scales, and more states than there are."""
         yield from super().problems()
+        # PPO's ratio compares the new policy with the one that sampled, at its CFG scale.
         if self.needs_actions and self.guidance != self.rollout.guidance:
             yield (
                 f"student.guidance: {self.guidance}, but the rollout has {self.rollout.guidance}: "
@@ -734,19 +737,20 @@ class MergeStage(Job):
     adapters: list[str] = Field(min_length=2, examples=[["runs/a/adapter", "runs/b/adapter"]])
     """Adapter folders or Hub ids."""
     weights: list[float] | None = Field(default=None, examples=[[0.5, 0.5]])
-    """One an adapter; null = 1 each, the plain sum. 1/n each is the average."""
+    """One per adapter; null = 1 each, the sum. 1/n each is the average."""
     method: Literal["concat", "svd", "ties", "dare"] = "concat"
-    """concat is exact, and the ranks add: a student that starts from it has that rank."""
+    """concat is exact, and the ranks add. A student that starts from it has the summed rank."""
     rank: Count | None = Field(default=None, examples=[32])
-    """Rank of the result (not for concat); null = the largest given. svd: at most their sum."""
+    """Rank of the result (not for concat); null = the largest rank given. svd: at most their
+    sum."""
     density: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """The share that ties and dare keep."""
+    """Share of the entries that ties and dare keep."""
     seed: int = 0
-    """Of what dare drops."""
+    """Seed of the entries that dare drops."""
     lines: Annotated[tuple[float, float], _as_tuple] | None = Field(
         default=None, examples=[[0.5, 1]]
     )
-    """LiNeS: scales of the shallowest and the deepest block."""
+    """LiNeS: scales of the first and the last block."""
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -772,20 +776,20 @@ class RecipeStage(Job):
     stage: Literal["recipe"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Run other stages."""
     seed: int = 0
-    """Seed of every stage that does not set its own."""
+    """Seed of every stage that sets none."""
     stages: dict[FileName, dict[str, Any]] = Field(
         min_length=1, examples=[{"ocr": {"use": "teacher_ocr.yaml"}}]
     )
-    """Name -> the keys of a stage's config, over those of the file that `use` names (relative to
-    this one), with changes in `set` as on the command line. `stage:NAME` as a value is the adapter
-    of an earlier stage."""
+    """{name: keys of a stage's config}. They are laid over the file that `use` names (relative to
+    this one); `set` lists changes as on the command line. A value `stage:NAME` is the adapter of an
+    earlier stage."""
     variant: Variant = Field(default={}, examples=[{"grpo": {"rollout": {"batch_size": 4}}}])
-    """Kind of stage -> keys that every stage of it takes instead (`--variant FILE` on the command
-    line): the same recipe for other hardware."""
+    """{kind of stage: keys laid over all stages of that kind}: the same recipe for other hardware.
+    `--variant FILE` on the command line sets it."""
 
 
 class FidelityConfig(Section):
-    """How far the images are from reference images: a Fréchet distance between their features."""
+    """Fréchet distance between the features of the images and of reference images."""
 
     features: str = Field(default="tiny", examples=["tiny", "my_features:dino"])
     """A CLIP (`tiny`, a folder, a Hub id), or package.module:function, [B,3,H,W] -> [B,D]."""
@@ -797,36 +801,36 @@ class ReportConfig(Section):
     """What report.html shows."""
 
     title: str | None = Field(default=None, examples=["Flow-OPD on the tiny world"])
-    """Its heading; null = named after the base model."""
+    """Its heading; null = the name of the base model."""
     images: Annotated[int, Field(ge=0)] = 24
-    """Prompts of a benchmark whose images are shown, the first ones."""
+    """Number of first prompts of a benchmark whose images are shown."""
 
 
 class EvalStage(Stage):
     """An evaluation of the base model and of adapters on it."""
 
     stage: Literal["eval"]  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Says that this is an evaluation."""
+    """Evaluate models."""
     models: dict[FileName, str | None] = Field(
         default={"base": None}, min_length=1, examples=[{"base": None, "ocr": "runs/ocr/adapter"}]
     )
-    """Name -> adapter folder, or null for the base model; the first is compared with."""
+    """{name: adapter folder, or null for the base model}. All are compared with the first."""
     compare: dict[str, list[str]] = Field(default={}, examples=[{"student": ["ocr", "merged"]}])
-    """Name -> other models that it is compared with, besides the first."""
+    """{name: other models that it is compared with}, besides the first."""
     benchmarks: list[BenchmarkConfig] = Field(min_length=1)
     sampling: SamplingConfig = SamplingConfig()
     fidelity: FidelityConfig | None = None
     report: ReportConfig = ReportConfig()
     score_seconds: Positive | None = 1800.0
-    """A batch of images whose reward takes longer is invalid; null = wait for ever."""
+    """A batch of images is invalid if its reward takes longer; null = wait for ever."""
     timeout_seconds: Positive | None = Field(default=None, examples=[7200.0])
     """As train.timeout_seconds of a training run."""
     max_invalid_share: Share = 0.05
-    """The evaluation stops, without a table, when a larger share of a benchmark's images could not
-    be scored."""
+    """The evaluation stops without a table if a larger share of a benchmark's images could not be
+    scored."""
     keep_images: bool = False
-    """Keep every image under <output>/images, so that another reward can score it without sampling;
-    false = those that the report shows."""
+    """Keep every image in <output>/images, so that another reward can score it later; false = keep
+    those that the report shows."""
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -838,7 +842,7 @@ class EvalStage(Stage):
         places = {f"benchmarks.{i}": mark for i, mark in enumerate(self.benchmarks)}
         names = _same_names({place: [mark.name] for place, mark in places.items()})
         columns = _same_names({place: mark.judges for place, mark in places.items()})
-        yield from dict.fromkeys([*names, *columns])
+        yield from dict.fromkeys([*names, *columns])  # a single `reward` is in both: said once
         for place, mark in places.items():
             if not re.fullmatch(r"[\w-]+", mark.name):
                 yield f"{place}.name: got {mark.name!r}; want {FILE_NAMES}."
@@ -871,7 +875,7 @@ def _same_names(names: Mapping[str, Iterable[str]]) -> Iterator[str]:
             yield f"{', '.join(where)}: {text}"
 
 
-STAGES: dict[str, type[Stage]] = {
+STAGES: dict[str, type[Stage]] = {  # by the value of `stage`
     "grpo": GrpoStage,
     "opd": OpdStage,
     "sft": SftStage,
