@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from pydantic import ValidationError
 from safetensors.torch import save_file
@@ -386,7 +387,9 @@ def test_prompts_that_the_reward_cannot_judge_are_refused(rewards: None, tmp_pat
 def test_what_an_evaluation_lacks_is_reported_at_once(rewards: None, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("poison")
     (tmp_path / "run" / "adapter").mkdir(parents=True)
-    save_file({}, tmp_path / "run" / "adapter" / ADAPTER)
+    layer = "transformer.transformer_blocks.0.attn.to_q.lora_"
+    weights = {f"{layer}A.weight": torch.ones(1, 4), f"{layer}B.weight": torch.ones(4, 1)}
+    save_file(weights, tmp_path / "run" / "adapter" / ADAPTER)
     models = {"base": None, "far": str(tmp_path / "no"), "near": str(tmp_path / "run")}
     good = {**MARK, "prompts": str(tmp_path / "a.txt")}
     marks = [good, {**good, "name": "x", "reward": {"name": "ocl"}}, {**MARK, "name": "y"}]
