@@ -78,7 +78,7 @@ class Checkpoints:
 
 def load(
     folder: Path, process_index: int, tensors: Mapping[str, Sequence[Tensor]]
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read one back: fills `tensors` in place, restores the RNGs, returns states and progress."""
     for name, values in tensors.items():
         saved = load_file(folder / f"{name}.safetensors")
@@ -91,7 +91,7 @@ def load(
             value.data.copy_(saved[str(i)])
     _read_rng(folder, process_index)
     states = torch.load(folder / "states.pt", weights_only=True, map_location="cpu")
-    return {"states": states, "progress": json.loads((folder / "progress.json").read_text())}
+    return states, json.loads((folder / "progress.json").read_text())
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The names of what a run measures: the keys of metrics.jsonl, of the trackers and of the plots.
 
-A line of metrics.jsonl is either an update or an evaluation, and holds UPDATE and numbers by name.
-Scripts and notebooks read them, so a name stays as it is. "kl/ocr" is the metric "kl" of task ocr.
+A line of metrics.jsonl is either an update or an evaluation: UPDATE, and numbers by name. Scripts
+and notebooks read them, so a name stays as it is. A constant that ends in "/" is the beginning of
+several names, one for each task, step or benchmark: TEACHER_KL + "ocr" is "kl/ocr".
 """
 
 from __future__ import annotations
@@ -18,13 +19,19 @@ GRADIENT_NORM = "grad_norm"
 """Before clipping."""
 SECONDS_ROLLOUT = "seconds/rollout"
 SECONDS_SCORE = "seconds/score"
-"""Rewards or labels, as far as they do not overlap with the rollout."""
+"""Rewards or labels, as far as they did not run during the rollout."""
 SECONDS_UPDATE = "seconds/update"
 IMAGES_PER_SECOND = "images_per_second"
+"""Of all processes."""
 
 # Learning from rewards
 REWARD = "reward"
 REWARD_STD = "reward_std"
+REWARD_PART = "reward/"
+TASK_REWARD = "task_reward/"
+TASK_REWARD_STD = "task_reward_std/"
+TASK_ADVANTAGE = "task_advantage/"
+"""The mean of |advantage|."""
 INVALID_SHARE = "invalid_share"
 KEPT_SHARE = "kept_share"
 """The share of images whose advantage is not 0."""
@@ -37,56 +44,26 @@ KL = "kl"
 # Learning from teachers
 DISTILL = "distill"
 ANCHOR = "anchor"
-VELOCITY_ERROR = "velocity_error"
-"""In place of "kl/..." where the rollout has no noise."""
+WEIGHT = "weight/"
+"""Of a trained step in the loss."""
+TEACHER_KL = "kl/"
+TEACHER_ERROR = "velocity_error/"
+"""In place of TEACHER_KL if the rollout has no noise."""
+GRADIENT_COSINE = "gradient_cosine/"
+"""Of two tasks, a~b."""
 
 # Evaluations
 EVAL = "eval/"
 HEADLINE = "eval/headline"
 """The mean over the benchmarks that are aimed at; it chooses the adapter that is kept."""
 LOST = "eval/lost"
-"""How many benchmarks lost too many images; such a line has no headline."""
+"""How many benchmarks lost too many images. Such a line has no HEADLINE."""
 ALARMS = "alarms"
 
 
-def reward_part(name: str) -> str:
-    """The mean of one part of the reward."""
-    return f"{REWARD}/{name}"
-
-
-def task_reward(task: str) -> str:
-    """The mean reward of one task of a mixed batch."""
-    return f"task_reward/{task}"
-
-
-def task_reward_std(task: str) -> str:
-    """The standard deviation of the rewards of one task."""
-    return f"task_reward_std/{task}"
-
-
-def task_advantage(task: str) -> str:
-    """The mean |advantage| of one task."""
-    return f"task_advantage/{task}"
-
-
-def weight(step: int) -> str:
-    """The weight of a trained step in the distillation loss."""
-    return f"weight/{step_label(step)}"
-
-
 def step_label(step: int) -> str:
-    """How a step of the schedule is called after the slash; tasks are called by their names."""
+    """What a step of the schedule is called after a "/"; tasks are called by their names."""
     return f"step_{step}"
-
-
-def teacher_error(label: str, *, noisy: bool = True) -> str:
-    """The distance to the teacher on one task or step: a KL, or without noise a velocity error."""
-    return f"{KL if noisy else VELOCITY_ERROR}/{label}"
-
-
-def gradient_cosine(one: str, other: str) -> str:
-    """The cosine of the gradients of two tasks."""
-    return f"gradient_cosine/{one}~{other}"
 
 
 def is_evaluation(names: Iterable[str]) -> bool:

@@ -21,11 +21,9 @@ from flowalign.credit import ADVANTAGES, clip_advantage
 from flowalign.loop import Pairs, Prepared, TrainingError
 from flowalign.losses import clip_fraction, kl_factors, policy_loss
 from flowalign.parallel import Means
-from flowalign.rewards.ahead import Ahead
-from flowalign.rewards.by_task import ByTask
-from flowalign.rewards.guarded import Guarded
+from flowalign.rewards.scoring import Ahead, ByTask
 from flowalign.rollout import Schedule
-from flowalign.types import PromptBatch, Reward, Rollout, StepLoss
+from flowalign.types import PromptBatch, Reward, Rollout, Scores, StepLoss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +139,7 @@ class Grpo:
             self.scoring.forget()
         self.scoring.submit(images, batch)
 
-    def _check(self, valid: Tensor, scores: Guarded) -> None:
+    def _check(self, valid: Tensor, scores: Scores) -> None:
         share = 1 - float(valid.float().mean())
         if share > self.max_invalid_share or not valid.any():
             reasons = sorted(set(gather_object(list(set(scores.failures.values())))))[:3]
@@ -152,12 +150,12 @@ class Grpo:
             )
 
 
-def _parts(scores: Guarded) -> dict[str, float]:
+def _parts(scores: Scores) -> dict[str, float]:
     """The mean of every part over the images (of all processes) that have it."""
     means = Means()
     for name, part in scores.parts.items():
         known = part[torch.isfinite(part)]
-        means.add_sum(metrics.reward_part(name), float(known.sum()), len(known))
+        means.add_sum(metrics.REWARD_PART + name, float(known.sum()), len(known))
     return dict(sorted(means.over_processes().items()))
 
 
@@ -170,7 +168,7 @@ def by_task(
     for number, name in enumerate(names if len(names) > 1 else []):
         rows = valid & (task == number)
         if rows.any():
-            measured[metrics.task_reward(name)] = float(value[rows].mean())
-            measured[metrics.task_reward_std(name)] = float(value[rows].std(correction=0))
-            measured[metrics.task_advantage(name)] = float(advantage[rows].abs().mean())
+            measured[metrics.TASK_REWARD + name] = float(value[rows].mean())
+            measured[metrics.TASK_REWARD_STD + name] = float(value[rows].std(correction=0))
+            measured[metrics.TASK_ADVANTAGE + name] = float(advantage[rows].abs().mean())
     return measured

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowalign import metrics
 from flowalign.adapters import hub
 from flowalign.adapters.files import adapter_digest, adapter_folder
 from flowalign.config import EvalStage, Job, MergeStage, TrainingStage, mixtures, parse, to_yaml
@@ -238,11 +239,11 @@ def evaluations(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's log that hold an evaluation; [] where there is no log."""
     log = folder / "metrics.jsonl"
     lines = log.read_text().splitlines() if log.is_file() else []
-    return [row for row in map(json.loads, lines) if "eval/headline" in row]
+    return [row for row in map(json.loads, lines) if metrics.HEADLINE in row]
 
 
 def _best(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    return max(rows, key=lambda row: row["eval/headline"])
+    return max(rows, key=lambda row: row[metrics.HEADLINE])
 
 
 def _held_out(config: TrainingStage, rows: Sequence[Mapping[str, Any]]) -> list[EvalResult]:
@@ -252,8 +253,8 @@ def _held_out(config: TrainingStage, rows: Sequence[Mapping[str, Any]]) -> list[
     prompts |= {mark.name: mark.prompts for mark in watched}
     found = []
     for key, value in _best(rows).items():
-        benchmark, _, metric = key.removeprefix("eval/").rpartition("/")
-        if key.startswith("eval/") and benchmark in prompts:
+        benchmark, _, metric = key.removeprefix(metrics.EVAL).rpartition("/")
+        if key.startswith(metrics.EVAL) and benchmark in prompts:
             found.append(result(benchmark, prompts[benchmark], metric, value))
     return found
 
@@ -263,12 +264,12 @@ def score_table(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return "(none were taken: `evaluation` was off)"
     best = _best(rows)
-    names = [name for name in rows[0] if name.startswith("eval/")]
+    names = [name for name in rows[0] if name.startswith(metrics.EVAL)]
     first = "base" if rows[0]["update"] == 0 else "first"  # the base's may not have counted
     table = [f"| metric | {first} | this adapter (best) | last |", "|---|---|---|---|"]
     for name in names:
         cells = [f"{row.get(name, float('nan')):.3f}" for row in (rows[0], best, rows[-1])]
-        table.append(f"| {name[5:]} | " + " | ".join(cells) + " |")
+        table.append(f"| {name.removeprefix(metrics.EVAL)} | " + " | ".join(cells) + " |")
     note = (
         f"Taken at updates {rows[0]['update']}, {best['update']} and {rows[-1]['update']}; the "
         "best one was chosen by its headline on these very prompts."

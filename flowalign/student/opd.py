@@ -99,7 +99,7 @@ class Opd:
         if self.settings.gradient == "policy":
             advantage = self._log_ratios(rollout, label.velocity)
             labels = dataclasses.replace(labels, advantage=advantage)
-        measured = {metrics.weight(i): float(self.weights[i]) for i in rollout.steps}
+        measured = {metrics.WEIGHT + metrics.step_label(i): float(self.weights[i]) for i in rollout.steps}
         if update % self.settings.diagnose_every == 0:
             measured |= self._cosines(labels)
         return dataclasses.replace(labels, metrics={**labels.metrics, **measured})
@@ -168,13 +168,13 @@ class Opd:
     ) -> tuple[dict[str, float], dict[str, int]]:
         """KL to the teacher (under an ode: the velocity error) by task and by step, and how many
         pairs each is the mean of."""
-        noisy = bool(self.schedule.noisy)
+        kind = metrics.TEACHER_KL if self.schedule.noisy else metrics.TEACHER_ERROR
         values = (error * self.kl_weights.to(error.device)[pairs.steps]).tolist()
         names = [tasks[row] for row in pairs.rows.tolist()]
         steps = [metrics.step_label(step) for step in pairs.steps.tolist()]
         by_name: dict[str, list[float]] = {}
         for label, value in zip([*names, *steps], [*values, *values], strict=True):
-            by_name.setdefault(metrics.teacher_error(label, noisy=noisy), []).append(value)
+            by_name.setdefault(kind + label, []).append(value)
         means = {name: sum(some) / len(some) for name, some in by_name.items()}
         return means, {name: len(some) for name, some in by_name.items()}
 
@@ -201,7 +201,7 @@ class Opd:
                 grads[name] = torch.cat([part.flatten() for part in parts])
         for a, b in itertools.combinations(grads, 2):
             cosine = torch.nn.functional.cosine_similarity(grads[a], grads[b], dim=0)
-            means.add(metrics.gradient_cosine(a, b), float(cosine))
+            means.add(f"{metrics.GRADIENT_COSINE}{a}~{b}", float(cosine))
         return means.over_processes()
 
 
