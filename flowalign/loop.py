@@ -423,9 +423,7 @@ class Loop:
         folder = self.checkpoints.latest()
         if folder is None:
             return False
-        states, progress = checkpoint.load(
-            folder, self.accelerator.process_index, self._tensors()
-        )
+        states, progress = checkpoint.load(folder, self.accelerator.process_index, self._tensors())
         self.parallel.load_optimizer_state(self.optimizer, states["optimizer"])
         self.lr.load_state_dict(states["lr"])
         if self.accelerator.scaler and states["scaler"]:

@@ -172,8 +172,8 @@ def _deepspeed_problems(config: TrainingStage, settings: Any) -> Iterator[str]:
 
 
 def missing_steps(count: int, lockstep: bool) -> int:
-    """How many batches that count for nothing this rank adds to its `count`, so that all ranks run
-    the same number of steps. All must ask. 0 unless `lockstep`: a step of one rank is one of all."""
+    """How many zero-weight batches this rank adds to its `count`, so that all ranks run the same
+    number of steps; all of them must ask. 0 unless `lockstep`: a step of one rank is one of all."""
     return max(gather_object([count])) - count if lockstep else 0
 
 
@@ -239,8 +239,8 @@ class Parallel:
 
     @contextmanager
     def aside(self, backbone: Backbone) -> Iterator[None]:
-        """Around torch.autograd.grad, for a gradient of this process alone. It bypasses the wrapper:
-        DDP takes every forward pass for one of all processes."""
+        """Around torch.autograd.grad, for a gradient of this process alone. It bypasses the
+        wrapper: DDP takes every forward pass for one of all processes."""
         wrapped, backbone.transformer = backbone.transformer, backbone.core
         try:
             yield

@@ -15,6 +15,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from flowalign import metrics
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 

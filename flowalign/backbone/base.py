@@ -201,8 +201,8 @@ class Backbone:
         return output.float()
 
     def compile(self, backend: str = "inductor") -> None:
-        """torch.compile each block of the transformer (blocks of one kind share their code). Call it
-        before the transformer is wrapped for several processes."""
+        """torch.compile each block of the transformer (blocks of one kind share their code). To be
+        called before the transformer is wrapped for several processes."""
         kinds = set(self.core._repeated_blocks or self.core._no_split_modules or ())
         blocks = [block for block in self.core.modules() if type(block).__name__ in kinds]
         for block in blocks or [self.core]:
@@ -285,8 +285,8 @@ class Backbone:
         set_peft_model_state_dict(self.core, weights, adapter_name=name)
 
     def _own(self, name: str, dtype: torch.dtype) -> None:
-        """Give an adapter its dtype and its arithmetic. The weights are copied: their place in memory
-        (in a mapped file, for example) changes the last bits of a CPU's products."""
+        """Give an adapter its dtype and its arithmetic. The weights are copied: their place in
+        memory (in a mapped file, for example) changes the last bits of a CPU's products."""
         for parameter in self.adapter_parameters(name):
             parameter.data = parameter.data.to(self.device, dtype, copy=True)
         compute_in_the_bases_dtype(self.core, name)

@@ -99,7 +99,10 @@ class Opd:
         if self.settings.gradient == "policy":
             advantage = self._log_ratios(rollout, label.velocity)
             labels = dataclasses.replace(labels, advantage=advantage)
-        measured = {metrics.WEIGHT + metrics.step_label(i): float(self.weights[i]) for i in rollout.steps}
+        measured = {
+            metrics.WEIGHT + metrics.step_label(step): float(self.weights[step])
+            for step in rollout.steps
+        }
         if update % self.settings.diagnose_every == 0:
             measured |= self._cosines(labels)
         return dataclasses.replace(labels, metrics={**labels.metrics, **measured})
