@@ -63,8 +63,11 @@ class Schedule:
         """Forward passes until the last trained state (and its action) is known."""
         return self.trained[-1] + self.actions if self.trained else 0
 
-    def transition(self, x: Tensor, velocity: Tensor, steps: Tensor) -> Gaussian:
-        """The noisy transition at trained steps [B] (one each image) from x [B,C,h,w]."""
+    def transition(
+        self, x: Tensor, velocity: Tensor, steps: Tensor, *, noisy: bool = True
+    ) -> Gaussian:
+        """The transition at steps [B] (one each image) from x [B,C,h,w]; the Euler step if not
+        noisy."""
         sigmas = self.sigmas.to(x.device)
         return sde.transition(
             x,
@@ -72,16 +75,9 @@ class Schedule:
             sigmas[steps],
             sigmas[steps + 1],
             noise_level=self.noise_level,
-            kind=self.kind,
+            kind=self.kind if noisy else "ode",
             sigma_max=float(self.sigmas[1]),
         )
-
-    def euler(self, x: Tensor, velocity: Tensor, step: int) -> Tensor:
-        """The deterministic step."""
-        sigma, sigma_next = float(self.sigmas[step]), float(self.sigmas[step + 1])
-        return sde.transition(
-            x, velocity, sigma, sigma_next, noise_level=0, kind="ode", sigma_max=1.0
-        ).mean
 
 
 @dataclass(frozen=True)
@@ -240,10 +236,11 @@ def _trajectory(
         if step == forwards:
             break
         velocity = backbone.velocity(x, float(schedule.sigmas[step]), cond, guidance=guidance)
+        steps = torch.full((len(x),), step, device=x.device)
+        gaussian = schedule.transition(x, velocity, steps, noisy=step in noisy)
         if step not in noisy:
-            x = schedule.euler(x, velocity, step)
+            x = gaussian.mean
             continue
-        gaussian = schedule.transition(x, velocity, torch.full((len(x),), step, device=x.device))
         x = sde.sample(gaussian, noise[:, 1 + step - noisy.start])
         if step in trained and schedule.actions:
             following.append(x)

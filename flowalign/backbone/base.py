@@ -179,7 +179,10 @@ class Backbone:
             x, sigma = torch.cat([x, x]), torch.cat([sigma, sigma])
             embeds = torch.cat([cond.negative_embeds.expand_as(embeds), embeds])
             pooled = torch.cat([cond.negative_pooled.expand_as(pooled), pooled])
-        with self._compiling():
+        limits = nullcontext()
+        if self.compiled:  # beyond its limit torch would silently run a block eagerly
+            limits = torch._dynamo.config.patch(recompile_limit=COMPILATIONS)
+        with limits:
             output = self.transformer(**self.inputs(x, sigma, embeds, pooled), return_dict=False)
         velocity = self.unpack(output[0])
         if guidance != 1:
@@ -208,13 +211,6 @@ class Backbone:
         for block in blocks or [self.core]:
             block.compile(backend=backend)
         self.compiled = True
-
-    def _compiling(self) -> AbstractContextManager[Any]:
-        """Around a forward pass. A block is compiled for each adapter, with and without gradient:
-        more often than torch allows by default; beyond its limit the block would run eagerly."""
-        if not self.compiled:
-            return nullcontext()
-        return torch._dynamo.config.patch(recompile_limit=COMPILATIONS)
 
     @torch.no_grad()
     def decode(self, latents: Tensor, batch_size: int = 32) -> Tensor:
@@ -263,18 +259,15 @@ class Backbone:
         it has the same layers, ranks and scales."""
         weights, metadata = read_lora(folder)
         old = self._weights(name)
-        if weights.keys() != old.keys():
+        same = {
+            key for key, value in weights.items() if key in old and value.shape == old[key].shape
+        }
+        if not len(same) == len(old) == len(weights):
             raise ValueError(
-                f"{folder} holds {len(weights.keys() & old.keys())} of the {len(old)} weights of "
-                f"adapter {name!r} and {len(weights.keys() - old.keys())} others. "
-                "Give an adapter of the same layers, or load it under a name of its own."
+                f"{folder} holds {len(same)} of the {len(old)} weights of adapter {name!r}, in their "
+                f"shapes, and {len(weights) - len(same)} others. Give an adapter of the same layers "
+                "and ranks, or load it under a name of its own."
             )
-        for key, value in weights.items():
-            if value.shape != old[key].shape:
-                raise ValueError(
-                    f"{folder} has {key} of {list(value.shape)}, adapter {name!r} of "
-                    f"{list(old[key].shape)}. Give one of the same ranks."
-                )
         for layer, scale in scales(weights, metadata).items():
             own = self.core.get_submodule(layer).scaling[name]
             if not math.isclose(scale, own, rel_tol=1e-6):
