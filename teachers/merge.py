@@ -33,7 +33,7 @@ BLOCK = re.compile(r"transformer_blocks\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Factors:
-    """The update of one layer as up @ down: down [r,in], up [out,r], float64; up holds the scale."""
+    """The update of one layer, up @ down: down [r,in], up [out,r], float64; the scale is in up."""
 
     down: Tensor
     up: Tensor

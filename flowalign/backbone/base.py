@@ -259,14 +259,12 @@ class Backbone:
         it has the same layers, ranks and scales."""
         weights, metadata = read_lora(folder)
         old = self._weights(name)
-        same = {
-            key for key, value in weights.items() if key in old and value.shape == old[key].shape
-        }
+        same = [key for key in weights if key in old and weights[key].shape == old[key].shape]
         if not len(same) == len(old) == len(weights):
             raise ValueError(
-                f"{folder} holds {len(same)} of the {len(old)} weights of adapter {name!r}, in their "
-                f"shapes, and {len(weights) - len(same)} others. Give an adapter of the same layers "
-                "and ranks, or load it under a name of its own."
+                f"{folder} holds {len(same)} of the {len(old)} weights of adapter {name!r} in "
+                f"their shapes, and {len(weights) - len(same)} others. Give an adapter of the same "
+                "layers and ranks, or load it under a name of its own."
             )
         for layer, scale in scales(weights, metadata).items():
             own = self.core.get_submodule(layer).scaling[name]
