@@ -24,7 +24,6 @@ from flowalign.backbone import Backbone
 from flowalign.devices import current
 from flowalign.eval.stats import average, headline_row, lost, rows_of
 from flowalign.eval.store import Key, Store
-from flowalign.parallel import missing_steps
 from flowalign.pictures import png
 from flowalign.rewards.scoring import Ahead, score
 from flowalign.rollout import Noise, Schedule, places, sample
@@ -205,8 +204,8 @@ def judge_set(
         if features:
             seen.append(_features(torch.stack([found[key] for key in keys]), features))
         order += keys
-    for _ in range(missing_steps(len(parts), backbone.sharded)):
-        generate(backbone, images.prompts.select([0]), settings)
+    if backbone.sharded:
+        _keep_step(backbone, images, settings, world, rank)
     ordered = [[rows[key] for key in order] for rows in scored.finish()]
     if world > 1:  # a process without prompts has no features, and knows not how wide they are
         ordered = [gather_object(rows) for rows in ordered]
@@ -307,6 +306,16 @@ def _to_sample(keys: Sequence[Key], wanted: Collection[Key], store: Store | None
     if store is None:
         return bool(wanted)
     return any(not store.has(key) for key in keys if key in wanted or store.keeps(key))
+
+
+def _keep_step(
+    backbone: Backbone, images: ImageSet, settings: Settings, world: int, rank: int
+) -> None:
+    """Sample one more batch, for nothing, where another process has one more: each forward pass of
+    a sharded base is one of all processes."""
+    turns = [len(_batches(images, settings.batch_size, world, r)) for r in range(world)]
+    for _ in range(max(turns) - turns[rank]):
+        generate(backbone, images.prompts.select([0]), settings)
 
 
 def _unscored(reward: Reward, keys: Sequence[Key], rows: Mapping[Key, object]) -> list[Key]:

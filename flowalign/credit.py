@@ -76,10 +76,7 @@ def gaussian_ranks(
     return advantage.float()
 
 
-Advantage = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
-"""value, group, valid, task, all [B] -> the advantage [B]."""
-
-ADVANTAGES: dict[str, Advantage] = {
+ADVANTAGES: dict[str, Callable[..., Tensor]] = {  # (value, group, valid=None, task=None) -> [B]
     "group_std": partial(group_relative, std="group"),
     "batch_std": partial(group_relative, std="batch"),
     "gaussian": gaussian_ranks,

@@ -411,11 +411,7 @@ class Loop:
             "alarm": self.alarm.state(),
         }
         return self.checkpoints.save(
-            self.update,
-            self.accelerator,
-            tensors=self._tensors(),
-            states=states,
-            progress=progress,
+            self.update, self.accelerator, tensors=self._tensors(), states=states, progress=progress
         )
 
     def resume(self) -> bool:

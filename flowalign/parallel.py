@@ -20,12 +20,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import (
-    AutocastKwargs,
-    DistributedType,
-    ProjectConfiguration,
-    gather_object,
-)
+from accelerate.utils import AutocastKwargs, DistributedType, ProjectConfiguration, gather_object
 from accelerate.utils.memory import clear_device_cache
 from packaging.version import Version
 from torch import nn

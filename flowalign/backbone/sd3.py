@@ -41,13 +41,10 @@ def load_pipeline(
     key = "dtype" if Version(diffusers.__version__) >= Version("0.40") else "torch_dtype"
     four_bits = None
     if quantization == "nf4":
+        options: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
         four_bits = PipelineQuantizationConfig(
             quant_backend="bitsandbytes_4bit",
-            quant_kwargs={
-                "load_in_4bit": True,
-                "bnb_4bit_quant_type": "nf4",
-                "bnb_4bit_compute_dtype": dtype,
-            },
+            quant_kwargs=options | {"bnb_4bit_compute_dtype": dtype},
             components_to_quantize=["transformer"],
         )
     try:
