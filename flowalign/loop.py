@@ -480,5 +480,5 @@ def learning_rate(config: TrainingStage, optimizer: torch.optim.Optimizer) -> La
     """diffusers' schedule of that name, over the optimizer steps of the whole run."""
     o = config.optimizer
     name = "constant_with_warmup" if o.schedule == "constant" else o.schedule
-    total = config.train.updates * o.updates_per_rollout
-    return get_scheduler(name, optimizer, num_warmup_steps=o.warmup, num_training_steps=total)
+    steps = config.optimizer_steps
+    return get_scheduler(name, optimizer, num_warmup_steps=o.warmup, num_training_steps=steps)

@@ -44,9 +44,9 @@ class Schedule:
     @staticmethod
     def of(config: TrainingStage, backbone: Backbone) -> Schedule:
         """The schedule of a config's rollouts: by default every step but the last is trained."""
-        rollout = config.rollout
-        sigmas = backbone.sigmas(rollout.steps)
-        return Schedule(sigmas, rollout.kind, rollout.noise_level, rollout.trained)
+        r = config.rollout
+        sigmas, actions = backbone.sigmas(r.steps), config.needs_actions
+        return Schedule(sigmas, r.kind, r.noise_level, r.trained, actions=actions)
 
     @property
     def trained(self) -> list[int]:

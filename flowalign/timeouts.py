@@ -10,14 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from flowalign.config.schema import (
-    BenchmarkConfig,
-    EvalStage,
-    GrpoStage,
-    OpdStage,
-    Stage,
-    TrainingStage,
-)
+from flowalign.config.schema import BenchmarkConfig, EvalStage, Stage, TrainingStage
 
 SLACK = 3600.0
 """Seconds for all that has no limit of its own: one rank downloads, merges, writes a report or a
@@ -59,19 +52,18 @@ def _waits(config: Stage, processes: int) -> Iterator[float]:
     if not isinstance(config, TrainingStage):
         return
     call = _limit(config.train.score_seconds)
-    rewarded = isinstance(config, OpdStage) and config.student.reward_weight > 0
-    if rewarded or isinstance(config, GrpoStage):
-        images = math.ceil(config.rollout.prompts * config.rollout.copies / processes)
+    if config.learns_from_rewards:
+        images = math.ceil(config.rollout.images / processes)
         yield math.ceil(images / config.rollout.batch_size) * call
     if config.evaluation is None:
         return
-    size = config.evaluation.batch_size or config.rollout.batch_size
+    size = config.evaluation_sampling.batch_size
     for task in config.tasks:
         if task.validation and task.reward:
             prompts = min(config.evaluation.prompts, _count(task.validation))
             yield _batches(prompts, size, processes) * (SAMPLING + call)
             yield 2 * call  # the first and the last grid, which the main process scores alone
-    for benchmark in config.evaluation.watch:
+    for benchmark in config.watched:
         yield evaluation(benchmark, size, call)
 
 

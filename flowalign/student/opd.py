@@ -64,8 +64,7 @@ class Opd:
         self.backbone, self.accelerator = backbone, accelerator
         self.teachers, self.anchor, self.grpo = teachers, anchor, grpo
         self.anchor_weight = config.anchor.weight if config.anchor else 0.0
-        acts = config.student.gradient != "pathwise" or grpo is not None
-        self.schedule = dataclasses.replace(Schedule.of(config, backbone), actions=acts)
+        self.schedule = Schedule.of(config, backbone)
         self.weights = weights(self.schedule, config.student.weighting)
         self.kl_weights = weights(self.schedule, "kl")
         self.needs_images = self.needs_latents = grpo is not None
