@@ -206,7 +206,7 @@ def test_a_failing_reward_stops_the_run_with_its_reason(
 ) -> None:
     options = f"tasks.0.reward.options={{rows: [0, 1, 2, 4, 5], how: {how}}}"
     found = fakes.settings(random_model, tmp_path / "run", options, reward="Faulty")
-    with pytest.raises(TrainingError, match=f"failed on .*max_invalid_share.*{reason}.*--resume"):
+    with pytest.raises(TrainingError, match=f"max_invalid_share.*{reason}.*--resume"):
         fakes.wired(found).run()
 
 
@@ -317,7 +317,7 @@ def test_the_last_steps_of_a_run_are_in_its_result(random_model: str, tmp_path: 
 def test_a_gradient_that_is_not_finite_stops_the_run(random_model: str, tmp_path: Path) -> None:
     loop = fakes.wired(fakes.settings(random_model, tmp_path / "run"), moved=True)
     loop.parameters[0].register_hook(lambda grad: torch.full_like(grad, float("inf")))
-    with pytest.raises(TrainingError, match="gradient is not finite.*lower optimizer.lr"):
+    with pytest.raises(TrainingError, match="not finite.*optimizer.lr"):
         loop.run()
 
 

@@ -277,7 +277,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
 def test_a_nan_label_stops_the_run_and_names_the_teacher(random_model: str, tmp_path: Path) -> None:
     loop = fakes.wired(fakes.distillation(random_model, tmp_path / "run"))
     loop.backbone.adapter_parameters("teacher_odd")[0].data.fill_(float("nan"))
-    with pytest.raises(TrainingError, match="teacher 'odd' gives a velocity that is not finite"):
+    with pytest.raises(TrainingError, match="'odd'"):
         loop.run()
 
 
@@ -321,32 +321,30 @@ def test_the_teachers_sample_for_sft(random_model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "keys"),
     [
-        (["tasks.0.teacher=nobody"], "tasks.0.teacher: task 'even' is routed to 'nobody', and"),
-        (["tasks.0.teacher=odd"], "teachers.even: no task is routed to it."),
-        (["rollout.kind=ode"], "rollout.kind: 'ode' adds no noise, so student.weighting 'kl'"),
+        (["tasks.0.teacher=nobody"], ["tasks.0.teacher", "nobody"]),
+        (["tasks.0.teacher=odd"], ["teachers.even"]),
+        (["rollout.kind=ode"], ["rollout.kind", "student.weighting"]),
         (
             ["rollout.kind=ode", "student.weighting=mean", "student.gradient=policy"],
-            "so student.gradient 'policy' has no log-probabilities",
+            ["rollout.kind", "student.gradient"],
         ),
-        (["student.gradient=published"], "student.weighting: 'kl' with gradient 'published'"),
-        (["student.reward_to_go=true"], "student.reward_to_go: true, but gradient 'pathwise'"),
-        (["student.states={select: random, count: 4}"], "count: 4, and rollout.window has only 3"),
-        (
-            ["student.gradient=policy", "student.guidance=2"],
-            "student.guidance: 2.0, but the rollout has 1.0",
-        ),
-        (["student.reward_weight=1", "rollout.copies=1"], "rollout.copies: got 1"),
-        (["student.reward_weight=1", "tasks.1.reward=null"], "tasks.1.reward: missing, and this"),
+        (["student.gradient=published"], ["student.weighting", "published"]),
+        (["student.reward_to_go=true"], ["student.reward_to_go", "pathwise"]),
+        (["student.states={select: random, count: 4}"], ["count", "rollout.window"]),
+        (["student.gradient=policy", "student.guidance=2"], ["student.guidance", "2.0", "1.0"]),
+        (["student.reward_weight=1", "rollout.copies=1"], ["rollout.copies"]),
+        (["student.reward_weight=1", "tasks.1.reward=null"], ["tasks.1.reward"]),
     ],
 )
 def test_what_cannot_be_learnt_is_refused(
-    random_model: str, tmp_path: Path, given: list[str], said: str
+    random_model: str, tmp_path: Path, given: list[str], keys: list[str]
 ) -> None:
     with pytest.raises(fakes.config.ConfigError) as caught:
         fakes.distillation(random_model, tmp_path / "run", *given)
-    assert any(said in problem for problem in caught.value.problems), caught.value.problems
+    problems = caught.value.problems
+    assert any(all(key in problem for key in keys) for problem in problems), problems
 
 
 def test_pure_distillation_needs_no_reward(random_model: str, tmp_path: Path) -> None:
@@ -363,8 +361,8 @@ def test_an_adapter_of_another_base_is_refused_before_the_model_is_loaded(
     found = fakes.distillation(random_model, tmp_path / "run", "model.id=tiny")
     with pytest.raises(fakes.config.ConfigError) as caught:
         check_world(found, 1)
-    assert f"teachers.even: '{tmp_path / 'even'}' was trained on" in caught.value.problems[0]
-    assert "and model.id is 'tiny'" in caught.value.problems[0]
+    problem = caught.value.problems[0]
+    assert all(text in problem for text in ("teachers.even", str(tmp_path / "even"), "model.id"))
 
 
 def test_a_task_s_kl_is_the_mean_over_its_images_however_they_fall_into_micro_batches(
