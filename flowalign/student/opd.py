@@ -85,26 +85,24 @@ class Opd:
         label = self.teachers(rollout)
         anchor = self.anchor(rollout).velocity if self.anchor else None
         rewarded = self.grpo.prepare(rollout, update) if self.grpo else None
+        policy = self.settings.gradient == "policy"
+        measured = dict(rewarded.metrics) if rewarded else {}
+        for step in rollout.steps:
+            measured[metrics.WEIGHT + metrics.step_label(step)] = float(self.weights[step])
         named = zip(rollout.batch.prompts, label.teacher, strict=True)
         labels = Labels(
             rollout=rollout,
             keep=torch.ones(len(rollout), dtype=torch.bool),  # all, whatever their advantage
-            metrics=dict(rewarded.metrics) if rewarded else {},
+            metrics=measured,
             captions=rewarded.captions if rewarded else [f"{p}\n{name}" for p, name in named],
             velocity=label.velocity,
             anchor=anchor,
+            advantage=self._log_ratios(rollout, label.velocity) if policy else None,
             rewarded=rewarded,
         )
-        if self.settings.gradient == "policy":
-            advantage = self._log_ratios(rollout, label.velocity)
-            labels = dataclasses.replace(labels, advantage=advantage)
-        measured = {
-            metrics.WEIGHT + metrics.step_label(step): float(self.weights[step])
-            for step in rollout.steps
-        }
-        if update % self.settings.diagnose_every == 0:
-            measured |= self._cosines(labels)
-        return dataclasses.replace(labels, metrics={**labels.metrics, **measured})
+        if update % self.settings.diagnose_every:
+            return labels
+        return dataclasses.replace(labels, metrics={**measured, **self._cosines(labels)})
 
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: Labels) -> StepLoss:
         """Distillation + anchor_weight * anchor + reward_weight * policy, means over b pairs."""
