@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -132,7 +133,8 @@ def test_sigmas_are_the_recorded_ones():
 
 
 def test_sigmas_are_diffusers():
-    shifts, terminals = (1.0, 1.1, 3.0, 7.3), (None, 0.02, 0.1)
+    shifts: list[float] = [1.0, 1.1, 3.0, 7.3]
+    terminals: list[Any] = [None, 0.02, 0.1]
     for shift, terminal, num_steps in itertools.product(shifts, terminals, (2, 3, 10, 28, 50)):
         scheduler = FlowMatchEulerDiscreteScheduler(shift=shift, shift_terminal=terminal)
         scheduler.set_timesteps(num_steps)

@@ -42,9 +42,10 @@ def load_pipeline(
     four_bits = None
     if quantization == "nf4":
         options: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+        options["bnb_4bit_compute_dtype"] = dtype
         four_bits = PipelineQuantizationConfig(
             quant_backend="bitsandbytes_4bit",
-            quant_kwargs=options | {"bnb_4bit_compute_dtype": dtype},
+            quant_kwargs=options,
             components_to_quantize=["transformer"],
         )
     try:
