@@ -17,14 +17,7 @@ import torch
 from peft.utils.merge_utils import dare_linear, ties
 from torch import Tensor
 
-from flowalign.adapters.files import (
-    adapter_folder,
-    describe,
-    read_head,
-    read_lora,
-    scales,
-    write_lora,
-)
+from flowalign.adapters.files import Lora, describe, read_lora, write_lora
 from flowalign.config import ADAPTER
 
 METHODS = ("concat", "svd", "ties", "dare")
@@ -124,7 +117,8 @@ def merge(
     """
     weights = [1.0] * len(adapters) if weights is None else list(weights)
     _check(adapters, Path(out), weights, method, rank, density)
-    given = [_read(folder) for folder in adapters]
+    loras = [read_lora(source, newest=True) for source in adapters]
+    given = [_updates(source, lora) for source, lora in zip(adapters, loras, strict=True)]
     for folder, other in zip(adapters[1:], given[1:], strict=True):
         _check_same(adapters[0], given[0], folder, other)
     state, ranks, errors = {}, {}, {}
@@ -138,7 +132,7 @@ def merge(
             ranks[layer] = merged.down.shape[0]
             state[f"{layer}.lora_A.weight"] = merged.down.float().contiguous()
             state[f"{layer}.lora_B.weight"] = merged.up.float().contiguous()
-    lengths = {read_head(adapter_folder(source)).text_length for source in adapters}
+    lengths = {lora.text_length for lora in loras}
     write_lora(
         out,
         state,
@@ -210,19 +204,18 @@ def _depth_scale(layer: str, blocks: int, lines: tuple[float, float] | None) -> 
 
 @dataclass(frozen=True)
 class _Adapter:
-    """A folder that was read: factors by layer name, number of blocks, name of the base."""
+    """The updates of an adapter: factors by layer name, number of blocks, name of the base."""
 
     layers: dict[str, Factors]
     blocks: int
     base: str | None
 
 
-def _read(folder: str | Path) -> _Adapter:
-    state, config = read_lora(folder)
+def _updates(folder: str | Path, lora: Lora) -> _Adapter:
     layers = {}
-    for name, scale in scales(state, config).items():
-        down = state[f"{name}.lora_A.weight"].double()
-        up = state[f"{name}.lora_B.weight"].double()
+    for name, scale in lora.scales.items():
+        down = lora.weights[f"{name}.lora_A.weight"].double()
+        up = lora.weights[f"{name}.lora_B.weight"].double()
         if down.ndim != 2:
             raise ValueError(f"{folder} adapts {name}, a convolution. Merge adapters of others.")
         layers[name] = Factors(down, up * scale)
@@ -233,7 +226,8 @@ def _read(folder: str | Path) -> _Adapter:
 
     depths = [int(block[1]) for name in layers if (block := BLOCK.search(name))]
     in_order = {name: layers[name] for name in sorted(layers, key=natural)}
-    return _Adapter(in_order, max(depths, default=0) + 1, config["base_model_name_or_path"])
+    base = lora.metadata["base_model_name_or_path"]
+    return _Adapter(in_order, max(depths, default=0) + 1, base)
 
 
 # Refusals ----------------------------------------------------------------------------------------
@@ -260,8 +254,6 @@ def _check(
         )
     if not 0 < density <= 1:
         raise ValueError(f"density is {density}; give the share of entries to keep, in (0, 1].")
-    for folder in adapters:
-        read_head(adapter_folder(folder, newest=True))
     if (out / ADAPTER).exists():
         raise FileExistsError(f"{out} already holds an adapter. Remove it, or write elsewhere.")
 

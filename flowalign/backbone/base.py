@@ -20,7 +20,7 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 
-from flowalign.adapters.files import AdapterError, read_lora, scales, write_lora
+from flowalign.adapters.files import AdapterError, Lora, read_lora, write_lora
 from flowalign.backbone.attention import use_backend
 from flowalign.backbone.precision import compute_in_the_bases_dtype, lora_layers
 from flowalign.backbone.sd3 import dynamic_shift, load_pipeline, scheduler_sigmas
@@ -239,7 +239,7 @@ class Backbone:
         self._own(name, torch.float32)
         self.activate(name)
 
-    def load_adapter(self, name: str, folder: str | Path, *, frozen: bool = False) -> None:
+    def load_adapter(self, name: str, folder: str | Path | Lora, *, frozen: bool = False) -> None:
         """A saved LoRA: whatever `flowalign.adapters.files.read_lora` takes.
 
         It becomes active and trainable. frozen: neither; its weights then have the base's dtype, in
@@ -257,8 +257,8 @@ class Backbone:
     def replace_adapter(self, name: str, folder: str | Path) -> None:
         """Replace the weights of adapter `name` by those of a saved one. Raises ValueError unless
         it has the same layers, ranks and scales."""
-        weights, metadata = read_lora(folder)
-        old = self._weights(name)
+        lora = read_lora(folder)
+        weights, old = lora.weights, self._weights(name)
         same = [key for key in weights if key in old and weights[key].shape == old[key].shape]
         if not len(same) == len(old) == len(weights):
             raise ValueError(
@@ -266,7 +266,7 @@ class Backbone:
                 f"their shapes, and {len(weights) - len(same)} others. Give an adapter of the same "
                 "layers and ranks, or load it under a name of its own."
             )
-        for layer, scale in scales(weights, metadata).items():
+        for layer, scale in lora.scales.items():
             own = self.core.get_submodule(layer).scaling[name]
             if not math.isclose(scale, own, rel_tol=1e-6):
                 raise ValueError(
@@ -350,19 +350,19 @@ def _several_adapters() -> Iterator[None]:
         yield
 
 
-def put_lora(core: nn.Module, name: str, source: str | Path) -> dict[str, Tensor]:
+def put_lora(core: nn.Module, name: str, source: str | Path | Lora) -> dict[str, Tensor]:
     """Load a saved LoRA onto a transformer under a name, and make it active; returns its weights.
 
     Raises AdapterError for one that does not fit this transformer, HubError for one that cannot be
     had.
     """
-    weights, metadata = read_lora(source)
-    _check_fits(core, weights, source)
+    lora = read_lora(source)
+    _check_fits(core, lora.weights, source if isinstance(source, (str, Path)) else lora.file)
     with _several_adapters():
         core.load_lora_adapter(  # pyright: ignore[reportCallIssue] (of diffusers' mixin)
-            dict(weights), prefix=None, adapter_name=name, metadata=metadata
+            dict(lora.weights), prefix=None, adapter_name=name, metadata=lora.metadata
         )
-    return weights
+    return lora.weights
 
 
 def _check_fits(core: nn.Module, weights: Mapping[str, Tensor], source: str | Path) -> None:
