@@ -10,7 +10,7 @@ normalisation by 28, 21 and 69. Decoding alone moves the distance by less than o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torch import Tensor
 from flowalign import rewards
 from flowalign.config import ConfigError, EvalStage
 from flowalign.eval.stats import FIDELITY, normal_row
-from flowalign.eval.suite import ImageSet
+from flowalign.eval.suite import ImageSet, Judged
 from flowalign.images import to_float
 from flowalign.pictures import image_files
 from flowalign.types import EvalRow
@@ -137,6 +137,11 @@ class Reference:
 
     extract: Features
     features: Tensor
+
+    def distance(self, judged: Iterable[Judged]) -> Distance:
+        """The distance of one model's images, those of all its benchmarks together."""
+        features = [result.features for result in judged if result.features is not None]
+        return distance(torch.cat(features), self.features)
 
 
 def load_features(name: str, device: torch.device) -> Features:

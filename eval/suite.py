@@ -89,16 +89,13 @@ def build_sets(
     sets, problems = [], []
     for index, config in enumerate(configs):
         prompts, judges = prompts_of(config), []
-        for name, reward in config.judges.items():
+        source = config.name if config.rewards else None
+        for name, (key, options) in zip(config.judges, config.reward_keys.items(), strict=True):
             try:
-                built = rewards.build_on(device, reward.name, reward.options)
+                reward = rewards.build_on(device, options.name, options.options)
+                judges.append(Benchmark(name, prompts, reward, config.images, source))
             except (ImportError, ValueError, OSError) as error:
-                judge = f"rewards.{name.removeprefix(f'{config.name}_')}"
-                key = "reward" if config.reward else judge
                 problems.append(f"{place}.{index}.{key}: {error}")
-                continue
-            source = config.name if config.rewards else None
-            judges.append(Benchmark(name, prompts, built, config.images, source))
         sets.append(ImageSet(config.name, prompts, config.images, tuple(judges), config.layout))
     if problems:
         raise ConfigError(problems)
@@ -209,17 +206,6 @@ class Judged:
     features: Tensor | None = None
 
 
-def judge_images(
-    backbone: Backbone,
-    benchmark: Benchmark,
-    settings: Settings,
-    accelerator: Accelerator | None = None,
-    **options: Any,
-) -> Judged:
-    """`judge_set` of one benchmark that shares its images with no other."""
-    return judge_set(backbone, ImageSet.of(benchmark), settings, accelerator, **options)[0]
-
-
 def judge_set(
     backbone: Backbone,
     images: ImageSet,
@@ -237,14 +223,13 @@ def judge_set(
     The result is the same on every process. A batch is scored while the next one is sampled; one
     that takes a judge longer than `seconds` is invalid (None = wait for ever). keep: prompts whose
     pictures are kept. features: images [B,3,H,W] -> [B,D], taken of every image. advance is called
-    with the number of images of this process that are done, once per judge (without judges, once).
-    store: where images and rows are kept; what it holds is neither sampled nor scored again.
+    with the number of images of each batch of this process. store: where images and rows are kept;
+    what it holds is neither sampled nor scored again.
 
     Images are scored at 8 bits a channel, so that scores from memory and from a file are the same.
     """
     world, rank = (accelerator.num_processes, accelerator.process_index) if accelerator else (1, 0)
-    advance = advance or (lambda count: None)
-    scoring = _Scoring(images.judges, store, seconds, advance)
+    scoring = _Scoring(images.judges, store, seconds)
     shares = _shares(images, settings.batch_size, world)
     batches = [_plan(images, prompts, scoring, keep, bool(features)) for prompts in shares[rank]]
     sampled = [batch for batch in batches if _is_sampled(batch, store)]
@@ -256,11 +241,11 @@ def judge_set(
             sampled.pop(0)
         pixels = _pixels(backbone, images, settings, batch, store)
         scoring.submit(batch, pixels)
-        if not images.judges:
-            advance(len(batch.keys))
         pictures += [png(pixels[key]) for key in batch.keys if key[0] < keep]
         if features:
             vectors.append(_vectors(torch.stack([pixels[key] for key in batch.keys]), features))
+        if advance:
+            advance(len(batch.keys))
     if backbone.sharded:
         # Every forward pass of a sharded base is one of all processes: those with fewer batches
         # sample one more, and drop it.
@@ -357,13 +342,9 @@ class _Scoring:
     """The rows of each judge by image: those of the store, and those scored beside the sampling."""
 
     def __init__(
-        self,
-        judges: Sequence[Benchmark],
-        store: Store | None,
-        seconds: float | None,
-        advance: Callable[[int], None],
+        self, judges: Sequence[Benchmark], store: Store | None, seconds: float | None
     ) -> None:
-        self.judges, self.store, self.advance = judges, store, advance
+        self.judges, self.store = judges, store
         self.rows = {j.name: store.rows[j.name].read(j.prompts) if store else {} for j in judges}
         self._ahead = Ahead(seconds=seconds)
         self._submitted: list[tuple[Benchmark, list[Key]]] = []
@@ -382,8 +363,6 @@ class _Scoring:
     def submit(self, batch: _Batch, pixels: Mapping[Key, Tensor]) -> None:
         """Start to score a batch when the one before is done: a slow reward does not fill the
         memory."""
-        for keys in batch.unscored.values():
-            self.advance(len(batch.keys) - len(keys))
         if not any(batch.unscored.values()):
             return
         self._collect()
@@ -408,7 +387,6 @@ class _Scoring:
             rows |= {(row["index"], row["copy"]): row for row in fresh}
             if self.store:
                 self.store.rows[judge.name].append(fresh)
-            self.advance(len(keys))
 
 
 def _score(reward: Reward, images: Tensor, batch: PromptBatch) -> Scores:
