@@ -271,7 +271,7 @@ def grpo(
 ) -> Grpo:
     """Learning from the tasks' rewards."""
     from flowalign.loop import schedule
-    from flowalign.rewards.by_task import ByTask
+    from flowalign.rewards.scoring import ByTask
     from flowalign.teachers.grpo import Grpo
 
     score, train = ByTask(rewards), config.train
@@ -446,8 +446,7 @@ def compare(
     from flowalign.eval.suite import generate
     from flowalign.loop import STUDENT
     from flowalign.pictures import read_metrics, side_by_side
-    from flowalign.rewards.ahead import Ahead
-    from flowalign.rewards.by_task import ByTask
+    from flowalign.rewards.scoring import Ahead, ByTask
 
     settings = eval_settings(config)
     backbone.replace_adapter(STUDENT, Path(config.output) / "adapter")

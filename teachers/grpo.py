@@ -20,10 +20,9 @@ from flowalign.credit import ADVANTAGES, clip_advantage
 from flowalign.loop import Pairs, Prepared, TrainingError
 from flowalign.loop import velocity as velocity_of
 from flowalign.losses import clip_fraction, kl_factors, policy_loss
-from flowalign.rewards.ahead import Ahead
-from flowalign.rewards.guarded import Guarded
+from flowalign.rewards.scoring import Ahead
 from flowalign.rollout import Schedule
-from flowalign.types import PromptBatch, Rollout, StepLoss
+from flowalign.types import PromptBatch, Rollout, Scores, StepLoss
 
 
 class Grpo:
@@ -38,7 +37,7 @@ class Grpo:
     def __init__(
         self,
         settings: Settings,
-        score: Callable[[Tensor, PromptBatch], Guarded],
+        score: Callable[[Tensor, PromptBatch], Scores],
         backbone: Backbone,
         schedule: Schedule,
         accelerator: Accelerator,
@@ -127,7 +126,7 @@ class Grpo:
             self.scoring.forget()
         self.scoring.submit(images, batch)
 
-    def _scores(self, rollout: Rollout) -> Guarded:
+    def _scores(self, rollout: Rollout) -> Scores:
         """Of all images: those that were submitted while sampling, else all of them now."""
         assert rollout.images is not None
         if self.scoring.waiting != len(rollout):
@@ -141,7 +140,7 @@ class Grpo:
         names = sorted(set(gather_object(sorted(set(mine)))))
         return names, torch.tensor([names.index(task) for task in mine])
 
-    def _check(self, valid: Tensor, scores: Guarded) -> None:
+    def _check(self, valid: Tensor, scores: Scores) -> None:
         share = 1 - float(valid.float().mean())
         if share > self.max_invalid_share or not valid.any():
             mine = set(scores.failures.values())
@@ -152,7 +151,7 @@ class Grpo:
                 "Mend the reward and run again with --resume."
             )
 
-    def _parts(self, scores: Guarded) -> dict[str, float]:
+    def _parts(self, scores: Scores) -> dict[str, float]:
         """Mean of every part over the images (of all processes) that have it."""
         mine = {}
         for name, part in scores.parts.items():

@@ -18,8 +18,8 @@ from flowalign.backbone import Backbone
 from flowalign.config import ADAPTER, ModelConfig, TrainConfig, to_yaml
 from flowalign.loop import Loop, pairs_of
 from flowalign.rewards import score
-from flowalign.rewards.ahead import Ahead
 from flowalign.rewards.pickscore import PickScore
+from flowalign.rewards.scoring import Ahead
 from flowalign.types import PromptBatch
 
 PATHS = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])

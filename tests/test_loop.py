@@ -16,7 +16,7 @@ from flowalign import sde
 from flowalign.adapters.files import read_lora
 from flowalign.credit import group_relative
 from flowalign.loop import STUDENT, Loop, Prepared, TrainingError, pairs_of
-from flowalign.rewards.guarded import score
+from flowalign.rewards.scoring import score
 from flowalign.types import Rollout, Scores
 
 LINEAR = ["optimizer.eps=1.0", "optimizer.lr=30.0"]  # Adam's first step ~ lr * gradient

@@ -29,7 +29,7 @@ from flowalign.doctor.plan import Plan
 from flowalign.eval.suite import Settings, generate
 from flowalign.loop import Loop, TrainingError, pairs_of, schedule
 from flowalign.loop import velocity as velocity_of
-from flowalign.rewards.guarded import score
+from flowalign.rewards.scoring import score
 from flowalign.rollout import Noise, places, sample
 from flowalign.student.sft import Sft
 from flowalign.teachers.bank import Bank
