@@ -186,7 +186,7 @@ def load_reference(
 
 
 def _scenes(metadata: Sequence[Mapping[str, Any]], seed: int) -> Iterator[Tensor]:
-    """Batches of tiny scenes [B,3,64,64] that fulfil the metadata; ValueError for other metadata."""
+    """Batches of scenes [B,3,64,64] that fulfil tiny metadata; ValueError for other metadata."""
     from flowalign.tiny.scenes import rendered
 
     try:

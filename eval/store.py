@@ -155,7 +155,7 @@ class Rows:
             file.write("".join(f"{line}\n" for line in lines).encode())
 
     def all(self) -> Iterator[dict[str, Any]]:
-        """The rows of all processes, valid or not; StoreError for a complete line that is no row."""
+        """The rows of all processes, also invalid ones; StoreError for a line that is no row."""
         for path in sorted(self.folder.glob("rows.*.jsonl")):
             *lines, _ = path.read_bytes().split(b"\n")  # the last one is empty or was cut off
             for number, line in enumerate(lines, 1):
@@ -183,7 +183,10 @@ def open_stores(
     """
     scores = [
         {
-            judge.name: {"reward": reward.model_dump(mode="json"), "describe": describe(judge.reward)}
+            judge.name: {
+                "reward": reward.model_dump(mode="json"),
+                "describe": describe(judge.reward),
+            }
             for judge, reward in zip(images.judges, benchmark.judges.values(), strict=True)
         }
         for benchmark, images in zip(config.benchmarks, sets, strict=True)

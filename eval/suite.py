@@ -287,9 +287,7 @@ class _Batch:
     needed: set[Key]
 
 
-def _plan(
-    images: ImageSet, prompts: range, scoring: _Scoring, keep: int, features: bool
-) -> _Batch:
+def _plan(images: ImageSet, prompts: range, scoring: _Scoring, keep: int, features: bool) -> _Batch:
     keys = [(prompt, copy) for prompt in prompts for copy in range(images.copies)]
     unscored = scoring.unscored(keys)
     shown = [key for key in keys if features or key[0] < keep]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flowalign.eval import report
-from flowalign.eval.stats import Distance
+from flowalign.eval.fidelity import Distance
 from flowalign.eval.suite import Benchmark, Judged
 from flowalign.eval.table import Results, Table, markdown, tables
 from flowalign.pictures import png

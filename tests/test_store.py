@@ -22,7 +22,7 @@ from flowalign.config import SD3_ATTENTION, EvalStage, load
 from flowalign.eval import suite
 from flowalign.eval.run import main
 from flowalign.eval.store import Store, fingerprint
-from flowalign.eval.suite import Benchmark, Settings
+from flowalign.eval.suite import Benchmark, ImageSet, Settings
 from flowalign.types import PromptBatch, Scores
 
 SMALL: dict[str, Any] = {"height": 32, "width": 32, "max_sequence_length": 16}
@@ -76,7 +76,8 @@ def store(folder: Path, *, rank: int = 0, kept: int | None = None, **scores: Any
 
 
 def judge(backbone: Backbone, mark: Benchmark, size: int = 2, **options: Any) -> suite.Judged:
-    return suite.judge_images(backbone, mark, Settings(2, 1.0, 7, size), **options)
+    settings = Settings(2, 1.0, 7, size)
+    return suite.judge_set(backbone, ImageSet.of(mark), settings, **options)[0]
 
 
 # The images of a prompt --------------------------------------------------------------------------
