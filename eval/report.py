@@ -24,13 +24,14 @@ LONGEST = 256  # pixels of an image in the page; larger ones are reduced
 
 @dataclass(frozen=True)
 class Bar:
-    """A number as a bar: where it ends, and its error to each side, in percent of the axis."""
+    """A number as a bar: its end and the ends of its error, in percent of the axis."""
 
     model: str
     text: str
     n: int
     end: float
-    error: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ def bars(results: Results, benchmark: Benchmark) -> dict[str, list[Bar]]:
 
     def bar(model: str, row: EvalRow) -> Bar:
         mean, error = (0.0 if math.isnan(x) else x / axis * 100 for x in (row.mean, row.stderr))
-        return Bar(model, shown(row, 3), row.n, max(0.0, mean), error)
+        low, high = max(0.0, mean - error), min(100.0, mean + error)
+        return Bar(model, shown(row, 3), row.n, max(0.0, mean), low, max(low, high))
 
     return {tag: [bar(*item) for item in rows.items()] for tag, rows in by_tag.items()}
 
@@ -163,8 +165,13 @@ def _cell(
     low: float,
     high: float,
 ) -> Cell:
-    level = None if math.isnan(score) else 100 * (score - low) / (high - low) if high > low else 100
     verdict = row.get("correct", math.nan)
+    if math.isnan(score):
+        level = None
+    elif high > low:
+        level = 100 * (score - low) / (high - low)
+    else:  # all scores shown are equal: only a verdict can tell whether they are bad
+        level = 0.0 if verdict == 0 else 100.0
     failed = level is None or (verdict == 0 if math.isfinite(verdict) else level < 50)
     source = ""
     if picture is not None:

@@ -225,7 +225,10 @@ def test_a_bar_for_each_tag_and_model(results: Results):
     bars = report.bars(results, MARKS[0])
     assert list(bars) == ["a", "b"] and [bar.model for bar in bars["a"]] == list(CORRECT)
     assert [bar.end for bar in bars["a"]] == [50, 100, 100]
-    assert bars["b"][2].n == 1 and bars["b"][2].error == 0 and bars["b"][2].text.endswith("?")
+    alone = bars["b"][2]
+    assert alone.n == 1 and alone.low == alone.high == alone.end and alone.text.endswith("?")
+    for bar in (bar for of in bars.values() for bar in of):
+        assert 0 <= bar.low <= bar.end <= bar.high <= 100
     assert report.bars(results, MARKS[1]) == {}
 
 
@@ -369,3 +372,14 @@ def test_a_browser_shows_an_image_to_every_judge_and_a_failure_among_copies(tmp_
         '<span id="count">2 prompts</span>' in found
     )  # one image of the first, both of the second
     assert "<title>16</title>" in found
+
+
+@pytest.mark.parametrize(("verdict", "level"), [(0, 0), (1, 100)])
+def test_where_all_scores_are_equal_the_verdict_colours_them(
+    results: Results, verdict: int, level: int
+):
+    for of in results.judged.values():
+        for row in of["geneval"].rows:
+            row["correct"] = verdict
+    lines = report.lines(results, MARKS[0])
+    assert {cell.level for line in lines for (cell,) in line.cells} == {level}
