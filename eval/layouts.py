@@ -22,7 +22,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -36,10 +36,12 @@ from flowalign.eval.store import (
     read_record,
     write_json,
 )
-from flowalign.eval.suite import ImageSet
 from flowalign.files import replacing
 from flowalign.pictures import png
 from flowalign.types import PromptBatch
+
+if TYPE_CHECKING:
+    from flowalign.eval.suite import ImageSet
 
 LONGEST = 255  # bytes of a file name on common file systems
 
@@ -89,23 +91,19 @@ def write_layout(
                 check_layout(name, prompts, shape)
                 part.mkdir()
             first = first or shape
-            _check_images(count, own, shape, first)
+            if shape != first:
+                raise ValueError(
+                    f"prompt {count} has {_text(shape)}, and the first {_text(first)}. The "
+                    "official scores are means over files, so give each as many, of one size."
+                )
+            if not bool(own.isfinite().all()):
+                raise ValueError(f"an image of prompt {count} has pixels that are NaN or infinite.")
             if count < len(prompts):
                 LAYOUTS[name].write(part, prompts, count, own)
             count += 1
             del own  # free it before the next prompt's images are made
         if not count or count != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but images of {count}; give one each.")
-
-
-def _check_images(place: int, images: Tensor, shape: Shape, first: Shape) -> None:
-    if shape != first:
-        raise ValueError(
-            f"prompt {place} has {_text(shape)}, and the first {_text(first)}. The official scores "
-            "are means over files, so give each as many, of one size."
-        )
-    if not bool(images.isfinite().all()):
-        raise ValueError(f"an image of prompt {place} has pixels that are NaN or infinite.")
 
 
 def _text(shape: Shape) -> str:

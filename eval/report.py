@@ -158,12 +158,7 @@ def disagree(scores: Sequence[float], spread: float) -> bool:
 
 
 def _cell(
-    row: Mapping[str, Any],
-    picture: bytes | None,
-    name: str,
-    score: float,
-    low: float,
-    high: float,
+    row: Mapping[str, Any], picture: bytes | None, name: str, score: float, low: float, high: float
 ) -> Cell:
     verdict = row.get("correct", math.nan)
     if math.isnan(score):

@@ -92,8 +92,8 @@ def evaluate(config: EvalStage) -> Path:
     accelerator = parallel.accelerator(config)
     check_launch(accelerator.num_processes)
     check_world(config, accelerator.num_processes)
-    check_layouts(config)
-    sets = build_sets(config.benchmarks, "benchmarks", accelerator.device)
+    size = (config.model.height, config.model.width)
+    sets = build_sets(config.benchmarks, "benchmarks", accelerator.device, size)
     reference = load_reference(config, sets, accelerator.device)
     backbone = Backbone.load(config.model, accelerator.device)
     weights = fingerprint(backbone)  # of the base, so before the adapters
@@ -120,23 +120,6 @@ def evaluate(config: EvalStage) -> Path:
             print(f"{export.images.layout}: {export.folder}")
     parallel.finish(accelerator)
     return Path(config.output)
-
-
-def check_layouts(config: EvalStage) -> None:
-    """ConfigError for prompts that an official layout cannot hold."""
-    from flowalign.eval.layouts import check_layout
-    from flowalign.eval.suite import prompts_of
-
-    problems, size = [], (config.model.height, config.model.width)
-    for index, benchmark in enumerate(config.benchmarks):
-        try:
-            if benchmark.layout:
-                shape = (benchmark.images, *size)
-                check_layout(benchmark.layout, prompts_of(benchmark), shape)
-        except ValueError as error:
-            problems.append(f"benchmarks.{index}.layout: {error}")
-    if problems:
-        raise ConfigError(problems)
 
 
 def load_adapters(backbone: Backbone, config: EvalStage) -> dict[str, str | None]:

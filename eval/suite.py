@@ -25,6 +25,7 @@ from flowalign.backbone import Backbone
 from flowalign.config import BenchmarkConfig, ConfigError
 from flowalign.data import load_prompts
 from flowalign.devices import current
+from flowalign.eval.layouts import check_layout
 from flowalign.eval.stats import average, headline_row, lost, rows_of
 from flowalign.eval.store import Key, Store
 from flowalign.images import eight_bits
@@ -79,17 +80,32 @@ class ImageSet:
 
 
 def build_sets(
-    configs: Sequence[BenchmarkConfig], place: str, device: torch.device
+    configs: Sequence[BenchmarkConfig],
+    place: str,
+    device: torch.device,
+    size: tuple[int, int] = (0, 0),
 ) -> list[ImageSet]:
-    """The images that benchmark configs ask for, with prompts and rewards on the device.
+    """The image sets of benchmark configs, with their prompts, and with their rewards on a device.
 
-    place: the key of the list in the config, for ConfigError, which names each reward that cannot
-    be built.
+    place: the key of the list in the config. size: height and width, which layouts depend on.
+    Raises ConfigError for prompts that an official layout cannot hold (before any reward is built)
+    and for rewards that cannot be built.
     """
-    sets, problems = [], []
+    problems, prompt_sets = [], []
     for index, config in enumerate(configs):
-        prompts, judges = prompts_of(config), []
-        source = config.name if config.rewards else None
+        prompts = load_prompts(config.prompts, config.name)
+        prompts = prompts.select(range(min(len(prompts), config.limit or len(prompts))))
+        prompt_sets.append(prompts)
+        try:
+            if config.layout:
+                check_layout(config.layout, prompts, (config.images, *size))
+        except ValueError as error:
+            problems.append(f"{place}.{index}.layout: {error}")
+    if problems:
+        raise ConfigError(problems)
+    sets = []
+    for index, (config, prompts) in enumerate(zip(configs, prompt_sets, strict=True)):
+        source, judges = config.name if config.rewards else None, []
         for name, (key, options) in zip(config.judges, config.reward_keys.items(), strict=True):
             try:
                 reward = rewards.build_on(device, options.name, options.options)
@@ -100,12 +116,6 @@ def build_sets(
     if problems:
         raise ConfigError(problems)
     return sets
-
-
-def prompts_of(config: BenchmarkConfig) -> PromptBatch:
-    """A benchmark's prompts: the first `limit` of its set."""
-    prompts = load_prompts(config.prompts, config.name)
-    return prompts.select(range(min(len(prompts), config.limit or len(prompts))))
 
 
 @dataclass(frozen=True)
@@ -119,11 +129,7 @@ class Settings:
 
 
 def generate(
-    backbone: Backbone,
-    prompts: PromptBatch,
-    settings: Settings,
-    first: int = 0,
-    copies: int = 1,
+    backbone: Backbone, prompts: PromptBatch, settings: Settings, first: int = 0, copies: int = 1
 ) -> Tensor:
     """Images [P*copies,3,H,W] in [0,1] of P prompts, deterministic (Euler ODE).
 
