@@ -48,6 +48,7 @@ def load(path: str | Path) -> dict[str, Any]:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise Incomparable(f"{path}: not a readable results.json ({error}).") from error
+    # earlier files of version 1 lack some keys; whatever is missing counts as None
     version = document.get("version") if isinstance(document, dict) else None
     if version != VERSION:
         raise Incomparable(
@@ -93,6 +94,7 @@ def differences(
 
 
 def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    # the first files have no `copy`: there was one image per prompt
     return row["index"], row.get("copy", 0), row["prompt"], json.dumps(row["metadata"])
 
 

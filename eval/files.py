@@ -30,7 +30,7 @@ SHOWN = 16  # prompts of a grid_<benchmark>.png
 def write(config: EvalStage, results: Results) -> str:
     """Write all files into config.output; returns the tables as Markdown, without the details."""
     folder, versions = Path(config.output), environment()
-    content = to_json(document(config, results, versions))
+    content = to_json(document(config, results, versions))  # JSON has no NaN
     _write(folder / "results.json", json.dumps(content, allow_nan=False, indent=1))
     if not results.benchmarks:
         return "No benchmark has a reward: images only.\n"
@@ -94,6 +94,7 @@ def document(config: EvalStage, results: Results, versions: Mapping[str, str]) -
 def conditions(config: EvalStage, results: Results, versions: Mapping[str, str]) -> list[str]:
     """How the numbers were measured, one sentence each."""
     s, m, f = config.sampling, config.model, config.fidelity
+    # benchmarks that share images also share prompts, which are counted once
     sets = {benchmark.source or benchmark.name: benchmark for benchmark in results.benchmarks}
     counts = ", ".join(
         f"{len(benchmark.prompts)} prompts of {name}"

@@ -72,6 +72,7 @@ def write(
         place = Path(folder) / f"{number:05}" / "samples"
         if place.is_dir() and any(place.iterdir()):
             raise FolderError(f"{place} holds images already; remove them or use another folder.")
+        # all pixels are checked before the first file of the prompt is written
         pictures = [Image.fromarray(to_uint8(image)) for image in samples]
         place.mkdir(parents=True, exist_ok=True)
         (place.parent / "metadata.jsonl").write_text(json.dumps(dict(meta)))
@@ -129,7 +130,7 @@ def evaluate(
     `flowalign.eval.geneval.summarize` takes the rows. out: a .jsonl file for them, written at the
     end. Raises as `read` does, and whatever the detector raises: no image is left out.
     """
-    check_rules(rules)
+    check_rules(rules)  # before the folder is read, which may take minutes
     samples, rows = read(folder), []
     for start in range(0, len(samples), batch_size):
         batch = samples[start : start + batch_size]
@@ -222,8 +223,10 @@ def _row(sample: Sample, detections: Detections, rules: Mapping[str, Any]) -> di
     """A line of the results file."""
     metadata = sample.metadata
     verdict = judge(metadata, detections.boxes, detections.colors, **rules)
+    # `select` applies every rule but the one of positions, which is about pairs of boxes
     limits = {name: value for name, value in rules.items() if name != "position_threshold"}
     counted = {
+        # float32, as the official detector's boxes
         name: np.asarray(detections.boxes[name], np.float32)[rows].tolist()
         for name, rows in select(metadata, detections.boxes, **limits).items()
     }

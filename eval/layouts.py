@@ -98,7 +98,7 @@ def write_layout(
                 )
             if not bool(own.isfinite().all()):
                 raise ValueError(f"an image of prompt {count} has pixels that are NaN or infinite.")
-            if count < len(prompts):
+            if count < len(prompts):  # too many images are counted, and refused below
                 LAYOUTS[name].write(part, prompts, count, own)
             count += 1
             del own  # free it before the next prompt's images are made

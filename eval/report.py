@@ -78,6 +78,7 @@ def render(
     import jinja2
 
     source = Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
+    # autoescape: prompts and reasons come from files and models
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -121,7 +122,7 @@ def lines(results: Results, benchmark: Benchmark) -> list[Line]:
     judged = {model: of[benchmark.name] for model, of in results.judged.items()}
     copies, part, source = benchmark.copies, part_of(benchmark), benchmark.source or benchmark.name
     sharing = [b.name for b in results.benchmarks if (b.source or b.name) == source]
-    count = min(len(images.pictures) for images in judged.values())
+    count = min(len(images.pictures) for images in judged.values())  # images, not prompts
     scores = {m: [row.get(part, math.nan) for row in j.rows[:count]] for m, j in judged.items()}
     known = [score for values in scores.values() for score in values if math.isfinite(score)]
     low, high = min(known, default=0.0), max(known, default=0.0)
@@ -132,6 +133,7 @@ def lines(results: Results, benchmark: Benchmark) -> list[Line]:
         for model, images in judged.items():
             row_cells = []
             for i in places:
+                # the first of the benchmarks that share images shows them
                 picture = images.pictures[i] if benchmark.name == sharing[0] else None
                 name, score = f"{source}/{model}/{i}", scores[model][i]
                 row_cells.append(_cell(images.rows[i], picture, name, score, low, high))

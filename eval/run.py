@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from flowalign.eval.store import StoreError
     from flowalign.eval.suite import EvaluationError
 
-    try:
+    try:  # the exit statuses are documented in docs/evaluation.md
         evaluate(load(args.config, args.overrides, stage=EvalStage, variant=args.variant))
         parallel.part()
     except (ConfigError, ModelError, StoreError) as error:
@@ -105,10 +105,11 @@ def evaluate(config: EvalStage) -> Path:
         for images in sets
         if images.layout
     ]
-    admit(stores.values(), exports, accelerator)
+    admit(stores.values(), exports, accelerator)  # the last check: from here on, it writes
     judged = judge(backbone, config, sets, reference, accelerator, stores)
     if accelerator.is_main_process:
-        shared = [images.judges[0].name for images in sets if images.judges]  # one per image set
+        # of each image set one judge, so that fidelity counts every image once
+        shared = [images.judges[0].name for images in sets if images.judges]
         distances = {}
         if reference:
             for model, of in judged.items():
@@ -140,14 +141,15 @@ def load_adapters(backbone: Backbone, config: EvalStage) -> dict[str, str | None
             backbone.load_adapter(_adapter(name), folder, frozen=True)
         except (ValueError, RuntimeError, KeyError, OSError) as error:
             lines = (str(error) or type(error).__name__).strip().splitlines()
-            reason = " ".join(line.strip() for line in lines[:2])  # torch: what, then the first
+            # torch's own message: what is wrong, then one line per weight
+            reason = " ".join(line.strip() for line in lines[:2])
             raise ConfigError(
                 [
                     f"models.{name}: {folder!r} does not load onto {config.model.id} ({reason}). "
                     "Name an adapter that was trained on this base, or the base it belongs to."
                 ]
             ) from error
-    if config.model.compile:
+    if config.model.compile:  # after the adapters: they change the layers
         backbone.compile()
     return digests
 
@@ -177,7 +179,7 @@ def admit(stores: Iterable[Store], exports: Sequence[Export], accelerator: Accel
             folder.check()
         except StoreError as error:
             problems.append(f"output: {error}")
-    if problems := sorted(set(gather_object(problems))):
+    if problems := sorted(set(gather_object(problems))):  # one text, whoever saw it
         raise ConfigError(problems)
     if accelerator.is_main_process:
         for store in stores:

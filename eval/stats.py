@@ -65,7 +65,7 @@ def headline_rows(benchmark: Named, images: Images) -> list[EvalRow]:
         _row(benchmark.name, tag, [i for i in images if i["metadata"]["tag"] == tag], part)
         for tag in sorted({image["metadata"]["tag"] for image in images})
     ]
-    known = [row for row in rows if row.n]
+    known = [row for row in rows if row.n]  # a tag without valid images is unknown, not wrong
     mean = sum(row.mean for row in known) / len(known) if known else math.nan
     error = math.sqrt(sum(row.stderr**2 for row in known)) / len(known) if known else math.nan
     low, high = bootstrap.interval(*_prompt_scores(images, part))
@@ -91,7 +91,7 @@ def difference(benchmark: Named, first: Images, second: Images) -> EvalRow:
 def chance(benchmark: Named, first: Images, second: Images) -> float:
     """Two-sided p of `difference`, by flipping the signs of prompts (`bootstrap.sign_flip`)."""
     scores = _prompt_scores(_gains(benchmark, first, second), part_of(benchmark))
-    if not _tagged(benchmark, second):
+    if not _tagged(benchmark, second):  # tags are strata only where they make up the number
         scores = scores._replace(strata=np.zeros_like(scores.strata))
     return bootstrap.sign_flip(*scores)
 
@@ -139,6 +139,7 @@ def lost(benchmark: Named, images: Images, share: float) -> str:
     too_many = invalid and (not valid or len(invalid) > share * len(images))
     if not tags and not too_many:
         return ""
+    # a dict keeps the order in which the reasons came up
     reasons = dict.fromkeys(image.get("reason") or "no reason is known" for image in invalid)
     which = f", all of {', '.join(map(repr, sorted(tags)))} among them" if tags else ""
     return (
@@ -190,7 +191,7 @@ def _row(benchmark: str, metric: str, images: Images, part: str) -> EvalRow:
     if not n:
         return EvalRow(benchmark, metric, math.nan, math.nan, 0, total=len(images))
     mean, error = float(sums.sum() / n), math.nan
-    if prompts > 1:
+    if prompts > 1:  # n / (n - 1): unbiased for equally many images per prompt
         spread = ((sums - mean * counts) ** 2).sum() * prompts / (prompts - 1)
         error = math.sqrt(spread) / float(n)
     low, high = bootstrap.interval(sums, counts, np.zeros(len(counts), np.int64))

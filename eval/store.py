@@ -88,6 +88,7 @@ class Store:
     def prepare(self) -> None:
         """Make the folders and record in them what they hold. For one process."""
         recorded = read_record(self.folder, self.folder / SETTINGS) or {}
+        # of a larger and a smaller `limit` the larger one describes the folder
         if len(recorded.get("prompts", ())) <= len(self.images.get("prompts", ())):
             write_json(self.folder / SETTINGS, self.images)
         for rows in self.rows.values():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -94,7 +95,7 @@ def build_sets(
     problems, prompt_sets = [], []
     for index, config in enumerate(configs):
         prompts = load_prompts(config.prompts, config.name)
-        prompts = prompts.select(range(min(len(prompts), config.limit or len(prompts))))
+        prompts = prompts.select(range(len(prompts))[: config.limit])
         prompt_sets.append(prompts)
         try:
             if config.layout:
@@ -103,6 +104,7 @@ def build_sets(
             problems.append(f"{place}.{index}.layout: {error}")
     if problems:
         raise ConfigError(problems)
+    # only now: building a reward may load a large model
     sets = []
     for index, (config, prompts) in enumerate(zip(configs, prompt_sets, strict=True)):
         source, judges = config.name if config.rewards else None, []
@@ -135,14 +137,14 @@ def generate(
 
     first: the place of prompts[0] in its set. The copies of a prompt follow one another.
     """
-    images = places(len(prompts), copies)
+    keys = places(len(prompts), copies)
     rollout = sample(
         backbone,
-        prompts.select([prompt for prompt, _ in images]),
+        prompts.select([prompt for prompt, _ in keys]),
         Schedule(backbone.sigmas(settings.steps), "ode", 0.0, None),
         guidance=settings.guidance,
         noise=Noise((settings.seed,)),
-        places=[(first + prompt, copy) for prompt, copy in images],
+        places=[(first + prompt, copy) for prompt, copy in keys],
         batch_size=settings.batch_size,
     )
     assert rollout.images is not None
@@ -185,10 +187,8 @@ def environment() -> dict[str, str]:
     """What the numbers were measured with: versions, and the device."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("diffusers", "transformers", "peft", "rapidocr", "paddleocr", "onnxruntime"):
-        try:
+        with suppress(PackageNotFoundError):
             versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
     device = current() or torch.device("cpu")
     name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
     return {**versions, "device": name}
@@ -242,7 +242,9 @@ def judge_set(
     pictures: list[bytes] = []
     vectors: list[Tensor] = []
     for batch in batches:
-        if sampled[:1] == [batch]:  # the encoders come to the device once, not for every batch
+        if (
+            sampled and sampled[0] is batch
+        ):  # the encoders come to the device once, not for every batch
             backbone.text.prepare([images.prompts.select(b.prompts).prompts for b in sampled])
             sampled.pop(0)
         pixels = _pixels(backbone, images, settings, batch, store)
@@ -273,7 +275,7 @@ def _shares(images: ImageSet, size: int, world: int) -> list[list[range]]:
     more processes than batches, some have none.
     """
     total = len(images.prompts)
-    step = max(1, size // images.copies)
+    step = max(1, size // images.copies)  # more copies than `size` still are one batch
     batches = [range(start, min(start + step, total)) for start in range(0, total, step)]
     ends = [rank * len(batches) // world for rank in range(world + 1)]
     return [batches[start:end] for start, end in zip(ends, ends[1:], strict=False)]
@@ -303,7 +305,7 @@ def _plan(images: ImageSet, prompts: range, scoring: _Scoring, keep: int, featur
 def _is_sampled(batch: _Batch, store: Store | None) -> bool:
     """Whether images of a batch will be sampled, judged by the names of files."""
     if store is None:
-        return bool(batch.needed)
+        return bool(batch.needed)  # empty where nobody judges, shows or measures the images
     wanted = [key for key in batch.keys if key in batch.needed or store.keeps(key)]
     return not all(map(store.has, wanted))
 
@@ -319,9 +321,10 @@ def _pixels(
     pixels: dict[Key, Tensor] = {}
     for key in batch.needed:
         if store and (image := store.load(key)) is not None:
-            pixels[key] = eight_bits(image.to(backbone.device))  # k / 255 as the device rounds it
+            # a GPU rounds k / 255 otherwise than the CPU that read the file
+            pixels[key] = eight_bits(image.to(backbone.device))
     missing = batch.needed - pixels.keys()
-    if store:
+    if store:  # images that nobody needs now, but that are to be kept
         missing |= {key for key in batch.keys if store.keeps(key) and not store.has(key)}
     if not missing:
         return pixels
@@ -387,6 +390,7 @@ class _Scoring:
         submitted, self._submitted = self._submitted, []
         for (judge, keys), scores in zip(submitted, self._ahead.answers(), strict=True):
             rows = self.rows[judge.name]
+            # a groupwise reward also scored images that had a row: the first row counts
             fresh = [_row(judge, keys, scores, i) for i in range(len(keys)) if keys[i] not in rows]
             rows |= {(row["index"], row["copy"]): row for row in fresh}
             if self.store:

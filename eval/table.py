@@ -50,7 +50,7 @@ class Results:
 
     def difference(self, model: str, other: str) -> dict[str, EvalRow]:
         """The same columns of model minus other, on the same prompts and noise."""
-        first, second = self.judged[other], self.judged[model]
+        first, second = self.judged[other], self.judged[model]  # gains are second - first
         numbers = [difference(b, first[b.name].rows, second[b.name].rows) for b in self.benchmarks]
         gap = self.distances[model].minus(self.distances[other]) if self.distances else None
         return _columns(numbers, gap)
@@ -102,6 +102,7 @@ class Table:
         Empty for differences, and where there are fewer than two numbers.
         """
         sign = -1 if column in LOWER_IS_BETTER else 1
+        # rounded as printed: digits that nobody sees must not decide
         rounded = {
             label: sign * round(row[column].mean, self.places[column])
             for label, row in self.rows.items()
@@ -130,6 +131,7 @@ def tables(results: Results, compare: Mapping[str, Sequence[str]]) -> list[Table
     captions = {f"Difference to {first}": [(model, first) for model in others]}
     for model, references in compare.items():
         captions[f"{model} minus others"] = [(model, other) for other in references]
+    # differences get the decimals of the scores, so that both tables can be read together
     result = [Table("Mean ± standard error.", main, places)]
     for caption, pairs in captions.items():
         rows = {f"{model} − {other}": results.difference(model, other) for model, other in pairs}

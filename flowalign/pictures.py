@@ -130,6 +130,7 @@ def gallery(
     places = [(row, name) for row in range(len(prompts)) for name in models]
     images = [models[name][row] for row, name in places]
     texts = [caption(captions[name][row]) if name in captions else "" for row, name in places]
+    # inches for one line of a caption, and for each further one
     gap = 0.28 + 0.11 * max(_wrapped(text).count("\n") for text in texts)
     names = list(models)
     figure = _drawn(images, texts, len(names), title, heads=names, sides=prompts, gap=gap)
@@ -222,13 +223,13 @@ def metrics_plot(log: Path, path: Path, title: str = "") -> None:
     for axis, (label, names) in zip(axes, panels.items(), strict=True):
         for name in names:
             x, y = zip(*curves[name], strict=True)
-            marker = "o" if len(x) < 20 else ""
+            marker = "o" if len(x) < 20 else ""  # a short run would be a bare line, or invisible
             axis.plot(x, y, marker=marker, markersize=4, linewidth=1, label=name)
         axis.set_title(label, fontsize=10)
         axis.set_xlabel("rollouts", fontsize=9)
         axis.tick_params(labelsize=8)
         axis.grid(alpha=0.3)
-        if len(names) > 1:
+        if len(names) > 1:  # one curve has its name as the title
             axis.legend([name.rsplit("/", 1)[-1] for name in names], fontsize=7)
     figure.suptitle(title, fontsize=11)
     _save(figure, path)
