@@ -129,7 +129,7 @@ def load_adapters(backbone: Backbone, config: EvalStage) -> dict[str, str | None
     All are loaded before the first image is sampled, so that a broken one wastes no work
     (ConfigError).
     """
-    from flowalign.adapters.files import adapter_digest
+    from flowalign.adapters.files import read_lora
 
     digests: dict[str, str | None] = {}
     for name, folder in config.models.items():
@@ -137,8 +137,9 @@ def load_adapters(backbone: Backbone, config: EvalStage) -> dict[str, str | None
         if folder is None:
             continue
         try:
-            digests[name] = adapter_digest(folder)
-            backbone.load_adapter(_adapter(name), folder, frozen=True)
+            lora = read_lora(folder)  # once, for its digest and for loading
+            backbone.load_adapter(_adapter(name), lora, frozen=True)
+            digests[name] = lora.digest
         except (ValueError, RuntimeError, KeyError, OSError) as error:
             lines = (str(error) or type(error).__name__).strip().splitlines()
             # torch's own message: what is wrong, then one line per weight

@@ -17,14 +17,7 @@ import torch
 from peft.utils.merge_utils import dare_linear, ties
 from torch import Tensor
 
-from flowalign.adapters.files import (
-    adapter_folder,
-    describe,
-    read_head,
-    read_lora,
-    scales,
-    write_lora,
-)
+from flowalign.adapters.files import Lora, describe, read_lora, write_lora
 from flowalign.config import ADAPTER
 
 METHODS = ("concat", "svd", "ties", "dare")
@@ -124,7 +117,8 @@ def merge(
     """
     weights = [1.0] * len(adapters) if weights is None else list(weights)
     _check(adapters, Path(out), weights, method, rank, density)
-    found = [_read(folder) for folder in adapters]
+    loras = [read_lora(source, newest=True) for source in adapters]
+    found = [_updates(source, lora) for source, lora in zip(adapters, loras, strict=True)]
     _check_same(adapters, found)
     merged, errors = {}, {}
     with torch.random.fork_rng(devices=[]):  # peft draws from the global generator
@@ -135,7 +129,7 @@ def merge(
             scaled = [w * scale for w in weights]
             merged[layer], errors[layer] = merge_layer(parts, scaled, method, rank, density)
     ranks = {layer: factors.down.shape[0] for layer, factors in merged.items()}
-    lengths = {read_head(adapter_folder(source)).text_length for source in adapters}
+    lengths = {lora.text_length for lora in loras}
     write_lora(
         out,
         _state(merged),
@@ -207,24 +201,23 @@ def _depth_scale(layer: str, blocks: int, lines: tuple[float, float] | None) -> 
 
 @dataclass(frozen=True)
 class _Adapter:
-    """A folder that was read: factors by layer name, number of blocks, name of the base."""
+    """The updates of an adapter: factors by layer name, number of blocks, name of the base."""
 
     layers: dict[str, Factors]
     blocks: int
     base: str | None
 
 
-def _read(folder: str | Path) -> _Adapter:
-    state, config = read_lora(folder)
+def _updates(folder: str | Path, lora: Lora) -> _Adapter:
     layers = {}
-    for name, scale in sorted(scales(state, config).items(), key=lambda item: _natural(item[0])):
-        down = state[f"{name}.lora_A.weight"].double()
-        up = state[f"{name}.lora_B.weight"].double()
+    for name, scale in sorted(lora.scales.items(), key=lambda item: _natural(item[0])):
+        down = lora.weights[f"{name}.lora_A.weight"].double()
+        up = lora.weights[f"{name}.lora_B.weight"].double()
         if down.ndim != 2:
             raise ValueError(f"{folder} adapts {name}, a convolution. Merge adapters of others.")
         layers[name] = Factors(down, up * scale)
     depths = [int(found[1]) for name in layers if (found := BLOCK.search(name))]
-    return _Adapter(layers, max(depths, default=0) + 1, config["base_model_name_or_path"])
+    return _Adapter(layers, max(depths, default=0) + 1, lora.metadata["base_model_name_or_path"])
 
 
 def _natural(name: str) -> list[str | int]:
@@ -264,8 +257,6 @@ def _check(
         )
     if not 0 < density <= 1:
         raise ValueError(f"density is {density}; give the share of entries to keep, in (0, 1].")
-    for folder in adapters:
-        read_head(adapter_folder(folder, newest=True))
     if (out / ADAPTER).exists():
         raise FileExistsError(f"{out} already holds an adapter. Remove it, or write elsewhere.")
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import flowalign
-from flowalign.adapters.files import AdapterError, adapter_digest, file_digest, read_lora, scales
+from flowalign.adapters.files import AdapterError, file_digest, read_lora, write_lora
 from flowalign.backbone import Backbone
 from flowalign.config import ConfigError, OpdStage
 from flowalign.preflight import check_world
@@ -113,7 +113,7 @@ def test_a_bank_of_peft_s_folders_has_the_velocities_of_peft_s_own_models(
 
 
 def test_the_scales_are_those_of_the_definition(peft_folders: dict[str, Path]) -> None:
-    found = {name: scales(*read_lora(folder)) for name, folder in peft_folders.items()}
+    found = {name: read_lora(folder).scales for name, folder in peft_folders.items()}
     assert set(found["official"].values()) == {64 / 32}
     assert set(found["rslora"].values()) == {6 / 4**0.5}
     assert set(found["regex"].values()) == {1 / 3} and len(found["regex"]) == 2
@@ -182,7 +182,7 @@ def test_without_any_description_alpha_is_the_rank_and_a_warning_says_so(
     assert "names no alpha; it is taken to be the rank" in caplog.text
     expected = forward(stock.transformer, backbone)
     assert_close(forward(backbone.core, backbone), expected, rtol=0, atol=1e-6)
-    assert set(scales(*read_lora(tmp_path)).values()) == {1.0}
+    assert set(read_lora(tmp_path).scales.values()) == {1.0}
 
 
 def test_names_of_older_files_and_alphas_beside_the_weights(
@@ -206,7 +206,7 @@ def test_a_half_precision_base_does_not_round_an_adapter(
 ) -> None:
     backbone = fakes.backbone(random_model, dtype=torch.bfloat16)
     backbone.load_adapter("exact", peft_folders["official"])
-    weights, _ = read_lora(peft_folders["official"])
+    weights = read_lora(peft_folders["official"]).weights
     mine = backbone._weights("exact")
     assert mine.keys() == weights.keys()
     assert all(torch.equal(mine[key], weights[key]) for key in weights)
@@ -215,19 +215,18 @@ def test_a_half_precision_base_does_not_round_an_adapter(
 def test_one_adapter_is_one_whatever_its_format(
     bare: SD3Transformer2DModel, peft_folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    weights, metadata = read_lora(peft_folders["patterns"])
-    flowalign.adapters.files.write_lora(tmp_path / "ours", weights, metadata)
-    same = adapter_digest(tmp_path / "ours")
-    assert (
-        same == adapter_digest(peft_folders["patterns"]) != adapter_digest(peft_folders["rslora"])
-    )
+    theirs = read_lora(peft_folders["patterns"])
+    write_lora(tmp_path / "ours", theirs.weights, theirs.metadata)
+    ours = read_lora(tmp_path / "ours")
+    assert ours.digest == theirs.digest != read_lora(peft_folders["rslora"]).digest
+    assert (ours.ranks, ours.alphas, ours.scales) == (theirs.ranks, theirs.alphas, theirs.scales)
     text = (peft_folders["rslora"] / "adapter_config.json").read_text()
     (tmp_path / "other").mkdir()
     file = "adapter_model.safetensors"
     (tmp_path / "other" / file).write_bytes((peft_folders["rslora"] / file).read_bytes())
     (tmp_path / "other" / "adapter_config.json").write_text(text.replace(": 6,", ": 7,"))
-    for digest in (adapter_digest, file_digest):  # of another alpha
-        assert digest(tmp_path / "other") != digest(peft_folders["rslora"])
+    assert read_lora(tmp_path / "other").digest != read_lora(peft_folders["rslora"]).digest
+    assert file_digest(tmp_path / "other") != file_digest(peft_folders["rslora"])
     assert file_digest(tmp_path) is None
 
 
@@ -237,13 +236,13 @@ def test_one_adapter_is_one_whatever_its_format(
 def test_replacing_keeps_the_scale_or_refuses(
     backbone: Backbone, peft_folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    weights, metadata = read_lora(peft_folders["rslora"])
+    lora = read_lora(peft_folders["rslora"])
     backbone.load_adapter("replaced", peft_folders["rslora"])
     expected = forward(backbone.core, backbone)
     fakes.shake(backbone, "replaced")
     backbone.replace_adapter("replaced", peft_folders["rslora"])
     assert torch.equal(forward(backbone.core, backbone), expected)
-    flowalign.adapters.files.write_lora(tmp_path, weights, {**metadata, "lora_alpha": 7})
+    write_lora(tmp_path, lora.weights, {**lora.metadata, "lora_alpha": 7})
     with pytest.raises(ValueError, match="by 3.5, adapter 'replaced' by 3 .alpha / rank"):
         backbone.replace_adapter("replaced", tmp_path)
 
@@ -345,7 +344,7 @@ def test_folders_without_an_adapter_are_refused(
 
 
 def test_a_description_of_another_adapter_is_refused(tmp_path: Path) -> None:
-    assert read_lora(described(tmp_path / "good"))[1]["lora_alpha"] == 4
+    assert read_lora(described(tmp_path / "good")).metadata["lora_alpha"] == 4
     for name, changes, said in (
         ("rank", {"r": 8}, "has rank 2, and the description says 8"),
         ("kind", {"peft_type": "LOHA"}, "peft_type = 'LOHA'"),

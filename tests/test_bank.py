@@ -141,11 +141,9 @@ def test_a_task_of_a_rollout_without_teacher_is_refused(
 def test_an_adapter_of_another_base_is_refused(random_model: str, tmp_path: Path) -> None:
     backbone = fakes.adapted(random_model)
     backbone.save_adapter(STUDENT, tmp_path / "mine")
-    state, metadata = read_lora(tmp_path / "mine")
-    bare = {k: v for k, v in state.items()}
-    wide = {k: torch.cat([v, v], 1) if "lora_A" in k else v for k, v in bare.items()}
-    plain = {k: v for k, v in (metadata or {}).items()}
-    write_lora(tmp_path / "wide", wide, plain)
+    lora = read_lora(tmp_path / "mine")
+    wide = {k: torch.cat([v, v], 1) if "lora_A" in k else v for k, v in lora.weights.items()}
+    write_lora(tmp_path / "wide", wide, lora.metadata)
     with pytest.raises(ValueError, match="does not fit the base .* trained on this base"):
         Bank(backbone, {"t": Member(tmp_path / "wide")}, {"ocr": "t"})
 

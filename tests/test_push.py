@@ -95,15 +95,14 @@ def test_what_is_listed_goes_up_and_loads_as_a_teacher(
     teacher = config.teachers["even"].model_copy(update={"adapter": "me/red"})
     config = config.model_copy(update={"teachers": {"even": teacher}})
     check_world(config, 1)
-    weights, metadata = read_lora("me/red")
-    mine, described = read_lora(trained / "adapter")
-    assert metadata == described and metadata["lora_alpha"] == 10
-    assert all((weights[key] == mine[key]).all() for key in mine)
+    pushed, own = read_lora("me/red"), read_lora(trained / "adapter")
+    assert pushed.metadata == own.metadata and pushed.metadata["lora_alpha"] == 10
+    assert all((pushed.weights[key] == own.weights[key]).all() for key in own.weights)
     core = fakes.wired(config).backbone.core
     assert core.peft_config["teacher_even"].lora_alpha == 10
     layer = "transformer_blocks.1.attn.to_v"
     loaded = core.get_submodule(layer).lora_B["teacher_even"].weight
-    assert (loaded == mine[f"{layer}.lora_B.weight"]).all()
+    assert (loaded == own.weights[f"{layer}.lora_B.weight"]).all()
 
 
 def test_a_branch_and_another_s_repository(

@@ -20,7 +20,7 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 
-from flowalign.adapters.files import AdapterError, read_lora, scales, write_lora
+from flowalign.adapters.files import AdapterError, Lora, read_lora, write_lora
 from flowalign.backbone.attention import use_backend
 from flowalign.backbone.precision import compute_in_the_bases_dtype, lora_layers
 from flowalign.backbone.sd3 import dynamic_shift, load_pipeline, scheduler_sigmas
@@ -240,7 +240,7 @@ class Backbone:
         self._own(name, torch.float32)
         self.activate(name)
 
-    def load_adapter(self, name: str, folder: str | Path, *, frozen: bool = False) -> None:
+    def load_adapter(self, name: str, folder: str | Path | Lora, *, frozen: bool = False) -> None:
         """A saved LoRA: whatever `flowalign.adapters.files.read_lora` takes.
 
         It becomes active, and is trainable. frozen: neither; its weights have the base's dtype, in
@@ -258,8 +258,8 @@ class Backbone:
     def replace_adapter(self, name: str, folder: str | Path) -> None:
         """Put the weights of a saved adapter of the same layers, ranks and scales in the place of
         `name`'s. ValueError for another one."""
-        weights, metadata = read_lora(folder)
-        mine = self._weights(name)
+        lora = read_lora(folder)
+        weights, mine = lora.weights, self._weights(name)
         if weights.keys() != mine.keys():
             raise ValueError(
                 f"{folder} holds {len(weights.keys() & mine.keys())} of the {len(mine)} weights of "
@@ -272,7 +272,7 @@ class Backbone:
                     f"{folder} has {key} of {list(value.shape)}, adapter {name!r} of "
                     f"{list(mine[key].shape)}. Give one of the same ranks."
                 )
-        for layer, scale in scales(weights, metadata).items():
+        for layer, scale in lora.scales.items():
             own = self.core.get_submodule(layer).scaling[name]
             if not math.isclose(scale, own, rel_tol=1e-6):
                 raise ValueError(
@@ -356,18 +356,18 @@ def _several_adapters() -> Iterator[None]:
         yield
 
 
-def put_lora(core: nn.Module, name: str, source: str | Path) -> dict[str, Tensor]:
+def put_lora(core: nn.Module, name: str, source: str | Path | Lora) -> dict[str, Tensor]:
     """Load a saved LoRA onto a transformer under a name, made active; returns its weights.
 
     Raises AdapterError for one that is not this transformer's, HubError for one that cannot be had.
     """
-    weights, metadata = read_lora(source)
-    _check_fits(core, weights, source)
+    lora = read_lora(source)
+    _check_fits(core, lora.weights, source if isinstance(source, (str, Path)) else lora.file)
     with _several_adapters():
         core.load_lora_adapter(  # pyright: ignore[reportCallIssue] (of diffusers' mixin)
-            dict(weights), prefix=None, adapter_name=name, metadata=metadata
+            dict(lora.weights), prefix=None, adapter_name=name, metadata=lora.metadata
         )
-    return weights
+    return lora.weights
 
 
 def _check_fits(core: nn.Module, weights: Mapping[str, Tensor], source: str | Path) -> None:

@@ -5,22 +5,25 @@ from __future__ import annotations
 import functools
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import diffusers
+
+if TYPE_CHECKING:
+    from flowalign.adapters.files import Lora
 
 DIFFUSERS_LENGTH = 256  # T5 tokens of a prompt that says nothing
 
 
-def text_length(model: str, lora: str | Path | None) -> int:
+def text_length(model: str, lora: str | Path | Lora | None) -> int:
     """T5 tokens of a prompt: those of the LoRA's training where its file tells, those of the tiny
     model, or diffusers' default. Raises HubError or AdapterError for a LoRA that cannot be read."""
-    from flowalign.adapters.files import adapter_folder, read_head
+    from flowalign.adapters.files import read_lora
     from flowalign.backbone import resolve
     from flowalign.tiny import MODEL, T5_LENGTH
 
     own = T5_LENGTH if resolve(model) == str(MODEL) else DIFFUSERS_LENGTH
-    return (read_head(adapter_folder(lora, newest=True)).text_length if lora else None) or own
+    return (read_lora(lora, newest=True).text_length if lora else None) or own
 
 
 def pipeline_class(length: int) -> type[diffusers.StableDiffusion3Pipeline]:
