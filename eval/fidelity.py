@@ -193,7 +193,7 @@ def _scenes(metadata: Sequence[Mapping[str, Any]], seed: int) -> Iterator[Tensor
         yield from rendered(metadata, seed, SCENES).split(BATCH)
     except (KeyError, ValueError) as error:
         raise ValueError(
-            f"'tiny' draws prompts of the tiny world, and these are others ({error!r}). "
+            f"'tiny' needs prompts of the tiny world, and these are others ({error!r}). "
             "Name a folder of images."
         ) from error
 

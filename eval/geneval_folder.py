@@ -66,7 +66,7 @@ def write(
     and FolderError if a prompt already has images.
     """
     if len(metadata) != len(images):
-        raise ValueError(f"got {len(metadata)} prompts and images of {len(images)}; give as many.")
+        raise ValueError(f"got {len(metadata)} prompts and images of {len(images)}; give one each.")
     for number, (meta, samples) in enumerate(zip(metadata, images, strict=True), first):
         check_metadata(meta, f"prompt {number}")
         place = Path(folder) / f"{number:05}" / "samples"
@@ -100,7 +100,7 @@ def read(folder: str | Path) -> list[Sample]:
         if len(paths) != len(samples[0]):
             raise FolderError(
                 f"{inside} holds {len(paths)} images, but {prompts[0].name} has "
-                f"{len(samples[0])}; a prompt that lacks images would count less. Complete it."
+                f"{len(samples[0])}; a prompt with fewer images would count less. Add them."
             )
     flat = [sample for row in samples for sample in row]
     for sample in flat:
@@ -192,8 +192,8 @@ def check_metadata(metadata: Any, where: str) -> None:
     for key in ("tag", "prompt"):
         if not isinstance(keys.get(key), str):
             raise ValueError(
-                f"{where}: metadata {str(metadata)[:80]!r} has no text `{key}`. It is to hold a "
-                "line of GenEval's evaluation_metadata.jsonl."
+                f"{where}: metadata {str(metadata)[:80]!r} has no text `{key}`. It must be a line "
+                "of GenEval's evaluation_metadata.jsonl."
             )
     try:
         GenEval.check_prompts([keys["prompt"]], [keys])
@@ -209,7 +209,7 @@ def _read_metadata(path: Path) -> dict[str, Any]:
         metadata = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise FolderError(
-            f"{path} is not one line of JSON ({error}). It is to hold that line of GenEval's "
+            f"{path} is not one line of JSON ({error}). It must be the prompt's line of GenEval's "
             "evaluation_metadata.jsonl."
         ) from error
     try:
@@ -252,11 +252,11 @@ def _numbered(paths: Iterable[Path], pattern: str, where: Path) -> list[Path]:
         shown = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
         raise FolderError(
             f"{where} goes to {matching[-1].name}, but number {shown} is missing ({len(missing)} "
-            "in all). What is left out would change the score: complete it, or number it anew."
+            "in all). Missing ones would change the score: add them, or renumber the others."
         )
     for number, expected in zip(numbers, range(len(numbers)), strict=True):
         if number != expected:
-            raise FolderError(f"{where} holds number {number} twice; remove one.")
+            raise FolderError(f"{where} holds number {number} twice. Remove one.")
     return matching
 
 

@@ -78,7 +78,7 @@ def write_layout(
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(
-            f"{folder} is not empty, and the official scripts read all that is there. Give a new "
+            f"{folder} is not empty, and the official scripts read every file in it. Give a new "
             "folder."
         )
     for old in folder.parent.glob(f".{folder.name}.*.part"):  # of a killed process
@@ -86,7 +86,7 @@ def write_layout(
     with replacing(folder) as part:
         count, first = 0, None
         for own in images:
-            shape = (len(own), *own.shape[2:])
+            shape = (len(own), own.shape[2], own.shape[3])
             if first is None:
                 check_layout(name, prompts, shape)
                 part.mkdir()
@@ -94,7 +94,7 @@ def write_layout(
             if shape != first:
                 raise ValueError(
                     f"prompt {count} has {_text(shape)}, and the first {_text(first)}. The "
-                    "official scores are means over files, so give each as many, of one size."
+                    "official scores are means over files: give equally many, of one size."
                 )
             if not bool(own.isfinite().all()):
                 raise ValueError(f"an image of prompt {count} has pixels that are NaN or infinite.")
@@ -118,8 +118,8 @@ def _check_t2i_compbench(prompts: PromptBatch, shape: Shape) -> None:
         for sign in ("_", "/", "\0"):
             if sign in prompt:
                 raise ValueError(
-                    f"the prompt {prompt!r} has a {sign!r}, which T2I-CompBench's names cannot "
-                    "hold. Take it out."
+                    f"the prompt {prompt!r} has a {sign!r}, which T2I-CompBench's file names "
+                    "cannot contain. Remove it."
                 )
         _check_length(f"{prompt}_000000.png")
 
@@ -135,14 +135,14 @@ def _check_dpg_bench(prompts: PromptBatch, shape: Shape) -> None:
     count, height, width = shape
     if count not in (1, 4) or height != width:
         raise ValueError(
-            f"{_text(shape)} a prompt. DPG-Bench cuts squares out of a 2x2 grid: give 4 square "
-            "images a prompt, or 1 (--pic-num 1)."
+            f"{_text(shape)} per prompt. DPG-Bench cuts squares out of a 2x2 grid: give 4 square "
+            "images per prompt, or 1 (--pic-num 1)."
         )
     items = [metadata.get("item_id") for metadata in prompts.metadata]
     for index, item in enumerate(items):
         if not isinstance(item, str) or not item or set(item) & set("./\0"):
             raise ValueError(
-                f"the metadata's item_id is {item!r}; want the name of the prompt's file in "
+                f"the metadata's item_id is {item!r}. It must be the name of the prompt's file in "
                 "DPG-Bench without .txt, which has neither '.' nor '/'."
             )
         if item in items[:index]:
@@ -173,8 +173,8 @@ def _geneval_line(prompts: PromptBatch, place: int) -> dict[str, Any]:
 def _check_length(name: str) -> None:
     if len(name.encode()) > LONGEST:
         raise ValueError(
-            f"the name {name[:60]!r}... has more than {LONGEST} bytes, which a file cannot have. "
-            "Shorten it; the official script cannot write it, either."
+            f"the name {name[:60]!r}... has more than {LONGEST} bytes, too many for a file. "
+            "Shorten the prompt or its item_id; the official script could not write it either."
         )
 
 

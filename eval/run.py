@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         print(
-            "interrupted; no table was written. The same command goes on from here.",
+            "interrupted; no table was written. The same command continues from here.",
             file=sys.stderr,
         )
         return 130
@@ -138,8 +138,8 @@ def load_adapters(backbone: Backbone, config: EvalStage) -> dict[str, str | None
             continue
         try:
             lora = read_lora(folder)  # once, for its digest and for loading
-            backbone.load_adapter(_adapter(name), lora, frozen=True)
             digests[name] = lora.digest
+            backbone.load_adapter(_adapter(name), lora, frozen=True)
         except (ValueError, RuntimeError, KeyError, OSError) as error:
             lines = (str(error) or type(error).__name__).strip().splitlines()
             # torch's own message: what is wrong, then one line per weight
@@ -238,8 +238,8 @@ def judge(
                     problems.append(f"{name}, {reason}")
             if problems:
                 raise EvaluationError(
-                    f"{'; '.join(problems)}. No table was written. Fix the reward and give the "
-                    "same command again: only what has no score is scored."
+                    f"{'; '.join(problems)}. No table was written. Fix the reward and run the same "
+                    "command again: it scores only the images that have no score."
                 )
     return judged
 

@@ -141,7 +141,7 @@ def lost(benchmark: Named, images: Images, share: float) -> str:
         return ""
     # a dict keeps the order in which the reasons came up
     reasons = dict.fromkeys(image.get("reason") or "no reason is known" for image in invalid)
-    which = f", all of {', '.join(map(repr, sorted(tags)))} among them" if tags else ""
+    which = f", including all of {', '.join(map(repr, sorted(tags)))}" if tags else ""
     return (
         f"{benchmark.name}: {len(invalid)} of {len(images)} images have no score{which} "
         f"(max_invalid_share = {share:g}): {'; '.join(list(reasons)[:3])}"
@@ -176,8 +176,8 @@ def _prompt_scores(images: Images, part: str) -> PromptScores:
     count = prompt.max(initial=-1) + 1
     strata = np.zeros(count, np.int64)
     strata[prompt] = np.unique(tags, return_inverse=True)[1]
-    sums = np.bincount(prompt, np.where(valid, values, 0.0), count)
-    return PromptScores(sums, np.bincount(prompt, valid, count), strata)
+    sums = np.bincount(prompt, np.where(valid, values, 0.0), count).astype(np.float64)
+    return PromptScores(sums, np.bincount(prompt, valid, count).astype(np.float64), strata)
 
 
 def _row(benchmark: str, metric: str, images: Images, part: str) -> EvalRow:

@@ -236,8 +236,8 @@ def read_record(folder: Path, record: Path) -> Any:
         return json.loads(record.read_bytes())
     except (OSError, ValueError) as error:
         raise StoreError(
-            f"{folder} is not empty, and no {record.name} tells what its images are "
-            f"({type(error).__name__}). {_remedy(folder)}"
+            f"{folder} is not empty, and has no readable {record.name} that says what its images "
+            f"are ({type(error).__name__}). {_remedy(folder)}"
         ) from None
 
 

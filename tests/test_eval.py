@@ -365,7 +365,7 @@ def test_fidelity_is_a_column_and_it_is_paired(config: Path, fidelity: list[str]
     ("overrides", "said"),
     [
         (["fidelity.reference=nowhere"], "fidelity.reference: 'nowhere': no such folder"),
-        (["fidelity.reference=tiny"], "fidelity.reference: 'tiny' draws prompts of the tiny"),
+        (["fidelity.reference=tiny"], "fidelity.reference: 'tiny' needs prompts of the tiny"),
         (["fidelity.reference=clean"], "fidelity.reference: 2 images are too few for a distance"),
         (["fidelity.features=fakes:nothing"], "fidelity.features: features 'fakes:nothing'"),
     ],

@@ -309,7 +309,7 @@ def test_an_interrupted_command_goes_on_and_leaves_the_files_of_one_that_was_not
     monkeypatch.setattr(Watched, "calls", 0)
     monkeypatch.setattr(Watched, "stop", 5)  # of 3 batches each: the second model's second
     assert main(command) == 130
-    assert "The same command goes on" in capsys.readouterr().err
+    assert "The same command continues" in capsys.readouterr().err
     assert not (out / "results.json").exists()
     assert main(command) == 0
     assert files(out) == whole
@@ -342,6 +342,7 @@ def test_an_evaluation_that_lost_images_fails_and_then_asks_for_no_others(
     assert models[0] == models[1]
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_gone_on_with(config: Path, sampled: list[str]):
     command, out = ["--config", str(config), "models={base: null}"], config.parent / "out"
     assert main(command) == 0
