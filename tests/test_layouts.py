@@ -94,11 +94,11 @@ def test_geneval_is_the_folder_that_its_own_reader_takes(tmp_path: Path):
     meta = {"tag": "single_object", "include": [{"class": "cup", "count": 1}]}
     batch, images = PromptBatch(WORDS, ["x"] * 2, [meta] * 2), pictures(3)
     write_layout("geneval", tmp_path / "out", batch, images)
-    found = geneval_folder.read(tmp_path / "out")
-    assert [sample.metadata for sample in found] == [
+    samples = geneval_folder.read(tmp_path / "out")
+    assert [sample.metadata for sample in samples] == [
         {**meta, "prompt": w} for w in WORDS for _ in "abc"
     ]
-    for sample, expected in zip(found, torch.cat(images), strict=True):
+    for sample, expected in zip(samples, torch.cat(images), strict=True):
         assert torch.equal(pixels(Image.open(sample.path)), expected)
 
 
