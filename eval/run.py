@@ -106,14 +106,14 @@ def evaluate(config: EvalStage) -> Path:
         if images.layout
     ]
     admit(stores.values(), exports, accelerator)  # the last check: from here on, it writes
-    judged = judge(backbone, config, sets, reference, accelerator, stores)
+    judged = score_models(backbone, config, sets, reference, accelerator, stores)
     if accelerator.is_main_process:
         # of each image set one judge, so that fidelity counts every image once
         shared = [images.judges[0].name for images in sets if images.judges]
         distances = {}
         if reference:
-            for model, of in judged.items():
-                distances[model] = reference.distance([of[name] for name in shared])
+            for model, results in judged.items():
+                distances[model] = reference.distance([results[name] for name in shared])
         benchmarks = [judge for images in sets for judge in images.judges]
         show(write(config, Results(benchmarks, judged, distances)))
         for export in exports:
@@ -188,7 +188,7 @@ def admit(stores: Iterable[Store], exports: Sequence[Export], accelerator: Accel
     accelerator.wait_for_everyone()
 
 
-def judge(
+def score_models(
     backbone: Backbone,
     config: EvalStage,
     sets: Sequence[ImageSet],
@@ -196,7 +196,7 @@ def judge(
     accelerator: Accelerator,
     stores: Mapping[tuple[str, str], Store],
 ) -> dict[str, dict[str, Judged]]:
-    """Sample and score; returns {model: {benchmark: its judged images}}.
+    """Sample and score the images of all models: {model: {benchmark: its judged images}}.
 
     Shows a progress bar on a terminal, and prints one line per model and benchmark. Raises
     EvaluationError as soon as a judge lost too many images: the rest would be sampled in vain.
