@@ -32,7 +32,8 @@ from torch import Tensor
 
 from flowalign.files import replacing
 from flowalign.images import to_float, to_uint8
-from flowalign.rewards.geneval import DETECTORS, GenEval, build_detector, check_rules
+from flowalign.rewards import check
+from flowalign.rewards.geneval import DETECTORS, GenEval, build_detector
 from flowalign.rewards.geneval_judge import judge, select, summarize
 from flowalign.types import Detections, Detector
 
@@ -130,7 +131,7 @@ def evaluate(
     `flowalign.eval.geneval.summarize` takes the rows. out: a .jsonl file for them, written at the
     end. Raises as `read` does, and whatever the detector raises: no image is left out.
     """
-    check_rules(rules)  # before the folder is read, which may take minutes
+    check("geneval", rules)  # before the folder is read, which may take minutes
     samples, rows = read(folder), []
     for start in range(0, len(samples), batch_size):
         batch = samples[start : start + batch_size]

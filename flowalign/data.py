@@ -199,11 +199,11 @@ READERS: Mapping[str, Callable[[Path, str], list[Row]]] = {
 
 
 class PromptSampler:
-    """Draws the P prompts of an update: a pure function of (seed, update), so a resume is exact.
+    """Draws the P prompts of an update, a pure function of (seed, update): a resume is exact.
 
-    Tasks come in the proportion of their weights in every batch (largest remainder, the rounding
-    debt carried to the next), spread evenly over its rows; each task walks through a fresh
-    permutation of its set per epoch, so that no prompt repeats within an epoch.
+    In every batch the tasks have the proportions of their weights: by the largest remainder, with
+    the rounding debt carried to the next batch. Each task goes through a new permutation of its set
+    per epoch, so no prompt repeats within an epoch. weights: > 0.
     """
 
     def __init__(
@@ -211,11 +211,8 @@ class PromptSampler:
     ) -> None:
         if set(sets) != set(weights):
             raise ValueError(f"prompt sets for {sorted(sets)}, but weights for {sorted(weights)}")
-        if prompts < 1 or not sets or any(weights[t] <= 0 or not len(sets[t]) for t in sets):
-            raise ValueError(
-                "want at least one prompt a batch, and tasks of weight > 0 and prompts"
-            )
         self.sets, self.prompts, self.seed = dict(sets), prompts, seed
+        # integers, as floats would round debts: 0.1 and 0.2 become 1 and 2
         exact = {task: Fraction(str(weights[task])) for task in sets}
         unit = lcm(*(weight.denominator for weight in exact.values()))
         self._weights = {task: int(weight * unit) for task, weight in exact.items()}
@@ -239,9 +236,9 @@ class PromptSampler:
     def _before(self, update: int) -> dict[str, int]:
         """Prompts that each task has given before this update.
 
-        A slot goes to the task that is owed most, counted at the end of its batch. Every slot
-        is thus given at a debt > 0, so no task gets ahead by a whole prompt: debts stay bounded
-        and the long-run shares are exact. Integers, in units of 1/total.
+        A slot goes to the task that is owed most, counted at the end of its batch. So every slot
+        is given at a debt > 0, and no task gets ahead by a whole prompt: debts stay bounded, and
+        the long-run shares are exact. Integers, in units of 1/total.
         """
         total = sum(self._weights.values())
         while len(self._drawn) <= update:

@@ -26,9 +26,9 @@ def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[fake_hub
         yield found
 
 
-@pytest.mark.parametrize(
-    ("source", "parts"),
-    [
+def test_what_is_a_hub_id_and_what_is_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parent.parent)  # tests/ is there, so tests/lora is no Hub id
+    cases: list[tuple[str, tuple[str, str | None, str] | None]] = [
         ("jieliu/SD3.5M-FlowGRPO-Text", ("jieliu/SD3.5M-FlowGRPO-Text", None, "")),
         ("me/lora@v1.0", ("me/lora", "v1.0", "")),
         ("me/lora@refs/pr/3/best", ("me/lora", "refs/pr/3", "best")),
@@ -36,15 +36,11 @@ def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[fake_hub
         *((text, None) for text in ("runs/teacher/adapter", "/me/lora", "./me/lora", "../lora")),
         *((text, None) for text in ("me", "me/lora/", "me//lora", "~/lora", "me/lora@")),
         *((text, None) for text in ("me/lora@main/../x", "tests/lora")),
-    ],
-)
-def test_what_is_a_hub_id_and_what_is_a_folder(
-    source: str, parts: tuple[str, str | None, str] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(Path(__file__).parent.parent)  # tests/ is there, so tests/lora is no Hub id
-    assert hub.is_id(source) == (parts is not None)
-    if parts:
-        assert hub.HubAddress.parse(source) == hub.HubAddress(*parts)
+    ]
+    for source, parts in cases:
+        assert hub.is_id(source) == (parts is not None), source
+        if parts:
+            assert hub.HubAddress.parse(source) == hub.HubAddress(*parts)
 
 
 def test_the_address_of_a_file_has_its_revision_at_the_end() -> None:

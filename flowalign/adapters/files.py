@@ -151,7 +151,8 @@ class Lora:
                 "%s names no alpha; it is taken to be the rank (scale 1), as diffusers does. If it "
                 "was trained with another, put peft's %s beside it.", self.file, PEFT_CONFIG
             )  # fmt: skip
-        return _factors(load_file(self.file))
+        renamed = _renamed(load_file(self.file))
+        return {name: value for name, value in renamed.items() if not name.endswith(".alpha")}
 
     @cached_property
     def digest(self) -> str:
@@ -179,14 +180,14 @@ def read_lora(source: str | Path | Lora, *, newest: bool = False) -> Lora:
     try:
         with safe_open(file, framework="pt") as opened:
             head = opened.metadata() or {}
-            # in the order in which load_file gives them
-            shapes = {key: opened.get_slice(key).get_shape() for key in opened.offset_keys()}
-            _check_keys(file, shapes)
-            stored = {
-                _inner(key).removesuffix(".alpha"): float(opened.get_tensor(key))
-                for key in shapes
-                if key.endswith(".alpha")
-            }
+            keys = list(opened.offset_keys())  # in the order in which load_file gives them
+            _check_keys(file, keys)
+            shapes, stored = {}, {}
+            for name, key in _renamed(dict(zip(keys, keys, strict=True))).items():
+                if name.endswith(".alpha"):
+                    stored[name.removesuffix(".alpha")] = float(opened.get_tensor(key))
+                else:
+                    shapes[name] = opened.get_slice(key).get_shape()
     except SafetensorError as error:
         raise AdapterError(f"{file} is not a safetensors file ({error})") from error
     beside = file.parent / PEFT_CONFIG
@@ -200,16 +201,15 @@ def read_lora(source: str | Path | Lora, *, newest: bool = False) -> Lora:
         base = name if isinstance(name, str) and hub.is_id(name) else None
     if config is not None:
         _check_config(file, config)
-    ranks = _ranks(file, _factors(shapes))
+    ranks = _ranks(file, shapes)
     if config is None:
         alphas = {layer: stored.get(layer, rank) for layer, rank in ranks.items()}
     elif stored:
         raise AdapterError(f"{file} says its alpha twice: as weights, and in its description")
     else:
         alphas = _alphas(file, ranks, config)
-    known = config or {}
+    known, length = config or {}, head.get(TEXT_LENGTH, "")
     rslora, named = bool(known.get("use_rslora")), known.get("base_model_name_or_path")
-    length = head.get(TEXT_LENGTH, "")
     return Lora(
         file,
         describe(ranks, alphas, rslora, named),
@@ -239,13 +239,14 @@ def _inner(key: str) -> str:
     return key
 
 
-def _factors(entries: Mapping[str, T]) -> dict[str, T]:
-    """What a file holds of A and B, under today's names inside the transformer."""
+def _renamed(entries: dict[str, T]) -> dict[str, T]:
+    """The entries of a file under the names of today, by diffusers' own table, inside the
+    transformer."""
     if any(OLD.fullmatch(key) for key in entries):
         from diffusers.utils import convert_unet_state_dict_to_peft
 
         entries = convert_unet_state_dict_to_peft(entries)
-    return {_inner(key): entry for key, entry in entries.items() if not key.endswith(".alpha")}
+    return {_inner(key): entry for key, entry in entries.items()}
 
 
 def _check_keys(file: Path, keys: Iterable[str]) -> None:

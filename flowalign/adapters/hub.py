@@ -81,7 +81,7 @@ def download(source: str, *, newest: bool = False) -> Path:
             address.repository,
             revision=address.revision,
             allow_patterns=[prefix + name for name in names],
-            ignore_patterns=[f"{prefix}*/*"],
+            ignore_patterns=[f"{prefix}*/*"],  # checkpoints, say: as large as the adapter
             local_files_only=local,
         )
         return Path(snapshot) / address.path
@@ -92,7 +92,7 @@ def download(source: str, *, newest: bool = False) -> Path:
             try:
                 return get(*everything, local=True)
             except LocalEntryNotFoundError:
-                pass
+                pass  # not in the cache: ask the Hub
         # The small files come first: with model_index.json it is a whole pipeline, which the caller
         # refuses, and its gigabytes stay where they are.
         folder = get(*small, local=False)
@@ -106,47 +106,44 @@ def explained(what: str, repository: str) -> Iterator[None]:
     """HubError for whatever huggingface_hub raises inside. what: begins the message."""
     from huggingface_hub import errors
 
-    page = f"https://huggingface.co/{repository}"
     # huggingface_hub 0.x is built on requests, 1.x on httpx: the base of both libraries' errors
     http = cast("type[Exception]", errors.HfHubHTTPError.__base__)
     try:
         yield
     except HubError:
         raise
-    except errors.GatedRepoError as error:
-        raise HubError(f"{what}: it is gated. Accept its terms on {page}, then {LOGIN}.") from error
-    except errors.RevisionNotFoundError as error:
-        raise HubError(f"{what}: {repository} has no such revision. {page} lists them.") from error
-    except errors.RepositoryNotFoundError as error:
-        raise HubError(
-            f"{what}: the Hub knows no {repository}, or it is private. Correct the name (a local "
-            f"folder that is missing looks the same), or {LOGIN}."
-        ) from error
-    except errors.LocalTokenNotFoundError as error:
-        raise HubError(f"{what}: nobody is logged in. First {LOGIN}.") from error
-    except errors.HFValidationError as error:
-        raise HubError(f"{what}: {_first_line(error)}") from error
-    except errors.LocalEntryNotFoundError as error:
-        raise HubError(
-            f"{what}: the Hub cannot be reached, and the cache does not have it. Go online "
-            "(HF_HUB_OFFLINE unset), or give a folder."
-        ) from error
-    except errors.HfHubHTTPError as error:
-        status = error.response.status_code if error.response is not None else None
-        reasons = {
-            401: f"the Hub does not know who asks (401). First {LOGIN}.",
-            403: f"your token may not do that to {repository} (403). {LOGIN} that may write there, "
-            "or name a repository of your own.",
-        }
-        raise HubError(
-            f"{what}: {reasons.get(status, f'the Hub answers {_first_line(error)}')}"
-        ) from error
-    except (http, OSError) as error:
-        raise HubError(
-            f"{what}: the Hub cannot be reached ({_first_line(error)}). Go online, HF_HUB_OFFLINE "
-            "unset."
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    except (http, OSError, errors.HFValidationError) as error:
+        page = f"https://huggingface.co/{repository}"
+        first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        match error:
+            case errors.GatedRepoError():
+                reason = f"it is gated. Accept its terms on {page}, then {LOGIN}."
+            case errors.RevisionNotFoundError():
+                reason = f"{repository} has no such revision. {page} lists them."
+            case errors.RepositoryNotFoundError():
+                reason = (
+                    f"the Hub knows no {repository}, or it is private. Correct the name (a local "
+                    f"folder that is missing looks the same), or {LOGIN}."
+                )
+            case errors.LocalTokenNotFoundError():
+                reason = f"nobody is logged in. First {LOGIN}."
+            case errors.HFValidationError():
+                reason = first
+            case errors.LocalEntryNotFoundError():
+                reason = (
+                    "the Hub cannot be reached, and the cache does not have it. Go online "
+                    "(HF_HUB_OFFLINE unset), or give a folder."
+                )
+            case errors.HfHubHTTPError() if status == 401:
+                reason = f"the Hub does not know who asks (401). First {LOGIN}."
+            case errors.HfHubHTTPError() if status == 403:
+                reason = (
+                    f"your token may not do that to {repository} (403). {LOGIN} that may write "
+                    "there, or name a repository of your own."
+                )
+            case errors.HfHubHTTPError():
+                reason = f"the Hub answers {first}"
+            case _:
+                reason = f"the Hub cannot be reached ({first}). Go online, HF_HUB_OFFLINE unset."
+        raise HubError(f"{what}: {reason}") from error

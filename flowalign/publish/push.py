@@ -95,6 +95,7 @@ def gather(folder: Path, repo: str, *, results: Path | None = None, force: bool 
     whole = folder.resolve()
     run = whole.parent if adapter is folder and whole.name == "adapter" else folder
     files: dict[str, Path | bytes] = {weights.name: weights}
+    # peft's adapter_config.json lies beside its weights, which cannot be read without it
     places = [adapter / PEFT_CONFIG, *(run / name for name in (*OTHERS, *PICTURES))]
     files |= {path.name: path for path in places if path.is_file()}
     if samples := sorted((run / "samples").glob("*.png")):
@@ -134,6 +135,7 @@ def send(
     operations = [CommitOperationAdd(name, content) for name, content in upload.files.items()]
     with explained(f"cannot push to {repo}", repo):
         api.create_repo(repo, private=private, exist_ok=True)
+        # create_repo leaves a repository that exists as visible as it is
         if private and not api.model_info(repo).private:
             raise HubError(
                 f"{repo} is there already, and everyone can see it. Push without --private, or to "

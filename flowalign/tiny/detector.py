@@ -52,14 +52,14 @@ def blobs(image: np.ndarray) -> list[tuple[np.ndarray, str]]:
     nearest = np.zeros(int(seed.max()) + 1, np.uint8)
     nearest[seed[core]] = label[core]
     label = np.where(foreground, nearest[seed], 0)
-    found = []
+    regions = []
     for index, name in enumerate(NAMES, start=1):
         count, parts = cv2.connectedComponents((label == index).astype(np.uint8), connectivity=4)
         for part in range(1, count):
             mask = parts == part
             if mask.sum() >= MIN_AREA:
-                found.append((mask, name))
-    return found
+                regions.append((mask, name))
+    return regions
 
 
 def fit(mask: np.ndarray) -> tuple[str, float, tuple[int, int, int, int]]:

@@ -44,7 +44,7 @@ well-formed, uncluttered, and what the prompt says. As a reward:
 
 From scratch, on one CPU core, by `python scripts/tiny/preference.py` ({history}): CLIP's
 contrastive loss on scenes drawn by `flowalign.tiny.scenes`, then PickScore's loss (2305.01569) on
-pairs of a clean scene and a spoilt one (`flowalign.tiny.degrade`), beside the contrastive one. Half
+pairs of a clean scene and a spoilt one (scripts/tiny/degrade.py), beside the contrastive one. Half
 of the images, clean and spoilt alike, went through the tiny model's autoencoder. No image of a
 diffusion model was used. The combinations and words of `flowalign/tiny/prompts/*_val` and `*_test`
 were never drawn (single_object, with four prompts, cannot be held out).
