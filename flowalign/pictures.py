@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from flowalign import metrics
 from flowalign.files import replacing
 from flowalign.images import to_float, to_uint8
 
@@ -205,7 +206,7 @@ def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
     curves: dict[str, list[tuple[int, float]]] = {}
     for line in path.read_text().splitlines():
         row = json.loads(line)
-        update = row.pop("update")
+        update = row.pop(metrics.UPDATE)
         for name, value in row.items():
             if isinstance(value, int | float):
                 curves.setdefault(name, []).append((update, value))
@@ -217,7 +218,7 @@ def metrics_plot(log: Path, path: Path, title: str = "") -> None:
     from matplotlib.figure import Figure
 
     curves = read_metrics(log)
-    panels = _panels(curves) or {"loss": ["loss"]}  # sft, where nothing is evaluated
+    panels = _panels(curves) or {"loss": [metrics.LOSS]}  # sft, where nothing is evaluated
     figure = Figure(figsize=(2.75 * len(panels), 2.8), dpi=110, layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False).flat
     for axis, (label, names) in zip(axes, panels.items(), strict=True):
@@ -247,14 +248,14 @@ def _panels(curves: Mapping[str, object]) -> dict[str, list[str]]:
         return sorted(name for name in names if name.startswith(f"{prefix}step_") == steps)
 
     panels = {
-        "training reward": ["reward"],
-        "distillation": ["distill", "anchor"],
-        "held-out score": ["eval/headline"],
-        "KL to the base (drift)": ["kl"],
-        "KL to the teacher, by task": by_step("kl/", False),
-        "by step": by_step("kl/", True),
-        "gradient cosine": by_step("gradient_cosine/", False),
-        "share": ["kept_share", "clip_fraction", "invalid_share"],
+        "training reward": [metrics.REWARD],
+        "distillation": [metrics.DISTILL, metrics.ANCHOR],
+        "held-out score": [metrics.HEADLINE],
+        "KL to the base (drift)": [metrics.KL],
+        "KL to the teacher, by task": by_step(metrics.TEACHER_KL, False),
+        "by step": by_step(metrics.TEACHER_KL, True),
+        "gradient cosine": by_step(metrics.GRADIENT_COSINE, False),
+        "share": [metrics.KEPT_SHARE, metrics.CLIP_FRACTION, metrics.INVALID_SHARE],
     }
     logged = {label: [n for n in names if n in curves] for label, names in panels.items()}
     return {label: names for label, names in logged.items() if names}
