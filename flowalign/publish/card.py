@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowalign import metrics
 from flowalign.adapters import hub
 from flowalign.adapters.files import adapter_folder, read_lora
 from flowalign.config import EvalStage, MergeStage, TrainingStage, parse, to_yaml
@@ -149,12 +150,12 @@ def _evaluations(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's log that hold an evaluation; [] where there is no log."""
     log = folder / "metrics.jsonl"
     lines = log.read_text().splitlines() if log.is_file() else []
-    return [row for row in map(json.loads, lines) if "eval/headline" in row]
+    return [row for row in map(json.loads, lines) if metrics.HEADLINE in row]
 
 
 def _best(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The evaluation of the update whose weights became the adapter."""
-    return max(rows, key=lambda row: row["eval/headline"])
+    return max(rows, key=lambda row: row[metrics.HEADLINE])
 
 
 def _model_index(config: TrainingStage, row: Mapping[str, Any]) -> list[EvalResult]:
@@ -163,8 +164,8 @@ def _model_index(config: TrainingStage, row: Mapping[str, Any]) -> list[EvalResu
     prompts |= {benchmark.name: benchmark.prompts for benchmark in config.watched}
     results = []
     for key, value in row.items():
-        benchmark, _, metric = key.removeprefix("eval/").rpartition("/")
-        if key.startswith("eval/") and benchmark in prompts:
+        benchmark, _, metric = key.removeprefix(metrics.EVAL).rpartition("/")
+        if key.startswith(metrics.EVAL) and benchmark in prompts:
             results.append(_result(benchmark, prompts[benchmark], metric, value))
     return results
 
@@ -191,9 +192,9 @@ def score_table(rows: Sequence[Mapping[str, Any]]) -> str:
     title = "base" if first["update"] == 0 else "first"  # the base's may not have counted
     table = [f"| metric | {title} | this adapter (best) | last |", "|---|---|---|---|"]
     for name in first:
-        if name.startswith("eval/"):
+        if name.startswith(metrics.EVAL):
             cells = [f"{row.get(name, float('nan')):.3f}" for row in (first, best, last)]
-            table.append(f"| {name.removeprefix('eval/')} | {' | '.join(cells)} |")
+            table.append(f"| {name.removeprefix(metrics.EVAL)} | {' | '.join(cells)} |")
     note = (
         f"Taken at updates {first['update']}, {best['update']} and {last['update']}; the best one "
         "was chosen by its headline on these very prompts."
