@@ -30,6 +30,7 @@ from flowalign.eval.layouts import check_layout
 from flowalign.eval.stats import average, headline_row, lost, rows_of
 from flowalign.eval.store import Key, Store
 from flowalign.images import eight_bits
+from flowalign.parallel import missing_steps
 from flowalign.pictures import png
 from flowalign.rewards.scoring import Ahead, score
 from flowalign.rollout import Noise, Schedule, places, sample
@@ -236,8 +237,8 @@ def judge_set(
     """
     world, rank = (accelerator.num_processes, accelerator.process_index) if accelerator else (1, 0)
     scoring = _Scoring(images.judges, store, seconds)
-    shares = _shares(images, settings.batch_size, world)
-    batches = [_plan(images, prompts, scoring, keep, bool(features)) for prompts in shares[rank]]
+    own = _share(images, settings.batch_size, world, rank)
+    batches = [_plan(images, prompts, scoring, keep, bool(features)) for prompts in own]
     sampled = [batch for batch in batches if _is_sampled(batch, store)]
     pictures: list[bytes] = []
     vectors: list[Tensor] = []
@@ -254,22 +255,20 @@ def judge_set(
             vectors.append(_vectors(torch.stack([pixels[key] for key in batch.keys]), features))
         if advance:
             advance(len(batch.keys))
-    if backbone.sharded:
-        # Every forward pass of a sharded base is one of all processes: those with fewer batches
-        # sample one more, and drop it.
-        for _ in range(max(map(len, shares)) - len(batches)):
-            generate(backbone, images.prompts.select([0]), settings)
+    # every forward pass of a sharded base is one of all processes: sample once more, and drop it
+    for _ in range(missing_steps(len(batches), backbone.sharded)):
+        generate(backbone, images.prompts.select([0]), settings)
     order = [key for batch in batches for key in batch.keys]
     rows = [[known[key] for key in order] for known in scoring.finish()]
     if world > 1:  # objects, not tensors: a process without prompts does not know the width of [D]
-        rows = [gather_object(own) for own in rows]
+        rows = [gather_object(judge_rows) for judge_rows in rows]
         pictures, vectors = gather_object(pictures), gather_object(vectors)
     joined = torch.cat(vectors) if vectors else None
     return [Judged(judge_rows, pictures, joined) for judge_rows in rows]
 
 
-def _shares(images: ImageSet, size: int, world: int) -> list[list[range]]:
-    """The batches of each process: whole prompts, at most `size` images where that is possible.
+def _share(images: ImageSet, size: int, world: int, rank: int) -> list[range]:
+    """The batches of a process: whole prompts, at most `size` images where that is possible.
 
     The batches are the same for any number of processes, and so is their arithmetic. If there are
     more processes than batches, some have none.
@@ -277,8 +276,7 @@ def _shares(images: ImageSet, size: int, world: int) -> list[list[range]]:
     total = len(images.prompts)
     step = max(1, size // images.copies)  # more copies than `size` still are one batch
     batches = [range(start, min(start + step, total)) for start in range(0, total, step)]
-    ends = [rank * len(batches) // world for rank in range(world + 1)]
-    return [batches[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+    return batches[rank * len(batches) // world : (rank + 1) * len(batches) // world]
 
 
 @dataclass(frozen=True)
