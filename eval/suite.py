@@ -319,7 +319,7 @@ def _pixels(
     pixels: dict[Key, Tensor] = {}
     for key in batch.needed:
         if store and (image := store.load(key)) is not None:
-            # a GPU rounds k / 255 otherwise than the CPU that read the file
+            # a GPU may round k / 255 differently from the CPU that read the file
             pixels[key] = eight_bits(image.to(backbone.device))
     missing = batch.needed - pixels.keys()
     if store:  # images that nobody needs now, but that are to be kept
