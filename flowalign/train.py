@@ -311,13 +311,12 @@ def evaluator(
 ) -> Callable[[], tuple[float, EvalReport]] | None:
     """What the loop calls to score the current adapter on held-out prompts."""
     from flowalign.eval import suite
-    from flowalign.eval.run import wire as wire_benchmarks
 
     if config.evaluation is None:
         return None
     benchmarks, settings = held_out(config, rewards), eval_settings(config)
     seconds, share = config.train.score_seconds, config.evaluation.max_invalid_share
-    watched = wire_benchmarks(config.watched, "evaluation.watch", accelerator.device)
+    watched = suite.build_sets(config.watched, "evaluation.watch", accelerator.device)
     sets = [*map(suite.ImageSet.of, benchmarks), *watched]
 
     def evaluate() -> tuple[float, EvalReport]:
