@@ -11,6 +11,7 @@ def to_uint8(image: Tensor) -> np.ndarray:
     """One image [3,H,W] in [0,1], RGB -> uint8 [H,W,3]. Raises ValueError for NaN or infinity."""
     if not bool(torch.isfinite(image).all()):
         raise ValueError("the image has pixels that are NaN or infinite.")
+    # rounded to the nearest of 256 values, as diffusers does; a plain cast would cut and darken
     pixels = (image.detach().float().clamp(0, 1) * 255).round().to(torch.uint8)
     return pixels.permute(1, 2, 0).cpu().contiguous().numpy()
 
@@ -18,3 +19,11 @@ def to_uint8(image: Tensor) -> np.ndarray:
 def to_float(pixels: Tensor) -> Tensor:
     """uint8 [B,3,H,W] -> float32 in [0,1]; `to_uint8` of it gives the same pixels back."""
     return pixels.float() / 255
+
+
+def eight_bits(images: Tensor) -> Tensor:
+    """Images in [0,1] rounded to 8 bits a channel, as files hold them, still as floats.
+
+    Pixels that are NaN or infinite stay so.
+    """
+    return ((images.clamp(0, 1) * 255).round() / 255).where(images.isfinite(), images)

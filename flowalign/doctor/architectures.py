@@ -150,13 +150,17 @@ def build(found: Architecture, dtype: torch.dtype = torch.float32) -> Any:
 def pipeline(found: Architecture, seed: int = 0) -> Any:
     """A whole pipeline on the CPU with random weights, small text encoders of the right output
     sizes, and the tiny world's tokenizer: for tests and benchmarks of the real structure."""
-    from flowalign.tiny import build as tiny
+    from transformers import PreTrainedTokenizerFast
 
+    from flowalign.tiny import MODEL
+
+    spell = [PreTrainedTokenizerFast.from_pretrained(MODEL / "tokenizer", model_max_length=length)
+             for length in (77, 77, 256)]  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        pipe = build(found.with_small_text(len(tiny.vocabulary())))
-    for name in ("tokenizer", "tokenizer_2", "tokenizer_3"):
-        setattr(pipe, name, tiny.tokenizer(max_length=256 if name == "tokenizer_3" else 77))
+        pipe = build(found.with_small_text(len(spell[0])))
+    for name, tokenizer in zip(("tokenizer", "tokenizer_2", "tokenizer_3"), spell, strict=True):
+        setattr(pipe, name, tokenizer)
         pipe.register_modules(**{name: getattr(pipe, name)})
     return pipe
 

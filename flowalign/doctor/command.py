@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
 
     args = parser().parse_args(argv)
     quiet()
-    with _silent("flowalign.rewards.guarded"):  # the findings tell
+    with _silent("flowalign.rewards.scoring"):  # the findings tell
         try:
             if args.config:
                 return 0 if examine(args) else 1

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flowalign import sde, train
+from flowalign import metrics, sde, train
 from flowalign.backbone import Backbone, ModelError
 from flowalign.config import parse
 from flowalign.config.schema import ConfigError, OpdStage, SftStage, TrainingStage
@@ -27,10 +27,9 @@ from flowalign.doctor.estimate import predict
 from flowalign.doctor.findings import Finding
 from flowalign.doctor.plan import Plan
 from flowalign.eval.suite import Settings, generate
-from flowalign.loop import Loop, TrainingError, pairs_of, schedule
-from flowalign.loop import velocity as velocity_of
-from flowalign.rewards.guarded import score
-from flowalign.rollout import Noise, places, sample
+from flowalign.loop import Loop, TrainingError, pairs_of
+from flowalign.rewards.scoring import score
+from flowalign.rollout import Noise, Schedule, places, sample
 from flowalign.student.sft import Sft
 from flowalign.teachers.bank import Bank
 from flowalign.types import Conditioning, PromptBatch, Reward, Rollout
@@ -114,7 +113,7 @@ def _small(config: TrainingStage, folder: str) -> TrainingStage:
 def _states(config: TrainingStage, loop: Loop) -> Rollout:
     """A rollout of all states of the window, with their successors where there is noise."""
     found = dataclasses.replace(
-        schedule(loop.backbone, config), chosen=None, actions=config.rollout.kind != "ode"
+        Schedule.of(config, loop.backbone), chosen=None, actions=config.rollout.kind != "ode"
     )
     where = places(config.rollout.prompts, config.rollout.copies)
     return sample(
@@ -139,12 +138,18 @@ def _looked_at(config: TrainingStage, loop: Loop) -> Iterator[Finding]:
 
 def _ratio(config: TrainingStage, loop: Loop, rollout: Rollout) -> Iterator[Finding]:
     """The ratio of new and old policy before any update, through the update's own forward path."""
-    grid = schedule(loop.backbone, config)
+    grid = Schedule.of(config, loop.backbone)
     plan, worst = Plan(config), 0.0
     keep = torch.ones(len(rollout), dtype=torch.bool)
     for pairs in pairs_of(rollout, keep, config.optimizer.micro_batch):
         x_next, old = pairs.action()
-        velocity = velocity_of(loop.backbone, pairs, config.rollout.guidance).detach()
+        velocity = loop.backbone.velocity(
+            pairs.x,
+            pairs.sigma,
+            pairs.conditioning,
+            guidance=config.rollout.guidance,
+            rows=pairs.size,
+        ).detach()
         new = sde.log_prob(grid.transition(pairs.x, velocity, pairs.steps), x_next)
         worst = max(worst, float(((new - old).exp() - 1).abs().nan_to_num(math.inf).max()))
     limit = config.grpo.clip_range  # pyright: ignore[reportAttributeAccessIssue]
@@ -285,11 +290,11 @@ def _time(config: TrainingStage, loop: Loop, found: Live) -> None:
     lines = (Path(config.output) / "metrics.jsonl").read_text().splitlines()
     last = json.loads(lines[-1])
     images = config.rollout.prompts * config.rollout.copies
-    seconds = last["seconds/rollout"] + last["seconds/update"]
+    seconds = last[metrics.SECONDS_ROLLOUT] + last[metrics.SECONDS_UPDATE]
     rewarded = Plan(config).ratio and any(task.reward for task in config.tasks)
     if rewarded:
-        found.scoring = last["seconds/score"] / images
+        found.scoring = last[metrics.SECONDS_SCORE] / images
     else:
-        seconds += last["seconds/score"]  # labels
+        seconds += last[metrics.SECONDS_SCORE]  # labels
     estimate = predict(config, device_type=loop.backbone.device.type)
     found.rate = estimate.flops / seconds

@@ -15,7 +15,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
 from flowalign import sde
-from flowalign.adapters.files import AdapterError, read_lora
+from flowalign.adapters.files import AdapterError, Lora, read_lora
 from flowalign.backbone import ModelError, scheduler_sigmas
 from flowalign.config.schema import (
     EmaConfig,
@@ -38,13 +38,13 @@ SAMPLE = 2000  # prompts of a set that are looked at
 
 @dataclass(frozen=True)
 class Plan:
-    """A stage, and the adapters that it will find: those at hand with their weights."""
+    """A stage, and the adapters that it will find."""
 
     config: TrainingStage
 
     @cached_property
-    def loras(self) -> dict[str, tuple[dict[str, Tensor], dict[str, Any] | None]]:
-        """{place in the config: weights and metadata} of the adapters that lie here."""
+    def loras(self) -> dict[str, Lora]:
+        """{place in the config: adapter} of the adapters that lie here."""
         found = {}
         for place, source in adapters(self.config).items():
             with suppress(AdapterError, OSError):  # an earlier stage will write it
@@ -335,8 +335,8 @@ def fitting(plan: Plan) -> Iterator[Finding]:
         for name, module in plan.transformer.named_modules()
         if isinstance(module, nn.Linear)
     }
-    for place, (weights, _) in plan.loras.items():
-        for key, weight in weights.items():
+    for place, lora in plan.loras.items():
+        for key, weight in lora.weights.items():
             layer, _, half = key.partition(".lora_")
             base = layers.get(layer)
             mine, theirs = _side(weight, half), None if base is None else _side_of(base, half)
@@ -363,7 +363,8 @@ def _side_of(base: torch.Size, half: str) -> int:
 
 def working(plan: Plan) -> Iterator[Finding]:
     """Adapters that change nothing, or are not finite."""
-    for place, (weights, _) in plan.loras.items():
+    for place, lora in plan.loras.items():
+        weights = lora.weights
         second = [w for key, w in weights.items() if ".lora_B" in key]
         if not all(bool(w.isfinite().all()) for w in weights.values()):
             yield Finding("fault", f"{place}: its weights are not finite. Train it anew.")
@@ -382,13 +383,13 @@ def apart(plan: Plan) -> Iterator[Finding]:
         return
     origin = plan.loras.get("lora.init")
     taught = {place: lora for place, lora in plan.loras.items() if place.startswith("teachers.")}
-    for place, (weights, _) in taught.items():
-        if origin and _same(weights, origin[0]):
+    for place, lora in taught.items():
+        if origin and _same(lora.weights, origin.weights):
             level = "fault" if len(config.teachers) == 1 else "note"
             text = f"{place}: it is the student's start (lora.init): its task has nothing to learn."
             yield Finding(level, text)
     for (one, a), (other, b) in itertools.combinations(taught.items(), 2):
-        if _same(a[0], b[0]):
+        if _same(a.weights, b.weights):
             yield Finding("note", f"{one} and {other} have the same weights.")
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from flowalign import rewards
 from flowalign.doctor import findings
 from flowalign.doctor.findings import Finding
-from flowalign.rewards.guarded import Guarded, score
-from flowalign.types import PromptBatch, Reward
+from flowalign.rewards.scoring import score
+from flowalign.types import PromptBatch, Reward, Scores
 
 PROBES = ("tiny/geneval_test", "tiny/ocr_test", "tiny/preference_test")
 COPIES = 4  # of a prompt, for a reward that compares them
@@ -73,7 +73,7 @@ def examine(reward: Reward, batch: PromptBatch, scenes: Tensor, copies: int = 1)
         "grey": torch.full_like(scenes, 0.5),
     }
 
-    def ask(images: Tensor, rows: Sequence[int] | None = None) -> Guarded:
+    def ask(images: Tensor, rows: Sequence[int] | None = None) -> Scores:
         mine = batch if rows is None else batch.select(rows)
         return score(reward, images, mine.prompts, mine.metadata)
 
@@ -90,7 +90,7 @@ def examine(reward: Reward, batch: PromptBatch, scenes: Tensor, copies: int = 1)
     return health
 
 
-def _spread(health: Health, found: Mapping[str, Guarded]) -> None:
+def _spread(health: Health, found: Mapping[str, Scores]) -> None:
     """Are there scores, do they differ, and does the prompt matter?"""
     failed, count = sum(health.failures.values()), sum(len(f.value) for f in found.values())
     reasons = [text for scores in found.values() for text in scores.failures.values()]
@@ -109,9 +109,9 @@ def _spread(health: Health, found: Mapping[str, Guarded]) -> None:
 
 def _invariance(
     health: Health,
-    ask: Callable[..., Guarded],
+    ask: Callable[..., Scores],
     scenes: Tensor,
-    whole: Guarded,
+    whole: Scores,
     alone: bool,
 ) -> None:
     """The same scores again, image by image, and in another order?"""
