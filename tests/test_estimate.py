@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flowalign import config
 from flowalign.doctor import budget
-from flowalign.doctor.architectures import ARCHITECTURES, build, find, pipeline
+from flowalign.doctor.architectures import ARCHITECTURES, build, find
 from flowalign.doctor.estimate import predict
 from flowalign.doctor.meter import Meter, measure, size_of
 
@@ -70,7 +70,7 @@ def test_the_public_models_have_their_published_sizes(name, billions):
 
 
 def test_a_scaled_pipeline_samples(tmp_path):
-    pipe = pipeline(ARCHITECTURES[MEDIUM].scaled(1 / 24))
+    pipe = medium.pipeline(medium.scaled(ARCHITECTURES[MEDIUM], 1 / 24))
     pipe.set_progress_bar_config(disable=True)
     image = pipe("a cat", height=64, width=64, num_inference_steps=1, output_type="np").images
     assert image.shape == (1, 64, 64, 3)

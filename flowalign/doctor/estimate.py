@@ -28,7 +28,7 @@ from flowalign.config.schema import (
     routing,
 )
 from flowalign.doctor.architectures import Architecture, build, find
-from flowalign.doctor.meter import As, Meter, measure, rounded, size, size_of
+from flowalign.doctor.meter import DeviceAttention, Meter, measure, rounded, size, size_of
 from flowalign.loop import STUDENT
 from flowalign.student.opd import chosen
 from flowalign.text import BATCH as TEXTS
@@ -231,7 +231,7 @@ class _Shapes:
         """Recomputation happens inside the backward pass, which modes of PyTorch do not reach."""
 
         def run(*again: Any) -> Any:
-            with As(self.device_type):
+            with DeviceAttention(self.device_type):
                 return module(*again)
 
         return checkpoint(run, *args, use_reentrant=False)
