@@ -24,10 +24,7 @@ from flowalign.config.schema import (
     EvalStage,
     FidelityConfig,
     LoraConfig,
-    MergeStage,
-    OpdStage,
     RewardConfig,
-    SftStage,
     Stage,
     TrainingStage,
 )
@@ -138,19 +135,8 @@ def _training_problems(config: TrainingStage, num_processes: int) -> Iterator[st
 
 
 def adapters(config: Stage) -> dict[str, str]:
-    """{place in the config: folder or Hub id} of every adapter that a stage reads."""
-    found: dict[str, str | None] = {}
-    if isinstance(config, TrainingStage):
-        found["lora.init"] = config.lora.init
-    if isinstance(config, OpdStage | SftStage):
-        found |= {f"teachers.{name}": t.adapter for name, t in config.teachers.items()}
-    if isinstance(config, OpdStage) and config.anchor:
-        found["anchor.adapter"] = config.anchor.adapter
-    if isinstance(config, MergeStage):
-        found |= {f"adapters.{i}": source for i, source in enumerate(config.adapters)}
-    if isinstance(config, EvalStage):
-        found |= {f"models.{name}": folder for name, folder in config.models.items()}
-    return {place: folder for place, folder in found.items() if folder is not None}
+    """config.inputs, which replaces this."""
+    return config.inputs
 
 
 def _adapter_problems(config: Stage, pending: Collection[str] = ()) -> Iterator[str]:

@@ -311,7 +311,7 @@ def test_every_key_is_described(root: type[Stage]) -> None:
         return [k for k, v in fields if not v.get("description") and "$ref" not in str(v)]
 
     schema = root.model_json_schema()
-    assert schema["$defs"]["Model"]["properties"]["id"]["description"]
+    assert schema["$defs"]["ModelConfig"]["properties"]["id"]["description"]
     assert not [k for part in (schema, *schema["$defs"].values()) for k in undescribed(part)]
 
 

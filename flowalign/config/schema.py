@@ -148,6 +148,11 @@ class RolloutConfig(Section):
         """[start, stop) of the steps with noise and training."""
         return self.window or (0, self.steps - 1)
 
+    @property
+    def images(self) -> int:
+        """Images of a rollout, over all processes."""
+        return self.prompts * self.copies
+
 
 class GrpoConfig(Section):
     """The policy gradient."""
@@ -318,9 +323,28 @@ class BenchmarkConfig(Section):
 
     @property
     def judges(self) -> dict[str, RewardConfig]:
-        """What tables and files call each of its numbers -> what gives it."""
+        """{column: reward}: what tables and files call each score, and what gives it."""
         own = {self.name: self.reward} if self.reward else {}
         return own | {f"{self.name}_{judge}": spec for judge, spec in self.rewards.items()}
+
+    @property
+    def reward_keys(self) -> dict[str, RewardConfig]:
+        """{key below the benchmark: reward}, in the order of `judges`."""
+        own = {"reward": self.reward} if self.reward else {}
+        return own | {f"rewards.{judge}": spec for judge, spec in self.rewards.items()}
+
+
+class SamplingConfig(Section):
+    """How images are sampled for an evaluation."""
+
+    steps: Count = 10
+    """Denoising steps, without noise (Euler)."""
+    guidance: NotNegative = 4.5
+    """CFG scale; 1 = no unconditional pass."""
+    seed: int = 1234
+    """Seed of the initial noise, the same for every model."""
+    batch_size: Count = 32
+    """Images per forward pass of a process."""
 
 
 class EvaluationConfig(Section):
@@ -347,13 +371,18 @@ class EvaluationConfig(Section):
 
 
 class Stage(Section):
-    """What the configs of all stages have; `load(..., stage=Root)` takes any of them."""
+    """What the configs of all stages have; `load(..., stage=Stage)` takes any of them."""
 
     stage: str
     """What is done: a key of STAGES."""
     output: str = Field(min_length=1, examples=["runs/teacher_ocr"])
     """Folder of the run."""
     model: ModelConfig
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """{place in the config: folder or Hub id} of every adapter that the stage reads."""
+        return {}
 
 
 class Job(Stage):
@@ -382,6 +411,63 @@ class TrainingStage(Job):
         """The CFG scale of a teacher or anchor."""
         return self.guidance if teacher.guidance is None else teacher.guidance
 
+    @property
+    def learns_from_rewards(self) -> bool:
+        """Whether the loss needs scores, and so decoded images, of every rollout."""
+        return False
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Whether every task needs a reward: to learn from, or to be evaluated by."""
+        return self.learns_from_rewards or self.evaluation is not None
+
+    @property
+    def needs_actions(self) -> bool:
+        """Whether the loss needs the sampled successors of the states and their log-probs."""
+        return self.learns_from_rewards
+
+    @property
+    def evaluation_sampling(self) -> SamplingConfig:
+        """How evaluations sample: as the rollouts, where `evaluation` says nothing else."""
+        evaluation, rollout = self.evaluation or EvaluationConfig(), self.rollout
+        guidance = rollout.guidance if evaluation.guidance is None else evaluation.guidance
+        return SamplingConfig(
+            steps=evaluation.steps or rollout.steps,
+            guidance=guidance,
+            seed=evaluation.seed,
+            batch_size=evaluation.batch_size or rollout.batch_size,
+        )
+
+    @property
+    def watched(self) -> list[BenchmarkConfig]:
+        """The benchmarks of evaluation.watch."""
+        return self.evaluation.watch if self.evaluation else []
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.train.updates * self.optimizer.updates_per_rollout
+
+    @property
+    def labellers(self) -> dict[str, TeacherConfig]:
+        """{place in the config: teacher}, with the anchor; empty for a stage without teachers."""
+        return {}
+
+    @property
+    def mixtures(self) -> dict[str, float]:
+        """{place in the config: CFG scale} of the labellers whose scale is not the one that the
+        student is trained at."""
+        scales = {place: self.guidance_of(teacher) for place, teacher in self.labellers.items()}
+        return {place: scale for place, scale in scales.items() if scale != self.guidance}
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """{place in the config: folder or Hub id} of every adapter that the stage reads."""
+        adapters = {place: teacher.adapter for place, teacher in self.labellers.items()}
+        if "anchor" in adapters:  # the other places name a teacher, whose one file this is
+            adapters["anchor.adapter"] = adapters.pop("anchor")
+        return _given({"lora.init": self.lora.init} | adapters)
+
 
 class GrpoStage(TrainingStage):
     """A teacher, or a mix of tasks, by group-relative policy optimisation."""
@@ -390,16 +476,36 @@ class GrpoStage(TrainingStage):
     """Learn from rewards."""
     grpo: GrpoConfig = GrpoConfig()
 
+    @property
+    def learns_from_rewards(self) -> bool:
+        """Always: that is what GRPO does."""
+        return True
 
-class OpdStage(TrainingStage):
-    """A student by on-policy distillation from routed teachers."""
 
-    stage: Literal["opd"]  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Learn from teachers, on the student's own trajectories."""
+class DistillationStage(TrainingStage):
+    """A student that learns from teachers, each task from the one that it is routed to."""
+
     teachers: dict[str, TeacherConfig] = Field(
         min_length=1, examples=[{"ocr": {"adapter": "runs/ocr"}}]
     )
     """Teachers by name."""
+
+    @property
+    def routing(self) -> dict[str, str]:
+        """Task -> name of its teacher."""
+        return {task.name: task.teacher or task.name for task in self.tasks}
+
+    @property
+    def labellers(self) -> dict[str, TeacherConfig]:
+        """{place in the config: teacher}."""
+        return {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
+
+
+class OpdStage(DistillationStage):
+    """A student by on-policy distillation from routed teachers."""
+
+    stage: Literal["opd"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Learn from teachers, on the student's own trajectories."""
     student: StudentConfig = StudentConfig()
     anchor: AnchorConfig | None = None
     """The anchor of MAR; null = none."""
@@ -412,16 +518,27 @@ class OpdStage(TrainingStage):
         own = self.student.guidance
         return self.rollout.guidance if own is None else own
 
+    @property
+    def learns_from_rewards(self) -> bool:
+        """Whether a GRPO loss is added to the distillation."""
+        return self.student.reward_weight > 0
 
-class SftStage(TrainingStage):
+    @property
+    def needs_actions(self) -> bool:
+        """Whether the loss has a ratio of new and old policy."""
+        return self.student.gradient != "pathwise" or self.learns_from_rewards
+
+    @property
+    def labellers(self) -> dict[str, TeacherConfig]:
+        """{place in the config: teacher}, with the anchor."""
+        return super().labellers | ({"anchor": self.anchor} if self.anchor else {})
+
+
+class SftStage(DistillationStage):
     """A cold start from routed teachers' images."""
 
     stage: Literal["sft"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Learn from teachers' images."""
-    teachers: dict[str, TeacherConfig] = Field(
-        min_length=1, examples=[{"ocr": {"adapter": "runs/ocr"}}]
-    )
-    """Teachers by name."""
     sft: SftConfig = SftConfig()
 
 
@@ -447,6 +564,11 @@ class MergeStage(Job):
     )
     """LiNeS: scales of the shallowest and the deepest block."""
 
+    @property
+    def inputs(self) -> dict[str, str]:
+        """{place in the config: folder or Hub id} of every adapter that the stage reads."""
+        return {f"adapters.{index}": source for index, source in enumerate(self.adapters)}
+
 
 class RecipeStage(Job):
     """Stages that run one after the other, each in a folder of its name under `output`."""
@@ -466,19 +588,6 @@ class RecipeStage(Job):
     )
     """Kind of stage -> keys that every stage of it takes instead (`--variant FILE` on the command
     line): the same recipe for other hardware."""
-
-
-class SamplingConfig(Section):
-    """How images are sampled for an evaluation."""
-
-    steps: Count = 10
-    """Denoising steps, without noise (Euler)."""
-    guidance: NotNegative = 4.5
-    """CFG scale; 1 = no unconditional pass."""
-    seed: int = 1234
-    """Seed of the initial noise, the same for every model."""
-    batch_size: Count = 32
-    """Images per forward pass of a process."""
 
 
 class FidelityConfig(Section):
@@ -525,6 +634,16 @@ class EvalStage(Stage):
     """Keep every image under <output>/images, so that another reward can score it without sampling;
     false = those that the report shows."""
 
+    @property
+    def inputs(self) -> dict[str, str]:
+        """{place in the config: folder or Hub id} of every adapter that the stage reads."""
+        return _given({f"models.{name}": folder for name, folder in self.models.items()})
+
+
+def _given(adapters: dict[str, str | None]) -> dict[str, str]:
+    """Without those that are null, the base model."""
+    return {place: source for place, source in adapters.items() if source is not None}
+
 
 STAGES: dict[str, type[Stage]] = {
     "grpo": GrpoStage,
@@ -541,18 +660,11 @@ def command(stage: str) -> str:
     return "flowalign train" if issubclass(STAGES[stage], Job) else "flowalign eval"
 
 
-def routing(config: OpdStage | SftStage) -> dict[str, str]:
-    """Task -> name of its teacher."""
-    return {task.name: task.teacher or task.name for task in config.tasks}
+def routing(config: DistillationStage) -> dict[str, str]:
+    """config.routing, which replaces this."""
+    return config.routing
 
 
 def mixtures(config: TrainingStage) -> dict[str, float]:
-    """{place in the config: CFG scale} of the teachers, and of the anchor, whose scale is not the
-    one that the student is trained at."""
-    members: dict[str, TeacherConfig] = {}
-    if isinstance(config, OpdStage | SftStage):
-        members = {f"teachers.{name}": teacher for name, teacher in config.teachers.items()}
-    if isinstance(config, OpdStage) and config.anchor:
-        members["anchor"] = config.anchor
-    scales = {place: config.guidance_of(member) for place, member in members.items()}
-    return {place: scale for place, scale in scales.items() if scale != config.guidance}
+    """config.mixtures, which replaces this."""
+    return config.mixtures
