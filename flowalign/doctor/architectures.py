@@ -123,21 +123,18 @@ def build(architecture: Architecture, dtype: torch.dtype = torch.float32) -> Any
 
     # diffusers' own `to` would warn of hooks and dtypes that do not matter here
     to: Any = nn.Module.to
-    encoders: list[Any] = [to(text_encoder(config), dtype) for config in architecture.text]
-    encoders += [None] * (3 - len(encoders))
-    return StableDiffusion3Pipeline(
-        transformer=to(
-            SD3Transformer2DModel.from_config(dict(architecture.transformer)), dtype
-        ).eval(),
-        vae=to(AutoencoderKL.from_config(dict(architecture.vae)), dtype).eval(),
-        scheduler=FlowMatchEulerDiscreteScheduler.from_config(dict(architecture.scheduler)),
-        text_encoder=encoders[0],
-        text_encoder_2=encoders[1],
-        text_encoder_3=encoders[2],
-        tokenizer=None,
-        tokenizer_2=None,
-        tokenizer_3=None,
-    )
+    transformer = SD3Transformer2DModel.from_config(dict(architecture.transformer))
+    vae = AutoencoderKL.from_config(dict(architecture.vae))
+    parts: dict[str, Any] = {
+        "transformer": to(transformer, dtype).eval(),
+        "vae": to(vae, dtype).eval(),
+        "scheduler": FlowMatchEulerDiscreteScheduler.from_config(dict(architecture.scheduler)),
+    }
+    encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
+    parts |= dict.fromkeys((*encoders, "tokenizer", "tokenizer_2", "tokenizer_3"))
+    for name, config in zip(encoders, architecture.text, strict=False):  # T5 may be left out
+        parts[name] = to(text_encoder(config), dtype)
+    return StableDiffusion3Pipeline(**parts)
 
 
 def text_encoder(config: Mapping[str, Any]) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What a doctor finds, and how it is shown."""
+"""A finding of the doctor, and how findings are shown."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at: "ok", "note" (may be meant so) or "fault" (training would suffer)."""
+    """One check's result: "ok", "note" (may be intended) or "fault" (training would suffer)."""
 
     level: str
     text: str
 
 
 def healthy(findings: Iterable[Finding]) -> bool:
-    """Whether no fault is among them."""
+    """Whether there is no fault among them."""
     return not any(finding.level == "fault" for finding in findings)
 
 
 def show(findings: Iterable[Finding]) -> None:
-    """Print them, a line each."""
+    """Print one line for each."""
     from rich.console import Console
 
     console = Console(highlight=False)
