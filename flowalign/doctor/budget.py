@@ -11,7 +11,7 @@ import torch
 from flowalign.backbone import DTYPES
 from flowalign.config.schema import OpdStage
 from flowalign.doctor.estimate import Estimate
-from flowalign.doctor.findings import Finding
+from flowalign.doctor.findings import Finding, fault, note, ok
 
 GIB = 2**30
 SHARE = 0.92  # of a device's memory that tensors can use; the rest is lost between blocks
@@ -37,21 +37,21 @@ def fits(estimate: Estimate, memory: float | None) -> Iterator[Finding]:
     elif torch.cuda.is_available():
         size = torch.cuda.get_device_properties(0).total_memory
     else:
-        yield Finding("note", f"memory: {need}; --memory GIB tells what to change for such a GPU")
+        yield note(f"memory: {need}; --memory GIB tells what to change for such a GPU")
         return
     room = usable(size, estimate.device_type)
     have = f"the device has {size / GIB:.3g} GiB, of which tensors can use {room / GIB:.3g}"
     if estimate.peak <= room:
-        yield Finding("ok", f"memory: at most {need}; {have}")
+        yield ok(f"memory: at most {need}; {have}")
         return
-    yield Finding("fault", f"memory: does not fit: {need}; {have}. Changes:")
+    yield fault(f"memory: does not fit: {need}; {have}. Changes:")
     for change, after in advice(estimate, room):
         end = "fits" if after.peak <= room else f"still too much, in {after.worst.name}"
-        yield Finding("note", f"  {change}: {after.peak / GIB:.3g} GiB, {end}")
+        yield note(f"  {change}: {after.peak / GIB:.3g} GiB, {end}")
         estimate = after
     if estimate.peak > room:
         text = "  no other setting helps; use a larger device, or a smaller lora.rank."
-        yield Finding("note", text)
+        yield note(text)
 
 
 def advice(estimate: Estimate, room: float) -> Iterator[tuple[str, Estimate]]:
@@ -123,8 +123,7 @@ def pace(
     rewards = scoring * config.rollout.images / processes
     hours = estimate.hours(rate) + updates * rewards / 3600 * processes
     part = f", {rewards:.1f} of them for rewards" if scoring else ""
-    return Finding(
-        "ok",
+    return ok(
         f"time: {estimate.flops / 1e12:.4g} TFLOP an update; at {rate / 1e12:.3g} TFLOP/s "
         f"({source}) {estimate.flops / rate + rewards:.3g} s an update{part}, and {hours:.3g} "
         f"device-hours for {updates} updates and {estimate.evaluations} evaluations on "

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowalign.doctor.findings import Finding, healthy, show
+from flowalign.doctor.findings import Finding, fault, healthy, note, ok, show
 
 if TYPE_CHECKING:
     from flowalign.config import TrainingStage
@@ -83,7 +83,7 @@ def examine(args: argparse.Namespace) -> bool:
         else:
             check_world(root, args.processes)
     except ConfigError as error:
-        refused = [Finding("fault", text) for text in error.problems]
+        refused = [fault(text) for text in error.problems]
         show(refused)
     sound, ranks = not refused, _ranks(stages)
     for name, stage in stages.items():
@@ -104,12 +104,12 @@ def _environment() -> Iterator[Finding]:
             versions.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             versions.append(f"{package} (not installed)")
-    yield Finding("ok", ", ".join(versions))
+    yield ok(", ".join(versions))
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-        yield Finding("ok", f"device: {torch.cuda.get_device_name(0)}, {memory:.1f} GiB")
+        yield ok(f"device: {torch.cuda.get_device_name(0)}, {memory:.1f} GiB")
     else:
-        yield Finding("note", f"device: CPU, {torch.get_num_threads()} threads; torch sees no GPU")
+        yield note(f"device: CPU, {torch.get_num_threads()} threads; torch sees no GPU")
 
 
 def _ranks(stages: Mapping[str, object]) -> dict[str, int]:
@@ -164,7 +164,7 @@ def _examine_stage(
         )
     except LookupError as error:
         estimate = None
-        show([Finding("note", f"memory: no prediction: {error.args[0]}")])
+        show([note(f"memory: no prediction: {error.args[0]}")])
 
     missing = [place for place, source in config.inputs.items() if source in ranks]
     large = estimate is not None and estimate.resident > CPU_MODEL
@@ -180,7 +180,7 @@ def _examine_stage(
     elif large and not torch.cuda.is_available():
         reason = "the model is too large to sample from without a GPU"
     if reason:
-        show([Finding("note", f"no image was sampled: {reason}")])
+        show([note(f"no image was sampled: {reason}")])
     else:
         result = live.examine(config)
         show(result.findings)

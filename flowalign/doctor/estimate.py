@@ -26,7 +26,7 @@ from flowalign.config.schema import (
     SftStage,
     TrainingStage,
 )
-from flowalign.doctor.architectures import Architecture, build, find
+from flowalign.doctor.architectures import build, find
 from flowalign.doctor.meter import DeviceAttention, Meter, measure, rounded, size, size_of
 from flowalign.loop import STUDENT
 from flowalign.student.opd import chosen
@@ -119,8 +119,8 @@ def predict(
     LookupError where the shapes of model.id are not known. Not included: torch.compile, and the
     memory of rewards, of kernels (cuDNN, GEMM workspaces) and of the device's context.
     """
-    architecture, ranks = find(config.model.id, config.model.revision), ranks or {}
-    run = _Run(config, architecture, device_type, processes, ranks)
+    ranks = ranks or {}
+    run = _Run(config, device_type, processes, ranks)
     phases = [run.text(), run.rollout()]
     if config.learns_from_rewards:
         phases.append(run.decode())
@@ -146,17 +146,12 @@ class _Run:
     """A stage on the meta device: the model with all adapters, and the phases of an update."""
 
     def __init__(
-        self,
-        config: TrainingStage,
-        architecture: Architecture,
-        device_type: str,
-        processes: int,
-        ranks: Mapping[str, int],
+        self, config: TrainingStage, device_type: str, processes: int, ranks: Mapping[str, int]
     ) -> None:
         self.config, self.device_type, self.processes = config, device_type, processes
         model, self.dtype = config.model, DTYPES[config.model.dtype]
         with torch.device("meta"):
-            pipe = build(architecture, self.dtype)
+            pipe = build(find(model.id, model.revision), self.dtype)
             nn.Module.to(pipe.vae, DTYPES[model.vae_dtype])
             if model.quantization == "fp8":
                 kinds = {"storage_dtype": torch.float8_e4m3fn, "compute_dtype": self.dtype}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 
 @dataclass(frozen=True)
@@ -12,6 +13,9 @@ class Finding:
 
     level: str
     text: str
+
+
+ok, note, fault = (partial(Finding, level) for level in ("ok", "note", "fault"))
 
 
 def healthy(findings: Iterable[Finding]) -> bool:

@@ -30,7 +30,7 @@ from flowalign.config.schema import (
 from flowalign.data import load_prompts, subset
 from flowalign.doctor import reward as rewards
 from flowalign.doctor.estimate import predict
-from flowalign.doctor.findings import Finding
+from flowalign.doctor.findings import Finding, fault, note, ok
 from flowalign.eval.suite import Settings, generate
 from flowalign.loop import Loop, TrainingError, pairs_of, schedule
 from flowalign.loop import velocity as velocity_of
@@ -88,10 +88,10 @@ def examine(config: TrainingStage) -> Live:
             estimate = predict(small, device_type=loop.backbone.device.type)
             result.rate = estimate.flops / seconds
         except (ConfigError, ModelError, TrainingError) as error:
-            result.findings.append(Finding("fault", f"update: {error}"))
+            result.findings.append(fault(f"update: {error}"))
         except torch.cuda.OutOfMemoryError as error:
             text = str(error).splitlines()[0]
-            result.findings.append(Finding("fault", f"memory: even a small update fails: {text}"))
+            result.findings.append(fault(f"memory: even a small update fails: {text}"))
     return result
 
 
@@ -101,17 +101,17 @@ def _reward(task: str, name: str, options: dict[str, object]) -> Iterator[Findin
     try:
         health = rewards.diagnose(name, options, count=4, size=None)
     except rewards.UnsuitedError as error:
-        yield Finding("note", f"{place}: {error}")
+        yield note(f"{place}: {error}")
         return
     except (ValueError, ImportError, OSError) as error:
-        yield Finding("fault", f"{place}: {error}")
+        yield fault(f"{place}: {error}")
         return
     faults = [finding for finding in health.findings if finding.level == "fault"]
     for finding in faults:
-        yield Finding("fault", f"{place}: {finding.text}")
+        yield fault(f"{place}: {finding.text}")
     if not faults:
         cost = next(f.text for f in health.findings if "ms an image" in f.text)
-        yield Finding("ok", f"{place}: sound; {cost}")
+        yield ok(f"{place}: sound; {cost}")
 
 
 def _small(config: TrainingStage, folder: str) -> TrainingStage:
@@ -163,7 +163,7 @@ def _ratio(config: GrpoStage | OpdStage, loop: Loop, rollout: Rollout) -> Iterat
     limit = config.grpo.clip_range
     text = f"ratio: within {worst:.2g} of 1 before the first update"
     if worst <= limit / 10:
-        yield Finding("ok", text)
+        yield ok(text)
         return
     level = "fault" if config.needs_actions and worst > limit / 2 else "note"
     unused = "" if config.needs_actions else " (not used in this stage)"
@@ -191,11 +191,11 @@ def _labels(
         gap = _relative(label, base)
         if not math.isfinite(gap):
             text = f"teacher {name!r}: its velocity is not finite. Its adapter or dtype is broken."
-            yield Finding("fault", text)
+            yield fault(text)
         elif teacher.adapter is not None and gap < EQUAL:
-            yield Finding("fault", f"teacher {name!r}: equals the base. There is nothing to learn.")
+            yield fault(f"teacher {name!r}: equals the base. There is nothing to learn.")
         else:
-            yield Finding("ok", f"teacher {name!r}: {gap:.1%} from the base")
+            yield ok(f"teacher {name!r}: {gap:.1%} from the base")
 
 
 def _worth(
@@ -222,7 +222,7 @@ def _worth(
             taught = _scores(backbone, prompts, settings, reward)
         both = torch.stack([start, taught])[:, start.isfinite() & taught.isfinite()]
         if both.shape[1] < FEW:
-            yield Finding("note", f"worth: too few images of task {task.name!r} could be scored")
+            yield note(f"worth: too few images of task {task.name!r} could be scored")
             continue
         gap = both[1] - both[0]
         mean, error = float(gap.mean()), float(gap.std() / len(gap) ** 0.5)
@@ -256,16 +256,15 @@ def _moved(before: Tensor, after: Tensor) -> Iterator[Finding]:
     """What two updates did to the velocity."""
     gap = _relative(after, before)
     if not gap < 0.5:  # or NaN
-        yield Finding(
-            "fault",
+        yield fault(
             f"update: two updates change the velocity by {gap:.0%}. Lower optimizer.lr, or use "
-            "optimizer.warmup.",
+            "optimizer.warmup."
         )
     elif gap == 0:
         text = "update: two updates change nothing. Is it the warm-up, or are all rewards equal?"
-        yield Finding("note", text)
+        yield note(text)
     else:
-        yield Finding("ok", f"update: two updates change the velocity by {gap:.2%}")
+        yield ok(f"update: two updates change the velocity by {gap:.2%}")
 
 
 def _relative(a: Tensor, b: Tensor) -> float:

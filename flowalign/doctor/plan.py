@@ -25,7 +25,7 @@ from flowalign.config.schema import (
 )
 from flowalign.data import load_prompts, subset
 from flowalign.doctor.architectures import Architecture, build, find, local_folder
-from flowalign.doctor.findings import Finding
+from flowalign.doctor.findings import Finding, fault, note, ok
 from flowalign.ema import MovingAverage
 from flowalign.losses import step_weights
 from flowalign.preflight import start
@@ -76,16 +76,12 @@ def dtypes(plan: Plan) -> Iterator[Finding]:
     """float16, which overflows; float32 where bfloat16 is faster."""
     dtype = plan.config.model.dtype
     if dtype == "float16":
-        yield Finding(
-            "note",
+        yield note(
             "dtype: model.dtype float16 overflows where bfloat16 does not. Use bfloat16 on a GPU "
-            "that has it.",
+            "that has it."
         )
     elif dtype == "float32" and torch.cuda.is_available():
-        yield Finding(
-            "note",
-            "dtype: model.dtype is float32; on a GPU bfloat16 is about four times faster.",
-        )
+        yield note("dtype: model.dtype is float32; on a GPU bfloat16 is about four times faster.")
 
 
 def attention(plan: Plan) -> Iterator[Finding]:
@@ -94,40 +90,38 @@ def attention(plan: Plan) -> Iterator[Finding]:
     if name is None or plan.transformer is None:
         return
     if name.endswith("_hub"):
-        yield Finding("note", f"attention: {name!r} is downloaded from the Hub at the start.")
+        yield note(f"attention: {name!r} is downloaded from the Hub at the start.")
         return
     try:
         plan.transformer.set_attention_backend(name)
     except (RuntimeError, ValueError, ImportError) as error:
         text = str(error).strip().splitlines()[0]
-        yield Finding("fault", f"attention: model.attention {name!r}: {text} Or use null: SDPA.")
+        yield fault(f"attention: model.attention {name!r}: {text} Or use null: SDPA.")
     else:
-        yield Finding("ok", f"attention: {name!r} is available")
+        yield ok(f"attention: {name!r} is available")
 
 
 def guidance(plan: Plan) -> Iterator[Finding]:
     """Rollout, labels, update and evaluation at different CFG scales."""
     config, own = plan.config, plan.config.guidance
     for place, scale in config.mixtures.items():
-        effect = "teaches the student guidance" if scale > own else "makes the student unlearn it"
+        effect = "learns" if scale > own else "unlearns"
         yield Finding(
             "fault" if scale < own and place != "anchor" else "note",
             f"guidance: {place} labels at CFG scale {scale}, but the student is trained at {own}. "
-            f"This mixture {effect}. Leave the guidance of {place} out to have one scale.",
+            f"From this mixture the student {effect} guidance. Leave {place}.guidance out.",
         )
     if own != config.rollout.guidance:
-        yield Finding(
-            "note",
+        yield note(
             f"guidance: the student is trained at CFG scale {own}, but its states are sampled at "
-            f"rollout.guidance = {config.rollout.guidance}.",
+            f"rollout.guidance = {config.rollout.guidance}."
         )
     evaluated = config.evaluation_sampling.guidance
     if config.evaluation and evaluated != own:
-        yield Finding(
-            "fault",
+        yield fault(
             f"guidance: trained at {own}, evaluated at {evaluated}. The evaluation, which also "
             "chooses the adapter that is kept, measures another sampler. "
-            f"Set evaluation.guidance = {own}.",
+            f"Set evaluation.guidance = {own}."
         )
 
 
@@ -136,16 +130,14 @@ def steps(plan: Plan) -> Iterator[Finding]:
     config, trained = plan.config, plan.config.rollout.steps
     evaluated = config.evaluation.steps if config.evaluation else None
     if evaluated is not None and evaluated < trained:
-        yield Finding(
-            "fault",
+        yield fault(
             f"schedule: evaluated with {evaluated} steps, but rollouts have {trained}. The "
-            "evaluated images are worse than those of training. Use as many steps, or more.",
+            "evaluated images are worse than those of training. Use as many steps, or more."
         )
     elif evaluated is not None and evaluated > 8 * trained:
-        yield Finding(
-            "note",
+        yield note(
             f"schedule: evaluated with {evaluated} steps, but rollouts have {trained}. What is "
-            "learned on such a coarse schedule may not carry over.",
+            "learned on such a coarse schedule may not carry over."
         )
 
 
@@ -161,7 +153,7 @@ def noise(plan: Plan) -> Iterator[Finding]:
     try:
         sigmas = scheduler_sigmas(scheduler, rollout.steps, tokens)
     except ModelError as error:
-        yield Finding("fault", f"schedule: {error}")
+        yield fault(f"schedule: {error}")
         return
     schedule = Schedule(sigmas, rollout.kind, rollout.noise_level, rollout.trained)
     window = schedule.trained
@@ -169,11 +161,10 @@ def noise(plan: Plan) -> Iterator[Finding]:
     std = schedule.transition(zero, zero, torch.tensor(window)).std.flatten()
     quiet = [step for step, value in zip(window, std.tolist(), strict=True) if value < 1e-3]
     if quiet:
-        yield Finding(
-            "fault",
+        yield fault(
             f"noise: steps {quiet} of the trained window have a standard deviation of "
             f"{float(std.min()):.2g}, so that log-probs and KL explode. "
-            "Let rollout.window stop before them, or raise rollout.noise_level.",
+            "Let rollout.window stop before them, or raise rollout.noise_level."
         )
     if isinstance(config, OpdStage) and config.student.weighting in ("kl", "published"):
         kind, level = rollout.kind, rollout.noise_level
@@ -181,10 +172,9 @@ def noise(plan: Plan) -> Iterator[Finding]:
         weight = step_weights(sigmas, weighting=weighting, kind=kind, noise_level=level)[window]
         share, place = (weight / weight.sum()).max(0)
         if len(window) > 2 and share > 0.5:
-            yield Finding(
-                "note",
+            yield note(
                 f"weighting: {weighting!r} puts {float(share):.0%} of the loss on step "
-                f"{window[int(place)]} of {len(window)}. 'velocity' weights all steps equally.",
+                f"{window[int(place)]} of {len(window)}. 'velocity' weights all steps equally."
             )
 
 
@@ -197,16 +187,14 @@ def clip(plan: Plan) -> Iterator[Finding]:
         ranges["student.clip_range"] = config.student.clip_range
     for key, value in ranges.items():
         if value < 1e-6:
-            yield Finding(
-                "fault",
+            yield fault(
                 f"clip: {key} = {value:g} is close to the rounding error of a ratio in float32 "
-                "(1e-7), so that every ratio is clipped. 1e-5 to 1e-3 is usual.",
+                "(1e-7), so that every ratio is clipped. 1e-5 to 1e-3 is usual."
             )
         elif value > 1e-2:
-            yield Finding(
-                "fault",
+            yield fault(
                 f"clip: {key} = {value:g}. Log-probs are means over pixels and ratios stay within "
-                "about 1e-4 of 1, so that no ratio is ever clipped. 1e-5 to 1e-3 is usual.",
+                "about 1e-4 of 1, so that no ratio is ever clipped. 1e-5 to 1e-3 is usual."
             )
 
 
@@ -302,11 +290,10 @@ def fitting(plan: Plan) -> Iterator[Finding]:
             if weight.shape[side] == width:
                 continue
             seen = f"is {weight.shape[side]} wide there, and {width} in the base"
-            yield Finding(
-                "fault",
+            yield fault(
                 f"{place}: an adapter of another base: its layer {layer} "
                 f"{seen if width else 'is not in the base'} {plan.config.model.id!r}. "
-                "Use an adapter that was trained on this base.",
+                "Use an adapter that was trained on this base."
             )
             break
 
@@ -316,12 +303,11 @@ def working(plan: Plan) -> Iterator[Finding]:
     for place, weights in plan.loras.items():
         b_weights = [weight for key, weight in weights.items() if ".lora_B" in key]
         if not all(bool(weight.isfinite().all()) for weight in weights.values()):
-            yield Finding("fault", f"{place}: its weights are not finite. Train it again.")
+            yield fault(f"{place}: its weights are not finite. Train it again.")
         elif b_weights and not any(bool(weight.any()) for weight in b_weights):
-            yield Finding(
-                "fault",
+            yield fault(
                 f"{place}: equals the base: all B are 0, as in a LoRA that was never trained. "
-                "Use the adapter of a finished run, or null for the base itself.",
+                "Use the adapter of a finished run, or null for the base itself."
             )
 
 
@@ -337,26 +323,27 @@ def apart(plan: Plan) -> Iterator[Finding]:
     teachers = {place: lora for place, lora in plan.loras.items() if place.startswith("teachers.")}
     for place, weights in teachers.items():
         if origin and same(weights, origin):
-            level = "fault" if len(config.teachers) == 1 else "note"
-            text = f"{place}: it is the student's start (lora.init). There is nothing to learn."
-            yield Finding(level, text)
+            yield Finding(
+                "fault" if len(config.teachers) == 1 else "note",
+                f"{place}: it is the student's start (lora.init). There is nothing to learn.",
+            )
     for (one, a), (other, b) in itertools.combinations(teachers.items(), 2):
         if same(a, b):
-            yield Finding("note", f"{one} and {other} have the same weights.")
+            yield note(f"{one} and {other} have the same weights.")
 
 
 def ignored(plan: Plan) -> Iterator[Finding]:
     """Keys of `lora` that lora.init overrules."""
     with suppress(AdapterError, OSError):  # an earlier stage will write it
         if adapter := start(plan.config.lora):
-            yield from (Finding("note", f"{text}. Leave it out.") for text in adapter.ignored)
+            yield from (note(f"{text}. Leave it out.") for text in adapter.ignored)
 
 
 def output(plan: Plan) -> Iterator[Finding]:
     """A folder that holds a run already."""
     folder = Path(plan.config.output)
     if any((folder / "checkpoints").glob("update_*")):
-        yield Finding("note", f"output: {folder} holds a run; `train --resume` continues it.")
+        yield note(f"output: {folder} holds a run; `train --resume` continues it.")
 
 
 CHECKS: tuple[Callable[[Plan], Iterator[Finding]], ...] = (

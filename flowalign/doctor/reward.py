@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flowalign import rewards
 from flowalign.doctor import findings
-from flowalign.doctor.findings import Finding
+from flowalign.doctor.findings import Finding, ok
 from flowalign.rewards.guarded import Guarded, score
 from flowalign.types import PromptBatch, Reward
 
@@ -68,7 +68,7 @@ def diagnose(name: str, options: Mapping[str, Any], count: int, size: int | None
     batch = batch.select([row for row in range(len(batch)) for _ in range(copies)])
     health = examine(reward, batch, scenes, copies)
     used = ", ".join(f"{v - before[k]:.0f} MiB of {k}" for k, v in memory().items())
-    health.findings.insert(0, Finding("ok", f"built in {seconds:.1f} s; all in all {used}"))
+    health.findings.insert(0, ok(f"built in {seconds:.1f} s; all in all {used}"))
     return health
 
 
