@@ -9,12 +9,24 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+
+from flowalign import recipe
+from flowalign.config import (
+    ADAPTER,
+    ConfigError,
+    MergeStage,
+    RecipeStage,
+    Stage,
+    TrainingStage,
+    assignments,
+    load,
+)
+from flowalign.doctor import reward
 from flowalign.doctor.findings import Finding, fault, healthy, note, ok, show
-
-if TYPE_CHECKING:
-    from flowalign.config import TrainingStage
+from flowalign.preflight import check_world
+from flowalign.progress import quiet
 
 CPU_MODEL = 2**31  # bytes of the largest model that a CPU samples from
 PACKAGES = ("flowalign", "torch", "diffusers", "transformers", "accelerate", "peft")
@@ -22,10 +34,6 @@ PACKAGES = ("flowalign", "torch", "diffusers", "transformers", "accelerate", "pe
 
 def main(argv: Sequence[str]) -> int:
     """Exit status: 0 = no fault, 1 = a fault, 2 = it could not be examined."""
-    from flowalign.config import assignments
-    from flowalign.doctor import reward
-    from flowalign.progress import quiet
-
     args = parser().parse_args(argv)
     quiet()
     log = logging.getLogger("flowalign.rewards.guarded")
@@ -68,18 +76,13 @@ def examine(args: argparse.Namespace) -> bool:
 
     Raises ConfigError for a config that `train` refuses to read.
     """
-    from flowalign.config import ConfigError, TrainingStage, load
-    from flowalign.config.schema import RecipeStage, Stage
-    from flowalign.preflight import check_world
-    from flowalign.recipe import plan
-
     root = load(args.config, args.options, stage=Stage, variant=args.variant)
     show(_environment())
     stages: Mapping[str, Stage] = {Path(args.config).stem: root}
     refused: list[Finding] = []
     try:
         if isinstance(root, RecipeStage):
-            stages = plan(root, Path(args.config).parent, args.processes)
+            stages = recipe.plan(root, Path(args.config).parent, args.processes)
         else:
             check_world(root, args.processes)
     except ConfigError as error:
@@ -96,8 +99,6 @@ def examine(args: argparse.Namespace) -> bool:
 
 def _environment() -> Iterator[Finding]:
     """Versions, and the device."""
-    import torch
-
     versions = [f"Python {platform.python_version()}"]
     for package in PACKAGES:
         try:
@@ -114,8 +115,6 @@ def _environment() -> Iterator[Finding]:
 
 def _ranks(stages: Mapping[str, object]) -> dict[str, int]:
     """{folder: rank} of the adapters that the stages of a recipe will write."""
-    from flowalign.config import ADAPTER, TrainingStage
-    from flowalign.config.schema import MergeStage
     from flowalign.doctor.estimate import rank_of
 
     ranks: dict[str, int] = {}
@@ -144,8 +143,7 @@ def _examine_stage(
 ) -> bool:
     """Print the findings of a training stage: its plan, a few images, its memory and time; whether
     there was no fault. refused: `train` refuses the config, so only a prediction is made."""
-    import torch
-
+    # diffusers is imported here: after `quiet`, and not for a reward
     from flowalign.doctor import budget, live, plan
     from flowalign.doctor.architectures import local_folder
     from flowalign.doctor.estimate import predict
@@ -154,14 +152,9 @@ def _examine_stage(
     show(findings)
     here = local_folder(config.model.id, config.model.revision) is not None
     # for this machine's CPU only where the run itself would be on it
-    gpu = args.memory or torch.cuda.is_available() or not here
+    device = "cuda" if args.memory or torch.cuda.is_available() or not here else "cpu"
     try:
-        estimate = predict(
-            config,
-            device_type="cuda" if gpu else "cpu",
-            processes=args.processes,
-            ranks=ranks,
-        )
+        estimate = predict(config, device_type=device, processes=args.processes, ranks=ranks)
     except LookupError as error:
         estimate = None
         show([note(f"memory: no prediction: {error.args[0]}")])
