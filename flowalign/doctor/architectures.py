@@ -120,6 +120,7 @@ def build(architecture: Architecture, dtype: torch.dtype = torch.float32) -> Any
         SD3Transformer2DModel,
         StableDiffusion3Pipeline,
     )
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
     # diffusers' own `to` would warn of hooks and dtypes that do not matter here
     to: Any = nn.Module.to
@@ -133,15 +134,11 @@ def build(architecture: Architecture, dtype: torch.dtype = torch.float32) -> Any
     encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
     parts |= dict.fromkeys((*encoders, "tokenizer", "tokenizer_2", "tokenizer_3"))
     for name, config in zip(encoders, architecture.text, strict=False):  # T5 may be left out
-        parts[name] = to(text_encoder(config), dtype)
+        # a file's own dtype must not overrule ours
+        sizes = {k: v for k, v in config.items() if k not in ("model_type", "dtype", "torch_dtype")}
+        if config["model_type"] == "t5":
+            encoder = T5EncoderModel(T5Config(**sizes))
+        else:
+            encoder = CLIPTextModelWithProjection(CLIPTextConfig(**sizes))
+        parts[name] = to(encoder, dtype).eval()
     return StableDiffusion3Pipeline(**parts)
-
-
-def text_encoder(config: Mapping[str, Any]) -> nn.Module:
-    """A CLIP text model with projection, or a T5 encoder, with random weights."""
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, T5EncoderModel
-
-    sizes = {k: v for k, v in config.items() if k not in ("model_type", "dtype", "torch_dtype")}
-    if config["model_type"] == "t5":
-        return T5EncoderModel(T5Config(**sizes)).eval()
-    return CLIPTextModelWithProjection(CLIPTextConfig(**sizes)).eval()
