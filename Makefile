@@ -1,10 +1,17 @@
 # Every target sets up .venv by itself (scripts/setup.sh); FLOWALIGN_PYTHON picks the interpreter.
 PY := .venv/bin/python
 
-.PHONY: test demo check docs setup clean
+.PHONY: test test-all demo check docs setup clean
+
+# One worker a core, each with one thread (tests/conftest.py).
+PYTEST := $(PY) -m pytest -q -n logical --maxprocesses 8 --dist worksteal
 
 test: setup
-	$(PY) -m pytest -q
+	$(PYTEST)
+
+# The slow ones, too: several processes, compiled models, the notebooks, the wheel, the site.
+test-all: setup
+	$(PYTEST) -m "not gpu"
 
 demo: setup
 	$(PY) -m flowalign.cli demo
