@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from flowalign.backbone import DTYPES, Backbone
 from flowalign.config import SD3_ATTENTION, ModelConfig
 from flowalign.doctor.architectures import ARCHITECTURES, Architecture, build
-from flowalign.tiny import build as tiny
+from flowalign.tiny import MODEL
 
 MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
 
@@ -54,11 +55,14 @@ def with_small_text(whole: Architecture, vocabulary: int) -> Architecture:
 def pipeline(architecture: Architecture, seed: int = 0) -> Any:
     """A whole pipeline on the CPU: random weights, small text encoders of the right output sizes,
     and the tiny world's tokenizer."""
+    tokenizers = {
+        name: PreTrainedTokenizerFast.from_pretrained(MODEL / "tokenizer", model_max_length=length)
+        for name, length in (("tokenizer", 77), ("tokenizer_2", 77), ("tokenizer_3", 256))
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        pipe = build(with_small_text(architecture, len(tiny.vocabulary())))
-    for name in ("tokenizer", "tokenizer_2", "tokenizer_3"):
-        tokenizer = tiny.tokenizer(max_length=256 if name == "tokenizer_3" else 77)
+        pipe = build(with_small_text(architecture, len(tokenizers["tokenizer"])))
+    for name, tokenizer in tokenizers.items():
         setattr(pipe, name, tokenizer)
         pipe.register_modules(**{name: tokenizer})
     return pipe
