@@ -109,6 +109,6 @@ def parts(loop: Any) -> Iterator[tuple[str, Callable[[], None]]]:
         found["prepared"] = loop.algorithm.prepare(found["rollout"], loop.update)
 
     def update() -> None:
-        loop._learn(found["rollout"], found["prepared"].keep)
+        loop.learn(found["prepared"])
 
     yield from (("rollout", rollout), ("labels", labels), ("update", update))

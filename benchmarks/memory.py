@@ -82,7 +82,7 @@ def compared(found: config.TrainingStage, device_type: str) -> dict[str, tuple[i
 def once(loop: Loop) -> None:
     """An update of the loop."""
     rollout = loop.rollout(0)
-    loop._learn(rollout, loop.algorithm.prepare(rollout, 0).keep)
+    loop.learn(loop.algorithm.prepare(rollout, 0))
 
 
 def phases(loop: Loop) -> Iterator[tuple[str, int]]:
@@ -93,7 +93,7 @@ def phases(loop: Loop) -> Iterator[tuple[str, int]]:
     kept = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
     prepared, held = peak(loop.backbone.device, lambda: loop.algorithm.prepare(rollout, 1))
     yield "labels", kept + held
-    _, held = peak(loop.backbone.device, lambda: loop._learn(rollout, prepared.keep))
+    _, held = peak(loop.backbone.device, lambda: loop.learn(prepared))
     yield "update", kept + held
 
 

@@ -51,10 +51,10 @@ def main() -> None:
         settings += ["tasks.0.reward={name: waiting}"]
         loop, *_ = train.wire(load(PRESET, [f"output={folder}", "train.trackers=[]", *settings]))
     algorithm = loop.algorithm
-    see, found = algorithm.see, {"after": [], "beside": []}
+    on_images, found = algorithm.on_images, {"after": [], "beside": []}
     for repeat in range(args.repeats + 1):
         for way in found:
-            algorithm.see = see if way == "beside" else None
+            algorithm.on_images = on_images if way == "beside" else None
             began = time.perf_counter()
             rollout = loop.rollout(repeat)
             sampled = time.perf_counter() - began

@@ -4,6 +4,7 @@ random weights; never run with FLUX's own, and trained with none."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -88,21 +89,23 @@ class Flux(Backbone):
         scheduler.set_timesteps(sigmas=even.tolist(), mu=mu)
         return scheduler.sigmas
 
-    def _forward(self, x: Tensor, sigma: Tensor, embeds: Tensor, pooled: Tensor) -> Tensor:
+    def inputs(self, x: Tensor, sigma: Tensor, embeds: Tensor, pooled: Tensor) -> dict[str, Any]:
         b, c, h, w = x.shape
         patches = x.view(b, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5)
         rows, columns = torch.meshgrid(torch.arange(h // 2), torch.arange(w // 2), indexing="ij")
         places = torch.stack([torch.zeros_like(rows), rows, columns], -1).flatten(0, 1)
-        told = torch.full((b,), self.embedded_guidance, device=x.device)
-        velocity = self.transformer(
-            hidden_states=patches.reshape(b, h * w // 4, 4 * c).to(self.dtype),
-            encoder_hidden_states=embeds.to(self.dtype),
-            pooled_projections=pooled.to(self.dtype),
-            timestep=sigma.to(self.dtype),
-            guidance=told if self.core.config.guidance_embeds else None,
-            img_ids=places.to(x.device, self.dtype),
-            txt_ids=torch.zeros(embeds.shape[1], 3, device=x.device, dtype=self.dtype),
-            return_dict=False,
-        )[0]
-        patches = velocity.view(b, h // 2, w // 2, c, 2, 2).permute(0, 3, 1, 4, 2, 5)
-        return patches.reshape(b, c, h, w).float()
+        scale = torch.full((b,), self.embedded_guidance, device=x.device)
+        return {
+            "hidden_states": patches.reshape(b, h * w // 4, 4 * c).to(self.dtype),
+            "encoder_hidden_states": embeds.to(self.dtype),
+            "pooled_projections": pooled.to(self.dtype),
+            "timestep": sigma.to(self.dtype),
+            "guidance": scale if self.core.config.guidance_embeds else None,
+            "img_ids": places.to(x.device, self.dtype),
+            "txt_ids": torch.zeros(embeds.shape[1], 3, device=x.device, dtype=self.dtype),
+        }
+
+    def unpack(self, output: Tensor) -> Tensor:
+        c, h, w = self.latent_shape
+        patches = output.view(-1, h // 2, w // 2, c, 2, 2).permute(0, 3, 1, 4, 2, 5)
+        return patches.reshape(-1, c, h, w).float()

@@ -30,7 +30,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from flowalign import frozen
-from flowalign.adapters.files import adapter_digest
+from flowalign.adapters.files import read_lora
 from flowalign.backbone import Backbone
 from flowalign.config import ConfigError, EvalStage
 from flowalign.eval.stats import from_json
@@ -209,7 +209,7 @@ def open_stores(
     accelerator: Accelerator,
 ) -> dict[tuple[str, str], Store]:
     """{(model, set of images): its store}, to be admitted. weights: `fingerprint` of the base."""
-    adapters = {name: folder and adapter_digest(folder) for name, folder in config.models.items()}
+    adapters = {name: folder and read_lora(folder).digest for name, folder in config.models.items()}
     # the main process speaks for all: a remote reward may describe itself to some of them only
     pairs = zip(config.benchmarks, sets, strict=True)
     scores = gather_object([[scores_of(mark, of) for mark, of in pairs]])[0]

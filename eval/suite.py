@@ -25,10 +25,9 @@ from flowalign.devices import current
 from flowalign.eval.stats import average, headline_row, lost, rows_of
 from flowalign.eval.store import Key, Store
 from flowalign.pictures import png
-from flowalign.rewards.ahead import Ahead
-from flowalign.rewards.guarded import Guarded, score
+from flowalign.rewards.scoring import Ahead, score
 from flowalign.rollout import Noise, Schedule, places, sample
-from flowalign.types import EvalReport, EvalRow, PromptBatch, Reward
+from flowalign.types import EvalReport, EvalRow, PromptBatch, Reward, Scores
 
 
 @dataclass(frozen=True)
@@ -273,7 +272,7 @@ class _Scored:
             self.advance(len(keys))
 
 
-def _score(reward: Reward, images: Tensor, batch: PromptBatch) -> Guarded:
+def _score(reward: Reward, images: Tensor, batch: PromptBatch) -> Scores:
     return score(reward, images, batch.prompts, batch.metadata)
 
 
@@ -373,7 +372,7 @@ def _features(images: Tensor, features: Callable[[Tensor], Tensor]) -> Tensor:
     return found.where(known.cpu()[:, None], torch.nan)
 
 
-def _image_rows(keys: Sequence[Key], prompts: PromptBatch, scores: Guarded) -> list[dict[str, Any]]:
+def _image_rows(keys: Sequence[Key], prompts: PromptBatch, scores: Scores) -> list[dict[str, Any]]:
     return [
         {
             "index": index,

@@ -29,14 +29,14 @@ def load(
     `StableDiffusion3Pipeline.from_pretrained`. A LoRA that cannot be had or read raises HubError or
     AdapterError before the model is loaded.
     """
-    from flowalign.adapters.files import adapter_folder
+    from flowalign.adapters.files import read_lora
     from flowalign.backbone import put_lora, resolve
     from flowalign.backbone.pipeline import pipeline_class, text_length
 
-    folder = lora and adapter_folder(lora, newest=True)
-    pipe = pipeline_class(text_length(model, folder)).from_pretrained(resolve(model), **kw)
-    if folder:
-        put_lora(pipe.transformer, "default_0", folder)  # diffusers' name for a first one
+    adapter = read_lora(lora, newest=True) if lora else None
+    pipe = pipeline_class(text_length(model, adapter)).from_pretrained(resolve(model), **kw)
+    if adapter:
+        put_lora(pipe.transformer, "default_0", adapter)  # diffusers' name for a first one
     return pipe
 
 

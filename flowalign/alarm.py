@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
+
+from flowalign import metrics
 
 Measured = tuple[float, float]  # a mean and its standard error
 SURE = 2.0  # standard errors of a difference that count as a change
 
 
 class Alarm:
-    """Compares the evaluations of a run. What is trained: the reward, or minus the distillation
-    loss; what is watched: every held-out number."""
+    """Compares the evaluations of a run: what is trained (the reward, or minus the distillation
+    loss) with what is watched (every held-out number)."""
 
     def __init__(self) -> None:
         self.trained: list[Measured] = []  # one each period between evaluations
         self.watched: list[dict[str, Measured]] = []  # one each evaluation
         self.period: list[float] = []
 
-    def update(self, metrics: Mapping[str, float]) -> None:
-        """Note what an update says of the objective, if anything."""
-        value = metrics.get("reward", -metrics.get("distill", math.nan))
+    def update(self, values: Mapping[str, float]) -> None:
+        """Note the objective of an update, if it has one."""
+        value = values.get(metrics.REWARD, -values.get(metrics.DISTILL, math.nan))
         self.period += [value] if math.isfinite(value) else []
 
     def look(self, held_out: Mapping[str, Measured]) -> list[str]:
-        """What fell since the first evaluation, or since its best, while training improved from
-        the first period to this one: a sentence each. Differences within SURE standard errors, and
-        errors that are not known, raise no alarm."""
+        """A sentence for each number that fell from its best while training improved from the first
+        period to this one. Differences within SURE standard errors, or whose error is not known,
+        raise no alarm."""
         if len(self.period) > 1:
             error = statistics.stdev(self.period) / math.sqrt(len(self.period))
             self.trained.append((statistics.fmean(self.period), error))
@@ -39,7 +41,7 @@ class Alarm:
         return list(filter(None, (self._fallen(name, now) for name, now in held_out.items())))
 
     def _fallen(self, name: str, now: Measured) -> str:
-        before = [found[name] for found in self.watched[:-1] if name in found]
+        before = [report[name] for report in self.watched[:-1] if name in report]
         best = max(before, default=now)
         if not _beyond(now, best):
             return ""
@@ -54,19 +56,15 @@ class Alarm:
         return {"trained": self.trained, "watched": self.watched, "period": self.period}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Back to what `state` gave."""
-        self.trained = _pairs(state["trained"])
+        """Go back to what `state` returned."""
+        self.trained = [(mean, error) for mean, error in state["trained"]]
         self.watched = [
-            dict(zip(found, _pairs(found.values()), strict=True)) for found in state["watched"]
+            {name: (mean, error) for name, (mean, error) in report.items()}
+            for report in state["watched"]
         ]
         self.period = list(state["period"])
 
 
 def _beyond(low: Measured, high: Measured) -> bool:
-    """Whether high is surely above low."""
+    """Whether high is above low by more than chance."""
     return high[0] - low[0] > SURE * math.hypot(low[1], high[1])
-
-
-def _pairs(values: Any) -> list[Measured]:
-    found: Sequence[Any] = list(values)
-    return [(mean, error) for mean, error in found]

@@ -49,7 +49,7 @@ class Checkpoints:
         states: dict[str, Any],
         progress: dict[str, Any],
     ) -> Path:
-        """Write one: tensors (lists of weights), states (state dicts with tensors), progress."""
+        """Write one. tensors: lists of weights; states: state dicts; progress: for JSON."""
         final = self.folder / f"{PREFIX}{update:06d}"
         part = self.folder / f".part_{update:06d}"
         if accelerator.is_main_process:
@@ -61,11 +61,13 @@ class Checkpoints:
                 save_file(rows, part / f"{name}.safetensors")
             torch.save(states, part / "states.pt")
             (part / "progress.json").write_text(json.dumps({"update": update, **progress}))
-        accelerator.wait_for_everyone()
-        _write_rng(get_rng(), part, accelerator.process_index)
-        accelerator.wait_for_everyone()
+        accelerator.wait_for_everyone()  # the folder is there
+        rng, index = get_rng(), accelerator.process_index
+        save_file(rng.tensors, part / f"rng_{index}.safetensors")
+        (part / f"rng_{index}.json").write_text(json.dumps(rng.rest))
+        accelerator.wait_for_everyone()  # every process has written its generators
         if accelerator.is_main_process:
-            if final.exists():  # the run stands where it resumed: the same state
+            if final.exists():  # of this very state, from before the run was resumed
                 shutil.rmtree(part)
             else:
                 os.replace(part, final)
@@ -78,7 +80,7 @@ class Checkpoints:
 
 def load(
     folder: Path, process_index: int, tensors: Mapping[str, Sequence[Tensor]]
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read one back: fills `tensors` in place, restores the RNGs, returns states and progress."""
     for name, values in tensors.items():
         saved = load_file(folder / f"{name}.safetensors")
@@ -89,15 +91,17 @@ def load(
             )
         for i, value in enumerate(values):
             value.data.copy_(saved[str(i)])
-    _read_rng(folder, process_index)
+    rng = folder / f"rng_{process_index}.json"
+    if rng.exists():  # else there are more processes than before: the new ones keep their own
+        set_rng(Rng(load_file(rng.with_suffix(".safetensors")), json.loads(rng.read_text())))
     states = torch.load(folder / "states.pt", weights_only=True, map_location="cpu")
-    return {"states": states, "progress": json.loads((folder / "progress.json").read_text())}
+    return states, json.loads((folder / "progress.json").read_text())
 
 
 @dataclass(frozen=True)
 class Rng:
-    """State of the global generators: ours are not among them, but a plugin's reward may draw
-    from them. tensors for safetensors, rest for JSON."""
+    """State of the global generators. The library has its own, but a plugin's reward may draw from
+    these. tensors: for safetensors; rest: for JSON."""
 
     tensors: dict[str, Tensor]
     rest: dict[str, list[Any]]
@@ -115,7 +119,7 @@ def get_rng() -> Rng:
 
 
 def set_rng(rng: Rng) -> None:
-    """Put the global generators back into a state that `get_rng` gave."""
+    """Put the global generators back into a state that `get_rng` returned."""
     torch.set_rng_state(rng.tensors["torch"])
     if (device := current()) and device.type in rng.tensors:
         torch.get_device_module(device).set_rng_state(rng.tensors[device.type])
@@ -123,15 +127,3 @@ def set_rng(rng: Rng) -> None:
     np.random.set_state((kind, rng.tensors["numpy"].numpy(), position, gauss, cached))
     version, internal, gauss_next = rng.rest["python"]
     random.setstate((version, tuple(internal), gauss_next))
-
-
-def _write_rng(rng: Rng, folder: Path, index: int) -> None:
-    save_file(rng.tensors, folder / f"rng_{index}.safetensors")
-    (folder / f"rng_{index}.json").write_text(json.dumps(rng.rest))
-
-
-def _read_rng(folder: Path, index: int) -> None:
-    path = folder / f"rng_{index}.json"
-    if path.exists():  # else resumed with more processes than before: those keep their own
-        tensors = load_file(folder / f"rng_{index}.safetensors")
-        set_rng(Rng(tensors, json.loads(path.read_text())))

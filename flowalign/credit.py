@@ -1,15 +1,15 @@
 """Credit: from the rewards of B images to their advantages. Pure tensors.
 
-B images in groups; group [B] says which images share a prompt. task [B] says which images share a
-reward, whose range is its own: no statistic spans two tasks (None = all are of one). valid [B],
-False where the reward failed: such a row leaves every statistic and gets advantage 0. All is
-computed in float64 and returned as float32 [B], without gradient.
+group [B]: which images share a prompt. task [B]: which images share a reward; no statistic spans
+two tasks, as each reward has its own range (None = one task). valid [B]: False where the reward
+failed; such a row leaves every statistic and gets advantage 0. Computed in float64, returned as
+float32 [B], without gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,11 +21,11 @@ _ROUNDING = 8 * torch.finfo(torch.float32).eps
 def group_relative(
     value: Tensor,
     group: Tensor,
+    valid: Tensor | None = None,
+    task: Tensor | None = None,
     *,
     std: str = "batch",
     eps: float = 1e-4,
-    valid: Tensor | None = None,
-    task: Tensor | None = None,
 ) -> Tensor:
     """(value - mean of its group) / (std + eps) [B], the advantage of GRPO (2402.03300).
 
@@ -56,9 +56,9 @@ def gaussian_ranks(
 
     Equal values (up to rounding) share the mean of their quantiles; a group that is all equal, or
     of one, gets 0. The idea is G2RPO's (2604.08539): an advantage distributed as N(0, 1) whatever
-    the reward's scale and tails. What it is not: only order counts, the distances between
-    rewards are lost; n quantiles have a std below 1 (.67 for n = 2, .97 for n = 24), and with
-    ties the result is not normal (rewards of 0 and 1 give two values).
+    the reward's scale and tails. Only the order counts: distances between rewards are lost. n
+    quantiles have a std below 1 (.67 for n = 2, .97 for n = 24), and with ties the result is not
+    normal (rewards of 0 and 1 give two values).
     """
     value, group, valid, _ = _checked(value, group, valid, task)  # a group is of one task
     advantage = torch.zeros_like(value)
@@ -76,31 +76,9 @@ def gaussian_ranks(
     return advantage.float()
 
 
-def group_std(
-    value: Tensor, group: Tensor, valid: Tensor | None = None, task: Tensor | None = None
-) -> Tensor:
-    """`group_relative` by the std of the image's own group [B]."""
-    return group_relative(value, group, std="group", valid=valid, task=task)
-
-
-def batch_std(
-    value: Tensor, group: Tensor, valid: Tensor | None = None, task: Tensor | None = None
-) -> Tensor:
-    """`group_relative` by the std of the batch's images of the same task [B]."""
-    return group_relative(value, group, std="batch", valid=valid, task=task)
-
-
-class Advantage(Protocol):
-    """value, group, valid, task, all [B] -> the advantage [B]."""
-
-    def __call__(
-        self, value: Tensor, group: Tensor, valid: Tensor | None, task: Tensor | None = None, /
-    ) -> Tensor: ...
-
-
-ADVANTAGES: dict[str, Advantage] = {
-    "group_std": group_std,
-    "batch_std": batch_std,
+ADVANTAGES: dict[str, Callable[..., Tensor]] = {  # (value, group, valid=None, task=None) -> [B]
+    "group_std": partial(group_relative, std="group"),
+    "batch_std": partial(group_relative, std="batch"),
     "gaussian": gaussian_ranks,
 }
 
@@ -115,7 +93,7 @@ def clip_advantage(advantage: Tensor, limit: float) -> Tensor:
 def _checked(
     value: Tensor, group: Tensor, valid: Tensor | None, task: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """value as float64 without gradient, group, valid and task beside it; or a ValueError."""
+    """All four [B] on one device, value as float64 without gradient. ValueError for bad input."""
     if valid is None:
         valid = torch.ones(value.shape, dtype=torch.bool)
     if task is None:

@@ -7,6 +7,7 @@ import difflib
 import io
 import json
 import random
+import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from functools import lru_cache
@@ -35,38 +36,43 @@ def load_prompts(source: str | Path, task: str) -> PromptBatch:
     Raises PromptError for a set that is missing, empty or malformed.
     """
     path = _locate(str(source))
-    read = _read_folder if path.is_dir() else READERS.get(path.suffix)
-    if read is None:
+    if path.is_dir():
+        rows = _read_folder(path)
+    elif path.suffix in READERS:
+        rows = _read_file(path, _text(path))
+    else:
         raise PromptError(
             f"{path} is neither a .txt (one prompt a line) nor a .jsonl (one object with a "
             "`prompt` a line) nor a .csv (with a column `prompt` or `text`). Rename or convert it."
         )
-    rows = read(path)
     if not rows:
         raise PromptError(f"{path} holds no prompts. Write one a line.")
-    prompts, metadata = [prompt for prompt, _ in rows], [rest for _, rest in rows]
+    prompts, metadata = [prompt for prompt, _ in rows], [dict(rest) for _, rest in rows]
     return PromptBatch(prompts, [task] * len(prompts), metadata)
 
 
 def subset(prompts: PromptBatch, count: int) -> PromptBatch:
     """`count` rows that stand for the whole set, in its order; all of them where there are fewer.
 
-    Every value of the metadata `tag` is there in its proportion, as many a file is sorted by tag
-    (GenEval's first 128 rows know two of its six); rows without one are of one kind. A function of
+    Every value of the metadata `tag` keeps its share, since many files are sorted by tag (GenEval's
+    first 128 rows have two of its six). Rows without a tag count as one more. The choice depends on
     the set alone, and a larger count holds the rows of a smaller one.
     """
-    kinds: dict[str, list[int]] = {}
+    tags: dict[str, list[int]] = {}
     for row, metadata in enumerate(prompts.metadata):
-        kinds.setdefault(str(metadata.get("tag")), []).append(row)
+        tags.setdefault(str(metadata.get("tag")), []).append(row)
     places: list[tuple[float, int]] = []
-    for kind, rows in kinds.items():
-        for j, place in enumerate(_permutation(f"subset/{kind}", len(rows))):
+    for tag, rows in tags.items():
+        for j, place in enumerate(_permutation(f"subset/{tag}", len(rows))):
             places.append(((j + 0.5) / len(rows), rows[place]))
     return prompts.select(sorted(row for _, row in sorted(places)[:count]))
 
 
+# Reading -----------------------------------------------------------------------------------------
+
+
 def _locate(source: str) -> Path:
-    """The file or folder behind a source; an error names what lies near it."""
+    """The file or folder of a source; an error names the nearest name beside it."""
     tiny = source.startswith("tiny/") and not Path(source).suffix
     path = PROMPTS / f"{source[5:]}.jsonl" if tiny else Path(source).expanduser()
     if path.is_file() or (path.is_dir() and not tiny):
@@ -83,34 +89,94 @@ def _locate(source: str) -> Path:
     )  # fmt: skip
 
 
-def _text(path: Path, newline: str | None = None) -> str:
+def _text(path: Path) -> str:
     try:
-        with path.open(encoding="utf-8-sig", newline=newline) as file:
+        # newlines as they are: csv knows itself which of them end a row
+        with path.open(encoding="utf-8-sig", newline="") as file:
             return file.read()
     except UnicodeDecodeError as error:
         raise PromptError(f"{path} is not UTF-8 ({error}). Save it as UTF-8.") from None
 
 
-def _lines(path: Path) -> list[tuple[int, str]]:
+@lru_cache(maxsize=16)  # a start asks for each set several times: to check it, count it, use it
+def _read_file(path: Path, text: str) -> list[Row]:
+    """The rows of a file with this text. Whoever gets them must not change them."""
+    return READERS[path.suffix](path, text)
+
+
+def _lines(text: str) -> list[tuple[int, str]]:
     """The lines that are not blank, stripped, with their numbers from 1."""
     # not str.splitlines: it would also cut at U+2028 and its like, inside a prompt
-    lines = enumerate(_text(path).split("\n"), 1)
+    lines = enumerate(re.split(r"\r\n?|\n", text), 1)
     return [(number, line.strip()) for number, line in lines if line.strip()]
 
 
-def _read_txt(path: Path) -> list[Row]:
-    return [(line, {}) for _, line in _lines(path)]
+def _read_txt(path: Path, text: str) -> list[Row]:
+    return [(line, {}) for _, line in _lines(text)]
 
 
-def _read_jsonl(path: Path) -> list[Row]:
-    return [_read_json_line(line, f"{path}, line {number}") for number, line in _lines(path)]
+def _read_jsonl(path: Path, text: str) -> list[Row]:
+    rows: list[Row] = []
+    for number, line in _lines(text):
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise PromptError(f"{where}: not JSON ({error.msg}, column {error.colno}).") from None
+        if not isinstance(row, dict):
+            kind = type(row).__name__
+            raise PromptError(f'{where}: a {kind}; want an object, {{"prompt": "..."}}.')
+        prompt = row.pop("prompt", None)
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise PromptError(
+                f"{where}: the key `prompt` is {prompt!r}; want a non-empty text. "
+                f"The other keys are {sorted(row)}."
+            )
+        rows.append((prompt, row))
+    return rows
+
+
+def _read_csv(path: Path, text: str) -> list[Row]:
+    """A prompt a row; rows of one item_id are folded into one, with the columns that they share."""
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    column = next((name for name in ("prompt", "text") if name in (reader.fieldnames or ())), None)
+    if column is None:
+        raise PromptError(
+            f"{path} has the columns {reader.fieldnames or []}; want a header with `prompt` or "
+            "`text`. Name the column of the prompts so."
+        )
+    rows: list[Row] = []
+    places: dict[str, int] = {}  # of each item_id in rows
+    try:
+        for row in reader:
+            where = f"{path}, line {reader.line_num}"
+            if None in row or None in row.values():
+                raise PromptError(f"{where}: not as many cells as the header names. Fix the row.")
+            prompt = (row.pop(column) or "").strip()
+            if not prompt:
+                raise PromptError(f"{where}: the column `{column}` is empty. Write the prompt.")
+            item = row.get("item_id")
+            if item is None or item not in places:
+                places |= {item: len(rows)} if item is not None else {}
+                rows.append((prompt, row))
+                continue
+            first, kept = rows[places[item]]
+            if first != prompt:
+                raise PromptError(
+                    f"{where}: the item {item!r} has another prompt here, {prompt[:60]!r}, than "
+                    f"before, {first[:60]!r}. Give each prompt an item_id of its own."
+                )
+            rows[places[item]] = (prompt, {k: v for k, v in kept.items() if row[k] == v})
+    except csv.Error as error:
+        raise PromptError(f"{path}: not CSV after line {reader.line_num} ({error}).") from None
+    return rows
 
 
 def _read_folder(path: Path) -> list[Row]:
     """A prompt a file; T2I-CompBench's files of many prompts must not become one prompt each."""
     rows: list[Row] = []
     for file in sorted(path.glob("*.txt")):
-        lines = _lines(file)
+        lines = _lines(_text(file))
         if len(lines) != 1:
             raise PromptError(
                 f"{file} has {len(lines)} lines, but a folder is read as one prompt a file. Give "
@@ -122,79 +188,22 @@ def _read_folder(path: Path) -> list[Row]:
     return rows
 
 
-def _read_csv(path: Path) -> list[Row]:
-    text = _text(path, newline="")  # csv knows itself which newlines end a row
-    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-    column = next((name for name in ("prompt", "text") if name in (reader.fieldnames or ())), None)
-    if column is None:
-        raise PromptError(
-            f"{path} has the columns {reader.fieldnames or []}; want a header with `prompt` or "
-            "`text`. Name the column of the prompts so."
-        )
-    rows: list[Row] = []
-    items: dict[str, int] = {}
-    try:
-        for row in reader:
-            where = f"{path}, line {reader.line_num}"
-            if None in row or None in row.values():
-                raise PromptError(f"{where}: not as many cells as the header names. Mend the row.")
-            prompt = (row.pop(column) or "").strip()
-            if not prompt:
-                raise PromptError(f"{where}: the column `{column}` is empty. Write the prompt.")
-            _add_csv_row(rows, items, prompt, row, where)
-    except csv.Error as error:
-        raise PromptError(f"{path}: not CSV after line {reader.line_num} ({error}).") from None
-    return rows
-
-
-def _add_csv_row(
-    rows: list[Row], items: dict[str, int], prompt: str, rest: dict[str, Any], where: str
-) -> None:
-    """Append a row, or fold it into the one of its item: what differs within an item is dropped."""
-    item = rest.get("item_id")
-    if item not in items:
-        if item is not None:
-            items[item] = len(rows)
-        rows.append((prompt, rest))
-        return
-    before, kept = rows[items[item]]
-    if before != prompt:
-        raise PromptError(
-            f"{where}: the item {item!r} has another prompt here, {prompt[:60]!r}, than before, "
-            f"{before[:60]!r}. Give each prompt an item_id of its own."
-        )
-    rows[items[item]] = (prompt, {key: kept[key] for key in kept if rest[key] == kept[key]})
-
-
-READERS: Mapping[str, Callable[[Path], list[Row]]] = {
+READERS: Mapping[str, Callable[[Path, str], list[Row]]] = {
     ".txt": _read_txt,
     ".jsonl": _read_jsonl,
     ".csv": _read_csv,
 }
 
 
-def _read_json_line(line: str, where: str) -> Row:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise PromptError(f"{where}: not JSON ({error.msg}, column {error.colno}).") from None
-    if not isinstance(row, dict):
-        raise PromptError(f'{where}: a {type(row).__name__}; want an object, {{"prompt": "..."}}.')
-    prompt = row.pop("prompt", None)
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise PromptError(
-            f"{where}: the key `prompt` is {prompt!r}; want a non-empty text. "
-            f"The other keys are {sorted(row)}."
-        )
-    return prompt, row
+# Sampling ----------------------------------------------------------------------------------------
 
 
 class PromptSampler:
-    """Draws the P prompts of an update: a pure function of (seed, update), so a resume is exact.
+    """Draws the P prompts of an update, a pure function of (seed, update): a resume is exact.
 
-    Tasks come in the proportion of their weights in every batch (largest remainder, the rounding
-    debt carried to the next), spread evenly over its rows; each task walks through a fresh
-    permutation of its set per epoch, so that no prompt repeats within an epoch.
+    In every batch the tasks have the proportions of their weights: by the largest remainder, with
+    the rounding debt carried to the next batch. Each task goes through a new permutation of its set
+    per epoch, so no prompt repeats within an epoch. weights: > 0.
     """
 
     def __init__(
@@ -202,11 +211,8 @@ class PromptSampler:
     ) -> None:
         if set(sets) != set(weights):
             raise ValueError(f"prompt sets for {sorted(sets)}, but weights for {sorted(weights)}")
-        if prompts < 1 or not sets or any(weights[t] <= 0 or not len(sets[t]) for t in sets):
-            raise ValueError(
-                "want at least one prompt a batch, and tasks of weight > 0 and prompts"
-            )
         self.sets, self.prompts, self.seed = dict(sets), prompts, seed
+        # integers, as floats would round debts: 0.1 and 0.2 become 1 and 2
         exact = {task: Fraction(str(weights[task])) for task in sets}
         unit = lcm(*(weight.denominator for weight in exact.values()))
         self._weights = {task: int(weight * unit) for task, weight in exact.items()}
@@ -230,9 +236,9 @@ class PromptSampler:
     def _before(self, update: int) -> dict[str, int]:
         """Prompts that each task has given before this update.
 
-        A slot goes to the task that is owed most, counted at the end of its batch. Every slot
-        is thus given at a debt > 0, so no task gets ahead by a whole prompt: debts stay bounded
-        and the long-run shares are exact. Integers, in units of 1/total.
+        A slot goes to the task that is owed most, counted at the end of its batch. So every slot
+        is given at a debt > 0, and no task gets ahead by a whole prompt: debts stay bounded, and
+        the long-run shares are exact. Integers, in units of 1/total.
         """
         total = sum(self._weights.values())
         while len(self._drawn) <= update:

@@ -1,7 +1,7 @@
-"""Runs whose every operation gives the same bits whenever it is repeated (`train.deterministic`).
+"""Runs that give the same bits whenever they are repeated (`train.deterministic`).
 
-On a CPU that is so without being asked for. On a GPU some backward passes, that of attention among
-them, add up in whatever order their threads finish, unless torch is told to take the slower way.
+On a CPU every run does. On a GPU some backward passes, that of attention among them, sum in
+whatever order their threads finish, unless torch is set to its slower deterministic algorithms.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WORKSPACES = (":4096:8", ":16:8")
 
 
 def problems(config: TrainingStage) -> Iterator[str]:
-    """What would break the promise, or torch's own checks in the midst of the run."""
+    """What would make runs differ, or make torch raise in the middle of one."""
     if not config.train.deterministic:
         return
     if config.model.attention not in ATTENTION:
@@ -30,11 +30,11 @@ def problems(config: TrainingStage) -> Iterator[str]:
             "twice, and train.deterministic asks for that. Use null (torch's own attention, which "
             "obeys), or train.deterministic=false."
         )
-    told = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    if torch.cuda.is_available() and told not in WORKSPACES:
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    if torch.cuda.is_available() and workspace not in WORKSPACES:
         yield (
-            f"train.deterministic: CUBLAS_WORKSPACE_CONFIG is {told!r} in this environment, and "
-            "matrix products on the GPU may then vary. Start the run with "
+            f"train.deterministic: CUBLAS_WORKSPACE_CONFIG is {workspace!r} in this environment, "
+            "and matrix products on the GPU may then vary. Start the run with "
             f"CUBLAS_WORKSPACE_CONFIG={WORKSPACES[0]}."
         )
 
@@ -42,7 +42,7 @@ def problems(config: TrainingStage) -> Iterator[str]:
 @contextmanager
 def deterministic(on: bool) -> Iterator[None]:
     """If `on`: inside the `with`, an operation without a deterministic form raises. The switches
-    are torch's and the whole process's; they are put back."""
+    are global to the process; they are put back afterwards."""
     if not on:
         yield
         return

@@ -1,7 +1,7 @@
-"""Which device, always with its index; and a stream for a thread that works beside the caller's.
+"""Devices with their index, and a stream for a thread that works beside the caller's.
 
-"cuda" without an index is the current device of the thread that uses it, and that of a new thread
-is 0, on every rank. So a device is resolved once, in the thread that builds what lies on it.
+"cuda" without an index means the current device of the thread that uses it, and in a new thread
+that is device 0 on every rank. So a device is resolved once, in the thread that builds on it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def resolve(device: str | torch.device | None = None) -> torch.device:
 
 
 class Beside:
-    """What a thread needs that works beside others on the device of the thread that makes this: the
-    same current device, and a stream, so that neither waits for the other's kernels.
+    """For a thread that works beside the one that makes this: the same current device, and a stream
+    of its own, so that neither waits for the other's kernels.
 
-    Without an accelerator, on one that nobody has used yet, or on one without streams (mps), it
-    does nothing.
+    Does nothing without an accelerator, on one that is not in use yet, or on one without streams
+    (mps).
     """
 
     def __init__(self) -> None:
@@ -42,30 +42,30 @@ class Beside:
         self.stream = torch.Stream(device=self.device) if self.device else None
 
     def mark(self) -> torch.Event | None:
-        """By the caller: a point in its stream, after everything that it has started."""
+        """By the caller: an event after everything that it has started."""
         return torch.accelerator.current_stream(self.device).record_event() if self.stream else None
 
     def enter(self) -> None:
-        """By the thread, once: from here on it works on the device and the stream."""
+        """By the thread, once: from here on it uses the device and the stream."""
         if self.device and self.stream:
             torch.get_device_module(self.device).set_device(self.device)
             torch.accelerator.set_stream(self.stream)
 
-    def follow(self, mark: torch.Event | None) -> None:
-        """By the thread: what it starts from here on comes after the mark."""
-        if self.stream and mark:
-            self.stream.wait_event(mark)
+    def follow(self, event: torch.Event | None) -> None:
+        """By the thread: what it starts from here on runs after the event."""
+        if self.stream and event:
+            self.stream.wait_event(event)
 
     def settle(self) -> None:
-        """By the thread: wait until all it has started is done. Then others may use what it made,
-        and free what it used."""
+        """By the thread: wait for all that it has started. Then others may use its results and free
+        its inputs."""
         if self.stream:
             self.stream.synchronize()
 
 
 def _in_use() -> bool:
-    """Whether there is an accelerator with streams that has been used: to ask for the current one
-    would take hold of it, and of some of its memory."""
+    """Whether there is an accelerator with streams that is in use. (To ask for the current device
+    initialises it, which takes memory.)"""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     module = torch.get_device_module(kind) if kind else None
     return hasattr(module, "set_device") and getattr(module, "is_initialized", lambda: True)()

@@ -1,4 +1,4 @@
-"""A moving average of the adapter, as Flow-GRPO and Flow-OPD take it. Pure tensors."""
+"""A moving average of the adapter, as in Flow-GRPO and Flow-OPD. Pure tensors."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor
 def decay_at(steps: int, decay: float) -> float:
     """The share of the old average that is kept after so many optimizer steps (1, 2, ...).
 
-    With n = steps - 1, min(decay, (1 + n) / (10 + n)): .9 is reached after 80 steps. (diffusers'
-    EMAModel counts averagings instead: with one every 8 steps that takes some 650 steps.)
+    min(decay, (1 + n) / (10 + n)) with n = steps - 1, which reaches .9 after 80 steps. (diffusers'
+    EMAModel counts averagings instead: with one every 8 steps, .9 takes about 650 steps.)
     """
     return min(decay, steps / (9 + steps))
 
 
 class MovingAverage:
-    """The average of some parameters, taken anew every `every` optimizer steps.
+    """The average of some parameters, updated every `every` optimizer steps.
 
-    It has no state but `shadow_params`: all else follows from the number of optimizer steps made.
+    Its only state is `shadow_params`: all else follows from the number of optimizer steps.
     """
 
     def __init__(self, parameters: Sequence[Tensor], *, decay: float, every: int) -> None:
@@ -29,17 +29,17 @@ class MovingAverage:
         self.shadow_params = [p.detach().clone() for p in parameters]
 
     def step(self, parameters: Sequence[Tensor], steps: int) -> None:
-        """After the optimizer step that makes it `steps`: average, where it is due."""
+        """After optimizer step number `steps`: update the average, if it is due."""
         if steps % self.every == 0:
             _put(self.shadow_params, self._mixed(parameters, decay_at(steps, self.decay)))
 
     @contextmanager
     def of(self, parameters: Sequence[Tensor], steps: int) -> Iterator[None]:
-        """The average in place of the parameters, as far as it goes after `steps`.
+        """Inside the `with`, the parameters are the average as of `steps`.
 
-        Departures from the published code, which shows the last averaging as it is: before the
-        first one this is the adapter itself, so that a short run returns what it learnt, and steps
-        since the last one count for their share (k of `every` steps keep decay^(k / every)).
+        Two departures from the published code, which takes the last averaging as it is. Before the
+        first one it is the adapter itself, so that a short run returns what it learnt. Steps since
+        the last one count for their share: k of `every` steps keep decay^(k / every).
         """
         if steps < self.every:
             yield

@@ -1,8 +1,10 @@
-"""Files that appear whole: written beside their place, then renamed into it."""
+"""Files and folders that appear whole: written beside their place, then renamed into it."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,21 +12,26 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """A path to write a file or a folder to; it becomes `path` by one rename.
+    """A path to write a file or a folder to. When the block ends, it becomes `path` by one rename.
 
-    The rename happens when the block ends without an error, so that a killed process leaves the old
-    file or none, never half of one. A file of an interrupted block is removed.
+    A killed process leaves the old file or none, never half of one. If the block raises, what it
+    wrote is removed and `path` stays as it was. The folder of `path` is made if it is missing. A
+    folder can take the place of nothing or of an empty folder only (OSError otherwise). The disk's
+    own cache is not flushed, so a power cut may still lose the newest version.
 
         with replacing(folder / "results.json") as part:
             part.write_text(text)
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # the process id: two processes that write the same file do not write the same part
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    # a name of its own: processes of several machines may write the same file of a shared disk
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
     try:
         yield part
         os.replace(part, path)
-    finally:
-        if part.is_file():
-            part.unlink()
+    except BaseException:
+        if part.is_dir():
+            shutil.rmtree(part, ignore_errors=True)
+        else:
+            part.unlink(missing_ok=True)
+        raise

@@ -11,6 +11,7 @@ def to_uint8(image: Tensor) -> np.ndarray:
     """One image [3,H,W] in [0,1], RGB -> uint8 [H,W,3]. Raises ValueError for NaN or infinity."""
     if not bool(torch.isfinite(image).all()):
         raise ValueError("the image has pixels that are NaN or infinite.")
+    # rounded to the nearest of 256 values, as diffusers does; a plain cast would cut and darken
     pixels = (image.detach().float().clamp(0, 1) * 255).round().to(torch.uint8)
     return pixels.permute(1, 2, 0).cpu().contiguous().numpy()
 

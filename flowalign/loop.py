@@ -1,7 +1,8 @@
 """The one training loop: rollout, score or label, update, log, save.
 
-What is learnt is an Algorithm's business: it prepares a rollout once (scores it, or asks
-teachers), and turns velocities at (image, step) pairs into a loss. The loop orders the rest.
+What is learnt is an Algorithm's business: it prepares a rollout once (it scores the images, or asks
+teachers for labels), and turns velocities at (image, step) pairs into a loss. The loop does the
+rest.
 """
 
 from __future__ import annotations
@@ -9,37 +10,33 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import signal
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from diffusers.optimization import get_scheduler
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from flowalign import checkpoint, parallel, trackers
+from flowalign import checkpoint, metrics, parallel, trackers
 from flowalign.alarm import Alarm
 from flowalign.backbone import Backbone
 from flowalign.config import TrainingStage
 from flowalign.data import PromptSampler
 from flowalign.ema import MovingAverage
-from flowalign.rollout import Noise, Schedule, See, sample, shard
+from flowalign.files import replacing
+from flowalign.parallel import Means
+from flowalign.rollout import Noise, OnImages, Schedule, sample, shard
 from flowalign.types import Conditioning, EvalReport, Rollout, Source, StepLoss
 
 log = logging.getLogger("flowalign")
-
-Seen = dict[str, list[tuple[float, int]]]
-"""What was measured on the way, by name: means, and of how many pairs each is one."""
 
 STUDENT = "student"  # name of the adapter that is trained
 
@@ -52,10 +49,10 @@ class TrainingError(RuntimeError):
 class Pairs:
     """A micro-batch of b (image, step) pairs of a rollout.
 
-    rows [b] images of the rollout, columns [b] positions among its trained steps, steps [b]
-    positions in the schedule, sigma [b] there; x [b,C,h,w]. x_next [b,C,h,w] and old_log_prob [b]
-    are the sampled action, None where the rollout kept none. size: rows of its forward pass, at
-    least b. first: the micro-batch on which costly diagnostics are taken.
+    rows [b]: images of the rollout; columns [b]: positions among its trained steps; steps [b]:
+    positions in the schedule; sigma [b] and x [b,C,h,w]: the state. x_next [b,C,h,w] and
+    old_log_prob [b]: the sampled action, None where the rollout kept none. size: rows of the
+    forward pass, at least b. first: the micro-batch on which costly diagnostics are taken.
     """
 
     rows: Tensor
@@ -75,32 +72,35 @@ class Pairs:
         return self.x_next, self.old_log_prob
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What an algorithm found out about a rollout before the update.
+    """A rollout that is ready to be learnt from; an algorithm adds what its loss needs.
 
-    keep [B]: images that carry gradient; metrics: means over all processes; captions: B lines
-    for the sample grid. states: a rollout to train on instead (None = the one that was prepared).
+    rollout: the states to train on, which need not be those that were sampled. keep [B]: images
+    that carry gradient. metrics: means over all processes. captions: B lines for the sample grid.
     """
 
+    rollout: Rollout
     keep: Tensor
     metrics: Mapping[str, float]
     captions: list[str]
-    states: Rollout | None = None
 
 
-class Algorithm(Protocol):
+P = TypeVar("P", bound=Prepared)
+
+
+class Algorithm(Protocol[P]):
     """What is learnt from a rollout.
 
-    needs_images: rollouts are decoded; needs_latents: they run to their end. guidance: the
-    student's CFG scale where it is trained. see: told of each batch of images while the rollout
-    goes on (None = it waits for `prepare`).
+    needs_images: rollouts are decoded. needs_latents: they run to their end. guidance: the CFG
+    scale at which the student is trained. on_images: called with each batch of images while the
+    rollout goes on (None = not called).
     """
 
     needs_images: bool
     needs_latents: bool
     guidance: float
-    see: See | None
+    on_images: OnImages | None
 
     def plan(self, update: int) -> Schedule:
         """How the rollout of an update steps, and which of its states are trained."""
@@ -110,11 +110,11 @@ class Algorithm(Protocol):
         """Who samples each image, by its task; None = the student."""
         ...
 
-    def prepare(self, rollout: Rollout, update: int) -> Prepared:
+    def prepare(self, rollout: Rollout, update: int) -> P:
         """Score or label a rollout, once."""
         ...
 
-    def loss(self, pairs: Pairs, velocity: Tensor) -> StepLoss:
+    def loss(self, pairs: Pairs, velocity: Tensor, prepared: P) -> StepLoss:
         """Mean loss of b pairs, from the student's velocity [b,C,h,w] there."""
         ...
 
@@ -123,9 +123,8 @@ def pairs_of(rollout: Rollout, keep: Tensor, size: int) -> Iterator[Pairs]:
     """All (image, step) pairs of the kept images in micro-batches of `size`: step by step, images
     in order.
 
-    Every forward pass has `size` rows, also that of a smaller last micro-batch: kernels differ in
-    the last bits between sizes, so a ratio is exactly 1 where `size` is that of the rollout's
-    batches.
+    The forward pass of a smaller last micro-batch has `size` rows, too: kernels differ in the last
+    bits between sizes, so that a ratio is exactly 1 where `size` is that of the rollout's batches.
     """
     size = min(size, len(rollout) * len(rollout.steps))
     images = keep.nonzero().flatten()
@@ -151,8 +150,7 @@ def pairs_of(rollout: Rollout, keep: Tensor, size: int) -> Iterator[Pairs]:
 
 
 def filled(parts: Iterable[Pairs], count: int) -> Iterator[tuple[Pairs, float]]:
-    """The micro-batches with weight 1, then, up to `count`, the last one again with weight 0: for a
-    process whose turns must be as many as another's."""
+    """The micro-batches with weight 1; then, up to `count`, the last one again with weight 0."""
     for pairs in parts:
         count -= 1
         yield pairs, 1.0
@@ -169,9 +167,9 @@ class Loop:
         backbone: Backbone,
         accelerator: Accelerator,
         prompts: PromptSampler,
-        algorithm: Algorithm,
+        algorithm: Algorithm[Any],
         evaluate: Callable[[], tuple[float, EvalReport]] | None = None,
-        on_update: Callable[[int, Mapping[str, float]], None] = lambda update, metrics: None,
+        on_update: Callable[[int, Mapping[str, float]], None] = lambda update, values: None,
         draw: Callable[[Path, Tensor, list[str]], None] = lambda path, images, captions: None,
     ) -> None:
         self.config, self.backbone, self.accelerator = config, backbone, accelerator
@@ -190,7 +188,7 @@ class Loop:
         self.evaluated = -1  # update of the last evaluation
         self.best: dict[str, float] = {}
         self.alarm = Alarm()
-        self._settled()
+        self._mark_whole()
 
     # The main path -----------------------------------------------------------------------------
 
@@ -198,11 +196,32 @@ class Loop:
         """To the configured end. Ctrl-C leaves a checkpoint of the last whole update (in a run of
         several processes, which it meets at different points, only those written before)."""
         train = self.config.train
-        self._settled()
+        self._mark_whole()
         try:
             self._evaluate()
             while self.update < train.updates:
-                self._one_update()
+                began = time.perf_counter()
+                rollout = self.rollout(self.update)
+                sampled = time.perf_counter()
+                prepared = self.algorithm.prepare(rollout, self.update)
+                scored = time.perf_counter()
+                with interrupts_held():  # an update is learnt as a whole, or not at all
+                    self._whole = False
+                    values = {**prepared.metrics, **self.learn(prepared)}
+                    if self._due(train.sample_every, offset=1):
+                        self._draw(rollout, prepared.captions)
+                    done = time.perf_counter()
+                    images = len(rollout) * self.accelerator.num_processes
+                    values |= {
+                        metrics.SECONDS_ROLLOUT: sampled - began,
+                        metrics.SECONDS_SCORE: scored - sampled,
+                        metrics.SECONDS_UPDATE: done - scored,
+                        metrics.IMAGES_PER_SECOND: images / (done - began),
+                    }
+                    self.update += 1
+                    self.alarm.update(values)
+                    self._log(values)
+                    self._mark_whole()
                 self._evaluate()
                 if self.update == train.updates or self._due(train.checkpoint_every):
                     self.save()
@@ -214,41 +233,15 @@ class Loop:
         if self.evaluate is None:
             with self.averaged():
                 self._keep_adapter({})
-        elif self.evaluated != self.update == train.updates:
+        elif self.evaluated != self.update == train.updates:  # it was due, and did not count
             raise TrainingError(
                 f"update {self.update}: the last evaluation lost too many images (the warnings say "
-                "why), so nobody knows whether its adapter is the best. Mend the reward and run "
+                "why), so it is not known whether its adapter is the best. Fix the reward and run "
                 "again with --resume: only the evaluation is taken again."
             )
 
-    def _one_update(self) -> None:
-        """One rollout and what is learnt from it; Ctrl-C does not leave the learning half done."""
-        began = time.perf_counter()
-        rollout = self.rollout(self.update)
-        sampled = time.perf_counter()
-        prepared = self.algorithm.prepare(rollout, self.update)
-        scored = time.perf_counter()
-        with interrupts_held():
-            self._whole = False
-            states = prepared.states or rollout
-            metrics = dict(prepared.metrics) | self._learn(states, prepared.keep)
-            if self._due(self.config.train.sample_every, offset=1):
-                self._draw(rollout, prepared.captions)
-            done = time.perf_counter()
-            images = len(rollout) * self.accelerator.num_processes
-            metrics |= {
-                "seconds/rollout": sampled - began,
-                "seconds/score": scored - sampled,
-                "seconds/update": done - scored,
-                "images_per_second": images / (done - began),
-            }
-            self.update += 1
-            self.alarm.update(metrics)
-            self._log(metrics)
-            self._settled()
-
-    def _settled(self) -> None:
-        """Remember the global generators: what happened up to here is whole."""
+    def _mark_whole(self) -> None:
+        """Nothing is half done here: remember the global generators, to which Ctrl-C goes back."""
         self._rng = checkpoint.get_rng()
         self._whole = True
 
@@ -274,48 +267,56 @@ class Loop:
             decode=self.algorithm.needs_images,
             finish=self.algorithm.needs_images or self.algorithm.needs_latents,
             sources=self.algorithm.sources(batch.tasks),
-            see=self.algorithm.see,
+            on_images=self.algorithm.on_images,
         )
 
-    def _learn(self, rollout: Rollout, keep: Tensor) -> dict[str, float]:
-        """The optimizer steps of one rollout, each on an equal share of its images (`shard`)."""
-        seen: Seen = defaultdict(list)
-        shares = self.config.optimizer.updates_per_rollout
-        size = len(rollout) // shares
-        for share in range(shares):
-            mine = torch.zeros(len(rollout), dtype=torch.bool)
-            mine[share * size : (share + 1) * size] = True
-            self._step(rollout, mine, mine & keep.cpu(), seen)
-        return mean_over_processes(seen)
+    def learn(self, prepared: Prepared) -> dict[str, float]:
+        """The optimizer steps of one rollout, each on an equal share of its images (`shard`).
 
-    def _step(self, rollout: Rollout, share: Tensor, keep: Tensor, seen: Seen) -> None:
-        """One optimizer step: the mean loss over all pairs of the share, dropped images as 0.
-        What was measured is added to `seen`."""
-        if not keep.any():  # every process must take part in the gradient's reduction
-            keep = keep | (torch.arange(len(keep)) == share.nonzero()[0])
-        count = int(share.sum()) * len(rollout.steps)
+        The loss of a step is the mean over all pairs of its share; images that are not kept count
+        as 0. Returns what was measured, as means over all processes.
+        """
+        rollout, means = prepared.rollout, Means()
+        share = len(rollout) // self.config.optimizer.updates_per_rollout
+        count = share * len(rollout.steps)
         size = min(self.config.optimizer.micro_batch, count)
-        batches = self.parallel.most(math.ceil(int(keep.sum()) * len(rollout.steps) / size))
-        for i, (pairs, weight) in enumerate(filled(pairs_of(rollout, keep, size), batches)):
-            with self.parallel.learning(self.backbone.transformer, last=i == batches - 1):
-                found = self.algorithm.loss(pairs, self.velocity(pairs))
-                self.accelerator.backward(found.total * (weight * len(pairs.rows) / count))
-            metrics = {"loss": float(found.total.detach()), **found.metrics}
-            for name, value in metrics.items() if weight else ():
-                seen[name].append((value, found.counts.get(name, len(pairs.rows))))
-        seen["lr"].append((float(self.lr.get_last_lr()[0]), 1))
-        seen["grad_norm"].append((self._descend(), 1))
+        for start in range(0, share * self.config.optimizer.updates_per_rollout, share):
+            keep = torch.zeros(len(rollout), dtype=torch.bool)
+            keep[start : start + share] = prepared.keep[start : start + share].cpu()
+            if not keep.any():  # every process must take part in the gradient's reduction
+                keep[start] = True
+            batches = math.ceil(int(keep.sum()) * len(rollout.steps) / size)
+            batches += parallel.missing_steps(batches, self.parallel.lockstep)
+            for i, (pairs, weight) in enumerate(filled(pairs_of(rollout, keep, size), batches)):
+                with self.parallel.learning(self.backbone.transformer, last=i == batches - 1):
+                    step = self.algorithm.loss(pairs, self.velocity(pairs), prepared)
+                    # its share of the mean over the step's pairs; the backward passes add up
+                    self.accelerator.backward(step.total * (weight * len(pairs.rows) / count))
+                values = {metrics.LOSS: float(step.total.detach()), **step.metrics}
+                for name, value in values.items() if weight else ():
+                    means.add(name, value, step.counts.get(name, len(pairs.rows)))
+            means.add(metrics.LEARNING_RATE, float(self.lr.get_last_lr()[0]))
+            means.add(metrics.GRADIENT_NORM, self._descend())
+        return means.over_processes()
 
     def velocity(self, pairs: Pairs) -> Tensor:
-        """The student's velocity [b,C,h,w] at the pairs: the forward path of the rollout."""
-        return velocity(self.backbone, pairs, self.algorithm.guidance)
+        """The student's velocity [b,C,h,w] at the pairs, with gradient."""
+        return self.backbone.velocity(
+            pairs.x,
+            pairs.sigma,
+            pairs.conditioning,
+            guidance=self.algorithm.guidance,
+            rows=pairs.size,
+        )
 
     def _descend(self) -> float:
+        """One optimizer step; returns the norm of the gradient before clipping."""
         self.parallel.average(self.parameters)
         norm = self.accelerator.clip_grad_norm_(
             self.parameters, self.config.optimizer.max_grad_norm
         )
         norm = float(norm) if norm is not None else float("nan")
+        # under float16 the scaler skips such a step and lowers its scale
         if not math.isfinite(norm) and self.accelerator.scaler is None:
             raise TrainingError(
                 f"update {self.update}: the gradient is not finite. The last checkpoint is "
@@ -338,8 +339,8 @@ class Loop:
             yield
 
     def _evaluate(self) -> None:
-        """Where it is due: score the averaged adapter on held-out prompts; the best one becomes
-        the result. One that lost too many images does not count, as if it had not been taken."""
+        """If it is due, score the averaged adapter on held-out prompts; the best one becomes the
+        result. An evaluation that lost too many images does not count."""
         settings = self.config.evaluation
         if self.evaluate is None or settings is None or self.evaluated == self.update:
             return
@@ -349,38 +350,37 @@ class Loop:
         with self.averaged():
             headline, report = self.evaluate()
             with interrupts_held():
+                main = self.accelerator.is_main_process
                 known = [row for row in report.rows if row.benchmark not in report.lost]
                 rows = {f"{r.benchmark}/{r.metric}": (r.mean, r.stderr) for r in known}
-                means = {f"eval/{name}": mean for name, (mean, _) in rows.items()}
-                if report.lost and self.accelerator.is_main_process:
-                    for text in report.lost.values():
-                        log.warning("update %d: the evaluation lost %s", self.update, text)
+                means = {metrics.EVAL + name: mean for name, (mean, _) in rows.items()}
+                for text in report.lost.values() if main else ():
+                    log.warning("update %d: the evaluation lost %s", self.update, text)
                 if math.isnan(headline):
-                    self._log({"eval/lost": len(report.lost), **means})
+                    self._log({metrics.LOST: len(report.lost), **means})
                     return
                 alarms = self.alarm.look(rows)
-                self._log({"eval/headline": headline, **means, "alarms": len(alarms)})
-                if self.accelerator.is_main_process:
-                    for text in alarms:
-                        log.warning("update %d: %s", self.update, text)
-                if headline > self.best.get("headline", float("-inf")):
+                self._log({metrics.HEADLINE: headline, **means, metrics.ALARMS: len(alarms)})
+                for text in alarms if main else ():
+                    log.warning("update %d: %s", self.update, text)
+                if headline > self.best.get("headline", float("-inf")):  # the first one of equals
                     self.best = {"headline": headline, "update": self.update}
                     self._keep_adapter(self.best)
                 self.evaluated = self.update
-                self._settled()
+                self._mark_whole()
 
     def _keep_adapter(self, scores: Mapping[str, float]) -> None:
         if self.accelerator.is_main_process:
             self.backbone.save_adapter(STUDENT, self.folder / "adapter")
             (self.folder / "adapter" / "scores.json").write_text(json.dumps(dict(scores)))
 
-    def _log(self, metrics: Mapping[str, float]) -> None:
+    def _log(self, values: Mapping[str, float]) -> None:
         if self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(self.folder / "metrics.jsonl", "a") as file:
-                file.write(json.dumps({"update": self.update, **metrics}) + "\n")
-            self.on_update(self.update, metrics)
-        self.accelerator.log(dict(metrics), step=self.update)
+                file.write(json.dumps({metrics.UPDATE: self.update, **values}) + "\n")
+            self.on_update(self.update, values)
+        self.accelerator.log(dict(values), step=self.update)
 
     def _draw(self, rollout: Rollout, captions: list[str]) -> None:
         if self.accelerator.is_main_process and rollout.images is not None:
@@ -406,17 +406,14 @@ class Loop:
             "lr": self.lr.state_dict(),
             "scaler": scaler.state_dict() if scaler else {},
         }
+        progress = {
+            "steps": self.steps,
+            "evaluated": self.evaluated,
+            "best": self.best,
+            "alarm": self.alarm.state(),
+        }
         return self.checkpoints.save(
-            self.update,
-            self.accelerator,
-            tensors=self._tensors(),
-            states=states,
-            progress={
-                "steps": self.steps,
-                "evaluated": self.evaluated,
-                "best": self.best,
-                "alarm": self.alarm.state(),
-            },
+            self.update, self.accelerator, tensors=self._tensors(), states=states, progress=progress
         )
 
     def resume(self) -> bool:
@@ -424,8 +421,7 @@ class Loop:
         folder = self.checkpoints.latest()
         if folder is None:
             return False
-        found = checkpoint.load(folder, self.accelerator.process_index, self._tensors())
-        states, progress = found["states"], found["progress"]
+        states, progress = checkpoint.load(folder, self.accelerator.process_index, self._tensors())
         self.parallel.load_optimizer_state(self.optimizer, states["optimizer"])
         self.lr.load_state_dict(states["lr"])
         if self.accelerator.scaler and states["scaler"]:
@@ -437,38 +433,17 @@ class Loop:
         return True
 
     def _cut_log(self) -> None:
-        """Forget log lines after the checkpoint, and one that a kill cut short: they come again."""
+        """Drop log lines after the checkpoint, and one that a kill cut short: they come again."""
         path = self.folder / "metrics.jsonl"
         if not (self.accelerator.is_main_process and path.exists()):
             return
         kept = []
         for line in path.read_text().splitlines(keepends=True):
-            row = json.loads(line) if line.endswith("}\n") else {"update": math.inf}
-            evaluation = any(name.startswith("eval/") for name in row)
-            done = self.evaluated if evaluation else self.update
-            kept += [line] if row["update"] <= done else []
-        part = path.with_suffix(".part")
-        part.write_text("".join(kept))
-        os.replace(part, path)
-
-
-def velocity(backbone: Backbone, pairs: Pairs, guidance: float) -> Tensor:
-    """The active adapter's velocity [b,C,h,w] at the pairs, from a forward pass of `pairs.size`
-    rows; those that are too many repeat the last one, and carry no gradient."""
-    count = len(pairs.rows)
-    rows = torch.arange(pairs.size, device=pairs.x.device).clamp(max=count - 1)
-    x, sigma, cond = pairs.x[rows], pairs.sigma[rows], pairs.conditioning.select(rows)
-    return backbone.velocity(x, sigma, cond, guidance=guidance)[:count]
-
-
-def mean_over_processes(seen: Mapping[str, Sequence[tuple[float, int]]]) -> dict[str, float]:
-    """The mean of each name's (mean, count)s, over all processes that have some."""
-    sums = {name: (sum(v * n for v, n in vs), sum(n for _, n in vs)) for name, vs in seen.items()}
-    everyone: list[Mapping[str, tuple[float, int]]] = gather_object([sums])
-    found = {
-        name: [each[name] for each in everyone if name in each] for row in everyone for name in row
-    }
-    return {k: sum(total for total, _ in vs) / sum(n for _, n in vs) for k, vs in found.items()}
+            row = json.loads(line) if line.endswith("}\n") else {metrics.UPDATE: math.inf}
+            done = self.evaluated if metrics.is_evaluation(row) else self.update
+            kept += [line] if row[metrics.UPDATE] <= done else []
+        with replacing(path) as part:
+            part.write_text("".join(kept))
 
 
 @contextmanager
@@ -493,13 +468,6 @@ def interrupts_held() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def schedule(backbone: Backbone, config: TrainingStage) -> Schedule:
-    """The schedule of a config's rollouts: by default every step but the last is trained."""
-    rollout = config.rollout
-    sigmas = backbone.sigmas(rollout.steps)
-    return Schedule(sigmas, rollout.kind, rollout.noise_level, rollout.trained)
-
-
 def optimizer(config: TrainingStage, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """AdamW over the adapter, or its 8-bit form from bitsandbytes."""
     o = config.optimizer
@@ -514,5 +482,5 @@ def learning_rate(config: TrainingStage, optimizer: torch.optim.Optimizer) -> La
     """diffusers' schedule of that name, over the optimizer steps of the whole run."""
     o = config.optimizer
     name = "constant_with_warmup" if o.schedule == "constant" else o.schedule
-    total = config.train.updates * o.updates_per_rollout
-    return get_scheduler(name, optimizer, num_warmup_steps=o.warmup, num_training_steps=total)
+    steps = config.optimizer_steps
+    return get_scheduler(name, optimizer, num_warmup_steps=o.warmup, num_training_steps=steps)

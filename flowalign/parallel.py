@@ -1,15 +1,16 @@
-"""How the processes of a run share it: alone, DDP, FSDP2 or DeepSpeed ZeRO-2.
+"""How the processes of a run share the work: one alone, DDP, FSDP2 or DeepSpeed ZeRO-2.
 
-Which of them is said by accelerate's own config file (configs/accelerate/), and accelerate does the
-work; here is what it leaves to its caller. In all of them every process holds every adapter whole
-and in float32, so that EMA, checkpoints and saved adapters are those of a single process. FSDP2
-shards the frozen base, ZeRO-2 the optimizer's state; docs/scaling.md says when either pays.
+accelerate's config file (configs/accelerate/) chooses, and accelerate does most of the work; this
+file does what it leaves to its caller. Every process holds every adapter whole and in float32, so
+that EMA, checkpoints and saved adapters are those of a single process. FSDP2 shards the frozen
+base, ZeRO-2 the optimizer's state; docs/scaling.md says when either pays.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,12 +20,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import (
-    AutocastKwargs,
-    DistributedType,
-    ProjectConfiguration,
-    gather_object,
-)
+from accelerate.utils import AutocastKwargs, DistributedType, ProjectConfiguration, gather_object
 from accelerate.utils.memory import clear_device_cache
 from packaging.version import Version
 from torch import nn
@@ -32,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flowalign.backbone import Backbone
 from flowalign.config import ConfigError, Stage, TrainingStage
-from flowalign.patience import patience
+from flowalign.timeouts import group_timeout
 
 log = logging.getLogger("flowalign")
 
@@ -41,20 +37,16 @@ ASKED = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DEEPSPEED"}
 
 
 def state(*configs: Stage) -> PartialState:
-    """What accelerate knows of the processes. To be asked before an Accelerator is made: several
-    on a machine without a GPU would each believe that they are alone.
+    """What accelerate knows of the processes. Ask it before an Accelerator is made: several
+    processes on a machine without a GPU would each believe that they are alone.
 
-    The first call makes their group, which waits as patiently as the stages of these configs need
-    (`flowalign.patience`); later ones find it made.
+    The first call makes their group, whose timeout is the longest that the stages of these configs
+    need (`flowalign.timeouts`); later calls return that group.
     """
-    longest = max((patience(config, _launched()) for config in configs), default=None)
-    given = {} if longest is None else {"timeout": timedelta(seconds=longest)}
-    return PartialState(cpu=not torch.accelerator.is_available(), **given)
-
-
-def _launched() -> int:
-    """How many processes a launcher says that there are."""
-    return int(os.environ.get("WORLD_SIZE") or 1)
+    launched = int(os.environ.get("WORLD_SIZE") or 1)
+    longest = max((group_timeout(config, launched) for config in configs), default=None)
+    options = {} if longest is None else {"timeout": timedelta(seconds=longest)}
+    return PartialState(cpu=not torch.accelerator.is_available(), **options)
 
 
 def accelerator(config: Stage, **options: Any) -> Accelerator:
@@ -64,15 +56,15 @@ def accelerator(config: Stage, **options: Any) -> Accelerator:
 
 
 def start(config: TrainingStage) -> Accelerator:
-    """The accelerator of a run, before any model is loaded; ConfigError for a strategy that is not
-    one of ours. model.dtype decides on the precision, whatever accelerate's config file says.
+    """The accelerator of a run, made before any model is loaded. Raises ConfigError for a strategy
+    that is not supported.
 
-    The backbone computes in that dtype by itself, so there is no autocast. float16 takes from
-    accelerate the scaling of the loss, without which small gradients become 0.
+    model.dtype sets the precision, whatever accelerate's config file says: the backbone computes in
+    that dtype itself, without autocast. float16 takes accelerate's scaling of the loss, without
+    which small gradients become 0.
     """
-    told = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     asked = [kind for key, kind in ASKED.items() if os.environ.get(key, "").lower() == "true"]
-    found = accelerator(
+    started = accelerator(
         config,
         mixed_precision="fp16" if config.model.dtype == "float16" and not asked else "no",
         kwargs_handlers=[AutocastKwargs(enabled=False)],
@@ -81,33 +73,33 @@ def start(config: TrainingStage) -> Accelerator:
             project_dir=config.output, logging_dir=str(Path(config.output) / "tensorboard")
         ),
     )
-    if problems := list(_problems(config, found, asked)):
+    if problems := list(_problems(config, started, asked)):
         raise ConfigError(problems, "accelerate")
-    if told != "no" and found.is_main_process:
+    ignored = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if ignored != "no" and started.is_main_process:
         log.warning(
             "accelerate's config says mixed_precision: %s, and model.dtype is %s: the latter "
-            "counts. Leave it out of accelerate's config.", told, config.model.dtype,
+            "counts. Leave it out of accelerate's config.", ignored, config.model.dtype,
         )  # fmt: skip
-    return found
+    return started
 
 
 def finish(accelerator: Accelerator) -> None:
-    """After a run: only its trackers end. (accelerate's end_training would part the processes, and
-    a recipe has more stages.)"""
+    """After a run, end its trackers. (accelerate's end_training would also end the process group,
+    which the next stage of a recipe needs.)"""
     accelerator.wait_for_everyone()
     for tracker in accelerator.trackers:
         tracker.finish()
 
 
 def release() -> None:
-    """Between the stages of a recipe: the last one's models go before the next one's come. Their
-    parts refer to one another, so that only the collector of garbage frees them; a GPU's memory of
-    them is given back, too."""
+    """Between the stages of a recipe, free the models of the last one, on the GPU too. Their parts
+    refer to one another, so that only the garbage collector frees them."""
     clear_device_cache(garbage_collection=True)
 
 
 def part() -> None:
-    """At the end of everything: the processes part."""
+    """At the end of everything, end the process group."""
     if torch.distributed.is_initialized():
         state().destroy_process_group()
 
@@ -115,7 +107,8 @@ def part() -> None:
 def _problems(
     config: TrainingStage, accelerator: Accelerator, asked: Sequence[str]
 ) -> Iterator[str]:
-    kind, plugins = accelerator.distributed_type, _plugins(accelerator)
+    kind = accelerator.distributed_type
+    plugins: Any = accelerator.state  # Any: its type says that each plugin might be missing
     if asked and kind.value not in asked:
         yield (
             f"asked for {asked[0]}, and accelerate started {kind.value}: it runs {asked[0]} on "
@@ -127,11 +120,6 @@ def _problems(
         yield from _deepspeed_problems(config, plugins.deepspeed_plugin.deepspeed_config)
     elif kind == DistributedType.MEGATRON_LM:
         yield "Megatron-LM is not supported. Use DDP, FSDP2 or DeepSpeed ZeRO-2."
-
-
-def _plugins(accelerator: Accelerator) -> Any:
-    """Where accelerate keeps the settings of its strategies, typed as if each might be missing."""
-    return accelerator.state
 
 
 def _fsdp_problems(config: TrainingStage, plugin: Any) -> Iterator[str]:
@@ -149,15 +137,16 @@ def _fsdp_problems(config: TrainingStage, plugin: Any) -> Iterator[str]:
         )
     if Version(torch.__version__) < Version("2.7"):
         yield f"FSDP2 needs torch 2.7 or newer to leave adapters out; this is {torch.__version__}."
-    yield from _half_problems(config, "FSDP2")
+    if config.model.dtype == "float16":
+        yield "model.dtype: 'float16' does not go with FSDP2. Use another dtype, or DDP."
 
 
 def _deepspeed_problems(config: TrainingStage, settings: Any) -> Iterator[str]:
-    stage = settings["zero_optimization"].get("stage")
-    if stage != 2:
+    zero = settings["zero_optimization"]
+    if zero.get("stage") != 2:
         yield (
-            f"deepspeed_config.zero_stage: got {stage}; only 2 is supported. Use 2, or FSDP2 to "
-            "shard the base."
+            f"deepspeed_config.zero_stage: got {zero.get('stage')}; only 2 is supported. Use 2, or "
+            "FSDP2 to shard the base."
         )
     for half in ("bf16", "fp16"):
         if settings.get(half, {}).get("enabled"):
@@ -165,7 +154,7 @@ def _deepspeed_problems(config: TrainingStage, settings: Any) -> Iterator[str]:
                 f"DeepSpeed's {half}.enabled would cast the adapters to {half}. Set it to false, "
                 "and say model.dtype: bfloat16."
             )
-    offload = settings["zero_optimization"].get("offload_optimizer", {}).get("device")
+    offload = zero.get("offload_optimizer", {}).get("device")
     if offload not in (None, "none"):
         yield (
             f"deepspeed_config.offload_optimizer_device: got {offload!r}, which is not supported "
@@ -173,12 +162,40 @@ def _deepspeed_problems(config: TrainingStage, settings: Any) -> Iterator[str]:
         )
     if config.optimizer.name != "adamw":
         yield f"optimizer.name: {config.optimizer.name!r} does not go with DeepSpeed. Use 'adamw'."
-    yield from _half_problems(config, "DeepSpeed")
-
-
-def _half_problems(config: TrainingStage, name: str) -> Iterator[str]:
     if config.model.dtype == "float16":
-        yield f"model.dtype: 'float16' does not go with {name}. Use another dtype, or DDP."
+        yield "model.dtype: 'float16' does not go with DeepSpeed. Use another dtype, or DDP."
+
+
+def missing_steps(count: int, lockstep: bool) -> int:
+    """How many zero-weight batches this rank adds to its `count`, so that all ranks run the same
+    number of steps; all of them must ask. 0 unless `lockstep`: a step of one rank is one of all."""
+    return max(gather_object([count])) - count if lockstep else 0
+
+
+class Means:
+    """Means of what was measured, by name, over all processes."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, tuple[float, int]] = {}
+
+    def add(self, name: str, value: float, count: int = 1) -> None:
+        """A mean of `count` things."""
+        self.add_sum(name, value * count, count)
+
+    def add_sum(self, name: str, total: float, count: int) -> None:
+        """The sum of `count` things."""
+        before, known = self.sums.get(name, (0, 0))
+        self.sums[name] = before + total, known + count
+
+    def over_processes(self) -> dict[str, float]:
+        """The means over the processes that have a name; NaN where it is of nothing. All must
+        ask."""
+        everyone: list[dict[str, tuple[float, int]]] = gather_object([self.sums])
+        means = {}
+        for name in dict.fromkeys(name for sums in everyone for name in sums):
+            totals, counts = zip(*(sums[name] for sums in everyone if name in sums), strict=True)
+            means[name] = sum(totals) / sum(counts) if sum(counts) else math.nan
+        return means
 
 
 def of(accelerator: Accelerator) -> Parallel:
@@ -188,10 +205,10 @@ def of(accelerator: Accelerator) -> Parallel:
 
 
 class Parallel:
-    """One process, or DDP: every process holds the whole model, and gradients are averaged in the
-    backward pass of an optimizer step's last micro-batch.
+    """One process, or DDP: every process holds the whole model. The backward pass of an optimizer
+    step's last micro-batch averages the gradients.
 
-    lockstep: processes must go through equally many micro-batches.
+    lockstep: all processes must run the same number of micro-batches (`missing_steps`).
     """
 
     lockstep = False
@@ -206,14 +223,10 @@ class Parallel:
         model, optimizer = self.accelerator.prepare(backbone.core, optimizer)
         backbone.transformer = model
         if isinstance(model, DistributedDataParallel):
-            # the base's buffers are constants, and their broadcast, at the forward after a
-            # reduction, would meet other collectives where processes differ in micro-batches
+            # the base's buffers are constants; DDP would broadcast them at the forward pass after
+            # a reduction, where ranks with fewer micro-batches are in another collective
             model.broadcast_buffers = False
         return optimizer
-
-    def most(self, count: int) -> int:
-        """The micro-batches of this process's next optimizer step, which wants `count`."""
-        return max(gather_object([count])) if self.lockstep else count
 
     def learning(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward pass of a micro-batch."""
@@ -221,8 +234,8 @@ class Parallel:
 
     @contextmanager
     def aside(self, backbone: Backbone) -> Iterator[None]:
-        """Around torch.autograd.grad: inside, a gradient is this process's own affair. It goes past
-        the wrapper, which in DDP takes every forward pass for one of all processes."""
+        """Around torch.autograd.grad, for a gradient of this process alone. It bypasses the
+        wrapper: DDP takes every forward pass for one of all processes."""
         wrapped, backbone.transformer = backbone.transformer, backbone.core
         try:
             yield
@@ -245,8 +258,8 @@ class Parallel:
 class Fsdp2(Parallel):
     """torch's fully_shard of the frozen base; a forward pass of one process is one of all.
 
-    The adapters are left out of it: sharded, they would be DTensors in groups of mixed dtype (bf16
-    base, float32 adapter), all for 1 % of the weights. Their gradients are averaged as DDP would.
+    The adapters are not sharded: as DTensors they would be in groups of mixed dtype (bf16 base,
+    float32 adapter), all for 1 % of the weights. Their gradients are averaged as DDP would.
     """
 
     lockstep = True
@@ -254,11 +267,11 @@ class Fsdp2(Parallel):
     def prepare(
         self, config: TrainingStage, backbone: Backbone, optimizer: torch.optim.Optimizer
     ) -> Any:
-        """As everywhere, without accelerate's cast of inputs and weights under FSDP2: it would
-        round the timesteps to bf16."""
+        """Without accelerate's cast of inputs and weights: it would round the timesteps to bf16."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        plugin = _plugins(self.accelerator).fsdp_plugin
+        plugins: Any = self.accelerator.state
+        plugin = plugins.fsdp_plugin
         plugin.ignored_modules = ADAPTERS
         plugin.mixed_precision_policy = MixedPrecisionPolicy()
         backbone.sharded = True
@@ -276,8 +289,8 @@ class Fsdp2(Parallel):
 class Zero2(Parallel):
     """DeepSpeed ZeRO-2 in float32: the adapter's gradients and optimizer state are sharded.
 
-    Every backward pass reduces, and the last one steps. What is float32 (the adapters) is
-    DeepSpeed's master copy too; the base stays in model.dtype, for DeepSpeed is not told of it.
+    Every backward pass reduces, and the last one steps. The adapters are float32, as DeepSpeed's
+    master copy is; the base stays in model.dtype, as DeepSpeed does not know of it.
     """
 
     lockstep = True
@@ -285,10 +298,11 @@ class Zero2(Parallel):
     def prepare(
         self, config: TrainingStage, backbone: Backbone, optimizer: torch.optim.Optimizer
     ) -> Any:
-        """As everywhere; what DeepSpeed wants to know comes from the config of the run."""
+        """DeepSpeed's own settings come from the config of the run."""
         micro = config.optimizer.micro_batch
-        _plugins(self.accelerator).deepspeed_plugin.deepspeed_config |= {
-            "train_micro_batch_size_per_gpu": micro,  # a name for its logs: no data goes by it
+        plugins: Any = self.accelerator.state
+        plugins.deepspeed_plugin.deepspeed_config |= {
+            "train_micro_batch_size_per_gpu": micro,  # only for its logs: it loads no data
             "train_batch_size": micro * self.accelerator.num_processes,
             "gradient_accumulation_steps": 1,  # losses come divided
             "gradient_clipping": config.optimizer.max_grad_norm,
@@ -297,7 +311,7 @@ class Zero2(Parallel):
 
     @contextmanager
     def learning(self, model: nn.Module, *, last: bool) -> Iterator[None]:
-        """accelerate's backward asks this flag whether DeepSpeed is to step."""
+        """accelerate's backward reads this flag to know whether DeepSpeed is to step."""
         self.accelerator.sync_gradients = last
         try:
             yield
@@ -305,17 +319,17 @@ class Zero2(Parallel):
             self.accelerator.sync_gradients = True
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """As of one flat parameter: each process has an equal piece of it. (DeepSpeed's own
-        checkpoints are pickles.)"""
-        found = copy.copy(optimizer.optimizer.optimizer.state_dict())
-        found["state"] = {
+        """That of one flat parameter, gathered: each process holds an equal piece of it.
+        (DeepSpeed's own checkpoints are pickles.)"""
+        state = copy.copy(optimizer.optimizer.optimizer.state_dict())
+        state["state"] = {
             key: {k: self.accelerator.gather(v) if v.dim() else v for k, v in part.items()}
-            for key, part in found["state"].items()
+            for key, part in state["state"].items()
         }
-        return found
+        return state
 
     def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
-        """The pieces of this process; and the adapter once more, into the master copy."""
+        """Take the piece of this process, and copy the adapter into the master copy again."""
         zero = optimizer.optimizer
         _check_groups(state, zero.optimizer)
         zero.refresh_fp32_params()
@@ -335,10 +349,10 @@ class Zero2(Parallel):
 def _check_groups(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
     """Refuse the state of another strategy: DeepSpeed's is of one flat parameter."""
     saved = [len(group["params"]) for group in state["param_groups"]]
-    mine = [len(group["params"]) for group in optimizer.param_groups]
-    if saved != mine:
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    if saved != own:
         raise ValueError(
-            f"the checkpoint's optimizer state is of {saved} parameters, this run's of {mine}: a "
+            f"the checkpoint's optimizer state is of {saved} parameters, this run's of {own}: a "
             "run that began under DeepSpeed goes on under DeepSpeed, any other under DDP or FSDP2. "
             "Use the accelerate config that it began with."
         )

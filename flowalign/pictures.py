@@ -15,6 +15,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from flowalign import metrics
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -202,7 +204,7 @@ def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
     found: dict[str, list[tuple[int, float]]] = {}
     for line in path.read_text().splitlines():
         row = json.loads(line)
-        update = row.pop("update")
+        update = row.pop(metrics.UPDATE)
         for name, value in row.items():
             if isinstance(value, int | float):
                 found.setdefault(name, []).append((update, value))
@@ -244,13 +246,13 @@ def _panels(curves: Mapping[str, object]) -> dict[str, list[str]]:
         return sorted(name for name in found if name.startswith(f"{prefix}step_") == steps)
 
     wanted = {
-        "training reward": ["reward"],
-        "distillation": ["distill", "anchor"],
-        "held-out score": ["eval/headline"],
-        "KL to the base (drift)": ["kl"],
-        "KL to the teacher, by task": all_of("kl/"),
-        "by step": all_of("kl/", steps=True),
-        "gradient cosine": all_of("gradient_cosine/"),
-        "share": ["kept_share", "clip_fraction", "invalid_share"],
+        "training reward": [metrics.REWARD],
+        "distillation": [metrics.DISTILL, metrics.ANCHOR],
+        "held-out score": [metrics.HEADLINE],
+        "KL to the base (drift)": [metrics.KL],
+        "KL to the teacher, by task": all_of(metrics.TEACHER_KL),
+        "by step": all_of(metrics.TEACHER_KL, steps=True),
+        "gradient cosine": all_of(metrics.GRADIENT_COSINE),
+        "share": [metrics.KEPT_SHARE, metrics.CLIP_FRACTION, metrics.INVALID_SHARE],
     }
     return {label: [n for n in names if n in curves] for label, names in wanted.items()}

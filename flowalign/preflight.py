@@ -16,7 +16,7 @@ import torch
 
 from flowalign import determinism
 from flowalign.adapters import hub
-from flowalign.adapters.files import AdapterError, adapter_folder, read_head, read_lora, scales
+from flowalign.adapters.files import AdapterError, adapter_folder, read_lora
 from flowalign.config.schema import (
     ADAPTER,
     BenchmarkConfig,
@@ -147,8 +147,7 @@ def _adapter_problems(config: Stage, pending: Collection[str] = ()) -> Iterator[
         if source in pending:
             continue
         try:
-            folder = adapter_folder(source, newest=True)
-            base = read_head(folder).base
+            base = read_lora(source, newest=True).base
         except hub.HubError as error:
             yield f"{place}: {error}"
             continue
@@ -175,13 +174,9 @@ def start(lora: LoraConfig) -> Start | None:
     """Of `lora.init`; None for a fresh adapter."""
     if lora.init is None:
         return None
-    weights, about = read_lora(lora.init)
-    scale = scales(weights, about)
-    ranks = {layer: weights[f"{layer}.lora_A.weight"].shape[0] for layer in scale}
-    special, usual = about["alpha_pattern"], about["lora_alpha"]
-    alphas = {layer: special.get(f"^{layer}", usual) for layer in ranks}
-    ignored = []
-    for key, has in (("rank", ranks), ("alpha", alphas)):
+    adapter = read_lora(lora.init)
+    ranks, ignored = adapter.ranks, []
+    for key, has in (("rank", ranks), ("alpha", adapter.alphas)):
         wanted = getattr(lora, key)
         if key in lora.model_fields_set and set(has.values()) != {wanted}:
             ignored.append(f"lora.{key}: {wanted:g} is ignored, lora.init has {_span(has)}")
@@ -194,7 +189,7 @@ def start(lora: LoraConfig) -> Start | None:
         ignored.append(f"lora.targets: ignored, lora.init has {' and '.join(seen)}")
     text = (
         f"lora.init: the student starts from {lora.init}, rank {_span(ranks)}, scale "
-        f"{_span(scale)} (alpha / r), {len(ranks)} layers"
+        f"{_span(adapter.scales)} (alpha / r), {len(ranks)} layers"
     )
     return Start(text, ignored)
 

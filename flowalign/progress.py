@@ -8,20 +8,22 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from flowalign import metrics
+
 SHOWN = {
-    "reward": "reward {:.3f}",
-    "distill": "distance {:.4f}",
-    "kl": "KL {:.2e}",
-    "clip_fraction": "clip {:.0%}",
-    "images_per_second": "{:.1f} images/s",
-    "eval/headline": "held-out {:.3f}",
-    "eval/lost": "held-out scores are missing",
+    metrics.REWARD: "reward {:.3f}",
+    metrics.DISTILL: "distance {:.4f}",
+    metrics.KL: "KL {:.2e}",
+    metrics.CLIP_FRACTION: "clip {:.0%}",
+    metrics.IMAGES_PER_SECOND: "{:.1f} images/s",
+    metrics.HEADLINE: "held-out {:.3f}",
+    metrics.LOST: "held-out scores are missing",
 }
 
 
-def summary(metrics: Mapping[str, float]) -> str:
-    """The figures that matter, as one line."""
-    return "  ".join(text.format(metrics[key]) for key, text in SHOWN.items() if key in metrics)
+def summary(values: Mapping[str, float]) -> str:
+    """The most important numbers, as one line."""
+    return "  ".join(text.format(values[name]) for name, text in SHOWN.items() if name in values)
 
 
 class Progress:
@@ -43,12 +45,12 @@ class Progress:
             self.bar.add_task("update", total=self.total, completed=loop.update, figures="")
             self.bar.start()
 
-    def update(self, update: int, metrics: Mapping[str, float]) -> None:
+    def update(self, update: int, values: Mapping[str, float]) -> None:
         """Show the metrics of an update, or of an evaluation."""
         if not self.main:
             return
-        line = summary(metrics)
-        if "eval/headline" in metrics:
+        line = summary(values)
+        if metrics.HEADLINE in values:
             self.held_out = line
             line = ""
         if self.bar:
@@ -73,7 +75,7 @@ def quiet() -> None:
     from transformers.utils import logging as transformers_log
 
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
-    for name in ("httpx", "RapidOCR", "onnxruntime", "matplotlib", "PIL"):
+    for name in ("httpx", "RapidOCR", "onnxruntime", "matplotlib", "PIL"):  # they log at INFO
         logging.getLogger(name).setLevel(logging.WARNING)
     diffusers_log.disable_progress_bar()
     diffusers_log.set_verbosity_error()

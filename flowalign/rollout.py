@@ -6,9 +6,10 @@ whole batch and on the number of the copy, not on batch size or number of proces
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,19 +17,21 @@ from torch import Tensor
 
 from flowalign import sde
 from flowalign.backbone import Backbone
+from flowalign.config import TrainingStage
+from flowalign.parallel import missing_steps
 from flowalign.types import Conditioning, Gaussian, PromptBatch, Rollout, Source
 
-See = Callable[[int, Tensor, PromptBatch], None]
-"""Told of a batch of images: the row of the first one, images [b,3,H,W] in [0,1], their b rows."""
+OnImages = Callable[[int, Tensor, PromptBatch], None]
+"""Takes a batch of images: the row of the first one, images [b,3,H,W] in [0,1], their b rows."""
 
 
 @dataclass(frozen=True)
 class Schedule:
     """sigmas [T+1] and how to step along them: noise inside the window only, Euler outside.
 
-    window (start, stop) are the steps with noise and training; None has neither. chosen: those of
-    them that are trained, in order; None = all. actions: whether the sampled successors of the
-    trained states are needed, and their log-probs (not under an ode).
+    window (start, stop): the steps with noise and training; None = no step has either. chosen: the
+    steps of the window that are trained, in order; None = all. actions: whether the sampled
+    successors of the trained states are needed, and their log-probs (an ode has none).
     """
 
     sigmas: Tensor
@@ -37,6 +40,13 @@ class Schedule:
     window: tuple[int, int] | None
     chosen: tuple[int, ...] | None = None
     actions: bool = True
+
+    @staticmethod
+    def of(config: TrainingStage, backbone: Backbone) -> Schedule:
+        """The schedule of a config's rollouts: by default every step but the last is trained."""
+        r = config.rollout
+        sigmas, actions = backbone.sigmas(r.steps), config.needs_actions
+        return Schedule(sigmas, r.kind, r.noise_level, r.trained, actions=actions)
 
     @property
     def trained(self) -> list[int]:
@@ -53,8 +63,11 @@ class Schedule:
         """Forward passes until the last trained state (and its action) is known."""
         return self.trained[-1] + self.actions if self.trained else 0
 
-    def transition(self, x: Tensor, velocity: Tensor, steps: Tensor) -> Gaussian:
-        """The noisy transition at trained steps [B] (one each image) from x [B,C,h,w]."""
+    def transition(
+        self, x: Tensor, velocity: Tensor, steps: Tensor, *, noisy: bool = True
+    ) -> Gaussian:
+        """The transition at steps [B] (one each image) from x [B,C,h,w]; the Euler step if not
+        noisy."""
         sigmas = self.sigmas.to(x.device)
         return sde.transition(
             x,
@@ -62,16 +75,9 @@ class Schedule:
             sigmas[steps],
             sigmas[steps + 1],
             noise_level=self.noise_level,
-            kind=self.kind,
+            kind=self.kind if noisy else "ode",
             sigma_max=float(self.sigmas[1]),
         )
-
-    def euler(self, x: Tensor, velocity: Tensor, step: int) -> Tensor:
-        """The deterministic step."""
-        sigma, sigma_next = float(self.sigmas[step]), float(self.sigmas[step + 1])
-        return sde.transition(
-            x, velocity, sigma, sigma_next, noise_level=0, kind="ode", sigma_max=1.0
-        ).mean
 
 
 @dataclass(frozen=True)
@@ -89,25 +95,26 @@ class Noise:
         return torch.cat([first, torch.randn(extra, *shape, generator=own)])
 
     def _generator(self, prompt: int, copy: int) -> torch.Generator:
+        # copy + 1, as seeds are not negative: copy -1 is the start that a group shares
         entropy = np.random.SeedSequence([*self.key, prompt, copy + 1]).generate_state(1, np.uint64)
         return torch.Generator().manual_seed(int(entropy[0]))
 
 
 Place = tuple[int, int]
-"""What an image's noise depends on: its prompt's place in the whole batch, and its copy."""
+"""What an image's noise depends on: the place of its prompt in the whole batch, and its copy."""
 
 
 def places(prompts: int, copies: int) -> list[Place]:
-    """Of all images of a batch: the copies of a prompt follow one another."""
+    """The places of all images of a batch; the copies of a prompt follow one another."""
     return [(prompt, copy) for prompt in range(prompts) for copy in range(copies)]
 
 
 def shard(prompts: int, copies: int, shares: int, rank: int, world: int) -> list[Place]:
-    """The images of process `rank` of `world`, one optimizer step's after another's.
+    """The images of process `rank` of `world`, ordered by the optimizer step that they are for.
 
-    The batch is cut into `shares` of whole prompts, one for each optimizer step, and every process
-    has an equal part of each share: a step learns from the same images, whatever `world` is.
-    ValueError where they cannot be shared evenly.
+    The batch is cut into `shares` of whole prompts, one for each optimizer step. Every process has
+    an equal part of each share, so that a step learns from the same images whatever `world` is.
+    Raises ValueError where they cannot be shared evenly.
     """
     size, rest = divmod(prompts // shares * copies, world)
     if prompts % shares or rest:
@@ -133,48 +140,52 @@ def sample(
     decode: bool = True,
     finish: bool | None = None,
     sources: Sequence[Source] | None = None,
-    see: See | None = None,
+    on_images: OnImages | None = None,
 ) -> Rollout:
     """Sample B images -> Rollout. batch: B rows, the prompt of each image.
 
-    places: of the B images; what the noise is drawn for. batch_size: images a forward pass. finish:
-    go on to the last latents; by default only where images are decoded from them, else the rollout
-    stops at the last trained state. sources: who samples each image (None = the active adapter, at
-    `guidance`); images of one source are sampled together. see: told of each batch of images as
-    soon as it is decoded, before the next is sampled (not with sources).
+    places: of the B images; what their noise is drawn for. batch_size: images per forward pass.
+    decode: the latents to images. finish: sample to the last latents; by default only to decode
+    them, else the rollout stops at the last trained state. sources: who samples each image (None =
+    the active adapter, at `guidance`); images of one source are sampled together. on_images: called
+    with each batch of images as soon as it is decoded, before the next is sampled (not with
+    sources).
     """
     finish = decode if finish is None else finish
     cond = backbone.encode(batch.prompts)
     shape, extra = backbone.latent_shape, len(schedule.noisy)
-    order, trajectories, images = [], [], []
     batches = list(_batches(sources or [None] * len(batch), batch_size))
-    for source, rows in backbone.in_step(batches) if sources else batches:
+    if sources:  # else all processes have equally many
+        batches += batches[-1:] * missing_steps(len(batches), backbone.sharded)
+    order, trajectories, images = [], [], []
+    for source, rows in batches:
         drawn = torch.stack([noise.draw(*places[row], shape, extra) for row in rows])
-        chosen = cond.select(torch.tensor(rows, device=cond.index.device))
+        own = cond.select(torch.tensor(rows, device=cond.index.device))
         scale = source.guidance if source else guidance
         with backbone.adapter(source.adapter) if source else nullcontext():
-            trajectories.append(_trajectory(backbone, chosen, scale, schedule, drawn, finish))
+            trajectories.append(_trajectory(backbone, own, scale, schedule, drawn, finish))
         order += rows
         if decode:
-            images.append(backbone.decode(trajectories[-1][-1], batch_size))
-            if see:
-                see(rows[0], images[-1], batch.select(rows))
+            images.append(backbone.decode(trajectories[-1].last, batch_size))
+            if on_images:
+                on_images(rows[0], images[-1], batch.select(rows))
     back = torch.tensor(order, device=backbone.device)[: len(batch)].argsort()
 
-    def whole(parts: Sequence[Tensor]) -> Tensor:
-        joined = torch.cat(list(parts))
-        return joined[back] if sources else joined  # without what was sampled to keep step
+    def whole(parts: Iterable[Tensor | None]) -> Any:
+        """All batches as one tensor, in order and without repeats; None where they have none."""
+        known = [part for part in parts if part is not None]
+        if not known:
+            return None
+        return torch.cat(known)[back] if sources else torch.cat(known)
 
-    states, following, log_probs, last = zip(*trajectories, strict=True)
-    acted = schedule.actions and bool(schedule.noisy)
     return Rollout(
-        states=whole(states),
-        next_states=whole(following) if acted else None,
+        states=whole(t.states for t in trajectories),
+        next_states=whole(t.next_states for t in trajectories),
         steps=schedule.trained,
         sigmas=schedule.sigmas,
-        log_probs=whole(log_probs) if acted else None,
-        latents=whole(last) if finish else None,
-        images=whole(images) if decode else None,
+        log_probs=whole(t.log_probs for t in trajectories),
+        latents=whole(t.last for t in trajectories) if finish else None,
+        images=whole(images),
         group=torch.tensor([prompt for prompt, _ in places]),
         copy=torch.tensor([copy for _, copy in places]),
         batch=batch,
@@ -192,6 +203,18 @@ def _batches(
             yield source, rows[start : start + size]
 
 
+@dataclass(frozen=True)
+class _Trajectory:
+    """A batch of B along the schedule: the trained states and their successors [B,S,C,h,w], the
+    log-probs [B,S] of the successors (both None where there is no action), and the last latents
+    [B,C,h,w]."""
+
+    states: Tensor
+    next_states: Tensor | None
+    log_probs: Tensor | None
+    last: Tensor
+
+
 def _trajectory(
     backbone: Backbone,
     cond: Conditioning,
@@ -199,9 +222,8 @@ def _trajectory(
     schedule: Schedule,
     noise: Tensor,
     finish: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One batch of B along the schedule: trained states and their successors [B,S,C,h,w],
-    log-probs [B,S], and the last latents [B,C,h,w]. noise [B,1+N,C,h,w], one each noisy step.
+) -> _Trajectory:
+    """Sample one batch. noise [B,1+N,C,h,w]: the start, and one for each noisy step.
 
     States are float32; a log-prob is taken of the state that is stored.
     """
@@ -212,17 +234,21 @@ def _trajectory(
     for step in range(len(schedule.sigmas) - 1):
         if step in trained:
             states.append(x)
-        if step == forwards:
+        if step == forwards:  # nothing after it is trained or decoded
             break
         velocity = backbone.velocity(x, float(schedule.sigmas[step]), cond, guidance=guidance)
+        steps = torch.full((len(x),), step, device=x.device)
+        gaussian = schedule.transition(x, velocity, steps, noisy=step in noisy)
         if step not in noisy:
-            x = schedule.euler(x, velocity, step)
+            x = gaussian.mean
             continue
-        gaussian = schedule.transition(x, velocity, torch.full((len(x),), step, device=x.device))
         x = sde.sample(gaussian, noise[:, 1 + step - noisy.start])
         if step in trained and schedule.actions:
             following.append(x)
             log_probs.append(sde.log_prob(gaussian, x))
-    none = x.new_zeros(len(x), 0, *x.shape[1:])
-    kept, after = (torch.stack(t, 1) if t else none for t in (states, following))
-    return kept, after, torch.stack(log_probs, 1) if log_probs else x.new_zeros(len(x), 0), x
+    return _Trajectory(
+        states=torch.stack(states, 1) if states else x.new_zeros(len(x), 0, *x.shape[1:]),
+        next_states=torch.stack(following, 1) if following else None,
+        log_probs=torch.stack(log_probs, 1) if log_probs else None,
+        last=x,
+    )

@@ -1,6 +1,6 @@
-"""What a run tells the trackers of accelerate: TensorBoard, Weights & Biases, or one's own.
+"""What a run logs to accelerate's trackers: TensorBoard, Weights & Biases, or one's own.
 
-Each is told the config and the metrics of every update; those that take images, the sample grids.
+Each gets the config and the metrics of every update; those that take images get the sample grids.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flowalign.config import TrainingStage
 
 
 def begin(accelerator: Accelerator, config: TrainingStage) -> None:
-    """Start them: a run that is called as its folder, with its config."""
+    """Start the trackers of a run, with its config; the run is named as its folder."""
     folder = Path(config.output)
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
@@ -30,7 +30,7 @@ def begin(accelerator: Accelerator, config: TrainingStage) -> None:
 
 
 def image(accelerator: Accelerator, name: str, path: Path, step: int) -> None:
-    """Show a picture that was drawn."""
+    """Log a picture file."""
     with Image.open(path) as picture:
         pixels = np.asarray(picture.convert("RGB"))[None]
     for tracker in accelerator.trackers:

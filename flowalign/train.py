@@ -1,4 +1,4 @@
-"""Read a config, wire the rooms, run: what `accelerate launch train.py` and the CLI call."""
+"""Read a config, build the parts of a run, run it: `accelerate launch train.py` and the CLI."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flowalign.config import (
     ConfigError,
@@ -18,27 +18,22 @@ from flowalign.config import (
     OpdStage,
     RecipeStage,
     SftStage,
+    TeacherConfig,
     TrainingStage,
     load,
-    mixtures,
-    routing,
     to_yaml,
 )
 from flowalign.preflight import check_launch, check_world, start
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # --help need not import diffusers
     import torch
     from accelerate import Accelerator
-    from torch import Tensor
 
     from flowalign.backbone import Backbone
-    from flowalign.config import TeacherConfig as TeacherSettings
     from flowalign.eval.suite import Benchmark, Settings
     from flowalign.loop import Algorithm, Loop
     from flowalign.progress import Progress
-    from flowalign.student.opd import Student
     from flowalign.teachers.bank import Bank
-    from flowalign.teachers.grpo import Grpo
     from flowalign.types import EvalReport, Reward
 
 log = logging.getLogger("flowalign")
@@ -46,12 +41,12 @@ log = logging.getLogger("flowalign")
 
 def parser() -> argparse.ArgumentParser:
     """The command line of `train`."""
-    found = argparse.ArgumentParser("flowalign train", description="Train from a config file.")
-    found.add_argument("--config", required=True, help="a YAML file, such as configs/tiny/...")
-    found.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
-    found.add_argument("--variant", help="a YAML file of keys by stage: other hardware")
-    found.add_argument("overrides", nargs="*", metavar="key.path=value", help="change the config")
-    return found
+    parser = argparse.ArgumentParser("flowalign train", description="Train from a config file.")
+    parser.add_argument("--config", required=True, help="a YAML file, such as configs/tiny/...")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
+    parser.add_argument("--variant", help="a YAML file of keys by stage: other hardware")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change the config")
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     from flowalign.progress import quiet
 
-    quiet()  # before diffusers is imported
+    quiet()  # before diffusers is imported, which logs while it is
     from flowalign import parallel
     from flowalign.backbone import ModelError
     from flowalign.eval.suite import EvaluationError
@@ -108,12 +103,15 @@ def train(config: TrainingStage, *, resume: bool = False) -> Path:
     processes = parallel.state(config).num_processes
     check_launch(processes)
     check_world(config, processes)
-    folder = Path(config.output)
+    folder, main = Path(config.output), parallel.state().is_main_process
     _check_folder(folder, config, resume)
-    _say_start(config, parallel.state().is_main_process)
+    if main and (begin := start(config.lora)):
+        log.info(begin.text)
+        for text in begin.ignored:
+            log.warning("%s. Leave it out, or start without lora.init.", text)
     with deterministic(config.train.deterministic):
         loop, report, rewards = wire(config)
-        if loop.accelerator.is_main_process:
+        if main:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "config.yaml").write_text(to_yaml(config))
         loop.accelerator.wait_for_everyone()
@@ -130,16 +128,8 @@ def train(config: TrainingStage, *, resume: bool = False) -> Path:
     return folder / "adapter"
 
 
-def _say_start(config: TrainingStage, main: bool) -> None:
-    """Where the adapter starts, and which keys of `lora` that overrules."""
-    if main and (found := start(config.lora)):
-        log.info(found.text)
-        for text in found.ignored:
-            log.warning("%s. Leave it out, or start without lora.init.", text)
-
-
 def _hint_threads(accelerator: Accelerator) -> None:
-    """Say so where a run on CPUs leaves some idle: accelerate gives a process one thread."""
+    """Say so if a run on CPUs leaves some idle: accelerate gives a process one thread."""
     import torch
 
     used = torch.get_num_threads() * accelerator.num_processes
@@ -153,7 +143,7 @@ def _hint_threads(accelerator: Accelerator) -> None:
 
 
 def _check_folder(folder: Path, config: TrainingStage, resume: bool) -> None:
-    """Refuse to overwrite another run, or to resume one that was configured otherwise."""
+    """Refuse to overwrite another run, or to resume one whose config was another."""
     saved = folder / "config.yaml"
     if not resume and any((folder / "checkpoints").glob("update_*")):
         raise ConfigError(
@@ -164,8 +154,7 @@ def _check_folder(folder: Path, config: TrainingStage, resume: bool) -> None:
         )
     if resume and saved.exists():
         free = {"train", "evaluation", "output"}
-        old = load(saved).model_dump(exclude=free)
-        new = config.model_dump(exclude=free)
+        old, new = load(saved).model_dump(exclude=free), config.model_dump(exclude=free)
         changed = sorted(key for key in new if new[key] != old[key])
         if changed:
             raise ConfigError(
@@ -177,6 +166,9 @@ def _check_folder(folder: Path, config: TrainingStage, resume: bool) -> None:
             )
 
 
+# The parts of a run ------------------------------------------------------------------------------
+
+
 def wire(config: TrainingStage) -> tuple[Loop, Progress, dict[str, Reward]]:
     """Build every part of a run from its config -> the loop, its display, its rewards."""
     from accelerate.utils import set_seed
@@ -184,10 +176,11 @@ def wire(config: TrainingStage) -> tuple[Loop, Progress, dict[str, Reward]]:
     from flowalign import parallel, rewards, trackers
     from flowalign.data import PromptSampler, load_prompts
     from flowalign.loop import Loop
+    from flowalign.pictures import grid
     from flowalign.progress import Progress
 
     accelerator = parallel.start(config)
-    set_seed(config.seed)  # the LoRA's initial A; all else has generators of its own
+    set_seed(config.seed)  # for the LoRA's initial A; all else has generators of its own
     built = {
         t.name: rewards.build_on(accelerator.device, t.reward.name, t.reward.options)
         for t in config.tasks
@@ -202,6 +195,11 @@ def wire(config: TrainingStage) -> tuple[Loop, Progress, dict[str, Reward]]:
         config.seed,
     )
     progress = Progress(config.train.updates, accelerator.is_main_process)
+
+    def draw(path: Path, images: torch.Tensor, captions: Sequence[str]) -> None:
+        stride = max(1, config.rollout.copies // 4)  # four copies of each of eight prompts
+        grid(path, images[::stride][:32], captions[::stride][:32], title=path.stem)
+
     loop = Loop(
         config,
         backbone,
@@ -210,21 +208,20 @@ def wire(config: TrainingStage) -> tuple[Loop, Progress, dict[str, Reward]]:
         algorithm(config, backbone, built, accelerator),
         evaluator(config, backbone, built, accelerator),
         progress.update,
-        lambda path, images, captions: draw(config, path, images, captions),
+        draw,
     )
     trackers.begin(accelerator, config)
-    if accelerator.is_main_process:
-        for place, scale in mixtures(config).items():
-            log.warning(
-                "%s: labels at guidance %g for a student that is trained at %g: a mixture, which "
-                "teaches the student that scale, too", place, scale, config.guidance
-            )  # fmt: skip
+    for place, scale in config.mixtures.items() if accelerator.is_main_process else ():
+        log.warning(
+            "%s: labels at guidance %g for a student that is trained at %g: a mixture, which "
+            "teaches the student that scale, too", place, scale, config.guidance
+        )  # fmt: skip
     return loop, progress, built
 
 
 def _check_groups(config: TrainingStage, rewards: Mapping[str, Reward], processes: int) -> None:
-    """Refuse a reward that must see a whole group where the images of a prompt would lie on
-    several processes."""
+    """Refuse a reward that must see a whole group if several processes would share the images of a
+    prompt."""
     rollout, updates = config.rollout, config.optimizer.updates_per_rollout
     whole = sorted(name for name, reward in rewards.items() if getattr(reward, "groupwise", False))
     if whole and rollout.prompts // updates % processes:
@@ -237,105 +234,6 @@ def _check_groups(config: TrainingStage, rewards: Mapping[str, Reward], processe
                 f"{unit}, for example rollout.prompts={-(-rollout.prompts // unit) * unit}."
             ]
         )
-
-
-def algorithm(
-    config: TrainingStage,
-    backbone: Backbone,
-    rewards: Mapping[str, Reward],
-    accelerator: Accelerator,
-) -> Algorithm:
-    """What the stage of a config learns."""
-    if isinstance(config, GrpoStage):
-        return grpo(config, backbone, rewards, accelerator)
-    if isinstance(config, OpdStage):
-        return opd(config, backbone, rewards, accelerator)
-    assert isinstance(config, SftStage)
-    from flowalign.student.sft import Sft
-
-    return Sft(
-        bank(backbone, config, config.teachers, routing(config)),
-        backbone.sigmas(config.rollout.steps),
-        states=config.sft.states,
-        shift=backbone.shift,
-        guidance=config.rollout.guidance,
-        seed=config.seed,
-    )
-
-
-def grpo(
-    config: GrpoStage | OpdStage,
-    backbone: Backbone,
-    rewards: Mapping[str, Reward],
-    accelerator: Accelerator,
-) -> Grpo:
-    """Learning from the tasks' rewards."""
-    from flowalign.loop import schedule
-    from flowalign.rewards.by_task import ByTask
-    from flowalign.teachers.grpo import Grpo
-
-    score, train = ByTask(rewards), config.train
-    return Grpo(
-        config.grpo,
-        score,
-        backbone,
-        schedule(backbone, config),
-        accelerator,
-        guidance=config.rollout.guidance,
-        max_invalid_share=train.max_invalid_share,
-        while_sampling=train.score_while_sampling and not score.groupwise,
-        seconds=train.score_seconds,
-    )
-
-
-def opd(
-    config: OpdStage,
-    backbone: Backbone,
-    rewards: Mapping[str, Reward],
-    accelerator: Accelerator,
-) -> Student:
-    """Learning from routed teachers, an anchor and, where asked, the rewards as well."""
-    from flowalign.loop import schedule
-    from flowalign.student.opd import Student
-
-    s, routed, anchor = config.student, routing(config), config.anchor
-    everywhere = dict.fromkeys(routed, "anchor")
-    storage = {"dtype": s.label_dtype, "batch_size": s.label_batch}
-    return Student(
-        s,
-        bank(backbone, config, config.teachers, routed, **storage),
-        backbone,
-        schedule(backbone, config),
-        accelerator,
-        guidance=config.guidance,
-        seed=config.seed,
-        micro_batch=config.optimizer.micro_batch,
-        anchor=bank(backbone, config, {"anchor": anchor}, everywhere, **storage)
-        if anchor
-        else None,
-        anchor_weight=anchor.weight if anchor else 0.0,
-        grpo=grpo(config, backbone, rewards, accelerator) if s.reward_weight > 0 else None,
-    )
-
-
-def bank(
-    backbone: Backbone,
-    config: TrainingStage,
-    teachers: Mapping[str, TeacherSettings],
-    routed: Mapping[str, str],
-    *,
-    dtype: str = "float32",
-    batch_size: int = 64,
-) -> Bank:
-    """The teachers of a config on the student's base; ConfigError if one does not fit it."""
-    from flowalign.backbone import DTYPES
-    from flowalign.teachers.bank import Bank, Member
-
-    members = {name: Member(t.adapter, config.guidance_of(t)) for name, t in teachers.items()}
-    try:
-        return Bank(backbone, members, routed, dtype=DTYPES[dtype], batch_size=batch_size)
-    except ValueError as error:
-        raise ConfigError([f"teachers: {error}"]) from error
 
 
 def student(config: TrainingStage, device: torch.device) -> Backbone:
@@ -353,6 +251,56 @@ def student(config: TrainingStage, device: torch.device) -> Backbone:
     return backbone
 
 
+def algorithm(
+    config: TrainingStage,
+    backbone: Backbone,
+    rewards: Mapping[str, Reward],
+    accelerator: Accelerator,
+) -> Algorithm[Any]:
+    """What the stage of a config learns, with the teachers that it names."""
+    from flowalign.student.opd import Opd
+    from flowalign.student.sft import Sft
+    from flowalign.teachers.grpo import Grpo
+
+    if isinstance(config, GrpoStage):
+        return Grpo(config, backbone, accelerator, rewards)
+    if isinstance(config, SftStage):
+        return Sft(config, backbone, bank(config, backbone, config.teachers, config.routing))
+    assert isinstance(config, OpdStage)
+    teachers = bank(config, backbone, config.teachers, config.routing)
+    anchor = grpo = None
+    if config.anchor:
+        everywhere = dict.fromkeys(config.routing, "anchor")
+        anchor = bank(config, backbone, {"anchor": config.anchor}, everywhere)
+    if config.learns_from_rewards:
+        grpo = Grpo(config, backbone, accelerator, rewards)
+    return Opd(config, backbone, accelerator, teachers, anchor, grpo)
+
+
+def bank(
+    config: OpdStage | SftStage,
+    backbone: Backbone,
+    teachers: Mapping[str, TeacherConfig],
+    routing: Mapping[str, str],
+) -> Bank:
+    """Teachers on the student's base. Raises ConfigError if one does not fit it."""
+    from flowalign.backbone import DTYPES
+    from flowalign.teachers.bank import Bank, Member
+
+    members = {name: Member(t.adapter, config.guidance_of(t)) for name, t in teachers.items()}
+    labels = {}
+    if isinstance(config, OpdStage):  # those of sft sample, and label nothing
+        dtype = DTYPES[config.student.label_dtype]
+        labels = {"dtype": dtype, "batch_size": config.student.label_batch}
+    try:
+        return Bank(backbone, members, routing, **labels)
+    except ValueError as error:
+        raise ConfigError([f"teachers: {error}"]) from error
+
+
+# Evaluation and pictures -------------------------------------------------------------------------
+
+
 def evaluator(
     config: TrainingStage,
     backbone: Backbone,
@@ -367,24 +315,16 @@ def evaluator(
         return None
     benchmarks, settings = held_out(config, rewards), eval_settings(config)
     seconds, share = config.train.score_seconds, config.evaluation.max_invalid_share
-    watched = wire_benchmarks(config.evaluation.watch, "evaluation.watch", accelerator.device)
-    everything = [*map(suite.ImageSet.of, benchmarks), *watched]
+    watched = wire_benchmarks(config.watched, "evaluation.watch", accelerator.device)
+    sets = [*map(suite.ImageSet.of, benchmarks), *watched]
 
     def evaluate() -> tuple[float, EvalReport]:
         report = suite.run(
-            backbone, everything, settings, accelerator, seconds=seconds, max_invalid_share=share
+            backbone, sets, settings, accelerator, seconds=seconds, max_invalid_share=share
         )
         return suite.headline(report, benchmarks), report
 
     return evaluate
-
-
-def draw(config: TrainingStage, path: Path, images: Tensor, captions: Sequence[str]) -> None:
-    """The sample grid of a rollout: up to four copies of each of eight prompts."""
-    from flowalign.pictures import grid
-
-    stride = max(1, config.rollout.copies // 4)
-    grid(path, images[::stride][:32], captions[::stride][:32], title=path.stem)
 
 
 def held_out(config: TrainingStage, rewards: Mapping[str, Reward]) -> list[Benchmark]:
@@ -393,31 +333,24 @@ def held_out(config: TrainingStage, rewards: Mapping[str, Reward]) -> list[Bench
     from flowalign.eval.suite import Benchmark
 
     assert config.evaluation
-    found = []
+    benchmarks = []
     for task in config.tasks:
         if task.validation and task.name in rewards:
             prompts = subset(load_prompts(task.validation, task.name), config.evaluation.prompts)
-            found.append(Benchmark(task.name, prompts, rewards[task.name]))
-    return found
+            benchmarks.append(Benchmark(task.name, prompts, rewards[task.name]))
+    return benchmarks
 
 
 def eval_settings(config: TrainingStage) -> Settings:
-    """How the evaluations of a run sample: as its rollouts do, where the config is silent."""
+    """How the evaluations of a run sample."""
     from flowalign.eval.suite import Settings
 
-    e, r = config.evaluation, config.rollout
-    assert e
-    return Settings(
-        steps=e.steps or r.steps,
-        guidance=r.guidance if e.guidance is None else e.guidance,
-        seed=e.seed,
-        batch_size=e.batch_size or r.batch_size,
-    )
+    return Settings(**config.evaluation_sampling.model_dump())
 
 
 def finish(loop: Loop, config: TrainingStage, rewards: Mapping[str, Reward]) -> None:
     """After the last update: the metrics plot, the before/after grid and the model card, by the
-    main process; under FSDP2 all of them sample the grid."""
+    main process; under FSDP2 all processes sample the grid."""
     from flowalign import trackers
     from flowalign.pictures import metrics_plot
     from flowalign.publish.card import write_card
@@ -440,14 +373,14 @@ def compare(
     path: Path | None,
     count: int = 16,
 ) -> None:
-    """Base and result on the same held-out prompts and noise, as one picture; path None: sample
-    them for nothing, as the process that draws samples them too."""
+    """Base and result on the same held-out prompts and seeds, as one picture. path None: sample
+    only, in step with the process that draws."""
+    from flowalign import metrics
     from flowalign.data import subset
     from flowalign.eval.suite import generate
     from flowalign.loop import STUDENT
     from flowalign.pictures import read_metrics, side_by_side
-    from flowalign.rewards.ahead import Ahead
-    from flowalign.rewards.by_task import ByTask
+    from flowalign.rewards.scoring import Ahead, ByTask
 
     settings = eval_settings(config)
     backbone.replace_adapter(STUDENT, Path(config.output) / "adapter")
@@ -459,19 +392,20 @@ def compare(
     if path is None:
         return
     captions, scoring = [], Ahead(ByTask(rewards), config.train.score_seconds)
-    for images in (before, after):  # other processes wait: no reward may keep them for ever
+    for images in (before, after):  # in a thread: a reward that hangs must not stop the run
         scoring.submit(images, prompts)
-    for found in scoring.answers():
-        value = found.parts.get(benchmark.headline or "", found.value)
+    for scores in scoring.answers():
+        value = scores.parts.get(benchmark.headline or "", scores.value)
         captions.append(
             [f"{p}\n{v:.2f}" for p, v in zip(prompts.prompts, value.tolist(), strict=True)]
         )
     scoring.forget()
-    scores = read_metrics(path.parent / "metrics.jsonl")["eval/headline"]
-    best = f"{max(value for _, value in scores):.3f}"
-    known = scores[0][0] == 0  # an evaluation of the base that lost images is not among them
+    headlines = read_metrics(path.parent / "metrics.jsonl")[metrics.HEADLINE]
+    (update, first), best = headlines[0], max(value for _, value in headlines)
+    # an evaluation of the base that lost images is not among them
+    change = f"{first:.3f} -> {best:.3f}" if update == 0 else f"{best:.3f}"
     title = (
         f"{path.parent.name}: base above, trained below, same prompts and noise. "
-        f"On all held-out prompts: {f'{scores[0][1]:.3f} -> {best}' if known else best}"
+        f"On all held-out prompts: {change}"
     )
     side_by_side(path, (list(before), list(after)), captions, title=title)

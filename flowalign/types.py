@@ -91,17 +91,25 @@ class Scores:
     """What a reward says of B images: value [B]; parts {name: [B]}; valid [B], False = it failed.
 
     The value of an invalid image is NaN, so that nobody takes it for a score by accident.
+    reasons {row: text}: why an image is invalid; a reward may also explain the score of a valid
+    one. `flowalign.rewards.score` gives every invalid image a reason.
     """
 
     value: Tensor
     valid: Tensor
     parts: Mapping[str, Tensor] = field(default_factory=dict)
+    reasons: Mapping[int, str] = field(default_factory=dict)
 
     @staticmethod
     def of(value: Tensor | Sequence[float], **parts: Tensor) -> Scores:
         """Scores whose valid mask is read off the values: NaN and infinity are failures."""
         value = torch.as_tensor(value, dtype=torch.float32)
         return Scores(value=value, valid=torch.isfinite(value), parts=parts)
+
+    @property
+    def failures(self) -> dict[int, str]:
+        """The reasons of the invalid images."""
+        return {row: text for row, text in self.reasons.items() if not self.valid[row]}
 
     @property
     def mean(self) -> float:

@@ -31,11 +31,11 @@ from typing import Any, TypeVar
 import torch
 
 from flowalign.devices import resolve
-from flowalign.rewards.guarded import Guarded, score
+from flowalign.rewards.scoring import score
 from flowalign.types import Reward
 
 __all__ = [
-    "REWARDS", "Guarded", "build", "build_on", "check", "check_prompts", "describe", "load",
+    "REWARDS", "build", "build_on", "check", "check_prompts", "describe", "load",
     "names", "placed", "register", "score",
 ]  # fmt: skip
 

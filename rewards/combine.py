@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 import flowalign.rewards as registry
-from flowalign.rewards.guarded import Guarded, score
 from flowalign.rewards.options import check_common
-from flowalign.types import Reward
+from flowalign.rewards.scoring import score
+from flowalign.types import Reward, Scores
 
 Spec = Mapping[str, Any]
 Device = str | torch.device | None
@@ -77,7 +77,7 @@ class Weighted:
 
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> Guarded:
+    ) -> Scores:
         """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU."""
         found = {
             label: score(reward, images, prompts, metadata)
@@ -144,7 +144,7 @@ class Gated:
 
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> Guarded:
+    ) -> Scores:
         """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU."""
         gate = score(self.gate, images, prompts, metadata)
         rows: list[int] = (
@@ -207,12 +207,12 @@ class Normalized:
 
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> Guarded:
+    ) -> Scores:
         """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU."""
         found = score(self.reward, images, prompts, metadata)
         value = torch.sigmoid((found.value - self.median) / self.spread)
         parts = {**found.parts, "raw": found.value}
-        return Guarded(value, found.valid, parts, found.reasons)
+        return Scores(value, found.valid, parts, found.reasons)
 
 
 # Components ---------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def _number(value: Any, option: str, reward: str) -> float:
     return value
 
 
-def _spread(found: Guarded, rows: Sequence[int], count: int) -> Guarded:
+def _spread(found: Scores, rows: Sequence[int], count: int) -> Scores:
     """Scores of some rows as scores of all: the others are valid NaNs, as they were not asked."""
 
     def wide(tensor: Tensor) -> Tensor:
@@ -264,10 +264,10 @@ def _spread(found: Guarded, rows: Sequence[int], count: int) -> Guarded:
     valid[rows] = found.valid
     parts = {name: wide(part) for name, part in found.parts.items()}
     reasons = {rows[row]: text for row, text in found.reasons.items()}
-    return Guarded(wide(found.value), valid, parts, reasons)
+    return Scores(wide(found.value), valid, parts, reasons)
 
 
-def _joined(value: Tensor, found: Mapping[str, Guarded]) -> Guarded:
+def _joined(value: Tensor, found: Mapping[str, Scores]) -> Scores:
     """The value with the components' parts; invalid where a component is."""
     valid, parts = torch.isfinite(value), {}
     said: dict[int, list[str]] = {}
@@ -278,4 +278,4 @@ def _joined(value: Tensor, found: Mapping[str, Guarded]) -> Guarded:
         for row, text in scores.reasons.items():
             said.setdefault(row, []).append(f"{label}: {text}")
     reasons = {row: "; ".join(texts) for row, texts in said.items()}
-    return Guarded(value.masked_fill(~valid, torch.nan), valid, parts, reasons)
+    return Scores(value.masked_fill(~valid, torch.nan), valid, parts, reasons)

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from flowalign.rewards import check_factory, load, placed
 from flowalign.rewards.geneval_judge import Verdict, judge, partial_credit
-from flowalign.rewards.guarded import Guarded
 from flowalign.rewards.options import check_common
-from flowalign.types import Detections, Detector
+from flowalign.types import Detections, Detector, Scores
 
 DETECTORS: dict[str, str] = {
     "tiny": "flowalign.tiny.detector:TinyDetector",
@@ -115,7 +114,7 @@ class GenEval:
 
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> Guarded:
+    ) -> Scores:
         """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU; a failed or wrong image has its
         reason."""
         with ExitStack() as awake:  # models that are offloaded are brought back once a call
@@ -125,7 +124,7 @@ class GenEval:
 
     def _judge_all(
         self, found: Sequence[Detections], metadata: Sequence[Mapping[str, Any]]
-    ) -> Guarded:
+    ) -> Scores:
         if len(found) != len(metadata):
             raise ValueError(
                 f"got {len(found)} detections and {len(metadata)} metadata; they must be one an "
@@ -142,7 +141,7 @@ class GenEval:
             correct[row] = verdict.correct
             if verdict.reason:
                 reasons[row] = verdict.reason
-        return Guarded(value, torch.isfinite(value), {"correct": correct}, reasons)
+        return Scores(value, torch.isfinite(value), {"correct": correct}, reasons)
 
     def _judge(self, metadata: Mapping[str, Any], seen: Detections) -> tuple[float, Verdict]:
         """(reward, official decision) of one image."""

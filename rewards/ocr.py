@@ -13,8 +13,8 @@ from torch import Tensor
 
 from flowalign.images import to_uint8
 from flowalign.rewards import check_factory
-from flowalign.rewards.guarded import Guarded
 from flowalign.rewards.ocr_engines import ENGINES, Engine, Line, attempt, read_all
+from flowalign.types import Scores
 
 
 def target_of(prompt: str) -> str:
@@ -143,7 +143,7 @@ class OCR:
 
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> Guarded:
+    ) -> Scores:
         """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU, with what was read, or why not."""
         targets = [
             attempt(_target, prompt, meta) for prompt, meta in zip(prompts, metadata, strict=True)
@@ -158,7 +158,7 @@ class OCR:
                 reasons[row] = f"{type(found).__name__}: {found}"
             else:
                 value[row], exact[row], reasons[row] = found
-        return Guarded(value, torch.isfinite(value), {"exact": exact}, reasons)
+        return Scores(value, torch.isfinite(value), {"exact": exact}, reasons)
 
     def _judge(self, target: str, lines: Sequence[Line]) -> tuple[float, float, str]:
         """(reward, exact, what was read) of one image."""

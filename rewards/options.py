@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from flowalign.adapters.hub import HubAddress
+
 
 def check_common(
     owner: str,
@@ -55,16 +57,11 @@ def check_pretrained(name: str, option: str, possible: str) -> None:
         seen = f"it is a {type(name).__name__}, not text"
     elif folder.is_dir() and not any(folder.glob("*config.json")):
         seen = f"folder {folder} holds no config.json"
-    elif not folder.is_dir() and not is_hub_id(name):
+    elif not folder.is_dir() and HubAddress.parse(name) != HubAddress(name):
         seen = "there is no such folder, and it is no Hub id"
     else:
         return
     raise ValueError(f"`{option}` {name!r}: {seen}. Give {possible}.")
-
-
-def is_hub_id(name: str) -> bool:
-    """Does it look like owner/repository?"""
-    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/")
 
 
 def _is_number(value: Any) -> bool:

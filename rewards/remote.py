@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from flowalign.rewards import wire
-from flowalign.rewards.guarded import Guarded
 from flowalign.rewards.lazy import SERVE, require
 from flowalign.rewards.wire import TOKEN, WireError, read_token
+from flowalign.types import Scores
 
 MAX_REST = 60.0  # seconds that a server is left alone at most after it failed
 _ANSWER_BYTES = 16 * 2**20
@@ -142,7 +142,7 @@ class Remote:
 
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> Guarded:
+    ) -> Scores:
         """images [B,3,H,W] in [0,1] and their rows -> Scores of B, on the CPU."""
         rows = range(len(images))
         chunks = [rows[i : i + self.batch_size] for i in rows[:: self.batch_size]]
@@ -172,7 +172,7 @@ class Remote:
             call.stop()
         return self._scaled(call.result(len(images)))
 
-    def _post(self, url: str, body: bytes, chunk: _Chunk, until: float) -> Guarded:
+    def _post(self, url: str, body: bytes, chunk: _Chunk, until: float) -> Scores:
         """One attempt. Raises _Again for what may pass, WireError for what will not."""
         httpx = require("httpx", *SERVE)
         seconds = max(0.01, min(self.timeout, until - time.monotonic()))
@@ -203,11 +203,11 @@ class Remote:
             raise _Again(ConnectionError(text), _seconds(headers.get("retry-after")))
         raise WireError(status, text)
 
-    def _scaled(self, found: Guarded) -> Guarded:
+    def _scaled(self, found: Scores) -> Scores:
         if self.normalizer == 1:
             return found
         parts = {"raw": found.value, **found.parts}  # the server's own raw value, if it has one
-        return Guarded(found.value / self.normalizer, found.valid, parts, found.reasons)
+        return Scores(found.value / self.normalizer, found.valid, parts, found.reasons)
 
 
 class _Again(Exception):
@@ -270,7 +270,7 @@ class _Call:
         self._misses = dict.fromkeys(servers, 0)
         self._rest, self._retries = rest, retries
         self._changed = threading.Condition()
-        self._answers: list[tuple[range, Guarded]] = []
+        self._answers: list[tuple[range, Scores]] = []
         self._reasons: dict[int, str] = {}
         self._lost: list[ConnectionError | TimeoutError] = []
         self._last: ConnectionError | TimeoutError = TimeoutError("the time for a batch was over")
@@ -291,7 +291,7 @@ class _Call:
                 self._changed.wait(min(wake, self.until) - now)
             return None
 
-    def answered(self, server: _Server, chunk: _Chunk, found: Guarded) -> None:
+    def answered(self, server: _Server, chunk: _Chunk, found: Scores) -> None:
         with self._changed:
             server.failures = self._misses[server] = 0
             self._answers.append((chunk.rows, found))
@@ -336,7 +336,7 @@ class _Call:
             self._open = 0
             self._changed.notify_all()
 
-    def result(self, count: int) -> Guarded:
+    def result(self, count: int) -> Scores:
         """Scores of all rows; raises the last failure where nobody answered about any of them."""
         value = torch.full((count,), math.nan)
         valid, parts = torch.zeros(count, dtype=torch.bool), {}
@@ -352,7 +352,7 @@ class _Call:
         if count and not answered and (silent or self._lost):
             raise self._last
         reasons |= dict.fromkeys(silent, f"{type(self._last).__name__}: {self._last}")
-        return Guarded(value, valid, parts, reasons)
+        return Scores(value, valid, parts, reasons)
 
 
 def _listed(urls: str | Sequence[str]) -> list[str]:

@@ -25,11 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 from flowalign.images import to_float
 from flowalign.rewards import build, check, describe, wire
-from flowalign.rewards.guarded import Guarded, score
 from flowalign.rewards.lazy import SERVE, require
+from flowalign.rewards.scoring import Worker, score
 from flowalign.rewards.wire import TOKEN, Limits, WireError, read_token
-from flowalign.rewards.worker import Worker
-from flowalign.types import Reward
+from flowalign.types import Reward, Scores
 
 if TYPE_CHECKING:
     import uvicorn
@@ -184,7 +183,7 @@ class _Api:
             self._check_length(len(found))
         return bytes(found)
 
-    def _score(self, asked: wire.Request) -> Guarded:
+    def _score(self, asked: wire.Request) -> Scores:
         try:
             found = score(self.reward, to_float(asked.pixels), asked.prompts, asked.metadata)
         except (KeyboardInterrupt, SystemExit) as error:  # it would end the server's event loop

@@ -20,7 +20,7 @@ from torch import Tensor
 from flowalign.images import to_uint8
 from flowalign.rewards import load
 from flowalign.rewards.chat import Endpoint, beginning, image_url
-from flowalign.rewards.guarded import Guarded
+from flowalign.types import Scores
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class VLM:
 
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> Guarded:
+    ) -> Scores:
         """images [B,3,H,W] in [0,1], B prompts -> Scores of B, on the CPU; failed ones say why."""
         questions = [
             partial(self._question, image, prompt)
@@ -205,7 +205,7 @@ class VLM:
                 raw[row] = self._score(answer)
             except Exception as error:
                 reasons[row] = f"{type(error).__name__}: {error}"
-        return Guarded(raw / self.template.scale, torch.isfinite(raw), {"raw": raw}, reasons)
+        return Scores(raw / self.template.scale, torch.isfinite(raw), {"raw": raw}, reasons)
 
     def _question(self, image: Tensor, prompt: str) -> tuple[str, str]:
         return self.template.ask(prompt), image_url(to_uint8(image), self.image_size)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from flowalign.rewards.options import is_hub_id
+from flowalign.adapters.hub import HubAddress
 
 
 def check_file(address: str, option: str, example: str) -> None:
@@ -19,7 +19,7 @@ def check_file(address: str, option: str, example: str) -> None:
         seen = f"it is a {type(address).__name__}, not text"
     elif Path(address).expanduser().is_dir():
         seen = "it is a folder, not a file"
-    elif not Path(address).expanduser().is_file() and _on_hub(address) is None:
+    elif not Path(address).expanduser().is_file() and HubAddress.parse_file(address) is None:
         seen = "there is no such file, and it is no address owner/repository/file on the Hub"
     else:
         return
@@ -37,18 +37,18 @@ def locate(address: str) -> Path:
     path = Path(address).expanduser()
     if path.is_file():
         return path
-    found = _on_hub(address)
-    if found is None:
+    on_hub = HubAddress.parse_file(address)
+    if on_hub is None:
         raise FileNotFoundError(f"there is no file {address}; correct the path.")
     from huggingface_hub import hf_hub_download
 
-    repository, file, revision = found
     try:
-        return Path(hf_hub_download(repository, file, revision=revision))
+        return Path(hf_hub_download(on_hub.repository, on_hub.path, revision=on_hub.revision))
     except Exception as error:  # of several libraries, by the way it failed
         raise OSError(
-            f"{file} of {repository} cannot be had from the Hub ({type(error).__name__}: {error}). "
-            "Download it where there is a network, and give its path instead."
+            f"{on_hub.path} of {on_hub.repository} cannot be had from the Hub "
+            f"({type(error).__name__}: {error}). Download it where there is a network, and give "
+            "its path instead."
         ) from error
 
 
@@ -93,13 +93,3 @@ def fit(model: nn.Module, weights: Mapping[str, Tensor], source: object) -> None
             "Is it the file of this model, and of this version?"
         )
     model.load_state_dict(weights)
-
-
-def _on_hub(address: str) -> tuple[str, str, str | None] | None:
-    """(repository, file, revision) of owner/repository/file[@revision]; None if it is none."""
-    path, _, revision = address.partition("@")
-    owner, _, rest = path.partition("/")
-    name, _, file = rest.partition("/")
-    if not file or file.endswith("/") or not is_hub_id(f"{owner}/{name}"):
-        return None
-    return f"{owner}/{name}", file, revision or None

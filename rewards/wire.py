@@ -29,7 +29,7 @@ from safetensors.numpy import save
 from torch import Tensor
 
 from flowalign.images import to_uint8
-from flowalign.rewards.guarded import Guarded
+from flowalign.types import Scores
 
 VERSION = 1
 TOKEN = "FLOWALIGN_REWARD_TOKEN"  # the environment variable that holds the token
@@ -231,7 +231,7 @@ def _to_png(picture: np.ndarray) -> bytes:
 # Answers -----------------------------------------------------------------------------------------
 
 
-def encode_answer(reward: str, scores: Guarded) -> bytes:
+def encode_answer(reward: str, scores: Scores) -> bytes:
     """Scores of B images -> the body of an answer."""
     return json.dumps(
         {
@@ -246,7 +246,7 @@ def encode_answer(reward: str, scores: Guarded) -> bytes:
     ).encode()
 
 
-def decode_answer(body: bytes, count: int) -> Guarded:
+def decode_answer(body: bytes, count: int) -> Scores:
     """The body of an answer about `count` images -> Scores. Raises WireError (502)."""
     found = _parse(body, 502, depth=3)
     _check_version(found, 502)
@@ -262,7 +262,7 @@ def decode_answer(body: bytes, count: int) -> Guarded:
     rows = {str(row): row for row in range(count)}
     if not all(row in rows and isinstance(text, str) for row, text in reasons.items()):
         raise WireError(502, "`reasons` of the answer are not texts by row.")
-    return Guarded(
+    return Scores(
         _numbers("value", found.get("value"), count),
         torch.tensor(valid, dtype=torch.bool),
         {name: _numbers(name, part, count) for name, part in parts.items()},

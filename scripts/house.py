@@ -10,14 +10,24 @@ go for the rooms to stand in an order in which each imports only those below it.
 from __future__ import annotations
 
 import ast
+import builtins
+import io
 import itertools
 import sys
+import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 LINKED = ("rewards", "teachers", "eval")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+# Methods of lists, dicts, texts, files ...: a call of one of these names says nothing of its class.
+COMMON = {
+    name
+    for kind in (*vars(builtins).values(), io.StringIO, io.BytesIO, Path)
+    if isinstance(kind, type) and not issubclass(kind, BaseException)
+    for name in dir(kind)
+}
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -78,16 +88,10 @@ def upward(arrows: set[tuple[str, str]]) -> list[tuple[str, str]]:
     for group in components(arrows):
         inside = [(a, b) for a, b in arrows if a in group and b in group]
         for count in range(1, len(inside) + 1):
-            found = next(
-                (
-                    removed
-                    for removed in itertools.combinations(inside, count)
-                    if not components(set(inside) - set(removed))
-                ),
-                None,
-            )
-            if found:
-                gone += found
+            choices = itertools.combinations(inside, count)
+            fewest = next((c for c in choices if not components(set(inside) - set(c))), None)
+            if fewest:
+                gone += fewest
                 break
     return gone
 
@@ -108,11 +112,11 @@ def functions(trees: dict[str, ast.Module]) -> dict[str, tuple[str, ast.AST]]:
 
 def calls(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
     """Who calls whom, where a name says so: functions by import, methods by `self`, and a method
-    of anything else where only one class has one of that name."""
+    of anything else where only one class has one of that name, and no built-in type has."""
     table = functions(trees)
     methods: dict[str, list[str]] = defaultdict(list)
     for name in table:
-        if name.rsplit(".", 1)[0] not in trees:
+        if name.rsplit(".", 1)[0] not in trees and name.rsplit(".", 1)[1] not in COMMON:
             methods[name.rsplit(".", 1)[1]].append(name)
     graph: dict[str, set[str]] = defaultdict(set)
     for name, (module, node) in table.items():
@@ -152,6 +156,13 @@ def longest(graph: dict[str, set[str]]) -> list[str]:
     return max((chain(name, frozenset({name})) for name in list(graph)), key=len)
 
 
+def commented(text: str) -> int:
+    """Lines with a comment; pragmas of the tools and a first line `#!` are none."""
+    pragmas = ("#!", "# pyright:", "# fmt:", "# noqa", "# type:")
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return sum(t.type == tokenize.COMMENT and not t.string.startswith(pragmas) for t in tokens)
+
+
 def public(tree: ast.Module) -> Iterator[str]:
     """Functions, classes and methods without a leading underscore."""
     for node in tree.body:
@@ -172,7 +183,7 @@ def main(root: Path) -> None:
     for name, tree in trees.items():
         here = room(name)
         lines[here] += len(texts[name].splitlines())
-        comments[here] += sum("# " in line for line in texts[name].splitlines())
+        comments[here] += commented(texts[name])
         names[here] += len(list(public(tree)))
         arrows.update((here, room(other)) for other in imports(tree, files) if room(other) != here)
     below = defaultdict(list)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flowalign.backbone import Backbone
 from flowalign.loop import TrainingError
+from flowalign.parallel import missing_steps
 from flowalign.types import Rollout, Source, TeacherLabel
 
 
@@ -32,12 +33,12 @@ class Member:
 
 
 class Bank:
-    """A `flowalign.types.Teacher`: every task has one teacher; the velocities are frozen.
+    """A `flowalign.types.Teacher`: the teachers of several tasks, one for each task.
 
     members: teachers by name. routing: task -> name of its teacher. batch_size: (image, step)
-    pairs a forward. dtype: how labels are stored. Adapters may differ in rank, alpha and layers.
-    Raises ValueError for a task routed to nobody, a teacher that no task is routed to, or an
-    adapter that does not fit the base.
+    pairs per forward pass. dtype: how labels are stored. Adapters may differ in rank, alpha and
+    layers. Raises ValueError for a task routed to nobody, a teacher without a task, or an adapter
+    that does not fit the base.
     """
 
     def __init__(
@@ -53,8 +54,16 @@ class Bank:
         self.backbone, self.members, self.routing = backbone, dict(members), dict(routing)
         self.batch_size, self.dtype = batch_size, dtype
         for name, member in self.members.items():
-            if member.adapter is not None:
-                _load(backbone, _adapter(name), member.adapter)
+            if member.adapter is None:
+                continue
+            try:
+                backbone.load_adapter(_adapter(name), member.adapter, frozen=True)
+            except (RuntimeError, ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"the adapter in {member.adapter} does not fit the base "
+                    f"{backbone.name or 'model'}: {str(error).splitlines()[0]}. Give an adapter "
+                    "that was trained on this base."
+                ) from error
 
     @torch.no_grad()
     def __call__(self, rollout: Rollout) -> TeacherLabel:
@@ -62,7 +71,8 @@ class Bank:
         names = self.route(rollout.batch.tasks)
         sigmas = rollout.sigmas[rollout.steps].to(rollout.states.device)
         velocity = torch.empty_like(rollout.states, dtype=self.dtype)
-        batches = self.backbone.in_step(list(self._batches(names, velocity)))
+        batches = list(self._batches(names, velocity))
+        batches += batches[-1:] * missing_steps(len(batches), self.backbone.sharded)
         for name, parts in groupby(batches, key=lambda batch: batch[0]):
             source = self.source(name)
             with self.backbone.adapter(source.adapter):
@@ -74,7 +84,15 @@ class Bank:
                         guidance=source.guidance,
                     )
                     velocity[row, column] = label.to(self.dtype)
-        _check_finite(velocity, names, sigmas)
+        finite = torch.isfinite(velocity).flatten(2).all(2)
+        if not bool(finite.all()):
+            row, column = (~finite).nonzero()[0].tolist()
+            raise LabelError(
+                f"teacher {names[row]!r} gives a velocity that is not finite at sigma "
+                f"{float(sigmas[column]):.3f} ({int((~finite).sum())} of {finite.numel()} states). "
+                "Its adapter may be broken, or fp16 too narrow for it: look at it alone, or use "
+                "bf16."
+            )
         return TeacherLabel(velocity, names)
 
     def route(self, tasks: list[str]) -> list[str]:
@@ -100,11 +118,11 @@ class Bank:
                 yield name, row, column
 
     def sources(self, tasks: list[str]) -> list[Source]:
-        """Each task's teacher as the one who samples its prompts."""
+        """Who samples the prompts of each task: its teacher."""
         return [self.source(name) for name in self.route(tasks)]
 
     def source(self, name: str) -> Source:
-        """A teacher as the one who samples or labels: its adapter on the base, and its scale."""
+        """A teacher's adapter on the base, and its CFG scale."""
         member = self.members[name]
         return Source(None if member.adapter is None else _adapter(name), member.guidance)
 
@@ -127,27 +145,5 @@ def check_routing(members: Mapping[str, object], routing: Mapping[str, str]) -> 
 
 
 def _adapter(name: str) -> str:
-    """What a teacher's adapter is called on the base, beside the student's."""
+    """The name of a teacher's adapter on the base, beside the student's."""
     return f"teacher_{name}"
-
-
-def _load(backbone: Backbone, name: str, folder: str | Path) -> None:
-    try:
-        backbone.load_adapter(name, folder, frozen=True)
-    except (RuntimeError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"the adapter in {folder} does not fit the base {backbone.name or 'model'}: "
-            f"{str(error).splitlines()[0]}. Give an adapter that was trained on this base."
-        ) from error
-
-
-def _check_finite(labels: Tensor, names: Sequence[str], sigmas: Tensor) -> None:
-    """labels [B,S,C,h,w] of B names, at sigmas [S]."""
-    finite = torch.isfinite(labels).flatten(2).all(2)
-    if not bool(finite.all()):
-        row, column = (~finite).nonzero()[0].tolist()
-        raise LabelError(
-            f"teacher {names[row]!r} gives a velocity that is not finite at sigma "
-            f"{float(sigmas[column]):.3f} ({int((~finite).sum())} of {finite.numel()} states). Its "
-            "adapter may be broken, or fp16 too narrow for it: look at it alone, or use bf16."
-        )

@@ -17,14 +17,7 @@ import torch
 from peft.utils.merge_utils import dare_linear, ties
 from torch import Tensor
 
-from flowalign.adapters.files import (
-    adapter_folder,
-    describe,
-    read_head,
-    read_lora,
-    scales,
-    write_lora,
-)
+from flowalign.adapters.files import Lora, describe, read_lora, write_lora
 from flowalign.config import ADAPTER
 
 METHODS = ("concat", "svd", "ties", "dare")
@@ -33,7 +26,7 @@ BLOCK = re.compile(r"transformer_blocks\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Factors:
-    """The update of one layer as up @ down: down [r,in], up [out,r], float64, scale in `up`."""
+    """The update of one layer, up @ down: down [r,in], up [out,r], float64; the scale is in up."""
 
     down: Tensor
     up: Tensor
@@ -46,7 +39,7 @@ class Factors:
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What was merged, and what each layer lost: |written - merged| / |merged| (Frobenius)."""
+    """What was merged, and the error of each layer: |written - merged| / |merged| (Frobenius)."""
 
     method: str
     adapters: list[str]
@@ -108,38 +101,42 @@ def merge(
     """Write to `out` an adapter whose update merges the weighted updates w_i dW_i of the others.
 
     adapters: folders or Hub ids, whatever `flowalign.adapters.files.read_lora` takes.
-    weights: one each, 1 by default: the plain sum. 1/n each is the average, which the only script
-        that is published takes. (docs/log.md has both on the tiny world.)
+    weights: one each, 1 by default: the plain sum. 1/n each is the average, as in the only
+        published script. (docs/log.md compares both on the tiny world.)
     method: "concat": exact, the ranks add up. "svd": the best approximation of the sum of rank
         `rank` (default: the largest rank given; at most the sum of the ranks). "ties" (2306.01708):
         keep the `density` largest entries of each update, elect a sign, and average what agrees
-        with it. "dare" (2311.03099): drop entries at random, keep `density` of them rescaled, and
+        with it. "dare" (2311.03099): keep a random share `density` of the entries, rescaled, and
         add; drawn from `seed`. Both by peft's functions on the dense updates, then brought to
         `rank` as "svd" does.
     lines: (shallow, deep) scales of LiNeS (2410.17146): the update of transformer block l of L is
         multiplied by shallow + (deep - shallow) * l / (L - 1).
     Returns the report. Raises ValueError for adapters that do not fit together (another base,
     other layers or sizes, DoRA), a wrong number of weights, an unknown method or a rank for
-    concat, HubError for one that cannot be had; FileExistsError if `out` already holds an adapter.
+    concat; HubError for one that cannot be had; FileExistsError if `out` already holds an adapter.
     """
     weights = [1.0] * len(adapters) if weights is None else list(weights)
     _check(adapters, Path(out), weights, method, rank, density)
-    found = [_read(folder) for folder in adapters]
-    _check_same(adapters, found)
-    merged, errors = {}, {}
+    loras = [read_lora(source, newest=True) for source in adapters]
+    given = [_updates(source, lora) for source, lora in zip(adapters, loras, strict=True)]
+    for folder, other in zip(adapters[1:], given[1:], strict=True):
+        _check_same(adapters[0], given[0], folder, other)
+    state, ranks, errors = {}, {}, {}
     with torch.random.fork_rng(devices=[]):  # peft draws from the global generator
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed GPUs as well
-        for layer in found[0].layers:
-            parts = [adapter.layers[layer] for adapter in found]
-            scale = _depth_scale(layer, found[0].blocks, lines)
+        for layer in given[0].layers:
+            parts = [adapter.layers[layer] for adapter in given]
+            scale = _depth_scale(layer, given[0].blocks, lines)
             scaled = [w * scale for w in weights]
-            merged[layer], errors[layer] = merge_layer(parts, scaled, method, rank, density)
-    ranks = {layer: factors.down.shape[0] for layer, factors in merged.items()}
-    lengths = {read_head(adapter_folder(source)).text_length for source in adapters}
+            merged, errors[layer] = merge_layer(parts, scaled, method, rank, density)
+            ranks[layer] = merged.down.shape[0]
+            state[f"{layer}.lora_A.weight"] = merged.down.float().contiguous()
+            state[f"{layer}.lora_B.weight"] = merged.up.float().contiguous()
+    lengths = {lora.text_length for lora in loras}
     write_lora(
         out,
-        _state(merged),
-        describe(ranks, ranks, False, found[0].base),  # scales are in B
+        state,
+        describe(ranks, ranks, False, given[0].base),  # alpha = rank: scales are in B
         text_length=lengths.pop() if len(lengths) == 1 else None,
     )
     return MergeReport(method, [str(a) for a in adapters], weights, ranks, errors, lines)
@@ -193,13 +190,13 @@ def _cut(left: Tensor, sizes: Tensor, right: Tensor, rank: int) -> tuple[Factors
 def _depth_scale(layer: str, blocks: int, lines: tuple[float, float] | None) -> float:
     if lines is None:
         return 1.0
-    found = BLOCK.search(layer)
-    if found is None:
+    block = BLOCK.search(layer)
+    if block is None:
         raise ValueError(
             f"lines scales by depth, and {layer!r} is in no transformer block. Merge without lines."
         )
     shallow, deep = lines
-    return shallow + (deep - shallow) * int(found[1]) / max(blocks - 1, 1)
+    return shallow + (deep - shallow) * int(block[1]) / max(blocks - 1, 1)
 
 
 # Folders -----------------------------------------------------------------------------------------
@@ -207,37 +204,30 @@ def _depth_scale(layer: str, blocks: int, lines: tuple[float, float] | None) -> 
 
 @dataclass(frozen=True)
 class _Adapter:
-    """A folder that was read: factors by layer name, number of blocks, name of the base."""
+    """The updates of an adapter: factors by layer name, number of blocks, name of the base."""
 
     layers: dict[str, Factors]
     blocks: int
     base: str | None
 
 
-def _read(folder: str | Path) -> _Adapter:
-    state, config = read_lora(folder)
+def _updates(folder: str | Path, lora: Lora) -> _Adapter:
     layers = {}
-    for name, scale in sorted(scales(state, config).items(), key=lambda item: _natural(item[0])):
-        down = state[f"{name}.lora_A.weight"].double()
-        up = state[f"{name}.lora_B.weight"].double()
+    for name, scale in lora.scales.items():
+        down = lora.weights[f"{name}.lora_A.weight"].double()
+        up = lora.weights[f"{name}.lora_B.weight"].double()
         if down.ndim != 2:
             raise ValueError(f"{folder} adapts {name}, a convolution. Merge adapters of others.")
         layers[name] = Factors(down, up * scale)
-    depths = [int(found[1]) for name in layers if (found := BLOCK.search(name))]
-    return _Adapter(layers, max(depths, default=0) + 1, config["base_model_name_or_path"])
 
+    def natural(name: str) -> list[str | int]:
+        """Sorts block 10 after block 9."""
+        return [int(part) if part.isdecimal() else part for part in name.split(".")]
 
-def _natural(name: str) -> list[str | int]:
-    """Sorts block 10 after block 9."""
-    return [int(part) if part.isdecimal() else part for part in name.split(".")]
-
-
-def _state(merged: dict[str, Factors]) -> dict[str, Tensor]:
-    state = {}
-    for layer, factors in merged.items():
-        state[f"{layer}.lora_A.weight"] = factors.down.float().contiguous()
-        state[f"{layer}.lora_B.weight"] = factors.up.float().contiguous()
-    return state
+    depths = [int(block[1]) for name in layers if (block := BLOCK.search(name))]
+    in_order = {name: layers[name] for name in sorted(layers, key=natural)}
+    base = lora.metadata["base_model_name_or_path"]
+    return _Adapter(in_order, max(depths, default=0) + 1, base)
 
 
 # Refusals ----------------------------------------------------------------------------------------
@@ -264,30 +254,27 @@ def _check(
         )
     if not 0 < density <= 1:
         raise ValueError(f"density is {density}; give the share of entries to keep, in (0, 1].")
-    for folder in adapters:
-        read_head(adapter_folder(folder, newest=True))
     if (out / ADAPTER).exists():
         raise FileExistsError(f"{out} already holds an adapter. Remove it, or write elsewhere.")
 
 
-def _check_same(folders: Sequence[str | Path], found: Sequence[_Adapter]) -> None:
-    first = found[0]
-    for folder, other in zip(folders[1:], found[1:], strict=True):
-        if first.base and other.base and first.base != other.base:
+def _check_same(folder: str | Path, first: _Adapter, path: str | Path, other: _Adapter) -> None:
+    if first.base and other.base and first.base != other.base:
+        raise ValueError(
+            f"{folder} was trained on {first.base}, {path} on {other.base}. "
+            "Updates of different bases do not add up; merge adapters of one base."
+        )
+    if different := sorted(first.layers.keys() ^ other.layers.keys()):
+        raise ValueError(
+            f"{folder} and {path} adapt different layers ({len(different)} are in one of them "
+            f"only, such as {different[0]}). Merge adapters of the same targets."
+        )
+    for layer in first.layers:
+        sizes = [
+            (f.up.shape[0], f.down.shape[1]) for f in (first.layers[layer], other.layers[layer])
+        ]
+        if sizes[0] != sizes[1]:
             raise ValueError(
-                f"{folders[0]} was trained on {first.base}, {folder} on {other.base}. "
-                "Updates of different bases do not add up; merge adapters of one base."
+                f"{layer} is {sizes[0]} in {folder} and {sizes[1]} in {path}, so their bases "
+                "differ. Merge adapters of one base."
             )
-        if different := sorted(first.layers.keys() ^ other.layers.keys()):
-            raise ValueError(
-                f"{folders[0]} and {folder} adapt different layers ({len(different)} are in one "
-                f"of them only, such as {different[0]}). Merge adapters of the same targets."
-            )
-        for layer, mine in first.layers.items():
-            theirs = other.layers[layer]
-            sizes = [(f.up.shape[0], f.down.shape[1]) for f in (mine, theirs)]
-            if sizes[0] != sizes[1]:
-                raise ValueError(
-                    f"{layer} is {sizes[0]} in {folders[0]} and {sizes[1]} in {folder}, so their "
-                    "bases differ. Merge adapters of one base."
-                )

@@ -22,8 +22,10 @@ from torch import Tensor
 from flowalign import config, train
 from flowalign.backbone import Backbone, load_pipeline
 from flowalign.loop import STUDENT, Loop
-from flowalign.tiny import build
 from flowalign.types import PromptBatch, Scores
+
+sys.path.append(str(Path(__file__).parents[1] / "scripts" / "tiny"))  # in processes of ours, too
+import parts
 
 TARGETS = config.SD3_ATTENTION
 PROMPTS = [f'a {colour} sign that says "{text}"' for colour in ("red", "blue") for text in "ABCD"]
@@ -35,12 +37,12 @@ PROMPTS = [f'a {colour} sign that says "{text}"' for colour in ("red", "blue") f
 def pipeline(seed: int = 0) -> StableDiffusion3Pipeline:
     """The tiny model's text encoders with a smaller transformer and VAE, all weights random."""
     torch.manual_seed(seed)
-    width = sum(build.CLIP_WIDTHS)
+    width = sum(parts.CLIP_WIDTHS)
     transformer = SD3Transformer2DModel(
         sample_size=8,
         patch_size=2,
-        in_channels=build.LATENT_CHANNELS,
-        out_channels=build.LATENT_CHANNELS,
+        in_channels=parts.LATENT_CHANNELS,
+        out_channels=parts.LATENT_CHANNELS,
         num_layers=2,
         attention_head_dim=16,
         num_attention_heads=2,
@@ -56,29 +58,29 @@ def pipeline(seed: int = 0) -> StableDiffusion3Pipeline:
         block_out_channels=(8, 8, 8, 8),
         layers_per_block=1,
         norm_num_groups=4,
-        latent_channels=build.LATENT_CHANNELS,
+        latent_channels=parts.LATENT_CHANNELS,
         use_quant_conv=False,
         use_post_quant_conv=False,
     )
     vae.register_to_config(shift_factor=0.1, scaling_factor=1.3)
-    clips = [build.clip(width).eval() for width in build.CLIP_WIDTHS]
+    clips = [parts.clip(width).eval() for width in parts.CLIP_WIDTHS]
     return StableDiffusion3Pipeline(
         transformer=transformer.eval(),
-        scheduler=build.scheduler(),
+        scheduler=parts.scheduler(),
         vae=vae.eval(),
         text_encoder=clips[0],
-        tokenizer=build.tokenizer(),
+        tokenizer=parts.tokenizer(),
         text_encoder_2=clips[1],
-        tokenizer_2=build.tokenizer(),
-        text_encoder_3=build.t5().eval(),
-        tokenizer_3=build.tokenizer(max_length=256),
+        tokenizer_2=parts.tokenizer(),
+        text_encoder_3=parts.t5().eval(),
+        tokenizer_3=parts.tokenizer(max_length=256),
     )
 
 
 def backbone(model: str, dtype: torch.dtype = torch.float32, size: int = 32) -> Backbone:
     """The model of a folder for images of size x size, without an adapter."""
     pipe = load_pipeline(model, dtype=dtype)
-    return Backbone(pipe, height=size, width=size, max_sequence_length=build.T5_LENGTH)
+    return Backbone(pipe, height=size, width=size, max_sequence_length=parts.T5_LENGTH)
 
 
 def adapted(model: str, name: str = STUDENT, *, rank: int = 4, alpha: float = 6.0) -> Backbone:
@@ -215,7 +217,7 @@ def settings(
     data = {
         "stage": "grpo",
         "output": str(output),
-        "model": {"id": model, "height": 32, "width": 32, "max_sequence_length": build.T5_LENGTH},
+        "model": {"id": model, "height": 32, "width": 32, "max_sequence_length": parts.T5_LENGTH},
         "lora": {"rank": 4, "alpha": 8.0},
         "tasks": [{"name": "red", "prompts": str(prompts), "reward": {"name": f"fakes:{reward}"}}],
         "rollout": {"steps": 4, "guidance": 1.0, "prompts": 2, "copies": 4, "batch_size": 8},

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import flowalign
-from flowalign.adapters.files import AdapterError, adapter_digest, file_digest, read_lora, scales
+from flowalign.adapters.files import AdapterError, file_digest, read_lora, write_lora
 from flowalign.backbone import Backbone
 from flowalign.config import ConfigError, OpdStage
 from flowalign.preflight import check_world
@@ -113,7 +113,7 @@ def test_a_bank_of_peft_s_folders_has_the_velocities_of_peft_s_own_models(
 
 
 def test_the_scales_are_those_of_the_definition(peft_folders: dict[str, Path]) -> None:
-    found = {name: scales(*read_lora(folder)) for name, folder in peft_folders.items()}
+    found = {name: read_lora(folder).scales for name, folder in peft_folders.items()}
     assert set(found["official"].values()) == {64 / 32}
     assert set(found["rslora"].values()) == {6 / 4**0.5}
     assert set(found["regex"].values()) == {1 / 3} and len(found["regex"]) == 2
@@ -182,7 +182,7 @@ def test_without_any_description_alpha_is_the_rank_and_a_warning_says_so(
     assert "names no alpha; it is taken to be the rank" in caplog.text
     expected = forward(stock.transformer, backbone)
     assert_close(forward(backbone.core, backbone), expected, rtol=0, atol=1e-6)
-    assert set(scales(*read_lora(tmp_path)).values()) == {1.0}
+    assert set(read_lora(tmp_path).scales.values()) == {1.0}
 
 
 def test_names_of_older_files_and_alphas_beside_the_weights(
@@ -206,7 +206,7 @@ def test_a_half_precision_base_does_not_round_an_adapter(
 ) -> None:
     backbone = fakes.backbone(random_model, dtype=torch.bfloat16)
     backbone.load_adapter("exact", peft_folders["official"])
-    weights, _ = read_lora(peft_folders["official"])
+    weights = read_lora(peft_folders["official"]).weights
     mine = backbone._weights("exact")
     assert mine.keys() == weights.keys()
     assert all(torch.equal(mine[key], weights[key]) for key in weights)
@@ -215,19 +215,18 @@ def test_a_half_precision_base_does_not_round_an_adapter(
 def test_one_adapter_is_one_whatever_its_format(
     bare: SD3Transformer2DModel, peft_folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    weights, metadata = read_lora(peft_folders["patterns"])
-    flowalign.adapters.files.write_lora(tmp_path / "ours", weights, metadata)
-    same = adapter_digest(tmp_path / "ours")
-    assert (
-        same == adapter_digest(peft_folders["patterns"]) != adapter_digest(peft_folders["rslora"])
-    )
+    theirs = read_lora(peft_folders["patterns"])
+    write_lora(tmp_path / "ours", theirs.weights, theirs.metadata)
+    ours = read_lora(tmp_path / "ours")
+    assert ours.digest == theirs.digest != read_lora(peft_folders["rslora"]).digest
+    assert (ours.ranks, ours.alphas, ours.scales) == (theirs.ranks, theirs.alphas, theirs.scales)
     text = (peft_folders["rslora"] / "adapter_config.json").read_text()
     (tmp_path / "other").mkdir()
     file = "adapter_model.safetensors"
     (tmp_path / "other" / file).write_bytes((peft_folders["rslora"] / file).read_bytes())
     (tmp_path / "other" / "adapter_config.json").write_text(text.replace(": 6,", ": 7,"))
-    for digest in (adapter_digest, file_digest):  # of another alpha
-        assert digest(tmp_path / "other") != digest(peft_folders["rslora"])
+    assert read_lora(tmp_path / "other").digest != read_lora(peft_folders["rslora"]).digest
+    assert file_digest(tmp_path / "other") != file_digest(peft_folders["rslora"])
     assert file_digest(tmp_path) is None
 
 
@@ -237,48 +236,48 @@ def test_one_adapter_is_one_whatever_its_format(
 def test_replacing_keeps_the_scale_or_refuses(
     backbone: Backbone, peft_folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    weights, metadata = read_lora(peft_folders["rslora"])
+    lora = read_lora(peft_folders["rslora"])
     backbone.load_adapter("replaced", peft_folders["rslora"])
     expected = forward(backbone.core, backbone)
     fakes.shake(backbone, "replaced")
     backbone.replace_adapter("replaced", peft_folders["rslora"])
     assert torch.equal(forward(backbone.core, backbone), expected)
-    flowalign.adapters.files.write_lora(tmp_path, weights, {**metadata, "lora_alpha": 7})
+    write_lora(tmp_path, lora.weights, {**lora.metadata, "lora_alpha": 7})
     with pytest.raises(ValueError, match="by 3.5, adapter 'replaced' by 3 .alpha / rank"):
         backbone.replace_adapter("replaced", tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({"use_dora": True}, "lora_magnitude_vector.* .DoRA"),
-        ({"lora_bias": True}, "lora_B.bias .a bias"),
-        ({"bias": "lora_only"}, "to_q.base_layer.bias .a bias|attn.to_q.bias .a bias"),
-        ({"modules_to_save": ["proj_out"]}, "proj_out.bias|proj_out.weight"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
-    ],
-)
 def test_what_peft_writes_beside_a_plain_lora_is_refused(
-    bare: SD3Transformer2DModel, backbone: Backbone, tmp_path: Path, config: dict, said: str
+    bare: SD3Transformer2DModel, backbone: Backbone, tmp_path: Path
 ) -> None:
-    made = get_peft_model(
-        copy.deepcopy(bare), LoraConfig(r=2, target_modules=["attn.to_q"], **config)
-    )  # pyright: ignore
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of peft, which takes a bias for half a matrix
-        made.save_pretrained(str(tmp_path))
-    with pytest.raises(AdapterError, match=f"is no plain LoRA.*({said})"):
-        backbone.load_adapter("refused", tmp_path)
-    assert "refused" not in getattr(backbone.core, "peft_config", {})
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"use_dora": True}, "DoRA"),
+        ({"lora_bias": True}, "lora_B.bias"),
+        ({"bias": "lora_only"}, "to_q.*bias"),
+        ({"modules_to_save": ["proj_out"]}, "proj_out"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
+    ]
+    for number, (config, seen) in enumerate(cases):
+        made = get_peft_model(
+            copy.deepcopy(bare), LoraConfig(r=2, target_modules=["attn.to_q"], **config)
+        )  # pyright: ignore
+        folder = tmp_path / str(number)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of peft, which takes a bias for half a matrix
+            made.save_pretrained(str(folder))
+        with pytest.raises(AdapterError, match=seen):
+            backbone.load_adapter("refused", folder)
+        assert "refused" not in getattr(backbone.core, "peft_config", {}), config
 
 
 LAYER = "transformer.transformer_blocks.0.attn.to_q"
 HALVES = {f"{LAYER}.lora_A.weight": torch.ones(2, 32), f"{LAYER}.lora_B.weight": torch.ones(32, 2)}
 
 
-@pytest.mark.parametrize(
-    ("weights", "said"),
-    [
+def test_files_that_are_no_lora_of_this_model_are_refused(
+    backbone: Backbone, tmp_path: Path
+) -> None:
+    cases = [
         ({"text_encoder.q_proj.lora_A.weight": torch.ones(2, 8)}, "a text encoder"),
         ({"lora_unet_blocks_0_to_q.lora_down.weight": torch.ones(2, 8)}, "kohya's names"),
         ({f"{LAYER}.lora_embedding_A": torch.ones(2, 8)}, "an embedding"),
@@ -287,15 +286,12 @@ HALVES = {f"{LAYER}.lora_A.weight": torch.ones(2, 32), f"{LAYER}.lora_B.weight":
         ({**HALVES, f"{LAYER}.lora_B.weight": torch.ones(32, 3)}, r"\[2, 32\], \[32, 3\]"),
         ({k.replace("to_q", "to_x"): v for k, v in HALVES.items()}, "has no such layer"),
         ({**HALVES, f"{LAYER}.lora_A.weight": torch.ones(2, 8)}, "in_features = 8, .* has 32"),
-        ({}, "holds no weights"),
-    ],
-)
-def test_files_that_are_no_lora_of_this_model_are_refused(
-    backbone: Backbone, tmp_path: Path, weights: dict[str, Tensor], said: str
-) -> None:
-    save_file(weights, tmp_path / "x.safetensors")
-    with pytest.raises(AdapterError, match=said):
-        backbone.load_adapter("refused", tmp_path)
+        ({}, "no weights"),
+    ]
+    for weights, seen in cases:
+        save_file(weights, tmp_path / "x.safetensors")
+        with pytest.raises(AdapterError, match=seen):
+            backbone.load_adapter("refused", tmp_path)
 
 
 def described(folder: Path, **changes: Any) -> Path:
@@ -326,26 +322,24 @@ def torn(folder: Path) -> None:
     (folder / "x.safetensors").write_bytes(b"<!DOCTYPE html>")
 
 
-@pytest.mark.parametrize(
-    ("made", "said"),
-    [
-        (pickled, "a pickle is not read.*weights_only=True.*'adapter_model.safetensors'"),
-        (two, "holds 2 files of weights .a.safetensors, b.safetensors"),
-        (whole, "holds a whole pipeline"),
-        (torn, "is not a safetensors file"),
-        (lambda folder: None, "holds no pytorch_lora_weights.safetensors, nor another LoRA"),
-    ],
-)
-def test_folders_without_an_adapter_are_refused(
-    tmp_path: Path, made: Callable[[Path], None], said: str
-) -> None:
-    made(tmp_path)
-    with pytest.raises(AdapterError, match=said):
-        read_lora(tmp_path)
+def test_folders_without_an_adapter_are_refused(tmp_path: Path) -> None:
+    cases: list[tuple[Callable[[Path], None], str]] = [
+        (pickled, "pickle.*weights_only=True.*'adapter_model.safetensors'"),
+        (two, "a.safetensors, b.safetensors"),
+        (whole, "model_index.json"),
+        (torn, "not a safetensors file"),
+        (lambda folder: None, "no pytorch_lora_weights.safetensors"),
+    ]
+    for number, (made, seen) in enumerate(cases):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        made(folder)
+        with pytest.raises(AdapterError, match=seen):
+            read_lora(folder)
 
 
 def test_a_description_of_another_adapter_is_refused(tmp_path: Path) -> None:
-    assert read_lora(described(tmp_path / "good"))[1]["lora_alpha"] == 4
+    assert read_lora(described(tmp_path / "good")).metadata["lora_alpha"] == 4
     for name, changes, said in (
         ("rank", {"r": 8}, "has rank 2, and the description says 8"),
         ("kind", {"peft_type": "LOHA"}, "peft_type = 'LOHA'"),

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from flowalign.loop import TrainingError
-from flowalign.rewards.ahead import Ahead
-from flowalign.rewards.guarded import Guarded, score
+from flowalign.rewards.scoring import Ahead, score
 from flowalign.types import PromptBatch, Scores
 
 REDNESS = fakes.redness
@@ -81,7 +80,7 @@ def test_what_is_forgotten_is_not_collected():
 
 
 def test_what_the_caller_must_hear_is_raised_where_it_collects():
-    def interrupted(images: torch.Tensor, batch: PromptBatch) -> Guarded:
+    def interrupted(images: torch.Tensor, batch: PromptBatch) -> Scores:
         raise KeyboardInterrupt
 
     ahead = Ahead(interrupted)

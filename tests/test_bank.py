@@ -117,9 +117,9 @@ def test_the_student_does_not_notice_the_bank(
 @pytest.mark.parametrize(
     ("routing", "message"),
     [
-        ({}, "no task is routed to a teacher"),
-        ({**ROUTING, "logo": "logos"}, "task 'logo' is routed to 'logos', and there are only"),
-        ({"ocr": "ocr", "geneval": "geneval"}, "no task is routed to teacher 'base'"),
+        ({}, "no task"),
+        ({**ROUTING, "logo": "logos"}, "'logo'.*'logos'"),
+        ({"ocr": "ocr", "geneval": "geneval"}, "'base'"),
     ],
 )
 def test_wrong_routing_is_refused(
@@ -134,18 +134,16 @@ def test_a_task_of_a_rollout_without_teacher_is_refused(
 ) -> None:
     student = fakes.adapted(random_model)
     bank = Bank(student, {"ocr": members["ocr"]}, {"ocr": "ocr"})
-    with pytest.raises(ValueError, match="task 'geneval' has no teacher; routed are \\['ocr'\\]"):
+    with pytest.raises(ValueError, match="'geneval'.*\\['ocr'\\]"):
         bank(rollout(student))
 
 
 def test_an_adapter_of_another_base_is_refused(random_model: str, tmp_path: Path) -> None:
     backbone = fakes.adapted(random_model)
     backbone.save_adapter(STUDENT, tmp_path / "mine")
-    state, metadata = read_lora(tmp_path / "mine")
-    bare = {k: v for k, v in state.items()}
-    wide = {k: torch.cat([v, v], 1) if "lora_A" in k else v for k, v in bare.items()}
-    plain = {k: v for k, v in (metadata or {}).items()}
-    write_lora(tmp_path / "wide", wide, plain)
+    lora = read_lora(tmp_path / "mine")
+    wide = {k: torch.cat([v, v], 1) if "lora_A" in k else v for k, v in lora.weights.items()}
+    write_lora(tmp_path / "wide", wide, lora.metadata)
     with pytest.raises(ValueError, match="does not fit the base .* trained on this base"):
         Bank(backbone, {"t": Member(tmp_path / "wide")}, {"ocr": "t"})
 
@@ -156,5 +154,5 @@ def test_labels_that_are_not_finite_stop_with_the_teacher_named(
     student = fakes.adapted(random_model)
     bank = Bank(student, members, ROUTING)
     student.adapter_parameters("teacher_ocr")[-1].data.fill_(float("nan"))
-    with pytest.raises(LabelError, match="teacher 'ocr' gives a velocity that is not finite"):
+    with pytest.raises(LabelError, match="'ocr'.*not finite"):
         bank(rollout(student))

@@ -124,11 +124,11 @@ def test_ctrl_c_while_learning_lets_the_update_end(
     loop = fakes.wired(fakes.settings(random_model, tmp_path / "run", reward="noisy_redness"))
     learn = loop.algorithm.loss
 
-    def loss(pairs: Pairs, velocity: Tensor) -> StepLoss:
+    def loss(pairs: Pairs, velocity: Tensor, prepared: Any) -> StepLoss:
         if loop.update == 2 and not pairs.first:
             signal.raise_signal(signal.SIGINT)
             loop.algorithm.loss = learn
-        return learn(pairs, velocity)
+        return learn(pairs, velocity, prepared)
 
     loop.algorithm.loss = loss
     with pytest.raises(KeyboardInterrupt):

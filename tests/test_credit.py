@@ -1,5 +1,6 @@
 """credit.py against the published code's numbers, and the rules that it adds."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -20,20 +21,20 @@ def groups_of(prompts):
     return torch.tensor([names.index(p) for p in prompts])
 
 
-@pytest.mark.parametrize(("std", "global_std"), [("batch", True), ("group", False)])
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c['id']}-{c['kind']}")
-def test_group_relative_is_the_published_one(case, std, global_std):
+def test_group_relative_is_the_published_one():
     """Where rewards have two columns (one a step), the published rule is per column."""
-    rewards = torch.tensor(case["rewards"], dtype=torch.float64)
-    recorded = case["expected"][f"grpo.global_std={global_std}"]["advantages"]
-    expected = torch.tensor(recorded, dtype=torch.float64)
-    group = groups_of(case["prompts"])
-    for column, theirs in zip(
-        rewards.reshape(len(group), -1).T, expected.reshape(len(group), -1).T, strict=True
-    ):
-        ours = group_relative(column, group, std=std)
-        assert ours.dtype == torch.float32
-        assert_close(ours.double(), theirs, atol=1e-6, rtol=1e-6)
+    stds = [("batch", True), ("group", False)]
+    for case, (std, global_std) in itertools.product(CASES, stds):
+        rewards = torch.tensor(case["rewards"], dtype=torch.float64)
+        recorded = case["expected"][f"grpo.global_std={global_std}"]["advantages"]
+        expected = torch.tensor(recorded, dtype=torch.float64)
+        group = groups_of(case["prompts"])
+        for column, theirs in zip(
+            rewards.reshape(len(group), -1).T, expected.reshape(len(group), -1).T, strict=True
+        ):
+            ours, name = group_relative(column, group, std=std), f"{case['id']} {std}"
+            assert ours.dtype == torch.float32, name
+            assert_close(ours.double(), theirs, atol=1e-6, rtol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
@@ -60,18 +61,18 @@ def test_a_group_of_one_gets_zero_and_the_others_do_not_notice_in_their_group(na
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-@pytest.mark.parametrize("broken", [NAN, math.inf, 0.0, 1e6])
-def test_invalid_rows_leave_every_statistic(name, broken):
+def test_invalid_rows_leave_every_statistic(name):
     """The valid rows get what they would get in a batch without the others."""
     generator = torch.Generator().manual_seed(0)
     value, group = torch.rand(12, generator=generator), torch.arange(12) % 3
     valid = torch.ones(12, dtype=torch.bool)
     valid[[0, 4, 5]] = False
     without = ADVANTAGES[name](value[valid], group[valid], None)
-    value[~valid] = broken
-    advantage = ADVANTAGES[name](value, group, valid)
-    assert torch.equal(advantage[valid], without)
-    assert torch.equal(advantage[~valid], torch.zeros(3))
+    for broken in (NAN, math.inf, 0.0, 1e6):
+        value[~valid] = broken
+        advantage = ADVANTAGES[name](value, group, valid)
+        assert torch.equal(advantage[valid], without), broken
+        assert torch.equal(advantage[~valid], torch.zeros(3)), broken
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)

@@ -39,9 +39,8 @@ def test_json_lines_keep_the_other_keys_as_metadata(tmp_path: Path) -> None:
     assert batch.metadata == [{"target": "OPEN"}, {"n": [1]}]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
+def test_a_malformed_set_is_refused(tmp_path: Path) -> None:
+    cases = [
         ("a.txt", "\n \n", "holds no prompts"),
         ("a.jsonl", '{"prompt": "x"}\n\n{"prompt": }\n', "line 3: not JSON"),
         ("a.jsonl", '["x"]', "line 1: a list; want an object"),
@@ -55,13 +54,22 @@ def test_json_lines_keep_the_other_keys_as_metadata(tmp_path: Path) -> None:
         ("a.csv", "item_id,text\n1,x,y\n", "line 2: not as many cells"),
         ("a.csv", "item_id,text\n1\n", "line 2: not as many cells"),
         ("a.csv", 'text\n"x" y\n', "not CSV after line 1"),
-        ("a.csv", "item_id,text\n1,x\n1,y\n", "line 3: the item '1' has another prompt here, 'y'"),
-    ],
-)
-def test_a_malformed_set_is_refused(tmp_path: Path, name: str, content: str, said: str) -> None:
-    (tmp_path / name).write_text(content)
-    with pytest.raises(PromptError, match=said):
-        load_prompts(tmp_path / name, "t")
+        ("a.csv", "item_id,text\n1,x\n1,y\n", "line 3: the item '1'.*'y'"),
+    ]
+    for name, content, seen in cases:
+        (tmp_path / name).write_text(content)
+        with pytest.raises(PromptError, match=seen):
+            load_prompts(tmp_path / name, "t")
+
+
+def test_a_set_is_read_as_it_is_now_and_its_rows_are_the_callers_own(tmp_path: Path) -> None:
+    """Files of the same text are parsed once."""
+    file = tmp_path / "a.jsonl"
+    for prompt in ("old", "new", "old"):
+        file.write_text(json.dumps({"prompt": prompt, "n": 1}))
+        batch = load_prompts(file, "t")
+        assert batch.prompts == [prompt] and batch.metadata == [{"n": 1}]
+        batch.metadata[0]["n"] = 2
 
 
 def test_a_csv_has_a_prompt_a_row_and_metadata_beside_it(tmp_path: Path) -> None:
@@ -138,31 +146,24 @@ def test_rows_stay_together() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("weights", "prompts"),
-    [
+def test_every_batch_is_proportional_and_the_debt_never_grows() -> None:
+    cases = [
         ({"a": 0.1, "b": 0.2, "c": 0.7}, 10),
         ({"a": 1.0, "b": 1.0, "c": 1.0}, 8),
         ({"a": 1.0, "b": 1.0, "c": 98.0}, 1),
         ({"a": 0.5, "b": 0.3, "c": 0.15, "d": 0.05}, 3),
-    ],
-)
-def test_every_batch_is_proportional_and_the_debt_never_grows(
-    weights: dict[str, float], prompts: int
-) -> None:
-    draws, total, given = (
-        sampler(dict.fromkeys(weights, 5), weights, prompts),
-        sum(weights.values()),
-        Counter(),
-    )
-    for update in range(200):
-        counts = Counter(draws.batch(update).tasks)
-        assert sum(counts.values()) == prompts
-        given += counts
-        for task, weight in weights.items():
-            share = prompts * weight / total
-            assert abs(given[task] - share * (update + 1)) < len(weights) - 1
-            assert abs(counts[task] - share) < 2
+    ]
+    for weights, prompts in cases:
+        draws = sampler(dict.fromkeys(weights, 5), weights, prompts)
+        total, given = sum(weights.values()), Counter()
+        for update in range(200):
+            counts = Counter(draws.batch(update).tasks)
+            assert sum(counts.values()) == prompts
+            given += counts
+            for task, weight in weights.items():
+                share = prompts * weight / total
+                assert abs(given[task] - share * (update + 1)) < len(weights) - 1, (weights, update)
+                assert abs(counts[task] - share) < 2, (weights, update)
 
 
 def test_integer_shares_are_met_in_every_batch() -> None:

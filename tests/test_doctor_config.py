@@ -128,10 +128,9 @@ def taught(model, folder, **kw):
 
 def replanted(folder, change):
     """Rewrite a saved adapter: change(weights, metadata)."""
-    weights, metadata = read_lora(folder)
-    metadata = dict(metadata or {})
-    change(weights, metadata)
-    write_lora(folder, weights, metadata)
+    lora = read_lora(folder)
+    change(lora.weights, lora.metadata)
+    write_lora(folder, lora.weights, lora.metadata)
 
 
 def zero(weights, metadata):

@@ -1,10 +1,10 @@
 """The Fréchet distance is the formula's, rises with damage, and refuses what it cannot measure."""
 
 import numpy as np
+import prompts
 import pytest
 
 from flowalign.eval.fidelity import frechet
-from flowalign.tiny import prompts
 from flowalign.tiny.scenes import rendered
 
 RNG = np.random.default_rng(0)

@@ -18,8 +18,8 @@ from flowalign.backbone import Backbone
 from flowalign.config import ADAPTER, ModelConfig, TrainConfig, to_yaml
 from flowalign.loop import Loop, pairs_of
 from flowalign.rewards import score
-from flowalign.rewards.ahead import Ahead
 from flowalign.rewards.pickscore import PickScore
+from flowalign.rewards.scoring import Ahead
 from flowalign.types import PromptBatch
 
 PATHS = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
@@ -60,10 +60,11 @@ def test_the_first_ratio_is_exactly_1_in_bf16_where_batches_are_equal(
     loop = fakes.wired(fakes.settings(random_model, tmp_path / "run", *given), moved=True)
     rollout = loop.rollout(0)
     assert rollout.log_probs is not None
+    prepared = loop.algorithm.prepare(rollout, 0)
     keep = torch.ones(len(rollout), dtype=torch.bool)
     for pairs in pairs_of(rollout, keep, loop.config.rollout.batch_size):
         velocity = loop.velocity(pairs)
-        metrics = loop.algorithm.loss(pairs, velocity).metrics
+        metrics = loop.algorithm.loss(pairs, velocity, prepared).metrics
         assert metrics["ratio_error"] == 0
 
 

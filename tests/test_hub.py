@@ -26,9 +26,9 @@ def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[fake_hub
         yield found
 
 
-@pytest.mark.parametrize(
-    ("source", "parts"),
-    [
+def test_what_is_a_hub_id_and_what_is_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parent.parent)  # tests/ is there, so tests/lora is no Hub id
+    cases: list[tuple[str, tuple[str, str | None, str] | None]] = [
         ("jieliu/SD3.5M-FlowGRPO-Text", ("jieliu/SD3.5M-FlowGRPO-Text", None, "")),
         ("me/lora@v1.0", ("me/lora", "v1.0", "")),
         ("me/lora@refs/pr/3/best", ("me/lora", "refs/pr/3", "best")),
@@ -36,38 +36,43 @@ def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[fake_hub
         *((text, None) for text in ("runs/teacher/adapter", "/me/lora", "./me/lora", "../lora")),
         *((text, None) for text in ("me", "me/lora/", "me//lora", "~/lora", "me/lora@")),
         *((text, None) for text in ("me/lora@main/../x", "tests/lora")),
-    ],
-)
-def test_what_is_a_hub_id_and_what_is_a_folder(
-    source: str, parts: tuple[str, str | None, str] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(Path(__file__).parent.parent)  # tests/ is there, so tests/lora is no Hub id
-    assert hub.is_id(source) == (parts is not None)
-    if parts:
-        assert hub.split(source) == parts
+    ]
+    for source, parts in cases:
+        assert hub.is_id(source) == (parts is not None), source
+        if parts:
+            assert hub.HubAddress.parse(source) == hub.HubAddress(*parts)
+
+
+def test_the_address_of_a_file_has_its_revision_at_the_end() -> None:
+    file = "models/v2/model.safetensors"
+    for end, revision in (("", None), ("@v1.0", "v1.0"), ("@refs/pr/3", "refs/pr/3")):
+        address = hub.HubAddress("me/clip", revision, file)
+        assert hub.HubAddress.parse_file(f"me/clip/{file}{end}") == address
+    for text in ("me/clip", "me/clip/", f"/me/clip/{file}", f"./clip/{file}", f"~/clip/{file}"):
+        assert hub.HubAddress.parse_file(text) is None, text
 
 
 def test_an_adapter_and_nothing_else_is_downloaded_once(online: fake_hub.Hub) -> None:
     other = {"optimizer.bin": b"x" * 9, "checkpoints/adapter_model.safetensors": b"y" * 9}
     online.put("me/lora", {**PEFT, **other})
-    weights, metadata = read_lora("me/lora")
-    assert metadata["lora_alpha"] == 5 and len(weights) == 2
+    lora = read_lora("me/lora")
+    assert lora.metadata["lora_alpha"] == 5 and len(lora.weights) == 2
     assert sorted(online.downloads) == sorted(PEFT)
     asked = len(online.asked)
-    assert read_lora("me/lora")[1] == metadata
+    assert read_lora("me/lora").metadata == lora.metadata
     assert len(online.asked) == asked  # from the cache
     before = file_digest("me/lora")
     online.put("me/lora", {**PEFT, "adapter_config.json": PEFT["adapter_config.json"][:-2] + b"7}"})
-    assert read_lora("me/lora")[1]["lora_alpha"] == 5
-    assert read_lora(adapter_folder("me/lora", newest=True))[1]["lora_alpha"] == 7
-    assert read_lora("me/lora")[1]["lora_alpha"] == 7 and file_digest("me/lora") != before
+    assert read_lora("me/lora").metadata["lora_alpha"] == 5
+    assert read_lora(adapter_folder("me/lora", newest=True)).metadata["lora_alpha"] == 7
+    assert read_lora("me/lora").metadata["lora_alpha"] == 7 and file_digest("me/lora") != before
 
 
 def test_revisions_and_folders_inside_a_repository(online: fake_hub.Hub) -> None:
     online.put("me/lora", {f"runs/best/{name}": what for name, what in PEFT.items()})
     online.put("me/lora", {"x.safetensors": PEFT["adapter_model.safetensors"]}, revision="old")
-    assert read_lora("me/lora@main/runs/best")[1]["lora_alpha"] == 5
-    assert read_lora("me/lora@old")[1]["lora_alpha"] == 2
+    assert read_lora("me/lora@main/runs/best").metadata["lora_alpha"] == 5
+    assert read_lora("me/lora@old").metadata["lora_alpha"] == 2
     with pytest.raises(ValueError, match="holds no pytorch_lora_weights"):
         read_lora("me/lora@main/runs")
 
@@ -113,18 +118,19 @@ def test_offline_the_cache_is_taken_or_missed_with_a_reason(
     online.put("me/lora", PEFT)
     read_lora("me/lora")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert read_lora(adapter_folder("me/lora", newest=True))[1]["lora_alpha"] == 5
+    assert read_lora(adapter_folder("me/lora", newest=True)).metadata["lora_alpha"] == 5
     with pytest.raises(hub.HubError, match="cannot download 'me/other': the Hub cannot be reached"):
         read_lora("me/other")
 
 
 def test_load_and_merge_take_ids(online: fake_hub.Hub, random_model: str, tmp_path: Path) -> None:
     online.put("me/lora", PEFT)
-    write_lora(tmp_path / "same", *read_lora("me/lora"))
+    lora = read_lora("me/lora")
+    write_lora(tmp_path / "same", lora.weights, lora.metadata)
     for source in ("me/lora", str(tmp_path / "same")):
         weights = flowalign.load(random_model, lora=source).transformer.state_dict()
         assert (weights["transformer_blocks.0.attn.to_q.lora_A.default_0.weight"] == 1).all()
     merge(["me/lora", tmp_path / "same"], tmp_path / "twice")
-    assert read_lora(tmp_path / "twice")[1]["r"] == 4
+    assert read_lora(tmp_path / "twice").metadata["r"] == 4
     with pytest.raises(hub.HubError, match="the Hub knows no me/none"):
         flowalign.load("no/model", lora="me/none")  # before the model is looked for

@@ -48,12 +48,12 @@ def merged_velocity(model: str, folder: Path) -> Tensor:
 
 def described(folder: Path) -> dict:
     """What peft recorded of a saved adapter."""
-    return read_lora(folder)[1] or {}
+    return read_lora(folder).metadata
 
 
 def updates(folder: Path) -> dict[str, Tensor]:
     """{layer: dW}, from the plain definition."""
-    state, config = read_lora(folder)[0], described(folder)
+    state, config = read_lora(folder).weights, described(folder)
     scale = config["lora_alpha"] / config["r"]
     layers = {key.split(".lora_")[0] for key in state}
     return {
@@ -210,7 +210,7 @@ def test_dare_is_drawn_from_its_seed_alone(teachers: list[Path], tmp_path: Path)
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         merge(teachers, tmp_path / name, method="dare", seed=seed, rank=20)
     assert torch.equal(torch.random.get_rng_state(), state)
-    a, b, c = (read_lora(tmp_path / name)[0] for name in "abc")
+    a, b, c = (read_lora(tmp_path / name).weights for name in "abc")
     assert all(torch.equal(a[key], b[key]) for key in a)
     assert not all(torch.equal(a[key], c[key]) for key in a)
 
@@ -253,7 +253,7 @@ def test_adapters_that_do_not_fit_are_refused(random_model: str, tmp_path: Path)
     one = teacher(random_model, tmp_path / "one", 2, 2.0, 1, base="tiny")
     other = teacher(random_model, tmp_path / "other", 2, 2.0, 1, base="large")
     few = teacher(random_model, tmp_path / "few", 2, 2.0, 1, targets=["attn.to_q"])
-    state, metadata = read_lora(one)[0], described(one)
+    state, metadata = read_lora(one).weights, described(one)
     wide = {k: torch.cat([v, v], 1) if "lora_A" in k else v
             for k, v in state.items()}  # fmt: skip
     write_lora(tmp_path / "wide", wide, metadata)

@@ -79,12 +79,13 @@ def allowed(module: str, name: str) -> bool:
     if under(module, "flowalign.rewards"):
         if name == "flowalign.tiny":  # where the shipped models lie, nothing of their making
             return True
-        own = ("flowalign.types", "flowalign.devices", "flowalign.frozen", "flowalign.rewards")
+        own = ("flowalign.types", "flowalign.devices", "flowalign.frozen", "flowalign.rewards",
+               "flowalign.adapters.hub")  # fmt: skip
         return under(name, *own, "flowalign.eval.geneval")
     if under(module, *ROOMS, *WIRING):
         return True
     if module == "flowalign.tiny.detector":  # a plug-in of a reward: what users write looks so
-        return under(name, "flowalign.types", "flowalign.tiny")
+        return under(name, "flowalign.types", "flowalign.images", "flowalign.tiny")
     return not under(name, *ROOMS)
 
 

@@ -95,15 +95,14 @@ def test_what_is_listed_goes_up_and_loads_as_a_teacher(
     teacher = config.teachers["even"].model_copy(update={"adapter": "me/red"})
     config = config.model_copy(update={"teachers": {"even": teacher}})
     check_world(config, 1)
-    weights, metadata = read_lora("me/red")
-    mine, described = read_lora(trained / "adapter")
-    assert metadata == described and metadata["lora_alpha"] == 10
-    assert all((weights[key] == mine[key]).all() for key in mine)
+    pushed, own = read_lora("me/red"), read_lora(trained / "adapter")
+    assert pushed.metadata == own.metadata and pushed.metadata["lora_alpha"] == 10
+    assert all((pushed.weights[key] == own.weights[key]).all() for key in own.weights)
     core = fakes.wired(config).backbone.core
     assert core.peft_config["teacher_even"].lora_alpha == 10
     layer = "transformer_blocks.1.attn.to_v"
     loaded = core.get_submodule(layer).lora_B["teacher_even"].weight
-    assert (loaded == mine[f"{layer}.lora_B.weight"]).all()
+    assert (loaded == own.weights[f"{layer}.lora_B.weight"]).all()
 
 
 def test_a_branch_and_another_s_repository(
@@ -157,35 +156,32 @@ def test_the_card_says_base_licence_scores_and_command(trained: Path, random_mod
     assert f'flowalign.load("{random_model}", lora="{trained / "adapter"}")' in card.text
 
 
-@pytest.mark.parametrize("size", ["3.5-medium", "3.5-large", "3-medium-diffusers"])
 def test_an_adapter_of_stable_diffusion_has_the_licence_of_its_base(
-    trained: Path, tmp_path: Path, size: str
+    trained: Path, tmp_path: Path
 ) -> None:
-    base = f"stabilityai/stable-diffusion-{size}"
-    config = load(trained / "config.yaml", [f"model.id={base}", "tasks.0.reward.name=ocr"])
-    (tmp_path / "adapter").mkdir()
-    write_card(tmp_path, config, ["flowalign"])
-    card = ModelCard.load(tmp_path / "adapter" / "README.md")
-    found = card.data.to_dict()
-    assert found["license"] == "other" and found["license_name"] == "stabilityai-ai-community"
-    assert found["license_link"] == f"https://huggingface.co/{base}/blob/main/LICENSE.md"
-    assert (found["base_model"], found["base_model_relation"]) == (base, "adapter")
-    assert f'StableDiffusion3Pipeline.from_pretrained("{base}"' in card.text
-    assert "`ocr`; licence: Apache-2.0" in card.text
+    for size in ("3.5-medium", "3.5-large", "3-medium-diffusers"):
+        base = f"stabilityai/stable-diffusion-{size}"
+        config = load(trained / "config.yaml", [f"model.id={base}", "tasks.0.reward.name=ocr"])
+        write_card(tmp_path, config, ["flowalign"])
+        card = ModelCard.load(tmp_path / "adapter" / "README.md")
+        data = card.data.to_dict()
+        assert data["license"] == "other" and data["license_name"] == "stabilityai-ai-community"
+        assert data["license_link"] == f"https://huggingface.co/{base}/blob/main/LICENSE.md"
+        assert (data["base_model"], data["base_model_relation"]) == (base, "adapter")
+        assert f'StableDiffusion3Pipeline.from_pretrained("{base}"' in card.text
+        assert "`ocr`; licence: Apache-2.0" in card.text
     assert licence("tiny") == {"license": "apache-2.0"} and licence("me/sd") == {}
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
+def test_the_command_is_one_that_others_can_give() -> None:
+    cases = [
         (["/opt/bin/flowalign", "train", "--config", "x.yaml"], "flowalign train --config x.yaml"),
         (["train.py", "a=b c"], "accelerate launch train.py 'a=b c'"),
         (["/v/ipykernel_launcher.py", "-f", "/run/user/kernel-7.json"], COMMAND),
         (["/usr/bin/pytest", "-q"], COMMAND),
-    ],
-)
-def test_the_command_is_one_that_others_can_give(argv: list[str], said: str) -> None:
-    assert command(argv) == said
+    ]
+    for argv, text in cases:
+        assert command(argv) == text, argv
 
 
 def test_on_the_hub_the_card_loads_from_the_hub_and_keeps_what_was_edited(
@@ -306,18 +302,20 @@ def test_what_is_not_fit_to_be_pushed_is_refused(
     assert "has no README.md, and" in refused("--force")
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["api_key: abc", 'url: "https://me:pass@host/x"', "note: hf_" + "a" * 34, "my_token = 'x1'"],
-)
-def test_what_looks_like_a_secret_stays_here(
-    run: Path, line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_looks_like_a_secret_stays_here(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = run / "adapter" / "README.md"
-    path.write_text(f"{path.read_text()}\n{line}\n")
-    assert push(run, "--dry-run") == 2
-    said = capsys.readouterr().err
-    assert "README.md, line" in said and line.split()[-1] not in said
+    text = path.read_text()
+    lines = [
+        "api_key: abc",
+        'url: "https://me:pass@host/x"',
+        f"note: hf_{'a' * 34}",
+        "my_token = 'x1'",
+    ]
+    for line in lines:
+        path.write_text(f"{text}\n{line}\n")
+        assert push(run, "--dry-run") == 2, line
+        said = capsys.readouterr().err
+        assert "README.md, line" in said and line.split()[-1] not in said, line
 
 
 def test_names_of_variables_that_hold_secrets_are_none(run: Path) -> None:

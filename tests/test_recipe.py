@@ -166,17 +166,17 @@ def test_a_killed_stage_continues_from_its_checkpoint(
     path = written(random_model, tmp_path / "parts")
     from flowalign.loop import Loop
 
-    inner = Loop._one_update
+    inner = Loop.learn
 
-    def killed(self: Loop) -> None:
+    def killed(self: Loop, prepared: Any) -> dict[str, float]:
         if "student" in str(self.folder) and self.update == 2:
             raise RuntimeError("killed")
-        inner(self)
+        return inner(self, prepared)
 
-    monkeypatch.setattr(Loop, "_one_update", killed)
+    monkeypatch.setattr(Loop, "learn", killed)
     with pytest.raises(RuntimeError, match="killed"):
         train.main(["--config", str(path)])
-    monkeypatch.setattr(Loop, "_one_update", inner)
+    monkeypatch.setattr(Loop, "learn", inner)
     assert train.main(["--config", str(path)]) == 0
     ours, theirs = (
         load_file(tmp_path / name / "out" / "student" / "adapter" / ADAPTER)

@@ -1,8 +1,10 @@
 """sde.py against the published code's numbers, diffusers, torch.distributions and itself."""
 
+import itertools
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,9 +55,19 @@ def step_of(case, x, velocity):
     )
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("case", VECTORS["cases"], ids=lambda c: c["f32"]["prefix"][4:-4])
-def test_transition_and_log_prob_are_the_published_ones(case, precision):
+def test_transition_and_log_prob_are_the_published_ones():
+    for case, precision in itertools.product(VECTORS["cases"], PRECISIONS):
+        assert_published(case, precision)
+
+
+def assert_published(case, precision):
+    """Mean, std, log-probability and its gradient of a recorded case; names it if one differs."""
+
+    def assert_close(*pair, **tolerance):
+        torch.testing.assert_close(
+            *pair, **tolerance, msg=lambda text: f"{case[precision]['prefix']}: {text}"
+        )
+
     dtype, mean_close, log_close = PRECISIONS[precision]
     x, velocity, x_next = (
         TENSORS[f"{case['inputs']}.{name}"].to(dtype)
@@ -93,37 +105,37 @@ def test_gradients_were_recorded_for_both_kinds():
     assert {name.split(".")[3] for name in names} == {"sde", "cps"}
 
 
-@pytest.mark.parametrize("case", VECTORS["sampling"], ids=lambda c: c["prefix"])
-def test_sample_is_the_published_draw(case):
-    grid = SCHEDULES[str(case["num_steps"])]["sigmas"]
-    case = case | {
-        "sigma": grid[case["step_index"]],
-        "sigma_next": grid[case["step_index"] + 1],
-    }
-    t = {
-        name: TENSORS[f"{case['prefix']}.{name}"]
-        for name in ("sample", "model_output", "noise", "prev_sample")
-    }
-    step = step_of(case, t["sample"], t["model_output"])
-    drawn = sde.sample(step, t["noise"])
-    assert_close(drawn, t["prev_sample"], atol=2e-6, rtol=1e-6)
-    if case["noise_level"]:
-        recorded = torch.tensor(case["log_prob"])
-        assert_close(sde.log_prob(step, t["prev_sample"]), recorded, atol=5e-7, rtol=1e-6)
-    generator = torch.Generator().manual_seed(case["generator_seed"])
-    noise = torch.randn(t["noise"].shape, generator=generator)
-    assert torch.equal(noise, t["noise"])
+def test_sample_is_the_published_draw():
+    for case in VECTORS["sampling"]:
+        grid = SCHEDULES[str(case["num_steps"])]["sigmas"]
+        case = case | {
+            "sigma": grid[case["step_index"]],
+            "sigma_next": grid[case["step_index"] + 1],
+        }
+        t = {
+            name: TENSORS[f"{case['prefix']}.{name}"]
+            for name in ("sample", "model_output", "noise", "prev_sample")
+        }
+        step = step_of(case, t["sample"], t["model_output"])
+        drawn = sde.sample(step, t["noise"])
+        assert_close(drawn, t["prev_sample"], atol=2e-6, rtol=1e-6, msg=case["prefix"])
+        if case["noise_level"]:
+            ours, recorded = sde.log_prob(step, t["prev_sample"]), torch.tensor(case["log_prob"])
+            assert_close(ours, recorded, atol=5e-7, rtol=1e-6, msg=case["prefix"])
+        generator = torch.Generator().manual_seed(case["generator_seed"])
+        noise = torch.randn(t["noise"].shape, generator=generator)
+        assert torch.equal(noise, t["noise"]), case["prefix"]
 
 
-@pytest.mark.parametrize("num_steps", SCHEDULES)
-def test_sigmas_are_the_recorded_ones(num_steps):
-    assert sde.sigmas(int(num_steps), 3.0).tolist() == SCHEDULES[num_steps]["sigmas"]
+def test_sigmas_are_the_recorded_ones():
+    for num_steps, recorded in SCHEDULES.items():
+        assert sde.sigmas(int(num_steps), 3.0).tolist() == recorded["sigmas"], num_steps
 
 
-@pytest.mark.parametrize("terminal", [None, 0.02, 0.1])
-@pytest.mark.parametrize("shift", [1.0, 1.1, 3.0, 7.3])
-def test_sigmas_are_diffusers(shift, terminal):
-    for num_steps in (2, 3, 10, 28, 50):
+def test_sigmas_are_diffusers():
+    shifts: list[float] = [1.0, 1.1, 3.0, 7.3]
+    terminals: list[Any] = [None, 0.02, 0.1]
+    for shift, terminal, num_steps in itertools.product(shifts, terminals, (2, 3, 10, 28, 50)):
         scheduler = FlowMatchEulerDiscreteScheduler(shift=shift, shift_terminal=terminal)
         scheduler.set_timesteps(num_steps)
         assert torch.equal(

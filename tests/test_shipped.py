@@ -16,7 +16,7 @@ from diffusers import StableDiffusion3Pipeline
 from PIL import Image
 
 import flowalign
-from flowalign.adapters.files import adapter_folder, read_head
+from flowalign.adapters.files import adapter_folder, read_lora
 from flowalign.config import ADAPTER
 from flowalign.tiny import MODEL
 
@@ -90,7 +90,7 @@ def test_train_then_evaluate_then_load(tmp_path: Path) -> None:
 def test_the_shipped_teachers_are_small_and_know_their_base(name: str) -> None:
     folder = adapter_folder(f"tiny/{name}")
     assert (folder / ADAPTER).stat().st_size < 500_000
-    assert read_head(folder).base == "tiny"
+    assert read_lora(folder).base == "tiny"
     pipe = flowalign.load("tiny", lora=f"tiny/{name}")
     assert pipe.get_list_adapters()["transformer"]
 

@@ -16,7 +16,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from flowalign.adapters.files import adapter_digest
+from flowalign.adapters.files import read_lora
 from flowalign.backbone import Backbone, load_pipeline
 from flowalign.config import SD3_ATTENTION, EvalStage, load
 from flowalign.eval import suite
@@ -471,11 +471,11 @@ def test_a_fingerprint_tells_weights_apart_and_a_digest_adapters(
     assert fingerprint(first) == fingerprint(same) != fingerprint(other)
     found = load(str(config), [], stage=EvalStage).models["tuned"]
     assert found
-    before = adapter_digest(found)
+    before = read_lora(found).digest
     save_adapter(random_model, tmp_path / "copy", seed=1)
-    assert adapter_digest(str(tmp_path / "copy")) == before
+    assert read_lora(str(tmp_path / "copy")).digest == before
     save_adapter(random_model, tmp_path / "copy", seed=2)
-    assert adapter_digest(str(tmp_path / "copy")) != before
+    assert read_lora(str(tmp_path / "copy")).digest != before
 
 
 def test_settings_are_written_where_they_can_be_read(config: Path):

@@ -15,9 +15,8 @@ from flowalign.config import OpdStage, StatesConfig
 from flowalign.loop import Loop, TrainingError, pairs_of
 from flowalign.losses import velocity_error
 from flowalign.preflight import check_world
-from flowalign.student.opd import Student, chosen
+from flowalign.student.opd import Labels, Opd, chosen
 from flowalign.student.sft import Sft
-from flowalign.types import Rollout
 
 LINEAR = ["optimizer.eps=1.0", "optimizer.lr=30.0"]  # Adam's first step ~ lr * gradient
 EXACT = "student.label_dtype=float32"
@@ -31,13 +30,11 @@ def lines(loop: Loop) -> list[dict[str, float]]:
     return [json.loads(line) for line in (loop.folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def prepared(model: str, folder: Path, *overrides: str) -> tuple[Loop, Student, Rollout]:
-    """A run that has sampled and labelled its first rollout."""
+def labelled(model: str, folder: Path, *overrides: str) -> tuple[Loop, Opd, Labels]:
+    """A run, its algorithm, and its first rollout with labels."""
     loop = fakes.wired(fakes.distillation(model, folder, EXACT, *overrides), moved=True)
-    rollout = loop.rollout(0)
-    assert isinstance(loop.algorithm, Student)
-    loop.algorithm.prepare(rollout, 0)
-    return loop, loop.algorithm, rollout
+    assert isinstance(loop.algorithm, Opd)
+    return loop, loop.algorithm, loop.algorithm.prepare(loop.rollout(0), 0)
 
 
 def gradient(loop: Loop, loss: Tensor) -> Tensor:
@@ -92,20 +89,20 @@ def test_the_rollout_stops_at_the_last_trained_state(
 
 
 def test_the_states_are_those_of_the_whole_rollout(random_model: str, tmp_path: Path) -> None:
-    loop, _, whole = prepared(random_model, tmp_path / "run")
+    loop, _, labels = labelled(random_model, tmp_path / "run")
     one = dataclasses.replace(loop.algorithm.plan(0), chosen=(2,))
     loop.algorithm.plan = lambda update: one  # pyright: ignore[reportAttributeAccessIssue]
-    assert torch.equal(loop.rollout(0).states[:, 0], whole.states[:, 2])
+    assert torch.equal(loop.rollout(0).states[:, 0], labels.rollout.states[:, 2])
 
 
 # What is learnt ----------------------------------------------------------------------------------
 
 
 def test_the_pathwise_gradient_is_that_of_the_written_kl(random_model: str, tmp_path: Path) -> None:
-    loop, student, rollout = prepared(random_model, tmp_path / "run")
-    (pairs,) = pairs_of(rollout, torch.ones(8, dtype=torch.bool), 100)
-    ours = gradient(loop, student.loss(pairs, loop.velocity(pairs)).total)
-    label = student.labels[pairs.rows, pairs.columns]
+    loop, student, labels = labelled(random_model, tmp_path / "run")
+    (pairs,) = pairs_of(labels.rollout, torch.ones(8, dtype=torch.bool), 100)
+    ours = gradient(loop, student.loss(pairs, loop.velocity(pairs), labels).total)
+    label = labels.velocity[pairs.rows, pairs.columns]
     a, b = (
         student.schedule.transition(pairs.x, velocity, pairs.steps)
         for velocity in (loop.velocity(pairs), label)
@@ -115,13 +112,14 @@ def test_the_pathwise_gradient_is_that_of_the_written_kl(random_model: str, tmp_
 
 
 def test_each_image_is_pulled_to_the_teacher_of_its_task(random_model: str, tmp_path: Path) -> None:
-    _, student, rollout = prepared(random_model, tmp_path / "run")
+    _, student, labels = labelled(random_model, tmp_path / "run")
+    rollout = labels.rollout
     label = student.teachers(rollout)
     assert label.teacher == rollout.batch.tasks and set(label.teacher) == {"even", "odd"}
     swapped = ["tasks.0.teacher=odd", "tasks.1.teacher=even"]
-    _, other, again = prepared(random_model, tmp_path / "swapped", *swapped)
-    assert torch.equal(again.states, rollout.states)
-    assert (other.labels - label.velocity).abs().amax((1, 2, 3, 4)).min() > 1e-3
+    *_, other = labelled(random_model, tmp_path / "swapped", *swapped)
+    assert torch.equal(other.rollout.states, rollout.states)
+    assert (other.velocity - label.velocity).abs().amax((1, 2, 3, 4)).min() > 1e-3
 
 
 @pytest.mark.parametrize("anchor", ["null", "{adapter: null, weight: 0.5}"])
@@ -132,12 +130,11 @@ def test_a_student_that_is_its_teacher_has_no_loss(
     given = [f"lora.init={tmp_path / 'even'}", f"anchor={anchor}", EXACT]
     found = fakes.distillation(random_model, tmp_path / "run", *given, alone="even")
     loop = fakes.wired(found)
-    rollout = loop.rollout(0)
     student = loop.algorithm
-    assert isinstance(student, Student)
-    student.prepare(rollout, 0)
-    (pairs,) = pairs_of(rollout, torch.ones(8, dtype=torch.bool), 100)
-    loss = student.loss(pairs, loop.velocity(pairs))
+    assert isinstance(student, Opd)
+    labels = student.prepare(loop.rollout(0), 0)
+    (pairs,) = pairs_of(labels.rollout, torch.ones(8, dtype=torch.bool), 100)
+    loss = student.loss(pairs, loop.velocity(pairs), labels)
     assert loss.distill is not None and loss.distill.item() == 0
     if anchor == "null":
         assert loss.total.item() == 0 and not gradient(loop, loss.total).any()
@@ -152,24 +149,24 @@ def test_the_ratio_is_one_and_only_the_published_form_leaks(
 ) -> None:
     weighting = "kl" if how == "policy" else "published"
     given = [f"student.gradient={how}", f"student.weighting={weighting}"]
-    loop, student, rollout = prepared(random_model, tmp_path / "run", *given)
-    _, pairs, _ = pairs_of(rollout, torch.ones(8, dtype=torch.bool), 8)  # as the rollout
+    loop, student, labels = labelled(random_model, tmp_path / "run", *given)
+    _, pairs, _ = pairs_of(labels.rollout, torch.ones(8, dtype=torch.bool), 8)  # as the rollout
     velocity = loop.velocity(pairs)
     x_next, old = pairs.action()
     new = sde.log_prob(student.schedule.transition(pairs.x, velocity, pairs.steps), x_next)
     assert torch.equal(new, old)
-    error = ((velocity - student.labels[pairs.rows, pairs.columns]) ** 2).mean((1, 2, 3))
+    label = labels.velocity[pairs.rows, pairs.columns]
+    error = ((velocity - label) ** 2).mean((1, 2, 3))
     distance = student.weights[pairs.steps] * error
     if how == "policy":
-        advantage = student.advantage[pairs.rows, pairs.columns]
-        teacher = student.schedule.transition(
-            pairs.x, student.labels[pairs.rows, pairs.columns], pairs.steps
-        )
+        assert labels.advantage is not None
+        advantage = labels.advantage[pairs.rows, pairs.columns]
+        teacher = student.schedule.transition(pairs.x, label, pairs.steps)
         assert_close(advantage, (sde.log_prob(teacher, x_next) - old).detach())
     else:
         advantage = -distance if how == "published" else -distance.detach()
     expected = gradient(loop, (-advantage * torch.exp(new - old.detach())).mean())
-    ours = gradient(loop, student.loss(pairs, loop.velocity(pairs)).total)
+    ours = gradient(loop, student.loss(pairs, loop.velocity(pairs), labels).total)
     assert_close(ours, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
 
 
@@ -178,27 +175,28 @@ def test_the_log_ratio_of_a_teacher_is_on_average_minus_the_kl(
 ) -> None:
     """E_old[log pi_T - log pi_old] = -KL(old || T): the policy form aims at the same minimum."""
     given = ["student.gradient=policy", "rollout.prompts=32", "rollout.copies=16"]
-    _, student, rollout = prepared(random_model, tmp_path / "run", *given)
-    kl = []
+    _, student, labels = labelled(random_model, tmp_path / "run", *given)
+    rollout, kl = labels.rollout, []
     for column, step in enumerate(rollout.steps):
         x, steps = rollout.states[:, column], torch.full((len(rollout),), step)
         assert rollout.next_states is not None
-        teacher = student.schedule.transition(x, student.labels[:, column], steps)
-        sigma, following = student.schedule.sigmas[step : step + 2].tolist()
+        teacher = student.schedule.transition(x, labels.velocity[:, column], steps)
+        sigma = float(student.schedule.sigmas[step])
         velocity = student.backbone.velocity(
             x, sigma, rollout.conditioning, guidance=student.guidance
         ).detach()
-        del following
         kl.append(sde.kl(student.schedule.transition(x, velocity, steps), teacher))
-    mean, expected = student.advantage.mean(0), -torch.stack(kl, 1).mean(0)
-    error = student.advantage.std(0) / len(rollout) ** 0.5
+    assert labels.advantage is not None
+    mean, expected = labels.advantage.mean(0), -torch.stack(kl, 1).mean(0)
+    error = labels.advantage.std(0) / len(rollout) ** 0.5
     assert ((mean - expected).abs() < 4 * error).all()
 
 
 def test_reward_to_go_sums_what_comes_after(random_model: str, tmp_path: Path) -> None:
     given = ["student.gradient=policy", "student.advantage_clip=1e9"]
-    _, plain, _ = prepared(random_model, tmp_path / "a", *given)
-    _, summed, _ = prepared(random_model, tmp_path / "b", *given, "student.reward_to_go=true")
+    plain = labelled(random_model, tmp_path / "a", *given)[2]
+    summed = labelled(random_model, tmp_path / "b", *given, "student.reward_to_go=true")[2]
+    assert plain.advantage is not None and summed.advantage is not None
     assert_close(summed.advantage[:, 0], plain.advantage.sum(1), rtol=1e-4, atol=1e-7)
     assert torch.equal(summed.advantage[:, -1], plain.advantage[:, -1])
 
@@ -207,13 +205,14 @@ def test_a_student_with_rewards_adds_their_loss(random_model: str, tmp_path: Pat
     """OPD + GRPO: at the first update, the gradient is the sum of both."""
     found = {}
     for name, given in {"opd": [], "both": ["student.reward_weight=2"]}.items():
-        loop, student, rollout = prepared(random_model, tmp_path / name, *given)
-        (pairs,) = pairs_of(rollout, torch.ones(8, dtype=torch.bool), 100)
-        loss = student.loss(pairs, loop.velocity(pairs))
+        loop, student, labels = labelled(random_model, tmp_path / name, *given)
+        (pairs,) = pairs_of(labels.rollout, torch.ones(8, dtype=torch.bool), 100)
+        loss = student.loss(pairs, loop.velocity(pairs), labels)
         found[name] = gradient(loop, loss.total)
         if loss.policy is not None:
-            reward = gradient(loop, student.loss(pairs, loop.velocity(pairs)).policy)  # pyright: ignore
-            assert rollout.images is not None and reward.abs().max() > 0
+            again = student.loss(pairs, loop.velocity(pairs), labels)
+            reward = gradient(loop, again.policy)  # pyright: ignore
+            assert labels.rollout.images is not None and reward.abs().max() > 0
             assert_close(found[name], found["opd"] + 2 * reward, rtol=1e-3, atol=1e-6)
 
 
@@ -223,7 +222,7 @@ def test_a_run_comes_nearer_to_its_teachers(random_model: str, tmp_path: Path) -
              "student.states={select: random}"]  # fmt: skip
     loop = fakes.wired(fakes.distillation(random_model, tmp_path / "run", *given, alone="odd"))
     student = loop.algorithm
-    assert isinstance(student, Student)
+    assert isinstance(student, Opd)
     rollout = loop.rollout(0)
     label = student.teachers(rollout).velocity
     (pairs,) = pairs_of(rollout, torch.ones(8, dtype=torch.bool), 100)
@@ -278,7 +277,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
 def test_a_nan_label_stops_the_run_and_names_the_teacher(random_model: str, tmp_path: Path) -> None:
     loop = fakes.wired(fakes.distillation(random_model, tmp_path / "run"))
     loop.backbone.adapter_parameters("teacher_odd")[0].data.fill_(float("nan"))
-    with pytest.raises(TrainingError, match="teacher 'odd' gives a velocity that is not finite"):
+    with pytest.raises(TrainingError, match="'odd'"):
         loop.run()
 
 
@@ -296,10 +295,11 @@ def test_sft_learns_the_straight_way_to_the_teachers_images(
     bank = loop.algorithm.bank
     sampled = [source.adapter for source in bank.sources(rollout.batch.tasks)]
     assert sampled == [f"teacher_{task}" for task in rollout.batch.tasks]
-    states = loop.algorithm.prepare(rollout, 0).states
-    assert states is not None and states.states.shape[1] == 3
+    targets = loop.algorithm.prepare(rollout, 0)
+    states = targets.rollout
+    assert states.states.shape[1] == 3
     sigma = states.sigmas[:3].reshape(1, 3, 1, 1, 1).to(states.states.device)
-    straight = states.states - sigma * loop.algorithm.target  # x_sigma - sigma v = x0
+    straight = states.states - sigma * targets.velocity  # x_sigma - sigma v = x0
     assert_close(straight, rollout.latents[:, None].expand_as(straight), rtol=0, atol=1e-5)
     assert (states.sigmas.diff() < 0).all() and states.sigmas[0] <= 1
 
@@ -321,32 +321,30 @@ def test_the_teachers_sample_for_sft(random_model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "keys"),
     [
-        (["tasks.0.teacher=nobody"], "tasks.0.teacher: task 'even' is routed to 'nobody', and"),
-        (["tasks.0.teacher=odd"], "teachers.even: no task is routed to it."),
-        (["rollout.kind=ode"], "rollout.kind: 'ode' adds no noise, so student.weighting 'kl'"),
+        (["tasks.0.teacher=nobody"], ["tasks.0.teacher", "nobody"]),
+        (["tasks.0.teacher=odd"], ["teachers.even"]),
+        (["rollout.kind=ode"], ["rollout.kind", "student.weighting"]),
         (
             ["rollout.kind=ode", "student.weighting=mean", "student.gradient=policy"],
-            "so student.gradient 'policy' has no log-probabilities",
+            ["rollout.kind", "student.gradient"],
         ),
-        (["student.gradient=published"], "student.weighting: 'kl' with gradient 'published'"),
-        (["student.reward_to_go=true"], "student.reward_to_go: true, but gradient 'pathwise'"),
-        (["student.states={select: random, count: 4}"], "count: 4, and rollout.window has only 3"),
-        (
-            ["student.gradient=policy", "student.guidance=2"],
-            "student.guidance: 2.0, but the rollout has 1.0",
-        ),
-        (["student.reward_weight=1", "rollout.copies=1"], "rollout.copies: got 1"),
-        (["student.reward_weight=1", "tasks.1.reward=null"], "tasks.1.reward: missing, and this"),
+        (["student.gradient=published"], ["student.weighting", "published"]),
+        (["student.reward_to_go=true"], ["student.reward_to_go", "pathwise"]),
+        (["student.states={select: random, count: 4}"], ["count", "rollout.window"]),
+        (["student.gradient=policy", "student.guidance=2"], ["student.guidance", "2.0", "1.0"]),
+        (["student.reward_weight=1", "rollout.copies=1"], ["rollout.copies"]),
+        (["student.reward_weight=1", "tasks.1.reward=null"], ["tasks.1.reward"]),
     ],
 )
 def test_what_cannot_be_learnt_is_refused(
-    random_model: str, tmp_path: Path, given: list[str], said: str
+    random_model: str, tmp_path: Path, given: list[str], keys: list[str]
 ) -> None:
     with pytest.raises(fakes.config.ConfigError) as caught:
         fakes.distillation(random_model, tmp_path / "run", *given)
-    assert any(said in problem for problem in caught.value.problems), caught.value.problems
+    problems = caught.value.problems
+    assert any(all(key in problem for key in keys) for problem in problems), problems
 
 
 def test_pure_distillation_needs_no_reward(random_model: str, tmp_path: Path) -> None:
@@ -363,8 +361,8 @@ def test_an_adapter_of_another_base_is_refused_before_the_model_is_loaded(
     found = fakes.distillation(random_model, tmp_path / "run", "model.id=tiny")
     with pytest.raises(fakes.config.ConfigError) as caught:
         check_world(found, 1)
-    assert f"teachers.even: '{tmp_path / 'even'}' was trained on" in caught.value.problems[0]
-    assert "and model.id is 'tiny'" in caught.value.problems[0]
+    problem = caught.value.problems[0]
+    assert all(text in problem for text in ("teachers.even", str(tmp_path / "even"), "model.id"))
 
 
 def test_a_task_s_kl_is_the_mean_over_its_images_however_they_fall_into_micro_batches(

@@ -9,12 +9,12 @@ from torch.testing import assert_close
 
 from flowalign.backbone import load_pipeline
 from flowalign.text import TextEncoder
-from flowalign.tiny import build
+from flowalign.tiny import T5_LENGTH
 
 TEXTS = fakes.PROMPTS[:5]
 
 
-def encoder(model: str, cache: Path | None = None, length: int = build.T5_LENGTH) -> TextEncoder:
+def encoder(model: str, cache: Path | None = None, length: int = T5_LENGTH) -> TextEncoder:
     pipe = load_pipeline(model)
     return TextEncoder(pipe, device="cpu", max_sequence_length=length, cache=cache)
 

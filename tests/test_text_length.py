@@ -7,19 +7,19 @@ import fakes
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
+from parts import MAX_LENGTH
 from peft import LoraConfig
 from torch import Tensor
 from torch.testing import assert_close
 
 import flowalign
-from flowalign.adapters.files import read_head, read_lora, write_lora
+from flowalign.adapters.files import read_lora, write_lora
 from flowalign.backbone import Backbone
 from flowalign.data import load_prompts
 from flowalign.eval.suite import Settings, generate
 from flowalign.rollout import Noise
 from flowalign.teachers.merge import merge
 from flowalign.tiny import T5_LENGTH
-from flowalign.tiny.build import MAX_LENGTH
 
 SETTINGS = Settings(steps=2, guidance=2.0, seed=3, batch_size=2)
 
@@ -69,19 +69,19 @@ def test_the_length_lies_in_the_file_and_others_still_read_it(
     random_model: str, adapter: tuple[Backbone, Path], tmp_path: Path
 ) -> None:
     _, folder = adapter
-    assert read_head(folder).text_length == T5_LENGTH
-    weights, metadata = read_lora(folder)
-    LoraConfig(**metadata)
+    assert read_lora(folder).text_length == T5_LENGTH
+    lora = read_lora(folder)
+    LoraConfig(**lora.metadata)
     pipe = StableDiffusion3Pipeline.from_pretrained(random_model)
     pipe.load_lora_weights(str(folder))
     scaling = pipe.transformer.transformer_blocks[0].attn.to_q.scaling["default_0"]
     assert scaling == 2.0  # alpha / r came along
-    write_lora(tmp_path / "without", weights, metadata)
-    assert read_head(tmp_path / "without").text_length is None
+    write_lora(tmp_path / "without", lora.weights, lora.metadata)
+    assert read_lora(tmp_path / "without").text_length is None
     merge([folder, folder], tmp_path / "same")
     merge([folder, tmp_path / "without"], tmp_path / "mixed")
-    assert read_head(tmp_path / "same").text_length == T5_LENGTH
-    assert read_head(tmp_path / "mixed").text_length is None
+    assert read_lora(tmp_path / "same").text_length == T5_LENGTH
+    assert read_lora(tmp_path / "mixed").text_length is None
 
 
 def test_a_pipeline_with_a_length_is_saved_and_moved_as_any_other(

@@ -6,12 +6,13 @@ from typing import Any
 
 import cv2
 import numpy as np
+import prompts
 import pytest
 import torch
 
 from flowalign.eval.geneval import judge
 from flowalign.rewards import build
-from flowalign.tiny import PROMPTS, prompts, scenes
+from flowalign.tiny import PROMPTS, scenes
 from flowalign.tiny.detector import TinyDetector
 from flowalign.tiny.scenes import PROMPT_COLORS
 

@@ -15,6 +15,7 @@ from tensorboard.plugins.hparams import metadata
 
 from flowalign import trackers, train
 from flowalign.config import TrainingStage, to_yaml
+from flowalign.pictures import grid
 
 
 def run(model: str, folder: Path, *overrides: str) -> TrainingStage:
@@ -83,7 +84,7 @@ def test_any_tracker_gets_the_whole_config_and_images_as_it_can(
     accelerator = Accelerator(cpu=True, log_with=list(both))
     trackers.begin(accelerator, config)
     path = tmp_path / "grid.png"
-    train.draw(config, path, torch.rand(4, 3, 32, 32), ["a"] * 4)
+    grid(path, torch.rand(4, 3, 32, 32), ["a"] * 4)
     trackers.image(accelerator, "samples", path, 3)
     for tracker in both:
         assert tracker.config == config.model_dump(mode="json")

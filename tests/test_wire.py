@@ -18,9 +18,9 @@ from safetensors.numpy import load, save
 
 from flowalign.images import to_float
 from flowalign.rewards import wire
-from flowalign.rewards.guarded import Guarded
 from flowalign.rewards.lazy import SERVE, require
 from flowalign.rewards.wire import Limits, WireError
+from flowalign.types import Scores
 
 PIXELS = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (3, 3, 5, 7), np.uint8))
 PROMPTS = ["a red sign", 'says "ZÜRICH 北"', ""]
@@ -154,7 +154,7 @@ def test_pixels_and_metadata_that_cannot_be_sent_are_refused():
 def test_an_answer_arrives_as_it_was_sent():
     value = torch.tensor([0.1, math.nan, -3e-38])
     part = torch.tensor([1.0, math.inf, 2.0])
-    scores = Guarded(value, torch.tensor([True, False, True]), {"raw": part}, {1: 'a "reason" ü'})
+    scores = Scores(value, torch.tensor([True, False, True]), {"raw": part}, {1: 'a "reason" ü'})
     found = wire.decode_answer(wire.encode_answer("pickscore", scores), 3)
     assert torch.equal(found.value[[0, 2]], value[[0, 2]]) and found.value[1].isnan()
     assert found.valid.tolist() == [True, False, True] and found.reasons == scores.reasons

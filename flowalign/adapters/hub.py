@@ -1,9 +1,10 @@
-"""Adapters on the Hugging Face Hub: `owner/name`, `owner/name@revision`, `owner/name@revision/dir`.
+"""Addresses on the Hugging Face Hub, the download of an adapter, and errors that say what to do.
 
-The spelling is huggingface_hub's own for paths (its HfFileSystem); a folder inside a repository
-needs the revision before it, so that no mistyped local path is looked for on the Hub. Whatever goes
-wrong says what to do about it. Tokens are huggingface_hub's business (`hf auth login`): none is
-read, written or shown here.
+An adapter is `owner/name`, `owner/name@revision` or `owner/name@revision/folder`, which is how
+huggingface_hub spells paths. A folder inside a repository needs the revision before it, so that a
+mistyped local path is not looked for on the Hub. Tokens are left to huggingface_hub (`hf auth
+login`): none is read, written or shown here. This module imports nothing of flowalign; rewards use
+its addresses.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-NAME = r"[A-Za-z0-9_][\w.-]*"
-ID = re.compile(rf"({NAME}/{NAME})(?:@(refs/(?:pr|convert)/{NAME}|{NAME})((?:/{NAME})*))?")
+_NAME = r"[A-Za-z0-9_][\w.-]*"
+_REPOSITORY = rf"(?P<repository>{_NAME}/{_NAME})"
+_REVISION = rf"@(?P<revision>refs/(?:pr|convert)/{_NAME}|{_NAME})"
+_FOLDER = re.compile(rf"{_REPOSITORY}(?:{_REVISION}(?P<path>(?:/{_NAME})*))?")
+_FILE = re.compile(rf"{_REPOSITORY}(?P<path>(?:/[^/@]+)+)(?:@(?P<revision>.+))?")
 LOGIN = "`hf auth login` with a token of yours"
 
 
@@ -23,54 +28,73 @@ class HubError(OSError):
     """What the Hub did not do: what was seen, what is possible, what to do."""
 
 
-def is_id(source: str) -> bool:
-    """Whether that names a repository rather than a folder here. What is in a folder that is there
-    is local, and a file that is missing in it is missing."""
-    return ID.fullmatch(source) is not None and not Path(source.split("/")[0]).exists()
+@dataclass(frozen=True)
+class HubAddress:
+    """A place on the Hub: a repository, a revision (None = main), a path in it ("" = all)."""
 
+    repository: str
+    revision: str | None = None
+    path: str = ""
 
-def split(source: str) -> tuple[str, str | None, str]:
-    """(repository, revision or None, folder inside it or "") of an id."""
-    match = ID.fullmatch(source)
-    if match is None:
-        raise HubError(
-            f"{source!r} is no Hub id. Give owner/name, owner/name@revision, or "
-            "owner/name@revision/folder."
+    @classmethod
+    def parse(cls, text: str) -> HubAddress | None:
+        """Of `owner/name[@revision[/folder]]`; None for any other text."""
+        return cls._of(_FOLDER.fullmatch(text))
+
+    @classmethod
+    def parse_file(cls, text: str) -> HubAddress | None:
+        """Of `owner/name/path/to/file[@revision]`; None for any other text."""
+        return cls._of(_FILE.fullmatch(text))
+
+    @classmethod
+    def _of(cls, match: re.Match[str] | None) -> HubAddress | None:
+        return match and cls(
+            match["repository"], match["revision"], (match["path"] or "").removeprefix("/")
         )
-    return match[1], match[2], (match[3] or "").removeprefix("/")
+
+
+def is_id(source: str) -> bool:
+    """Whether a source names a repository. If a local folder has the name of its first part, the
+    source is a local path, even where nothing lies there."""
+    return HubAddress.parse(source) is not None and not Path(source.split("/")[0]).exists()
 
 
 def download(source: str, *, newest: bool = False) -> Path:
-    """The folder, in huggingface_hub's cache, with the adapter of an id: its .safetensors and .json
-    files and its card, and nothing of the folders below.
+    """The folder, in huggingface_hub's cache, with the adapter of an id.
 
-    newest: ask the Hub even if the cache has one, which is then taken only where the Hub cannot be
-    reached. A whole pipeline is told by its model_index.json, whose weights are left where they
-    are. Raises HubError.
+    It holds the .safetensors and .json files and the card, nothing of the folders below. newest:
+    ask the Hub even if the cache has the adapter. Raises HubError.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    repo, revision, inner = split(source)
-    prefix = f"{inner}/" if inner else ""
+    address = HubAddress.parse(source)
+    if address is None:
+        raise HubError(
+            f"{source!r} is no Hub id. Give owner/name, owner/name@revision, or "
+            "owner/name@revision/folder."
+        )
+    prefix = f"{address.path}/" if address.path else ""
 
     def get(*names: str, local: bool) -> Path:
-        found = snapshot_download(
-            repo,
-            revision=revision,
+        snapshot = snapshot_download(
+            address.repository,
+            revision=address.revision,
             allow_patterns=[prefix + name for name in names],
-            ignore_patterns=[f"{prefix}*/*"],
+            ignore_patterns=[f"{prefix}*/*"],  # checkpoints, say: as large as the adapter
             local_files_only=local,
         )
-        return Path(found) / inner
+        return Path(snapshot) / address.path
 
     small, everything = ("*.json", "README.md"), ("*.json", "README.md", "*.safetensors")
-    with explained(f"cannot download {source!r}", repo):
+    with explained(f"cannot download {source!r}", address.repository):
         if not newest:
             try:
                 return get(*everything, local=True)
             except LocalEntryNotFoundError:
-                pass
+                pass  # not in the cache: ask the Hub
+        # The small files come first: with model_index.json it is a whole pipeline, which the caller
+        # refuses, and its gigabytes stay where they are.
         folder = get(*small, local=False)
         if not (folder / "model_index.json").is_file():
             folder = get(*everything, local=False)
@@ -78,53 +102,48 @@ def download(source: str, *, newest: bool = False) -> Path:
 
 
 @contextmanager
-def explained(what: str, repo: str) -> Iterator[None]:
+def explained(what: str, repository: str) -> Iterator[None]:
     """HubError for whatever huggingface_hub raises inside. what: begins the message."""
     from huggingface_hub import errors
 
-    page = f"https://huggingface.co/{repo}"
-    http = cast("type[Exception]", errors.HfHubHTTPError.__base__)  # of the library beneath it
+    # huggingface_hub 0.x is built on requests, 1.x on httpx: the base of both libraries' errors
+    http = cast("type[Exception]", errors.HfHubHTTPError.__base__)
     try:
         yield
     except HubError:
         raise
-    except errors.GatedRepoError as error:
-        raise HubError(f"{what}: it is gated. Accept its terms on {page}, then {LOGIN}.") from error
-    except errors.RevisionNotFoundError as error:
-        raise HubError(f"{what}: {repo} has no such revision. {page} lists them.") from error
-    except errors.RepositoryNotFoundError as error:
-        raise HubError(
-            f"{what}: the Hub knows no {repo}, or it is private. Correct the name (a local folder "
-            f"that is missing looks the same), or {LOGIN}."
-        ) from error
-    except errors.LocalTokenNotFoundError as error:
-        raise HubError(f"{what}: nobody is logged in. First {LOGIN}.") from error
-    except errors.HFValidationError as error:
-        raise HubError(f"{what}: {_first(error)}") from error
-    except errors.LocalEntryNotFoundError as error:
-        raise HubError(
-            f"{what}: the Hub cannot be reached, and the cache does not have it. Go online "
-            "(HF_HUB_OFFLINE unset), or give a folder."
-        ) from error
-    except errors.HfHubHTTPError as error:
-        status = error.response.status_code if error.response is not None else None
-        raise HubError(f"{what}: {_refusal(status, repo, error)}") from error
-    except (http, OSError) as error:
-        raise HubError(
-            f"{what}: the Hub cannot be reached ({_first(error)}). Go online, HF_HUB_OFFLINE unset."
-        ) from error
-
-
-def _refusal(status: int | None, repo: str, error: Exception) -> str:
-    if status == 401:
-        return f"the Hub does not know who asks (401). First {LOGIN}."
-    if status == 403:
-        return (
-            f"your token may not do that to {repo} (403). {LOGIN} that may write there, or name "
-            "a repository of your own."
-        )
-    return f"the Hub answers {_first(error)}"
-
-
-def _first(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    except (http, OSError, errors.HFValidationError) as error:
+        page = f"https://huggingface.co/{repository}"
+        first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        match error:
+            case errors.GatedRepoError():
+                reason = f"it is gated. Accept its terms on {page}, then {LOGIN}."
+            case errors.RevisionNotFoundError():
+                reason = f"{repository} has no such revision. {page} lists them."
+            case errors.RepositoryNotFoundError():
+                reason = (
+                    f"the Hub knows no {repository}, or it is private. Correct the name (a local "
+                    f"folder that is missing looks the same), or {LOGIN}."
+                )
+            case errors.LocalTokenNotFoundError():
+                reason = f"nobody is logged in. First {LOGIN}."
+            case errors.HFValidationError():
+                reason = first
+            case errors.LocalEntryNotFoundError():
+                reason = (
+                    "the Hub cannot be reached, and the cache does not have it. Go online "
+                    "(HF_HUB_OFFLINE unset), or give a folder."
+                )
+            case errors.HfHubHTTPError() if status == 401:
+                reason = f"the Hub does not know who asks (401). First {LOGIN}."
+            case errors.HfHubHTTPError() if status == 403:
+                reason = (
+                    f"your token may not do that to {repository} (403). {LOGIN} that may write "
+                    "there, or name a repository of your own."
+                )
+            case errors.HfHubHTTPError():
+                reason = f"the Hub answers {first}"
+            case _:
+                reason = f"the Hub cannot be reached ({first}). Go online, HF_HUB_OFFLINE unset."
+        raise HubError(f"{what}: {reason}") from error

@@ -1,7 +1,7 @@
-"""The attention backend of `model.attention`, in the models that diffusers leaves out.
+"""The attention backend of `model.attention` in Stable Diffusion 3.
 
-diffusers' own switch (`set_attention_backend`) passes by the processors of Stable Diffusion 3,
-which call torch's function themselves.
+diffusers' own switch (`set_attention_backend`) does not reach its processors, which call torch's
+function themselves.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 
 def use_backend(transformer: nn.Module, name: str) -> None:
-    """Let every attention layer use a backend of diffusers; its own error where it is not here."""
+    """Let every attention layer use a backend of diffusers. Raises what diffusers raises if it is
+    not installed."""
     for module in transformer.modules():
         if isinstance(module, Attention) and type(module.processor) is JointAttnProcessor2_0:
             module.set_processor(JointAttention())  # pyright: ignore[reportArgumentType]
@@ -23,10 +24,10 @@ def use_backend(transformer: nn.Module, name: str) -> None:
 
 
 class JointAttention:
-    """diffusers' JointAttnProcessor2_0 with its attention by `dispatch_attention_fn`: image and
-    text attend to both (text None: the image to itself)."""
+    """diffusers' JointAttnProcessor2_0, with `dispatch_attention_fn` for the attention. Image and
+    text attend to both; without text the image attends to itself."""
 
-    _attention_backend: Any = None  # diffusers' switch looks for this name
+    _attention_backend: Any = None  # diffusers' switch sets this name
 
     def __call__(
         self,
@@ -39,8 +40,8 @@ class JointAttention:
         """[B,L,D] and the text's [B,M,D] -> the same shapes."""
 
         def heads(layer: nn.Module, norm: nn.Module | None, x: Tensor) -> Tensor:
-            found = layer(x).unflatten(-1, (attn.heads, -1))
-            return found if norm is None else norm(found)
+            split = layer(x).unflatten(-1, (attn.heads, -1))
+            return split if norm is None else norm(split)
 
         query = heads(attn.to_q, attn.norm_q, hidden_states)
         key = heads(attn.to_k, attn.norm_k, hidden_states)
@@ -50,10 +51,10 @@ class JointAttention:
             query = torch.cat([query, heads(attn.add_q_proj, attn.norm_added_q, text)], 1)
             key = torch.cat([key, heads(attn.add_k_proj, attn.norm_added_k, text)], 1)
             value = torch.cat([value, heads(attn.add_v_proj, None, text)], 1)
-        found = dispatch_attention_fn(query, key, value, backend=self._attention_backend)
-        found = found.flatten(2).to(query.dtype)
+        output = dispatch_attention_fn(query, key, value, backend=self._attention_backend)
+        output = output.flatten(2).to(query.dtype)
         if encoder_hidden_states is None:
-            return attn.to_out[1](attn.to_out[0](found))
-        image, text = found.split([hidden_states.shape[1], encoder_hidden_states.shape[1]], 1)
+            return attn.to_out[1](attn.to_out[0](output))
+        image, text = output.split([hidden_states.shape[1], encoder_hidden_states.shape[1]], 1)
         text = text if attn.context_pre_only else attn.to_add_out(text)
         return attn.to_out[1](attn.to_out[0](image)), text

@@ -1,6 +1,7 @@
-"""A Stable Diffusion 3 pipeline as the library sees it: text -> velocity -> pixels.
+"""A diffusers pipeline as the library sees it: text -> velocity -> pixels, and named LoRA adapters.
 
-The one place with classifier-free guidance, and the one that knows named LoRA adapters.
+The one place with classifier-free guidance. `Backbone` is Stable Diffusion 3; another family is a
+subclass that replaces what docs/backbones.md lists (docs/flux.py is one).
 """
 
 from __future__ import annotations
@@ -10,17 +11,16 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from diffusers import StableDiffusion3Pipeline
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 
-from flowalign.adapters.files import AdapterError, read_lora, scales, write_lora
+from flowalign.adapters.files import AdapterError, Lora, read_lora, write_lora
 from flowalign.backbone.attention import use_backend
 from flowalign.backbone.precision import compute_in_the_bases_dtype, lora_layers
 from flowalign.backbone.sd3 import dynamic_shift, load_pipeline, scheduler_sigmas
@@ -28,26 +28,27 @@ from flowalign.config import ModelConfig
 from flowalign.text import TextEncoder
 from flowalign.types import Conditioning
 
-T = TypeVar("T")
-COMPILATIONS = 256  # of one kind of block: adapters x (rollout, update) x shapes
+COMPILATIONS = 256  # per kind of block: adapters x (rollout, update) x shapes; torch allows 8
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Backbone:
-    """One frozen base with named adapters. Images are height x width pixels. dtype: that of all
-    arithmetic of the transformer, its adapters included (None = of its weights). decode_batch:
-    images a VAE decode (None = all that are asked for at once). text_cache, offload_text_encoders:
-    `flowalign.text.TextEncoder`. name: the base's id, which saved adapters carry.
+    """One frozen base with named adapters.
 
-    transformer may be replaced by its wrapped self (accelerate.prepare): `velocity` goes through
-    the wrapper, so that rollout and update share one forward path; adapters and saving go
-    through `core`, the bare SD3Transformer2DModel. sharded: the base's weights lie in pieces on
-    several processes, so that a forward pass of one of them is one of all, or it waits for ever.
+    height, width: of the images, in pixels. dtype: of all arithmetic of the transformer, adapters
+    included (None = that of its weights). decode_batch: images per VAE decode (None = all at once).
+    text_cache, offload_text_encoders: see `flowalign.text.TextEncoder`. name: the id of the base,
+    which saved adapters carry.
+
+    transformer is `core` (the bare diffusers model) or accelerate's wrapper of it. `velocity` calls
+    transformer, so that rollout and update share one forward path; adapters and saving use `core`.
+    sharded: each process holds a piece of the base's weights, so that a forward pass of one process
+    is one of all.
     """
 
     sharded = compiled = False
     frozen: frozenset[str] = frozenset()  # names of adapters that are never trained
-    _lora_layers: Sequence[LoraLayer] = ()  # found once: to look costs more than to switch
+    _lora_layers: Sequence[LoraLayer] = ()  # kept: to look for them costs more than to switch
 
     def __init__(
         self,
@@ -66,8 +67,8 @@ class Backbone:
         self.pipe, self.name, self.decode_batch = pipe, name, decode_batch
         self.device = torch.device(device)
         if self.device.type == "cpu":
-            # accelerate's "cpu:0" of several processes would copy all weights, and where they lie
-            # in memory changes the last bits of products: two processes are to do what one does
+            # accelerate says "cpu:0" where there are several processes, which would copy all
+            # weights, and their place in memory changes the last bits of products
             self.device = torch.device("cpu")
         self.core = pipe.transformer.requires_grad_(False).eval().to(self.device)
         self.transformer: nn.Module = self.core
@@ -90,8 +91,7 @@ class Backbone:
 
     @classmethod
     def load(cls, model: ModelConfig, device: torch.device | str = "cpu") -> Backbone:
-        """The model of a config, with its attention backend and checkpointing; ModelError if it
-        cannot be loaded."""
+        """The model of a config. Raises ModelError if it cannot be loaded."""
         pipe = load_pipeline(
             model.id,
             dtype=DTYPES[model.dtype],
@@ -108,30 +108,27 @@ class Backbone:
 
     @classmethod
     def of(cls, pipe: Any, model: ModelConfig, device: torch.device | str) -> Backbone:
-        """A pipeline as a config's model wants it; its attention and checkpointing as they are."""
+        """A loaded pipeline with the settings of a config; attention and checkpointing are left as
+        they are."""
+        keys = {"height", "width", "max_sequence_length", "decode_batch", "text_cache"}
         return cls(
             pipe,
-            height=model.height,
-            width=model.width,
-            max_sequence_length=model.max_sequence_length,
+            **model.model_dump(include=keys | {"offload_text_encoders"}),
             device=device,
             dtype=DTYPES[model.dtype],
-            decode_batch=model.decode_batch,
-            text_cache=model.text_cache,
-            offload_text_encoders=model.offload_text_encoders,
             name=model.id,
         )
 
-    # Sampling parts ----------------------------------------------------------------------------
+    # Sampling ----------------------------------------------------------------------------------
 
     def sigmas(self, num_steps: int) -> Tensor:
-        """The schedule [T+1] of the pipeline's own scheduler, all its settings included; ModelError
-        where it steps otherwise than a rollout does."""
+        """The schedule [T+1] of the pipeline's own scheduler, with all its settings. Raises
+        ModelError for a scheduler that steps otherwise than a rollout does."""
         return scheduler_sigmas(self.pipe.scheduler, num_steps, self._tokens)
 
     @property
     def shift(self) -> float:
-        """The shift of that schedule: sigma = shift u / (1 + (shift - 1) u) of an even u."""
+        """The shift of that schedule: sigma = shift u / (1 + (shift - 1) u) of an even grid u."""
         scheduler = self.pipe.scheduler
         if not scheduler.config.use_dynamic_shifting:
             return scheduler.shift
@@ -157,45 +154,54 @@ class Backbone:
         return Conditioning(embeds, pooled, index, negative, negative_pooled)
 
     def velocity(
-        self, x: Tensor, sigma: float | Tensor, cond: Conditioning, *, guidance: float
+        self,
+        x: Tensor,
+        sigma: float | Tensor,
+        cond: Conditioning,
+        *,
+        guidance: float,
+        rows: int | None = None,
     ) -> Tensor:
         """v [B,C,h,w] of the active adapter, float32, at x [B,C,h,w]; sigma is a number or [B].
 
-        v = v_negative + guidance * (v_positive - v_negative), as diffusers' pipeline has it;
-        guidance 1 is the conditional velocity alone, at half the cost.
+        v = v_negative + guidance * (v_positive - v_negative), as in diffusers' pipeline; guidance 1
+        is the conditional velocity alone, at half the cost. rows: size of the forward pass, where B
+        is less: the last row is repeated, without gradient (kernels of other sizes round
+        differently).
         """
         batch = x.shape[0]
         sigma = torch.as_tensor(sigma, dtype=torch.float32, device=x.device).expand(batch)
+        if rows is not None:
+            filled = torch.arange(rows, device=x.device).clamp(max=batch - 1)
+            x, sigma, cond = x[filled], sigma[filled], cond.select(filled)
         embeds, pooled = cond.embeds[cond.index], cond.pooled[cond.index]
-        if guidance == 1:
-            return self._forward(x, sigma, embeds, pooled)
-        both = self._forward(
-            torch.cat([x, x]),
-            torch.cat([sigma, sigma]),
-            torch.cat([cond.negative_embeds.expand_as(embeds), embeds]),
-            torch.cat([cond.negative_pooled.expand_as(pooled), pooled]),
-        )
-        negative, positive = both.chunk(2)
-        return negative + guidance * (positive - negative)
+        if guidance != 1:
+            x, sigma = torch.cat([x, x]), torch.cat([sigma, sigma])
+            embeds = torch.cat([cond.negative_embeds.expand_as(embeds), embeds])
+            pooled = torch.cat([cond.negative_pooled.expand_as(pooled), pooled])
+        limits = nullcontext()
+        if self.compiled:  # beyond its limit torch would silently run a block eagerly
+            limits = torch._dynamo.config.patch(recompile_limit=COMPILATIONS)
+        with limits:
+            output = self.transformer(**self.inputs(x, sigma, embeds, pooled), return_dict=False)
+        velocity = self.unpack(output[0])
+        if guidance != 1:
+            negative, positive = velocity.chunk(2)
+            velocity = negative + guidance * (positive - negative)
+        return velocity[:batch]
 
-    def _forward(self, x: Tensor, sigma: Tensor, embeds: Tensor, pooled: Tensor) -> Tensor:
-        with self._compiling():
-            output = self.transformer(
-                hidden_states=x.to(self.dtype),
-                encoder_hidden_states=embeds.to(self.dtype),
-                pooled_projections=pooled.to(self.dtype),
-                timestep=sigma * 1000,
-                return_dict=False,
-            )
-        return output[0].float()
+    def inputs(self, x: Tensor, sigma: Tensor, embeds: Tensor, pooled: Tensor) -> dict[str, Any]:
+        """The transformer's keyword arguments for x [B,C,h,w] at sigma [B]."""
+        return {
+            "hidden_states": x.to(self.dtype),
+            "encoder_hidden_states": embeds.to(self.dtype),
+            "pooled_projections": pooled.to(self.dtype),
+            "timestep": sigma * 1000,
+        }
 
-    def in_step(self, batches: list[T]) -> list[T]:
-        """The batches of this process, each of equally many forward passes. Where the base is
-        sharded, the last one comes again until all processes have as many."""
-        if not self.sharded:
-            return batches
-        most = max(gather_object([len(batches)]))
-        return batches + batches[-1:] * (most - len(batches))
+    def unpack(self, output: Tensor) -> Tensor:
+        """The transformer's output as a velocity [B,C,h,w], float32."""
+        return output.float()
 
     def compile(self, backend: str = "inductor") -> None:
         """torch.compile each block of the transformer (blocks of one kind share their code). To be
@@ -206,17 +212,10 @@ class Backbone:
             block.compile(backend=backend)
         self.compiled = True
 
-    def _compiling(self) -> AbstractContextManager[Any]:
-        """Around a forward pass. A block is compiled once for each adapter, with and without
-        gradient: more often than torch allows by default, after which it would run as it is."""
-        if not self.compiled:
-            return nullcontext()
-        return torch._dynamo.config.patch(recompile_limit=COMPILATIONS)
-
     @torch.no_grad()
     def decode(self, latents: Tensor, batch_size: int = 32) -> Tensor:
-        """Latents [B,C,h,w] -> images [B,3,H,W] in [0,1], float32; at most batch_size, and at most
-        decode_batch, at once."""
+        """Latents [B,C,h,w] -> images [B,3,H,W] in [0,1], float32; at once at most batch_size, and
+        at most decode_batch."""
         vae = self.pipe.vae
         latents = latents / vae.config.scaling_factor + vae.config.shift_factor
         parts = [
@@ -228,7 +227,7 @@ class Backbone:
     # Adapters ----------------------------------------------------------------------------------
 
     def add_adapter(self, name: str, *, rank: int, alpha: float, targets: Sequence[str]) -> None:
-        """A fresh LoRA (it changes nothing yet: B = 0), active and trainable."""
+        """A fresh LoRA, active and trainable. Its B is 0, so that it changes nothing yet."""
         config = LoraConfig(
             r=rank,
             lora_alpha=alpha,  # pyright: ignore[reportArgumentType] (any number will do)
@@ -240,11 +239,11 @@ class Backbone:
         self._own(name, torch.float32)
         self.activate(name)
 
-    def load_adapter(self, name: str, folder: str | Path, *, frozen: bool = False) -> None:
+    def load_adapter(self, name: str, folder: str | Path | Lora, *, frozen: bool = False) -> None:
         """A saved LoRA: whatever `flowalign.adapters.files.read_lora` takes.
 
-        It becomes active, and is trainable. frozen: neither; its weights have the base's dtype, in
-        which a trainable one computes, too.
+        It becomes active and trainable. frozen: neither; its weights then have the base's dtype, in
+        which a trainable adapter computes, too.
         """
         before = self.active
         weights = put_lora(self.core, name, folder)
@@ -256,23 +255,18 @@ class Backbone:
         self.activate(before if frozen else name)
 
     def replace_adapter(self, name: str, folder: str | Path) -> None:
-        """Put the weights of a saved adapter of the same layers, ranks and scales in the place of
-        `name`'s. ValueError for another one."""
-        weights, metadata = read_lora(folder)
-        mine = self._weights(name)
-        if weights.keys() != mine.keys():
+        """Replace the weights of adapter `name` by those of a saved one. Raises ValueError unless
+        it has the same layers, ranks and scales."""
+        lora = read_lora(folder)
+        weights, old = lora.weights, self._weights(name)
+        same = [key for key in weights if key in old and weights[key].shape == old[key].shape]
+        if not len(same) == len(old) == len(weights):
             raise ValueError(
-                f"{folder} holds {len(weights.keys() & mine.keys())} of the {len(mine)} weights of "
-                f"adapter {name!r} and {len(weights.keys() - mine.keys())} others. "
-                "Give an adapter of the same layers, or load it under a name of its own."
+                f"{folder} holds {len(same)} of the {len(old)} weights of adapter {name!r} in "
+                f"their shapes, and {len(weights) - len(same)} others. Give an adapter of the same "
+                "layers and ranks, or load it under a name of its own."
             )
-        for key, value in weights.items():
-            if value.shape != mine[key].shape:
-                raise ValueError(
-                    f"{folder} has {key} of {list(value.shape)}, adapter {name!r} of "
-                    f"{list(mine[key].shape)}. Give one of the same ranks."
-                )
-        for layer, scale in scales(weights, metadata).items():
+        for layer, scale in lora.scales.items():
             own = self.core.get_submodule(layer).scaling[name]
             if not math.isclose(scale, own, rel_tol=1e-6):
                 raise ValueError(
@@ -282,8 +276,8 @@ class Backbone:
         set_peft_model_state_dict(self.core, weights, adapter_name=name)
 
     def _own(self, name: str, dtype: torch.dtype) -> None:
-        """Give an adapter its dtype and its arithmetic; in memory of its own, as where weights lie
-        (in a mapped file, say) changes the last bits of a CPU's products."""
+        """Give an adapter its dtype and its arithmetic. The weights are copied: their place in
+        memory (in a mapped file, for example) changes the last bits of a CPU's products."""
         for parameter in self.adapter_parameters(name):
             parameter.data = parameter.data.to(self.device, dtype, copy=True)
         compute_in_the_bases_dtype(self.core, name)
@@ -294,8 +288,8 @@ class Backbone:
         return [p for key, p in self.core.named_parameters() if f".{name}." in key]
 
     def save_adapter(self, name: str, folder: str | Path) -> None:
-        """Write what `pipe.load_lora_weights(folder)` takes; alpha and the number of T5 tokens
-        travel in its head."""
+        """Write what `pipe.load_lora_weights(folder)` takes; the file's header holds alpha and the
+        number of T5 tokens."""
         metadata = self.core.peft_config[name].to_dict()
         metadata["target_modules"] = sorted(metadata["target_modules"])
         metadata["base_model_name_or_path"] = self.name
@@ -303,24 +297,24 @@ class Backbone:
         write_lora(folder, self._weights(name), metadata, text_length=length)
 
     def _weights(self, name: str) -> dict[str, Tensor]:
-        """The weights of an adapter as they are saved. (Asked whether it should save embeddings,
-        peft would look for the base on the Hub. Asked for its own state_dict, a sharded base would
-        change its state, on this process alone.)"""
-        mine = {key: p.detach() for key, p in self.core.named_parameters() if f".{name}." in key}
+        """The weights of an adapter as they are saved."""
+        # state_dict: core.state_dict() would change the state of a sharded base, on this process
+        # alone. save_embedding_layers: by default peft would look for the base on the Hub.
+        own = {key: p.detach() for key, p in self.core.named_parameters() if f".{name}." in key}
         return get_peft_model_state_dict(
-            self.core, state_dict=mine, adapter_name=name, save_embedding_layers=False
+            self.core, state_dict=own, adapter_name=name, save_embedding_layers=False
         )
 
     @property
     def active(self) -> str | None:
-        """The adapter that velocities are of; None = the base alone."""
+        """The active adapter; None = the base alone."""
         names = self._lora_layers[0].active_adapters if self._lora_layers else []
         return names[0] if names else None
 
     @contextmanager
     def adapter(self, name: str | None) -> Iterator[None]:
-        """Inside the `with`, velocities are those of adapter `name` (None = of the base alone); the
-        one that was active is back afterwards. KeyError for a name that is not there."""
+        """Inside the `with`, adapter `name` is active (None = the base alone); afterwards the one
+        that was active before. Raises KeyError for a name that is not loaded."""
         before = self.active
         self.activate(name)
         try:
@@ -329,12 +323,12 @@ class Backbone:
             self.activate(before)
 
     def base(self) -> AbstractContextManager[None]:
-        """The base alone, inside the `with`."""
+        """Inside the `with`, no adapter is active."""
         return self.adapter(None)
 
     def activate(self, name: str | None) -> None:
-        """Make an adapter the active one. Only a trainable one asks for gradients, and only while
-        it is active (peft's rule)."""
+        """Make an adapter the active one. As in peft, only the active adapter has gradients, and a
+        frozen one has none."""
         if name is not None and name not in getattr(self.core, "peft_config", {}):
             known = sorted(getattr(self.core, "peft_config", {}))
             raise KeyError(f"no adapter {name!r}; have {known}. Load it first.")
@@ -348,30 +342,31 @@ class Backbone:
 
 @contextmanager
 def _several_adapters() -> Iterator[None]:
-    """Without peft's warnings that there will be more than one (that is the plan), and, where one
-    cannot be loaded, that the other is active again."""
+    """Without peft's warnings that there will be several adapters, and that another one is active
+    again where one cannot be loaded."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
         warnings.filterwarnings("ignore", message="Adapter .* was active which is now deleted")
         yield
 
 
-def put_lora(core: nn.Module, name: str, source: str | Path) -> dict[str, Tensor]:
-    """Load a saved LoRA onto a transformer under a name, made active; returns its weights.
+def put_lora(core: nn.Module, name: str, source: str | Path | Lora) -> dict[str, Tensor]:
+    """Load a saved LoRA onto a transformer under a name, and make it active; returns its weights.
 
-    Raises AdapterError for one that is not this transformer's, HubError for one that cannot be had.
+    Raises AdapterError for one that does not fit this transformer, HubError for one that cannot be
+    had.
     """
-    weights, metadata = read_lora(source)
-    _check_fits(core, weights, source)
+    lora = read_lora(source)
+    _check_fits(core, lora.weights, source if isinstance(source, (str, Path)) else lora.file)
     with _several_adapters():
         core.load_lora_adapter(  # pyright: ignore[reportCallIssue] (of diffusers' mixin)
-            dict(weights), prefix=None, adapter_name=name, metadata=metadata
+            dict(lora.weights), prefix=None, adapter_name=name, metadata=lora.metadata
         )
-    return weights
+    return lora.weights
 
 
 def _check_fits(core: nn.Module, weights: Mapping[str, Tensor], source: str | Path) -> None:
-    """AdapterError unless every layer of a LoRA is there, and of its size."""
+    """Raise AdapterError unless the model has every layer of a LoRA, in its size."""
     layers = dict(core.named_modules())
     for key, value in weights.items():
         layer, half = key.removesuffix(".weight").rsplit(".lora_", 1)

@@ -33,17 +33,26 @@ def load_pipeline(
     quantization: str | None = None,
     revision: str | None = None,
 ) -> StableDiffusion3Pipeline:
-    """A diffusers SD3 pipeline on the CPU; ModelError if there is none.
+    """A diffusers SD3 pipeline on the CPU. Raises ModelError if it cannot be loaded.
 
-    dtype: of all parts but the VAE. quantization: how the transformer is stored instead, "nf4" or
-    "fp8"; it computes in dtype.
+    dtype: of all parts but the VAE. quantization: the transformer is stored in "nf4" or "fp8"
+    instead, and computes in dtype.
     """
     key = "dtype" if Version(diffusers.__version__) >= Version("0.40") else "torch_dtype"
+    four_bits = None
+    if quantization == "nf4":
+        options: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+        options["bnb_4bit_compute_dtype"] = dtype
+        four_bits = PipelineQuantizationConfig(
+            quant_backend="bitsandbytes_4bit",
+            quant_kwargs=options,
+            components_to_quantize=["transformer"],
+        )
     try:
         pipe = StableDiffusion3Pipeline.from_pretrained(
             resolve(model),
             revision=revision,
-            quantization_config=_four_bits(dtype) if quantization == "nf4" else None,
+            quantization_config=four_bits,
             **{key: {"default": dtype, "vae": vae_dtype}},
         )
     except (OSError, ValueError) as error:
@@ -56,15 +65,6 @@ def load_pipeline(
     return pipe
 
 
-def _four_bits(dtype: torch.dtype) -> PipelineQuantizationConfig:
-    options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
-    return PipelineQuantizationConfig(
-        quant_backend="bitsandbytes_4bit",
-        quant_kwargs=options,
-        components_to_quantize=["transformer"],
-    )
-
-
 class ModelError(OSError):
     """A base model that cannot be loaded: what was seen, what is possible, what to do."""
 
@@ -72,14 +72,14 @@ class ModelError(OSError):
 def _why_not(model: str, error: Exception) -> str:
     folder = Path(resolve(model))
     if not folder.exists():
-        seen = "there is no such folder, and the Hub did not give it"
+        state = "there is no such folder, and the Hub did not give it"
     elif not (folder / "model_index.json").exists():
-        seen = f"{folder} holds no model_index.json"
+        state = f"{folder} holds no model_index.json"
     else:
-        seen = "it does not load as a StableDiffusion3Pipeline"
+        state = "it does not load as a StableDiffusion3Pipeline"
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return (
-        f"model.id {model!r}: {seen} ({reason[:200]}). Give `tiny`, the folder of a diffusers "
+        f"model.id {model!r}: {state} ({reason[:200]}). Give `tiny`, the folder of a diffusers "
         "pipeline, or a Hub id such as stabilityai/stable-diffusion-3.5-medium; a gated one needs "
         "its licence accepted on the Hub and `hf auth login`."
     )
@@ -87,25 +87,33 @@ def _why_not(model: str, error: Exception) -> str:
 
 def scheduler_sigmas(scheduler: Any, num_steps: int, tokens: int) -> Tensor:
     """The schedule [T+1], float32, from 1 down to 0, as a diffusers scheduler gives it to the SD3
-    pipeline for images of so many tokens; asked of a copy, as schedulers have a state.
+    pipeline for images of so many tokens. The scheduler is not changed.
 
-    Raises ModelError for one that a rollout could not follow: its steps are Euler's, between these
-    noise levels, with the model told sigma * 1000.
+    Raises ModelError for a scheduler that a rollout cannot follow: rollouts take Euler steps
+    between these noise levels, and the model's timestep is sigma * 1000.
     """
+
+    def refusal(problem: str) -> ModelError:
+        return ModelError(
+            f"the model's scheduler {problem}, and rollouts take Euler steps of a flow from sigma "
+            "1 to 0. Give the model a FlowMatchEulerDiscreteScheduler "
+            "(scheduler/scheduler_config.json)."
+        )
+
     config = scheduler.config
     if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
-        raise ModelError(_other_steps(f"is a {type(scheduler).__name__}"))
+        raise refusal(f"is a {type(scheduler).__name__}")
     for key, value in {"invert_sigmas": False, "stochastic_sampling": False,
                        "num_train_timesteps": 1000}.items():  # fmt: skip
         if config.get(key, value) != value:
-            raise ModelError(_other_steps(f"has {key} = {config[key]!r}, where {value!r} is known"))
-    asked = copy.deepcopy(scheduler)
+            raise refusal(f"has {key} = {config[key]!r}, where {value!r} is supported")
+    changed = copy.deepcopy(scheduler)  # set_timesteps changes its state
     dynamic = config.get("use_dynamic_shifting")
-    asked.set_timesteps(num_steps, mu=dynamic_shift(scheduler, tokens) if dynamic else None)
-    found = torch.as_tensor(asked.sigmas, dtype=torch.float32, device="cpu")
-    if found[0] != 1 or found[-1] != 0 or not bool((found.diff() < 0).all()):
-        raise ModelError(_other_steps(f"gives the noise levels {found.tolist()}, not from 1 to 0"))
-    return found
+    changed.set_timesteps(num_steps, mu=dynamic_shift(scheduler, tokens) if dynamic else None)
+    sigmas = torch.as_tensor(changed.sigmas, dtype=torch.float32, device="cpu")
+    if sigmas[0] != 1 or sigmas[-1] != 0 or not bool((sigmas.diff() < 0).all()):
+        raise refusal(f"gives the noise levels {sigmas.tolist()}, not from 1 to 0")
+    return sigmas
 
 
 def dynamic_shift(scheduler: Any, tokens: int) -> float:
@@ -117,11 +125,4 @@ def dynamic_shift(scheduler: Any, tokens: int) -> float:
         config.get("max_image_seq_len", 4096),
         config.get("base_shift", 0.5),
         config.get("max_shift", 1.16),
-    )
-
-
-def _other_steps(seen: str) -> str:
-    return (
-        f"the model's scheduler {seen}, and rollouts take Euler steps of a flow from sigma 1 to 0. "
-        "Give the model a FlowMatchEulerDiscreteScheduler (scheduler/scheduler_config.json)."
     )

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     """Exit status: 0 = no fault, 1 = a fault, 2 = it could not be examined."""
     args = parser().parse_args(argv)
     quiet()
-    log = logging.getLogger("flowalign.rewards.guarded")
+    log = logging.getLogger("flowalign.rewards.scoring")
     level = log.level
     log.setLevel(logging.ERROR)  # the findings say what failed
     try:

@@ -136,10 +136,9 @@ def rank_of(source: str, ranks: Mapping[str, int], default: int) -> int:
     if source in ranks:
         return ranks[source]
     try:
-        weights, _ = read_lora(source)
+        return max(read_lora(source).ranks.values())
     except (AdapterError, OSError):  # it is not here, and the Hub cannot be asked
         return default
-    return max(min(weight.shape) for weight in weights.values())
 
 
 class _Run:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flowalign import sde, train
+from flowalign import metrics, sde, train
 from flowalign.backbone import Backbone, ModelError
 from flowalign.config import parse
 from flowalign.config.schema import (
@@ -32,10 +32,9 @@ from flowalign.doctor import reward as rewards
 from flowalign.doctor.estimate import predict
 from flowalign.doctor.findings import Finding, fault, note, ok
 from flowalign.eval.suite import Settings, generate
-from flowalign.loop import Loop, TrainingError, pairs_of, schedule
-from flowalign.loop import velocity as velocity_of
-from flowalign.rewards.guarded import score
-from flowalign.rollout import Noise, places, sample
+from flowalign.loop import Loop, TrainingError, pairs_of
+from flowalign.rewards.scoring import score
+from flowalign.rollout import Noise, Schedule, places, sample
 from flowalign.student.sft import Sft
 from flowalign.teachers.bank import Bank
 from flowalign.types import PromptBatch, Reward, Rollout
@@ -80,11 +79,11 @@ def examine(config: TrainingStage) -> Live:
             result.findings += _moved(before, _velocity(loop, rollout))
             # the second update: the first one warms up
             last = json.loads((Path(folder) / "metrics.jsonl").read_text().splitlines()[-1])
-            seconds = last["seconds/rollout"] + last["seconds/update"]
+            seconds = last[metrics.SECONDS_ROLLOUT] + last[metrics.SECONDS_UPDATE]
             if config.learns_from_rewards:
-                result.scoring = last["seconds/score"] / small.rollout.images
+                result.scoring = last[metrics.SECONDS_SCORE] / small.rollout.images
             else:
-                seconds += last["seconds/score"]  # labels
+                seconds += last[metrics.SECONDS_SCORE]  # labels
             estimate = predict(small, device_type=loop.backbone.device.type)
             result.rate = estimate.flops / seconds
         except (ConfigError, ModelError, TrainingError) as error:
@@ -133,7 +132,7 @@ def _small(config: TrainingStage, folder: str) -> TrainingStage:
 def _rollout(config: TrainingStage, loop: Loop) -> Rollout:
     """All states of the window, with their successors where there is noise."""
     steps = dataclasses.replace(
-        schedule(loop.backbone, config), chosen=None, actions=config.rollout.kind != "ode"
+        Schedule.of(config, loop.backbone), chosen=None, actions=config.rollout.kind != "ode"
     )
     images = places(config.rollout.prompts, config.rollout.copies)
     return sample(
@@ -153,11 +152,17 @@ def _rollout(config: TrainingStage, loop: Loop) -> Rollout:
 
 def _ratio(config: GrpoStage | OpdStage, loop: Loop, rollout: Rollout) -> Iterator[Finding]:
     """The ratio of new and old policy before any update, by the forward path of the update."""
-    steps, worst = schedule(loop.backbone, config), 0.0
+    steps, worst = Schedule.of(config, loop.backbone), 0.0
     keep = torch.ones(len(rollout), dtype=torch.bool)
     for pairs in pairs_of(rollout, keep, config.optimizer.micro_batch):
         x_next, old = pairs.action()
-        velocity = velocity_of(loop.backbone, pairs, config.rollout.guidance).detach()
+        velocity = loop.backbone.velocity(
+            pairs.x,
+            pairs.sigma,
+            pairs.conditioning,
+            guidance=config.rollout.guidance,
+            rows=pairs.size,
+        ).detach()
         new = sde.log_prob(steps.transition(pairs.x, velocity, pairs.steps), x_next)
         worst = max(worst, float(((new - old).exp() - 1).abs().nan_to_num(math.inf).max()))
     limit = config.grpo.clip_range

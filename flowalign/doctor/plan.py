@@ -46,7 +46,7 @@ class Plan:
         loras = {}
         for place, source in self.config.inputs.items():
             with suppress(AdapterError, OSError):  # an earlier stage will write it
-                loras[place], _ = read_lora(source)
+                loras[place] = read_lora(source).weights
         return loras
 
     @cached_property

@@ -19,8 +19,8 @@ from torch import Tensor
 from flowalign import rewards
 from flowalign.doctor import findings
 from flowalign.doctor.findings import Finding, ok
-from flowalign.rewards.guarded import Guarded, score
-from flowalign.types import PromptBatch, Reward
+from flowalign.rewards.scoring import score
+from flowalign.types import PromptBatch, Reward, Scores
 
 PROBES = ("tiny/geneval_test", "tiny/ocr_test", "tiny/preference_test")
 COPIES = 4  # of a prompt, for a reward that compares them
@@ -112,7 +112,7 @@ def examine(reward: Reward, batch: PromptBatch, scenes: Tensor, copies: int = 1)
         "grey": torch.full_like(scenes, 0.5),
     }
 
-    def ask(images: Tensor, rows: Sequence[int]) -> Guarded:
+    def ask(images: Tensor, rows: Sequence[int]) -> Scores:
         asked = batch.select(rows)
         return score(reward, images, asked.prompts, asked.metadata)
 
@@ -146,7 +146,7 @@ def examine(reward: Reward, batch: PromptBatch, scenes: Tensor, copies: int = 1)
     return health
 
 
-def _spread(health: Health, answers: Mapping[str, Guarded]) -> None:
+def _spread(health: Health, answers: Mapping[str, Scores]) -> None:
     """Are there scores, do they differ, and does the prompt matter?"""
     failed, count = sum(health.failures.values()), sum(len(a.value) for a in answers.values())
     if failed:

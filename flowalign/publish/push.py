@@ -1,8 +1,8 @@
 """Upload what training or a merge left to the Hugging Face Hub: `flowalign push FOLDER --repo ID`.
 
-What goes up is the adapter under the name it has, its card as README.md, the run's config, the plot
-of its metrics, the pictures of its samples, and nothing else; --dry-run lists it. Everything is
-looked through before the Hub is asked for anything.
+These files go up, and no others: the adapter under the name it has, its card as README.md, the
+run's config, the plot of its metrics, the pictures of its samples. --dry-run lists them. They are
+all checked before the Hub is asked for anything.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowalign.adapters.files import PEFT_CONFIG, adapter_file, read_head
-from flowalign.adapters.hub import NAME, HubError, explained
+from flowalign.adapters.files import PEFT_CONFIG, read_lora
+from flowalign.adapters.hub import HubAddress, HubError, explained
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
 
-# beside the adapter and its card; the newest of samples/ comes as samples.png
+# Beside the adapter and its card. The newest picture of samples/ goes up as samples.png.
 PICTURES = ("metrics.png", "before_after.png")
 OTHERS = ("config.yaml", "report.md")
+# Tokens of the Hub and of OpenAI, passwords in URLs, and keys that are named so and have a value.
 SECRET = re.compile(
     r"\bhf_\w{20,}|\bsk-[\w-]{20,}|://[^/\s:@]+:[^/\s@]+@"
     r"|(?i:\b\w*(?:api_key|apikey|token|password|secret)['\"]?\s*[:=]\s*(?!null\b|['\"]{2})\S+)"
@@ -36,98 +37,105 @@ class PushError(ValueError):
 
 @dataclass(frozen=True)
 class Upload:
-    """What would go up: {name in the repository: a file here, or its content}, and the remarks of
-    whoever looked it through."""
+    """What goes up: {name in the repository: a file here, or its content}, and remarks on it."""
 
     files: Mapping[str, Path | bytes]
     remarks: Sequence[str] = ()
 
     def __str__(self) -> str:
         sizes = {
-            name: len(what) if isinstance(what, bytes) else what.stat().st_size
-            for name, what in self.files.items()
+            name: len(content) if isinstance(content, bytes) else content.stat().st_size
+            for name, content in self.files.items()
         }
         return "\n".join(f"{size:>12,}  {name}" for name, size in sizes.items())
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status: 0 done, 2 refused."""
-    args = parser().parse_args(argv)
+    """The command `flowalign push`. Exit status: 0 done, 2 refused."""
+    parser = argparse.ArgumentParser("flowalign push", description="Upload a trained adapter.")
+    add = parser.add_argument
+    add("folder", type=Path, help="of a run, or its adapter folder")
+    add("--repo", required=True, help="owner/name on the Hub; made if it is not there")
+    add("--private", action="store_true", help="for a repository that is made")
+    add("--revision", help="a branch, made if it is not there; default: main")
+    add("--results", type=Path, help="a results.json of `flowalign eval`: its scores")
+    add("--dry-run", action="store_true", help="list what would go up, send nothing")
+    add("--force", action="store_true", help="push a card without scores, too")
+    args = parser.parse_args(argv)
     try:
-        found = gather(args.folder, args.repo, results=args.results, force=args.force)
-        for remark in found.remarks:
+        upload = gather(args.folder, args.repo, results=args.results, force=args.force)
+        for remark in upload.remarks:
             print(f"note: {remark}", file=sys.stderr)
-        print(found)
+        print(upload)
         if args.dry_run:
             print(f"would go to {args.repo}, revision {args.revision or 'main'}; nothing was sent")
             return 0
         private = args.private or None  # None: what the owner's settings say
-        url = upload(found, args.repo, private=private, revision=args.revision)
+        print(send(upload, args.repo, private=private, revision=args.revision))
     except (ValueError, OSError) as error:
         print(f"flowalign push: {error}", file=sys.stderr)
         return 2
-    print(url)
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line of `push`."""
-    found = argparse.ArgumentParser("flowalign push", description="Upload a trained adapter.")
-    found.add_argument("folder", type=Path, help="of a run, or its adapter folder")
-    found.add_argument(
-        "--repo", required=True, help="owner/name on the Hub; made if it is not there"
-    )
-    found.add_argument("--private", action="store_true", help="for a repository that is made")
-    found.add_argument("--revision", help="a branch, made if it is not there; default: main")
-    found.add_argument(
-        "--results", type=Path, help="a results.json of `flowalign eval`: its scores"
-    )
-    found.add_argument("--dry-run", action="store_true", help="list what would go up, send nothing")
-    found.add_argument("--force", action="store_true", help="push a card without scores, too")
-    return found
-
-
 def gather(folder: Path, repo: str, *, results: Path | None = None, force: bool = False) -> Upload:
-    """What of a run's folder (or its adapter folder) would go up to a repository.
+    """What of a run's folder (or of its adapter folder) goes up to a repository.
 
-    results: whose scores of this adapter take the place of those in the card. force: take a card
-    without scores. Raises PushError, AdapterError for a folder without a LoRA, and NoScores for
-    results of others.
+    results: a results.json whose scores of this adapter replace those in the card. force: take a
+    card without scores. Raises PushError, AdapterError for a folder without a LoRA, and NoScores
+    for results of others.
     """
-    _check_name(repo)
-    run, adapter = _folders(folder)
-    weights = read_head(adapter).file
+    from flowalign.eval.compare import load as load_results
+    from flowalign.publish.card import add_results
+
+    if HubAddress.parse(repo) != HubAddress(repo):
+        raise PushError(f"--repo {repo!r} is no name on the Hub; want owner/name.")
+    adapter = folder / "adapter" if (folder / "adapter").is_dir() else folder
+    weights = read_lora(adapter).file
+    whole = folder.resolve()
+    run = whole.parent if adapter is folder and whole.name == "adapter" else folder
     files: dict[str, Path | bytes] = {weights.name: weights}
-    beside = adapter / PEFT_CONFIG
-    files |= {PEFT_CONFIG: beside} if beside.is_file() else {}
-    files |= {name: run / name for name in (*OTHERS, *PICTURES) if (run / name).is_file()}
+    # peft's adapter_config.json lies beside its weights, which cannot be read without it
+    places = [adapter / PEFT_CONFIG, *(run / name for name in (*OTHERS, *PICTURES))]
+    files |= {path.name: path for path in places if path.is_file()}
     if samples := sorted((run / "samples").glob("*.png")):
         files["samples.png"] = samples[-1]
     card = _card(run, adapter)
     if results is not None:
-        files["eval.yaml"] = _scored(card, results, adapter).encode()
+        config = add_results(card, load_results(results), results, adapter)
+        files["eval.yaml"] = config.encode()
     if not card.data.get("eval_results") and not force:
         raise PushError(
             f"the card of {adapter} holds no scores: nobody can tell what it is worth. "
             "Evaluate it (flowalign eval) and give --results .../results.json, or push it with "
             "--force."
         )
-    files["README.md"] = _addressed(card, run, adapter, repo, files).encode()
+    _address(card, run, adapter, repo, files)
+    files["README.md"] = str(card).encode()
     _check_secrets(files)
-    return Upload(files, _remarks(card))
+    remarks = []
+    if not card.data.get("base_model") and card.data.get("license") != "apache-2.0":
+        remarks.append("the card names no base_model: it is no Hub id, so others cannot load it.")
+    if not card.data.get("license"):
+        remarks.append("the base's licence is not known; add `license:` to the card's head.")
+    return Upload(files, remarks)
 
 
-def upload(
-    found: Upload, repo: str, *, private: bool | None = None, revision: str | None = None
+def send(
+    upload: Upload, repo: str, *, private: bool | None = None, revision: str | None = None
 ) -> str:
-    """Send it in one commit; returns its address. Raises HubError, and ValueError for a card
-    whose head the Hub does not take. private: also of a repository that is there already."""
+    """Upload in one commit; returns the commit's URL.
+
+    private: the repository must not be public, whether it is made or there already. Raises
+    HubError, and ValueError for a card whose head the Hub does not take.
+    """
     from huggingface_hub import CommitOperationAdd, HfApi
 
     api = HfApi()
-    operations = [CommitOperationAdd(name, what) for name, what in found.files.items()]
+    operations = [CommitOperationAdd(name, content) for name, content in upload.files.items()]
     with explained(f"cannot push to {repo}", repo):
         api.create_repo(repo, private=private, exist_ok=True)
+        # create_repo leaves a repository that exists as visible as it is
         if private and not api.model_info(repo).private:
             raise HubError(
                 f"{repo} is there already, and everyone can see it. Push without --private, or to "
@@ -136,24 +144,8 @@ def upload(
         if revision:
             api.create_branch(repo, branch=revision, exist_ok=True)
         message = "Upload an adapter with flowalign push"
-        done = api.create_commit(repo, operations, commit_message=message, revision=revision)
-    return str(done.commit_url)
-
-
-# The folder --------------------------------------------------------------------------------------
-
-
-def _check_name(repo: str) -> None:
-    if not re.fullmatch(f"{NAME}/{NAME}", repo):
-        raise PushError(f"--repo {repo!r} is no name on the Hub; want owner/name.")
-
-
-def _folders(folder: Path) -> tuple[Path, Path]:
-    """The run's folder and its adapter's; either may be given."""
-    if (folder / "adapter").is_dir():
-        return folder, folder / "adapter"
-    adapter_file(folder)  # AdapterError
-    return folder.resolve().parent if folder.resolve().name == "adapter" else folder, folder
+        commit = api.create_commit(repo, operations, commit_message=message, revision=revision)
+    return str(commit.commit_url)
 
 
 def _card(run: Path, adapter: Path) -> ModelCard:
@@ -176,50 +168,32 @@ def _card(run: Path, adapter: Path) -> ModelCard:
     return card(run, config)
 
 
-def _scored(card: ModelCard, results: Path, adapter: Path) -> str:
-    """Put scores into the card; returns the config of their evaluation."""
-    from flowalign.eval.compare import load
-    from flowalign.publish.card import add_results
-
-    return add_results(card, load(results), results, adapter)
-
-
-def _addressed(
+def _address(
     card: ModelCard, run: Path, adapter: Path, repo: str, files: Mapping[str, object]
-) -> str:
-    """The card as it stands on the Hub: loaded from there, and with its pictures."""
+) -> None:
+    """Let the card load the adapter from its repository, and show the pictures that go with it."""
     from flowalign.config import Stage, load
 
-    text, places = card.text, {str(adapter), str(run / "adapter")}
-    if (run / "config.yaml").is_file():
+    places = {str(adapter), str(run / "adapter")}
+    if (run / "config.yaml").is_file():  # the folder may have been moved since
         places.add(str(Path(load(run / "config.yaml", stage=Stage).output) / "adapter"))
     for place in places:
-        text = text.replace(f'"{place}"', f'"{repo}"')
+        card.text = card.text.replace(f'"{place}"', f'"{repo}"')
     shown = [name for name in (*PICTURES, "samples.png") if name in files]
-    missing = [f"![{name}]({name})" for name in shown if f"]({name})" not in text]
-    card.text = "\n\n".join([text.rstrip(), *missing]) + "\n"
-    return str(card)
+    missing = [f"![{name}]({name})" for name in shown if f"]({name})" not in card.text]
+    card.text = "\n\n".join([card.text.rstrip(), *missing]) + "\n"
 
 
 def _check_secrets(files: Mapping[str, Path | bytes]) -> None:
     """PushError for a text with what looks like a token or password."""
-    for name, what in files.items():
+    for name, content in files.items():
         if not name.endswith((".md", ".yaml", ".json")):
             continue
-        text = (what if isinstance(what, bytes) else what.read_bytes()).decode("utf-8", "replace")
-        for number, line in enumerate(text.splitlines(), 1):
+        data = content if isinstance(content, bytes) else content.read_bytes()
+        for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), 1):
             if SECRET.search(line):
                 raise PushError(
                     f"{name}, line {number}, looks like it holds a token or a password, and "
                     "everyone could read it. Take it out of the folder's file (rewards read theirs "
                     "from the environment)."
                 )
-
-
-def _remarks(card: ModelCard) -> list[str]:
-    found = []
-    if not card.data.get("base_model") and card.data.get("license") != "apache-2.0":
-        found.append("the card names no base_model: it is not a Hub id, so others cannot load it.")
-    if not card.data.get("license"):
-        found.append("the base's licence is not known; add `license:` to the card's head.")
-    return found

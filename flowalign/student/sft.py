@@ -1,7 +1,7 @@
 """Cold start by supervised fine-tuning: flow matching on images of the routed teachers.
 
-Every update samples fresh images, each by the teacher of its task, and pulls the student's velocity
-at x_sigma = (1 - sigma) x0 + sigma eps towards eps - x0 (2210.02747, eq. 23 for this path).
+Every update samples fresh images, each by the teacher of its task. At x_sigma = (1 - sigma) x0 +
+sigma eps the student's velocity is fitted to eps - x0 (2210.02747, eq. 23 for this path).
 """
 
 from __future__ import annotations
@@ -12,46 +12,55 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flowalign.backbone import Backbone
+from flowalign.config import SftStage
 from flowalign.loop import Pairs, Prepared
 from flowalign.losses import velocity_error
-from flowalign.rollout import Noise, Schedule, See
+from flowalign.rollout import Noise, OnImages, Schedule
 from flowalign.teachers.bank import Bank
 from flowalign.types import Rollout, Source, StepLoss
 
-SFT = 2  # beside (seed, update): these draws are not the rollout's
+SFT = 2  # beside (seed, update) in a seed: these draws are not the rollout's
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Targets(Prepared):
+    """velocity [B,S,C,h,w]: eps - x0 at the states."""
+
+    velocity: Tensor
 
 
 class Sft:
-    """The algorithm. sigmas [T+1] is the grid that the teachers sample on, without noise.
+    """The algorithm. The teachers of `bank` sample without noise.
 
-    Each image is learnt from at `states` noise levels an update, drawn evenly over the grid's own
-    shift: sigma = shift u / (1 + (shift - 1) u), u stratified in (0, 1). They are shared by the
-    images of an update.
+    Each image is learnt from at `sft.states` noise levels an update, which all images of the update
+    share. They are stratified over the shift of the teachers' schedule:
+    sigma = shift u / (1 + (shift - 1) u), u in (0, 1).
     """
 
     needs_images, needs_latents = False, True
-    see: See | None = None
+    on_images: OnImages | None = None
 
-    def __init__(
-        self, bank: Bank, sigmas: Tensor, *, states: int, shift: float, guidance: float, seed: int
-    ) -> None:
-        self.bank, self.states, self.shift = bank, states, shift
-        self.guidance, self.seed = guidance, seed
-        self.schedule = Schedule(sigmas, "ode", 0.0, None)
-        self.target = torch.empty(0)
+    def __init__(self, config: SftStage, backbone: Backbone, bank: Bank) -> None:
+        self.bank, self.seed, self.states = bank, config.seed, config.sft.states
+        self.guidance, self.shift = config.guidance, backbone.shift
+        self.schedule = Schedule(backbone.sigmas(config.rollout.steps), "ode", 0.0, None)
 
     def plan(self, update: int) -> Schedule:
-        """To the end, by Euler steps; nothing on the way is kept."""
+        """To the end, by Euler steps; no state on the way is kept."""
         return self.schedule
 
     def sources(self, tasks: list[str]) -> list[Source]:
         """Each image is sampled by its task's teacher."""
         return self.bank.sources(tasks)
 
-    def prepare(self, rollout: Rollout, update: int) -> Prepared:
-        """Noise the teachers' latents: the states, and the target velocities, of this update."""
+    def prepare(self, rollout: Rollout, update: int) -> Targets:
+        """Noise the teachers' latents: the states and target velocities of this update."""
         assert rollout.latents is not None
-        sigmas = self._sigmas(update)
+        rng = np.random.default_rng([self.seed, update, SFT])
+        u = torch.from_numpy((np.arange(self.states) + rng.random(self.states)) / self.states)
+        u = u.flip(0).float()
+        sigmas = self.shift * u / (1 + (self.shift - 1) * u)  # [S], falling
         clean = rollout.latents[:, None]
         own = Noise((self.seed, update, SFT))
         drawn = [
@@ -59,24 +68,22 @@ class Sft:
             for prompt, copy in zip(rollout.group.tolist(), rollout.copy.tolist(), strict=True)
         ]
         noise, sigma = torch.stack(drawn).to(clean), sigmas.to(clean)[:, None, None, None]
-        self.target = noise - clean
-        states = dataclasses.replace(
+        noised = dataclasses.replace(
             rollout,
             states=(1 - sigma) * clean + sigma * noise,
             steps=list(range(self.states)),
             sigmas=torch.cat([sigmas, torch.zeros(1)]),
         )
-        keep = torch.ones(len(rollout), dtype=torch.bool)
-        return Prepared(keep=keep, metrics={}, captions=rollout.batch.prompts, states=states)
+        return Targets(
+            rollout=noised,
+            keep=torch.ones(len(rollout), dtype=torch.bool),
+            metrics={},
+            captions=rollout.batch.prompts,
+            velocity=noise - clean,
+        )
 
-    def loss(self, pairs: Pairs, velocity: Tensor) -> StepLoss:
+    def loss(self, pairs: Pairs, velocity: Tensor, prepared: Targets) -> StepLoss:
         """The mean of |v - (eps - x0)|^2."""
-        error = velocity_error(velocity, self.target[pairs.rows, pairs.columns]).mean()
+        target = prepared.velocity[pairs.rows, pairs.columns]
+        error = velocity_error(velocity, target).mean()
         return StepLoss(total=error, distill=error)
-
-    def _sigmas(self, update: int) -> Tensor:
-        """The noise levels of an update, [states], falling."""
-        rng = np.random.default_rng([self.seed, update, SFT])
-        u = torch.from_numpy((np.arange(self.states) + rng.random(self.states)) / self.states)
-        u = u.flip(0).float()
-        return self.shift * u / (1 + (self.shift - 1) * u)

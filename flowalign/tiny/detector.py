@@ -11,6 +11,7 @@ import cv2
 import numpy as np
 from torch import Tensor
 
+from flowalign.images import to_uint8
 from flowalign.tiny.scenes import COLORS, SHAPES, shape_mask
 from flowalign.types import Detections
 
@@ -51,14 +52,14 @@ def blobs(image: np.ndarray) -> list[tuple[np.ndarray, str]]:
     nearest = np.zeros(int(seed.max()) + 1, np.uint8)
     nearest[seed[core]] = label[core]
     label = np.where(foreground, nearest[seed], 0)
-    found = []
+    regions = []
     for index, name in enumerate(NAMES, start=1):
         count, parts = cv2.connectedComponents((label == index).astype(np.uint8), connectivity=4)
         for part in range(1, count):
             mask = parts == part
             if mask.sum() >= MIN_AREA:
-                found.append((mask, name))
-    return found
+                regions.append((mask, name))
+    return regions
 
 
 def fit(mask: np.ndarray) -> tuple[str, float, tuple[int, int, int, int]]:
@@ -86,8 +87,7 @@ class TinyDetector:
 
     def __call__(self, images: Tensor) -> list[Detections]:
         """Boxes {class: [[x1,y1,x2,y2,score], ...]} and colours {class: [name, ...]}."""
-        pixels = (images.detach().float().clamp(0, 1) * 255).round().byte()
-        return [self.detect(image) for image in pixels.permute(0, 2, 3, 1).cpu().numpy()]
+        return [self.detect(to_uint8(image)) for image in images]
 
     def detect(self, image: np.ndarray) -> Detections:
         """The same for one uint8 [H,W,3] image."""

@@ -126,14 +126,14 @@ def draw_sign(text: str, color: str, rng: np.random.Generator) -> np.ndarray:
     face = font(20 * OVERSAMPLE)
     left, top, right, bottom = face.getbbox(text)
     width, height = (right - left) / OVERSAMPLE, (bottom - top) / OVERSAMPLE
-    pad = 4.0
+    pad = 4.0  # pixels of board around the text
     x = (SIZE - width) / 2 + rng.uniform(-1, 1)
     y = ROWS[rng.integers(len(ROWS))] - height / 2
     board = [(x - pad), (y - pad), (x + width + pad), (y + height + pad)]
     pen.rounded_rectangle(
         [b * OVERSAMPLE for b in board], radius=3 * OVERSAMPLE, fill=_jitter(COLORS[color], rng)
     )
-    ink = (20, 20, 20) if color == "yellow" else (250, 250, 250)
+    ink = (20, 20, 20) if color == "yellow" else (250, 250, 250)  # white on yellow is unreadable
     pen.text((x * OVERSAMPLE - left, y * OVERSAMPLE - top), text, font=face, fill=ink)
     return _finish(image)
 
@@ -145,7 +145,7 @@ def _cells(count: int, relation: str | None, rng: np.random.Generator) -> list[t
         return order[:count]
     dx, dy = RELATIONS[relation]
     for x, y in order:
-        other = (x + 30 * dx, y + 30 * dy)
+        other = (x + 30 * dx, y + 30 * dy)  # 30 pixels: from one cell to the next
         if other in CELLS:
             return [(x, y), other]
     raise AssertionError("every relation holds between some two cells")

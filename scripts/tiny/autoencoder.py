@@ -6,13 +6,12 @@ import copy
 import time
 from pathlib import Path
 
+import parts
 import stream
 import torch
 from diffusers import AutoencoderKL
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-
-from flowalign.tiny import build
 
 BATCH = 32
 LR = 1.5e-3
@@ -81,7 +80,7 @@ def train(folder: Path, images: int, device: torch.device, seed: int = 0) -> Aut
     if done.exists():
         return AutoencoderKL.from_pretrained(done).to(device)  # pyright: ignore[reportArgumentType]
     torch.manual_seed(seed)
-    vae = build.vae()
+    vae = parts.vae()
     vae.to(device, memory_format=torch.channels_last)  # pyright: ignore[reportArgumentType]
     optimizer = torch.optim.AdamW(vae.parameters(), LR, betas=(0.9, 0.99), weight_decay=1e-4)
     steps = images // BATCH

@@ -12,9 +12,10 @@ from typing import Any
 
 import cv2
 import numpy as np
+import prompts
 from PIL import Image, ImageDraw
 
-from flowalign.tiny import prompts, scenes
+from flowalign.tiny import scenes
 from flowalign.tiny.scenes import COLORS, OVERSAMPLE, SHAPES, SIZE
 
 Rng = np.random.Generator

@@ -18,6 +18,8 @@ from typing import Any
 
 import degrade
 import numpy as np
+import parts
+import prompts
 import stream
 import torch
 from diffusers import AutoencoderKL
@@ -25,7 +27,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel
 
-from flowalign.tiny import MODEL, build, prompts
+from flowalign.files import replacing
+from flowalign.tiny import MODEL
 
 KINDS = {  # what spoils a scene, and how often it is drawn in training
     "blur": 1,
@@ -55,7 +58,7 @@ def model() -> CLIPModel:
         "patch_size": 8,
         "hidden_act": "gelu",
     }
-    text = build.clip(96).config.to_dict() | {"intermediate_size": 192, "projection_dim": 64}
+    text = parts.clip(96).config.to_dict() | {"intermediate_size": 192, "projection_dim": 64}
     return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=64))
 
 
@@ -95,7 +98,7 @@ class Codec:
             latents = self.vae.encode(x, return_dict=False)[0].mean
             latents = latents if spoil is None else self.damage(latents.float(), spoil)
             out = self.vae.decode(latents, return_dict=False)[0].float()
-        out = ((out.clamp(-1, 1) + 1) * 127.5).round().byte()
+        out = ((out.clamp(-1, 1) + 1) * 127.5).round().byte()  # another rounding than to_uint8's
         return out.permute(0, 2, 3, 1).contiguous().numpy()
 
     def damage(self, latents: Tensor, rng: np.random.Generator) -> Tensor:
@@ -131,18 +134,18 @@ class Pool:
         folder.mkdir(parents=True, exist_ok=True)
         codec, names = Codec(), list(KINDS)
         shares = np.array(list(KINDS.values())) / sum(KINDS.values())
-        parts = []
+        chunks = []
         for number in range(size // CHUNK):
             path = folder / f"{number:04d}.safetensors"
             if not path.exists():
                 rng = np.random.default_rng([seed, number])
                 kinds = rng.choice(len(names), size=(CHUNK, SPOILT), p=shares)
-                save_file(chunk(codec, "train", kinds, 0.5, rng), path.with_suffix(".part"))
-                path.with_suffix(".part").replace(path)
+                with replacing(path) as part:
+                    save_file(chunk(codec, "train", kinds, 0.5, rng), part)
                 if number % 10 == 9:
                     print(f"drew {(number + 1) * CHUNK} of {size} scenes", flush=True)
-            parts.append(load_file(path))
-        return Pool(**{k: torch.cat([part[k] for part in parts]) for k in parts[0]})
+            chunks.append(load_file(path))
+        return Pool(**{k: torch.cat([tensors[k] for tensors in chunks]) for k in chunks[0]})
 
 
 def chunk(
@@ -152,7 +155,7 @@ def chunk(
 
     decoded: the share of images that go through the autoencoder, drawn for each image alone.
     """
-    names, source, tokenizer = list(KINDS), rows(split, rng), build.tokenizer()
+    names, source, tokenizer = list(KINDS), rows(split, rng), parts.tokenizer()
     images, texts = [], []
     for wanted in kinds:
         row, pool = next(source)
@@ -282,11 +285,10 @@ class Run:
 
     def save(self) -> None:
         """The resumable state, replaced at once."""
-        part = self.folder / "state.part"
         optimizers = [o.state_dict() for o in self.optimizers]
         state = {"model": self.model.state_dict(), "optimizers": optimizers, "step": self.step}
-        torch.save(state, part)
-        part.replace(self.folder / "state")
+        with replacing(self.folder / "state") as part:
+            torch.save(state, part)
 
 
 def main() -> None:
@@ -300,7 +302,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    build.quiet()
+    parts.quiet()
     pool = Pool.make(args.work / "pool", args.pool, args.seed)
     Run(args.work, args).train(pool)
 

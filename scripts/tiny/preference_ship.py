@@ -15,13 +15,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+import parts
 import preference
 import torch
 from preference import KINDS, SPOILT, Codec, chunk, embed, pixels
 from torch import Tensor
 from transformers import CLIPModel
 
-from flowalign.tiny import MODEL, PREFERENCE, build
+from flowalign.tiny import MODEL, PREFERENCE
 
 SCENES = 200  # held-out scenes a kind, with SPOILT pairs each
 BLOCK = 32  # prompts that an image is told apart from; some 40 of shapes are held out
@@ -43,7 +44,7 @@ well-formed, uncluttered, and what the prompt says. As a reward:
 
 From scratch, on one CPU core, by `python scripts/tiny/preference.py` ({history}): CLIP's
 contrastive loss on scenes drawn by `flowalign.tiny.scenes`, then PickScore's loss (2305.01569) on
-pairs of a clean scene and a spoilt one (`flowalign.tiny.degrade`), beside the contrastive one. Half
+pairs of a clean scene and a spoilt one (scripts/tiny/degrade.py), beside the contrastive one. Half
 of the images, clean and spoilt alike, went through the tiny model's autoencoder. No image of a
 diffusion model was used. The combinations and words of `flowalign/tiny/prompts/*_val` and `*_test`
 were never drawn (single_object, with four prompts, cannot be held out).
@@ -88,7 +89,7 @@ def retrieval(clip: CLIPModel, signs: bool) -> tuple[float, float]:
             row, _ = next(source)
             if ("target" in row) == signs:
                 wanted[row["prompt"]] = preference.degrade.scenes.render(row, rng)
-        ids = build.tokenizer()(list(wanted), padding="max_length", return_tensors="pt").input_ids
+        ids = parts.tokenizer()(list(wanted), padding="max_length", return_tensors="pt").input_ids
         images = pixels(torch.from_numpy(np.stack(list(wanted.values()))))
         seen, read = embed(clip, images, ids)
         match, truth = seen @ read.T, torch.arange(BLOCK)
@@ -157,7 +158,7 @@ def main() -> None:
     parser.add_argument("--normalizer", type=float, required=True, help="for the card")
     parser.add_argument("--history", required=True, help="what was trained on, for the card")
     args = parser.parse_args()
-    build.quiet()
+    parts.quiet()
     clip = preference.model()
     clip.load_state_dict(torch.load(args.work / "state", weights_only=True)["model"])
     args.out.mkdir(parents=True, exist_ok=True)

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import autoencoder
+import parts
 import stream
 import torch
 from diffusers import AutoencoderKL, StableDiffusion3Pipeline
 from diffusers.training_utils import EMAModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-
-from flowalign.tiny import build
 
 BATCH = 64
 LONG_EVERY = 24  # one batch in so many sees a longer T5 context, so that any length up to 256 works
@@ -36,9 +35,9 @@ class Denoiser(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.clips = nn.ModuleList(build.clip(width) for width in build.CLIP_WIDTHS)
-        self.t5 = build.t5()
-        self.transformer = build.transformer()
+        self.clips = nn.ModuleList(parts.clip(width) for width in parts.CLIP_WIDTHS)
+        self.t5 = parts.t5()
+        self.transformer = parts.transformer()
 
     def adopt(self, pipe: StableDiffusion3Pipeline) -> None:
         """Take the weights of a finished pipeline, to train it on."""
@@ -72,7 +71,7 @@ class Pool:
         if path.exists():
             saved = load_file(path)
             return Pool(saved["latents"], saved["ids"])
-        source, tokenizer = stream.draws(seed), build.tokenizer()
+        source, tokenizer = stream.draws(seed), parts.tokenizer()
         latents, ids = [], []
         for start in range(0, size, 200):
             images, texts = stream.batch(source, 200)
@@ -120,7 +119,7 @@ def loss(
     z, eps, sigma = latents.to(device), noise.to(device), sigma.to(device)
     s = sigma.view(-1, 1, 1, 1)
     with torch.autocast(device.type, torch.bfloat16):
-        call = model if length == build.T5_LENGTH else model.forward  # compiled for one shape
+        call = model if length == parts.T5_LENGTH else model.forward  # compiled for one shape
         v = call((1 - s) * z + s * eps, sigma, ids.to(device), t5_ids(ids, length).to(device))
     return (v.float() - (eps - z)).square().mean()
 
@@ -186,7 +185,7 @@ class Run:
 
     def _update(self, pool: Pool, generator: torch.Generator) -> float:
         latents, ids = pool.draw(BATCH, generator)
-        length = build.T5_LENGTH
+        length = parts.T5_LENGTH
         if self.step % LONG_EVERY == LONG_EVERY - 1:
             length = int(torch.randint(24, 257, (), generator=generator))
             latents, ids = latents[:LONG_BATCH], ids[:LONG_BATCH]
@@ -237,19 +236,19 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def pipeline(vae: AutoencoderKL, model: Denoiser) -> StableDiffusion3Pipeline:
     """The parts as the diffusers pipeline that they are."""
-    spell = build.tokenizer()
-    parts: dict[str, Any] = {  # diffusers' annotations know only the slow tokenizers
+    spell = parts.tokenizer()
+    components: dict[str, Any] = {  # diffusers' annotations know only the slow tokenizers
         "transformer": model.transformer,
-        "scheduler": build.scheduler(),
+        "scheduler": parts.scheduler(),
         "vae": vae,
         "text_encoder": model.clips[0],
         "tokenizer": spell,
         "text_encoder_2": model.clips[1],
         "tokenizer_2": spell,
         "text_encoder_3": model.t5,
-        "tokenizer_3": build.tokenizer(max_length=256),
+        "tokenizer_3": parts.tokenizer(max_length=256),
     }
-    return StableDiffusion3Pipeline(**parts)
+    return StableDiffusion3Pipeline(**components)
 
 
 def main() -> None:
@@ -268,7 +267,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    build.quiet()
+    parts.quiet()
     device = torch.device(args.device)
     if args.init:
         vae = refined = AutoencoderKL.from_pretrained(args.init, subfolder="vae")

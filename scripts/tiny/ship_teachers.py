@@ -16,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from flowalign.adapters.files import read_head, read_lora, write_lora
+from flowalign.adapters.files import read_lora, write_lora
 from flowalign.teachers.merge import merge
 from flowalign.tiny import TEACHERS
 
@@ -44,11 +44,10 @@ def ship(name: str, run: Path, rank: int) -> Path:
     folder = TEACHERS / name
     shutil.rmtree(folder, ignore_errors=True)
     report = merge([run / "adapter"], folder, method="svd", rank=rank)
-    weights, metadata = read_lora(folder)
-    assert metadata is not None
-    halves = {key: value.half() for key, value in weights.items()}
-    length = read_head(folder).text_length
-    write_lora(folder, halves, {**metadata, "base_model_name_or_path": "tiny"}, text_length=length)
+    lora = read_lora(folder)
+    halves = {key: value.half() for key, value in lora.weights.items()}
+    metadata = {**lora.metadata, "base_model_name_or_path": "tiny"}
+    write_lora(folder, halves, metadata, text_length=lora.text_length)
     config = yaml.safe_load((run / "config.yaml").read_text())
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     scores = [row["eval/headline"] for row in rows if "eval/headline" in row]

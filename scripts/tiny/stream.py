@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import prompts
 import torch
 from torch import Tensor
 
-from flowalign.tiny import prompts, scenes
+from flowalign.tiny import scenes
 
 # Shares of the pretraining mix; relations and numbers need more looks than colours.
 TAG_SHARES = {

@@ -17,10 +17,8 @@ from test_aesthetic import head_weights
 from torch import nn
 
 from flowalign import rewards
-from flowalign.rewards.ahead import Ahead
-from flowalign.rewards.guarded import Guarded
-from flowalign.rewards.worker import Worker
-from flowalign.types import PromptBatch, Reward
+from flowalign.rewards.scoring import Ahead, Worker
+from flowalign.types import PromptBatch, Reward, Scores
 
 HERE, THERE, CPU = map(torch.device, ("second:1", "second:0", "cpu"))
 CLAUSES = [[{"class": name, "count": 1, "color": "red"}] for name in ("person", "dog", "kite")]
@@ -116,11 +114,11 @@ def places(reward: Reward) -> set[torch.device]:
     return {p.device for network in networks(reward) for p in network.parameters()}
 
 
-def in_the_background(reward: Reward, asked: PromptBatch) -> Guarded:
+def in_the_background(reward: Reward, asked: PromptBatch) -> Scores:
     """The scores of images that the device has only just made."""
     images, _ = pictures(6, 40, 48)
 
-    def score(images: torch.Tensor, batch: PromptBatch) -> Guarded:
+    def score(images: torch.Tensor, batch: PromptBatch) -> Scores:
         return rewards.score(reward, images, batch.prompts, batch.metadata)
 
     ahead = Ahead(score)
@@ -196,7 +194,7 @@ def test_the_worker_waits_for_what_the_caller_has_made(clipscore: dict[str, Any]
     streams, mine = [], torch.accelerator.current_stream()
     reward = rewards.build("clipscore", **clipscore, device=str(HERE))
 
-    def score(images: torch.Tensor, batch: PromptBatch) -> Guarded:
+    def score(images: torch.Tensor, batch: PromptBatch) -> Scores:
         streams.append(torch.accelerator.current_stream())
         return rewards.score(reward, images, batch.prompts, batch.metadata)
 

@@ -120,7 +120,7 @@ def test_a_recipe_from_its_teachers_to_its_table(random_model: str, tmp_path: Pa
     results = json.loads((out / "table" / "results.json").read_text())
     assert results["models"]["student"]["average"]["n"] > 0
     for stage in ("merge", "student"):
-        assert any(tensor.any() for tensor in read_lora(out / stage / "adapter")[0].values())
+        assert any(tensor.any() for tensor in read_lora(out / stage / "adapter").weights.values())
 
 
 def test_the_command_with_all_that_it_draws(random_model: str, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from flowalign import parallel, recipe
 from flowalign.config import EvalStage, RecipeStage, TrainingStage, parse, to_yaml
-from flowalign.patience import FOREVER, SAMPLING, SLACK, patience
+from flowalign.timeouts import FOREVER, SAMPLING, SLACK, group_timeout
 
 SECONDS = 100.0
 
@@ -39,33 +39,33 @@ def evaluation(tmp_path: Path, *overrides: str) -> EvalStage:
 
 
 def test_it_covers_every_batch_of_a_rollout_whose_reward_hangs(tmp_path: Path) -> None:
-    assert patience(grpo(tmp_path), 1) == SLACK + 4 * SECONDS
-    assert patience(grpo(tmp_path), 2) == SLACK + 2 * SECONDS  # a process scores its own
-    assert patience(grpo(tmp_path, "train.timeout_seconds=7"), 1) == 7
-    assert patience(grpo(tmp_path, "train.score_seconds=null"), 1) == FOREVER
+    assert group_timeout(grpo(tmp_path), 1) == SLACK + 4 * SECONDS
+    assert group_timeout(grpo(tmp_path), 2) == SLACK + 2 * SECONDS  # a process scores its own
+    assert group_timeout(grpo(tmp_path, "train.timeout_seconds=7"), 1) == 7
+    assert group_timeout(grpo(tmp_path, "train.score_seconds=null"), 1) == FOREVER
 
 
 def test_without_a_reward_nobody_waits_for_one(random_model: str, tmp_path: Path) -> None:
     silent = "train.score_seconds=null"
     student = fakes.distillation(random_model, tmp_path / "run", silent)
-    assert patience(student, 1) == SLACK
+    assert group_timeout(student, 1) == SLACK
     mixed = fakes.distillation(random_model, tmp_path / "run", silent, "student.reward_weight=1.0")
-    assert patience(mixed, 1) == FOREVER
+    assert group_timeout(mixed, 1) == FOREVER
 
 
 def test_it_covers_an_evaluation_of_which_another_process_has_all_to_do(tmp_path: Path) -> None:
     """Five batches: three for one of two processes; two judges, one after the other."""
-    assert patience(evaluation(tmp_path), 1) == SLACK + 5 * (SAMPLING + 2 * SECONDS)
-    assert patience(evaluation(tmp_path), 2) == SLACK + 3 * (SAMPLING + 2 * SECONDS)
-    assert patience(evaluation(tmp_path, "timeout_seconds=9.5"), 2) == 9.5
-    assert patience(evaluation(tmp_path, "score_seconds=null"), 2) == FOREVER
+    assert group_timeout(evaluation(tmp_path), 1) == SLACK + 5 * (SAMPLING + 2 * SECONDS)
+    assert group_timeout(evaluation(tmp_path), 2) == SLACK + 3 * (SAMPLING + 2 * SECONDS)
+    assert group_timeout(evaluation(tmp_path, "timeout_seconds=9.5"), 2) == 9.5
+    assert group_timeout(evaluation(tmp_path, "score_seconds=null"), 2) == FOREVER
 
 
 def test_it_covers_the_evaluations_of_a_run(tmp_path: Path) -> None:
     held_out = f"tasks.0.validation={tmp_path / 'prompts.txt'}"
     given = ["evaluation={every: 1, prompts: 5, batch_size: 1}", held_out]
-    assert patience(grpo(tmp_path, *given), 1) == SLACK + 5 * (SAMPLING + SECONDS)
-    assert patience(grpo(tmp_path, *given), 5) == SLACK + SAMPLING + SECONDS
+    assert group_timeout(grpo(tmp_path, *given), 1) == SLACK + 5 * (SAMPLING + SECONDS)
+    assert group_timeout(grpo(tmp_path, *given), 5) == SLACK + SAMPLING + SECONDS
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ class Timed:
 def launched(tmp_path: Path, model: str, seconds: float, *overrides: str) -> Any:
     """A run of two processes, the second of which is slow."""
     options = f"tasks.0.reward.options={{folder: {tmp_path}, seconds: {seconds}}}"
-    given = ["tasks.0.reward.name=test_patience:Timed", options, "train.updates=1",
+    given = ["tasks.0.reward.name=test_timeouts:Timed", options, "train.updates=1",
              "train.max_invalid_share=0.6", *overrides]  # fmt: skip
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(fakes.settings(model, tmp_path / "run", *given)))
@@ -154,7 +154,7 @@ def test_a_reward_that_hangs_in_one_process_is_masked_and_the_other_waits(
     (row,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert row["invalid_share"] == 0.5
     config = fakes.settings(random_model, tmp_path / "run", *given)
-    expected = patience(config, 2)
+    expected = group_timeout(config, 2)
     assert [float((tmp_path / f"timeout_{r}").read_text()) for r in (0, 1)] == [expected] * 2
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 
+import prompts
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import (
@@ -18,7 +19,6 @@ from transformers import (
 )
 
 from flowalign.tiny import T5_LENGTH as T5_LENGTH
-from flowalign.tiny import prompts
 
 MAX_LENGTH = 18  # CLIP tokens: the longest prompt has 12 words
 CLIP_WIDTHS = (64, 96)

@@ -1,7 +1,7 @@
 """Prompts of the tiny world: GenEval's six tags over shapes, signs with short words, and the mix of
 both that the preference task asks for in words of its own.
 
-`python -m flowalign.tiny.prompts` writes the shipped files. The combinations and the words of
+`python scripts/tiny/prompts.py` writes the shipped files. The combinations and the words of
 `*_val` and `*_test` are never drawn in pretraining nor trained on (single_object, with its four
 prompts, cannot be held out). Entries repeat a prompt where a tag has few held-out combinations;
 each entry has its own noise.

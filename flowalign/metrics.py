@@ -1,0 +1,71 @@
+"""The names of what a run measures: the keys of metrics.jsonl, of the trackers and of the plots.
+
+A line of metrics.jsonl is either an update or an evaluation: UPDATE, and numbers by name. Scripts
+and notebooks read them, so a name stays as it is. A constant that ends in "/" is the beginning of
+several names, one for each task, step or benchmark: TEACHER_KL + "ocr" is "kl/ocr".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+UPDATE = "update"
+"""Rollouts done when the line was written."""
+
+# Every update
+LOSS = "loss"
+LEARNING_RATE = "lr"
+GRADIENT_NORM = "grad_norm"
+"""Before clipping."""
+SECONDS_ROLLOUT = "seconds/rollout"
+SECONDS_SCORE = "seconds/score"
+"""Rewards or labels, as far as they did not run during the rollout."""
+SECONDS_UPDATE = "seconds/update"
+IMAGES_PER_SECOND = "images_per_second"
+"""Of all processes."""
+
+# Learning from rewards
+REWARD = "reward"
+REWARD_STD = "reward_std"
+REWARD_PART = "reward/"
+TASK_REWARD = "task_reward/"
+TASK_REWARD_STD = "task_reward_std/"
+TASK_ADVANTAGE = "task_advantage/"
+"""The mean of |advantage|."""
+INVALID_SHARE = "invalid_share"
+KEPT_SHARE = "kept_share"
+"""The share of images whose advantage is not 0."""
+CLIP_FRACTION = "clip_fraction"
+RATIO_ERROR = "ratio_error"
+"""The largest |ratio - 1| of a micro-batch."""
+KL = "kl"
+"""To the base model, exact."""
+
+# Learning from teachers
+DISTILL = "distill"
+ANCHOR = "anchor"
+WEIGHT = "weight/"
+"""Of a trained step in the loss."""
+TEACHER_KL = "kl/"
+TEACHER_ERROR = "velocity_error/"
+"""In place of TEACHER_KL if the rollout has no noise."""
+GRADIENT_COSINE = "gradient_cosine/"
+"""Of two tasks, a~b."""
+
+# Evaluations
+EVAL = "eval/"
+HEADLINE = "eval/headline"
+"""The mean over the benchmarks that are aimed at; it chooses the adapter that is kept."""
+LOST = "eval/lost"
+"""How many benchmarks lost too many images. Such a line has no HEADLINE."""
+ALARMS = "alarms"
+
+
+def step_label(step: int) -> str:
+    """What a step of the schedule is called after a "/"; tasks are called by their names."""
+    return f"step_{step}"
+
+
+def is_evaluation(names: Iterable[str]) -> bool:
+    """Whether a line of the log is an evaluation."""
+    return any(name.startswith(EVAL) for name in names)

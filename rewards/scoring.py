@@ -1,0 +1,326 @@
+"""Every call of a reward: `score` guards one, `ByTask` routes a batch, `Ahead` scores in a thread.
+
+An image that a reward failed on is invalid, never scored 0 (DESIGN section 7, promise 2).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowalign.devices import Beside
+from flowalign.types import PromptBatch, Reward, Scores
+
+log = logging.getLogger(__name__)
+
+Score = Callable[[Tensor, PromptBatch], Scores]
+OUTSIDE = (ConnectionError, TimeoutError, ImportError)
+"""Failures that are no image's fault: the next image would meet them too."""
+
+
+# One call ---------------------------------------------------------------------------------------
+
+
+def score(
+    reward: Reward,
+    images: Tensor,
+    prompts: Sequence[str],
+    metadata: Sequence[Mapping[str, Any]],
+) -> Scores:
+    """Call a reward on images [B,3,H,W]; the images it failed on are invalid. Returns on the CPU.
+
+    An image with pixels that are NaN or infinite is not shown to the reward: it is invalid.
+    A reward whose attribute `groupwise` is true is called with the images of one prompt at a time,
+    in their order; any other with all at once. A pointwise reward that raises is called again once,
+    image by image, so that one bad image does not cost the batch. A failure that is not an image's
+    (ConnectionError, TimeoutError, ImportError) ends the call: the reward is not called again.
+    An answer that is no Scores, or has a wrong length or dtype, makes all its images invalid; NaN
+    and infinity make their image invalid. Each distinct reason is logged once a call.
+    Raises ValueError if the inputs differ in length; KeyboardInterrupt and SystemExit pass.
+    """
+    count = len(images)
+    if not count == len(prompts) == len(metadata):
+        raise ValueError(
+            f"got {count} images, {len(prompts)} prompts and {len(metadata)} metadata; "
+            "they must be one row an image."
+        )
+    finite = torch.isfinite(images).flatten(1).all(1) if count else torch.ones(0, dtype=torch.bool)
+    usable, broken = finite.nonzero().flatten().tolist(), (~finite).nonzero().flatten().tolist()
+    groupwise, groups = bool(getattr(reward, "groupwise", False)), {}
+    for row in usable:
+        groups.setdefault(prompts[row] if groupwise else None, []).append(row)
+
+    pieces = [(broken, failed(len(broken), "the image has pixels that are NaN or infinite"))]
+    left = list(groups.values())
+    try:
+        while left:
+            pieces += _call_rows(reward, images, prompts, metadata, left[0], again=not groupwise)
+            left.pop(0)
+    except OUTSIDE as error:
+        pieces += [(rows, failed(len(rows), _text(error))) for rows in left]
+    result = assemble(count, pieces)
+
+    name = getattr(reward, "name", None) or getattr(reward, "__name__", type(reward).__name__)
+    for reason in dict.fromkeys(result.failures.values()):
+        rows = [row for row, text in result.failures.items() if text == reason]
+        log.warning(
+            "reward %s failed on %d of %d images (rows %s), which are invalid: %s",
+            name,
+            len(rows),
+            count,
+            rows[:8],
+            reason,
+        )
+    return result
+
+
+def _call_rows(
+    reward: Reward,
+    images: Tensor,
+    prompts: Sequence[str],
+    metadata: Sequence[Mapping[str, Any]],
+    rows: list[int],
+    *,
+    again: bool,
+) -> list[tuple[list[int], Scores]]:
+    """One call on some rows; if it fails, one call per row if `again`, else all are invalid."""
+
+    def call(rows: list[int]) -> Scores:
+        inputs: Any = images, prompts, metadata
+        if len(rows) < len(images):
+            inputs = images[rows], [prompts[r] for r in rows], [metadata[r] for r in rows]
+        return _checked(reward, *inputs)
+
+    try:
+        return [(rows, call(rows))]
+    except OUTSIDE:
+        raise
+    except Exception as error:
+        if not again or len(rows) == 1:
+            return [(rows, failed(len(rows), _text(error)))]
+    pieces = []
+    for row in rows:
+        try:
+            pieces.append(([row], call([row])))
+        except Exception as error:
+            pieces.append(([row], failed(1, _text(error))))
+    return pieces
+
+
+@torch.no_grad()
+def _checked(
+    reward: Reward, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+) -> Scores:
+    """One call with its answer checked: float32, on the CPU, NaN where invalid, with a reason."""
+    scores: Any = reward(images, prompts, metadata)
+    count = len(images)
+    if not isinstance(scores, Scores):
+        kind = type(scores).__name__
+        return failed(count, f"returned a {kind} where Scores is due; use Scores.of(values)")
+    for name, tensor in {"value": scores.value, "valid": scores.valid, **scores.parts}.items():
+        if not isinstance(tensor, Tensor):
+            return failed(count, f"{name} is a {type(tensor).__name__}, not a tensor")
+        if tensor.shape != (count,):
+            shape = list(tensor.shape)
+            return failed(count, f"{name} has shape {shape}, but there are {count} images")
+    if not scores.value.is_floating_point():
+        return failed(count, f"value has dtype {scores.value.dtype}, not a floating one")
+    if scores.valid.dtype != torch.bool:
+        return failed(count, f"valid has dtype {scores.valid.dtype}, not torch.bool")
+
+    value = scores.value.detach().to("cpu", torch.float32)
+    finite = torch.isfinite(value)
+    valid = scores.valid.detach().cpu() & finite
+    reasons = dict(scores.reasons)
+    for row in (~valid).nonzero().flatten().tolist():
+        plain = "said that it failed" if finite[row] else f"returned {float(value[row])}"
+        reasons[row] = reasons.get(row) or plain
+    parts = {name: part.detach().to("cpu", torch.float32) for name, part in scores.parts.items()}
+    return Scores(value.masked_fill(~valid, math.nan), valid, parts, reasons)
+
+
+# Putting scores together --------------------------------------------------------------------------
+
+
+def failed(count: int, reason: str) -> Scores:
+    """Scores of images that are all invalid for one reason."""
+    value, valid = torch.full((count,), math.nan), torch.zeros(count, dtype=torch.bool)
+    return Scores(value, valid, {}, dict.fromkeys(range(count), reason))
+
+
+def assemble(count: int, pieces: Iterable[tuple[Sequence[int], Scores]]) -> Scores:
+    """Scores of `count` images from pairs (rows, scores of these rows).
+
+    A row without scores is invalid; a part that a row's scores lack is NaN there.
+    """
+    scores = failed(count, "")
+    parts: dict[str, Tensor] = {}
+    reasons: dict[int, str] = {}
+    for rows, piece in pieces:
+        rows = list(rows)
+        scores.value[rows], scores.valid[rows] = piece.value, piece.valid
+        for name, part in piece.parts.items():
+            parts.setdefault(name, torch.full((count,), math.nan))[rows] = part
+        reasons |= {rows[i]: text for i, text in piece.reasons.items()}
+    return Scores(scores.value, scores.valid, parts, reasons)
+
+
+class ByTask:
+    """The rewards of a run by task name: every image is scored by the reward of its own task."""
+
+    def __init__(self, rewards: Mapping[str, Reward]) -> None:
+        self.rewards = dict(rewards)
+
+    @property
+    def groupwise(self) -> bool:
+        """Whether a reward must see all images of a prompt at once."""
+        return any(getattr(reward, "groupwise", False) for reward in self.rewards.values())
+
+    def __call__(self, images: Tensor, batch: PromptBatch) -> Scores:
+        """images [B,3,H,W] and their rows -> Scores of B; parts of other tasks are NaN."""
+        pieces = []
+        for task in dict.fromkeys(batch.tasks):
+            rows = [i for i, name in enumerate(batch.tasks) if name == task]
+            asked = batch.select(rows)
+            scores = score(self.rewards[task], images[rows], asked.prompts, asked.metadata)
+            pieces.append((rows, scores))
+        return assemble(len(images), pieces)
+
+
+# Beside the sampling ------------------------------------------------------------------------------
+
+
+class Worker:
+    """Runs calls in the order of `submit`, one at a time: rewards are not thread safe.
+
+    The thread is a daemon, so a call that hangs does not keep the process alive. Whatever a call
+    raises, KeyboardInterrupt and SystemExit included, is raised by its future.
+    The thread's current device is that of the thread that makes the worker. It works on a stream of
+    its own: a call sees all that its submitter has started, and its result is complete.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any], Any] | None] = SimpleQueue()
+        self._beside = Beside()
+        self._since: float | None = None
+        threading.Thread(target=self._work, name="reward", daemon=True).start()
+
+    def submit(self, call: Callable[[], Any]) -> Future[Any]:
+        """The future result of a call; it can be cancelled until its turn comes."""
+        future: Future[Any] = Future()
+        self._jobs.put((future, call, self._beside.mark()))
+        return future
+
+    def close(self) -> None:
+        """End the thread, once what was submitted is done or cancelled; does not wait."""
+        self._jobs.put(None)
+
+    @property
+    def busy(self) -> float:
+        """For how many seconds the current call has run; 0 if there is none."""
+        since = self._since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def _work(self) -> None:
+        self._beside.enter()
+        while (job := self._jobs.get()) is not None:
+            future, call, mark = job
+            if not future.set_running_or_notify_cancel():
+                continue
+            self._since = time.monotonic()
+            try:
+                self._beside.follow(mark)
+                result = call()
+                self._beside.settle()
+            except BaseException as error:
+                self._since = None
+                future.set_exception(error)
+            else:
+                self._since = None
+                future.set_result(result)
+            del job, future, call  # free the images before waiting for the next job
+
+
+class Ahead:
+    """Scores batches of images in order, in one thread, while the caller samples the next ones.
+
+    The scores are those of calling `score` at once, as far as a reward judges each image by itself.
+    A batch may bring a `score` of its own: judges take turns, as loading and running models is not
+    thread safe, and no more of them than one fill the memory at a time.
+    seconds: a batch that takes longer is given up and its images are invalid (None = wait for
+    ever). Python cannot end the thread that hangs: it is left behind, and a new one takes over.
+    """
+
+    def __init__(self, score: Score | None = None, seconds: float | None = None) -> None:
+        self.score, self.seconds = score, seconds
+        self._jobs: list[tuple[Score, Tensor, PromptBatch, Future[Scores]]] = []
+        self._worker: Worker | None = None
+
+    @property
+    def waiting(self) -> int:
+        """How many images were submitted and not collected."""
+        return sum(len(images) for _, images, _, _ in self._jobs)
+
+    def submit(self, images: Tensor, batch: PromptBatch, score: Score | None = None) -> None:
+        """Start to score images [B,3,H,W] and their B rows; returns at once.
+
+        score: by default the one that all batches have.
+        """
+        score = score or self.score
+        assert score, "give a score here, or to all batches"
+        self._worker = self._worker or Worker()
+        future = self._worker.submit(partial(score, images, batch))
+        self._jobs.append((score, images, batch, future))
+
+    def collect(self) -> Scores:
+        """The scores of everything submitted since the last call, in order: `answers`, joined."""
+        answers, start, pieces = list(self.answers()), 0, []
+        for scores in answers:
+            pieces.append((range(start, start + len(scores.value)), scores))
+            start += len(scores.value)
+        return assemble(start, pieces)
+
+    def answers(self) -> Iterator[Scores]:
+        """The scores of each batch submitted since the last call, in order, as they come.
+
+        Whatever `score` raises, KeyboardInterrupt included, is raised here.
+        """
+        while self._jobs:
+            _, images, _, future = self._jobs.pop(0)
+            try:
+                scores = future.result(self.seconds)
+            except FutureTimeout:
+                if future.done():  # in the last moment, or `score` itself timed out
+                    scores = future.result()
+                else:
+                    reason = f"TimeoutError: no answer within {self.seconds:g} s"
+                    scores = failed(len(images), reason)
+                    left = self._jobs
+                    self.forget()
+                    for score, images, batch, _ in left:
+                        self.submit(images, batch, score)
+            yield scores
+
+    def forget(self) -> None:
+        """Drop what was submitted and not collected; the batch being scored runs on, unread."""
+        for *_, future in self._jobs:
+            future.cancel()
+        self._jobs = []
+        if self._worker is not None:
+            self._worker.close()
+        self._worker = None
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
