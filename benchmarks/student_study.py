@@ -108,7 +108,9 @@ def run(name: str, overrides: list[str], args: argparse.Namespace) -> dict[str, 
     )
     with loop.averaged():
         rows = {
-            mark.name: suite.judge_images(loop.backbone, mark, settings, Accelerator()).rows
+            mark.name: suite.judge_set(
+                loop.backbone, suite.ImageSet.of(mark), settings, Accelerator()
+            )[0].rows
             for mark in train.held_out(wide, rewards)
         }
     result = {"seconds": seconds, "forwards": meter.forwards, "rows": rows}

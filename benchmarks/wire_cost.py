@@ -2,11 +2,10 @@
 
     python benchmarks/wire_cost.py
 
-Bytes and milliseconds of CPU an image, raw and as PNG: encoding, decoding, and the whole way to a
-server on this machine and back (both processes), whose reward does nothing: what that takes beyond
-the two is sending and HTTP. Two kinds of images bound what a model draws: a smooth one (blurred
-blobs, PNG's best case short of flat colour) and the same with grain (noise of 4 levels, as photos
-have). CPU time, as other work on the machine would spoil a clock's. Prints a Markdown table.
+Bytes and milliseconds of CPU an image: encoding, decoding, and the whole way to a server on this
+machine and back (both processes), whose reward does nothing: what that takes beyond the two is
+sending and HTTP. CPU time, as other work on the machine would spoil a clock's. Prints a Markdown
+table.
 """
 
 from __future__ import annotations
@@ -20,26 +19,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from torch.nn.functional import interpolate
 
-from flowalign.rewards import wire
-from flowalign.rewards.remote import Remote
-from flowalign.rewards.wire import Limits
+from flowalign.rewards.service import wire
+from flowalign.rewards.service.client import Remote
+from flowalign.rewards.service.wire import Limits
 from flowalign.types import Scores
 
 
 def nothing(images, prompts, metadata) -> Scores:
     """A reward that costs nothing."""
     return Scores.of([0.0] * len(images))
-
-
-def pictures(count: int, size: int) -> dict[str, Tensor]:
-    """[B,3,size,size] in [0,1] of either kind."""
-    random = torch.Generator().manual_seed(0)
-    smooth = interpolate(torch.rand(count, 3, 8, 8, generator=random), size=size, mode="bicubic")
-    grain = smooth + 4 / 255 * torch.randn(smooth.shape, generator=random)
-    return {"smooth": smooth.clamp(0, 1), "grain": grain.clamp(0, 1)}
 
 
 def milliseconds(call: Callable[[], object], images: int, server: int | None = None) -> float:
@@ -71,27 +60,23 @@ def main() -> None:
     process, url = served.process(
         "wire_cost:nothing", environment={"PYTHONPATH": f"{here.parent}:{here}"}
     )
-    print("| images | encoding | kB | encode ms | decode ms | there and back ms |")
-    print("|---|---|---|---|---|---|")
+    rows = ["a photo"] * count, [{}] * count
+    images = torch.rand(count, 3, args.size, args.size, generator=torch.Generator().manual_seed(0))
     try:
-        for kind, images in pictures(count, args.size).items():
-            for encoding in wire.ENCODINGS:
-                rows = ["a photo"] * count, [{}] * count
-                body = wire.encode_request(images, *rows, encoding)
-                remote = Remote(url, encoding=encoding, batch_size=count)
-                remote(images, *rows)  # the connection is made
-                calls = {
-                    lambda i=images, r=rows, e=encoding: wire.encode_request(i, *r, e): None,
-                    lambda b=body: wire.decode_request(b, Limits()): None,
-                    lambda i=images, r=rows, s=remote: s(i, *r): process.pid,
-                }
-                times = [
-                    milliseconds(lambda c=call: [c() for _ in range(args.repeats)], total, server)
-                    for call, server in calls.items()
-                ]
-                cells = [f"{time:.1f}" for time in times]
-                print(f"| {kind} | {encoding} | {len(body) / count / 1000:.0f} |", end=" ")
-                print(" | ".join(cells), "|", flush=True)
+        body = wire.encode_request(images, *rows)
+        remote = Remote(url, batch_size=count)
+        remote(images, *rows)  # what the first call alone costs is left out
+        calls: list[tuple[Callable[[], object], int | None]] = [
+            (lambda: wire.encode_request(images, *rows), None),
+            (lambda: wire.decode_request(body, Limits()), None),
+            (lambda: remote(images, *rows), process.pid),
+        ]
+        cells = [f"{len(body) / count / 1000:.0f}"]
+        for call, server in calls:
+            cost = milliseconds(lambda c=call: [c() for _ in range(args.repeats)], total, server)
+            cells.append(f"{cost:.1f}")
+        print("| kB | encode ms | decode ms | there and back ms |\n|---|---|---|---|")
+        print("|", " | ".join(cells), "|", flush=True)
     finally:
         process.kill()
         process.wait()

@@ -1,10 +1,10 @@
-"""Two evaluations side by side: paired differences, if they measured the same thing.
+"""Paired differences of two evaluations that measured the same thing.
 
     flowalign eval compare a/results.json b/results.json [--models base student]
 
-What must agree: the schema's version, per benchmark the reward with its engine and options, the
-prompts and the number of images of each, and the sampler (steps, guidance, seed, size). The base
-model and its dtype may differ, as may versions of libraries: those are said.
+These must be equal: the version of the file, the sampler (steps, guidance, seed, size), and for
+each benchmark the reward with its engine and options, the prompts and the images per prompt. The
+base model, its dtype and the versions of libraries may differ; different versions are printed.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flowalign.eval import stats
 from flowalign.eval.table import line
@@ -29,31 +28,38 @@ class Incomparable(ValueError):
     """Results that cannot be compared: what was seen, what is possible, what to do."""
 
 
-@dataclass(frozen=True)
-class Mark:
-    """A benchmark as a results file knows it."""
+class Column(NamedTuple):
+    """A benchmark as results.json describes it."""
 
     name: str
     headline: str | None
 
 
+class Difference(NamedTuple):
+    """Second minus first, paired, and its two-sided p."""
+
+    row: EvalRow
+    p: float
+
+
 def load(path: str | Path) -> dict[str, Any]:
-    """A results.json; Incomparable where it is none, or of another version."""
+    """A results.json; Incomparable if it is none, or of another version."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise Incomparable(f"{path}: not a readable results.json ({error}).") from error
-    version = found.get("version") if isinstance(found, dict) else None
+    # earlier files of version 1 lack some keys; whatever is missing counts as None
+    version = document.get("version") if isinstance(document, dict) else None
     if version != VERSION:
         raise Incomparable(
             f"{path}: results of version {version!r}, and this flowalign reads {VERSION}. Run the "
             "evaluation again with this version, or compare with the one that wrote it."
         )
-    return found
+    return document
 
 
 def model_of(document: Mapping[str, Any], name: str | None, path: str) -> str:
-    """The model that is meant: the named one, or the only one."""
+    """The named model, or the only one."""
     models = list(document["models"])
     if name is None and len(models) == 1:
         return models[0]
@@ -68,69 +74,64 @@ def differences(
 ) -> list[str]:
     """Why two models' results do not compare; [] if they do."""
     models = first["models"][names[0]], second["models"][names[1]]
-    found = [
-        f"{key}: {models[0]['settings'].get(key)!r} and {models[1]['settings'].get(key)!r}"
-        for key in SAMPLER
-        if models[0]["settings"].get(key) != models[1]["settings"].get(key)
+    a, b = (model["settings"] for model in models)
+    problems = [
+        f"{key}: {a.get(key)!r} and {b.get(key)!r}" for key in SAMPLER if a.get(key) != b.get(key)
     ]
-    shared = set(first["benchmarks"]) & set(second["benchmarks"])
+    shared = sorted(set(first["benchmarks"]) & set(second["benchmarks"]))
     if not shared:
         listed = [sorted(document["benchmarks"]) for document in (first, second)]
-        found.append(f"no benchmark in common: {listed[0]} and {listed[1]}")
-    for mark in sorted(shared):
-        a, b = first["benchmarks"][mark], second["benchmarks"][mark]
+        problems.append(f"no benchmark in common: {listed[0]} and {listed[1]}")
+    for name in shared:
+        a, b = first["benchmarks"][name], second["benchmarks"][name]
         for key in sorted({*a, *b}):
             if a.get(key) != b.get(key):
-                found.append(f"{mark}: {key} is {a.get(key)!r} and {b.get(key)!r}")
-        rows = [[_place(row) for row in model["images"][mark]] for model in models]
-        if rows[0] != rows[1]:
-            found.append(f"{mark}: other prompts ({len(rows[0])} and {len(rows[1])} images)")
-    return found
+                problems.append(f"{name}: {key} is {a.get(key)!r} and {b.get(key)!r}")
+        a, b = ([_place(row) for row in model["images"][name]] for model in models)
+        if a != b:
+            problems.append(f"{name}: other prompts ({len(a)} and {len(b)} images)")
+    return problems
+
+
+def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    # the first files have no `copy`: there was one image per prompt
+    return row["index"], row.get("copy", 0), row["prompt"], json.dumps(row["metadata"])
 
 
 def compare(
     first: Mapping[str, Any], second: Mapping[str, Any], names: tuple[str, str]
-) -> dict[str, tuple[EvalRow, float]]:
-    """{benchmark: (second minus first, paired, and its two-sided p)} of the benchmarks in common.
+) -> dict[str, Difference]:
+    """{benchmark: second minus first} of the benchmarks in common.
 
-    Raises Incomparable where `differences` finds some.
+    Raises Incomparable with the `differences` if there are any.
     """
-    problems = differences(first, second, names)
-    if problems:
+    if problems := differences(first, second, names):
         listed = "\n  - ".join(["these results do not compare:", *problems])
         raise Incomparable(f"{listed}\nEvaluate both with one config.")
-    found = {}
-    for name, mine in first["benchmarks"].items():
+    result = {}
+    for name, about in first["benchmarks"].items():
         if name in second["benchmarks"]:
-            mark = Mark(name, mine.get("headline"))
-            a = _rows(first["models"][names[0]]["images"][name])
-            b = _rows(second["models"][names[1]]["images"][name])
-            found[name] = stats.difference(mark, a, b), stats.chance(mark, a, b)
-    return found
+            column = Column(name, about.get("headline"))
+            a = list(map(stats.from_json, first["models"][names[0]]["images"][name]))
+            b = list(map(stats.from_json, second["models"][names[1]]["images"][name]))
+            row, p = stats.difference(column, a, b), stats.chance(column, a, b)
+            result[name] = Difference(row, p)
+    return result
 
 
-def markdown(found: Mapping[str, tuple[EvalRow, float]], names: tuple[str, str]) -> str:
+def markdown(differences: Mapping[str, Difference], names: tuple[str, str]) -> str:
     """A table: benchmark, difference ± standard error, interval, p, pairs."""
     lines = [f"{names[1]} − {names[0]}, paired: same prompts and noise.", ""]
     lines += [line("benchmark", "metric", "difference", "95 %", "p", "n"), "|" + "---|" * 6]
-    for name, (row, p) in found.items():
+    for name, (row, p) in differences.items():
         gap = f"{row.mean:+.4f} ± {row.stderr:.4f}"
         ends = f"{row.low:+.4f} to {row.high:+.4f}"
         lines.append(line(name, row.metric, gap, ends, f"{p:.4f}", str(row.n)))
     return "\n".join(lines) + "\n"
 
 
-def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return row["index"], row.get("copy", 0), row["prompt"], json.dumps(row["metadata"])
-
-
-def _rows(images: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows as `suite.Judged` has them."""
-    return [stats.from_json(row) for row in images]
-
-
 def main(argv: Sequence[str]) -> int:
-    """The command line; 2 = these results do not compare."""
+    """The command line; exit status 2 = these results do not compare."""
     parser = argparse.ArgumentParser(
         "flowalign eval compare", description="Paired differences of two results.json."
     )
@@ -144,14 +145,13 @@ def main(argv: Sequence[str]) -> int:
             model_of(documents[0], args.models[0], args.first),
             model_of(documents[1], args.models[1], args.second),
         )
-        found = compare(*documents, names)
+        result = compare(*documents, names)
     except Incomparable as error:
         print(f"flowalign eval compare: {error}", file=sys.stderr)
         return 2
-    print(markdown(found, names), end="")
-    around = [d["models"][name]["environment"] for d, name in zip(documents, names, strict=True)]
-    for name in sorted({*around[0], *around[1]}):
-        a, b = (each.get(name) for each in around)
-        if a != b:
-            print(f"note: {name} is {a} and {b}", file=sys.stderr)
+    print(markdown(result, names), end="")
+    a, b = (d["models"][name]["environment"] for d, name in zip(documents, names, strict=True))
+    for name in sorted({*a, *b}):
+        if a.get(name) != b.get(name):
+            print(f"note: {name} is {a.get(name)} and {b.get(name)}", file=sys.stderr)
     return 0

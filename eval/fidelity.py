@@ -1,66 +1,214 @@
-"""Fréchet distance of two sets of image features: how far a model's images are from clean ones.
+"""Fidelity: the Fréchet distance between features of a model's images and of reference images.
 
-Pure NumPy, given features; N and M images, D features each. The estimate is biased upwards, the
-more the fewer images there are, so compare only numbers of equal N, M and features.
-
-Give unit vectors, as `flowalign.rewards.clip.Clip.image_features` does. On the tiny world they tell
-the base model's images from decoded scenes by 25 standard errors, malformed scenes by 21, blurred
-ones by 71 (384 images against 1152 scenes); the vectors before normalisation by 28, 21 and 69.
-Decoding alone moves the distance by less than one.
+The estimate is biased upwards, more so with fewer images, so compare only numbers of equal counts
+and features. Use unit vectors, as `flowalign.rewards.clip.Clip.image_features` gives them. On the
+tiny world they separate the base model's images from decoded scenes by 25 standard errors,
+malformed scenes by 21, blurred ones by 71 (384 images against 1152 scenes); vectors before
+normalisation by 28, 21 and 69. Decoding alone moves the distance by less than one.
 """
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-Matrix = NDArray[np.float64]
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from flowalign import rewards
+from flowalign.config import ConfigError, EvalStage
+from flowalign.eval.stats import FIDELITY, normal_row
+from flowalign.eval.suite import ImageSet, Judged
+from flowalign.images import to_float
+from flowalign.pictures import image_files
+from flowalign.types import EvalRow
+
+GROUPS = 20  # of images, each left out once for the jackknife error of a distance
+SCENES = 4  # tiny reference scenes per prompt: they are cheap, and few of them bias the distance
+BATCH = 64  # reference images per forward pass of the features
+CLIP = "flowalign.rewards.clip:Clip"
+
+Features = Callable[[Tensor], Tensor]
+"""Images [B,3,H,W] in [0,1] -> features [B,D]."""
+Metric = Callable[[Tensor, Tensor], float]
+"""Features [N,D] and reference [M,D] -> how far apart the two sets are."""
 
 
 def frechet(features: ArrayLike, reference: ArrayLike) -> float:
-    """|m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)) of the Gaussians of [N,D] and [M,D].
+    """|m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)) of the Gaussians of [N,D] and [M,D], in float64.
 
-    As in FID (1706.08500), in float64; the trace of the root comes from the eigenvalues of
-    C2^(1/2) C1 C2^(1/2), which are those of C1 C2 and real. Raises ValueError for features that
-    are not finite, differ in D, or are too few (N <= D): their covariance is singular.
+    As in FID (arXiv 1706.08500). The trace of the root is taken from the eigenvalues of
+    C2^(1/2) C1 C2^(1/2), which are those of C1 C2 and real. Raises ValueError for features that are
+    not finite, differ in D, or are too few (N <= D: their covariance is singular).
     """
-    a, b = _checked(features, "features"), _checked(reference, "reference")
+    a, b = _matrix(features, "features"), _matrix(reference, "reference")
     if a.shape[1] != b.shape[1]:
         raise ValueError(
             f"features have {a.shape[1]} columns and the reference {b.shape[1]}; take both from "
             "one model."
         )
-    return _distance(*_moments(a), *_moments(b))
-
-
-def _moments(features: Matrix) -> tuple[Matrix, Matrix]:
-    """Mean [D] and unbiased covariance [D,D]."""
-    return features.mean(0), np.atleast_2d(np.cov(features.T))
-
-
-def _distance(mean1: Matrix, covariance1: Matrix, mean2: Matrix, covariance2: Matrix) -> float:
-    values, vectors = np.linalg.eigh(covariance2)
+    c1, c2 = (np.atleast_2d(np.cov(x.T)) for x in (a, b))
+    values, vectors = np.linalg.eigh(c2)
     half = (vectors * np.sqrt(values.clip(0))) @ vectors.T
-    eigenvalues = np.linalg.eigvalsh(half @ covariance1 @ half)
+    eigenvalues = np.linalg.eigvalsh(half @ c1 @ half)
     root = np.sqrt(eigenvalues.clip(0)).sum()  # rounding may leave -1e-18
-    shift = ((mean1 - mean2) ** 2).sum()
-    return float(shift + np.trace(covariance1) + np.trace(covariance2) - 2 * root)
+    shift = ((a.mean(0) - b.mean(0)) ** 2).sum()
+    return float(shift + np.trace(c1) + np.trace(c2) - 2 * root)
 
 
-def _checked(features: ArrayLike, what: str) -> Matrix:
+def _matrix(features: ArrayLike, name: str) -> NDArray[np.float64]:
     array = np.asarray(features, np.float64)
     if array.ndim != 2:
-        raise ValueError(f"{what} have shape {list(array.shape)}; give [images, features].")
+        raise ValueError(f"{name} have shape {list(array.shape)}; give [images, features].")
     if not np.isfinite(array).all():
         rows = np.flatnonzero(~np.isfinite(array).all(1))
         raise ValueError(
-            f"{what} of {len(rows)} images are NaN or infinite (first: row {rows[0]}); leave those "
+            f"{name} of {len(rows)} images are NaN or infinite (first: row {rows[0]}); leave those "
             "images out."
         )
     if len(array) <= array.shape[1]:
         raise ValueError(
-            f"{what} are of {len(array)} images, with {array.shape[1]} values each; a covariance "
+            f"{name} are of {len(array)} images, with {array.shape[1]} values each; a covariance "
             f"needs more images than values. Give at least {array.shape[1] + 1}, better ten times "
             "as many."
         )
     return array
+
+
+@dataclass(frozen=True)
+class Distance:
+    """The distance of n valid images (of `total`) to a reference.
+
+    without [G]: the same distance when one of G groups of images is left out.
+    """
+
+    value: float
+    without: Tensor
+    n: int
+    total: int | None = None
+
+    @property
+    def row(self) -> EvalRow:
+        """The distance and its error over draws of the images; the reference is taken as fixed."""
+        error = _jackknife(self.without)
+        return normal_row(FIDELITY, "frechet", self.value, error, self.n, self.total)
+
+    def minus(self, other: Distance) -> EvalRow:
+        """The paired difference: both leave out the images of the same prompts and noise."""
+        gap, error = self.value - other.value, _jackknife(self.without - other.without)
+        return normal_row(FIDELITY, "frechet", gap, error, min(self.n, other.n), self.total)
+
+
+def _jackknife(without: Tensor) -> float:
+    """The delete-a-group jackknife error: sqrt((G-1)/G * sum of squared deviations)."""
+    return float(without.std(correction=0)) * math.sqrt(len(without) - 1)
+
+
+def distance(features: Tensor, reference: Tensor, metric: Metric = frechet) -> Distance:
+    """The metric of features [N,D] to a reference [M,D], and without every GROUPS-th image.
+
+    An image without finite features is left out. Where too few remain for a regular covariance, the
+    distance is NaN.
+    """
+    group = torch.arange(len(features)) % GROUPS  # each group has images of every benchmark
+    valid, total = features.isfinite().all(1), len(features)
+    features, group = features[valid], group[valid]
+    if len(features) - int(group.bincount(minlength=1).max()) <= features.shape[1]:
+        return Distance(math.nan, torch.full((GROUPS,), math.nan), len(features), total)
+    without = torch.tensor([metric(features[group != g], reference) for g in range(GROUPS)])
+    return Distance(metric(features, reference), without.double(), len(features), total)
+
+
+def enough(width: int) -> int:
+    """The least number of images for a regular covariance of `width` features, even without one of
+    GROUPS."""
+    return max(GROUPS, math.ceil((width + 1) * GROUPS / (GROUPS - 1)) + 1)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A feature extractor, and the features [M,D] of the reference images."""
+
+    extract: Features
+    features: Tensor
+
+    def distance(self, judged: Iterable[Judged]) -> Distance:
+        """The distance of one model's images, those of all its benchmarks together."""
+        features = [result.features for result in judged if result.features is not None]
+        return distance(torch.cat(features), self.features)
+
+
+def load_features(name: str, device: torch.device) -> Features:
+    """The image features of a CLIP, or a function at a dotted path "package.module:function"."""
+    if ":" in name:
+        return rewards.load(name, "features")
+    return rewards.load(CLIP, "features")(name, device=device).image_features
+
+
+def load_reference(
+    config: EvalStage, sets: Sequence[ImageSet], device: torch.device
+) -> Reference | None:
+    """The config's reference, None without `fidelity`; ConfigError if there are too few images of
+    anything, or if features or reference cannot be loaded."""
+    if config.fidelity is None:
+        return None
+    source, sets = config.fidelity.reference, [images for images in sets if images.judges]
+    try:
+        extract = load_features(config.fidelity.features, device)
+    except (ImportError, ValueError, OSError) as error:
+        raise ConfigError([f"fidelity.features: {error}"]) from error
+    if source == "tiny":
+        metadata = [row for images in sets for row in images.prompts.metadata]
+        batches = _scenes(metadata, config.sampling.seed)
+    else:
+        batches = _pictures(Path(source).expanduser(), config.model.height, config.model.width)
+    try:
+        features = torch.cat([extract(batch.to(device)).float().cpu() for batch in batches])
+    except ValueError as error:
+        raise ConfigError([f"fidelity.reference: {error}"]) from error
+    width = features.shape[1]
+    sampled = sum(len(images.prompts) * images.copies for images in sets)
+    problems = [
+        f"{place}: {count} images are too few for a distance between {width} features. Use at "
+        f"least {enough(width)}, better ten times as many, or write `fidelity: null`."
+        for place, count in (("fidelity.reference", len(features)), ("benchmarks", sampled))
+        if count < enough(width)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return Reference(extract, features)
+
+
+def _scenes(metadata: Sequence[Mapping[str, Any]], seed: int) -> Iterator[Tensor]:
+    """Batches of scenes [B,3,64,64] that fulfil tiny metadata; ValueError for other metadata."""
+    from flowalign.tiny.scenes import rendered
+
+    try:
+        yield from rendered(metadata, seed, SCENES).split(BATCH)
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"'tiny' needs prompts of the tiny world, and these are others ({error!r}). "
+            "Name a folder of images."
+        ) from error
+
+
+def _pictures(folder: Path, height: int, width: int) -> Iterator[Tensor]:
+    """Batches of a folder's images [B,3,height,width], centre-cropped and resized; ValueError for a
+    file that is no image."""
+    files = image_files(folder)
+    for start in range(0, len(files), BATCH):
+        batch = []
+        for path in files[start : start + BATCH]:
+            try:
+                with Image.open(path) as image:
+                    fitted = ImageOps.fit(image.convert("RGB"), (width, height))
+            except OSError as error:
+                raise ValueError(f"{path} is not readable as an image ({error})") from error
+            batch.append(torch.from_numpy(np.array(fitted)))
+        yield to_float(torch.stack(batch).permute(0, 3, 1, 2))

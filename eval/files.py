@@ -1,5 +1,7 @@
-"""What an evaluation leaves behind: results.json, table.md, report.html, grid_<benchmark>.png; only
-the first where nothing was judged."""
+"""The files of an evaluation: results.json, table.md, report.html, grid_<benchmark>.png.
+
+Where nothing was judged, only results.json.
+"""
 
 from __future__ import annotations
 
@@ -13,159 +15,141 @@ from typing import Any
 from flowalign.config import EvalStage, to_yaml
 from flowalign.eval import report
 from flowalign.eval.compare import VERSION
-from flowalign.eval.stats import GROUPS
-from flowalign.eval.suite import Benchmark, Judged, Settings, environment
-from flowalign.eval.table import Results, Table, details, markdown, tables
+from flowalign.eval.fidelity import GROUPS
+from flowalign.eval.stats import AVERAGE, FIDELITY, part_of, to_json
+from flowalign.eval.suite import Benchmark, Judged, environment
+from flowalign.eval.table import Results, details, markdown, tables
+from flowalign.files import replacing
 from flowalign.pictures import pixels_of, side_by_side
 from flowalign.rewards import describe
-from flowalign.types import EvalReport, EvalRow
+from flowalign.types import EvalRow
 
 SHOWN = 16  # prompts of a grid_<benchmark>.png
 
 
-def write(config: EvalStage, results: Results, settings: Settings) -> str:
-    """Write all of them into config.output; returns the tables as Markdown, without the details."""
-    folder, around = Path(config.output), environment()
-    folder.mkdir(parents=True, exist_ok=True)
-    sampling = vars(settings) | config.model.model_dump(mode="json")
-    reports = {m: EvalReport(results.rows(m), sampling, around) for m in results.judged}
-    content = _plain(document(config, results, reports))
-    (folder / "results.json").write_text(json.dumps(content, allow_nan=False, indent=1))
+def write(config: EvalStage, results: Results) -> str:
+    """Write all files into config.output; returns the tables as Markdown, without the details."""
+    folder, versions = Path(config.output), environment()
+    content = to_json(document(config, results, versions))  # JSON has no NaN
+    _write(folder / "results.json", json.dumps(content, allow_nan=False, indent=1))
     if not results.benchmarks:
         return "No benchmark has a reward: images only.\n"
-    found = tables(results, config.compare)
-    said, short = conditions(config, results, around), "\n".join(map(markdown, found))
-    long = details({model: its.rows for model, its in reports.items()})
-    (folder / "table.md").write_text(f"{short}\nEvery metric:\n\n{long}\n{' '.join(said)}\n")
-    (folder / "report.html").write_text(page(config, results, found, said), encoding="utf-8")
-    for mark in results.benchmarks:
-        judged = {model: of[mark.name] for model, of in results.judged.items()}
-        if config.report.images:
-            draw(folder / f"grid_{mark.name}.png", mark, judged)
+    written, notes = tables(results, config.compare), conditions(config, results, versions)
+    short, long = "\n".join(map(markdown, written)), details(results.rows)
+    _write(folder / "table.md", f"{short}\nEvery metric:\n\n{long}\n{' '.join(notes)}\n")
+    model = config.model.id
+    title = config.report.title or f"flowalign eval: {len(results.judged)} models on {model}"
+    page = report.render(
+        results, written, title=title, conditions=notes, config=to_yaml(config), model=model
+    )
+    _write(folder / "report.html", page)
+    for benchmark in results.benchmarks if config.report.images else ():
+        judged = {model: of[benchmark.name] for model, of in results.judged.items()}
+        draw(folder / f"grid_{benchmark.name}.png", benchmark, judged)
     return short
 
 
-def document(
-    config: EvalStage, results: Results, reports: Mapping[str, EvalReport]
-) -> dict[str, Any]:
+def _write(path: Path, text: str) -> None:
+    with replacing(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+def document(config: EvalStage, results: Results, versions: Mapping[str, str]) -> dict[str, Any]:
     """results.json: every number, every image's scores, and who scored them."""
 
     def listed(rows: Mapping[str, EvalRow]) -> list[dict[str, Any]]:
         return [vars(row) for row in rows.values()]
 
+    sampling = config.sampling.model_dump() | config.model.model_dump(mode="json")
     models = {}
-    for model, found in reports.items():
+    for model, judged in results.judged.items():
         scores, first = results.scores(model), results.first
         models[model] = {
             "adapter": config.models[model],
-            "rows": [vars(row) for row in found.rows],
-            "settings": found.settings,
-            "environment": found.environment,
-            "fidelity": vars(scores["fidelity"]) if "fidelity" in scores else None,
-            "average": vars(scores["average"]) if "average" in scores else None,
+            "rows": [vars(row) for row in results.rows[model]],
+            "settings": sampling,
+            "environment": versions,
+            "fidelity": vars(scores[FIDELITY]) if FIDELITY in scores else None,
+            "average": vars(scores[AVERAGE]) if AVERAGE in scores else None,
             "difference": listed(results.difference(model, first)) if model != first else [],
-            "images": {mark: judged.rows for mark, judged in results.judged[model].items()},
+            "images": {name: images.rows for name, images in judged.items()},
         }
-    compared = {
-        model: {other: listed(results.difference(model, other)) for other in others}
-        for model, others in config.compare.items()
-    }
+    benchmarks = {}
+    for benchmark in results.benchmarks:  # what their numbers depend on
+        about = describe(benchmark.reward)
+        own = {"reward": about.pop("name"), "headline": benchmark.headline}
+        benchmarks[benchmark.name] = own | about
     return {
         "version": VERSION,
         "config": config.model_dump(mode="json"),
-        "benchmarks": {mark.name: _judge(mark) for mark in results.benchmarks},
+        "benchmarks": benchmarks,
         "models": models,
-        "compare": compared,
+        "compare": {
+            model: {other: listed(results.difference(model, other)) for other in others}
+            for model, others in config.compare.items()
+        },
     }
 
 
-def _judge(benchmark: Benchmark) -> dict[str, Any]:
-    """{"reward": its name, "headline": ..., "engine": ..., ...}: what its numbers depend on."""
-    found = describe(benchmark.reward)
-    return {"reward": found.pop("name"), "headline": benchmark.headline, **found}
-
-
-def _plain(value: Any) -> Any:
-    """The same for JSON: NaN and infinity become null."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def conditions(config: EvalStage, results: Results, environment: Mapping[str, str]) -> list[str]:
-    """What the numbers hold for, a sentence each."""
+def conditions(config: EvalStage, results: Results, versions: Mapping[str, str]) -> list[str]:
+    """How the numbers were measured, one sentence each."""
     s, m, f = config.sampling, config.model, config.fidelity
-    sets = {mark.source or mark.name: mark for mark in results.benchmarks}
+    # benchmarks that share images also share prompts, which are counted once
+    sets = {benchmark.source or benchmark.name: benchmark for benchmark in results.benchmarks}
     counts = ", ".join(
-        f"{len(mark.prompts)} prompts of {name}"
-        + (f" with {mark.images} images each" if mark.images > 1 else "")
-        for name, mark in sets.items()
+        f"{len(benchmark.prompts)} prompts of {name}"
+        + (f" with {benchmark.copies} images each" if benchmark.copies > 1 else "")
+        for name, benchmark in sets.items()
     )
-    versions = ", ".join(f"{name} {version}" for name, version in environment.items())
-    found = [
+    sentences = [
         f"Images of {m.id} ({m.dtype}, {m.height}x{m.width}) for {counts}: {s.steps} Euler steps, "
         f"guidance {s.guidance:g}, seed {s.seed}; scored at 8 bits a channel."
     ]
     if len(results.benchmarks) > 1:
-        found.append("average: the unweighted mean of the benchmarks.")
+        sentences.append("average: the unweighted mean of the benchmarks.")
     for names, what in _dependent(results.benchmarks):
-        found.append(
+        sentences.append(
             f"{' and '.join(names)} {what}, yet the average's error takes them as independent."
         )
-    for mark in config.benchmarks:
-        if mark.layout:
-            found.append(
-                f"The images of {mark.name} are also in the official layout of {mark.layout}: "
-                f"layouts/<model>/{mark.name}."
+    for benchmark in config.benchmarks:
+        if benchmark.layout:
+            sentences.append(
+                f"The images of {benchmark.name} are also in the official layout of "
+                f"{benchmark.layout}: layouts/<model>/{benchmark.name}."
             )
     if f:
-        found.append(
+        sentences.append(
             f"fidelity: Fréchet distance, lower is better, between the {f.features!r} features of "
             f"all images of a model and of the reference {f.reference!r}; its error is a "
             f"jackknife over {GROUPS} groups of images."
         )
-    return [*found, f"Measured with {versions}."]
+    listed = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return [*sentences, f"Measured with {listed}."]
 
 
 def _dependent(benchmarks: Sequence[Benchmark]) -> Iterator[tuple[list[str], str]]:
-    """Names of benchmarks whose numbers go up and down together, and why."""
-    sources = dict.fromkeys(mark.source for mark in benchmarks if mark.source)
+    """Names of benchmarks whose numbers are correlated, and why."""
+    sources = dict.fromkeys(benchmark.source for benchmark in benchmarks if benchmark.source)
     for source in sources:
-        names = [mark.name for mark in benchmarks if mark.source == source]
+        names = [benchmark.name for benchmark in benchmarks if benchmark.source == source]
         if len(names) > 1:
             yield names, f"judge the same images of {source}"
-    sets = {mark.source or mark.name: set(mark.prompts.prompts) for mark in benchmarks}
+    sets = {b.source or b.name: set(b.prompts.prompts) for b in benchmarks}
     for a, b in combinations(sets, 2):
         if sets[a] & sets[b]:
             yield [a, b], "share prompts"
 
 
-def page(config: EvalStage, results: Results, found: Sequence[Table], said: Sequence[str]) -> str:
-    """report.html."""
-    title = (
-        config.report.title or f"flowalign eval: {len(results.judged)} models on {config.model.id}"
-    )
-    return report.render(
-        results, found, title=title, conditions=said, config=to_yaml(config), model=config.model.id
-    )
-
-
 def draw(path: Path, benchmark: Benchmark, judged: Mapping[str, Judged]) -> None:
-    """The first prompts of a benchmark, of each its first image: one row of images per model, its
-    score under each."""
-    part, copies = benchmark.headline or "value", benchmark.images
-    first = slice(0, SHOWN * copies, copies)
-    images = [[pixels_of(file) for file in found.pictures[first]] for found in judged.values()]
-    captions = [
-        [
-            f"{name}: {row.get(part, math.nan):.2f}\n{row['prompt']}"
-            for row in found.rows[: len(found.pictures)][first]
-        ]
-        for name, found in judged.items()
-    ]
+    """The first image of each of a benchmark's first prompts: one row per model, with scores."""
+    part, copies = part_of(benchmark), benchmark.copies
     title = f"{benchmark.name}: same prompts and noise, one row a model"
     if copies > 1:
         title += f"; the first of {copies} images each"
-    side_by_side(path, images, captions, title=title)
+    pixels, captions = [], []
+    for model, images in judged.items():
+        first = range(0, min(len(images.pictures), SHOWN * copies), copies)
+        rows = [images.rows[i] for i in first]
+        pixels.append([pixels_of(images.pictures[i]) for i in first])
+        captions.append([f"{model}: {r.get(part, math.nan):.2f}\n{r['prompt']}" for r in rows])
+    side_by_side(path, pixels, captions, title=title)

@@ -4,12 +4,12 @@
 
 scores a folder of images that this library or the official script wrote, and prints the accuracy
 of each task and the overall. The layout is that of djghosh13/geneval@af4902f, so that the official
-`evaluate_images.py` scores what `write` wrote, and `summary_scores.py` what `evaluate` found:
+`evaluate_images.py` scores what `write` wrote, and `summary_scores.py` reads what `evaluate` wrote:
 
     FOLDER/00000/metadata.jsonl          one line: tag, include, exclude, prompt
-    FOLDER/00000/samples/00000.png ...    the images of that prompt, the same number for all
+    FOLDER/00000/samples/00000.png ...    the images of that prompt, equally many for all prompts
 
-Numbers start at 0 and leave none out; how many digits they have is free. Other files are ignored.
+Numbers start at 0 without gaps and may have any number of digits. Other files are ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ import yaml
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from flowalign.images import to_uint8
+from flowalign.files import replacing
+from flowalign.images import to_float, to_uint8
 from flowalign.rewards import check
 from flowalign.rewards.geneval import DETECTORS, GenEval, build_detector
 from flowalign.rewards.geneval_judge import judge, select, summarize
@@ -63,15 +64,16 @@ def write(
     """Write P prompts' metadata and images, P x [K,3,H,W] in [0,1], as prompts first, first + 1...
 
     Raises ValueError for metadata that cannot be judged, unequal lengths and pixels that are NaN,
-    and FolderError where a prompt has images already, which is no place to mix in others.
+    and FolderError if a prompt already has images.
     """
     if len(metadata) != len(images):
-        raise ValueError(f"got {len(metadata)} prompts and images of {len(images)}; give as many.")
+        raise ValueError(f"got {len(metadata)} prompts and images of {len(images)}; give one each.")
     for number, (meta, samples) in enumerate(zip(metadata, images, strict=True), first):
         check_metadata(meta, f"prompt {number}")
         place = Path(folder) / f"{number:05}" / "samples"
         if place.is_dir() and any(place.iterdir()):
             raise FolderError(f"{place} holds images already; remove them or use another folder.")
+        # all pixels are checked before the first file of the prompt is written
         pictures = [Image.fromarray(to_uint8(image)) for image in samples]
         place.mkdir(parents=True, exist_ok=True)
         (place.parent / "metadata.jsonl").write_text(json.dumps(dict(meta)))
@@ -80,31 +82,38 @@ def write(
 
 
 def read(folder: str | Path) -> list[Sample]:
-    """The images of a folder, by the number of the prompt and then of the image.
+    """The images of a folder, sorted by the number of the prompt and then of the image.
 
-    Every image is read through once. Raises FolderError, naming the place, for a folder that is
-    missing or empty, numbers that are left out or double, metadata that is missing or cannot be
-    judged, prompts without images or with fewer than others, and images that are broken.
+    Every file is verified. Raises FolderError, naming the place, for a folder that is missing or
+    empty, numbers that are missing or double, metadata that is missing or cannot be judged, prompts
+    without images or with fewer than others, and broken images.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise FolderError(f"there is no folder {folder}; give one of images. {LAYOUT}")
     prompts = _numbered((path for path in folder.iterdir() if path.is_dir()), r"\d+", folder)
     samples: list[list[Sample]] = []
-    for place in prompts:
-        meta, inside = _metadata(place / "metadata.jsonl"), place / "samples"
+    for prompt in prompts:
+        metadata, inside = _read_metadata(prompt / "metadata.jsonl"), prompt / "samples"
         files = inside.iterdir() if inside.is_dir() else ()
         paths = _numbered((path for path in files if path.is_file()), r"\d+\.png", inside)
-        samples.append([Sample(path, meta) for path in paths])
+        samples.append([Sample(path, metadata) for path in paths])
         if len(paths) != len(samples[0]):
             raise FolderError(
                 f"{inside} holds {len(paths)} images, but {prompts[0].name} has "
-                f"{len(samples[0])}; a prompt that lacks images would count less. Complete it."
+                f"{len(samples[0])}; a prompt with fewer images would count less. Add them."
             )
-    found = [sample for row in samples for sample in row]
-    for sample in found:
-        _check_image(sample.path)
-    return found
+    flat = [sample for row in samples for sample in row]
+    for sample in flat:
+        try:
+            with Image.open(sample.path) as image:
+                image.verify()
+        except Exception as error:  # PIL raises whatever its decoder does
+            raise FolderError(
+                f"{sample.path} is no image that can be read ({type(error).__name__}: {error}). "
+                "Write it again."
+            ) from error
+    return flat
 
 
 def evaluate(
@@ -115,27 +124,29 @@ def evaluate(
     batch_size: int = 16,
     **rules: Any,
 ) -> list[dict[str, Any]]:
-    """Judge every image of a folder by the official rules: one row an image, as `read` has them.
+    """Judge every image of a folder by the official rules: one row per image, in `read`'s order.
 
     rules: thresholds of `judge`. A row is what the official script writes: filename, tag, prompt,
     correct, reason, and as JSON text the metadata and the details {class: boxes that counted}.
-    `flowalign.eval.geneval.summarize` takes the rows; out: a .jsonl file to write them to, when
-    all are there. Raises as `read` does, and what the detector raises: no image is left out.
+    `flowalign.eval.geneval.summarize` takes the rows. out: a .jsonl file for them, written at the
+    end. Raises as `read` does, and whatever the detector raises: no image is left out.
     """
-    check("geneval", rules)
+    check("geneval", rules)  # before the folder is read, which may take minutes
     samples, rows = read(folder), []
     for start in range(0, len(samples), batch_size):
-        some = samples[start : start + batch_size]
-        for mine, found in zip(some, _detect(detector, some), strict=True):
-            rows.append(_row(mine, found, rules))
+        batch = samples[start : start + batch_size]
+        images, detections = [_image(sample.path) for sample in batch], []
+        for _, same in groupby(images, key=lambda image: image.shape):  # images of one size
+            detections += detector(torch.stack(list(same)))
+        rows += [_row(*pair, rules) for pair in zip(batch, detections, strict=True)]
     if out is not None:
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
-        Path(out).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with replacing(out) as part:
+            part.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Score a GenEval folder; exit status 2 with the reason where that is impossible."""
+    """Score a GenEval folder; exit status 2, with the reason, if that is impossible."""
     parser = argparse.ArgumentParser("python -m flowalign.eval.geneval_folder")
     parser.add_argument("folder", help="images in GenEval's layout")
     parser.add_argument("--detector", default="mask2former", help=f"{', '.join(DETECTORS)} or path")
@@ -144,7 +155,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", help="write one line an image, as the official script does")
     args = parser.parse_args(argv)
     try:
-        detector = build_detector(args.detector, dict(map(_option, args.option)))
+        options = {}
+        for option in args.option:
+            name, equals, value = option.partition("=")
+            if not equals:
+                raise ValueError(f"--option {option!r} is not of the form NAME=VALUE.")
+            options[name] = yaml.safe_load(value)
+        detector = build_detector(args.detector, options)
         rows = evaluate(args.folder, detector, args.out)
     except (ValueError, OSError, ImportError) as error:
         print(f"geneval_folder: {error}", file=sys.stderr)
@@ -155,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def table(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """The summary as the official summary_scores.py orders it, a line each."""
+    """The summary in the order of the official summary_scores.py, one line each."""
     lines = [
         f"{tag:16} {accuracy:7.2%}  ({round(accuracy * summary['counts'][tag])} of "
         f"{summary['counts'][tag]} images)"
@@ -170,78 +187,13 @@ def table(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _detect(detector: Detector, samples: Sequence[Sample]) -> list[Detections]:
-    """One Detections a sample; images of one size go together."""
-    images, found = [_image(sample.path) for sample in samples], []
-    for _, same in groupby(images, key=lambda image: image.shape):
-        found += detector(torch.stack(list(same)))
-    return found
-
-
-def _row(sample: Sample, found: Detections, rules: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of the results file."""
-    meta = sample.metadata
-    verdict = judge(meta, found.boxes, found.colors, **rules)
-    limits = {name: value for name, value in rules.items() if name != "position_threshold"}
-    counted = {
-        name: np.asarray(found.boxes[name], np.float32)[rows].tolist()
-        for name, rows in select(meta, found.boxes, **limits).items()
-    }
-    return {
-        "filename": str(sample.path),
-        "tag": meta["tag"],
-        "prompt": meta["prompt"],
-        "correct": verdict.correct,
-        "reason": verdict.reason,
-        "metadata": json.dumps(meta),
-        "details": json.dumps(counted),
-    }
-
-
-def _numbered(paths: Iterable[Path], pattern: str, where: Path) -> list[Path]:
-    """The paths whose name is a number of that form, in order; refused unless 0, 1, 2, ..."""
-    found = [(int(p.stem), p.name, p) for p in paths if re.fullmatch(pattern, p.name, re.ASCII)]
-    found.sort()
-    numbers = [number for number, _, _ in found]
-    if not found:
-        raise FolderError(f"{where} holds nothing that is numbered. {LAYOUT}")
-    if missing := sorted(set(range(numbers[-1] + 1)) - set(numbers)):
-        shown = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
-        raise FolderError(
-            f"{where} goes to {found[-1][1]}, but number {shown} is missing ({len(missing)} in "
-            "all). What is left out would change the score: complete it, or number it anew."
-        )
-    if len(set(numbers)) < len(numbers):
-        double = next(b for (a, _, _), (b, _, _) in zip(found, found[1:], strict=False) if a == b)
-        raise FolderError(f"{where} holds number {double} twice; remove one.")
-    return [path for _, _, path in found]
-
-
-def _metadata(path: Path) -> dict[str, Any]:
-    """The one line of a metadata file, checked."""
-    if not path.is_file():
-        raise FolderError(f"there is no {path}. {LAYOUT}")
-    try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise FolderError(
-            f"{path} is not one line of JSON ({error}). It is to hold that line of GenEval's "
-            "evaluation_metadata.jsonl."
-        ) from error
-    try:
-        check_metadata(meta, str(path))
-    except ValueError as error:
-        raise FolderError(str(error)) from None
-    return meta
-
-
-def check_metadata(meta: Any, where: str) -> None:
+def check_metadata(metadata: Any, where: str) -> None:
     """Raise ValueError for metadata without a tag, a prompt, or what GenEval judges by."""
-    keys = meta if isinstance(meta, Mapping) else {}
+    keys = metadata if isinstance(metadata, Mapping) else {}
     for key in ("tag", "prompt"):
         if not isinstance(keys.get(key), str):
             raise ValueError(
-                f"{where}: metadata {str(meta)[:80]!r} has no text `{key}`. It is to hold a line "
+                f"{where}: metadata {str(metadata)[:80]!r} has no text `{key}`. It must be a line "
                 "of GenEval's evaluation_metadata.jsonl."
             )
     try:
@@ -250,29 +202,70 @@ def check_metadata(meta: Any, where: str) -> None:
         raise ValueError(f"{where}: {error}") from None
 
 
-def _check_image(path: Path) -> None:
+def _read_metadata(path: Path) -> dict[str, Any]:
+    """The one line of a metadata file, checked."""
+    if not path.is_file():
+        raise FolderError(f"there is no {path}. {LAYOUT}")
     try:
-        with Image.open(path) as image:
-            image.verify()
-    except Exception as error:  # PIL raises whatever the decoder at hand does
+        metadata = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise FolderError(
-            f"{path} is no image that can be read ({type(error).__name__}: {error}). "
-            "Write it again."
+            f"{path} is not one line of JSON ({error}). It must be the prompt's line of GenEval's "
+            "evaluation_metadata.jsonl."
         ) from error
+    try:
+        check_metadata(metadata, str(path))
+    except ValueError as error:
+        raise FolderError(str(error)) from None
+    return metadata
+
+
+def _row(sample: Sample, detections: Detections, rules: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of the results file."""
+    metadata = sample.metadata
+    verdict = judge(metadata, detections.boxes, detections.colors, **rules)
+    # `select` applies every rule but the one of positions, which is about pairs of boxes
+    limits = {name: value for name, value in rules.items() if name != "position_threshold"}
+    counted = {
+        # float32, as the official detector's boxes
+        name: np.asarray(detections.boxes[name], np.float32)[rows].tolist()
+        for name, rows in select(metadata, detections.boxes, **limits).items()
+    }
+    return {
+        "filename": str(sample.path),
+        "tag": metadata["tag"],
+        "prompt": metadata["prompt"],
+        "correct": verdict.correct,
+        "reason": verdict.reason,
+        "metadata": json.dumps(metadata),
+        "details": json.dumps(counted),
+    }
+
+
+def _numbered(paths: Iterable[Path], pattern: str, where: Path) -> list[Path]:
+    """The paths whose name matches a number, sorted; FolderError unless they are 0, 1, 2, ..."""
+    matching = [path for path in paths if re.fullmatch(pattern, path.name, re.ASCII)]
+    matching.sort(key=lambda path: (int(path.stem), path.name))
+    if not matching:
+        raise FolderError(f"{where} holds nothing that is numbered. {LAYOUT}")
+    numbers = [int(path.stem) for path in matching]
+    if missing := sorted(set(range(numbers[-1] + 1)) - set(numbers)):
+        shown = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
+        raise FolderError(
+            f"{where} goes to {matching[-1].name}, but number {shown} is missing ({len(missing)} "
+            "in all). Missing ones would change the score: add them, or renumber the others."
+        )
+    for number, expected in zip(numbers, range(len(numbers)), strict=True):
+        if number != expected:
+            raise FolderError(f"{where} holds number {number} twice. Remove one.")
+    return matching
 
 
 def _image(path: Path) -> Tensor:
     """[3,H,W] in [0,1]."""
     with Image.open(path) as file:
-        image = ImageOps.exif_transpose(file).convert("RGB")
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
-
-
-def _option(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ValueError(f"--option {text!r} is not of the form NAME=VALUE.")
-    return name, yaml.safe_load(value)
+        pixels = np.array(ImageOps.exif_transpose(file).convert("RGB"))
+    return to_float(torch.from_numpy(pixels).permute(2, 0, 1))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""report.html: an evaluation as one page that needs nothing beside itself, and no network.
+"""report.html: an evaluation as one page without other files and without a network.
 
-The page is `report.html.j2`; here is what it shows, computed from `table.Results`.
+The page is the template `report.html.j2`; this module computes what it shows from `Results`.
 """
 
 from __future__ import annotations
@@ -13,34 +13,35 @@ from pathlib import Path
 from typing import Any
 
 from flowalign.eval import published
-from flowalign.eval.stats import FIELDS, tag_rows
+from flowalign.eval.stats import FIELDS, headline_rows, part_of
 from flowalign.eval.suite import Benchmark
 from flowalign.eval.table import Results, Table, shown
 from flowalign.pictures import thumbnail
 from flowalign.types import EvalRow
 
-LONGEST = 256  # pixels of an image in the page; what is larger lies under images/ as it is
+LONGEST = 256  # pixels of an image in the page; larger ones are reduced
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A number as a bar: where it ends, and its error to each side, in percent of the axis."""
+    """A number as a bar: its end and the ends of its error, in percent of the axis."""
 
     model: str
     text: str
     n: int
     end: float
-    error: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
 class Cell:
-    """An image as a data URI, or as the name of the one in the page that it shows again; its score
-    as text; level: where it lies among all shown, 0 to 100.
+    """An image with its score.
 
-    level is None where there is no score. hint: every part of the score; reason: what it rests
-    on. failed: judged wrong, or where there is no verdict, in the lower half of what is shown; or
-    without a score.
+    source: a data URI, "" if an earlier benchmark shows the image called `name`. level: the place
+    of the score between the lowest (0) and highest (100) shown, None without a score. hint: every
+    part of the score. reason: what it rests on. failed: judged wrong, or, without a verdict, in the
+    lower half of the scores shown, or without a score.
     """
 
     source: str
@@ -54,8 +55,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Line:
-    """One prompt with the cells of each model, one an image; disagree: their scores differ, see
-    `disagree`."""
+    """One prompt: for each model one cell per image. disagree: see the function `disagree`."""
 
     index: int
     prompt: str
@@ -73,92 +73,86 @@ def render(
     config: str,
     model: str,
 ) -> str:
-    """The page. conditions: how the numbers were measured, a sentence each; config as YAML; model:
-    the base model's id, for the published numbers of it."""
+    """The page. conditions: how the numbers were measured, one sentence each; config: YAML; model:
+    the base model's id, which decides whether published numbers are shown."""
     import jinja2
 
     source = Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
+    # autoescape: prompts and reasons come from files and models
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    grids = {mark.name: lines(results, mark) for mark in results.benchmarks}
+    grids = {benchmark.name: lines(results, benchmark) for benchmark in results.benchmarks}
     return environment.from_string(source).render(
         title=title,
         conditions=conditions,
         config=config,
         tables=tables,
         models=list(results.judged),
-        charts={mark.name: bars(results, mark) for mark in results.benchmarks},
-        grids={name: found for name, found in grids.items() if found},
-        copies={mark.name: mark.images for mark in results.benchmarks},
+        charts={benchmark.name: bars(results, benchmark) for benchmark in results.benchmarks},
+        grids={name: shown_lines for name, shown_lines in grids.items() if shown_lines},
+        copies={benchmark.name: benchmark.copies for benchmark in results.benchmarks},
         longest=LONGEST,
         published=published if published.concerns(model) else None,
     )
 
 
 def bars(results: Results, benchmark: Benchmark) -> dict[str, list[Bar]]:
-    """{tag: one bar a model}; empty where the benchmark has no tags."""
-    found: dict[str, dict[str, EvalRow]] = {}
+    """{tag: one bar per model}; empty if the benchmark has no tags."""
+    by_tag: dict[str, dict[str, EvalRow]] = {}
     for model, judged in results.judged.items():
-        for row in tag_rows(benchmark, judged[benchmark.name].rows):
-            found.setdefault(row.metric, {})[model] = row
-    means = [row.mean for rows in found.values() for row in rows.values() if row.n]
+        for row in headline_rows(benchmark, judged[benchmark.name].rows)[1:]:
+            by_tag.setdefault(row.metric, {})[model] = row
+    means = [row.mean for rows in by_tag.values() for row in rows.values() if row.n]
     axis = max([1.0, *means])  # shares end at 1
-    return {
-        tag: [_bar(model, row, axis) for model, row in rows.items()] for tag, rows in found.items()
-    }
 
+    def bar(model: str, row: EvalRow) -> Bar:
+        mean, error = (0.0 if math.isnan(x) else x / axis * 100 for x in (row.mean, row.stderr))
+        low, high = max(0.0, mean - error), min(100.0, mean + error)
+        return Bar(model, shown(row, 3), row.n, max(0.0, mean), low, max(low, high))
 
-def _bar(model: str, row: EvalRow, axis: float) -> Bar:
-    mean, error = (0.0 if math.isnan(x) else x / axis * 100 for x in (row.mean, row.stderr))
-    return Bar(model, shown(row, 3), row.n, max(0.0, mean), error)
+    return {tag: [bar(*item) for item in rows.items()] for tag, rows in by_tag.items()}
 
 
 def lines(results: Results, benchmark: Benchmark) -> list[Line]:
-    """The prompts whose images were kept, each with its images by every model. What an earlier
-    benchmark judged, too, is named, so that the page holds it once."""
-    judged = {model: found[benchmark.name] for model, found in results.judged.items()}
-    count, copies = min(len(found.pictures) for found in judged.values()), benchmark.images
-    part, source = benchmark.headline or "value", benchmark.source or benchmark.name
-    others = [mark for mark in results.benchmarks if (mark.source or mark.name) == source]
-    first = benchmark.name == others[0].name
-    scores = {m: [row.get(part, math.nan) for row in of.rows[:count]] for m, of in judged.items()}
-    known = [score for mine in scores.values() for score in mine if math.isfinite(score)]
-    ends = min(known, default=0.0), max(known, default=0.0)
-    found = []
+    """The prompts whose images were kept, each with its images by every model.
+
+    An image that an earlier benchmark also judged is only named, so that the page holds it once.
+    """
+    judged = {model: of[benchmark.name] for model, of in results.judged.items()}
+    copies, part, source = benchmark.copies, part_of(benchmark), benchmark.source or benchmark.name
+    sharing = [b.name for b in results.benchmarks if (b.source or b.name) == source]
+    count = min(len(images.pictures) for images in judged.values())  # images, not prompts
+    scores = {m: [row.get(part, math.nan) for row in j.rows[:count]] for m, j in judged.items()}
+    known = [score for values in scores.values() for score in values if math.isfinite(score)]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    result = []
     for start in range(0, count, copies):
         places = range(start, start + copies)
-        cells = [
-            [
-                _cell(
-                    of.rows[i],
-                    of.pictures[i] if first else None,
-                    f"{source}/{model}/{i}",
-                    scores[model][i],
-                    ends,
-                )
-                for i in places
-            ]
-            for model, of in judged.items()
-        ]
-        means = [_mean([scores[model][i] for i in places]) for model in judged]
+        cells, means = [], []
+        for model, images in judged.items():
+            row_cells = []
+            for i in places:
+                # the first of the benchmarks that share images shows them
+                picture = images.pictures[i] if benchmark.name == sharing[0] else None
+                name, score = f"{source}/{model}/{i}", scores[model][i]
+                row_cells.append(_cell(images.rows[i], picture, name, score, low, high))
+            valid = [scores[model][i] for i in places if math.isfinite(scores[model][i])]
+            means.append(sum(valid) / len(valid) if valid else math.nan)
+            cells.append(row_cells)
         row = next(iter(judged.values())).rows[start]
         tag = str(row["metadata"].get("tag", ""))
-        differ = disagree(means, ends[1] - ends[0])
-        found.append(Line(start // copies, row["prompt"], tag, differ, cells))
-    return found
-
-
-def _mean(scores: Sequence[float]) -> float:
-    """That of those that are known, NaN where none is."""
-    known = [score for score in scores if math.isfinite(score)]
-    return sum(known) / len(known) if known else math.nan
+        differ = disagree(means, high - low)
+        result.append(Line(start // copies, row["prompt"], tag, differ, cells))
+    return result
 
 
 def disagree(scores: Sequence[float], spread: float) -> bool:
-    """Whether models disagree on a prompt: their scores (means over its images) differ by more than
-    half of the spread of all shown (so any difference of right and wrong does, where there is one
-    image), or some have none (NaN)."""
+    """Whether models disagree on a prompt, by their mean scores over its images.
+
+    They do if the scores differ by more than half of the spread of all scores shown (any right and
+    wrong do, where there is one image), or if some models have none (NaN).
+    """
     known = [score for score in scores if math.isfinite(score)]
     if len(known) < len(scores):
         return bool(known)
@@ -166,21 +160,20 @@ def disagree(scores: Sequence[float], spread: float) -> bool:
 
 
 def _cell(
-    image: Mapping[str, Any],
-    picture: bytes | None,
-    name: str,
-    score: float,
-    ends: tuple[float, float],
+    row: Mapping[str, Any], picture: bytes | None, name: str, score: float, low: float, high: float
 ) -> Cell:
-    low, high = ends
-    level = None if math.isnan(score) else 100 * (score - low) / (high - low) if high > low else 100
-    parts = [f"{key} {value:.3g}" for key, value in image.items() if key not in FIELDS]
-    verdict = image.get("correct", math.nan)
+    verdict = row.get("correct", math.nan)
+    if math.isnan(score):
+        level = None
+    elif high > low:
+        level = 100 * (score - low) / (high - low)
+    else:  # all scores shown are equal: only a verdict can tell whether they are bad
+        level = 0.0 if verdict == 0 else 100.0
     failed = level is None or (verdict == 0 if math.isfinite(verdict) else level < 50)
-    text = "failed" if math.isnan(score) else f"{score:.2f}"
     source = ""
     if picture is not None:
         encoded = base64.b64encode(thumbnail(picture, LONGEST)).decode()
         source = f"data:image/png;base64,{encoded}"
-    reason = str(image.get("reason") or "")
-    return Cell(source, name, text, level, ", ".join(parts), reason, failed)
+    text = "failed" if math.isnan(score) else f"{score:.2f}"
+    hint = ", ".join(f"{key} {value:.3g}" for key, value in row.items() if key not in FIELDS)
+    return Cell(source, name, text, level, hint, str(row.get("reason") or ""), failed)

@@ -1,15 +1,16 @@
 """Evaluation: held-out prompts -> images with fixed noise -> scores -> an EvalReport.
 
-The noise of an image depends on the seed, on the place of its prompt in the set and on the number
-of the copy alone, so that models are compared on the same noise, whatever the batch size or the
-number of processes.
+The noise of an image depends only on the seed, the place of its prompt in the set and the number of
+its copy. So all models are compared on the same noise, whatever the batch size or the number of
+processes.
 """
 
 from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -20,55 +21,109 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from flowalign import rewards
 from flowalign.backbone import Backbone
+from flowalign.config import BenchmarkConfig, ConfigError
+from flowalign.data import load_prompts
 from flowalign.devices import current
+from flowalign.eval.layouts import check_layout
 from flowalign.eval.stats import average, headline_row, lost, rows_of
 from flowalign.eval.store import Key, Store
+from flowalign.images import eight_bits
+from flowalign.parallel import missing_steps
 from flowalign.pictures import png
 from flowalign.rewards.scoring import Ahead, score
 from flowalign.rollout import Noise, Schedule, places, sample
 from flowalign.types import EvalReport, EvalRow, PromptBatch, Reward, Scores
 
 
+class EvaluationError(RuntimeError):
+    """Too many images of an evaluation have no score: which, why, what to do."""
+
+
 @dataclass(frozen=True)
 class Benchmark:
-    """A named set of prompts, what judges their images, and how many of them each prompt has.
+    """A named set of prompts and the reward that scores their images.
 
-    source: the name of the images, which other benchmarks may judge, too; None = they are its own.
-    headline: the part of the scores that is the benchmark's number; None = the value itself.
+    copies: images per prompt. source: the name of the images if other benchmarks score them too;
+    None = this benchmark alone scores them.
     """
 
     name: str
     prompts: PromptBatch
     reward: Reward
-    images: int = 1
+    copies: int = 1
     source: str | None = None
 
     @property
     def headline(self) -> str | None:
+        """The part of the scores that is the benchmark's number; None = the value itself."""
         return getattr(self.reward, "headline", None)
 
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Images that are sampled once: so many of each prompt, and the benchmarks that judge them, if
-    any; layout: the official folder that they are written to, too (a key of layouts.LAYOUTS)."""
+    """Images that are sampled once, and the benchmarks that score them (there may be none).
+
+    copies: images per prompt. layout: the official folder that the images are also written to (a
+    key of layouts.LAYOUTS).
+    """
 
     name: str
     prompts: PromptBatch
-    images: int = 1
+    copies: int = 1
     judges: tuple[Benchmark, ...] = ()
     layout: str | None = None
 
     @staticmethod
     def of(benchmark: Benchmark) -> ImageSet:
-        """That of a benchmark which shares its images with no other."""
-        return ImageSet(benchmark.name, benchmark.prompts, benchmark.images, (benchmark,))
+        """The images of a benchmark that shares them with no other."""
+        return ImageSet(benchmark.name, benchmark.prompts, benchmark.copies, (benchmark,))
+
+
+def build_sets(
+    configs: Sequence[BenchmarkConfig],
+    place: str,
+    device: torch.device,
+    size: tuple[int, int] = (0, 0),
+) -> list[ImageSet]:
+    """The image sets of benchmark configs, with their prompts, and with their rewards on a device.
+
+    place: the key of the list in the config. size: height and width, which layouts depend on.
+    Raises ConfigError for prompts that an official layout cannot hold (before any reward is built)
+    and for rewards that cannot be built.
+    """
+    problems, prompt_sets = [], []
+    for index, config in enumerate(configs):
+        prompts = load_prompts(config.prompts, config.name)
+        prompts = prompts.select(range(len(prompts))[: config.limit])
+        prompt_sets.append(prompts)
+        try:
+            if config.layout:
+                check_layout(config.layout, prompts, (config.images, *size))
+        except ValueError as error:
+            problems.append(f"{place}.{index}.layout: {error}")
+    if problems:
+        raise ConfigError(problems)
+    # only now: building a reward may load a large model
+    sets = []
+    for index, (config, prompts) in enumerate(zip(configs, prompt_sets, strict=True)):
+        source, judges = config.name if config.rewards else None, []
+        for name, (key, options) in zip(config.judges, config.reward_keys.items(), strict=True):
+            try:
+                reward = rewards.build_on(device, options.name, options.options)
+                judges.append(Benchmark(name, prompts, reward, config.images, source))
+            except (ImportError, ValueError, OSError) as error:
+                problems.append(f"{place}.{index}.{key}: {error}")
+        sets.append(ImageSet(config.name, prompts, config.images, tuple(judges), config.layout))
+    if problems:
+        raise ConfigError(problems)
+    return sets
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How images are sampled: ODE steps, CFG scale, seed, images a forward."""
+    """How images are sampled: ODE steps, CFG scale, seed, images per forward pass."""
 
     steps: int
     guidance: float
@@ -77,33 +132,24 @@ class Settings:
 
 
 def generate(
-    backbone: Backbone,
-    prompts: PromptBatch,
-    settings: Settings,
-    first: int = 0,
-    copies: int = 1,
+    backbone: Backbone, prompts: PromptBatch, settings: Settings, first: int = 0, copies: int = 1
 ) -> Tensor:
     """Images [P*copies,3,H,W] in [0,1] of P prompts, deterministic (Euler ODE).
 
     first: the place of prompts[0] in its set. The copies of a prompt follow one another.
     """
-    schedule = Schedule(backbone.sigmas(settings.steps), "ode", 0.0, None)
-    found = places(len(prompts), copies)
+    keys = places(len(prompts), copies)
     rollout = sample(
         backbone,
-        prompts.select([prompt for prompt, _ in found]),
-        schedule,
+        prompts.select([prompt for prompt, _ in keys]),
+        Schedule(backbone.sigmas(settings.steps), "ode", 0.0, None),
         guidance=settings.guidance,
         noise=Noise((settings.seed,)),
-        places=[(first + prompt, copy) for prompt, copy in found],
+        places=[(first + prompt, copy) for prompt, copy in keys],
         batch_size=settings.batch_size,
     )
     assert rollout.images is not None
     return rollout.images
-
-
-class EvaluationError(RuntimeError):
-    """An evaluation of which too many images have no score: which, why, what to do."""
 
 
 def run(
@@ -117,18 +163,39 @@ def run(
 ) -> EvalReport:
     """Score every benchmark; with an accelerator each process takes a share of the prompts.
 
-    seconds: as in `judge_set`. max_invalid_share: a benchmark with more images without a score is
-    `lost`.
+    seconds: as in `judge_set`. A benchmark with a larger share of images without a score than
+    max_invalid_share is `lost`.
     """
     rows: list[EvalRow] = []
-    gone: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for images in sets:
-        found = judge_set(backbone, images, settings, accelerator, seconds=seconds)
-        for benchmark, judged in zip(images.judges, found, strict=True):
+        results = judge_set(backbone, images, settings, accelerator, seconds=seconds)
+        for benchmark, judged in zip(images.judges, results, strict=True):
             rows += rows_of(benchmark, judged.rows)
-            why = lost(benchmark, judged.rows, max_invalid_share)
-            gone |= {benchmark.name: why} if why else {}
-    return EvalReport(rows, vars(settings), environment(), gone)
+            if reason := lost(benchmark, judged.rows, max_invalid_share):
+                reasons[benchmark.name] = reason
+    return EvalReport(rows, vars(settings), environment(), reasons)
+
+
+def headline(report: EvalReport, benchmarks: Sequence[Benchmark]) -> float:
+    """The mean over the benchmarks of their numbers; NaN if one of them is lost."""
+    if any(benchmark.name in report.lost for benchmark in benchmarks):
+        return math.nan
+    return average([headline_row(benchmark, report.rows) for benchmark in benchmarks]).mean
+
+
+def environment() -> dict[str, str]:
+    """What the numbers were measured with: versions, and the device."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("diffusers", "transformers", "peft", "rapidocr", "paddleocr", "onnxruntime"):
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    device = current() or torch.device("cpu")
+    name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
+    return {**versions, "device": name}
+
+
+# Sampling and scoring ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -136,25 +203,14 @@ class Judged:
     """The images of a benchmark: one row per image, in order, and the first few pictures.
 
     A row holds index (the place of its prompt), copy, prompt, metadata, value (NaN = invalid),
-    reason (why it failed, or what the score rests on; None where nothing is said) and the parts of
-    its score; the copies of a prompt follow one another. pictures are PNG files, of the first rows;
-    features [N,D] on the CPU, one a row, None where none were asked for.
+    reason (why it failed, or what the score rests on; None if the reward gives none) and the parts
+    of its score. The copies of a prompt follow one another. pictures: PNG files of the first rows.
+    features: [N,D] on the CPU, one per row; None if none were asked for.
     """
 
     rows: list[dict[str, Any]]
     pictures: list[bytes]
     features: Tensor | None = None
-
-
-def judge_images(
-    backbone: Backbone,
-    benchmark: Benchmark,
-    settings: Settings,
-    accelerator: Accelerator | None = None,
-    **options: Any,
-) -> Judged:
-    """`judge_set` of one benchmark that has its images for itself."""
-    return judge_set(backbone, ImageSet.of(benchmark), settings, accelerator, **options)[0]
 
 
 def judge_set(
@@ -169,240 +225,189 @@ def judge_set(
     seconds: float | None = None,
     store: Store | None = None,
 ) -> list[Judged]:
-    """Sample and score the images of every prompt: what each judge finds, in the order of
-    `images.judges`; the result is the same on every process.
+    """Sample the images of every prompt and score them: one result per judge, in their order.
 
-    A batch is scored while the next one is sampled; one that takes a judge longer than `seconds` is
-    invalid (None = wait for ever). keep: prompts whose pictures are kept. features: images
-    [B,3,H,W] -> [B,D], of every image. advance is told how many images of this process are done,
-    once by each judge (where there is none, once). store: where images and rows are kept; what it
-    holds is neither sampled nor scored again.
+    The result is the same on every process. A batch is scored while the next one is sampled; one
+    that takes a judge longer than `seconds` is invalid (None = wait for ever). keep: prompts whose
+    pictures are kept. features: images [B,3,H,W] -> [B,D], taken of every image. advance is called
+    with the number of images of each batch of this process. store: where images and rows are kept;
+    what it holds is neither sampled nor scored again.
 
-    Images are scored as 8 bits a channel hold them, so that they are the same from a file.
+    Images are scored at 8 bits a channel, so that scores from memory and from a file are the same.
     """
     world, rank = (accelerator.num_processes, accelerator.process_index) if accelerator else (1, 0)
-    advance = advance or (lambda count: None)
+    scoring = _Scoring(images.judges, store, seconds)
+    own = _share(images, settings.batch_size, world, rank)
+    batches = [_plan(images, prompts, scoring, keep, bool(features)) for prompts in own]
+    sampled = [batch for batch in batches if _is_sampled(batch, store)]
     pictures: list[bytes] = []
-    seen: list[Tensor] = []
-    order: list[Key] = []
-    scored = _Scored(images.judges, store, seconds, advance)
-    parts = _batches(images, settings.batch_size, world, rank)
-    needs = {part: _needs(images, part, scored, keep, features is not None) for part in parts}
-    sampled = [part for part in parts if _to_sample(_keys(images, part), needs[part], store)]
-    for part, wanted in needs.items():
-        if sampled[:1] == [part]:  # the encoders come to the device once, not for every batch
-            backbone.text.prepare([images.prompts.select(each).prompts for each in sampled])
+    vectors: list[Tensor] = []
+    for batch in batches:
+        if (
+            sampled and sampled[0] is batch
+        ):  # the encoders come to the device once, not for every batch
+            backbone.text.prepare([images.prompts.select(b.prompts).prompts for b in sampled])
             sampled.pop(0)
-        keys = _keys(images, part)
-        todo = scored.missing(keys)
-        shown = [key for key in keys if key[0] < keep]
-        found = _images(backbone, images, settings, keys, wanted, store)
-        scored.submit(keys, todo, found)
-        if not images.judges:
-            advance(len(keys))
-        pictures += [png(found[key]) for key in shown]
+        pixels = _pixels(backbone, images, settings, batch, store)
+        scoring.submit(batch, pixels)
+        pictures += [png(pixels[key]) for key in batch.keys if key[0] < keep]
         if features:
-            seen.append(_features(torch.stack([found[key] for key in keys]), features))
-        order += keys
-    if backbone.sharded:
-        _keep_step(backbone, images, settings, world, rank)
-    ordered = [[rows[key] for key in order] for rows in scored.finish()]
-    if world > 1:  # a process without prompts has no features, and knows not how wide they are
-        ordered = [gather_object(rows) for rows in ordered]
-        pictures, seen = gather_object(pictures), gather_object(seen)
-    joined = torch.cat(seen) if seen else None
-    return [Judged(rows, pictures, joined) for rows in ordered]
+            vectors.append(_vectors(torch.stack([pixels[key] for key in batch.keys]), features))
+        if advance:
+            advance(len(batch.keys))
+    # every forward pass of a sharded base is one of all processes: sample once more, and drop it
+    for _ in range(missing_steps(len(batches), backbone.sharded)):
+        generate(backbone, images.prompts.select([0]), settings)
+    order = [key for batch in batches for key in batch.keys]
+    rows = [[known[key] for key in order] for known in scoring.finish()]
+    if world > 1:  # objects, not tensors: a process without prompts does not know the width of [D]
+        rows = [gather_object(judge_rows) for judge_rows in rows]
+        pictures, vectors = gather_object(pictures), gather_object(vectors)
+    joined = torch.cat(vectors) if vectors else None
+    return [Judged(judge_rows, pictures, joined) for judge_rows in rows]
 
 
-class _Scored:
-    """The rows of each judge by (prompt, copy): the store's, and what is scored beside sampling."""
+def _share(images: ImageSet, size: int, world: int, rank: int) -> list[range]:
+    """The batches of a process: whole prompts, at most `size` images where that is possible.
+
+    The batches are the same for any number of processes, and so is their arithmetic. If there are
+    more processes than batches, some have none.
+    """
+    total = len(images.prompts)
+    step = max(1, size // images.copies)  # more copies than `size` still are one batch
+    batches = [range(start, min(start + step, total)) for start in range(0, total, step)]
+    return batches[rank * len(batches) // world : (rank + 1) * len(batches) // world]
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Whole prompts whose images are sampled together.
+
+    unscored {judge: the images that it has yet to score}; needed: the images that are scored, shown
+    or turned into features.
+    """
+
+    prompts: range
+    keys: list[Key]
+    unscored: dict[str, list[Key]]
+    needed: set[Key]
+
+
+def _plan(images: ImageSet, prompts: range, scoring: _Scoring, keep: int, features: bool) -> _Batch:
+    keys = [(prompt, copy) for prompt in prompts for copy in range(images.copies)]
+    unscored = scoring.unscored(keys)
+    shown = [key for key in keys if features or key[0] < keep]
+    return _Batch(prompts, keys, unscored, set(shown).union(*unscored.values()))
+
+
+def _is_sampled(batch: _Batch, store: Store | None) -> bool:
+    """Whether images of a batch will be sampled, judged by the names of files."""
+    if store is None:
+        return bool(batch.needed)  # empty where nobody judges, shows or measures the images
+    wanted = [key for key in batch.keys if key in batch.needed or store.keeps(key)]
+    return not all(map(store.has, wanted))
+
+
+def _pixels(
+    backbone: Backbone, images: ImageSet, settings: Settings, batch: _Batch, store: Store | None
+) -> dict[Key, Tensor]:
+    """The needed images [3,H,W] of a batch, on the model's device, each at 8 bits a channel.
+
+    What the store lacks is sampled with its whole batch, so that the arithmetic is that of a run
+    without interruption. What the store keeps is written.
+    """
+    pixels: dict[Key, Tensor] = {}
+    for key in batch.needed:
+        if store and (image := store.load(key)) is not None:
+            # a GPU may round k / 255 differently from the CPU that read the file
+            pixels[key] = eight_bits(image.to(backbone.device))
+    missing = batch.needed - pixels.keys()
+    if store:  # images that nobody needs now, but that are to be kept
+        missing |= {key for key in batch.keys if store.keeps(key) and not store.has(key)}
+    if not missing:
+        return pixels
+    prompts = images.prompts.select(batch.prompts)
+    sampled = generate(backbone, prompts, settings, batch.prompts.start, images.copies)
+    for key, image in zip(batch.keys, eight_bits(sampled), strict=True):
+        if key in missing:
+            pixels[key] = image
+            if store:
+                store.save(key, image)
+    return pixels
+
+
+def _vectors(images: Tensor, features: Callable[[Tensor], Tensor]) -> Tensor:
+    """Features [B,D] on the CPU; NaN for an image that is not finite, which no encoder is given."""
+    finite = images.isfinite().flatten(1).all(1)
+    vectors = features(images.where(finite[:, None, None, None], 0)).float().cpu()
+    return vectors.where(finite.cpu()[:, None], torch.nan)
+
+
+class _Scoring:
+    """The rows of each judge by image: those of the store, and those scored beside the sampling."""
 
     def __init__(
-        self,
-        judges: Sequence[Benchmark],
-        store: Store | None,
-        seconds: float | None,
-        advance: Callable[[int], None],
+        self, judges: Sequence[Benchmark], store: Store | None, seconds: float | None
     ) -> None:
-        self.judges, self.store, self.advance = judges, store, advance
-        self.rows = {
-            mark.name: store.rows[mark.name].read(mark.prompts) if store else {} for mark in judges
-        }
-        self._under_way: list[tuple[Benchmark, Sequence[Key]]] = []
-        self._scoring = Ahead(seconds=seconds)
+        self.judges, self.store = judges, store
+        self.rows = {j.name: store.rows[j.name].read(j.prompts) if store else {} for j in judges}
+        self._ahead = Ahead(seconds=seconds)
+        self._submitted: list[tuple[Benchmark, list[Key]]] = []
 
-    def missing(self, keys: Sequence[Key]) -> dict[str, list[Key]]:
-        """{judge: which of these it has yet to score}."""
-        return {
-            mark.name: _unscored(mark.reward, keys, self.rows[mark.name]) for mark in self.judges
-        }
+    def unscored(self, keys: Sequence[Key]) -> dict[str, list[Key]]:
+        """{judge: the images without a row}; a groupwise reward scores all images of a prompt, or
+        none."""
+        missing = {}
+        for judge in self.judges:
+            missing[judge.name] = [key for key in keys if key not in self.rows[judge.name]]
+            if getattr(judge.reward, "groupwise", False):
+                prompts = {prompt for prompt, _ in missing[judge.name]}
+                missing[judge.name] = [key for key in keys if key[0] in prompts]
+        return missing
 
-    def submit(
-        self, keys: Sequence[Key], todo: Mapping[str, Sequence[Key]], images: Mapping[Key, Tensor]
-    ) -> None:
-        """Score those of a batch that are to do, once the batch before is done: a slow reward does
-        not fill the memory."""
-        for mine in todo.values():
-            self.advance(len(keys) - len(mine))
-        if not any(todo.values()):
+    def submit(self, batch: _Batch, pixels: Mapping[Key, Tensor]) -> None:
+        """Start to score a batch when the one before is done: a slow reward does not fill the
+        memory."""
+        if not any(batch.unscored.values()):
             return
         self._collect()
-        for mark in self.judges:
-            if mine := todo[mark.name]:
-                batch = mark.prompts.select([index for index, _ in mine])
-                shown = torch.stack([images[key] for key in mine])
-                self._scoring.submit(shown, batch, partial(_score, mark.reward))
-                self._under_way.append((mark, mine))
+        for judge in self.judges:
+            if keys := batch.unscored[judge.name]:
+                prompts = judge.prompts.select([prompt for prompt, _ in keys])
+                images = torch.stack([pixels[key] for key in keys])
+                self._ahead.submit(images, prompts, partial(_score, judge.reward))
+                self._submitted.append((judge, keys))
 
     def finish(self) -> list[dict[Key, dict[str, Any]]]:
-        """All rows of each judge, when the last batch is scored."""
+        """The rows of each judge, once the last batch is scored."""
         self._collect()
-        self._scoring.forget()
-        return [self.rows[mark.name] for mark in self.judges]
+        self._ahead.forget()
+        return [self.rows[judge.name] for judge in self.judges]
 
     def _collect(self) -> None:
-        under_way, self._under_way = self._under_way, []
-        for (mark, keys), scores in zip(under_way, self._scoring.answers(), strict=True):
-            judged = _image_rows(keys, mark.prompts, scores)
-            rows = self.rows[mark.name]
-            fresh = {k: row for k, row in zip(keys, judged, strict=True) if k not in rows}
-            rows.update(fresh)
+        submitted, self._submitted = self._submitted, []
+        for (judge, keys), scores in zip(submitted, self._ahead.answers(), strict=True):
+            rows = self.rows[judge.name]
+            # a groupwise reward also scored images that had a row: the first row counts
+            fresh = [_row(judge, keys, scores, i) for i in range(len(keys)) if keys[i] not in rows]
+            rows |= {(row["index"], row["copy"]): row for row in fresh}
             if self.store:
-                self.store.rows[mark.name].append(list(fresh.values()))
-            self.advance(len(keys))
+                self.store.rows[judge.name].append(fresh)
 
 
 def _score(reward: Reward, images: Tensor, batch: PromptBatch) -> Scores:
     return score(reward, images, batch.prompts, batch.metadata)
 
 
-def _batches(images: ImageSet, size: int, world: int, rank: int) -> list[range]:
-    """The prompts of each batch of a process: whole prompts, at most `size` images if that is
-    possible.
-
-    The batches are the same for any number of processes, and so is their arithmetic: where there
-    are more processes than batches, some have none.
-    """
-    total = len(images.prompts)
-    step = max(1, size // images.images)
-    starts = range(0, total, step)
-    mine = starts[rank * len(starts) // world : (rank + 1) * len(starts) // world]
-    return [range(start, min(start + step, total)) for start in mine]
-
-
-def _keys(images: ImageSet, part: range) -> list[Key]:
-    return [(index, copy) for index in part for copy in range(images.images)]
-
-
-def _needs(images: ImageSet, part: range, scored: _Scored, keep: int, features: bool) -> set[Key]:
-    """Which images of a batch are asked for: those to score, to show, to take features of."""
-    keys = _keys(images, part)
-    shown = [key for key in keys if key[0] < keep]
-    return {*shown, *(keys if features else ())}.union(*scored.missing(keys).values())
-
-
-def _to_sample(keys: Sequence[Key], wanted: Collection[Key], store: Store | None) -> bool:
-    """Whether a batch will be sampled, as far as can be told without a look into the files."""
-    if store is None:
-        return bool(wanted)
-    return any(not store.has(key) for key in keys if key in wanted or store.keeps(key))
-
-
-def _keep_step(
-    backbone: Backbone, images: ImageSet, settings: Settings, world: int, rank: int
-) -> None:
-    """Sample one more batch, for nothing, where another process has one more: each forward pass of
-    a sharded base is one of all processes."""
-    turns = [len(_batches(images, settings.batch_size, world, r)) for r in range(world)]
-    for _ in range(max(turns) - turns[rank]):
-        generate(backbone, images.prompts.select([0]), settings)
-
-
-def _unscored(reward: Reward, keys: Sequence[Key], rows: Mapping[Key, object]) -> list[Key]:
-    """The images without a row; of a groupwise reward, whole prompts of which one has none."""
-    missing = [key for key in keys if key not in rows]
-    if not getattr(reward, "groupwise", False):
-        return missing
-    prompts = {index for index, _ in missing}
-    return [key for key in keys if key[0] in prompts]
-
-
-def _images(
-    backbone: Backbone,
-    of: ImageSet,
-    settings: Settings,
-    keys: Sequence[Key],
-    wanted: Collection[Key],
-    store: Store | None,
-) -> dict[Key, Tensor]:
-    """The wanted images [3,H,W] of a batch, on the model's device, each at 8 bits a channel.
-
-    Those that the store lacks are sampled with their whole batch, so that they are those of a run
-    that was not interrupted; what it keeps is written.
-    """
-    found: dict[Key, Tensor] = {}
-    for key in wanted:
-        image = store.load(key) if store else None
-        if image is not None:
-            found[key] = _eight_bits(image.to(backbone.device))
-    missing = {key for key in wanted if key not in found}
-    if store:
-        missing |= {key for key in keys if store.keeps(key) and not store.has(key)}
-    if not missing:
-        return found
-    place = sorted({index for index, _ in keys})
-    images = generate(backbone, of.prompts.select(place), settings, place[0], of.images)
-    for key, image in zip(keys, _eight_bits(images), strict=True):
-        if key in missing:
-            found[key] = image
-            if store:
-                store.save(key, image)
-    return found
-
-
-def _eight_bits(images: Tensor) -> Tensor:
-    """Images in [0,1] as a PNG holds them; what is not finite stays so."""
-    return ((images.clamp(0, 1) * 255).round() / 255).where(images.isfinite(), images)
-
-
-def _features(images: Tensor, features: Callable[[Tensor], Tensor]) -> Tensor:
-    """[B,D] on the CPU; NaN for an image that is not finite, which no encoder need bear."""
-    known = images.isfinite().flatten(1).all(1)
-    found = features(images.where(known[:, None, None, None], 0)).float().cpu()
-    return found.where(known.cpu()[:, None], torch.nan)
-
-
-def _image_rows(keys: Sequence[Key], prompts: PromptBatch, scores: Scores) -> list[dict[str, Any]]:
-    return [
-        {
-            "index": index,
-            "copy": copy,
-            "prompt": prompts.prompts[index],
-            "metadata": prompts.metadata[index],
-            "reason": scores.reasons.get(i),
-            "value": float(scores.value[i]),
-            **{name: float(part[i]) for name, part in scores.parts.items()},
-        }
-        for i, (index, copy) in enumerate(keys)
-    ]
-
-
-def headline(report: EvalReport, benchmarks: Sequence[Benchmark]) -> float:
-    """The mean over the benchmarks of the number that each is known by; NaN if one of them is
-    lost."""
-    if any(mark.name in report.lost for mark in benchmarks):
-        return math.nan
-    return average([headline_row(mark, report.rows) for mark in benchmarks]).mean
-
-
-def environment() -> dict[str, str]:
-    """What the numbers were measured with: versions, and the device."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("diffusers", "transformers", "peft", "rapidocr", "paddleocr", "onnxruntime"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    device = current() or torch.device("cpu")
-    found["device"] = torch.cuda.get_device_name() if device.type == "cuda" else device.type
-    return found
+def _row(judge: Benchmark, keys: Sequence[Key], scores: Scores, i: int) -> dict[str, Any]:
+    """The row of image i of those that were scored, as `Judged` describes it."""
+    index, copy = keys[i]
+    return {
+        "index": index,
+        "copy": copy,
+        "prompt": judge.prompts.prompts[index],
+        "metadata": judge.prompts.metadata[index],
+        "reason": scores.reasons.get(i),
+        "value": float(scores.value[i]),
+        **{name: float(part[i]) for name, part in scores.parts.items()},
+    }

@@ -1,4 +1,4 @@
-"""An evaluation as tables: models down, benchmarks across, and the same for paired differences.
+"""An evaluation as tables: one row per model, one column per benchmark; also paired differences.
 
 Every file of an evaluation (table.md, report.html, results.json) takes its numbers from `Results`.
 """
@@ -10,27 +10,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from flowalign.eval.stats import (
-    AVERAGE,
-    FIDELITY,
-    Distance,
-    average,
-    difference,
-    headline_row,
-    rows_of,
-)
+from flowalign.eval.fidelity import Distance
+from flowalign.eval.stats import AVERAGE, FIDELITY, average, difference, headline_row, rows_of
 from flowalign.eval.suite import Benchmark, Judged
 from flowalign.types import EvalRow
 
 LOWER_IS_BETTER = {FIDELITY}
-CLEAR = 2.0  # standard errors from 0: a difference that is marked
+CLEAR = 2.0  # standard errors from 0: larger differences are coloured
 
 
 @dataclass(frozen=True)
 class Results:
-    """What was measured: judged {model: {benchmark: its images}}, distances {model: its own}.
+    """What was measured: judged {model: {benchmark: its images}}, distances {model: its fidelity}.
 
-    The first model is the one that all are compared with; distances may be empty.
+    All models are compared with the first. distances is empty where fidelity was not measured.
     """
 
     benchmarks: Sequence[Benchmark]
@@ -42,44 +35,36 @@ class Results:
         """The model that all others are compared with."""
         return next(iter(self.judged))
 
-    def rows(self, model: str) -> list[EvalRow]:
-        """Every metric of every benchmark."""
-        return self._rows[model]
-
     @cached_property
-    def _rows(self) -> dict[str, list[EvalRow]]:
-        """Of every model: several files ask for them, and their intervals take a moment."""
+    def rows(self) -> dict[str, list[EvalRow]]:
+        """{model: every metric of every benchmark}; kept, because bootstrap intervals take time."""
         return {
-            model: [row for mark in self.benchmarks for row in rows_of(mark, of[mark.name].rows)]
-            for model, of in self.judged.items()
+            model: [row for b in self.benchmarks for row in rows_of(b, judged[b.name].rows)]
+            for model, judged in self.judged.items()
         }
 
     def scores(self, model: str) -> dict[str, EvalRow]:
-        """{column: its number}: the benchmarks, fidelity if it was measured, their average."""
-        rows = self.rows(model)
-        numbers = [headline_row(mark, rows) for mark in self.benchmarks]
+        """{column: number}: the benchmarks, fidelity if it was measured, the average."""
+        numbers = [headline_row(benchmark, self.rows[model]) for benchmark in self.benchmarks]
         return _columns(numbers, self.distances[model].row if self.distances else None)
 
     def difference(self, model: str, other: str) -> dict[str, EvalRow]:
         """The same columns of model minus other, on the same prompts and noise."""
-        mine, theirs = self.judged[model], self.judged[other]
-        numbers = [
-            difference(mark, theirs[mark.name].rows, mine[mark.name].rows)
-            for mark in self.benchmarks
-        ]
+        first, second = self.judged[other], self.judged[model]  # gains are second - first
+        numbers = [difference(b, first[b.name].rows, second[b.name].rows) for b in self.benchmarks]
         gap = self.distances[model].minus(self.distances[other]) if self.distances else None
         return _columns(numbers, gap)
 
 
 def _columns(numbers: Sequence[EvalRow], fidelity: EvalRow | None) -> dict[str, EvalRow]:
-    found = {row.benchmark: row for row in numbers}
-    found |= {FIDELITY: fidelity} if fidelity else {}
-    return found | ({AVERAGE: average(numbers)} if numbers else {})
+    columns = {row.benchmark: row for row in numbers}
+    columns |= {FIDELITY: fidelity} if fidelity else {}
+    return columns | ({AVERAGE: average(numbers)} if numbers else {})
 
 
 @dataclass(frozen=True)
 class Table:
-    """rows {label: {column: number}}; places {column: decimals}; signed: these are differences."""
+    """rows {label: {column: number}}; places {column: decimals}; signed: differences."""
 
     caption: str
     rows: Mapping[str, Mapping[str, EvalRow]]
@@ -97,38 +82,38 @@ class Table:
         return " ↓" if column in LOWER_IS_BETTER else ""
 
     def text(self, label: str, column: str) -> str:
-        """Mean ± standard error; a dash where there is no number. Where images are missing, how
-        many there are."""
+        """Mean ± standard error, and the count where images have no score; a dash = no number."""
         row = self.rows[label][column]
-        some = row.total is not None and row.n < row.total
         number = shown(row, self.places[column], self.signed)
-        return f"{number} (n {row.n} of {row.total})" if some else number
+        incomplete = row.total is not None and row.n < row.total
+        return f"{number} (n {row.n} of {row.total})" if incomplete else number
 
     def interval(self, label: str, column: str) -> str:
-        """The ends of the 95 % interval, "" where there is none."""
+        """The ends of the 95 % interval, "" if there is none."""
         return between(self.rows[label][column], self.places[column])
 
     def n(self, column: str) -> str:
-        """How many images (of differences: pairs) the numbers of a column come from."""
+        """How many images (for differences: pairs) the numbers of a column come from."""
         return counts(row[column] for row in self.rows.values())
 
     def best(self, column: str) -> set[str]:
-        """The rows that no other beats, as printed: equal digits share the place.
+        """The rows with the best printed number; several if their digits are equal.
 
-        Empty for differences, and where there is no second number to beat.
+        Empty for differences, and where there are fewer than two numbers.
         """
         sign = -1 if column in LOWER_IS_BETTER else 1
-        found = {
+        # rounded as printed: digits that nobody sees must not decide
+        rounded = {
             label: sign * round(row[column].mean, self.places[column])
             for label, row in self.rows.items()
             if math.isfinite(row[column].mean)
         }
-        if self.signed or len(found) < 2:
+        if self.signed or len(rounded) < 2:
             return set()
-        return {label for label, value in found.items() if value == max(found.values())}
+        return {label for label, value in rounded.items() if value == max(rounded.values())}
 
     def trend(self, label: str, column: str) -> str:
-        """Of a difference that is CLEAR: "better" or "worse"; else ""."""
+        """ "better" or "worse" for a difference of more than CLEAR standard errors, else ""."""
         row = self.rows[label][column]
         if not self.signed or not abs(row.mean) > CLEAR * row.stderr:  # NaN is not clear
             return ""
@@ -136,32 +121,34 @@ class Table:
 
 
 def tables(results: Results, compare: Mapping[str, Sequence[str]]) -> list[Table]:
-    """The main table, the differences to the first model, and those that `compare` asks for.
+    """The main table, the differences to the first model, and one table per entry of `compare`.
 
-    compare {model: other models}: one table for each, model minus other.
+    compare {model: other models}: model minus each of the others.
     """
-    models = list(results.judged)
-    main = {model: results.scores(model) for model in models}
-    places = {column: _places(main.values(), column) for column in main[results.first]}
-    found = [Table("Mean ± standard error.", main, places)]
-    pairs = {f"Difference to {results.first}": [(model, results.first) for model in models[1:]]}
-    pairs |= {f"{model} minus others": [(model, o) for o in compare[model]] for model in compare}
-    for caption, wanted in pairs.items():
-        rows = {f"{model} − {other}": results.difference(model, other) for model, other in wanted}
+    first, *others = results.judged
+    main = {model: results.scores(model) for model in results.judged}
+    places = {column: _places(main.values(), column) for column in main[first]}
+    captions = {f"Difference to {first}": [(model, first) for model in others]}
+    for model, references in compare.items():
+        captions[f"{model} minus others"] = [(model, other) for other in references]
+    # differences get the decimals of the scores, so that both tables can be read together
+    result = [Table("Mean ± standard error.", main, places)]
+    for caption, pairs in captions.items():
+        rows = {f"{model} − {other}": results.difference(model, other) for model, other in pairs}
         if rows:
-            found.append(Table(f"{caption}, same prompts and noise:", rows, places, signed=True))
-    return found
+            result.append(Table(f"{caption}, same prompts and noise:", rows, places, signed=True))
+    return result
 
 
 def _places(rows: Iterable[Mapping[str, EvalRow]], column: str) -> int:
     """Decimals of a column: three, fewer for large numbers (PickScore 22.34), more for small."""
     sizes = [abs(row[column].mean) for row in rows if math.isfinite(row[column].mean)]
-    top = max(sizes, default=0.0)
-    return 2 if top >= 10 else 3 if top >= 0.1 or top == 0 else 5
+    largest = max(sizes, default=0.0)
+    return 2 if largest >= 10 else 3 if largest >= 0.1 or largest == 0 else 5
 
 
 def markdown(table: Table) -> str:
-    """One line a row, the best of a column in bold, and the counts below."""
+    """A table as Markdown: the best of a column in bold, and the counts below."""
     lines = [table.caption, ""]
     lines.append(line("", *(f"{column}{table.arrow(column)}" for column in table.columns)))
     lines.append("|" + "---|" * (1 + len(table.columns)))
@@ -174,20 +161,16 @@ def markdown(table: Table) -> str:
 
 
 def details(rows: Mapping[str, Sequence[EvalRow]]) -> str:
-    """{model: its rows} as Markdown: one line per benchmark and metric, one column per model, with
-    the 95 % interval."""
-    keys = dict.fromkeys((row.benchmark, row.metric) for mine in rows.values() for row in mine)
+    """{model: rows} as Markdown: one line per benchmark and metric, one column per model."""
     lines = [line("benchmark", "metric", "n", *rows), "|---|---|---|" + "---|" * len(rows)]
-    for benchmark, metric in keys:
-        found = [_find(mine, benchmark, metric) for mine in rows.values()]
-        n = counts(row for row in found if row)
-        cells = [" ".join([shown(row, 3), between(row, 3)]).strip() for row in found]
-        lines.append(line(benchmark, metric, n, *cells))
+    by_metric: dict[tuple[str, str], dict[str, EvalRow]] = {}
+    for model, numbers in rows.items():
+        for row in numbers:
+            by_metric.setdefault((row.benchmark, row.metric), {})[model] = row
+    for (benchmark, metric), numbers in by_metric.items():
+        cells = [f"{shown(row, 3)} {between(row, 3)}".strip() for row in map(numbers.get, rows)]
+        lines.append(line(benchmark, metric, counts(numbers.values()), *cells))
     return "\n".join(lines) + "\n"
-
-
-def _find(rows: Sequence[EvalRow], benchmark: str, metric: str) -> EvalRow | None:
-    return next((r for r in rows if (r.benchmark, r.metric) == (benchmark, metric)), None)
 
 
 def line(*cells: str) -> str:
@@ -196,20 +179,21 @@ def line(*cells: str) -> str:
 
 
 def counts(rows: Iterable[EvalRow]) -> str:
-    """ "512", or "510 to 512" where some have fewer."""
-    found = sorted({row.n for row in rows})
-    return " to ".join(map(str, dict.fromkeys([found[0], found[-1]])))
+    """ "512", or "510 to 512" if they differ."""
+    sizes = [row.n for row in rows]
+    low, high = min(sizes), max(sizes)
+    return str(low) if low == high else f"{low} to {high}"
 
 
 def between(row: EvalRow | None, places: int) -> str:
-    """The interval of a number, "" where there is none."""
+    """The 95 % interval of a number, "" if there is none."""
     if row is None or not math.isfinite(row.low + row.high):
         return ""
     return f"[{row.low:.{places}f}, {row.high:.{places}f}]"
 
 
 def shown(row: EvalRow | None, places: int, signed: bool = False) -> str:
-    """A number with its error; "–" = there is none, "?" = its error is unknown."""
+    """A number with its error; "–" = there is no number, "?" = its error is unknown."""
     if row is None or math.isnan(row.mean):
         return "–"
     error = "?" if math.isnan(row.stderr) else f"{row.stderr:.{places}f}"

@@ -4,26 +4,46 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
+COMMANDS = {
+    "train": ("flowalign.train:main", "Train from a config, as `accelerate launch train.py`."),
+    "eval": ("flowalign.eval.run:main", "Score models on held-out prompts."),
+    "sample": ("flowalign.cli:sample", "Sample images with a model and an optional LoRA."),
+    "merge": ("flowalign.cli:merge", "Merge LoRA adapters of one base into one."),
+    "data": ("flowalign.prompts.cli:main", "Prompt sets: generate, fetch, list, check."),
+    "push": ("flowalign.publish.push:main", "Upload an adapter to the Hugging Face Hub."),
+    "doctor": ("flowalign.doctor:main", "Examine a config or a reward before a run."),
+    "serve-reward": (
+        "flowalign.rewards.service.command:main",
+        "Serve a reward over HTTP, for runs that name it as `remote`.",
+    ),
+    "demo": ("flowalign.demo:main", "Distil three tiny teachers into one student, in minutes."),
+}
+"""Name -> (module:function from arguments to exit status, what it does)."""
 
-def train(argv: Sequence[str]) -> int:
-    """Train from a config (the same as `accelerate launch train.py`)."""
-    from flowalign.train import main as run
 
-    return run(argv)
-
-
-def evaluate(argv: Sequence[str]) -> int:
-    """Score models on held-out prompts (the same as `python -m flowalign.eval`)."""
-    from flowalign.eval.run import main as run
-
-    return run(argv)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; exit status 2 for one that does not exist."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: flowalign COMMAND ...\n")
+        for name, (_, text) in COMMANDS.items():
+            print(f"  {name:14}{text}")
+        print("\n`flowalign COMMAND --help` tells more.")
+        return 0
+    if argv[0] not in COMMANDS:
+        possible = ", ".join(COMMANDS)
+        print(f"flowalign: no command {argv[0]!r}; possible: {possible}", file=sys.stderr)
+        return 2
+    module, function = COMMANDS[argv[0]][0].split(":")  # imported only when it is asked for
+    return getattr(import_module(module), function)(list(argv[1:]))
 
 
 def sample(argv: Sequence[str]) -> int:
-    """Draw images of prompts with a model and an optional LoRA, as one labelled grid.
+    """Sample images of prompts with a model and an optional LoRA, as one labelled grid.
 
     They are the images that an evaluation with the same seed, steps and guidance scores.
     """
@@ -92,71 +112,6 @@ def merge(argv: Sequence[str]) -> int:
         print(f"flowalign merge: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def data(argv: Sequence[str]) -> int:
-    """Prompt sets: generate training prompts, fetch official sets, list them, check a file."""
-    from flowalign.prompts.cli import main as run
-
-    return run(argv)
-
-
-def push(argv: Sequence[str]) -> int:
-    """Upload a trained adapter, its card, config, plots and samples to the Hugging Face Hub."""
-    from flowalign.publish.push import main as run
-
-    return run(argv)
-
-
-def doctor(argv: Sequence[str]) -> int:
-    """Examine a config or a reward: what would break a run, its memory, time and cost."""
-    from flowalign.doctor import main as run
-
-    return run(argv)
-
-
-def serve_reward(argv: Sequence[str]) -> int:
-    """Serve a reward over HTTP, for runs elsewhere that name it as `remote`."""
-    from flowalign.rewards.serve import main as run
-
-    return run(argv)
-
-
-def demo(argv: Sequence[str]) -> int:
-    """Distil three tiny teachers into one student: minutes on two cores, nothing to download."""
-    from flowalign.demo import main as run
-
-    return run(argv)
-
-
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "train": train,
-    "eval": evaluate,
-    "sample": sample,
-    "merge": merge,
-    "data": data,
-    "push": push,
-    "doctor": doctor,
-    "serve-reward": serve_reward,
-    "demo": demo,
-}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Dispatch to a command; exit status 2 for one that does not exist."""
-    argv = sys.argv[1:] if argv is None else argv
-    if not argv or argv[0] in ("-h", "--help"):
-        print("usage: flowalign COMMAND ...\n")
-        for name, command in COMMANDS.items():
-            print(f"  {name:14}{(command.__doc__ or '').splitlines()[0]}")
-        print("\n`flowalign COMMAND --help` tells more.")
-        return 0
-    if argv[0] not in COMMANDS:
-        print(
-            f"flowalign: no command {argv[0]!r}; possible: {', '.join(COMMANDS)}", file=sys.stderr
-        )
-        return 2
-    return COMMANDS[argv[0]](list(argv[1:]))
 
 
 if __name__ == "__main__":

@@ -19,3 +19,11 @@ def to_uint8(image: Tensor) -> np.ndarray:
 def to_float(pixels: Tensor) -> Tensor:
     """uint8 [B,3,H,W] -> float32 in [0,1]; `to_uint8` of it gives the same pixels back."""
     return pixels.float() / 255
+
+
+def eight_bits(images: Tensor) -> Tensor:
+    """Images in [0,1] rounded to 8 bits a channel, as files hold them, still as floats.
+
+    Pixels that are NaN or infinite stay so.
+    """
+    return ((images.clamp(0, 1) * 255).round() / 255).where(images.isfinite(), images)

@@ -1,4 +1,4 @@
-"""Pictures a person looks at: image files, labelled grids and the plot of a run's metrics."""
+"""Pictures for people: PNG files, labelled grids of images, and the plot of a run's metrics."""
 
 from __future__ import annotations
 
@@ -16,34 +16,35 @@ from PIL import Image
 from torch import Tensor
 
 from flowalign import metrics
+from flowalign.files import replacing
+from flowalign.images import to_float, to_uint8
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SMALL = 128  # images are drawn at least this wide
+SMALL = 128  # pixels: narrower images are drawn with sharp pixels
 CAPTION = 24  # characters in a line of a caption
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 
 def image_files(folder: Path) -> list[Path]:
-    """The images in a folder and those below it, sorted; empty where there is no such folder."""
+    """The images in a folder and its subfolders, sorted; empty if there is no such folder."""
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGES)
 
 
 def png(image: Tensor) -> bytes:
-    """A PNG file of an image [3,H,W] in [0,1]."""
-    pixels = (image.detach().float().clamp(0, 1) * 255).round().byte().permute(1, 2, 0)
-    return _encoded(Image.fromarray(pixels.cpu().numpy()))
+    """A PNG file of an image [3,H,W] in [0,1]; NaN is black."""
+    return _encoded(Image.fromarray(to_uint8(image.nan_to_num(0.0, 1.0, 0.0))))
 
 
 def pixels_of(file: bytes) -> Tensor:
     """The image [3,H,W] in [0,1] of a PNG file."""
     pixels = np.array(Image.open(io.BytesIO(file)).convert("RGB"))
-    return torch.from_numpy(pixels).permute(2, 0, 1) / 255
+    return to_float(torch.from_numpy(pixels).permute(2, 0, 1))
 
 
 def thumbnail(file: bytes, longest: int) -> bytes:
-    """The PNG file itself, or a smaller one where the image has a side above `longest` pixels."""
+    """The PNG file itself, or a smaller one if the image has a side above `longest` pixels."""
     image = Image.open(io.BytesIO(file))
     if max(image.size) <= longest:
         return file
@@ -66,9 +67,28 @@ def grid(
     title: str = "",
 ) -> None:
     """Write images [N,3,H,W] in [0,1] with a caption under each, as a PNG."""
-    figure = _drawn(list(images), captions, min(columns, len(images)), title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    _save(_drawn(list(images), captions, min(columns, len(images)), title), path)
+
+
+def side_by_side(
+    path: Path,
+    models: Sequence[Sequence[Tensor]],
+    captions: Sequence[Sequence[str]],
+    *,
+    columns: int = 8,
+    title: str = "",
+) -> None:
+    """Several models on the same prompts and noise; models[m][n] is image n of model m.
+
+    One row per model; all rows wrap after `columns` prompts.
+    """
+    images, labels = [], []
+    for start in range(0, len(models[0]), columns):
+        part = slice(start, start + columns)
+        for row, texts in zip(models, captions, strict=True):
+            images += list(row[part])
+            labels += list(texts[part])
+    grid(path, images, labels, columns=columns, title=title)
 
 
 def gallery(
@@ -78,32 +98,15 @@ def gallery(
     *,
     title: str = "",
 ) -> Image.Image:
-    """Several models on the same prompts, as a picture that a notebook shows: one row a prompt, one
-    column a model.
+    """Several models on the same prompts, for a notebook: one row per prompt, one column per model.
 
-    models: name -> its images, one a prompt, in the order of `prompts`: PIL images, or tensors
-    [3,H,W] in [0,1] (a batch [N,3,H,W] will do). captions: name -> what stands under its images,
-    texts or numbers (the `value` of Scores; NaN is drawn as "failed"); a model may be left out.
-    `.save("gallery.png")` keeps it. Raises ValueError where the numbers do not fit together.
+    models: name -> its images, one per prompt, in the order of `prompts`: PIL images, or tensors
+    [3,H,W] in [0,1] (also a batch [N,3,H,W]). captions: name -> the captions of its images, texts
+    or numbers (the `value` of Scores; NaN is drawn as "failed"); models may be left out.
+    `.save("gallery.png")` writes it. Raises ValueError if the numbers of images, captions and
+    prompts differ.
     """
     captions = captions or {}
-    _check_gallery(models, prompts, captions)
-    names, images, texts = list(models), [], []
-    for row in range(len(prompts)):
-        images += [models[name][row] for name in names]
-        texts += [_caption(captions[name][row]) if name in captions else "" for name in names]
-    gap = 0.28 + 0.11 * max(_wrapped(text).count("\n") for text in texts)
-    figure = _drawn(images, texts, len(names), title, heads=names, sides=prompts, gap=gap)
-    file = io.BytesIO()
-    figure.savefig(file)
-    return Image.open(file).convert("RGB")
-
-
-def _check_gallery(
-    models: Mapping[str, Sequence[Any] | Tensor],
-    prompts: Sequence[str],
-    captions: Mapping[str, Sequence[Any] | Tensor],
-) -> None:
     if not models or not len(prompts):
         raise ValueError(
             f"a gallery of {len(models)} models and {len(prompts)} prompts has nothing to show. "
@@ -113,19 +116,28 @@ def _check_gallery(
         raise ValueError(
             f"captions for {unknown[0]!r}, and the models are {list(models)}. Use these names."
         )
-    for what, found in (("images", models), ("captions", captions)):
-        for name, items in found.items():
+    for kind, by_name in (("images", models), ("captions", captions)):
+        for name, items in by_name.items():
             if len(items) != len(prompts):
                 raise ValueError(
-                    f"{len(items)} {what} of {name!r} for {len(prompts)} prompts; give one each."
+                    f"{len(items)} {kind} of {name!r} for {len(prompts)} prompts; give one each."
                 )
 
+    def caption(value: Any) -> str:
+        if isinstance(value, str):
+            return value
+        return f"{float(value):.2f}" if math.isfinite(value) else "failed"
 
-def _caption(value: Any) -> str:
-    """A text as it is, a number to two places."""
-    if isinstance(value, str):
-        return value
-    return f"{float(value):.2f}" if math.isfinite(value) else "failed"
+    places = [(row, name) for row in range(len(prompts)) for name in models]
+    images = [models[name][row] for row, name in places]
+    texts = [caption(captions[name][row]) if name in captions else "" for row, name in places]
+    # inches for one line of a caption, and for each further one
+    gap = 0.28 + 0.11 * max(_wrapped(text).count("\n") for text in texts)
+    names = list(models)
+    figure = _drawn(images, texts, len(names), title, heads=names, sides=prompts, gap=gap)
+    file = io.BytesIO()
+    figure.savefig(file)
+    return Image.open(file).convert("RGB")
 
 
 def _drawn(
@@ -138,14 +150,16 @@ def _drawn(
     sides: Sequence[str] = (),
     gap: float = 0.62,
 ) -> Figure:
-    """The one layout: rows of `columns` images, a caption under each in a gap of so many inches;
-    heads above the columns, sides (the prompts) left of the rows."""
+    """Rows of `columns` images, with a caption under each in a gap of so many inches.
+
+    heads: texts above the columns. sides: texts (the prompts) left of the rows.
+    """
     from matplotlib.figure import Figure
 
     rows = -(-len(images) // columns)
     side, margin, top = 1.63, 1.25 * bool(sides), 0.4 * bool(title) + 0.25 * bool(heads)  # inches
-    size = (1.7 * columns + margin, (side + gap) * rows + top)
-    figure = Figure(figsize=size, dpi=110)
+    width, height = 1.7 * columns + margin, (side + gap) * rows + top
+    figure = Figure(figsize=(width, height), dpi=110)
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat:
         axis.axis("off")
@@ -159,7 +173,6 @@ def _drawn(
     for axis, label in zip(axes[:, 0], sides, strict=False):
         text = textwrap.fill(label, 19)
         axis.text(-0.06, 0.5, text, fontsize=8, ha="right", va="center", transform=axis.transAxes)
-    width, height = size
     figure.suptitle(title, fontsize=11, y=1 - 0.1 / height, va="top")
     figure.subplots_adjust(
         left=0.01 + margin / width, right=0.99, bottom=(gap - 0.12) / height,
@@ -174,85 +187,75 @@ def _wrapped(caption: str) -> str:
 
 
 def _pixels(image: Tensor | Image.Image) -> np.ndarray:
-    """[H,W,3], what imshow takes."""
+    """[H,W,3] for imshow."""
     if isinstance(image, Image.Image):
         return np.asarray(image.convert("RGB"))
     return image.detach().float().cpu().permute(1, 2, 0).clamp(0, 1).numpy()
 
 
-def side_by_side(
-    path: Path,
-    models: Sequence[Sequence[Tensor]],
-    captions: Sequence[Sequence[str]],
-    *,
-    columns: int = 8,
-    title: str = "",
-) -> None:
-    """Several models on the same prompts and noise: models[m][n] is image n of model m. One row a
-    model, wrapped together after `columns` prompts."""
-    images, labels = [], []
-    for start in range(0, len(models[0]), columns):
-        part = slice(start, start + columns)
-        for row, texts in zip(models, captions, strict=True):
-            images += list(row[part])
-            labels += list(texts[part])
-    grid(path, images, labels, columns=columns, title=title)
+def _save(figure: Figure, path: Path) -> None:
+    with replacing(path) as part:
+        figure.savefig(part, format=path.suffix.removeprefix(".") or None)
+
+
+# The metrics of a run ----------------------------------------------------------------------------
 
 
 def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
     """metrics.jsonl -> {name: [(update, value), ...]}."""
-    found: dict[str, list[tuple[int, float]]] = {}
+    curves: dict[str, list[tuple[int, float]]] = {}
     for line in path.read_text().splitlines():
         row = json.loads(line)
         update = row.pop(metrics.UPDATE)
         for name, value in row.items():
             if isinstance(value, int | float):
-                found.setdefault(name, []).append((update, value))
-    return found
+                curves.setdefault(name, []).append((update, value))
+    return curves
 
 
 def metrics_plot(log: Path, path: Path, title: str = "") -> None:
-    """The curves that tell how a run went; which ones depends on what it logged."""
+    """Plot the curves that show how a run went, of those that it logged."""
     from matplotlib.figure import Figure
 
     curves = read_metrics(log)
-    panels = {name: found for name, found in _panels(curves).items() if found}
-    panels = panels or {"loss": ["loss"]}  # sft, where nothing is evaluated
+    panels = _panels(curves) or {"loss": [metrics.LOSS]}  # sft, where nothing is evaluated
     figure = Figure(figsize=(2.75 * len(panels), 2.8), dpi=110, layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False).flat
     for axis, (label, names) in zip(axes, panels.items(), strict=True):
         for name in names:
             x, y = zip(*curves[name], strict=True)
-            axis.plot(
-                x, y, marker="o" if len(x) < 20 else "", markersize=4, linewidth=1, label=name
-            )
+            marker = "o" if len(x) < 20 else ""  # a short run would be a bare line, or invisible
+            axis.plot(x, y, marker=marker, markersize=4, linewidth=1, label=name)
         axis.set_title(label, fontsize=10)
         axis.set_xlabel("rollouts", fontsize=9)
         axis.tick_params(labelsize=8)
         axis.grid(alpha=0.3)
-        if len(names) > 1:
+        if len(names) > 1:  # one curve has its name as the title
             axis.legend([name.rsplit("/", 1)[-1] for name in names], fontsize=7)
     figure.suptitle(title, fontsize=11)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    _save(figure, path)
 
 
 def _panels(curves: Mapping[str, object]) -> dict[str, list[str]]:
-    """Panel -> the curves in it, of those there are: reward, held-out score, drift and stability of
-    a policy; distance by task and by step, and how the tasks agree, of a distillation."""
+    """{panel: its curves}, of those that were logged.
 
-    def all_of(prefix: str, steps: bool = False) -> list[str]:
-        found = [name for name in curves if name.startswith(prefix)]
-        return sorted(name for name in found if name.startswith(f"{prefix}step_") == steps)
+    A policy has reward, held-out score, drift and stability; a distillation has the distance by
+    task and by step, and how well the gradients of the tasks agree.
+    """
 
-    wanted = {
+    def by_step(prefix: str, steps: bool) -> list[str]:
+        names = [name for name in curves if name.startswith(prefix)]
+        return sorted(name for name in names if name.startswith(f"{prefix}step_") == steps)
+
+    panels = {
         "training reward": [metrics.REWARD],
         "distillation": [metrics.DISTILL, metrics.ANCHOR],
         "held-out score": [metrics.HEADLINE],
         "KL to the base (drift)": [metrics.KL],
-        "KL to the teacher, by task": all_of(metrics.TEACHER_KL),
-        "by step": all_of(metrics.TEACHER_KL, steps=True),
-        "gradient cosine": all_of(metrics.GRADIENT_COSINE),
+        "KL to the teacher, by task": by_step(metrics.TEACHER_KL, False),
+        "by step": by_step(metrics.TEACHER_KL, True),
+        "gradient cosine": by_step(metrics.GRADIENT_COSINE, False),
         "share": [metrics.KEPT_SHARE, metrics.CLIP_FRACTION, metrics.INVALID_SHARE],
     }
-    return {label: [n for n in names if n in curves] for label, names in wanted.items()}
+    logged = {label: [n for n in names if n in curves] for label, names in panels.items()}
+    return {label: names for label, names in logged.items() if names}

@@ -1,4 +1,4 @@
-"""What a config needs of the world: prompt sets, rewards, adapters, processes, packages.
+"""What a config needs that lies outside of it: prompt sets, rewards, adapters, packages, processes.
 
 Everything here happens before a model is loaded.
 """
@@ -19,10 +19,8 @@ from flowalign.adapters import hub
 from flowalign.adapters.files import AdapterError, adapter_folder, read_lora
 from flowalign.config.schema import (
     ADAPTER,
-    BenchmarkConfig,
     ConfigError,
     EvalStage,
-    FidelityConfig,
     LoraConfig,
     RewardConfig,
     Stage,
@@ -33,7 +31,8 @@ from flowalign.pictures import IMAGES, image_files
 
 
 def check_world(config: Stage, num_processes: int, pending: Collection[str] = ()) -> None:
-    """Refuse what cannot run here: shares of the processes, prompt sets, rewards, adapters.
+    """Refuse what cannot run here: missing packages, adapters, rewards and prompt sets, and images
+    that the processes cannot share.
 
     Called before any model is loaded; raises one ConfigError with every problem. pending: adapters
     that are not there yet, because an earlier stage of a recipe will write them.
@@ -42,21 +41,21 @@ def check_world(config: Stage, num_processes: int, pending: Collection[str] = ()
 
     problems = [*_package_problems(config), *_adapter_problems(config, pending)]
     if isinstance(config, TrainingStage):
-        problems += [*_training_problems(config, num_processes), *determinism.problems(config)]
+        problems += [*_sharing_problems(config, num_processes), *determinism.problems(config)]
     if isinstance(config, EvalStage):
-        problems += _reference_problems(config.fidelity)
-    for place, name, judges, sources in _judged(config):
-        known: list[RewardConfig] = []
-        for where, reward in judges.items():
+        problems += _reference_problems(config)
+    for place, name, judges, sources in _scored(config):
+        sound: list[RewardConfig] = []
+        for key, reward in judges.items():
             try:
                 rewards.check(reward.name, reward.options)
-                known.append(reward)
+                sound.append(reward)
             except (ValueError, KeyError, TypeError, ImportError) as error:
-                problems.append(f"{where}: {_text(error)}")
+                problems.append(f"{place}.{key}: {_text(error)}")
         for key, source in sources.items():
             try:
                 batch = load_prompts(source, name)
-                for reward in known:
+                for reward in sound:
                     options = reward.options
                     rewards.check_prompts(reward.name, options, batch.prompts, batch.metadata)
             except (PromptError, OSError) as error:
@@ -82,32 +81,21 @@ def check_launch(num_processes: int) -> None:
         )
 
 
-Judged = tuple[str, str, dict[str, RewardConfig], dict[str, str]]
-"""(place in the config, name, {place: reward}, {key: prompt set}) of a task or benchmark."""
-
-
-def _judged(config: Stage) -> Iterator[Judged]:
-    """What is scored by rewards."""
-    if isinstance(config, EvalStage):
-        for index, mark in enumerate(config.benchmarks):
-            yield _judges(f"benchmarks.{index}", mark)
-        return
-    if not isinstance(config, TrainingStage):
-        return
-    for index, mark in enumerate(config.evaluation.watch if config.evaluation else ()):
-        yield _judges(f"evaluation.watch.{index}", mark)
-    for index, task in enumerate(config.tasks):
+def _scored(
+    config: Stage,
+) -> Iterator[tuple[str, str, Mapping[str, RewardConfig], Mapping[str, str]]]:
+    """(place in the config, name, {key: reward}, {key: prompt set}) of every task and benchmark."""
+    benchmarks = {"benchmarks": config.benchmarks} if isinstance(config, EvalStage) else {}
+    if isinstance(config, TrainingStage):
+        benchmarks = {"evaluation.watch": config.watched}
+    for key, listed in benchmarks.items():
+        for index, mark in enumerate(listed):
+            yield f"{key}.{index}", mark.name, mark.reward_keys, {"prompts": mark.prompts}
+    for index, task in enumerate(config.tasks if isinstance(config, TrainingStage) else ()):
         sources = {"prompts": task.prompts}
         if task.validation is not None:
             sources["validation"] = task.validation
-        reward = {f"tasks.{index}.reward": task.reward} if task.reward else {}
-        yield f"tasks.{index}", task.name, reward, sources
-
-
-def _judges(place: str, mark: BenchmarkConfig) -> Judged:
-    rewards = {f"{place}.reward": mark.reward} if mark.reward else {}
-    rewards |= {f"{place}.rewards.{judge}": spec for judge, spec in mark.rewards.items()}
-    return place, mark.name, rewards, {"prompts": mark.prompts}
+        yield f"tasks.{index}", task.name, {"reward": task.reward} if task.reward else {}, sources
 
 
 def _package_problems(config: Stage) -> Iterator[str]:
@@ -121,9 +109,10 @@ def _package_problems(config: Stage) -> Iterator[str]:
         yield f"optimizer.name: 'adamw8bit' needs {install}, or use 'adamw'."
 
 
-def _training_problems(config: TrainingStage, num_processes: int) -> Iterator[str]:
+def _sharing_problems(config: TrainingStage, num_processes: int) -> Iterator[str]:
+    """Images of an optimizer step that the processes cannot share evenly."""
     updates, rollout = config.optimizer.updates_per_rollout, config.rollout
-    images = rollout.prompts // updates * rollout.copies  # of one optimizer step
+    images = rollout.prompts // updates * rollout.copies
     if images % num_processes:
         unit = num_processes // math.gcd(rollout.copies, num_processes) * updates
         yield (
@@ -139,32 +128,56 @@ def adapters(config: Stage) -> dict[str, str]:
     return config.inputs
 
 
-def _adapter_problems(config: Stage, pending: Collection[str] = ()) -> Iterator[str]:
-    """Adapters that are not there, cannot be read, or say of themselves that they are another
-    base's. Those on the Hub are downloaded. pending: those that an earlier stage of a recipe will
-    write."""
-    for place, source in adapters(config).items():
+def _adapter_problems(config: Stage, pending: Collection[str]) -> Iterator[str]:
+    """Adapters that are not there, cannot be read, or say that they belong to another base. Those
+    on the Hub are downloaded."""
+    for place, source in config.inputs.items():
         if source in pending:
             continue
         try:
             base = read_lora(source, newest=True).base
         except hub.HubError as error:
             yield f"{place}: {error}"
-            continue
         except AdapterError as error:
-            yield f"{place}: {_missing(source, error)}"
-            continue
-        if base not in (None, config.model.id):
-            yield (
-                f"{place}: {source!r} was trained on {base!r}, and model.id is "
-                f"{config.model.id!r}. Name an adapter of this base, or that base as model.id."
-            )
+            folder = adapter_folder(source)
+            if (folder / "adapter" / ADAPTER).is_file():  # the folder of the run was named
+                yield f"{place}: {source!r}: {error}; did you mean {Path(source) / 'adapter'}?"
+            elif folder.exists() or hub.is_id(source):
+                yield f"{place}: {source!r}: {error}"
+            else:
+                yield (
+                    f"{place}: {source!r}: no such folder, so no {ADAPTER}; training writes one to "
+                    "<output>/adapter; null is the base model."
+                )
+        else:
+            if base not in (None, config.model.id):
+                yield (
+                    f"{place}: {source!r} was trained on {base!r}, and model.id is "
+                    f"{config.model.id!r}. Name an adapter of this base, or that base as model.id."
+                )
+
+
+def _reference_problems(config: EvalStage) -> Iterator[str]:
+    """A folder of reference images that holds none."""
+    source = config.fidelity.reference if config.fidelity else "tiny"
+    folder = Path(source).expanduser()
+    if source != "tiny" and not image_files(folder):
+        seen = f"the folder holds no {', '.join(IMAGES)}" if folder.is_dir() else "no such folder"
+        yield (
+            f"fidelity.reference: {source!r}: {seen}. Name a folder of images, or 'tiny' for "
+            "scenes drawn from the benchmarks' own metadata."
+        )
+
+
+def _text(error: Exception) -> str:
+    """Its message; str() of a KeyError would put it in quotes."""
+    return str(error.args[0] if error.args else error)
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a student that starts from an adapter has, and the keys of `lora` that were set and are
-    ignored, since that adapter decides them: one text each."""
+    """How a student starts from an adapter. ignored: one text for each key of `lora` that was set
+    and has no effect, since that adapter decides it."""
 
     text: str
     ignored: list[str]
@@ -180,12 +193,15 @@ def start(lora: LoraConfig) -> Start | None:
         wanted = getattr(lora, key)
         if key in lora.model_fields_set and set(has.values()) != {wanted}:
             ignored.append(f"lora.{key}: {wanted:g} is ignored, lora.init has {_span(has)}")
-    ends = {target: [layer for layer in ranks if _ends(layer, target)] for target in lora.targets}
-    lost = [target for target, layers in ends.items() if not layers]
-    more = len(ranks.keys() - {layer for layers in ends.values() for layer in layers})
-    if "targets" in lora.model_fields_set and (lost or more):
-        seen = [f"{more} layers that they do not name"] if more else []
-        seen += [f"none for {', '.join(lost)}"] if lost else []
+    ends = {  # as peft matches a layer's name: the whole, or its end after a dot
+        target: {layer for layer in ranks if f".{layer}".endswith(f".{target}")}
+        for target in lora.targets
+    }
+    unused = [target for target, layers in ends.items() if not layers]
+    others = len(ranks.keys() - set().union(*ends.values()))
+    if "targets" in lora.model_fields_set and (unused or others):
+        seen = [f"{others} layers that they do not name"] if others else []
+        seen += [f"none for {', '.join(unused)}"] if unused else []
         ignored.append(f"lora.targets: ignored, lora.init has {' and '.join(seen)}")
     text = (
         f"lora.init: the student starts from {lora.init}, rank {_span(ranks)}, scale "
@@ -198,38 +214,3 @@ def _span(values: Mapping[str, float]) -> str:
     """The value of all layers, or the range."""
     low, high = min(values.values()), max(values.values())
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"
-
-
-def _ends(layer: str, target: str) -> bool:
-    """Whether peft adapts a layer for a target."""
-    return layer == target or layer.endswith(f".{target}")
-
-
-def _missing(source: str, error: AdapterError) -> str:
-    """What is wrong with a folder, and what it might have been."""
-    folder = adapter_folder(source)
-    if (folder / "adapter" / ADAPTER).is_file():
-        return f"{source!r}: {error}; did you mean {Path(source) / 'adapter'}?"
-    if folder.exists() or hub.is_id(source):
-        return f"{source!r}: {error}"
-    return (
-        f"{source!r}: no such folder, so no {ADAPTER}; training writes one to <output>/adapter; "
-        "null is the base model."
-    )
-
-
-def _reference_problems(fidelity: FidelityConfig | None) -> Iterator[str]:
-    if fidelity is None or fidelity.reference == "tiny":
-        return
-    folder = Path(fidelity.reference).expanduser()
-    if image_files(folder):
-        return
-    seen = f"the folder holds no {', '.join(IMAGES)}" if folder.is_dir() else "no such folder"
-    yield (
-        f"fidelity.reference: {fidelity.reference!r}: {seen}. Name a folder of images, or 'tiny' "
-        "for scenes drawn from the benchmarks' own metadata."
-    )
-
-
-def _text(error: Exception) -> str:
-    return str(error.args[0] if error.args else error)

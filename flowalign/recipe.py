@@ -7,14 +7,13 @@ the recipe is run again, and one that was killed continues from its last checkpo
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from copy import deepcopy
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowalign import files
 from flowalign.adapters.files import file_digest
 from flowalign.config import (
     STAGES,
@@ -29,7 +28,7 @@ from flowalign.config import (
     read,
     to_yaml,
 )
-from flowalign.preflight import adapters, check_launch, check_world
+from flowalign.preflight import check_launch, check_world
 from flowalign.publish.card import REPORT, write_card
 
 if TYPE_CHECKING:
@@ -52,9 +51,10 @@ def run(
     """
     from flowalign import parallel
 
-    state = parallel.state(*_drafts(config, home))
+    stages, problems = _read_stages(config, home)
+    state = parallel.state(*stages.values())  # one group of processes serves all stages
     check_launch(state.num_processes)
-    stages = plan(config, home, state.num_processes)
+    _check(config, stages, problems, state.num_processes)
     show = print if state.is_main_process else (lambda *text, **how: None)
     for number, (name, stage) in enumerate(stages.items(), 1):
         head = f"[{number}/{len(stages)}] {name} ({stage.stage})"
@@ -71,106 +71,106 @@ def run(
             evaluate(stage)
         parallel.release()
         if state.is_main_process:
-            _finish(stage)
+            inputs = {source: file_digest(source) for source in stage.inputs.values()}
+            done = {"config": stage.model_dump(mode="json"), "inputs": inputs}
+            with files.replacing(Path(stage.output) / DONE) as part:
+                part.write_text(json.dumps(done, indent=1))
         state.wait_for_everyone()
     return Path(config.output)
+
+
+def plan(config: RecipeStage, home: Path, num_processes: int = 1) -> dict[str, Stage]:
+    """The config of every stage by name, checked; ConfigError with all that is wrong."""
+    stages, problems = _read_stages(config, home)
+    _check(config, stages, problems, num_processes)
+    return stages
 
 
 # Planning --------------------------------------------------------------------------------------
 
 
-def plan(config: RecipeStage, home: Path, num_processes: int = 1) -> dict[str, Stage]:
-    """The config of every stage by name, checked; ConfigError with all that is wrong."""
+def _read_stages(config: RecipeStage, home: Path) -> tuple[dict[str, Stage], list[str]]:
+    """The stages that can be read, and what is wrong with the others."""
     stages: dict[str, Stage] = {}
     problems: list[str] = []
-    pending: list[str] = []
+    adapters: dict[str, str] = {}  # of the earlier stages
     for name in config.stages:
         try:
-            stage = _stage(config, name, home, list(stages))
-            check_world(stage, num_processes, pending)
+            stages[name] = _read_stage(config, name, home, adapters)
         except ConfigError as error:
             problems += [f"stages.{name}.{text}" for text in error.problems]
-            stage = None
-        if stage is not None:
-            stages[name] = stage
-        pending.append(str(_adapter_of(config, name)))  # a broken stage is blamed once
-    problems += _mixed_precisions(stages)
-    if not problems:
-        problems += [text for stage in stages.values() for text in _stale(stage, stages)]
-    if problems:
-        raise ConfigError(problems)
-    return stages
+        adapters[name] = _adapter_of(config, name)
+    return stages, problems
 
 
-def _drafts(config: RecipeStage, home: Path) -> Iterator[Stage]:
-    """The stages that can be read, before it is known how many processes there are: those of a
-    recipe share one group. What is wrong with the others is for `plan` to say."""
-    names = list(config.stages)
-    for number, name in enumerate(names):
-        try:
-            yield _stage(config, name, home, names[:number])
-        except ConfigError:
-            continue
-
-
-def _stage(config: RecipeStage, name: str, home: Path, earlier: list[str]) -> Stage:
-    """The config of one stage: its file, its own keys, and what the recipe gives to all."""
-    own = deepcopy(config.stages[name])
+def _read_stage(config: RecipeStage, name: str, home: Path, adapters: Mapping[str, str]) -> Stage:
+    """The config of one stage, in the layers of flowalign.config.loading. adapters: {name: folder}
+    of those that earlier stages leave."""
+    own = dict(config.stages[name])
     use, changes = own.pop("use", None), own.pop("set", [])
     if use is not None and not isinstance(use, str):
         raise ConfigError([f"use: got {use!r}; want the name of a YAML file."])
     if not isinstance(changes, list) or not all(isinstance(text, str) for text in changes):
         raise ConfigError([f"set: got {changes!r}; want a list of texts, key.path=value."])
-    data = read(home / use) if use is not None else {}
-    data = overlay(data or {}, own)
-    data["model"] = config.model.model_dump(mode="json")
-    data = overlay(data, config.variant.get(str(data.get("stage")), {}))
-    data["output"] = str(Path(config.output) / name)
-    kind = STAGES.get(str(data.get("stage")), Stage)
-    if "seed" in kind.model_fields and "seed" not in own:
-        data["seed"] = config.seed
-    if kind is RecipeStage:
+    base = {} if use is None else read(home / use)
+    data = overlay(base if isinstance(base, Mapping) else {}, own)
+    kind = str(data.get("stage"))
+    if kind == "recipe":
         raise ConfigError(["stage: 'recipe' inside a recipe. List its stages here instead."])
+    data["model"] = config.model.model_dump(mode="json")  # all stages have one base
+    data = overlay(data, *(keys for variant, keys in config.variant.items() if variant == kind))
+    data["output"] = str(Path(config.output) / name)
+    if "seed" in STAGES.get(kind, Stage).model_fields and "seed" not in own:
+        data["seed"] = config.seed
     problems: list[str] = []
-    data = _resolve(data, lambda ref: _reference(config, ref, earlier, problems))
+    data = _resolve(data, adapters, problems)
     if problems:
         raise ConfigError(problems)
     return parse(data, changes, source=name, stage=Stage)
 
 
-def _resolve(value: Any, resolve: Callable[[str], str]) -> Any:
-    """The same with every `stage:NAME` replaced."""
+def _resolve(value: Any, adapters: Mapping[str, str], problems: list[str]) -> Any:
+    """The value with every `stage:NAME` in it replaced by the adapter of that stage."""
     if isinstance(value, Mapping):
-        return {key: _resolve(item, resolve) for key, item in value.items()}
+        return {key: _resolve(item, adapters, problems) for key, item in value.items()}
     if isinstance(value, list):
-        return [_resolve(item, resolve) for item in value]
-    if isinstance(value, str) and value.startswith(REFERENCE):
-        return resolve(value.removeprefix(REFERENCE))
-    return value
+        return [_resolve(item, adapters, problems) for item in value]
+    if not isinstance(value, str) or not value.startswith(REFERENCE):
+        return value
+    name = value.removeprefix(REFERENCE)
+    if name not in adapters:
+        problems.append(f"{value}: no earlier stage has this name; there are {list(adapters)}.")
+    return adapters.get(name)
 
 
-def _reference(config: RecipeStage, name: str, earlier: list[str], problems: list[str]) -> str:
-    if name not in earlier and name in config.stages:
-        problems.append(f"{REFERENCE}{name}: that stage comes later, or is wrong itself.")
-    elif name not in config.stages:
-        problems.append(f"{REFERENCE}{name}: there is no such stage; earlier ones are {earlier}.")
-    return str(_adapter_of(config, name))
-
-
-def _adapter_of(config: RecipeStage, name: str) -> Path:
+def _adapter_of(config: RecipeStage, name: str) -> str:
     """Where a stage leaves its adapter."""
-    return Path(config.output) / name / "adapter"
+    return str(Path(config.output) / name / "adapter")
 
 
-def _mixed_precisions(stages: Mapping[str, Stage]) -> list[str]:
-    """accelerate scales the loss (of float16) in a whole process, or not at all."""
-    found = {n: s.model.dtype for n, s in stages.items() if isinstance(s, TrainingStage)}
-    if len({dtype == "float16" for dtype in found.values()}) < 2:
-        return []
-    return [f"stages: model.dtype is float16 in some ({found}). Use it in all of them, or in none."]
-
-
-# What is finished ------------------------------------------------------------------------------
+def _check(
+    config: RecipeStage, stages: Mapping[str, Stage], problems: Sequence[str], num_processes: int
+) -> None:
+    """ConfigError with these problems and whatever else keeps the stages from running."""
+    problems = list(problems)
+    pending: list[str] = []
+    for name in config.stages:
+        try:
+            if name in stages:
+                check_world(stages[name], num_processes, pending)
+        except ConfigError as error:
+            problems += [f"stages.{name}.{text}" for text in error.problems]
+        pending.append(_adapter_of(config, name))  # of a wrong stage, too, which is blamed once
+    dtypes = {n: s.model.dtype for n, s in stages.items() if isinstance(s, TrainingStage)}
+    if len({dtype == "float16" for dtype in dtypes.values()}) > 1:
+        # accelerate scales the loss, as float16 needs, in a whole process or not at all
+        problems.append(
+            f"stages: model.dtype is float16 in some ({dtypes}). Use it in all of them, or in none."
+        )
+    # Only a sound recipe is compared with what ran before.
+    problems = problems or [text for stage in stages.values() for text in _stale(stage, stages)]
+    if problems:
+        raise ConfigError(problems)
 
 
 def finished(stage: Stage) -> bool:
@@ -189,19 +189,10 @@ def _stale(stage: Stage, stages: Mapping[str, Stage]) -> list[str]:
     if changed:
         return [f"{stage.output}: finished with another {', '.join(changed)}. {again}"]
     unready = {str(Path(s.output) / "adapter") for s in stages.values() if not finished(s)}
-    for place, source in adapters(stage).items():
+    for place, source in stage.inputs.items():
         if source in unready or file_digest(source) != done["inputs"].get(source):
             return [f"{stage.output}: finished with another {place} ({source}). {again}"]
     return []
-
-
-def _finish(stage: Stage) -> None:
-    """Mark a stage as finished, in one rename."""
-    inputs = {source: file_digest(source) for source in adapters(stage).values()}
-    text = json.dumps({"config": stage.model_dump(mode="json"), "inputs": inputs}, indent=1)
-    part = Path(stage.output) / f"{DONE}.part"
-    part.write_text(text)
-    os.replace(part, part.with_suffix(""))
 
 
 def merged(stage: MergeStage) -> MergeReport:

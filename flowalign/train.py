@@ -87,7 +87,9 @@ def run(config: Job, home: Path, resume: bool) -> Path:
         name = Path(config.output).name
         stages = {name: config.model_dump(mode="json", exclude={"output", "model"})}
         parent = str(Path(config.output).parent)
-        config = RecipeStage(stage="recipe", output=parent, model=config.model, stages=stages)
+        config = RecipeStage.model_construct(  # unchecked: its folder may have any name
+            stage="recipe", output=parent, model=config.model, stages=stages
+        )
     assert isinstance(config, RecipeStage)
     return recipe.run(config, home, lambda stage: train(stage, resume=True), evaluate)
 
@@ -309,13 +311,12 @@ def evaluator(
 ) -> Callable[[], tuple[float, EvalReport]] | None:
     """What the loop calls to score the current adapter on held-out prompts."""
     from flowalign.eval import suite
-    from flowalign.eval.run import wire as wire_benchmarks
 
     if config.evaluation is None:
         return None
     benchmarks, settings = held_out(config, rewards), eval_settings(config)
     seconds, share = config.train.score_seconds, config.evaluation.max_invalid_share
-    watched = wire_benchmarks(config.watched, "evaluation.watch", accelerator.device)
+    watched = suite.build_sets(config.watched, "evaluation.watch", accelerator.device)
     sets = [*map(suite.ImageSet.of, benchmarks), *watched]
 
     def evaluate() -> tuple[float, EvalReport]:

@@ -55,7 +55,7 @@ REWARDS: dict[str, str] = {
     "normalized": "flowalign.rewards.combine:Normalized",
     "ocr": "flowalign.rewards.ocr:OCR",
     "pickscore": "flowalign.rewards.pickscore:PickScore",
-    "remote": "flowalign.rewards.remote:Remote",
+    "remote": "flowalign.rewards.service.client:Remote",
     "vlm": "flowalign.rewards.vlm:VLM",
     "weighted": "flowalign.rewards.combine:Weighted",
 }

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flowalign.devices import resolve
 from flowalign.images import to_uint8
+from flowalign.rewards.options import Count, Device, checked
 from flowalign.types import Scores
 
 MODEL = "zhiyuanyou/DeQA-Score-Mix3"
@@ -54,6 +55,7 @@ def question(tokenizer: Any) -> list[int]:
     return [*before, IMAGE_TOKEN, *after[repeated:]]
 
 
+@checked
 class DeQA:
     """Reward: the expected level in [1,5], raw; SD3.5 images have about 4.07. Prompts do not count.
 
@@ -70,8 +72,8 @@ class DeQA:
         model: str = MODEL,
         *,
         revision: str | None = None,
-        device: str | torch.device | None = None,
-        batch_size: int = 8,
+        device: Device = None,
+        batch_size: Count = 8,
     ) -> None:
         from transformers import AutoModelForCausalLM
 
@@ -98,13 +100,13 @@ class DeQA:
         """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU."""
         from PIL import Image
 
-        found = [torch.empty(0)]
-        for some in images.split(self.batch_size):
-            pictures = [pad_to_square(Image.fromarray(to_uint8(i)), self.colour) for i in some]
+        scores = [torch.empty(0)]
+        for chunk in images.split(self.batch_size):
+            pictures = [pad_to_square(Image.fromarray(to_uint8(i)), self.colour) for i in chunk]
             pixels = self.processor.preprocess(pictures, return_tensors="pt")["pixel_values"]
             logits = self.model(
-                input_ids=self.question.repeat(len(some), 1),
+                input_ids=self.question.repeat(len(chunk), 1),
                 images=pixels.to(self.device, self.dtype),
             )["logits"]
-            found.append(expected_level(logits[:, -1, self.levels]).cpu())
-        return Scores.of(torch.cat(found))
+            scores.append(expected_level(logits[:, -1, self.levels]).cpu())
+        return Scores.of(torch.cat(scores))

@@ -9,14 +9,25 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import AfterValidator
 from torch import Tensor
 
 from flowalign.devices import resolve
 from flowalign.images import to_uint8
+from flowalign.rewards.options import Count, Device, checked
 from flowalign.types import Scores
+
+
+def _is_safetensors(path: str) -> str:
+    if not path.endswith(".safetensors"):
+        raise ValueError("give a .safetensors file. Others are pickles, which can run anything.")
+    return path
+
+
+Safetensors = Annotated[str, AfterValidator(_is_safetensors)]
 
 
 def preference(logits: Tensor) -> Tensor:
@@ -26,6 +37,7 @@ def preference(logits: Tensor) -> Tensor:
     return logits[:, 0].float()
 
 
+@checked
 class HPSv3:
     """Reward: mu, raw and unbounded; about 5 to 10 for good models.
 
@@ -40,12 +52,11 @@ class HPSv3:
 
     def __init__(
         self,
-        checkpoint: str | None = None,
+        checkpoint: Safetensors | None = None,
         *,
-        device: str | torch.device | None = None,
-        batch_size: int = 1,
+        device: Device = None,
+        batch_size: Count = 1,
     ) -> None:
-        self.check_options(checkpoint)
         try:
             package = importlib.import_module("hpsv3")
         except ModuleNotFoundError as error:
@@ -57,15 +68,6 @@ class HPSv3:
         place = str(resolve(device))  # the package wants text
         self.model = package.HPSv3RewardInferencer(checkpoint_path=checkpoint, device=place)
 
-    @staticmethod
-    def check_options(checkpoint: str | None = None, **others: Any) -> None:
-        """Raise ValueError for a checkpoint that the package would have to unpickle."""
-        if checkpoint is not None and not checkpoint.endswith(".safetensors"):
-            raise ValueError(
-                f"`checkpoint` of reward hpsv3 is {checkpoint!r}; give a .safetensors file. Others "
-                "are pickles, which can run anything."
-            )
-
     @torch.no_grad()
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
@@ -73,13 +75,13 @@ class HPSv3:
         """images [B,3,H,W] in [0,1] and their B prompts -> Scores of B, on the CPU."""
         from PIL import Image
 
-        found = [torch.empty(0)]
+        scores = [torch.empty(0)]
         for start in range(0, len(images), self.batch_size):
-            some = slice(start, start + self.batch_size)
+            rows = slice(start, start + self.batch_size)
             # By keyword: the order of the two differs between hpsv3 1.0.0 and its repository.
             logits = self.model.reward(
-                prompts=list(prompts[some]),
-                image_paths=[Image.fromarray(to_uint8(image)) for image in images[some]],
+                prompts=list(prompts[rows]),
+                image_paths=[Image.fromarray(to_uint8(image)) for image in images[rows]],
             )
-            found.append(preference(logits).cpu())
-        return Scores.of(torch.cat(found))
+            scores.append(preference(logits).cpu())
+        return Scores.of(torch.cat(scores))

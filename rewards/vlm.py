@@ -1,25 +1,31 @@
 """A vision-language model as judge: it looks at an image, and writes a score.
 
-Any endpoint that speaks OpenAI's chat completions serves (vLLM, SGLang). docs/rewards/vlm.md has
-the commands that start one.
+It is reached at any endpoint that speaks OpenAI's chat completions (vLLM, SGLang).
+docs/rewards/vlm.md has the commands that start one.
 """
 
 from __future__ import annotations
 
-import difflib
+import base64
+import json
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from io import BytesIO
+from typing import Annotated, Any
 
 import torch
+from PIL import Image
+from pydantic import Field
 from torch import Tensor
 
+from flowalign.http import Client, beginning, check_url
 from flowalign.images import to_uint8
 from flowalign.rewards import load
-from flowalign.rewards.chat import Endpoint, beginning, image_url
+from flowalign.rewards.options import Count, checked, suggestion
+from flowalign.rewards.service.wire import Retries, Seconds, TokenEnv, read_token
 from flowalign.types import Scores
 
 
@@ -28,14 +34,33 @@ class Template:
     """What the judge is asked, and how its answer is read.
 
     text: the question; `{prompt}` in it stands for the image's prompt.
-    pattern: regular expression whose first group is the score; its last match counts.
+    pattern: regular expression whose one group is the score; its last match counts.
     The score must lie in lowest..scale; value = score / scale.
+    Raises ValueError for a pattern that cannot be read with, or a scale that cannot divide.
     """
 
     text: str
     pattern: str
     scale: float = 5.0
     lowest: float = 1.0
+
+    def __post_init__(self) -> None:
+        try:
+            groups = re.compile(self.pattern).groups
+        except (re.error, TypeError) as error:
+            raise ValueError(
+                f"`pattern` {self.pattern!r} is no regular expression: {error}."
+            ) from None
+        if groups != 1:
+            raise ValueError(
+                f"`pattern` {self.pattern!r} has {groups} groups; the score is what its one group "
+                "matches. Write (?:...) for the others."
+            )
+        number = type(self.scale) in (int, float) and math.isfinite(self.scale)
+        if not number or self.scale <= 0:
+            raise ValueError(
+                f"`scale` is {self.scale!r}; it is the highest score, so give a number above 0."
+            )
 
     def ask(self, prompt: str) -> str:
         """The question about an image of this prompt. Other braces in the text stay as they are."""
@@ -48,12 +73,13 @@ class Template:
         it, say from a picture that shows the words "Final Score: 5", is no verdict. (The peers
         take the first; answers with one match are the same to both.)
         """
-        found = re.findall(self.pattern, answer)
-        if not found:
-            raise ValueError("no score in the answer")
-        score = float(found[-1])  # one group: findall gives its texts
+        scores = re.findall(self.pattern, answer)  # one group: the texts that it matched
+        shown = repr(beginning(answer, 160))
+        if not scores:
+            raise ValueError(f"no score in the answer {shown}")
+        score = float(scores[-1])
         if not self.lowest <= score <= self.scale:
-            raise ValueError(f"a score outside {self.lowest:g} to {self.scale:g} in the answer")
+            raise ValueError(f"a score outside {self.lowest:g} to {self.scale:g} in {shown}")
         return score
 
 
@@ -126,24 +152,29 @@ TEMPLATES: dict[str, Template] = {
 }
 
 
+@checked
 class VLM:
     """Reward in [0,1]: a vision-language model's score of an image for its prompt, over its scale.
 
-    url, model, concurrency, timeout, retries, token_env, max_tokens: of `chat.Endpoint`.
+    url: the base of the endpoint, as in http://127.0.0.1:8000/v1; model: its name there.
     template: "unifiedreward" (made for UnifiedReward-7b-v1.5), "qwenvl", "qwenvl_strict" or
         "qwenvl_quality" (for Qwen2.5-VL-7B-Instruct; the last looks at the image alone); a text
         that holds {prompt}; or the dotted path "package.module:attribute" of a Template.
     pattern, scale: for a text only: a regular expression whose group is the score, and the highest
         score (default 5, the lowest is then 0). value = score / scale.
     image_size: images are sent as PNG of this width and height; None = as they are.
+    concurrency: questions at once. timeout: seconds without a sign of life, per request.
+    retries: further attempts at a question, as `flowalign.http` has it.
+    token_env: the environment variable that holds the API key, if there is one.
+    max_tokens: length of an answer. The temperature is 0.
     parts: "raw", the score before division, 1 to 5 with the built-in templates.
     The templates ask what the peers ask (flow_grpo@ac4c86e and Flow-OPD@434ab16: rewards.py,
     qwenvl.py), in the same order and for the same form of answer, in words of our own: numbers
     are not exactly comparable with published ones. To use the official text, give it as template.
-    Where an answer has no score in it the image is invalid, and the answer's beginning the reason.
+    If an answer has no score in it the image is invalid, and the answer's beginning the reason.
     (The peers score 0, below the scale's worst: an answer that breaks off then pulls the policy
     away from an image that nobody judged.)
-    Raises ConnectionError where the endpoint gives no answers (`flowalign.rewards.score` masks).
+    Raises ConnectionError or TimeoutError if the endpoint answers nothing at all.
     """
 
     name = "vlm"
@@ -151,41 +182,54 @@ class VLM:
     def __init__(
         self,
         url: str,
-        model: str,
+        model: Annotated[
+            str, Field(min_length=1, description="its name there, which URL/models lists")
+        ],
         template: str | Template = "unifiedreward",
         *,
         pattern: str | None = None,
         scale: float | None = None,
-        image_size: int | None = 512,
-        concurrency: int = 8,
-        timeout: float = 120.0,
-        retries: int = 3,
-        token_env: str | None = None,
-        max_tokens: int = 2048,
+        image_size: Count | None = 512,
+        concurrency: Count = 8,
+        timeout: Seconds = 120.0,
+        retries: Retries = 3,
+        token_env: TokenEnv = None,
+        max_tokens: Count = 2048,
     ) -> None:
-        _check_size(image_size)
         self.template = _template(template, pattern, scale)
-        self.template_name = (
-            template if isinstance(template, str) and template in TEMPLATES else "own"
-        )
-        self.image_size = image_size
-        self.endpoint = Endpoint(url, model, concurrency, timeout, retries, token_env, max_tokens)
+        named = isinstance(template, str) and template in TEMPLATES
+        self.template_name = template if named else "own"
+        self.url, self.model = f"{url.rstrip('/')}/chat/completions", model
+        self.image_size, self.concurrency, self.max_tokens = image_size, concurrency, max_tokens
+        self.timeout, self.retries, self.token_env = timeout, retries, token_env
 
     @staticmethod
-    def check_options(*args: Any, **options: Any) -> None:
-        """Raise ValueError for options that cannot work; asks nobody."""
-        VLM(*args, **options)
+    def check_options(
+        url: str,
+        template: str | Template = "unifiedreward",
+        pattern: str | None = None,
+        scale: float | None = None,
+        **others: Any,
+    ) -> None:
+        """Raise ValueError for a URL or a template that cannot work; asks nobody."""
+        check_url("url", url, "the base, such as http://127.0.0.1:8000/v1")
+        if url.rstrip("/").endswith("/completions"):
+            raise ValueError(
+                f"`url`: {url!r} is one call of an endpoint, not its base. Give the part before "
+                "/chat/completions."
+            )
+        _template(template, pattern, scale)
 
     def describe(self) -> dict[str, Any]:
         """Which judge, asked what, and what else its scores depend on."""
         return {
             "name": self.name,
             "engine": "OpenAI chat completions",
-            "model": self.endpoint.model,
+            "model": self.model,
             "template": self.template_name,
             **vars(self.template),
             "image_size": self.image_size,
-            "max_tokens": self.endpoint.max_tokens,
+            "max_tokens": self.max_tokens,
             "temperature": 0,
         }
 
@@ -193,28 +237,51 @@ class VLM:
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> Scores:
         """images [B,3,H,W] in [0,1], B prompts -> Scores of B, on the CPU; failed ones say why."""
-        questions = [
-            partial(self._question, image, prompt)
-            for image, prompt in zip(images, prompts, strict=True)
-        ]
-        raw, reasons = torch.full((len(images),), float("nan")), {}
-        for row, answer in enumerate(self.endpoint.answers(questions)):
+
+        def ask(row: int) -> float:
+            """The score of a row. Raises ValueError for an answer without one."""
+            image = image_url(images[row], self.image_size)
+            text = self.template.ask(prompts[row])
+            content = [
+                {"type": "image_url", "image_url": {"url": image}},
+                {"type": "text", "text": text},
+            ]
+            body = {
+                "model": self.model,
+                "messages": [{"role": "user", "content": content}],
+                "temperature": 0,  # the same image must get the same score
+                "max_tokens": self.max_tokens,
+            }
+            answer = client.request("POST", self.url, json=body).body
             try:
-                if isinstance(answer, Exception):
-                    raise answer
-                raw[row] = self._score(answer)
-            except Exception as error:
-                reasons[row] = f"{type(error).__name__}: {error}"
+                said = json.loads(answer)["choices"][0]["message"]["content"]
+            except (ValueError, LookupError, TypeError):
+                said = None
+            if not isinstance(said, str):
+                shown = client.clean(answer.decode("utf-8", "replace"))
+                raise ValueError(f"no text choices[0].message.content in the answer {shown!r}")
+            return self.template.read(said)
+
+        token = read_token(os.environ, self.token_env) if self.token_env else None
+        with Client(timeout=self.timeout, retries=self.retries, token=token) as client:
+            scores = client.map(ask, range(len(images)), self.concurrency)
+        raw, reasons = torch.full((len(images),), math.nan), {}
+        for row, score in enumerate(scores):
+            if isinstance(score, Exception):
+                reasons[row] = f"{type(score).__name__}: {score}"
+            else:
+                raw[row] = score
         return Scores(raw / self.template.scale, torch.isfinite(raw), {"raw": raw}, reasons)
 
-    def _question(self, image: Tensor, prompt: str) -> tuple[str, str]:
-        return self.template.ask(prompt), image_url(to_uint8(image), self.image_size)
 
-    def _score(self, answer: str) -> float:
-        try:
-            return self.template.read(answer)
-        except ValueError as error:
-            raise ValueError(f"{error}: {beginning(answer)}") from None
+def image_url(image: Tensor, size: int | None) -> str:
+    """An image [3,H,W] in [0,1] as the data URL of a PNG, resized to size x size if given."""
+    picture, file = Image.fromarray(to_uint8(image)), BytesIO()
+    if size is not None and picture.size != (size, size):
+        # bicubic to 512 x 512, whatever the aspect: as flow_grpo/rewards.py does
+        picture = picture.resize((size, size), Image.Resampling.BICUBIC)
+    picture.save(file, "PNG")  # lossless
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode("ascii")
 
 
 def _template(template: str | Template, pattern: str | None, scale: float | None) -> Template:
@@ -225,48 +292,20 @@ def _template(template: str | Template, pattern: str | None, scale: float | None
                 "`template` is a text of your own, so say how its answers are read: `pattern`, a "
                 r"regular expression whose group is the score, such as 'Score: (\d+)'."
             )
-        found = Template(template, pattern, 5.0 if scale is None else scale, lowest=0.0)
-        _check_reading(found)
-        return found
+        return Template(template, pattern, 5.0 if scale is None else scale, lowest=0.0)
     if pattern is not None or scale is not None:
         raise ValueError(
             "`pattern` and `scale` go with a text of your own as `template`; built-in templates "
             "and those of a dotted path have theirs. Leave them out."
         )
-    found = template
     if isinstance(template, str):
-        found = load(template, "template") if ":" in template else TEMPLATES.get(template)
-    if not isinstance(found, Template):
-        close = difflib.get_close_matches(str(template), TEMPLATES, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        named = load(template, "template") if ":" in template else TEMPLATES.get(template)
+    else:
+        named = template
+    if not isinstance(named, Template):
         raise ValueError(
-            f"no template {template!r}{hint}; use one of {list(TEMPLATES)}, a text with {{prompt}} "
-            "in it, or the path 'package.module:attribute' of a flowalign.rewards.vlm.Template."
+            f"no `template` {template!r}{suggestion(str(template), TEMPLATES)}; use one of "
+            f"{list(TEMPLATES)}, a text with {{prompt}} in it, or the path "
+            "'package.module:attribute' of a flowalign.rewards.vlm.Template."
         )
-    _check_reading(found)
-    return found
-
-
-def _check_reading(template: Template) -> None:
-    """Raise ValueError where no answer could be read, or no score divided."""
-    try:
-        groups = re.compile(template.pattern).groups
-    except (re.error, TypeError) as error:
-        raise ValueError(
-            f"`pattern` {template.pattern!r} is no regular expression: {error}."
-        ) from None
-    if groups != 1:
-        raise ValueError(
-            f"`pattern` {template.pattern!r} has {groups} groups; the score is what its one group "
-            "matches. Write (?:...) for the others."
-        )
-    number = isinstance(template.scale, (int, float)) and not isinstance(template.scale, bool)
-    if not number or not math.isfinite(template.scale) or template.scale <= 0:
-        raise ValueError(
-            f"`scale` is {template.scale!r}; it is the highest score, so give a number above 0."
-        )
-
-
-def _check_size(size: Any) -> None:
-    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-        raise ValueError(f"`image_size` is {size!r}; use pixels, or null for as they are.")
+    return named

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flowalign.rewards.serve import Settings, server
+from flowalign.rewards.service.server import Settings, server
 from flowalign.types import Reward, Scores
 
 ROOT = Path(__file__).parent.parent
@@ -94,15 +94,15 @@ def serving(reward: Reward, **settings) -> Iterator[str]:
     """The URL of a server of this reward, in a thread, on a port that was free."""
     listener = socket.socket(proto=socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY on such only
     listener.bind(("127.0.0.1", 0))
-    found = server(reward, Settings("tested", **settings))
-    thread = threading.Thread(target=found.run, kwargs={"sockets": [listener]}, daemon=True)
+    web = server(reward, Settings("tested", **settings))
+    thread = threading.Thread(target=web.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
-    while not found.started:
+    while not web.started:
         time.sleep(0.005)
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        found.should_exit = True
+        web.should_exit = True
         thread.join(10)
         listener.close()
         assert not thread.is_alive()

@@ -14,18 +14,18 @@ FOLDERS = sorted(path for path in CONFIGS.iterdir() if list(path.glob("eval*.yam
 def configs(folder: Path) -> Iterator[Stage]:
     """Every config of a folder that is run by itself."""
     for path in sorted(folder.glob("[!_]*.yaml")):
-        found = load(path, stage=Stage)
-        if not isinstance(found, RecipeStage):  # its stages are files of the folder
-            yield found
+        config = load(path, stage=Stage)
+        if not isinstance(config, RecipeStage):  # its stages are files of the folder
+            yield config
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
 def test_no_run_validates_on_a_set_that_an_evaluation_reports(folder: Path) -> None:
-    found = list(configs(folder))
-    evaluations = [each for each in found if isinstance(each, EvalStage)]
-    reported = {mark.prompts for each in evaluations for mark in each.benchmarks}
+    stages = list(configs(folder))
+    evaluations = [stage for stage in stages if isinstance(stage, EvalStage)]
+    reported = {mark.prompts for stage in evaluations for mark in stage.benchmarks}
     used: dict[str, set[str]] = {}
-    for config in found:
+    for config in stages:
         if isinstance(config, TrainingStage):
             for task in config.tasks:
                 used.setdefault(config.output, set()).update({task.prompts, str(task.validation)})

@@ -38,8 +38,8 @@ def test_the_difference_is_that_of_the_library_paired():
     assert p == pytest.approx(2 / 2**5, abs=0.02)  # all five the same way, of 2^5 flips
 
 
-def images(found: dict) -> list[dict]:
-    return found["models"]["base"]["images"]["ocr"]
+def images(results: dict) -> list[dict]:
+    return results["models"]["base"]["images"]["ocr"]
 
 
 def changed(change) -> list[str]:

@@ -50,7 +50,7 @@ from flowalign.config import (
     parse,
     read,
 )
-from flowalign.preflight import adapter_folder, adapters, check_world
+from flowalign.preflight import adapter_folder, check_world
 
 ROOT = documents.ROOT
 SHORT = {  # run here, as they stand
@@ -270,7 +270,7 @@ def check_config(what: str, path: Path, overrides: tuple[str, ...], variant: str
     if isinstance(config, RecipeStage):
         recipe.plan(config, path.parent)
     else:
-        check_world(config, 1, WRITTEN & set(adapters(config).values()))
+        check_world(config, 1, WRITTEN & set(config.inputs.values()))
 
 
 def written() -> set[str]:

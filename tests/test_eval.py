@@ -18,12 +18,12 @@ from flowalign import text
 from flowalign.backbone import Backbone, load_pipeline
 from flowalign.config import SD3_ATTENTION
 from flowalign.eval import suite
-from flowalign.eval.fidelity import frechet
+from flowalign.eval.fidelity import distance, enough, frechet
 from flowalign.eval.geneval import summarize
 from flowalign.eval.run import main
-from flowalign.eval.stats import average, difference, distance, enough, lost, rows_of
+from flowalign.eval.stats import average, difference, lost, rows_of
 from flowalign.eval.store import Store
-from flowalign.eval.suite import Benchmark, Judged, Settings
+from flowalign.eval.suite import Benchmark, ImageSet, Judged, Settings
 from flowalign.eval.table import details
 from flowalign.frozen import Placement
 from flowalign.pictures import pixels_of
@@ -50,7 +50,7 @@ OCR = Benchmark("ocr", NONE, Judge(None))
 
 
 def judged(tags: str, correct: list[float], value: list[float] | None = None):
-    """Rows as `judge_images` gives them, one a letter of `tags` (a space = no tag)."""
+    """Rows as `judge_set` gives them, one a letter of `tags` (a space = no tag)."""
     values = value or correct
     return [
         {
@@ -150,7 +150,7 @@ def test_the_difference_of_overall_is_that_of_the_two_overalls():
     row = difference(GENEVAL, before, after)
     a, b = (named(rows_of(GENEVAL, images))["overall"].mean for images in (before, after))
     assert row.metric == "overall" and row.mean == pytest.approx(b - a)
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match="argument 2 is"):
         difference(GENEVAL, before[:2], after)
 
 
@@ -199,8 +199,8 @@ def test_the_error_of_the_frechet_distance_is_its_spread_over_samples():
 def test_an_image_without_features_is_left_out_of_the_distance():
     features, reference = torch.arange(60.0)[:, None], torch.zeros(9, 1)
     features[5] = NAN
-    found = distance(features, reference, shift)
-    assert found.n == 59 and found.value == pytest.approx((59 * 30 - 5) / 59)
+    measured = distance(features, reference, shift)
+    assert measured.n == 59 and measured.value == pytest.approx((59 * 30 - 5) / 59)
     few = distance(features[: enough(1)].repeat(1, 60), reference, shift)
     assert math.isnan(few.value) and math.isnan(few.row.stderr)
 
@@ -221,6 +221,10 @@ def test_the_details_have_a_column_a_model():
 SMALL: dict[str, Any] = {"height": 32, "width": 32, "max_sequence_length": 16}
 
 
+def judge(backbone: Backbone, benchmark: Benchmark, *args: Any, **options: Any) -> Judged:
+    return suite.judge_set(backbone, ImageSet.of(benchmark), *args, **options)[0]
+
+
 @pytest.fixture(scope="module")
 def backbone(random_model: str) -> Backbone:
     return Backbone(load_pipeline(random_model), **SMALL)
@@ -235,14 +239,12 @@ def test_an_image_depends_neither_on_the_batch_nor_on_who_samples_it(
     def run(size: int, world: int = 1, rank: int = 0) -> Judged:
         processes: Any = SimpleNamespace(num_processes=world, process_index=rank)
         settings = Settings(2, 1.0, 7, size)
-        return suite.judge_images(
-            backbone, mark, settings, processes, keep=3, features=fakes.mean_colour
-        )
+        return judge(backbone, mark, settings, processes, keep=3, features=fakes.mean_colour)
 
     whole = run(5)
     assert [row["index"] for row in whole.rows] == [0, 1, 2, 3, 4]
     assert [row["prompt"] for row in whole.rows] == words and len(whole.pictures) == 3
-    monkeypatch.setattr(suite, "gather_object", lambda mine: mine)
+    monkeypatch.setattr(suite, "gather_object", lambda own: own)
     for size, world in ((2, 1), (1, 2), (5, 8)):  # of eight processes, three have nothing to do
         parts = [run(size, world, rank) for rank in range(world)]
         rows = [row for part in parts for row in part.rows]
@@ -252,8 +254,8 @@ def test_an_image_depends_neither_on_the_batch_nor_on_who_samples_it(
         features = torch.cat([part.features for part in parts if part.features is not None])
         torch.testing.assert_close(features, whole.features)
         pictures = [picture for part in parts for picture in part.pictures]
-        for mine, theirs in zip(pictures, whole.pictures, strict=True):
-            torch.testing.assert_close(pixels_of(mine), pixels_of(theirs), rtol=0, atol=1 / 255)
+        for own, expected in zip(pictures, whole.pictures, strict=True):
+            torch.testing.assert_close(pixels_of(own), pixels_of(expected), rtol=0, atol=1 / 255)
 
 
 def test_features_are_those_of_the_images_and_nan_where_there_is_no_image(
@@ -263,13 +265,11 @@ def test_features_are_those_of_the_images_and_nan_where_there_is_no_image(
     images = torch.randint(256, (2, 3, 8, 8)) / 255
     images[1, 0, 0, 0] = NAN
     monkeypatch.setattr(suite, "generate", lambda *args: images)
-    found = suite.judge_images(
-        backbone, mark, Settings(2, 1.0, 7, 2), keep=2, features=fakes.mean_colour
-    )
-    assert found.features is not None and bool(found.features[1].isnan().all())
-    torch.testing.assert_close(found.features[0], images[0].mean((1, 2)))
-    torch.testing.assert_close(pixels_of(found.pictures[0]), images[0], rtol=0, atol=0.5 / 255)
-    assert suite.judge_images(backbone, mark, Settings(2, 1.0, 7, 2)).features is None
+    result = judge(backbone, mark, Settings(2, 1.0, 7, 2), keep=2, features=fakes.mean_colour)
+    assert result.features is not None and bool(result.features[1].isnan().all())
+    torch.testing.assert_close(result.features[0], images[0].mean((1, 2)))
+    torch.testing.assert_close(pixels_of(result.pictures[0]), images[0], rtol=0, atol=0.5 / 255)
+    assert judge(backbone, mark, Settings(2, 1.0, 7, 2)).features is None
 
 
 @pytest.fixture
@@ -365,7 +365,7 @@ def test_fidelity_is_a_column_and_it_is_paired(config: Path, fidelity: list[str]
     ("overrides", "said"),
     [
         (["fidelity.reference=nowhere"], "fidelity.reference: 'nowhere': no such folder"),
-        (["fidelity.reference=tiny"], "fidelity.reference: 'tiny' draws prompts of the tiny"),
+        (["fidelity.reference=tiny"], "fidelity.reference: 'tiny' needs prompts of the tiny"),
         (["fidelity.reference=clean"], "fidelity.reference: 2 images are too few for a distance"),
         (["fidelity.features=fakes:nothing"], "fidelity.features: features 'fakes:nothing'"),
     ],
@@ -396,8 +396,8 @@ def test_a_reward_that_hangs_does_not_hang_an_evaluation(random_model: str) -> N
     backbone = fakes.backbone(random_model)
     mark = Benchmark("red", fakes.batch(4), hanging)
     threads = threading.active_count()
-    found = suite.judge_images(backbone, mark, Settings(2, 1.0, 7, 1), seconds=0.3).rows
-    assert [math.isnan(row["value"]) for row in found] == [False, True, False, False]
+    rows = judge(backbone, mark, Settings(2, 1.0, 7, 1), seconds=0.3).rows
+    assert [math.isnan(row["value"]) for row in rows] == [False, True, False, False]
     deadline = time.monotonic() + 5  # a thread that was told to end takes a moment
     while threading.active_count() > threads + 1 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -410,20 +410,20 @@ def test_a_reward_that_hangs_does_not_hang_an_evaluation(random_model: str) -> N
 @pytest.fixture
 def visits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every time that a text encoder is brought to the device, or encodes."""
-    found: list[str] = []
+    events: list[str] = []
     enter, encode = Placement.__enter__, TextEncoder._encode
 
     def entered(self: Placement) -> Placement:
-        found.append("enter")
+        events.append("enter")
         return enter(self)
 
     def encoded(self: TextEncoder, prompts: list[str]) -> Any:
-        found.extend(["encode"] * len(prompts))
+        events.extend(["encode"] * len(prompts))
         return encode(self, prompts)
 
     monkeypatch.setattr(Placement, "__enter__", entered)
     monkeypatch.setattr(TextEncoder, "_encode", encoded)
-    return found
+    return events
 
 
 def evaluated(
@@ -435,15 +435,13 @@ def evaluated(
     words = [f"a {letter}" for letter in "ABCDEFGHI"]
     mark = Benchmark("x", PromptBatch(words, ["x"] * 9, [{}] * 9), Judge())
     visits.clear()
-    found = []
+    everything = []
     for rank in range(world):
         processes: Any = SimpleNamespace(num_processes=world, process_index=rank)
         for _ in range(times):
-            judged = suite.judge_images(
-                backbone, mark, Settings(2, 4.5, 7, 2), processes, keep=9, **options
-            )
-            found += [*judged.rows, *judged.pictures]
-    return found
+            judged = judge(backbone, mark, Settings(2, 4.5, 7, 2), processes, keep=9, **options)
+            everything += [*judged.rows, *judged.pictures]
+    return everything
 
 
 def test_the_text_of_an_evaluation_is_encoded_at_once_and_not_per_batch(
@@ -451,12 +449,12 @@ def test_the_text_of_an_evaluation_is_encoded_at_once_and_not_per_batch(
 ) -> None:
     """The three encoders come to the device once, for two evaluations; each text is encoded once,
     and what comes of it is what came of encoding every batch by itself, to the bit."""
-    found = evaluated(random_model, visits, times=2)
+    first = evaluated(random_model, visits, times=2)
     assert (visits.count("enter"), visits.count("encode")) == (3, 9)
     monkeypatch.setattr(text, "HELD", 0)
-    before = evaluated(random_model, visits, times=2)
+    separate = evaluated(random_model, visits, times=2)
     assert (visits.count("enter"), visits.count("encode")) == (2 * 5 * 3, 18)
-    assert found == before
+    assert first == separate
 
 
 def test_texts_that_are_held_are_bounded(
@@ -470,7 +468,7 @@ def test_texts_that_are_held_are_bounded(
 def test_a_process_encodes_its_own_share(
     random_model: str, visits: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suite, "gather_object", lambda mine: mine)
+    monkeypatch.setattr(suite, "gather_object", lambda own: own)
     evaluated(random_model, visits, world=2)
     assert (visits.count("enter"), visits.count("encode")) == (2 * 3, 9)
 

@@ -10,9 +10,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 import flowalign.prompts.fetch as module
+from flowalign import http
 from flowalign.cli import main
 from flowalign.data import load_prompts
 from flowalign.prompts.fetch import FetchError, fetch
@@ -38,6 +40,7 @@ class Site:
 @pytest.fixture
 def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(http, "LONGEST_WAIT", 0.01)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -91,7 +94,7 @@ def test_a_file_with_its_checksum_is_kept_and_recorded(site: Site, tmp_path: Pat
 def test_md5_is_compared_where_nothing_better_is_known(site: Site, tmp_path: Path) -> None:
     right = f"md5:{hashlib.md5(TEXT).hexdigest()}"
     fetch(source(site.serve("/x"), right), tmp_path)
-    with pytest.raises(FetchError, match="should be md5:00"):
+    with pytest.raises(FetchError, match="md5:00"):
         fetch(source(site.serve("/x"), "md5:00", "other.txt"), tmp_path)
 
 
@@ -120,20 +123,15 @@ def test_a_wrong_checksum_leaves_nothing(site: Site, tmp_path: Path) -> None:
     assert not json.loads((tmp_path / "set.txt.source.json").read_text())["verified"]
 
 
-@pytest.mark.parametrize(
-    ("answer", "match"),
-    [
-        ({"Content_Length": "1000"}, "could not be fetched: ChunkedEncodingError"),
-        ({"status": 404}, "answers 404 Not Found"),
-        ({"Content_Type": "text/html; charset=utf-8"}, "sends a web page"),
-        ({"body": b" \n"}, "no prompt set: set.txt holds no prompts"),
-        ({"body": b"\xff\xfe"}, "no prompt set: set.txt is not UTF-8"),
-    ],
-)
-def test_what_is_not_the_set_leaves_nothing(
-    site: Site, tmp_path: Path, answer: dict, match: str
-) -> None:
-    refused(site, tmp_path, match, **answer)
+def test_what_is_not_the_set_leaves_nothing(site: Site, tmp_path: Path) -> None:
+    for answer, match in (
+        ({"Content_Length": "1000"}, "RemoteProtocolError"),  # it breaks off
+        ({"status": 404}, "404"),
+        ({"Content_Type": "text/html; charset=utf-8"}, "web page"),
+        ({"body": b" \n"}, "set.txt holds no prompts"),
+        ({"body": b"\xff\xfe"}, "set.txt is not UTF-8"),
+    ):
+        refused(site, tmp_path, match, **answer)
 
 
 def test_a_flood_is_cut_off(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,11 +139,9 @@ def test_a_flood_is_cut_off(site: Site, tmp_path: Path, monkeypatch: pytest.Monk
     refused(site, tmp_path, "more than 5 bytes")
 
 
-def test_a_dead_address_says_so(site: Site, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(module, "Retry", lambda *args, **kwargs: 0)
-    made = source("http://127.0.0.1:9/x")
-    with pytest.raises(FetchError, match="ConnectionError.*Is there a way to the network"):
-        fetch(made, tmp_path)
+def test_a_dead_address_says_so(site: Site, tmp_path: Path) -> None:
+    with pytest.raises(FetchError, match="ConnectError"):
+        fetch(source("http://127.0.0.1:9/x"), tmp_path)
 
 
 def test_a_redirect_is_followed_and_a_busy_server_asked_again(site: Site, tmp_path: Path) -> None:
@@ -154,13 +150,26 @@ def test_a_redirect_is_followed_and_a_busy_server_asked_again(site: Site, tmp_pa
     site.pages["/y"].insert(0, (503, {}, b""))
     (path,) = fetch(source(url, sha256(TEXT)), tmp_path)
     assert path.read_bytes() == TEXT
-    assert site.asked == ["/x", "/y", "/y"]
+    assert site.asked == ["/x", "/y"] * 2
 
 
-def test_no_way_leads_from_https_to_less() -> None:
-    module._stay_safe("https://a/x", ["https://a/x", "https://b/y"])
-    with pytest.raises(FetchError, match="https://a/x leads to http://b/y"):
-        module._stay_safe("https://a/x", ["https://a/x", "http://b/y", "https://c/z"])
+def test_no_way_leads_from_https_to_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even by a step in the middle."""
+    way = {"https://a/x": "http://b/y", "http://b/y": "https://c/z", "https://a/v": "https://c/z"}
+
+    def answer(transport: httpx.HTTPTransport, request: httpx.Request) -> httpx.Response:
+        there = way.get(str(request.url))
+        return (
+            httpx.Response(302, headers={"location": there})
+            if there
+            else httpx.Response(200, content=TEXT)
+        )
+
+    monkeypatch.setattr(httpx.HTTPTransport, "handle_request", answer)
+    with pytest.raises(FetchError, match="http://b/y"):
+        fetch(source("https://a/x"), tmp_path)
+    assert left(tmp_path) == set()
+    fetch(source("https://a/v"), tmp_path)
 
 
 def test_without_a_checksum_the_first_fetch_is_the_measure(site: Site, tmp_path: Path) -> None:
@@ -172,11 +181,11 @@ def test_without_a_checksum_the_first_fetch_is_the_measure(site: Site, tmp_path:
     assert site.asked == ["/x"]  # the record holds
     path.unlink()
     site.serve("/x", b"a cow\n")
-    with pytest.raises(FetchError, match=r"should be sha256:\w+ \(of the first fetch"):
+    with pytest.raises(FetchError, match=module.FIRST):
         fetch(made, tmp_path)
     assert not path.exists()
     path.with_name("set.txt.source.json").write_text("{")
-    with pytest.raises(FetchError, match="set.txt.source.json cannot be read.*Delete it"):
+    with pytest.raises(FetchError, match="set.txt.source.json"):
         fetch(made, tmp_path)
 
 
@@ -184,7 +193,7 @@ def test_a_file_that_differs_is_replaced_only_by_force(site: Site, tmp_path: Pat
     path = tmp_path / "set.txt"
     path.write_text("my own prompt")
     made = source(site.serve("/x"), sha256(TEXT))
-    with pytest.raises(FetchError, match="is there and differs.*--force"):
+    with pytest.raises(FetchError, match="--force"):
         fetch(made, tmp_path)
     assert left(tmp_path) == {"set.txt"} and path.read_text() == "my own prompt"
     fetch(made, tmp_path, force=True)
@@ -254,20 +263,19 @@ def test_the_table_pins_what_it_names() -> None:
     assert "offensive" in SOURCES["pickscore"].note
 
 
-@pytest.mark.parametrize(
-    ("copy", "name"),
-    [
-        ("geneval_evaluation_metadata.jsonl", "geneval_test.jsonl"),
-        ("ocr_test.txt", "ocr_test.txt"),
-        ("drawbench.txt", "drawbench.txt"),
-    ],
-)
-def test_the_checksums_are_those_of_copies_at_hand(copy: str, name: str) -> None:
-    found = [folder / copy for folder in SETS if (folder / copy).is_file()]
-    if not found:
-        pytest.skip(f"no ../shared/data/{copy} to compare with")
-    (file,) = [file for each in SOURCES.values() for file in each.files if file.name == name]
-    assert file.checksum == sha256(found[0].read_bytes())
+def test_the_checksums_are_those_of_copies_at_hand() -> None:
+    copies = {
+        "geneval_evaluation_metadata.jsonl": "geneval_test.jsonl",
+        "ocr_test.txt": "ocr_test.txt",
+        "drawbench.txt": "drawbench.txt",
+    }
+    paths = {folder / copy: name for folder in SETS for copy, name in copies.items()}
+    present = [path for path in paths if path.is_file()]
+    if not present:
+        pytest.skip("no ../shared/data to compare with")
+    files = {file.name: file for each in SOURCES.values() for file in each.files}
+    for path in present:
+        assert files[paths[path]].checksum == sha256(path.read_bytes()), path
 
 
 def test_the_command_names_its_failure(site: Site, tmp_path: Path, monkeypatch, capsys) -> None:

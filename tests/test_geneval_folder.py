@@ -73,7 +73,7 @@ def folder(tmp_path: Path) -> Path:
 
 def official_files(folder: Path) -> dict[str, Any]:
     """{image: metadata} that the official script would evaluate, by its own way of looking."""
-    found = {}
+    metadata_of = {}
     for sub in os.listdir(folder):
         place = os.path.join(folder, sub)
         if os.path.isdir(place) and sub.isdigit():
@@ -82,8 +82,8 @@ def official_files(folder: Path) -> dict[str, Any]:
             for name in os.listdir(os.path.join(place, "samples")):
                 path = os.path.join(place, "samples", name)
                 if os.path.isfile(path) and re.match(r"\d+\.png", name):
-                    found[path] = metadata
-    return found
+                    metadata_of[path] = metadata
+    return metadata_of
 
 
 def test_what_is_written_is_read_again_and_by_the_official_script(tmp_path: Path):
@@ -99,8 +99,8 @@ def test_what_is_written_is_read_again_and_by_the_official_script(tmp_path: Path
     for sample, expected in zip(samples, [*pixels[0], *pixels[1]], strict=True):
         with Image.open(sample.path) as image:
             assert image.mode == "RGB"
-            seen = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-        assert torch.equal(seen, (expected * 255).round().byte())
+            pixels_read = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+        assert torch.equal(pixels_read, (expected * 255).round().byte())
     assert official_files(tmp_path) == {str(s.path): s.metadata for s in samples}
 
 
@@ -299,11 +299,11 @@ def test_the_official_prompts_are_all_there_and_can_be_judged(official):
 
 @pytest.mark.parametrize("kind", ["bounded", "published", "official"])
 def test_a_perfect_image_of_an_official_prompt_is_correct_and_an_empty_one_is_not(official, kind):
-    found = [perfect(row) for row in official] + [Detections({}, {})] * len(official)
-    reward = GenEval(lambda images: found, reward=kind)
-    scores = reward(torch.zeros(len(found), 3, 1, 1), [""] * len(found), official * 2)
+    detections = [perfect(row) for row in official] + [Detections({}, {})] * len(official)
+    reward = GenEval(lambda images: detections, reward=kind)
+    scores = reward(torch.zeros(len(detections), 3, 1, 1), [""] * len(detections), official * 2)
     assert scores.valid.all()
-    assert set(scores.reasons) == set(range(len(official), len(found)))  # why they are wrong
+    assert set(scores.reasons) == set(range(len(official), len(detections)))  # why they are wrong
     correct, empty = scores.parts["correct"].split(len(official))
     assert bool((correct == 1).all()) and bool((empty == 0).all())
     assert bool((scores.value[: len(official)] == 1).all())
@@ -312,15 +312,15 @@ def test_a_perfect_image_of_an_official_prompt_is_correct_and_an_empty_one_is_no
 
 def test_one_thing_wrong_with_an_official_prompt_is_seen(official):
     for row in official:
-        seen, clause = perfect(row), row["include"][-1]
+        detections, clause = perfect(row), row["include"][-1]
         name = clause["class"]
         if row["tag"] == "position":
-            at = seen.boxes[row["include"][0]["class"]][0][:4]
-            seen.boxes[name][0] = [*at, 0.95]  # pyright: ignore[reportIndexIssue]
+            at = detections.boxes[row["include"][0]["class"]][0][:4]
+            detections.boxes[name][0] = [*at, 0.95]  # pyright: ignore[reportIndexIssue]
         elif "color" in clause:
-            seen.colors[name][-1] = "none"  # pyright: ignore[reportIndexIssue]
+            detections.colors[name][-1] = "none"  # pyright: ignore[reportIndexIssue]
         else:
-            seen.boxes[name].pop()  # pyright: ignore[reportAttributeAccessIssue]
-        reward = GenEval(lambda images, seen=seen: [seen])
+            detections.boxes[name].pop()  # pyright: ignore[reportAttributeAccessIssue]
+        reward = GenEval(lambda images, detections=detections: [detections])
         scores = reward(torch.zeros(1, 3, 1, 1), [row["prompt"]], [row])
         assert scores.parts["correct"].tolist() == [0] and 0 <= float(scores.value) < 1, row

@@ -9,7 +9,6 @@ import fakes
 import pytest
 
 from flowalign import config
-from flowalign.config import mixtures
 from flowalign.publish.card import card
 
 OCR = {"name": "ocr", "prompts": "tiny/ocr_train"}
@@ -59,7 +58,7 @@ def test_an_explicit_scale_counts_and_the_others_follow_the_student(
     found = config.parse({**DATA, "output": str(tmp_path)}, changes)
     assert isinstance(found, config.OpdStage) and found.anchor
     assert tuple(map(found.guidance_of, (found.teachers["ocr"], found.anchor))) == scales
-    assert mixtures(found) == mixed
+    assert found.mixtures == mixed
 
 
 def test_the_teachers_of_sft_sample_at_the_guidance_of_the_rollout(

@@ -28,8 +28,8 @@ def models() -> dict[str, list[torch.Tensor]]:
 
 def place(picture: Image.Image, colour: torch.Tensor) -> tuple[float, float, int]:
     """Mean row and column, and number, of the pixels of a colour."""
-    found = np.abs(np.asarray(picture).astype(int) - colour.numpy()).max(2) < 3
-    rows, columns = np.nonzero(found)
+    alike = np.abs(np.asarray(picture).astype(int) - colour.numpy()).max(2) < 3
+    rows, columns = np.nonzero(alike)
     return rows.mean(), columns.mean(), len(rows)
 
 

@@ -12,7 +12,8 @@ import yaml
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from flowalign import backbone, recipe, train
+from flowalign import recipe, train
+from flowalign.backbone import base
 from flowalign.config import ADAPTER, ConfigError, EvalStage, Stage, TrainingStage
 
 
@@ -105,27 +106,26 @@ def test_a_variant_reaches_the_stages_it_is_for_and_a_stages_set_comes_after(
     assert plain["first"].model.decode_batch is None
 
 
-@pytest.mark.parametrize(
-    ("stage", "said"),
-    [
-        ({"use": "techer.yaml"}, "stages.first.no such file; there are"),
-        ({"use": "teacher.yaml", "set": "x=1"}, "stages.first.set: got 'x=1'; want a list"),
-        ({"use": "teacher.yaml", "set": ["tasks.3.name=x"]}, "tasks has 1 items, from 0, and no"),
-        ({"use": 3}, "stages.first.use: got 3; want the name of a YAML file"),
-        ({"use": "teacher.yaml", "rolout": {}}, "stages.first.rolout: unknown key. Did you mean"),
-        ({"use": "teacher.yaml", "lora": {"init": "stage:table"}}, "that stage comes later"),
-        ({"use": "teacher.yaml", "lora": {"init": "stage:tabel"}}, "there is no such stage"),
-        ({"use": "teacher.yaml", "lora": {"init": "no/such/one"}}, "stages.first.lora.init: 'no/"),
-        ({"use": "teacher.yaml", "rollout": {"prompts": 3, "copies": 1}}, "rollout.copies: got 1"),
-        ({"stage": "recipe", "stages": {}}, "'recipe' inside a recipe"),
-        ({"use": "teacher.yaml", "set": ["model.dtype=float16"]}, "model.dtype is float16 in some"),
-    ],
-)
 def test_what_is_wrong_in_any_stage_is_said_before_the_first_runs(
-    random_model: str, tmp_path: Path, stage: dict, said: str
+    random_model: str, tmp_path: Path
 ) -> None:
-    found = problems(written(random_model, tmp_path, first=stage))
-    assert any(said in problem for problem in found), found
+    use = {"use": "teacher.yaml"}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"use": "techer.yaml"}, "stages.first.no such file; there are"),
+        ({"use": 3}, "stages.first.use: got 3"),
+        ({**use, "set": "x=1"}, "stages.first.set: got 'x=1'"),
+        ({**use, "set": ["tasks.3.name=x"]}, "stages.first.override 'tasks.3.name=x'"),
+        ({**use, "rolout": {}}, "stages.first.rolout: unknown key"),
+        ({**use, "lora": {"init": "stage:table"}}, "stages.first.stage:table: no earlier stage"),
+        ({**use, "lora": {"init": "stage:tabel"}}, "stages.first.stage:tabel: no earlier stage"),
+        ({**use, "lora": {"init": "no/such/one"}}, "stages.first.lora.init: 'no/such/one'"),
+        ({**use, "rollout": {"prompts": 3, "copies": 1}}, "stages.first.rollout.copies: got 1"),
+        ({"stage": "recipe", "stages": {}}, "stages.first.stage: 'recipe' inside a recipe"),
+        ({**use, "set": ["model.dtype=float16"]}, "stages: model.dtype is float16 in some"),
+    ]
+    for stage, said in cases:
+        (problem,) = problems(written(random_model, tmp_path, first=stage))
+        assert problem.startswith(said), (stage, problem)
     assert not (tmp_path / "out").exists()
 
 
@@ -161,37 +161,45 @@ def test_a_recipe_runs_once_and_notices_what_changed(
 def test_a_killed_stage_continues_from_its_checkpoint(
     random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = written(random_model, tmp_path / "whole")
+    def two_teachers(folder: Path) -> Path:
+        longer = {"use": "teacher.yaml", "train": {"updates": 3, "checkpoint_every": 1}}
+        path = written(random_model, folder, second=longer)
+        data = yaml.safe_load(path.read_text())
+        data["stages"] = {name: data["stages"][name] for name in ("first", "second")}
+        path.write_text(yaml.safe_dump(data))
+        return path
+
+    whole, path = two_teachers(tmp_path / "whole"), two_teachers(tmp_path / "parts")
     assert train.main(["--config", str(whole)]) == 0
-    path = written(random_model, tmp_path / "parts")
     from flowalign.loop import Loop
 
-    inner = Loop.learn
+    inner = Loop.rollout
 
-    def killed(self: Loop, prepared: Any) -> dict[str, float]:
-        if "student" in str(self.folder) and self.update == 2:
+    def killed(self: Loop, update: int) -> Any:
+        if "second" in str(self.folder) and update == 2:
             raise RuntimeError("killed")
-        return inner(self, prepared)
+        return inner(self, update)
 
-    monkeypatch.setattr(Loop, "learn", killed)
+    monkeypatch.setattr(Loop, "rollout", killed)
     with pytest.raises(RuntimeError, match="killed"):
         train.main(["--config", str(path)])
-    monkeypatch.setattr(Loop, "learn", inner)
+    monkeypatch.setattr(Loop, "rollout", inner)
     assert train.main(["--config", str(path)]) == 0
     ours, theirs = (
-        load_file(tmp_path / name / "out" / "student" / "adapter" / ADAPTER)
+        load_file(tmp_path / name / "out" / "second" / "adapter" / ADAPTER)
         for name in ("parts", "whole")
     )
     assert all((ours[key] == theirs[key]).all() for key in theirs)
 
 
+@pytest.mark.slow
 def test_a_stage_leaves_no_model_behind_when_the_next_one_loads(
     random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of teacher, student and table: not the transformer, nor the text encoders, nor the VAE."""
     parts: list[list[weakref.ref[Any]]] = []
     alive: list[int] = []
-    real = backbone.load_pipeline
+    real = base.load_pipeline
 
     def load(*args: Any, **options: Any) -> Any:
         alive.append(sum(part() is not None for stage in parts for part in stage))
@@ -200,7 +208,7 @@ def test_a_stage_leaves_no_model_behind_when_the_next_one_loads(
         parts.append([weakref.ref(part) for part in models])
         return pipe
 
-    monkeypatch.setattr(backbone, "load_pipeline", load)
+    monkeypatch.setattr(base, "load_pipeline", load)
     fakes.AcceleratorState._reset_state(reset_partial_state=True)
     path = written(random_model, tmp_path)
     held_out = [f"tasks.{i}.validation={tmp_path / 'prompts.txt'}" for i in range(2)]
@@ -212,6 +220,14 @@ def test_a_stage_leaves_no_model_behind_when_the_next_one_loads(
     path.write_text(yaml.safe_dump(raw, sort_keys=False))
     assert train.main(["--config", str(path)]) == 0
     assert alive == [0, 0, 0, 0]  # two teachers, the student, the table
+
+
+def test_a_merge_alone_may_have_any_folder(random_model: str, tmp_path: Path) -> None:
+    teachers = fakes.teachers(random_model, tmp_path)
+    data = {"stage": "merge", "output": str(tmp_path / "v1.5"), "model": {"id": random_model}}
+    (tmp_path / "merge.yaml").write_text(yaml.safe_dump(data | {"adapters": [*teachers.values()]}))
+    assert train.main(["--config", str(tmp_path / "merge.yaml")]) == 0
+    assert (tmp_path / "v1.5" / "adapter" / ADAPTER).is_file()
 
 
 @pytest.mark.parametrize("name", ["flow_opd", "demo"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flowalign.eval import report
-from flowalign.eval.stats import Distance
+from flowalign.eval.fidelity import Distance
 from flowalign.eval.suite import Benchmark, Judged
 from flowalign.eval.table import Results, Table, markdown, tables
 from flowalign.pictures import png
@@ -55,7 +55,7 @@ MARKS = [benchmark("geneval", "correct"), benchmark("ocr", None)]
 
 @pytest.fixture
 def results() -> Results:
-    found = {
+    images = {
         model: {
             "geneval": judged(MARKS[0], CORRECT[model], index / 4),
             "ocr": judged(MARKS[1], GRADED[model], index / 4 + 0.1),
@@ -65,7 +65,7 @@ def results() -> Results:
     far = {"base": 3.0, "ocr": 5.0, "student": 2.0}
     without = torch.linspace(-0.1, 0.1, 20)
     distances = {model: Distance(value, value + without, 8) for model, value in far.items()}
-    return Results(MARKS, found, distances)
+    return Results(MARKS, images, distances)
 
 
 # Tables ------------------------------------------------------------------------------------------
@@ -181,9 +181,9 @@ def text(results: Results) -> str:
 
 
 def page(results: Results, model: str) -> str:
-    found = tables(results, {"student": ["ocr"]} if "ocr" in results.judged else {})
+    shown = tables(results, {"student": ["ocr"]} if "ocr" in results.judged else {})
     return report.render(
-        results, found, title="T < 1", conditions=["Seed 7."], config="stage: eval", model=model
+        results, shown, title="T < 1", conditions=["Seed 7."], config="stage: eval", model=model
     )
 
 
@@ -200,7 +200,7 @@ def test_the_page_parses_and_refers_to_nothing_outside(text: str):
 
 def test_the_page_shows_every_kept_image_of_every_model(text: str, results: Results):
     sources = [image["src"] or "" for image in Page(text).all("img")]
-    kept = [p for of in results.judged.values() for mine in of.values() for p in mine.pictures]
+    kept = [p for of in results.judged.values() for images in of.values() for p in images.pictures]
     assert len(sources) == len(kept) == 18
     assert {base64.b64decode(source.partition(",")[2]) for source in sources} == set(kept)
 
@@ -225,7 +225,10 @@ def test_a_bar_for_each_tag_and_model(results: Results):
     bars = report.bars(results, MARKS[0])
     assert list(bars) == ["a", "b"] and [bar.model for bar in bars["a"]] == list(CORRECT)
     assert [bar.end for bar in bars["a"]] == [50, 100, 100]
-    assert bars["b"][2].n == 1 and bars["b"][2].error == 0 and bars["b"][2].text.endswith("?")
+    alone = bars["b"][2]
+    assert alone.n == 1 and alone.low == alone.high == alone.end and alone.text.endswith("?")
+    for bar in (bar for of in bars.values() for bar in of):
+        assert 0 <= bar.low <= bar.end <= bar.high <= 100
     assert report.bars(results, MARKS[1]) == {}
 
 
@@ -243,11 +246,11 @@ def shared() -> Results:
         "base": {"x_right": [1, 0, 0, 0], "x_grade": [0.9, 0.8, 0.2, 0.1]},
         "new": {"x_right": [1, 1, NAN, 0], "x_grade": [0.8, 0.9, 0.1, 0.9]},
     }
-    found = {}
+    images = {}
     for model, of in scores.items():
         shade = 0.5 * (model == "new")
         pictures = [png(torch.full((3, 4, 4), shade + i / 10)) for i in range(4)]
-        found[model] = {
+        images[model] = {
             mark.name: Judged(
                 [
                     {"index": i // 2, "copy": i % 2, "prompt": PROMPTS[i // 2], "metadata": {}}
@@ -258,7 +261,7 @@ def shared() -> Results:
             )
             for mark in marks
         }
-    return Results(marks, found, {})
+    return Results(marks, images, {})
 
 
 def test_the_images_of_a_prompt_are_one_line_each_with_its_verdict():
@@ -357,15 +360,24 @@ def test_a_browser_filters_and_shows_every_image_without_a_network(
     text: str, tmp_path: Path, chosen: str, shown: int
 ):
     """The view that the address asks for; images that load have a width."""
-    found = browse(text, tmp_path, chosen)
-    assert f'<span id="count">{shown} prompts</span>' in found
-    assert "<title>18</title>" in found
+    html = browse(text, tmp_path, chosen)
+    assert f'<span id="count">{shown} prompts</span>' in html
+    assert "<title>18</title>" in html
 
 
 @needs_chromium
 def test_a_browser_shows_an_image_to_every_judge_and_a_failure_among_copies(tmp_path: Path):
-    found = browse(page(shared(), "tiny"), tmp_path, "failed=base&benchmark=x_right")
-    assert (
-        '<span id="count">2 prompts</span>' in found
-    )  # one image of the first, both of the second
-    assert "<title>16</title>" in found
+    html = browse(page(shared(), "tiny"), tmp_path, "failed=base&benchmark=x_right")
+    assert '<span id="count">2 prompts</span>' in html  # one image of the first, both of the second
+    assert "<title>16</title>" in html
+
+
+@pytest.mark.parametrize(("verdict", "level"), [(0, 0), (1, 100)])
+def test_where_all_scores_are_equal_the_verdict_colours_them(
+    results: Results, verdict: int, level: int
+):
+    for of in results.judged.values():
+        for row in of["geneval"].rows:
+            row["correct"] = verdict
+    lines = report.lines(results, MARKS[0])
+    assert {cell.level for line in lines for (cell,) in line.cells} == {level}

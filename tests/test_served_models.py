@@ -55,10 +55,10 @@ class MPlugOwl(torch.nn.Module):
 
 def test_the_expected_level_is_softmax_times_points():
     logits = torch.tensor([[0.3, -1.0, 2.0, 0.0, 0.5], [50.0, 0, 0, 0, 0], [0.0] * 5])
-    for row, found in zip(logits.tolist(), expected_level(logits.half()).tolist(), strict=True):
+    for row, level in zip(logits.tolist(), expected_level(logits.half()).tolist(), strict=True):
         weights = [math.exp(x) for x in row]
         by_hand = sum(p * w for p, w in zip([5, 4, 3, 2, 1], weights, strict=True)) / sum(weights)
-        assert found == pytest.approx(by_hand, abs=1e-3)
+        assert level == pytest.approx(by_hand, abs=1e-3)
     near = torch.tensor([[2.0, 1.0, 0, 0, 0], [2.001953125, 1.0, 0, 0, 0]]).half()
     assert expected_level(near)[0] != expected_level(near)[1]  # float16 would not tell
 
@@ -66,12 +66,12 @@ def test_the_expected_level_is_softmax_times_points():
 @pytest.mark.parametrize("size", [(4, 9), (9, 4), (5, 6), (5, 5)])
 def test_padding_puts_the_image_in_the_middle_of_its_square(size):
     picture = Image.fromarray(np.full((size[1], size[0], 3), 200, np.uint8))
-    found = np.asarray(pad_to_square(picture, (1, 2, 3)))
+    padded = np.asarray(pad_to_square(picture, (1, 2, 3)))
     side, left, top = max(size), (max(size) - size[0]) // 2, (max(size) - size[1]) // 2
     expected = np.empty((side, side, 3), np.uint8)
     expected[:] = (1, 2, 3)
     expected[top : top + size[1], left : left + size[0]] = 200
-    assert np.array_equal(found, expected)
+    assert np.array_equal(padded, expected)
 
 
 def test_deqa_asks_the_published_question_about_padded_images(monkeypatch):
@@ -85,7 +85,7 @@ def test_deqa_asks_the_published_question_about_padded_images(monkeypatch):
     reward = build("deqa", revision="abc", device="cpu", batch_size=2)
     assert given["name"] == "zhiyuanyou/DeQA-Score-Mix3" and given["revision"] == "abc"
     assert given["trust_remote_code"] is True and given["attn_implementation"] == "eager"
-    found = reward(IMAGES, [""] * 5, [{}] * 5)
+    scores = reward(IMAGES, [""] * 5, [{}] * 5)
     ids = [1, *map(ord, BEFORE), IMAGE_TOKEN, *map(ord, AFTER)]
     assert BEFORE + "<|image|>" + AFTER == (
         "USER: How would you rate the quality of this image?\n<|image|>\n"
@@ -100,8 +100,8 @@ def test_deqa_asks_the_published_question_about_padded_images(monkeypatch):
         mean = (square / 255 - np.array(MEAN).reshape(3, 1, 1)).mean()
         weights = np.exp(mean * np.arange(1, 6))
         by_hand = (weights * [5, 4, 3, 2, 1]).sum() / weights.sum()
-        assert found.value[row].item() == pytest.approx(by_hand, abs=1e-4)
-    assert torch.equal(reward(IMAGES.flip(0), [""] * 5, [{}] * 5).value, found.value.flip(0))
+        assert scores.value[row].item() == pytest.approx(by_hand, abs=1e-4)
+    assert torch.equal(reward(IMAGES.flip(0), [""] * 5, [{}] * 5).value, scores.value.flip(0))
 
 
 def test_hpsv3_takes_mu_and_passes_images_and_prompts_by_name(monkeypatch):
@@ -122,10 +122,10 @@ def test_hpsv3_takes_mu_and_passes_images_and_prompts_by_name(monkeypatch):
     prompts = ["a" * n for n in range(5)]
     for batch_size in (1, 3):
         reward = build("hpsv3", device="cpu", batch_size=batch_size)
-        found = reward(IMAGES, prompts, [{}] * 5)
+        scores = reward(IMAGES, prompts, [{}] * 5)
         expected = [PIXELS[row].mean() + row for row in range(5)]
-        assert found.value.tolist() == pytest.approx(expected, rel=1e-6)
-        assert found.value.dtype == torch.float32
+        assert scores.value.tolist() == pytest.approx(expected, rel=1e-6)
+        assert scores.value.dtype == torch.float32
     assert seen[0] == (None, "cpu")
 
 

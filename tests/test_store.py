@@ -22,7 +22,7 @@ from flowalign.config import SD3_ATTENTION, EvalStage, load
 from flowalign.eval import suite
 from flowalign.eval.run import main
 from flowalign.eval.store import Store, fingerprint
-from flowalign.eval.suite import Benchmark, Settings
+from flowalign.eval.suite import Benchmark, ImageSet, Settings
 from flowalign.types import PromptBatch, Scores
 
 SMALL: dict[str, Any] = {"height": 32, "width": 32, "max_sequence_length": 16}
@@ -47,9 +47,9 @@ class Watched:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise KeyboardInterrupt
         Watched.asked += prompts
-        found = fakes.redness(images, prompts, metadata)
+        scores = fakes.redness(images, prompts, metadata)
         ill = torch.tensor([prompt in Watched.failing for prompt in prompts], device=images.device)
-        return Scores.of(found.value.masked_fill(ill, torch.nan), red=found.parts["red"])
+        return Scores.of(scores.value.masked_fill(ill, torch.nan), red=scores.parts["red"])
 
 
 @pytest.fixture(autouse=True)
@@ -69,14 +69,15 @@ def benchmark(images: int = 1, reward: Any = None) -> Benchmark:
 
 
 def store(folder: Path, *, rank: int = 0, kept: int | None = None, **scores: Any) -> Store:
-    found = Store(folder, {"seed": 7}, {"x": scores}, rank=rank, kept=kept)
-    found.check()
-    found.prepare()
-    return found
+    result = Store(folder, {"seed": 7}, {"x": scores}, rank=rank, kept=kept)
+    result.check()
+    result.prepare()
+    return result
 
 
 def judge(backbone: Backbone, mark: Benchmark, size: int = 2, **options: Any) -> suite.Judged:
-    return suite.judge_images(backbone, mark, Settings(2, 1.0, 7, size), **options)
+    settings = Settings(2, 1.0, 7, size)
+    return suite.judge_set(backbone, ImageSet.of(mark), settings, **options)[0]
 
 
 # The images of a prompt --------------------------------------------------------------------------
@@ -97,14 +98,14 @@ def test_rows_do_not_depend_on_who_sampled_them(
     backbone: Backbone, images: int, monkeypatch: pytest.MonkeyPatch
 ):
     whole = judge(backbone, benchmark(images), 4, keep=5, features=fakes.mean_colour)
-    monkeypatch.setattr(suite, "gather_object", lambda mine: mine)
+    monkeypatch.setattr(suite, "gather_object", lambda own: own)
     parts = []
     for rank in range(2):
         both: Any = SimpleNamespace(num_processes=2, process_index=rank)
-        found = judge(
+        part = judge(
             backbone, benchmark(images), 4, accelerator=both, keep=5, features=fakes.mean_colour
         )
-        parts.append(found)
+        parts.append(part)
     assert [row for part in parts for row in part.rows] == whole.rows  # not merely close
     assert [picture for part in parts for picture in part.pictures] == whole.pictures
     assert whole.features is not None
@@ -142,12 +143,12 @@ def test_what_a_store_holds_is_neither_sampled_nor_scored_again(
     assert sampled == PROMPTS and len(Watched.asked) == 10
     names = [f"{p:05}_{c}.png" for p in range(5) for c in range(2)]
     assert sorted(path.name for path in tmp_path.glob("s/*.png")) == names
-    told: list[int] = []
+    done: list[int] = []
     again = judge(
         backbone, benchmark(2), keep=3, features=fakes.mean_colour, store=store(tmp_path / "s"),
-        advance=told.append,
+        advance=done.append,
     )  # fmt: skip
-    assert sampled == PROMPTS and len(Watched.asked) == 10 and sum(told) == 10
+    assert sampled == PROMPTS and len(Watched.asked) == 10 and sum(done) == 10
     assert again.rows == first.rows and again.pictures == first.pictures
     assert again.features is not None and first.features is not None
     assert torch.equal(again.features, first.features)
@@ -206,8 +207,8 @@ def test_an_image_that_is_not_finite_is_no_file_and_stays_invalid(
     images[3, 0, 0, 0] = torch.nan
     monkeypatch.setattr(suite, "generate", lambda *args: images)
     for _ in range(2):
-        found = judge(backbone, benchmark(), 5, store=store(tmp_path / "s"))
-        assert [row["value"] == row["value"] for row in found.rows] == [True] * 3 + [False, True]
+        again = judge(backbone, benchmark(), 5, store=store(tmp_path / "s"))
+        assert [row["value"] == row["value"] for row in again.rows] == [True] * 3 + [False, True]
     assert not (tmp_path / "s" / "00003_0.png").exists()
 
 
@@ -219,8 +220,8 @@ def test_without_its_images_a_store_samples_only_what_has_no_row(
         judge(backbone, benchmark(), store=store(tmp_path / "s", kept=1))
     assert [path.name for path in tmp_path.glob("s/*.png")] == ["00000_0.png"]
     sampled.clear()
-    found = judge(backbone, benchmark(), store=store(tmp_path / "s", kept=1))
-    assert sampled == PROMPTS[4:] and found.rows == judge(backbone, benchmark()).rows
+    again = judge(backbone, benchmark(), store=store(tmp_path / "s", kept=1))
+    assert sampled == PROMPTS[4:] and again.rows == judge(backbone, benchmark()).rows
 
 
 def test_the_number_of_processes_may_change_and_nothing_is_counted_twice(
@@ -228,15 +229,15 @@ def test_the_number_of_processes_may_change_and_nothing_is_counted_twice(
 ):
     plain = judge(backbone, benchmark())
     with monkeypatch.context() as patch:
-        patch.setattr(suite, "gather_object", lambda mine: mine)
+        patch.setattr(suite, "gather_object", lambda own: own)
         for rank in (1, 2):  # the first of three was killed before it began
             three: Any = SimpleNamespace(num_processes=3, process_index=rank)
             judge(backbone, benchmark(), accelerator=three, store=store(tmp_path / "s", rank=rank))
     lost, twice = (tmp_path / "s").glob("scores_*/rows.*.jsonl")
     (lost.parent / "rows.7.jsonl").write_text(twice.read_text() + twice.read_text())
     sampled.clear()
-    found = judge(backbone, benchmark(), store=store(tmp_path / "s"))
-    assert sampled == PROMPTS[:2] and found.rows == plain.rows
+    again = judge(backbone, benchmark(), store=store(tmp_path / "s"))
+    assert sampled == PROMPTS[:2] and again.rows == plain.rows
 
 
 def test_a_torn_last_line_is_no_row_and_the_next_begins_on_its_own(
@@ -281,10 +282,10 @@ def config(tmp_path: Path, random_model: str) -> Path:
 
 
 def save_adapter(model: str, folder: Path, seed: int) -> None:
-    found = Backbone(load_pipeline(model), **SMALL)
-    found.add_adapter("a", rank=2, alpha=2.0, targets=SD3_ATTENTION)
-    fakes.shake(found, "a", seed=seed)
-    found.save_adapter("a", folder)
+    backbone = Backbone(load_pipeline(model), **SMALL)
+    backbone.add_adapter("a", rank=2, alpha=2.0, targets=SD3_ATTENTION)
+    fakes.shake(backbone, "a", seed=seed)
+    backbone.save_adapter("a", folder)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -308,7 +309,7 @@ def test_an_interrupted_command_goes_on_and_leaves_the_files_of_one_that_was_not
     monkeypatch.setattr(Watched, "calls", 0)
     monkeypatch.setattr(Watched, "stop", 5)  # of 3 batches each: the second model's second
     assert main(command) == 130
-    assert "The same command goes on" in capsys.readouterr().err
+    assert "The same command continues" in capsys.readouterr().err
     assert not (out / "results.json").exists()
     assert main(command) == 0
     assert files(out) == whole
@@ -334,13 +335,14 @@ def test_an_evaluation_that_lost_images_fails_and_then_asks_for_no_others(
     monkeypatch.setattr(Watched, "failing", ())
     assert main(command) == 0
     assert Watched.asked == [PROMPTS[3]] * 4  # of both models
-    found = files(out)
-    assert found.keys() == whole.keys() and found["table.md"] == whole["table.md"]
-    assert all(found[name] == whole[name] for name in whole if name != "results.json")
-    models = [json.loads(each["results.json"])["models"] for each in (found, whole)]
+    healed = files(out)
+    assert healed.keys() == whole.keys() and healed["table.md"] == whole["table.md"]
+    assert all(healed[name] == whole[name] for name in whole if name != "results.json")
+    models = [json.loads(content["results.json"])["models"] for content in (healed, whole)]
     assert models[0] == models[1]
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_gone_on_with(config: Path, sampled: list[str]):
     command, out = ["--config", str(config), "models={base: null}"], config.parent / "out"
     assert main(command) == 0
@@ -469,9 +471,9 @@ def test_a_fingerprint_tells_weights_apart_and_a_digest_adapters(
 ):
     first, same, other = (Backbone(fakes.pipeline(seed), **SMALL) for seed in (0, 0, 1))
     assert fingerprint(first) == fingerprint(same) != fingerprint(other)
-    found = load(str(config), [], stage=EvalStage).models["tuned"]
-    assert found
-    before = read_lora(found).digest
+    adapter = load(str(config), [], stage=EvalStage).models["tuned"]
+    assert adapter
+    before = read_lora(adapter).digest
     save_adapter(random_model, tmp_path / "copy", seed=1)
     assert read_lora(str(tmp_path / "copy")).digest == before
     save_adapter(random_model, tmp_path / "copy", seed=2)

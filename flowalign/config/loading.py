@@ -1,11 +1,19 @@
 """YAML -> frozen pydantic models. A wrong config is refused with everything that is wrong in it.
 
-config = load("configs/tiny/teacher_ocr.yaml", ["optimizer.lr=3e-4", "tasks.0.weight=2"])
+    config = load("configs/tiny/teacher_ocr.yaml", ["optimizer.lr=3e-4", "tasks.0.weight=2"])
+
+A config is made of layers. Each is laid over those before it, section by section: sections are
+merged, any other value is replaced. The order is: the file that `use` names (after the one that
+that file uses), the file itself, the variant's keys for its kind of stage, the `key.path=value`
+texts of the command line. The layers of a recipe's stage are: the file that its `use` names, the
+keys beside `use`, the recipe's model, the recipe's variant, the recipe's output and seed (a seed
+beside `use` stays), the texts of its `set`. The command line of a recipe changes the recipe, so it
+reaches a stage as one of the keys beside `use`: `stages.NAME.train.updates=3`.
+A text replaces what is at its path, even a whole section; items of a list are named by index.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -14,10 +22,19 @@ from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from flowalign.config.conflicts import conflicts, variant_conflicts
-from flowalign.config.schema import STAGES, ConfigError, Section, Stage, TrainingStage, command
+from flowalign.config.schema import (
+    RENAMED,
+    STAGES,
+    ConfigError,
+    Section,
+    Stage,
+    TrainingStage,
+    Variant,
+    close_to,
+    command,
+)
 
 C = TypeVar("C", bound=Stage)
 
@@ -32,48 +49,38 @@ def load(
     stage: type[C] = TrainingStage,
     variant: str | Path | None = None,
 ) -> C:
-    """The config in a file, with `key.path=value` overrides (values are YAML, items by index).
+    """The config in a file; ConfigError with all that is wrong in it.
 
-    stage: the kind of config that is wanted, one of STAGES' values or Root. variant: a file with
-    keys for each kind of stage (`grpo: {...}`, `opd: {...}`), laid over the file before the
-    overrides: the same run for other hardware.
+    overrides: `key.path=value` texts, values as YAML. stage: the kind of config that is wanted, one
+    of STAGES' values or a base of them. variant: a file with keys for each kind of stage
+    (`grpo: {...}`, `opd: {...}`): the same run for other hardware.
     """
     data = read(path)
     if variant is not None and isinstance(data, Mapping):
-        data = vary(data, read(variant), str(variant))
+        keys, problems = _validate(Variant, read(variant))
+        if problems:
+            raise ConfigError(problems, str(variant))
+        kind = str(data.get("stage"))
+        data = overlay(data, {"variant": keys} if kind == "recipe" else keys.get(kind, {}))
     return parse(data, overrides, source=str(path), stage=stage)
-
-
-def vary(data: Mapping[str, Any], variant: Any, source: str) -> dict[str, Any]:
-    """data with a variant's keys for its stage laid over it; a recipe takes it whole, for its
-    stages. ConfigError if it is none."""
-    if not isinstance(variant, Mapping):
-        raise ConfigError([f"want stages and their keys, got {_shown(variant)}."], source)
-    if problems := [text for _, text in variant_conflicts(variant)]:
-        raise ConfigError(problems, source)
-    kind = str(data.get("stage"))
-    return overlay(data, {"variant": variant} if kind == "recipe" else variant.get(kind) or {})
-
-
-def overlay(data: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """data with the keys of own laid over it, section by section."""
-    found = dict(data)
-    for key, value in own.items():
-        old = found.get(key)
-        if isinstance(old, Mapping) and isinstance(value, Mapping):
-            value = overlay(old, value)
-        found[key] = value
-    return found
 
 
 def read(path: str | Path, above: Sequence[Path] = ()) -> Any:
     """What a YAML file holds, unchecked, laid over the file that its key `use` names (relative to
     it), if any; ConfigError if it is missing or not YAML. above: the files that led here."""
     path = Path(path)
-    data = _read_file(path)
+    if not path.is_file():
+        present = ", ".join(sorted(str(p) for p in path.parent.glob("*.yaml"))[:12])
+        hint = f"there are {present}" if present else f"no .yaml lies in {path.parent.absolute()}"
+        raise ConfigError([f"no such file; {hint}."], str(path))
+    try:
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # a SafeLoader
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError([f"not readable as YAML: {error}"], str(path)) from None
     if not isinstance(data, Mapping) or "use" not in data:
         return data
-    name, own = data["use"], {key: value for key, value in data.items() if key != "use"}
+    own = dict(data)
+    name = own.pop("use")
     if not isinstance(name, str):
         raise ConfigError([f"use: got {_shown(name)}; want the name of a YAML file."], str(path))
     if (path.parent / name).resolve() in (chain := [*above, path.resolve()]):
@@ -82,21 +89,22 @@ def read(path: str | Path, above: Sequence[Path] = ()) -> Any:
     return overlay(base if isinstance(base, Mapping) else {}, own)
 
 
-def _read_file(path: Path) -> Any:
-    if not path.is_file():
-        present = ", ".join(sorted(str(p) for p in path.parent.glob("*.yaml"))[:12])
-        hint = f"there are {present}" if present else f"no .yaml lies in {path.parent.absolute()}"
-        raise ConfigError([f"no such file; {hint}."], str(path))
-    try:
-        return _read_yaml(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError([f"not readable as YAML: {error}"], str(path)) from None
+def overlay(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """The layers, each laid over those before it, section by section."""
+    whole: dict[str, Any] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            old = whole.get(key)
+            if isinstance(old, Mapping) and isinstance(value, Mapping):
+                value = overlay(old, value)
+            whole[key] = value
+    return whole
 
 
 def assignments(texts: Sequence[str]) -> dict[str, Any]:
     """{key: value} of `key.path=value` texts, as overrides are read; ConfigError for others."""
     data: dict[str, Any] = {}
-    problems = [p for text in texts if (p := _override(data, text))]
+    problems = [problem for text in texts if (problem := _assign(data, text))]
     if problems:
         raise ConfigError(problems, "options")
     return data
@@ -112,49 +120,27 @@ def parse(
     """The config in a mapping; every problem is collected into one ConfigError."""
     if not isinstance(data, Mapping):
         raise ConfigError([f"want keys and values at the top, got {_shown(data)}."], source)
-    data = deepcopy(dict(data))
-    problems = [p for text in overrides if (p := _override(data, text))]
-    root, wrong = _root(data, stage)
-    problems += [wrong] if wrong else []
-    if root is None:
-        raise ConfigError(problems, source)
-    try:
-        config = root.model_validate(data)
-        bad: set[str] = set()
-    except ValidationError as error:
-        problems += [_explain(e, root) for e in error.errors()]
-        bad = {_dotted(e["loc"]) for e in error.errors()}
-        config = _without(root, data, [e["loc"] for e in error.errors()])
-    if config is not None:  # conflicts, but for those that involve a value already refused
-        problems += [text for keys, text in conflicts(config) if not _touch(keys, bad)]
-    if problems or config is None:
-        raise ConfigError(problems, source)
+    data = deepcopy(dict(data))  # overrides are written into it
+    problems = [problem for text in overrides if (problem := _assign(data, text))]
+    possible = {name: kind for name, kind in STAGES.items() if issubclass(kind, stage)}
+    listed, name = " or ".join(map(repr, possible)), data.get("stage")
+    if isinstance(name, str) and name in STAGES and name not in possible:
+        text = f"stage: {name!r} is run by `{command(name)}`; this command wants {listed}."
+        raise ConfigError([*problems, text], source)
+    if not isinstance(name, str) or name not in possible:
+        close = close_to(str(name).lower(), possible)
+        if "stage" in data:
+            hint = f" Did you mean {close!r}?" if close else ""
+            problems.append(f"stage: got {_shown(name)}; want {listed}.{hint}")
+        else:
+            problems.append(f"stage: missing. Add `stage:` with {listed}.")
+        # The other keys are checked as those of the stage that was probably meant.
+        shared = {kind: len(data.keys() & possible[kind].model_fields) for kind in possible}
+        data["stage"] = name = close or max(shared, key=shared.__getitem__)
+    config, wrong = _validate(possible[name], data)
+    if problems + wrong:
+        raise ConfigError(problems + wrong, source)
     return config
-
-
-def _root(data: dict[str, Any], wanted: type[C]) -> tuple[type[C] | None, str]:
-    """The model that `stage` names, and what is wrong with it ("" = nothing).
-
-    A stage that does not exist is replaced by the one with the nearest name, or else with the
-    most of the keys, so that the other keys are checked too.
-    """
-    possible = {name: root for name, root in STAGES.items() if issubclass(root, wanted)}
-    listed = " or ".join(map(repr, possible))
-    seen = data.get("stage")
-    if isinstance(seen, str) and seen in possible:
-        return possible[seen], ""
-    if isinstance(seen, str) and seen in STAGES:
-        return None, f"stage: {seen!r} is run by `{command(seen)}`; this command wants {listed}."
-    close = difflib.get_close_matches(str(seen).lower(), possible, n=1)
-    shared = {name: len(data.keys() & root.model_fields) for name, root in possible.items()}
-    meant = close[0] if close else max(shared, key=shared.__getitem__)
-    if "stage" in data:
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        problem = f"stage: got {_shown(seen)}; want {listed}.{hint}"
-    else:
-        problem = f"stage: missing. Add `stage:` with {listed}."
-    data["stage"] = meant
-    return possible[meant], problem
 
 
 def to_yaml(config: Stage) -> str:
@@ -181,7 +167,7 @@ class _Dumper(yaml.SafeDumper):
     """Quotes the texts that _Loader would read as numbers."""
 
 
-for _class in (_Loader, _Dumper):
+for _class in (_Loader, _Dumper):  # YAML 1.1 reads 1e-4, without a dot, as text
     _class.add_implicit_resolver(
         "tag:yaml.org,2002:float",
         re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+\Z"),
@@ -189,18 +175,14 @@ for _class in (_Loader, _Dumper):
     )
 
 
-def _read_yaml(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)  # a SafeLoader
-
-
-def _override(data: dict[str, Any], text: str) -> str | None:
+def _assign(data: dict[str, Any], text: str) -> str | None:
     """Write one `key.path=value` into the raw data; return what is wrong with it, if anything."""
     path, equals, value = text.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):
         return f"override {text!r}: want key.path=value, for example optimizer.lr=1e-4."
     try:
-        parsed = _read_yaml(value)
+        parsed = yaml.load(value, Loader=_Loader)
     except yaml.YAMLError as error:
         return f"override {text!r}: the value is not YAML: {error}"
     here: Any = data
@@ -213,7 +195,7 @@ def _override(data: dict[str, Any], text: str) -> str | None:
             place = int(key)
         elif not isinstance(here, dict):
             return f"override {text!r}: {name} is {_shown(here)}, which has no keys."
-        elif not last and here.get(key) is None:
+        elif not last and here.get(key) is None:  # a section that is off or not given
             here[key] = {}
         if last:
             here[place] = parsed
@@ -224,33 +206,46 @@ def _override(data: dict[str, Any], text: str) -> str | None:
 # Explaining ------------------------------------------------------------------------------------
 
 
-def _explain(error: Any, root: type[Stage]) -> str:
-    """One of pydantic's errors as: where, what was seen, what is possible, what to do."""
-    *parents, name = error["loc"] or ("config",)
-    where, seen = _dotted(error["loc"]), error["input"]
-    owner, inner = _annotation_at(parents, root), _annotation_at(error["loc"], root)
+def _validate(kind: Any, data: Any) -> tuple[Any, list[str]]:
+    """The value of that type, and what is wrong with it."""
+    try:
+        return TypeAdapter(kind).validate_python(data, strict=True), []
+    except ValidationError as error:
+        return None, [text for detail in error.errors() for text in _explain(detail, kind)]
+
+
+def _explain(error: Any, root: Any) -> list[str]:
+    """One of pydantic's errors: where, what was seen, what is possible, what to do."""
+    place = [part for part in error["loc"] if part != "[key]"]  # so pydantic marks a mapping's key
+    where, seen = ".".join(map(str, place)), error["input"]
+    if error["type"] == "problems":  # of a section: see Section.problems
+        return [f"{where}.{text}" if where else text for text in error["ctx"]["problems"]]
+    where, name = where or "config", place[-1] if place else ""
+    owner, inner = _annotation_at(place[:-1], root), _annotation_at(place, root)
     fields = owner.model_fields if _is_section(owner) else {}
-    if error["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(str(name), fields, n=1, cutoff=0.5)
-        hint = f" Did you mean `{close[0]}`?" if close else ""
-        return f"{where}: unknown key.{hint} Possible keys: {', '.join(fields)}."
-    example = _example(fields.get(name)) if name in fields else ""
-    if error["type"] == "missing":
-        keys = f" with the keys {', '.join(inner.model_fields)}" if _is_section(inner) else ""
-        return f"{where}: missing. Add `{name}:`{keys}.{example}"
-    if error["type"].startswith("model_") and _is_section(inner):
-        return f"{where}: got {_shown(seen)}; want the keys {', '.join(inner.model_fields)}."
+    example = _example(fields[name]) if name in fields else ""
+    keys = f"the keys {', '.join(inner.model_fields)}" if _is_section(inner) else ""
     wanted = re.sub(
         "^Input should be |valid | after validation|^(List|Tuple|Dictionary) should have ",
         "",
         error["msg"],
     )
-    if error["type"] == "literal_error":
-        close = difflib.get_close_matches(str(seen).lower(), re.findall(r"'(.*?)'", wanted), n=1)
-        example = f" Did you mean {close[0]!r}?" if close else ""
+    if error["type"] == "extra_forbidden":
+        if where in RENAMED:
+            return [f"{where}: renamed to `{RENAMED[where]}`. Use that key."]
+        close = close_to(str(name), fields, cutoff=0.5)
+        hint = f" Did you mean `{close}`?" if close else ""
+        return [f"{where}: unknown key.{hint} Possible keys: {', '.join(fields)}."]
+    if error["type"] == "missing":
+        return [f"{where}: missing. Add `{name}:`{keys and f' with {keys}'}.{example}"]
+    if error["type"].startswith("model_") and keys:
+        wanted, example = keys, ""
+    elif error["type"] == "literal_error":
+        close = close_to(str(seen).lower(), re.findall(r"'(.*?)'", wanted))
+        example = f" Did you mean {close!r}?" if close else ""
     elif error["type"] == "string_type" and not isinstance(seen, (list, dict, type(None))):
         example = f" Put it in quotes if it is meant as text.{example}"
-    return f"{where}: got {_shown(seen)}; want {wanted}.{example}"
+    return [f"{where}: got {_shown(seen)}; want {wanted}.{example}"]
 
 
 def _example(info: Any) -> str:
@@ -263,16 +258,16 @@ def _example(info: Any) -> str:
     return f" For example: {text.strip()[1:-1]}."
 
 
-def _annotation_at(loc: Sequence[int | str], root: type[Stage]) -> Any:
+def _annotation_at(place: Sequence[int | str], root: Any) -> Any:
     """The type that the schema has at this place; None where it has none."""
     here: Any = root
-    for part in loc:
+    for part in place:
         if _is_section(here):
             here = here.model_fields[part].annotation if part in here.model_fields else None
         else:
             here = get_args(here)[-1] if get_args(here) else None  # of a mapping: its values
         while get_origin(here) in (Annotated, Union, UnionType):
-            here = get_args(here)[0]
+            here = get_args(here)[0]  # X of `X | None` and of Annotated[X, ...]
     return here
 
 
@@ -280,11 +275,8 @@ def _is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
-def _dotted(loc: Sequence[int | str]) -> str:
-    return ".".join(str(part) for part in loc)
-
-
 def _shown(value: Any) -> str:
+    """A value in an error, with its kind, cut to a line."""
     kinds = {str: "text", int: "whole number", float: "number", bool: "true/false", list: "list"}
     if value is None:
         return "nothing (null)"
@@ -292,27 +284,3 @@ def _shown(value: Any) -> str:
     text = repr(value)
     text = text if len(text) <= 80 else text[:77] + "..."
     return f"the {kinds.get(type(value), 'mapping')} {text}"
-
-
-# Checking --------------------------------------------------------------------------------------
-
-
-def _without(root: type[C], data: dict[str, Any], locs: Sequence[Sequence[int | str]]) -> C | None:
-    """The config with the refused keys left out, if the rest makes one."""
-    rest = deepcopy(data)
-    for loc in locs:
-        here: Any = rest
-        for part in loc[:-1]:
-            here = here.get(part) if isinstance(here, dict) else here[int(part)]
-        if not isinstance(here, dict):
-            return None  # without an item of a list the others would change their index
-        here.pop(loc[-1], None)
-    try:
-        return root.model_validate(rest)
-    except ValidationError:
-        return None
-
-
-def _touch(keys: Sequence[str], bad: set[str]) -> bool:
-    pairs = [(f"{key}.", f"{other}.") for key in keys for other in bad]
-    return any(a.startswith(b) or b.startswith(a) for a, b in pairs)

@@ -1,29 +1,51 @@
 """What a config may hold: frozen pydantic models, one a section, one a stage.
 
-A docstring under each field says what it means; `flowalign.config` reads YAML into them.
+A docstring under each field says what it means. `problems` of a section says which of its values do
+not go together. What follows from the keys (is a reward needed? at which CFG scale is a teacher
+asked?) is a property of the stage. Nothing is read from disk here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+FILE_NAMES = "letters, digits, _ and - only, as it stands in file names and tables"
+
+
+def _file_name(name: str) -> str:
+    if not re.fullmatch(r"[\w-]+", name):
+        raise PydanticCustomError("file_name", FILE_NAMES)
+    return name
+
 
 Count = Annotated[int, Field(ge=1)]
-Pixels = Annotated[int, Field(gt=0, multiple_of=16)]
+Pixels = Annotated[int, Field(gt=0, multiple_of=16)]  # the VAE's factor 8, patches of 2
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+FileName = Annotated[str, AfterValidator(_file_name)]
+# YAML has lists only, and a strict pydantic takes no list for a tuple.
 _as_tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 
 SD3_ATTENTION = [
     "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
     "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
 ]  # fmt: skip
-
-
+RENAMED = {"train.mixed_precision": "model.dtype"}  # keys of past versions, and what they are now
 ADAPTER = "pytorch_lora_weights.safetensors"  # what an adapter folder holds
 
 
@@ -36,12 +58,30 @@ class ConfigError(ValueError):
         super().__init__("\n  - ".join([f"{source}: {count}", *self.problems]))
 
 
+def close_to(word: str, possible: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """What may have been meant, of the possible words; cutoff: similarity in 0..1 at least."""
+    return next(iter(difflib.get_close_matches(word, possible, n=1, cutoff=cutoff)), None)
+
+
 class Section(BaseModel):
     """A part of the config: frozen, no unknown keys, no silent conversion of types."""
 
+    # strict: `steps: 2.5` or `guidance: yes` is a mistake, and must not become 2 or 1.0
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )  # fmt: skip
+
+    def problems(self) -> Iterator[str]:
+        """Values that are possible alone but not together: "key: what was seen, what to do", the
+        key relative to this section."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _refuse(self) -> Section:
+        # One error for all problems, since pydantic stops at the first validator that raises.
+        if problems := list(self.problems()):
+            raise PydanticCustomError("problems", "{problems}", {"problems": problems})
+        return self
 
 
 class ModelConfig(Section):
@@ -52,13 +92,13 @@ class ModelConfig(Section):
     revision: str | None = Field(default=None, examples=["main"])
     """Branch, tag or commit on the Hub."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Storage and arithmetic of the transformer, adapters included; the adapter that is trained
+    """dtype of the transformer and its adapters, stored and computed. The adapter that is trained
     keeps its weights in float32. float16 scales the loss."""
     vae_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """dtype of the VAE (0.3 GB in float32); 16 bits cause visible artifacts."""
+    """dtype of the VAE (0.3 GB in float32). 16 bits cause visible artifacts."""
     quantization: Literal["nf4", "fp8"] | None = None
-    """Storage of the frozen transformer below dtype, in which it computes all the same: nf4, 4 bits
-    (bitsandbytes, a GPU); fp8, 8 bits (want gradient_checkpointing with it)."""
+    """The frozen transformer is stored in fewer bits and computes in dtype. nf4: 4 bits; needs
+    bitsandbytes and a GPU. fp8: 8 bits; use gradient_checkpointing with it."""
     height: Pixels = 512
     """Pixels, a multiple of 16."""
     width: Pixels = 512
@@ -66,13 +106,13 @@ class ModelConfig(Section):
     max_sequence_length: Count = 128
     """Tokens of the T5 encoder."""
     text_cache: str | None = Field(default=None, examples=["outputs/text_cache"])
-    """Folder where encoded prompts are kept, for any run of the same encoders; null = none are.
+    """Folder that keeps encoded prompts for later runs with the same encoders; null = keep none.
     Stable Diffusion 3.5 needs 1.7 MB a prompt in 16 bits."""
     offload_text_encoders: bool = False
-    """The text encoders wait in the memory of the CPU, and are on the GPU only while they encode:
-    11 GB less of Stable Diffusion 3.5 in 16 bits."""
+    """Keep the text encoders on the CPU, and move them to the GPU only to encode. Saves 11 GB with
+    Stable Diffusion 3.5 in 16 bits."""
     decode_batch: Count | None = Field(default=None, examples=[4])
-    """Images a VAE decode; null = as many as were sampled at once."""
+    """Images per forward pass of the VAE; null = all that were sampled at once."""
     attention: str | None = Field(default=None, examples=["native", "xformers", "flash"])
     """A diffusers attention backend; null = its default (SDPA)."""
     gradient_checkpointing: bool = False
@@ -89,10 +129,10 @@ class LoraConfig(Section):
     alpha: Positive = 64.0
     """Scale of the update, divided by the rank."""
     targets: list[str] = Field(default=SD3_ATTENTION, min_length=1)
-    """Name endings of the layers that are adapted."""
+    """Layers that are adapted, by the end of their names."""
     init: str | None = Field(default=None, examples=["runs/teacher_ocr/adapter"])
-    """Adapter folder to start from; null = a fresh one (B = 0). It brings its own rank, scale and
-    layers: rank, alpha and targets are ignored, and a warning says so where they were set."""
+    """Adapter folder to start from; null = a fresh adapter (B = 0). It brings its own rank, scale
+    and layers: rank, alpha and targets are ignored, with a warning if they were set."""
 
 
 class RewardConfig(Section):
@@ -108,7 +148,7 @@ class TaskConfig(Section):
     """A named group of prompts with its own reward or teacher."""
 
     name: str = Field(min_length=1, examples=["ocr"])
-    """What logs and teachers call it."""
+    """Its name in logs, and of its teacher if `teacher` is null."""
     prompts: str = Field(examples=["tiny/ocr_train", "prompts/train.jsonl"])
     """Training prompts: a .txt, a .jsonl, or tiny/NAME."""
     validation: str | None = Field(default=None, examples=["tiny/ocr_test", "prompts/test.jsonl"])
@@ -116,9 +156,9 @@ class TaskConfig(Section):
     weight: Positive = 1.0
     """Share of every batch, relative to the other tasks."""
     reward: RewardConfig | None = None
-    """What scores its images; a student or sft needs none, but for an evaluation."""
+    """Scores its images. opd and sft need it only to evaluate."""
     teacher: str | None = Field(default=None, examples=["ocr"])
-    """The teacher that its images are routed to (opd, sft); null = the one of the task's name."""
+    """The teacher that labels its images (opd, sft); null = the teacher with the task's name."""
 
 
 class RolloutConfig(Section):
@@ -129,7 +169,7 @@ class RolloutConfig(Section):
     kind: Literal["sde", "cps", "ode"] = "sde"
     """How a step adds noise; see flowalign.sde."""
     noise_level: NotNegative = 0.7
-    """The a of sde (any) and cps (up to 1)."""
+    """Noise level a: any for sde, at most 1 for cps."""
     guidance: NotNegative = 4.5
     """CFG scale; 1 = no unconditional pass."""
     window: Annotated[tuple[int, int], _as_tuple] | None = Field(default=None, examples=[[0, 5]])
@@ -137,9 +177,9 @@ class RolloutConfig(Section):
     shared_noise: bool = False
     """One initial noise for all images of a prompt."""
     prompts: Count = 8
-    """P, distinct prompts of an update, over all processes."""
+    """P: distinct prompts per update, over all processes."""
     copies: Count = 16
-    """K, images of a prompt: the group of an advantage (for distillation 1 will do)."""
+    """K: images per prompt (group size). 1 is enough for distillation."""
     batch_size: Count = 16
     """Images per forward pass of a process."""
 
@@ -153,21 +193,38 @@ class RolloutConfig(Section):
         """Images of a rollout, over all processes."""
         return self.prompts * self.copies
 
+    def problems(self) -> Iterator[str]:
+        """A noise level that cps does not have; a window that holds no step to train."""
+        start, stop = self.trained
+        if self.kind == "cps" and self.noise_level > 1:
+            yield f"noise_level: got {self.noise_level}; kind 'cps' wants a value in (0, 1]."
+        if self.window is None and self.steps == 1:
+            yield "steps: 1, and the default window leaves out the last step. Use 2 or more."
+        elif not 0 <= start < stop <= self.steps:
+            yield (
+                f"window: got [{start}, {stop}]; want 0 <= start < stop <= {self.steps}, the steps."
+            )
+        elif self.kind == "cps" and stop == self.steps:  # its std is sigma_next * sin(a pi / 2)
+            yield (
+                f"window: [{start}, {stop}] holds the last step, which has no noise under 'cps'. "
+                f"Let it stop at {self.steps - 1} or earlier, or use kind 'sde'."
+            )
+
 
 class GrpoConfig(Section):
     """The policy gradient."""
 
     advantage: Literal["group_std", "batch_std", "gaussian"] = "group_std"
-    """Which variant of flowalign.credit. A batch's statistics are those of the image's own task."""
+    """Variant of flowalign.credit. Statistics over a batch are per task."""
     advantage_clip: Positive = 5.0
-    """Advantages are cut to +- this."""
+    """Advantages are clipped to +- this."""
     clip_range: Positive = 1e-4
     """PPO's epsilon (log-probs are means over pixels, so ratios stay within 1e-4 of 1)."""
     kl_weight: NotNegative = 0.0
     """Weight of the KL to the base model; 0 saves its forward pass."""
     kl: Literal["exact", "published"] = "exact"
-    """Which KL kl_weight belongs to. exact: of the two transitions. published: that times -dt, as
-    Flow-GRPO's and Flow-OPD's code has it, 3.7 to 25 times smaller over ten steps of shift 3."""
+    """The KL that kl_weight multiplies. exact: of the two transitions. published: that times -dt,
+    as in the code of Flow-GRPO and Flow-OPD: 3.7 to 25 times smaller over ten steps of shift 3."""
 
 
 class TeacherConfig(Section):
@@ -176,12 +233,12 @@ class TeacherConfig(Section):
     adapter: str | None = Field(examples=["runs/teacher_ocr/adapter"])
     """Adapter folder or Hub id; null = the base itself."""
     guidance: NotNegative | None = Field(default=None, examples=[4.5])
-    """Its CFG scale; null = the one that the student is trained at. Another is a mixture: above the
-    student's, guidance is distilled into the student; below it, the student unlearns its own."""
+    """Its CFG scale; null = that of the student. A larger scale is distilled into the student; with
+    a smaller one the student unlearns its own."""
 
 
 class AnchorConfig(TeacherConfig):
-    """Manifold-anchor regularisation (MAR): a teacher of every task, whatever its routing."""
+    """Manifold-anchor regularisation (MAR): a second teacher for the images of every task."""
 
     weight: NotNegative = 0.04
     """Lambda, relative to the distillation loss."""
@@ -191,55 +248,65 @@ class StatesConfig(Section):
     """Which states of a rollout are trained, among those of rollout.window."""
 
     select: Literal["all", "window", "random", "low_noise", "high_noise"] = "all"
-    """all; or, drawn anew for every update: count steps in a row, anywhere, or Beta(5, 2) towards
-    low noise, Beta(2, 5) towards high noise."""
+    """all, or `count` steps that are drawn anew for every update. window: steps in a row. random:
+    any steps. low_noise, high_noise: by Beta(5, 2), Beta(2, 5) over the place in the window."""
     count: Count = 1
-    """How many (no matter for all). The rollout stops at the last one."""
+    """Number of steps (unused with all). The rollout stops at the last one."""
 
 
 class StudentConfig(Section):
-    """On-policy distillation: how the student is pulled towards its teachers."""
+    """On-policy distillation: the loss between the student and its teachers."""
 
     gradient: Literal["pathwise", "policy", "published", "detached"] = "pathwise"
     """pathwise: through the weighted velocity distance. policy: a clipped policy gradient on the
     teacher's log-ratio. published: the official arithmetic. detached: its control, whose expected
     gradient is zero."""
     weighting: Literal["kl", "published", "mean", "velocity"] = "velocity"
-    """w(sigma) of the distance w |v - v_teacher|^2; see flowalign.losses.step_weights. The default,
-    with that of states, is what docs/study.md found best; kl and all states are the paper's."""
+    """w(sigma) of the distance w |v - v_teacher|^2; see flowalign.losses.step_weights. The defaults
+    here and of states did best in docs/study.md. The paper has kl and all states."""
     states: StatesConfig = StatesConfig(select="high_noise")
     guidance: NotNegative | None = Field(default=None, examples=[1.0])
-    """CFG scale of the student where it is trained; null = rollout.guidance."""
+    """CFG scale of the student in the loss; null = rollout.guidance."""
     clip_range: Positive = 1e-4
     """PPO's epsilon (policy, published, detached)."""
     advantage_clip: Positive = 5.0
-    """Advantages are cut to +- this (policy, published, detached)."""
+    """Advantages are clipped to +- this (policy, published, detached)."""
     reward_to_go: bool = False
-    """policy: credit a step with the log-ratios of all later trained steps, too."""
+    """policy: a step's advantage includes the log-ratios of all later trained steps."""
     reward_weight: NotNegative = 0.0
-    """Weight of a GRPO loss on the tasks' rewards (section grpo) beside the distillation."""
+    """Weight of a GRPO loss on the tasks' rewards (section grpo) added to the distillation."""
     label_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """How labels are stored between rollout and update."""
+    """dtype of the stored labels."""
     label_batch: Count = 64
     """(image, step) pairs per forward pass of the teachers."""
     diagnose_every: Count = 10
-    """Rollouts between two gradient cosines of the tasks."""
+    """Rollouts between two measurements of the cosines between the tasks' gradients."""
+
+    def problems(self) -> Iterator[str]:
+        """Settings that belong to another gradient."""
+        if self.gradient in ("published", "detached") and self.weighting != "published":
+            yield (
+                f"weighting: {self.weighting!r} with gradient {self.gradient!r}, which is the "
+                "published arithmetic. Use weighting 'published', or gradient 'pathwise'."
+            )
+        if self.reward_to_go and self.gradient != "policy":
+            yield f"reward_to_go: true, but gradient {self.gradient!r}; it is for 'policy' only."
 
 
 class SftConfig(Section):
     """Cold start: flow matching on images that the routed teachers sample."""
 
     states: Count = 4
-    """Noise levels at which each image is learnt from."""
+    """Noise levels at which each image is trained."""
 
 
 class OptimizerConfig(Section):
-    """AdamW and what surrounds it."""
+    """AdamW, its schedule and the size of its steps."""
 
     name: Literal["adamw", "adamw8bit"] = "adamw"
     """adamw8bit needs bitsandbytes (the `gpu` extra)."""
     lr: Positive = 1e-4
-    """Learning rate, reached after the warm-up."""
+    """Learning rate after the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: stay at lr, or fall to 0 at the end of train.updates."""
     weight_decay: NotNegative = 1e-4
@@ -259,71 +326,73 @@ class OptimizerConfig(Section):
 
 
 class EmaConfig(Section):
-    """A moving average of the adapter, which is evaluated and saved."""
+    """An exponential moving average of the adapter: it is what is evaluated and saved."""
 
     decay: Decay = 0.9
-    """Share of the old average that is kept; at most n / (9 + n) after n optimizer steps, so .9
-    is reached after 80."""
+    """Share of the old average that is kept. After n optimizer steps it is at most n / (9 + n), so
+    0.9 is reached after 80."""
     every: Count = 8
-    """Optimizer steps between two averagings. Before the first one the adapter itself is evaluated
-    and saved; steps since the last one count for their share."""
+    """Optimizer steps between two averagings. Before the first one, the adapter itself is evaluated
+    and saved. Steps since the last one count in proportion."""
 
 
 class TrainConfig(Section):
     """Length and housekeeping of the run."""
 
     updates: Count = 100
-    """Rollouts in all."""
+    """Number of rollouts."""
     checkpoint_every: Count = 20
     """Rollouts between two checkpoints."""
     keep: Count = 3
-    """Checkpoints that are kept, the newest."""
+    """Number of newest checkpoints that are kept."""
     sample_every: Count = 20
     """Rollouts between two sample grids."""
     deterministic: bool = False
-    """On a GPU, too, the same run gives the same bits, and a resumed one those of one that was not
-    interrupted: slower backward passes, torch's own attention only, and an operation that cannot
-    (in a reward, too) raises. See flowalign.determinism."""
+    """The same run gives the same bits on a GPU as well, also after a resume. Backward passes are
+    slower, attention is torch's own, and an operation without a deterministic form raises, in
+    rewards as well. See flowalign.determinism."""
     max_invalid_share: Share = 0.5
     """The run stops when a larger share of a rollout could not be scored."""
     score_while_sampling: bool = True
     """Score a batch of images while the next is sampled (not groupwise rewards)."""
     score_seconds: Positive | None = 1800.0
-    """A batch of images whose reward takes longer is masked; null = wait for ever."""
+    """A batch of images is invalid if its reward takes longer; null = wait for ever."""
     timeout_seconds: Positive | None = Field(default=None, examples=[7200.0])
-    """A run of several processes ends when one has waited so long for another; null = longer than
-    all calls of a reward that hangs, so that it is masked instead (score_seconds null: 30 days)."""
+    """With several processes, the run ends when one has waited this long for another; null = longer
+    than all calls of a reward that hangs can take (30 days if score_seconds is null)."""
     trackers: list[Literal["tensorboard", "wandb"]] = ["tensorboard"]
-    """Where accelerate logs to: metrics, the config and sample grids. TensorBoard's files lie under
-    <output>/tensorboard; a W&B run is named as the output folder."""
+    """Where accelerate logs metrics, the config and sample grids. TensorBoard's files are in
+    <output>/tensorboard. A W&B run has the name of the output folder."""
     project: str = Field(default="flowalign", min_length=1)
-    """What the trackers call the project."""
+    """Name of the project in the trackers."""
 
 
 class BenchmarkConfig(Section):
-    """Held-out prompts and what judges their images."""
+    """Held-out prompts and the rewards that score their images."""
 
     name: str = Field(min_length=1, examples=["ocr"])
-    """What tables and files call it."""
+    """Its name in tables and files."""
     prompts: str = Field(examples=["tiny/ocr_test", "prompts/test.jsonl"])
     """A .txt, a .jsonl, or tiny/NAME."""
     limit: Count | None = Field(default=None, examples=[128])
-    """Take the first prompts of the file only (in a file that is sorted by tag, those of its first
-    tags); null = all. More of them later go on with the images of fewer."""
+    """Only the first prompts of the file; null = all. A file that is sorted by tag starts with its
+    first tags. A larger limit later reuses the images that are there."""
     images: Count = 1
-    """Images of a prompt, each with its own noise; GenEval officially has 4."""
+    """Images per prompt, each with its own noise. The official GenEval has 4."""
     reward: RewardConfig | None = None
-    """What scores its images; its number is called as the benchmark is."""
-    rewards: dict[str, RewardConfig] = Field(default={}, examples=[{"pick": {"name": "pickscore"}}])
-    """In place of `reward`, several judges of the same images, which are sampled once: each is a
-    benchmark of its own, called NAME_JUDGE."""
+    """Scores its images. The score has the name of the benchmark."""
+    rewards: dict[FileName, RewardConfig] = Field(
+        default={}, examples=[{"pick": {"name": "pickscore"}}]
+    )
+    """Several rewards in place of `reward`. Images are sampled once, and each reward gives a score
+    of its own, named NAME_JUDGE."""
     layout: Literal["geneval", "t2i_compbench", "dpg_bench"] | None = None
-    """Also write the images as the official scripts read them, into
-    <output>/layouts/MODEL/NAME; with neither `reward` nor `rewards` that is all that is done."""
+    """Also write the images for the official scripts, to <output>/layouts/MODEL/NAME. Without
+    `reward` and `rewards` nothing is scored."""
 
     @property
     def judges(self) -> dict[str, RewardConfig]:
-        """{column: reward}: what tables and files call each score, and what gives it."""
+        """{name of a score in tables and files: its reward}."""
         own = {self.name: self.reward} if self.reward else {}
         return own | {f"{self.name}_{judge}": spec for judge, spec in self.rewards.items()}
 
@@ -332,6 +401,16 @@ class BenchmarkConfig(Section):
         """{key below the benchmark: reward}, in the order of `judges`."""
         own = {"reward": self.reward} if self.reward else {}
         return own | {f"rewards.{judge}": spec for judge, spec in self.rewards.items()}
+
+    def problems(self) -> Iterator[str]:
+        """The images are scored by `reward` or `rewards`, or by neither for a layout alone."""
+        if self.reward and self.rewards:
+            yield "rewards: there is a `reward`, too. Make it one of the `rewards`."
+        elif not self.judges and not self.layout:
+            yield (
+                "reward: missing. Add `reward:` with the keys name, options; or `rewards:` for "
+                "several judges; or `layout:` to sample the images only."
+            )
 
 
 class SamplingConfig(Section):
@@ -353,8 +432,8 @@ class EvaluationConfig(Section):
     every: Count = 20
     """Rollouts between two evaluations."""
     prompts: Count = 128
-    """Prompts per task, at most: a fixed part of the file, with every metadata `tag` in its
-    proportion; a larger one holds the smaller."""
+    """At most this many prompts per task: a fixed subset of the file with every metadata `tag` in
+    its proportion. A larger subset contains a smaller one."""
     steps: Count | None = Field(default=None, examples=[40])
     """Denoising steps; null = rollout.steps."""
     guidance: NotNegative | None = Field(default=None, examples=[4.5])
@@ -364,14 +443,23 @@ class EvaluationConfig(Section):
     seed: int = 1234
     """Seed of the initial noise, the same at every evaluation."""
     max_invalid_share: Share = 0.05
-    """An evaluation in which a larger share of a task's images could not be scored does not count:
-    it never chooses the best adapter. A run whose last one does not count stops."""
+    """An evaluation does not count if a larger share of a task's images could not be scored: it
+    never selects the best adapter. The run stops if its last evaluation does not count."""
     watch: list[BenchmarkConfig] = []
-    """Benchmarks that are scored, too, but not aimed at: an alarm tells when one falls."""
+    """Benchmarks that are scored but not trained on. A warning is logged when one falls."""
+
+    def problems(self) -> Iterator[str]:
+        """A layout, whose images no run keeps."""
+        for index, benchmark in enumerate(self.watch):
+            if benchmark.layout:
+                yield (
+                    f"watch.{index}.layout: {benchmark.layout!r}, but a run keeps no images. "
+                    "Use it under `benchmarks` of an evaluation (`stage: eval`)."
+                )
 
 
 class Stage(Section):
-    """What the configs of all stages have; `load(..., stage=Stage)` takes any of them."""
+    """The keys that all configs have; `load(..., stage=Stage)` accepts any of them."""
 
     stage: str
     """What is done: a key of STAGES."""
@@ -390,7 +478,7 @@ class Job(Stage):
 
 
 class TrainingStage(Job):
-    """A training run; what is learnt depends on the stage."""
+    """A training run. What it learns from depends on the stage."""
 
     seed: int = 0
     """Seed of prompts, noise and initial weights."""
@@ -425,6 +513,11 @@ class TrainingStage(Job):
     def needs_actions(self) -> bool:
         """Whether the loss needs the sampled successors of the states and their log-probs."""
         return self.learns_from_rewards
+
+    @property
+    def needs_noise(self) -> str:
+        """What the stage would lack without noise in its rollouts; "" = nothing."""
+        return ""
 
     @property
     def evaluation_sampling(self) -> SamplingConfig:
@@ -468,9 +561,46 @@ class TrainingStage(Job):
             adapters["anchor.adapter"] = adapters.pop("anchor")
         return _given({"lora.init": self.lora.init} | adapters)
 
+    def problems(self) -> Iterator[str]:
+        """Noise, group size, prompts, rewards and names that do not fit what is learnt."""
+        rollout, updates = self.rollout, self.optimizer.updates_per_rollout
+        if rollout.kind == "ode" and self.needs_noise:
+            yield f"rollout.kind: 'ode' adds no noise, so {self.needs_noise}. Use 'sde' or 'cps'."
+        elif rollout.noise_level == 0 and self.needs_noise:
+            yield f"rollout.noise_level: 0 adds no noise, so {self.needs_noise}. Use 0.7, say."
+        if self.learns_from_rewards and rollout.copies < 2:
+            yield (
+                f"rollout.copies: got {rollout.copies}; an advantage is relative to the other "
+                "images of a prompt. Use 2 or more."
+            )
+        if rollout.prompts % updates:  # advantages need the whole group of a prompt in one step
+            yield (
+                f"rollout.prompts: {rollout.prompts} prompts cannot be shared evenly among "
+                f"optimizer.updates_per_rollout = {updates}; a group stays whole. Use a multiple "
+                f"of {updates}, for example {-(-rollout.prompts // updates) * updates}."
+            )
+        for index, task in enumerate(self.tasks):
+            if task.reward is None and self.needs_rewards:
+                text = "Add `reward:` with the keys name, options"
+                if self.learns_from_rewards:
+                    yield f"tasks.{index}.reward: missing, and this run learns from it. {text}."
+                else:
+                    yield (
+                        f"tasks.{index}.reward: missing, and `evaluation` is on. {text}, or write "
+                        "`evaluation: null`."
+                    )
+            if task.validation is None and self.evaluation:
+                yield (
+                    f"tasks.{index}.validation: missing, though `evaluation` is on. Name a prompt "
+                    "set that is not trained on, or write `evaluation: null`."
+                )
+        tasks = {f"tasks.{index}": [task.name] for index, task in enumerate(self.tasks)}
+        watched = {f"evaluation.watch.{i}": mark.judges for i, mark in enumerate(self.watched)}
+        yield from _same_names({**tasks, **watched})
+
 
 class GrpoStage(TrainingStage):
-    """A teacher, or a mix of tasks, by group-relative policy optimisation."""
+    """Group-relative policy optimisation (GRPO) on the rewards of one or more tasks."""
 
     stage: Literal["grpo"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Learn from rewards."""
@@ -481,11 +611,26 @@ class GrpoStage(TrainingStage):
         """Always: that is what GRPO does."""
         return True
 
+    @property
+    def needs_noise(self) -> str:
+        """The actions that differ within a group."""
+        return "grpo has nothing to learn from"
+
+    def problems(self) -> Iterator[str]:
+        """Those of every training run; teachers, which are not asked."""
+        yield from super().problems()
+        for index, task in enumerate(self.tasks):
+            if task.teacher is not None:
+                yield (
+                    f"tasks.{index}.teacher: {task.teacher!r}, but the stage 'grpo' has no "
+                    "teachers. Leave it out, or use the stage 'opd'."
+                )
+
 
 class DistillationStage(TrainingStage):
-    """A student that learns from teachers, each task from the one that it is routed to."""
+    """A student that learns from teachers: each task is routed to one of them."""
 
-    teachers: dict[str, TeacherConfig] = Field(
+    teachers: dict[FileName, TeacherConfig] = Field(
         min_length=1, examples=[{"ocr": {"adapter": "runs/ocr"}}]
     )
     """Teachers by name."""
@@ -499,6 +644,20 @@ class DistillationStage(TrainingStage):
     def labellers(self) -> dict[str, TeacherConfig]:
         """{place in the config: teacher}."""
         return {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
+
+    def problems(self) -> Iterator[str]:
+        """Those of every training run; tasks without a teacher, teachers without a task."""
+        yield from super().problems()
+        names, routing = sorted(self.teachers), self.routing
+        for index, task in enumerate(self.tasks):
+            if routing[task.name] not in names:
+                yield (
+                    f"tasks.{index}.teacher: task {task.name!r} is routed to "
+                    f"{routing[task.name]!r}, and there are only {names}. Name one of these, or "
+                    "add that teacher under `teachers`."
+                )
+        for name in sorted(self.teachers.keys() - set(routing.values())):
+            yield f"teachers.{name}: no task is routed to it. Give one `teacher: {name}`."
 
 
 class OpdStage(DistillationStage):
@@ -533,6 +692,34 @@ class OpdStage(DistillationStage):
         """{place in the config: teacher}, with the anchor."""
         return super().labellers | ({"anchor": self.anchor} if self.anchor else {})
 
+    @property
+    def needs_noise(self) -> str:
+        """What the student would lack without noise in its rollouts; "" = nothing."""
+        if self.learns_from_rewards:
+            return "the reward (student.reward_weight) has nothing to learn from"
+        if self.student.gradient != "pathwise":
+            return f"student.gradient {self.student.gradient!r} has no log-probabilities"
+        if self.student.weighting in ("kl", "published"):
+            return f"student.weighting {self.student.weighting!r} (a KL) is infinite"
+        return ""
+
+    def problems(self) -> Iterator[str]:
+        """Those of every student; a policy of two CFG scales, and more states than there are."""
+        yield from super().problems()
+        # PPO's ratio compares the new policy with the one that sampled, at its CFG scale.
+        if self.needs_actions and self.guidance != self.rollout.guidance:
+            yield (
+                f"student.guidance: {self.guidance}, but the rollout has {self.rollout.guidance}: "
+                "the ratio of new and old policy needs one policy. Use the same, or gradient "
+                "'pathwise' without a reward."
+            )
+        states, (start, stop) = self.student.states, self.rollout.trained
+        if states.select != "all" and states.count > stop - start:
+            yield (
+                f"student.states.count: {states.count}, and rollout.window has only "
+                f"{stop - start} steps. Use at most {stop - start}."
+            )
+
 
 class SftStage(DistillationStage):
     """A cold start from routed teachers' images."""
@@ -550,24 +737,37 @@ class MergeStage(Job):
     adapters: list[str] = Field(min_length=2, examples=[["runs/a/adapter", "runs/b/adapter"]])
     """Adapter folders or Hub ids."""
     weights: list[float] | None = Field(default=None, examples=[[0.5, 0.5]])
-    """One an adapter; null = 1 each, the plain sum. 1/n each is the average."""
+    """One per adapter; null = 1 each, the sum. 1/n each is the average."""
     method: Literal["concat", "svd", "ties", "dare"] = "concat"
-    """concat is exact, and the ranks add: a student that starts from it has that rank."""
+    """concat is exact, and the ranks add. A student that starts from it has the summed rank."""
     rank: Count | None = Field(default=None, examples=[32])
-    """Rank of the result (not for concat); null = the largest given. svd: at most their sum."""
+    """Rank of the result (not for concat); null = the largest rank given. svd: at most their
+    sum."""
     density: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """The share that ties and dare keep."""
+    """Share of the entries that ties and dare keep."""
     seed: int = 0
-    """Of what dare drops."""
+    """Seed of the entries that dare drops."""
     lines: Annotated[tuple[float, float], _as_tuple] | None = Field(
         default=None, examples=[[0.5, 1]]
     )
-    """LiNeS: scales of the shallowest and the deepest block."""
+    """LiNeS: scales of the first and the last block."""
 
     @property
     def inputs(self) -> dict[str, str]:
         """{place in the config: folder or Hub id} of every adapter that the stage reads."""
         return {f"adapters.{index}": source for index, source in enumerate(self.adapters)}
+
+    def problems(self) -> Iterator[str]:
+        """Weights that are not one an adapter; a rank that `concat` does not have."""
+        if self.weights is not None and len(self.weights) != len(self.adapters):
+            count = len(self.adapters)
+            yield f"weights: {len(self.weights)} for {count} adapters. Give one each, or null."
+        if self.rank is not None and self.method == "concat":
+            yield f"rank: {self.rank}, but 'concat' adds the ranks. Use 'svd', or leave it out."
+
+
+Variant = dict[Literal["grpo", "opd", "sft", "merge", "eval"], dict[str, Any]]
+"""Kind of stage -> keys of its config."""
 
 
 class RecipeStage(Job):
@@ -576,22 +776,20 @@ class RecipeStage(Job):
     stage: Literal["recipe"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Run other stages."""
     seed: int = 0
-    """Seed of every stage that does not set its own."""
-    stages: dict[str, dict[str, Any]] = Field(
+    """Seed of every stage that sets none."""
+    stages: dict[FileName, dict[str, Any]] = Field(
         min_length=1, examples=[{"ocr": {"use": "teacher_ocr.yaml"}}]
     )
-    """Name -> the keys of a stage's config, over those of the file that `use` names (relative to
-    this one), with changes in `set` as on the command line. `stage:NAME` as a value is the adapter
-    of an earlier stage."""
-    variant: dict[str, dict[str, Any]] = Field(
-        default={}, examples=[{"grpo": {"rollout": {"batch_size": 4}}}]
-    )
-    """Kind of stage -> keys that every stage of it takes instead (`--variant FILE` on the command
-    line): the same recipe for other hardware."""
+    """{name: keys of a stage's config}. They are laid over the file that `use` names (relative to
+    this one); `set` lists changes as on the command line. A value `stage:NAME` is the adapter of an
+    earlier stage."""
+    variant: Variant = Field(default={}, examples=[{"grpo": {"rollout": {"batch_size": 4}}}])
+    """{kind of stage: keys laid over all stages of that kind}: the same recipe for other hardware.
+    `--variant FILE` on the command line sets it."""
 
 
 class FidelityConfig(Section):
-    """How far the images are from reference images: a Fréchet distance between their features."""
+    """Fréchet distance between the features of the images and of reference images."""
 
     features: str = Field(default="tiny", examples=["tiny", "my_features:dino"])
     """A CLIP (`tiny`, a folder, a Hub id), or package.module:function, [B,3,H,W] -> [B,D]."""
@@ -603,49 +801,81 @@ class ReportConfig(Section):
     """What report.html shows."""
 
     title: str | None = Field(default=None, examples=["Flow-OPD on the tiny world"])
-    """Its heading; null = named after the base model."""
+    """Its heading; null = the name of the base model."""
     images: Annotated[int, Field(ge=0)] = 24
-    """Prompts of a benchmark whose images are shown, the first ones."""
+    """Number of first prompts of a benchmark whose images are shown."""
 
 
 class EvalStage(Stage):
     """An evaluation of the base model and of adapters on it."""
 
     stage: Literal["eval"]  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Says that this is an evaluation."""
-    models: dict[str, str | None] = Field(
+    """Evaluate models."""
+    models: dict[FileName, str | None] = Field(
         default={"base": None}, min_length=1, examples=[{"base": None, "ocr": "runs/ocr/adapter"}]
     )
-    """Name -> adapter folder, or null for the base model; the first is compared with."""
+    """{name: adapter folder, or null for the base model}. All are compared with the first."""
     compare: dict[str, list[str]] = Field(default={}, examples=[{"student": ["ocr", "merged"]}])
-    """Name -> other models that it is compared with, besides the first."""
+    """{name: other models that it is compared with}, besides the first."""
     benchmarks: list[BenchmarkConfig] = Field(min_length=1)
     sampling: SamplingConfig = SamplingConfig()
     fidelity: FidelityConfig | None = None
     report: ReportConfig = ReportConfig()
     score_seconds: Positive | None = 1800.0
-    """A batch of images whose reward takes longer is invalid; null = wait for ever."""
+    """A batch of images is invalid if its reward takes longer; null = wait for ever."""
     timeout_seconds: Positive | None = Field(default=None, examples=[7200.0])
     """As train.timeout_seconds of a training run."""
     max_invalid_share: Share = 0.05
-    """The evaluation stops, without a table, when a larger share of a benchmark's images could not
-    be scored."""
+    """The evaluation stops without a table if a larger share of a benchmark's images could not be
+    scored."""
     keep_images: bool = False
-    """Keep every image under <output>/images, so that another reward can score it without sampling;
-    false = those that the report shows."""
+    """Keep every image in <output>/images, so that another reward can score it later; false = keep
+    those that the report shows."""
 
     @property
     def inputs(self) -> dict[str, str]:
         """{place in the config: folder or Hub id} of every adapter that the stage reads."""
         return _given({f"models.{name}": folder for name, folder in self.models.items()})
 
+    def problems(self) -> Iterator[str]:
+        """Names that tables and files cannot hold or tell apart; models that are not there."""
+        places = {f"benchmarks.{i}": mark for i, mark in enumerate(self.benchmarks)}
+        names = _same_names({place: [mark.name] for place, mark in places.items()})
+        columns = _same_names({place: mark.judges for place, mark in places.items()})
+        yield from dict.fromkeys([*names, *columns])  # a single `reward` is in both: said once
+        for place, mark in places.items():
+            if not re.fullmatch(r"[\w-]+", mark.name):
+                yield f"{place}.name: got {mark.name!r}; want {FILE_NAMES}."
+            if mark.name in ("average", "fidelity"):
+                yield f"{place}.name: every table has its own column {mark.name!r}. Rename it."
+        for name, others in self.compare.items():
+            for model in (m for m in (name, *others) if m not in self.models):
+                close = close_to(model, self.models)
+                hint = f" Did you mean {close!r}?" if close else ""
+                possible = ", ".join(self.models)
+                yield f"compare.{name}: no model is named {model!r}.{hint} Possible: {possible}."
+            if name in others:
+                yield f"compare.{name}: compared with itself. Leave it out."
 
-def _given(adapters: dict[str, str | None]) -> dict[str, str]:
+
+def _given(adapters: Mapping[str, str | None]) -> dict[str, str]:
     """Without those that are null, the base model."""
     return {place: source for place, source in adapters.items() if source is not None}
 
 
-STAGES: dict[str, type[Stage]] = {
+def _same_names(names: Mapping[str, Iterable[str]]) -> Iterator[str]:
+    """Names that are given at more than one place. names: {place in the config: names there}."""
+    places: dict[str, list[str]] = {}
+    for place, own in names.items():
+        for name in own:
+            places.setdefault(name, []).append(place)
+    for name, where in places.items():
+        if len(where) > 1:
+            text = f"all are named {name!r} in tables and logs. Give each its own name."
+            yield f"{', '.join(where)}: {text}"
+
+
+STAGES: dict[str, type[Stage]] = {  # by the value of `stage`
     "grpo": GrpoStage,
     "opd": OpdStage,
     "sft": SftStage,

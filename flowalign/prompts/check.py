@@ -44,22 +44,24 @@ def examine(
 ) -> Findings:
     """Look at a set of prompts.
 
-    names: reward -> its options; a fault where it refuses prompts. against: other sets, say the
-    test set of a training set; a fault where both ask for the same. tokens: what a text encoder
-    reads of a prompt; count: tokens of a text, None = estimated at 4 characters each.
+    names: reward -> its options; a fault if it refuses prompts. against: other sets, say the test
+    set of a training set; a fault if both ask for the same. tokens: what a text encoder reads of a
+    prompt; count: tokens of a text, None = estimated at 4 characters each.
     Raises ValueError for a reward that does not exist or does not take its options.
     """
     findings = Findings()
-    _sizes(findings, batch, tokens, count)
+    _lengths(findings, batch, tokens, count)
     for name, options in names.items():
         rewards.check(name, options)
         _reward(findings, batch, name, options)
+        if name == "ocr":
+            _quotes(findings, batch)
     for name, other in against.items():
         _overlap(findings, batch, name, other)
     return findings
 
 
-def _sizes(
+def _lengths(
     findings: Findings, batch: PromptBatch, tokens: int | None, count: Callable[[str], int] | None
 ) -> None:
     """How many, how many different, how long."""
@@ -88,35 +90,30 @@ def _sizes(
 
 def _reward(findings: Findings, batch: PromptBatch, name: str, options: Mapping[str, Any]) -> None:
     """Which prompts a reward refuses, prompt by prompt."""
-    refused: list[tuple[int, str]] = []
-    for row, (prompt, metadata) in enumerate(zip(batch.prompts, batch.metadata, strict=True)):
+    refused: list[str] = []
+    for row, (prompt, metadata) in enumerate(zip(batch.prompts, batch.metadata, strict=True), 1):
         try:
             rewards.check_prompts(name, options, [prompt], [metadata])
         except ValueError as error:
-            refused.append((row, str(error).removeprefix("number 1 of 1: ")))
+            refused.append(f"prompt {row}: {str(error).removeprefix('number 1 of 1: ')}")
     if refused:
-        examples = "".join(f"\n         prompt {row + 1}: {why}" for row, why in refused[:EXAMPLES])
-        findings.fault(f"reward {name} refuses {len(refused)} of {len(batch)} prompts:{examples}")
+        shown = "\n         ".join(["", *refused[:EXAMPLES]])
+        findings.fault(f"reward {name} refuses {len(refused)} of {len(batch)} prompts:{shown}")
     else:
         findings.ok(f"reward {name} takes all {len(batch)} prompts")
-    if name == "ocr":
-        _quotes(findings, batch)
 
 
 def _quotes(findings: Findings, batch: PromptBatch) -> None:
-    """More than one pair of quotes is no error, but the first two need not be those that count."""
-    several = [
-        prompt
-        for prompt, metadata in zip(batch.prompts, batch.metadata, strict=True)
-        if prompt.count('"') > 2 and "target" not in metadata
-    ]
+    """More than one pair of quotes is no error, but the first two may be the wrong ones."""
+    rows = zip(batch.prompts, batch.metadata, strict=True)
+    several = [p for p, metadata in rows if p.count('"') > 2 and "target" not in metadata]
     if several:
         findings.fault(
             f"{len(several)} prompts have more than two straight double quotes, of which only the "
             f"first two count, such as {several[0]!r} with the target {target_of(several[0])!r}. "
             "Reword them, or give `target` in the metadata (.jsonl)"
         )
-    targets = [t for t in map(_target, batch.prompts, batch.metadata) if t is not None]
+    targets = _targets(batch)
     if targets:
         lengths = sorted(map(len, targets))
         findings.ok(
@@ -125,15 +122,19 @@ def _quotes(findings: Findings, batch: PromptBatch) -> None:
         )
 
 
-def _target(prompt: str, metadata: Mapping[str, Any]) -> str | None:
-    try:
-        return metadata.get("target") or target_of(prompt)
-    except ValueError:
-        return None
+def _targets(batch: PromptBatch) -> list[str]:
+    """The target texts of the prompts that have one."""
+    targets = []
+    for prompt, metadata in zip(batch.prompts, batch.metadata, strict=True):
+        try:
+            targets.append(metadata.get("target") or target_of(prompt))
+        except ValueError:
+            pass
+    return targets
 
 
 def _overlap(findings: Findings, batch: PromptBatch, name: str, other: PromptBatch) -> None:
-    """What two sets share: prompts (or GenEval's told the other way round), target texts."""
+    """What two sets share: prompts (or GenEval's with the objects swapped), target texts."""
     known = set(map(digest, other.prompts))
     same = [p for p in batch.prompts if not known.isdisjoint(map(digest, same_picture(p)))]
     if same:
@@ -143,9 +144,8 @@ def _overlap(findings: Findings, batch: PromptBatch, name: str, other: PromptBat
         )
     else:
         findings.ok(f"shares no prompt with {name}")
-    theirs = {digest(text) for text in map(_target, other.prompts, other.metadata) if text}
-    ours = [text for text in map(_target, batch.prompts, batch.metadata) if text]
-    texts = [text for text in ours if digest(text) in theirs]
+    known = set(map(digest, _targets(other)))
+    texts = [text for text in _targets(batch) if digest(text) in known]
     if texts:
         findings.note(
             f"{len(texts)} target texts are also in {name}, in other prompts perhaps, such as "

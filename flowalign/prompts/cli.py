@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+
+from flowalign.files import replacing
 
 DEFAULTS = {"geneval": (50_000, "data/geneval_train.jsonl"), "ocr": (20_000, "data/ocr_train.txt")}
 
@@ -17,23 +17,24 @@ DEFAULTS = {"geneval": (50_000, "data/geneval_train.jsonl"), "ocr": (20_000, "da
 def generate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Write training and validation prompts of our own, without the official test prompts."""
     count, out = DEFAULTS[args.kind]
-    count, path = args.count or count, Path(args.out or out)
-    write = {"geneval": _geneval, "ocr": _ocr}[args.kind]
-    training, validation, said = write(count, args)
-    files = {validation_file(path): validation.encode(), path: training.encode()}
-    for file, content in files.items():
+    lines_of = {"geneval": _geneval, "ocr": _ocr}[args.kind]
+    training, validation, summary = lines_of(args.count or count, args)
+    path = Path(args.out or out)
+    beside = validation_file(path)
+    contents = {
+        file: "".join(f"{line}\n" for line in lines).encode()
+        for file, lines in ((beside, validation), (path, training))
+    }
+    for file, content in contents.items():
         if file.is_file() and file.read_bytes() != content and not args.force:
             raise ValueError(
                 f"{file} is there and holds something else. Give another --out, or replace it "
                 "with --force."
             )
-    for file, content in files.items():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_name(f".{file.name}.part")
-        part.write_bytes(content)
-        os.replace(part, file)
-    others = len(validation.splitlines())
-    print(f"{said}\n{path}\n{validation_file(path)}: {others} others to validate with")
+    for file, content in contents.items():
+        with replacing(file) as part:
+            part.write_bytes(content)
+    print(f"{summary}\n{path}\n{beside}: {len(validation)} others to validate with")
     return 0
 
 
@@ -42,11 +43,11 @@ def validation_file(path: Path) -> Path:
     return path.with_name(f"{path.stem.removesuffix('_train')}_val{path.suffix}")
 
 
-Texts = tuple[str, str, str]
-"""The lines of the training and of the validation set, and what there is to say of them."""
+Sets = tuple[list[str], list[str], str]
+"""The lines of the training and of the validation set, and a summary."""
 
 
-def _geneval(count: int, args: argparse.Namespace) -> Texts:
+def _geneval(count: int, args: argparse.Namespace) -> Sets:
     from flowalign.data import load_prompts
     from flowalign.prompts import geneval
     from flowalign.prompts.held_out import GENEVAL, digest
@@ -54,20 +55,19 @@ def _geneval(count: int, args: argparse.Namespace) -> Texts:
     held_out = set(GENEVAL)
     for source in args.exclude:
         held_out |= set(map(digest, load_prompts(source, "excluded").prompts))
-    aside = geneval.validation(args.seed, held_out)
-    held_out |= {digest(row["prompt"]) for row in aside}
+    validation = geneval.validation(args.seed, held_out)
+    held_out |= {digest(row["prompt"]) for row in validation}
     rows = geneval.generate(count, args.seed, held_out, repeats=not args.unique)
     tags = Counter(row["tag"] for row in rows)
     different = Counter(tag for tag, _ in {(row["tag"], row["prompt"]) for row in rows})
-    said = [f"{len(rows)} prompts, {sum(different.values())} different"]
+    summary = [f"{len(rows)} prompts, {sum(different.values())} different"]
     for tag, number in tags.most_common():
-        all_there_are = "" if different[tag] == number else ": all there are, repeated evenly"
-        said.append(f"  {tag:12} {number:6}, {different[tag]} different{all_there_are}")
-    training, validation = ("".join(json.dumps(row) + "\n" for row in r) for r in (rows, aside))
-    return training, validation, "\n".join(said)
+        repeated = "" if different[tag] == number else ": all there are, repeated evenly"
+        summary.append(f"  {tag:12} {number:6}, {different[tag]} different{repeated}")
+    return [json.dumps(r) for r in rows], [json.dumps(r) for r in validation], "\n".join(summary)
 
 
-def _ocr(count: int, args: argparse.Namespace) -> Texts:
+def _ocr(count: int, args: argparse.Namespace) -> Sets:
     from flowalign.data import load_prompts
     from flowalign.prompts import ocr
     from flowalign.prompts.held_out import OCR, digest
@@ -78,13 +78,12 @@ def _ocr(count: int, args: argparse.Namespace) -> Texts:
         prompts = load_prompts(source, "excluded").prompts
         held_out |= set(map(digest, prompts))
         held_out |= {digest(target_of(prompt)) for prompt in prompts if prompt.count('"') >= 2}
-    aside = ocr.validation(args.seed, held_out)
-    held_out |= {digest(target_of(prompt)) for prompt in aside}
+    validation = ocr.validation(args.seed, held_out)
+    held_out |= {digest(target_of(prompt)) for prompt in validation}
     prompts = ocr.generate(count, args.seed, held_out)
-    targets = set(map(target_of, prompts))
-    said = f"{len(prompts)} prompts, all different, with {len(targets)} different texts"
-    training, validation = ("".join(p + "\n" for p in each) for each in (prompts, aside))
-    return training, validation, said
+    texts = len(set(map(target_of, prompts)))
+    summary = f"{len(prompts)} prompts, all different, with {texts} different texts"
+    return prompts, validation, summary
 
 
 def fetch(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
@@ -118,23 +117,21 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     from flowalign.data import load_prompts
     from flowalign.prompts.check import examine
 
-    if args.tokenizer and not args.tokens:
-        parser.error("--tokenizer counts for --tokens N; give both")
-    names: dict[str, dict[str, Any]] = {name: {} for name in args.reward}
+    count: Callable[[str], int] | None = None
+    if args.tokenizer:
+        if not args.tokens:
+            parser.error("--tokenizer counts for --tokens N; give both")
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+        # special tokens included
+        count = lambda text: len(tokenizer(text, truncation=False, verbose=False)["input_ids"])  # noqa: E731
+
     batch = load_prompts(args.set, "checked")
     against = {source: load_prompts(source, "other") for source in args.against}
-    count = _tokenizer(args.tokenizer) if args.tokenizer else None
-    findings = examine(batch, names, against, args.tokens, count)
+    findings = examine(batch, {name: {} for name in args.reward}, against, args.tokens, count)
     print("\n".join(findings.lines))
     return 1 if findings.faults else 0
-
-
-def _tokenizer(name: str) -> Callable[[str], int]:
-    """Tokens of a text, special ones included, by a tokenizer in a folder or on the hub."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    return lambda text: len(tokenizer(text, truncation=False, verbose=False)["input_ids"])
 
 
 def _parser() -> argparse.ArgumentParser:

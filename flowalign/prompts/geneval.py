@@ -5,10 +5,10 @@ photo of", a or an by the first letter, plurals by -s, or -es after an s (so "tw
 knifes": a model is tested on these words), counts 2 to 4, two different classes, two different
 colours, and no coloured persons. The mix of tags is Flow-GRPO's (arXiv 2505.05470, appendix).
 
-Where a tag has fewer different prompts than the mix asks for (in 50,000: counting, 160 for 14,706
-rows, and colors, 696 for 2,941), its prompts come again, each as often as the others. In Flow-GRPO
-a prompt that only swaps the objects of a test prompt is no training prompt either; here that holds
-for positions too ("a dog left of a cat" is "a cat right of a dog").
+A tag with fewer different prompts than the mix asks for repeats its prompts evenly (in 50,000 rows:
+counting has 160 prompts for 14,706 rows, colors 696 for 2,941). As in Flow-GRPO, a prompt that only
+swaps the objects of a test prompt is no training prompt. Here that holds for positions too ("a dog
+left of a cat" is "a cat right of a dog").
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ def plural(name: str) -> str:
 
 
 def same_picture(prompt: str) -> list[str]:
-    """A prompt, and if it is of two objects the one that names them the other way round."""
-    found = re.fullmatch(f"a photo of (.+) (and|{'|'.join(MIRRORED)}) (.+)", prompt)
-    if found is None:
+    """A prompt, and if it has two objects also the prompt that names them in the other order."""
+    match = re.fullmatch(f"a photo of (.+) (and|{'|'.join(MIRRORED)}) (.+)", prompt)
+    if match is None:
         return [prompt]
-    first, relation, second = found.groups()
+    first, relation, second = match.groups()
     return [prompt, f"a photo of {second} {MIRRORED.get(relation, relation)} {first}"]
 
 
@@ -126,8 +126,8 @@ def _slots(seed: int) -> Iterator[str]:
 
 
 def _stream(tag: str, seed: int | str, held_out: Collection[str]) -> Iterator[tuple[Row, int]]:
-    """(row, 0) for every prompt of a tag that may be used, shuffled; then over and over
-    (row, how many there are)."""
+    """(row, 0) for every prompt of a tag that is not held out, shuffled; then the same prompts
+    again and again, as (row, how many there are)."""
     rule, usable = TAGS[tag], []
     rng = random.Random(f"{seed}/geneval/{tag}")
     for number in _shuffled(prod(rule.sizes), rng):
@@ -144,8 +144,8 @@ def _stream(tag: str, seed: int | str, held_out: Collection[str]) -> Iterator[tu
 
 
 def _shuffled(size: int, rng: random.Random) -> Iterator[int]:
-    """0 ... size-1 in a random order, made as far as it is read: color_attr has 554,580 prompts."""
-    moved: dict[int, int] = {}  # a Fisher-Yates shuffle of a list that is never written out
+    """0 ... size-1 in a random order, as far as it is read: color_attr has 554,580 prompts."""
+    moved: dict[int, int] = {}  # a Fisher-Yates shuffle of a list that is never built
     for place in range(size):
         drawn = rng.randrange(place, size)
         yield moved.pop(drawn, drawn)
@@ -158,54 +158,48 @@ def _other(first: int, second: int) -> int:
     return second + (second >= first)
 
 
+def _thing(name: str, count: int = 1, **more: Any) -> dict[str, Any]:
+    """An include or exclude clause."""
+    return {"class": name, "count": count, **more}
+
+
 def _two_object(a: int, b: int) -> Row:
     names = [NAMES[a], NAMES[_other(a, b)]]
-    return {
-        "tag": "two_object",
-        "include": [{"class": name, "count": 1} for name in names],
-        "prompt": f"a photo of {article(names[0])} and {article(names[1])}",
-    }
+    prompt = f"a photo of {article(names[0])} and {article(names[1])}"
+    return {"tag": "two_object", "include": [_thing(name) for name in names], "prompt": prompt}
 
 
 def _counting(number: int, a: int) -> Row:
     count, word = list(COUNTS.items())[number]
     return {
         "tag": "counting",
-        "include": [{"class": NAMES[a], "count": count}],
-        "exclude": [{"class": NAMES[a], "count": count + 1}],
+        "include": [_thing(NAMES[a], count)],
+        "exclude": [_thing(NAMES[a], count + 1)],
         "prompt": f"a photo of {word} {plural(NAMES[a])}",
     }
 
 
 def _colors(color: int, a: int) -> Row:
-    return {
-        "tag": "colors",
-        "include": [{"class": COLORED[a], "count": 1, "color": COLORS[color]}],
-        "prompt": f"a photo of {article(COLORS[color])} {COLORED[a]}",
-    }
+    prompt = f"a photo of {article(COLORS[color])} {COLORED[a]}"
+    include = [_thing(COLORED[a], color=COLORS[color])]
+    return {"tag": "colors", "include": include, "prompt": prompt}
 
 
 def _position(relation: int, a: int, b: int) -> Row:
     wanted, name, reference = list(MIRRORED)[relation], NAMES[a], NAMES[_other(a, b)]
     return {
         "tag": "position",
-        "include": [
-            {"class": reference, "count": 1},
-            {"class": name, "count": 1, "position": [wanted, 0]},
-        ],
+        "include": [_thing(reference), _thing(name, position=[wanted, 0])],
         "prompt": f"a photo of {article(name)} {wanted} {article(reference)}",
     }
 
 
 def _color_attr(a: int, b: int, c: int, d: int) -> Row:
-    pairs = [
-        (COLORS[c], COLORED[a]),
-        (COLORS[_other(c, d)], COLORED[_other(a, b)]),
-    ]
+    pairs = [(COLORS[c], COLORED[a]), (COLORS[_other(c, d)], COLORED[_other(a, b)])]
     texts = [f"{article(color)} {name}" for color, name in pairs]
     return {
         "tag": "color_attr",
-        "include": [{"class": name, "count": 1, "color": color} for color, name in pairs],
+        "include": [_thing(name, color=color) for color, name in pairs],
         "prompt": f"a photo of {texts[0]} and {texts[1]}",
     }
 

@@ -166,9 +166,9 @@ def test_an_offloaded_reward_leaves_the_device_as_it_was(
 
 def test_features_of_pictures(clip: str) -> None:
     images, _ = pictures(3, 40, 48)
-    from flowalign.eval.run import _features
+    from flowalign.eval.fidelity import load_features
 
-    found, expected = (_features(clip, device)(images.to(device)) for device in (HERE, CPU))
+    found, expected = (load_features(clip, device)(images.to(device)) for device in (HERE, CPU))
     assert found.device == HERE
     torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-4)
 

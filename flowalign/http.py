@@ -1,0 +1,284 @@
+"""The one HTTP client: httpx, with one retry policy (tenacity).
+
+The rewards `remote` and `vlm` and `flowalign data fetch` use it. Lost connections, timeouts and the
+statuses 408, 429 and 5xx are tried again, after waits that double, with a jitter of a quarter, and
+that are at least the server's Retry-After and at most LONGEST_WAIT. Other statuses are final.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import math
+import random
+import ssl
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+import tenacity
+
+LONGEST_WAIT = 60.0  # seconds between two attempts
+UNREACHABLE = (ConnectionError, TimeoutError)
+"""What a request raises if it got no answer, for no fault of its own."""
+_FINAL = (401, 403, 404)  # the token, the URL or the model's name: other requests would fail, too
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Refused(ValueError):
+    """An answer that says that the request is at fault. status: its HTTP status."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A body that came with status 200. failed: the URLs that were tried before, in vain."""
+
+    body: bytes
+    headers: Mapping[str, str]
+    failed: list[str]
+
+
+class Client:
+    """Connections to a service, for one batch of requests.
+
+    timeout: seconds without a sign of life; connect_timeout: for a connection, by default the same.
+    deadline: seconds from now until all requests end. retries: further attempts at a request.
+    backoff: seconds before the second attempt. max_bytes: of an answer.
+    token: sent as `Authorization: Bearer`, to no other host, and cut out of every error text.
+    proxies: use those of the environment? redirects: follow them, but never from https to http?
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout: float,
+        connect_timeout: float | None = None,
+        deadline: float = math.inf,
+        retries: int = 3,
+        backoff: float = 0.5,
+        max_bytes: int = 16 * 2**20,
+        token: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        proxies: bool = True,
+        redirects: bool = False,
+    ) -> None:
+        self.timeout, self.connect_timeout = timeout, connect_timeout or timeout
+        self.until = time.monotonic() + deadline
+        self.retries, self.backoff, self.max_bytes, self.token = retries, backoff, max_bytes, token
+        self.stopped = threading.Event()
+        self.last: Exception | str = "the time for all requests is over"
+        self._client = httpx.Client(
+            headers={**(headers or {}), **({"Authorization": f"Bearer {token}"} if token else {})},
+            verify=_certificates(),
+            trust_env=proxies,
+            follow_redirects=redirects,
+            limits=httpx.Limits(),  # no limit: `map` bounds what runs at once
+        )
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._client.close()
+
+    def request(self, method: str, *urls: str, **content: Any) -> Answer:
+        """The answer to a request. Each further attempt takes the next of the URLs.
+
+        content: httpx's `content` or `json`. Raises Refused if the request is at fault, and
+        ConnectionError or TimeoutError if there is no answer.
+        """
+        failed: list[str] = []
+
+        def attempt() -> Answer:
+            url = urls[len(failed) % len(urls)]
+            try:
+                return self._attempt(method, url, failed, content)
+            except _Again:
+                failed.append(url)
+                raise
+
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(_Again),
+            stop=tenacity.stop_after_attempt(1 + self.retries)
+            | tenacity.stop_before_delay(self.until - time.monotonic())
+            | tenacity.stop_when_event_set(self.stopped),
+            wait=lambda state: self._wait(state, len(urls)),
+            sleep=tenacity.sleep_using_event(self.stopped),
+            reraise=True,
+        )
+        try:
+            return retrying(attempt)
+        except _Again as again:
+            raise again.cause from again
+
+    def _wait(self, state: tenacity.RetryCallState, servers: int) -> float:
+        """Seconds before the next attempt; none while there are servers that were not tried."""
+        again = state.outcome and state.outcome.exception()
+        if not isinstance(again, _Again) or state.attempt_number < servers:
+            return 0.0
+        seconds = self.backoff * 2.0 ** min(state.attempt_number - servers, 20)
+        jitter = _jitter.uniform(0.75, 1.25)
+        return max(min(seconds, LONGEST_WAIT) * jitter, min(again.after, LONGEST_WAIT))
+
+    def map(
+        self, call: Callable[[Item], Result], items: Sequence[Item], concurrency: int
+    ) -> list[Result | Exception]:
+        """call(item) for each item, in order, so many at a time; what it raises takes its place.
+
+        Once `concurrency` calls in a row got no answer the rest is not made: a service that hangs
+        costs one round of timeouts, not one an item. If no call succeeded for want of an answer,
+        that ConnectionError or TimeoutError is raised. An interrupt waits for nobody.
+        """
+        results: list[Any] = [None] * len(items)
+        rows = iter(range(len(items)))  # shared by the threads: each takes the next row
+        lock, in_a_row = threading.Lock(), 0
+
+        def work() -> None:
+            nonlocal in_a_row
+            for row in rows:
+                try:
+                    self._check_running()
+                    results[row] = call(items[row])
+                except UNREACHABLE as error:
+                    results[row] = error
+                    with lock:
+                        in_a_row += 1
+                        if not self.stopped.is_set():
+                            self.last = error
+                        if in_a_row >= concurrency:
+                            self.stopped.set()
+                except Exception as error:  # of this item alone
+                    results[row] = error
+                else:
+                    with lock:
+                        in_a_row = 0
+
+        threads = [
+            threading.Thread(target=work, daemon=True) for _ in range(min(concurrency, len(items)))
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            self.stopped.set()
+        lost = [result for result in results if isinstance(result, UNREACHABLE)]
+        if lost and all(isinstance(result, Exception) for result in results):
+            raise lost[0]
+        return results
+
+    def clean(self, text: str) -> str:
+        """The beginning of a text on one line, without the token, which a server may repeat."""
+        return beginning(text.replace(self.token, "***") if self.token else text)
+
+    def _check_running(self) -> None:
+        if time.monotonic() >= self.until:
+            self.stopped.set()
+        if self.stopped.is_set():
+            raise ConnectionError(f"not asked any more: {self.last}")
+
+    def _attempt(self, method: str, url: str, failed: list[str], content: Any) -> Answer:
+        """Raises _Again for what may pass, and what `request` raises for what will not."""
+        self._check_running()
+        seconds = max(0.01, min(self.timeout, self.until - time.monotonic()))
+        timeout = httpx.Timeout(seconds, connect=min(seconds, self.connect_timeout))
+        try:
+            with self._client.stream(method, url, timeout=timeout, **content) as response:
+                for step in (*response.history, response):
+                    if url.startswith("https:") and step.url.scheme != "https":
+                        raise Refused(200, f"{url} leads to {step.url}, which is not https.")
+                body = bytearray()
+                for piece in response.iter_bytes():
+                    body += piece
+                    if len(body) > self.max_bytes:
+                        raise Refused(200, f"{url} sends more than {self.max_bytes} bytes.")
+                    if time.monotonic() > self.until:
+                        raise httpx.ReadTimeout("the answer came too slowly")
+        except httpx.TimeoutException as error:
+            text = f"{url} gave no answer within {seconds:g} s ({type(error).__name__})"
+            raise _Again(TimeoutError(text)) from error
+        except httpx.RequestError as error:
+            text = f"{url}: {type(error).__name__}: {self.clean(str(error))}"
+            raise _Again(ConnectionError(text)) from error
+        status = response.status_code
+        if status == 200:
+            return Answer(bytes(body), response.headers, failed)
+        text = f"{url} answered {status}: {self.clean(_message(bytes(body)))}"
+        if status in (408, 429) or status >= 500:
+            cause = TimeoutError(text) if status in (408, 504) else ConnectionError(text)
+            raise _Again(cause, response.headers.get("retry-after", ""))
+        if status in _FINAL:
+            raise ConnectionError(text)
+        raise Refused(status, text)
+
+
+class _Again(Exception):
+    """A failed attempt that may succeed later. after: its Retry-After; a date counts as none."""
+
+    def __init__(self, cause: Exception, after: str = "") -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+        self.after = float(after) if after.isascii() and after.isdigit() else 0.0
+
+
+# Its own generator: a run's numbers must not depend on what the network did.
+_jitter = random.Random()
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Certificates: Mozilla's, as httpx trusts them, and those that the system trusts."""
+    context = httpx.create_ssl_context()
+    context.load_default_certs()
+    return context
+
+
+def _message(body: bytes) -> str:
+    """What went wrong: `error` of our servers' JSON or OpenAI's, or else the whole text."""
+    text = body.decode("utf-8", "replace")
+    try:
+        error = json.loads(text)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return text
+
+
+def beginning(text: str, length: int = 300) -> str:
+    """The beginning of a text, on one line, for a message."""
+    line = " ".join(text.split())
+    return line if len(line) <= length else f"{line[:length]}..."
+
+
+def check_url(option: str, url: Any, example: str) -> None:
+    """Raise ValueError for what is not the plain address http(s)://host[:port][/path].
+
+    option, example: for the message.
+    """
+    try:
+        parts = urlsplit(url if isinstance(url, str) else "")
+        host, _ = parts.hostname, parts.port  # raises for a port that is no number below 65536
+        if host and ":" in host:
+            ipaddress.ip_address(host)
+    except ValueError as error:
+        raise ValueError(f"`{option}`: {url!r} is no URL ({error}). Give {example}.") from error
+    if parts.username or parts.password:  # not shown
+        fault = "the URL holds a user or a password, which logs would show; use `token_env`"
+    elif parts.scheme not in ("http", "https") or not host:
+        fault = f"{url!r} is no http(s) address of a server"
+    elif parts.query or parts.fragment or not url.isprintable() or " " in url:
+        fault = f"{url!r} has more than a host, a port and a path"
+    else:
+        return
+    raise ValueError(f"`{option}`: {fault}. Give {example}.")

@@ -1,0 +1,140 @@
+"""The reward `remote`: the client of `flowalign serve-reward`."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any
+
+from pydantic import PlainValidator
+from torch import Tensor
+
+from flowalign.http import Client, Refused, check_url
+from flowalign.rewards.options import Count, Divisor, checked
+from flowalign.rewards.scoring import assemble, failed
+from flowalign.rewards.service import wire
+from flowalign.rewards.service.wire import TOKEN, Retries, Seconds, TokenEnv, WireError, read_token
+from flowalign.types import Scores
+
+REST = 30.0  # seconds that a server which failed is called last, if there are others
+_SPLIT = (413, 422)  # the request is too large, or one of its rows is at fault
+
+
+def _is_gone(value: Any) -> Any:
+    raise ValueError("images are sent as raw pixels since version 2. Leave the option out.")
+
+
+@checked
+class Remote:
+    """The reward that a `flowalign serve-reward` elsewhere serves; it has its range and parts.
+
+    urls: of one server, or a list. Batches are split evenly; as many requests run at once as there
+        are URLs. A server that fails hands its request to the next, and is called last for REST.
+    token_env: the environment variable that holds the servers' token; None = FLOWALIGN_REWARD_TOKEN
+        if that is set.
+    batch_size: images a request, rounded to 8 bits a channel. It should divide the batch well.
+    normalizer: the value is the server's divided by it, and the part "raw" the server's own.
+    headline: the part that a benchmark of the served reward is known by, if there is one.
+    timeout: seconds without a sign of life from a server; connect_timeout: for a connection;
+        deadline: for a whole batch.
+    retries, backoff: further attempts at a request, and the first wait, as `flowalign.http` has it.
+
+    Rows that the server could not score are invalid, with its reasons; so are the rows of requests
+    that it refuses. A request refused as too large or malformed (413, 422) is halved until the row
+    at fault stands alone. If no row was scored because nobody answered, ConnectionError or
+    TimeoutError is raised (`flowalign.rewards.score` makes the rows invalid).
+    """
+
+    name = "remote"
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        *,
+        token_env: TokenEnv = None,
+        batch_size: Count = 16,
+        normalizer: Divisor = 1.0,
+        headline: str | None = None,
+        timeout: Seconds = 120.0,
+        connect_timeout: Seconds = 5.0,
+        deadline: Seconds = 600.0,
+        retries: Retries = 8,
+        backoff: Seconds = 1.0,
+        encoding: Annotated[None, PlainValidator(_is_gone)] = None,
+    ) -> None:
+        self.urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
+        self.batch_size, self.normalizer, self.headline = batch_size, normalizer, headline
+        self.connect_timeout = connect_timeout
+        self._resting: dict[str, float] = {}  # URL -> monotonic seconds until which it is last
+        self._connect = partial(
+            Client,
+            timeout=timeout,
+            connect_timeout=connect_timeout,
+            deadline=deadline,
+            retries=retries,
+            backoff=backoff,
+            token=read_token(os.environ, token_env or TOKEN),
+            headers={"content-type": wire.CONTENT_TYPE, "accept-encoding": "identity"},
+            proxies=False,  # images go to the named host and nowhere else
+        )
+
+    @staticmethod
+    def check_options(urls: str | Sequence[str], **others: Any) -> None:
+        """Raise ValueError for URLs that cannot work, without their passwords."""
+        if not urls:
+            raise ValueError(f"`urls` of reward remote is {urls!r}; give a URL or a list of them.")
+        for url in [urls] if isinstance(urls, str) else urls:
+            check_url("urls", url, "the server's address, such as http://host:8000")
+
+    def describe(self) -> dict[str, Any]:
+        """What the first server says of its reward; not where it is. Calls it, so it may raise."""
+        with self._connect(retries=0, timeout=self.connect_timeout) as client:
+            served = json.loads(client.request("GET", f"{self.urls[0]}/v1/info").body)["describe"]
+        return {"name": self.name, "served": served, "normalizer": self.normalizer}
+
+    def __call__(
+        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> Scores:
+        """images [B,3,H,W] in [0,1] and their rows -> Scores of B, on the CPU."""
+        starts = range(0, len(images), self.batch_size)
+        chunks = [range(s, min(s + self.batch_size, len(images))) for s in starts]
+
+        def call(chunk: range) -> list[tuple[range, Scores]]:
+            """Scores of the rows of a chunk, in pieces."""
+            rows = slice(chunk.start, chunk.stop)
+            try:
+                body = wire.encode_request(images[rows], prompts[rows], metadata[rows])
+                answer = client.request("POST", *self._servers(chunk), content=body)
+                self._resting |= dict.fromkeys(answer.failed, time.monotonic() + REST)
+                return [(chunk, wire.decode_answer(answer.body, len(chunk)))]
+            except (WireError, Refused) as error:
+                if error.status in _SPLIT and len(chunk) > 1:
+                    half = len(chunk) // 2
+                    return [*call(chunk[:half]), *call(chunk[half:])]
+                return [(chunk, failed(len(chunk), _text(error)))]
+
+        pieces = []
+        with self._connect() as client:
+            results = client.map(call, chunks, concurrency=len(self.urls))
+        for chunk, result in zip(chunks, results, strict=True):
+            lost = isinstance(result, Exception)
+            pieces += [(chunk, failed(len(chunk), _text(result)))] if lost else result
+        scores = assemble(len(images), pieces)
+        if self.normalizer == 1:
+            return scores
+        parts = {"raw": scores.value, **scores.parts}  # the server's own raw value, if it has one
+        return Scores(scores.value / self.normalizer, scores.valid, parts, scores.reasons)
+
+    def _servers(self, chunk: range) -> list[str]:
+        """Where to send a chunk, in the order of attempts: round robin, failed servers last."""
+        turn = chunk.start // self.batch_size % len(self.urls)
+        urls = [f"{url}/v1/score" for url in (*self.urls[turn:], *self.urls[:turn])]
+        now = time.monotonic()
+        return sorted(urls, key=lambda url: self._resting.get(url, 0.0) > now)  # a stable sort
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,261 @@
+"""The web server of one reward, for `flowalign serve-reward`. The client is `client.py`.
+
+POST /v1/score takes the format of `wire.py`. GET /v1/health says whether scoring goes on, and GET
+/v1/info what is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
+
+from flowalign.images import to_float
+from flowalign.rewards import describe
+from flowalign.rewards.scoring import Worker, score
+from flowalign.rewards.service import wire
+from flowalign.rewards.service.wire import Limits, WireError
+from flowalign.types import Reward, Scores
+
+log = logging.getLogger(__name__)
+
+_HEADER_BYTES = 16 * 1024  # of the head of a request
+_CONNECTIONS = 256
+# An absolute path, which is not the caller's business: two or more names with slashes before them.
+_PATH = re.compile(r"(?<![\w.])(?:[A-Za-z]:)?[\\/](?:[\w.~@+-]+[\\/])+[\w.~@+-]*")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is served, to whom and within which limits.
+
+    name, options: of the reward, for the info route. token: what callers must show; None = none.
+    queue: requests that are read, wait or are scored at once; more are answered 503.
+    max_seconds: for a request once it is read, waiting included; then it is answered 504.
+    read_seconds, header_seconds: for the sender to deliver the body and the head; then 408.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    token: str | None = None
+    limits: Limits = Limits()
+    queue: int = 16
+    max_seconds: float = 300.0
+    read_seconds: float = 60.0
+    header_seconds: float = 10.0
+
+
+# The application ---------------------------------------------------------------------------------
+
+
+def app(reward: Reward, settings: Settings) -> FastAPI:
+    """The web application that serves one reward."""
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        """An answer that tells the caller what to change, and nothing about this machine."""
+        if not isinstance(error, WireError):
+            gone = isinstance(error, ClientDisconnect)  # then nobody hears this
+            text = "the sender left." if gone else "the server failed; its log says why."
+            error = WireError(400 if gone else 500, text)
+        more = {401: {"www-authenticate": "Bearer"}, 503: {"retry-after": "1"}}
+        content = {"version": wire.VERSION, "error": str(error)}
+        return JSONResponse(content, error.status, more.get(error.status))
+
+    routes = _Routes(reward, settings)
+    application = FastAPI(title="flowalign reward", openapi_url=None)
+    for kind in (WireError, ClientDisconnect, Exception):
+        application.add_exception_handler(kind, refuse)
+    application.add_route("/v1/health", routes.health, methods=["GET"])
+    application.add_route("/v1/info", routes.info, methods=["GET"])
+    application.add_route("/v1/score", routes.score, methods=["POST"])
+    return application
+
+
+class _Routes:
+    """Everything runs on the event loop, except decoding and the reward's call."""
+
+    def __init__(self, reward: Reward, settings: Settings) -> None:
+        self.reward, self.settings, self.worker = reward, settings, Worker()
+        self.pending = 0  # requests that are read, wait or are scored
+
+    async def health(self, request: Request) -> Response:
+        """200, or 503 while a call hangs; anybody may ask."""
+        busy = self.worker.busy
+        stuck = busy > self.settings.max_seconds
+        state = {"status": "stuck" if stuck else "ok", "busy": round(busy, 3)}
+        return JSONResponse({**state, "pending": self.pending}, 503 if stuck else 200)
+
+    async def info(self, request: Request) -> Response:
+        """What is served."""
+        self._check_token(request)
+        try:
+            release = version("flowalign")
+        except PackageNotFoundError:  # run from a clone
+            release = "not installed"
+        settings = self.settings
+        limits = {**asdict(settings.limits), "queue": settings.queue}
+        return JSONResponse(
+            {
+                "version": wire.VERSION,
+                "flowalign": release,
+                "reward": settings.name,
+                "options": json.loads(json.dumps(settings.options, default=str)),
+                "describe": describe(self.reward),
+                "headline": getattr(self.reward, "headline", None),
+                "limits": {**limits, "seconds": settings.max_seconds},
+            }
+        )
+
+    async def score(self, request: Request) -> Response:
+        """The scores of a request. Raises WireError for one that is refused."""
+        limit = self.settings.max_seconds
+        self._check_head(request)
+        if self.worker.busy > limit:
+            raise WireError(503, "a call of the reward hangs; restart the server if it lasts.")
+        if self.pending >= self.settings.queue:
+            raise WireError(503, f"{self.pending} requests wait already; come again.")
+        self.pending += 1
+        try:
+            body = await self._read(request)
+            rows = await run_in_threadpool(wire.decode_request, body, self.settings.limits)
+            del body  # not kept in memory while the request waits
+            future = self.worker.submit(partial(self._score, rows))
+            del rows
+            scores = await asyncio.wait_for(asyncio.wrap_future(future), limit)
+        except asyncio.TimeoutError:
+            raise WireError(504, f"not scored within {limit:g} s.") from None
+        finally:
+            self.pending -= 1
+        answer = wire.encode_answer(self.settings.name, scores)
+        return Response(answer, media_type="application/json")
+
+    def _check_head(self, request: Request) -> None:
+        """Refuse by its headers what need not be read."""
+        self._check_token(request)
+        headers = request.headers
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != wire.CONTENT_TYPE:
+            raise WireError(415, f"content-type {kind[:50]!r}; send {wire.CONTENT_TYPE}.")
+        if headers.get("content-encoding", "identity").lower() != "identity":
+            raise WireError(415, "send the body without content-encoding.")
+        self._check_length(int(headers.get("content-length", "0")))
+
+    def _check_token(self, request: Request) -> None:
+        token = self.settings.token
+        given = request.headers.get("authorization", "").encode("latin-1")
+        # compare_digest takes as long for a token that is almost right as for any other
+        if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
+            raise WireError(401, "wrong or no token; send `Authorization: Bearer TOKEN`.")
+
+    def _check_length(self, length: int) -> None:
+        limit = self.settings.limits.bytes
+        if length > limit:
+            raise WireError(413, f"the body has more than the {limit} bytes that are taken.")
+
+    async def _read(self, request: Request) -> bytes:
+        async def collect() -> bytes:
+            body = bytearray()
+            async for chunk in request.stream():
+                body += chunk
+                self._check_length(len(body))  # a chunked body announces no length
+            return bytes(body)
+
+        seconds = self.settings.read_seconds
+        try:
+            return await asyncio.wait_for(collect(), seconds)
+        except asyncio.TimeoutError:
+            raise WireError(408, f"the body did not come within {seconds:g} s.") from None
+
+    def _score(self, rows: wire.Request) -> Scores:
+        try:
+            scores = score(self.reward, to_float(rows.pixels), rows.prompts, rows.metadata)
+        except (KeyboardInterrupt, SystemExit) as error:  # it would end the server's event loop
+            raise RuntimeError(f"the reward raised {type(error).__name__}") from error
+        return replace(scores, reasons={row: clean(text) for row, text in scores.reasons.items()})
+
+
+def clean(reason: str) -> str:
+    """A reason as callers may see it: no absolute paths, and 500 characters of it."""
+    return _PATH.sub("<path>", reason)[:500]
+
+
+# The server --------------------------------------------------------------------------------------
+
+
+def server(reward: Reward, settings: Settings) -> uvicorn.Server:
+    """A uvicorn server of the application; `run(sockets=[...])` serves until a signal comes."""
+    config: Any = uvicorn.Config(
+        app(reward, settings),
+        http="h11",
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_level="error",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        headers=[("connection", "close")],  # one request each: see _TimedHead
+        limit_concurrency=_CONNECTIONS,
+        h11_max_incomplete_event_size=_HEADER_BYTES,
+        timeout_graceful_shutdown=5,
+    )
+    config.load()  # chooses uvicorn's class for HTTP, of which ours holds an instance
+    http = config.http_protocol_class
+    config.http_protocol_class = lambda **given: _TimedHead(http(**given), settings.header_seconds)
+    return uvicorn.Server(config)
+
+
+class _TimedHead(asyncio.Protocol):
+    """A protocol whose connection ends with 408 if the head of its request comes too late.
+
+    uvicorn itself waits for ever, so silent senders could take up all connections. A connection
+    carries one request, so there is one head to wait for.
+    """
+
+    def __init__(self, inner: asyncio.Protocol, seconds: float) -> None:
+        self.inner, self.seconds, self.head = inner, seconds, b""
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+        self.timer = asyncio.get_running_loop().call_later(self.seconds, self._late)
+        self.inner.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if not self.timer.cancelled():
+            self.head = self.head[-2:] + data  # the blank line may come in two pieces
+            if re.search(rb"\n\r?\n", self.head):
+                self.timer.cancel()
+                self.head = b""
+        self.inner.data_received(data)
+
+    def _late(self) -> None:
+        self.transport.write(
+            b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+        )
+        self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.timer.cancel()
+        self.inner.connection_lost(exc)
+
+    def eof_received(self) -> bool | None:
+        return self.inner.eof_received()
+
+    def pause_writing(self) -> None:
+        self.inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self.inner.resume_writing()

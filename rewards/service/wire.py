@@ -1,0 +1,257 @@
+"""The wire format of the reward service: pure functions between tensors and bytes.
+
+A request is one safetensors file of two uint8 tensors. `images` [B,H,W,3] holds RGB pixels.
+`request` [bytes] is UTF-8 JSON: {"version": 2, "prompts": [B texts], "metadata": [B objects]}. (It
+is a tensor and not safetensors' `__metadata__`, which the library reads from files only.)
+
+An answer is JSON: {"version": 2, "reward": name, "value": [B numbers or null], "valid": [B
+booleans], "parts": {name: [B numbers or null]}, "reasons": {row: text}}. Numbers that are not
+finite are sent as null and arrive as NaN. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+import safetensors
+import torch
+from pydantic import AfterValidator, Field
+from safetensors.numpy import save
+from torch import Tensor
+
+from flowalign.images import to_uint8
+from flowalign.types import Scores
+
+VERSION = 2  # 1 had a tensor per image, raw or PNG
+TOKEN = "FLOWALIGN_REWARD_TOKEN"  # the environment variable that holds the token
+CONTENT_TYPE = "application/x-safetensors"
+# Of the safetensors header. Two tensors take 200 bytes, and the library would parse up to 100 MB.
+_HEADER_BYTES = 16 * 1024
+
+
+class WireError(ValueError):
+    """A request or answer that is refused. status: the HTTP status of the refusal."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may hold, at most.
+
+    images; pixels of one image; bytes of the body; characters of a prompt; json: bytes of the
+    JSON (prompts and metadata); depth: levels of nesting in it.
+    """
+
+    images: int = 64
+    pixels: int = 2048 * 2048
+    bytes: int = 256 * 2**20
+    prompt: int = 10_000
+    json: int = 4 * 2**20
+    depth: int = 16
+
+
+@dataclass(frozen=True)
+class Request:
+    """pixels uint8 [B,3,H,W], B prompts, B metadata."""
+
+    pixels: Tensor
+    prompts: list[str]
+    metadata: list[dict[str, Any]]
+
+
+# Requests ----------------------------------------------------------------------------------------
+
+
+def encode_request(
+    images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+) -> bytes:
+    """images [B,3,H,W] in [0,1] (rounded to 8 bits) and their rows -> the body of a request.
+
+    Raises WireError (422) for pixels that are NaN or infinite and for metadata that JSON cannot
+    hold. JSON turns tuples into lists, and keys into text.
+    """
+    try:
+        text = json.dumps(
+            {"version": VERSION, "prompts": list(prompts), "metadata": [dict(m) for m in metadata]},
+            allow_nan=False,
+        )
+        pixels = np.stack([to_uint8(image) for image in images])
+    except (TypeError, ValueError, RecursionError) as error:
+        raise WireError(422, f"this cannot be sent to another process: {error}") from error
+    return save({"request": np.frombuffer(text.encode(), np.uint8), "images": pixels})
+
+
+def decode_request(body: bytes, limits: Limits) -> Request:
+    """The body of a request -> Request. Raises WireError: 400, 413 or 422, and nothing else."""
+    if len(body) > limits.bytes:
+        raise WireError(413, f"the body has {len(body)} bytes; at most {limits.bytes} are taken.")
+    if int.from_bytes(body[:8], "little") > _HEADER_BYTES:
+        raise WireError(400, "the body does not begin as a safetensors file of two tensors does.")
+    try:
+        tensors = dict(safetensors.deserialize(body))
+    except Exception as error:  # SafetensorError, or what its Rust side raises
+        raise WireError(400, f"the body is no safetensors file: {str(error)[:200]}") from error
+    if "request" not in tensors:
+        raise WireError(400, f"no tensor `request` among {_some(tensors)}.")
+    prompts, metadata = _rows(bytes(tensors.pop("request")["data"]), limits)
+
+    if set(tensors) != {"images"}:
+        raise WireError(422, f"tensors {_some(tensors)} beside `request`; send `images`.")
+    dtype, shape = tensors["images"]["dtype"], tensors["images"]["shape"]
+    if dtype != "U8" or len(shape) != 4 or shape[3] != 3 or 0 in shape:
+        raise WireError(422, f"`images` is {dtype} of shape {shape[:8]}; send U8 [B,H,W,3].")
+    if shape[0] != len(prompts):
+        raise WireError(422, f"{shape[0]} images and {len(prompts)} prompts; send one each.")
+    if shape[1] * shape[2] > limits.pixels:
+        size = f"{shape[2]}x{shape[1]}"
+        raise WireError(413, f"images of {size} pixels; at most {limits.pixels} each are taken.")
+    pixels = np.frombuffer(tensors["images"]["data"], np.uint8).reshape(shape)
+    # a copy: contiguous, writable, and it does not keep the body in memory
+    return Request(torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy()), prompts, metadata)
+
+
+def _rows(data: bytes, limits: Limits) -> tuple[list[str], list[dict[str, Any]]]:
+    """Prompts and metadata of the tensor `request`."""
+    if len(data) > limits.json:
+        raise WireError(413, f"the JSON has {len(data)} bytes; at most {limits.json} are taken.")
+    document = _parse(data, 400, limits.depth)
+    if set(document) != {"version", "prompts", "metadata"}:
+        raise WireError(422, f"keys {_some(document)}; send version, prompts and metadata.")
+    prompts, metadata = document["prompts"], document["metadata"]
+    if not isinstance(prompts, list) or not all(isinstance(p, str) for p in prompts):
+        raise WireError(422, "`prompts` is no list of texts.")
+    if not isinstance(metadata, list) or not all(isinstance(m, dict) for m in metadata):
+        raise WireError(422, "`metadata` is no list of objects.")
+    if len(prompts) != len(metadata) or not prompts:
+        raise WireError(
+            422, f"{len(prompts)} prompts and {len(metadata)} metadata; send one each per image."
+        )
+    if len(prompts) > limits.images:
+        raise WireError(413, f"{len(prompts)} images; at most {limits.images} a request are taken.")
+    longest = max(map(len, prompts))
+    if longest > limits.prompt:
+        raise WireError(422, f"a prompt of {longest} characters; {limits.prompt} are taken.")
+    return prompts, metadata
+
+
+# Answers -----------------------------------------------------------------------------------------
+
+
+def encode_answer(reward: str, scores: Scores) -> bytes:
+    """Scores of B images -> the body of an answer."""
+
+    def finite(values: Tensor) -> list[float | None]:
+        return [value if math.isfinite(value) else None for value in values.tolist()]
+
+    document = {
+        "version": VERSION,
+        "reward": reward,
+        "value": finite(scores.value),
+        "valid": scores.valid.tolist(),
+        "parts": {name: finite(part) for name, part in scores.parts.items()},
+        "reasons": {str(row): text for row, text in scores.reasons.items()},
+    }
+    return json.dumps(document, allow_nan=False).encode()
+
+
+def decode_answer(body: bytes, count: int) -> Scores:
+    """The body of an answer about `count` images -> Scores. Raises WireError (502)."""
+    document = _parse(body, 502, depth=3)
+    parts, valid, reasons = (document.get(key) for key in ("parts", "valid", "reasons"))
+    if not isinstance(parts, dict) or not isinstance(reasons, dict):
+        raise WireError(502, "`parts` or `reasons` of the answer is no object.")
+    if not isinstance(valid, list) or [type(v) for v in valid] != [bool] * count:
+        raise WireError(502, f"`valid` of the answer is no list of {count} booleans.")
+    rows = {str(row): row for row in range(count)}
+    if not all(row in rows and isinstance(text, str) for row, text in reasons.items()):
+        raise WireError(502, "`reasons` of the answer are not texts by row.")
+    return Scores(
+        _numbers("value", document.get("value"), count),
+        torch.tensor(valid, dtype=torch.bool),
+        {name: _numbers(name, part, count) for name, part in parts.items()},
+        {rows[row]: text for row, text in reasons.items()},
+    )
+
+
+def _numbers(name: str, values: Any, count: int) -> Tensor:
+    """float32 [count] of a list of numbers and nulls."""
+    name = f"`{name[:50]}` of the answer"
+    if not isinstance(values, list) or len(values) != count:
+        raise WireError(502, f"{name} is no list of {count} numbers.")
+    if not all(v is None or type(v) in (int, float) for v in values):
+        raise WireError(502, f"{name} holds something that is neither a number nor null.")
+    try:
+        numbers = [math.nan if v is None else float(v) for v in values]
+        return torch.tensor(numbers, dtype=torch.float32)
+    except OverflowError as error:
+        raise WireError(502, f"{name} holds a number that is too large.") from error
+
+
+# JSON and the token ------------------------------------------------------------------------------
+
+
+def _parse(data: bytes, status: int, depth: int) -> dict[str, Any]:
+    """An object of strict JSON, of this version; `status` for whatever is none."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON; use null")
+
+    try:
+        document = json.loads(data.decode(), parse_constant=refuse)
+        level = [document]
+        for _ in range(depth + 1):
+            nested = [v for v in level if isinstance(v, (dict, list))]
+            level = [w for v in nested for w in (v.values() if isinstance(v, dict) else v)]
+        if level:
+            raise ValueError(f"it is nested deeper than {depth} levels")
+        json.dumps(document, ensure_ascii=False).encode()  # a lone surrogate has no UTF-8
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deep" if isinstance(error, RecursionError) else str(error)[:200]
+        raise WireError(status, f"the JSON cannot be read: {reason}") from error
+    if not isinstance(document, dict):
+        raise WireError(status, f"the JSON is a {type(document).__name__}, not an object.")
+    version = document.get("version")
+    if type(version) is not int or version != VERSION:
+        raise WireError(
+            status,
+            f"the other side speaks version {str(version)[:20]} of the wire format and this one "
+            f"{VERSION}; run the same release of flowalign on both.",
+        )
+    return document
+
+
+def _some(names: Mapping[str, Any]) -> list[str]:
+    """A few of the names, short enough for a message."""
+    return [name[:50] for name in list(names)[:8]]
+
+
+def read_token(environment: Mapping[str, str], name: str = TOKEN) -> str | None:
+    """The token of an environment variable; None if unset or empty. Raises ValueError."""
+    token = environment.get(name, "").strip() or None
+    if token is not None and not re.fullmatch(r"[!-~]+", token):
+        raise ValueError(f"{name} holds spaces or other characters that no HTTP header can.")
+    return token
+
+
+# Options of rewards that are asked over HTTP ------------------------------------------------------
+
+
+def _is_set(name: str | None) -> str | None:
+    if name is not None and read_token(os.environ, name) is None:
+        raise ValueError("that variable is not set here, or empty. Export it, or leave this out.")
+    return name
+
+
+TokenEnv = Annotated[str | None, AfterValidator(_is_set)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False, description="seconds")]
+Retries = Annotated[int, Field(ge=0, description="further attempts")]
