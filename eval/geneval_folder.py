@@ -31,7 +31,8 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from flowalign.images import to_uint8
-from flowalign.rewards.geneval import DETECTORS, GenEval, build_detector, check_rules
+from flowalign.rewards import check
+from flowalign.rewards.geneval import DETECTORS, GenEval, build_detector
 from flowalign.rewards.geneval_judge import judge, select, summarize
 from flowalign.types import Detections, Detector
 
@@ -121,7 +122,7 @@ def evaluate(
     `flowalign.eval.geneval.summarize` takes the rows; out: a .jsonl file to write them to, when
     all are there. Raises as `read` does, and what the detector raises: no image is left out.
     """
-    check_rules(rules)
+    check("geneval", rules)
     samples, rows = read(folder), []
     for start in range(0, len(samples), batch_size):
         some = samples[start : start + batch_size]

@@ -2,16 +2,17 @@
 
 A reward is any `flowalign.types.Reward`. A name is looked up, in this order, among the rewards
 registered in this process, the REWARDS table, the installed entry points of the group
-"flowalign.rewards", and last as a dotted path "package.module:attribute". What is found is
+"flowalign.rewards", and last as a dotted path "package.module:attribute". The name stands for
 either a factory (a class or function that takes the options and returns a Reward), or a plain
 function (images, prompts, metadata, **options) -> Scores, which is itself the reward.
+The annotations of a factory's options are checked when a config is read (`options.check_call`).
 A reward that computes with torch may take the option `device`; runs fill it in (`build_on`).
-A reward whose attribute `groupwise` is true is shown all images of one prompt at a time.
-A factory may carry `check_options(**options)` and `check_prompts(prompts, metadata, **options)`,
+A reward whose attribute `groupwise` is true is called with all images of one prompt at a time.
+A factory may have `check_options(**options)` and `check_prompts(prompts, metadata, **options)`,
 static methods that raise ValueError, without loading a model, for what it could not work with.
-A reward may say what its scores depend on: `describe() -> dict` of what JSON can hold, with the
-keys `name`, `engine`, `model` where it has them, and the options that matter. It is recorded with
-the results of an evaluation, as numbers of different engines or models are not comparable.
+A reward may have `describe() -> dict`: what its scores depend on, as JSON, with the keys `name`,
+`engine`, `model` where it has them, and the options that matter. An evaluation records it with its
+results, as numbers of different engines or models are not comparable.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from __future__ import annotations
 if __name__ != "flowalign.rewards":
     raise ImportError("import this package as flowalign.rewards, so that nothing exists twice.")
 
-import difflib
 import functools
 import importlib
 import inspect
@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 import torch
 
 from flowalign.devices import resolve
+from flowalign.rewards.options import check_call, suggestion
 from flowalign.rewards.scoring import score
 from flowalign.types import Reward
 
@@ -102,65 +103,28 @@ def build(name: str, **options: Any) -> Reward:
 
 
 def build_on(device: str | torch.device | None, name: str, options: Mapping[str, Any]) -> Reward:
-    """As `build`, for a run on that device: a reward with the option `device` that is not told
-    where to compute is told to compute there. None = this thread's accelerator, or the CPU."""
+    """As `build`, with the option `device` filled in, for a reward that takes it and is not given
+    one. None = this thread's accelerator, or the CPU."""
     return build(name, **placed(_find(name), options, device))
 
 
 def placed(
     factory: Callable[..., Any], options: Mapping[str, Any], device: str | torch.device | None
 ) -> Mapping[str, Any]:
-    """The options with that device, if the factory names the option and they do not give it."""
-    try:
-        takes = "device" in inspect.signature(factory).parameters
-    except ValueError:  # a builtin without a signature
-        takes = False
-    told = options.get("device") is not None
-    return {**options, "device": str(resolve(device))} if takes and not told else options
+    """The options with that device, if the factory has the option and they do not give it."""
+    if options.get("device") is not None or "device" not in _parameters(factory):
+        return options
+    return {**options, "device": str(resolve(device))}
 
 
 def check(name: str, options: Mapping[str, Any]) -> None:
     """Raise ValueError if no reward has that name, or if it does not take these options.
 
-    Imports the reward's module, but builds nothing and loads no model.
+    Imports the reward's module, but builds nothing and loads no model. What an option may be is
+    read off the reward's signature: see `flowalign.rewards.options.check_call`.
     """
     factory = _find(name)
-    check_factory(f"reward {name!r}", factory, options, len(_INPUTS) * _is_reward(factory))
-
-
-def check_factory(
-    what: str, factory: Callable[..., Any], options: Mapping[str, Any], inputs: int = 0
-) -> None:
-    """Raise ValueError if a factory does not take these options, or if its own `check_options`
-    refuses them.
-
-    what: for the message, such as "reward 'ocr'". inputs: how many parameters come before the
-    options.
-    """
-    try:
-        signature = inspect.signature(factory)
-    except ValueError:  # a builtin without a signature: its own error must do
-        return
-    given: tuple[None, ...] = (None,) * inputs
-    parameters = list(signature.parameters.values())[len(given) :]
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        known = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        for option in options:
-            if option not in known:
-                raise ValueError(
-                    f"{what} has no option {option!r}{_suggest(option, known)}; "
-                    f"it takes {known}. Correct the name or leave it out."
-                )
-    try:
-        signature.bind(*given, **options)
-    except TypeError as error:
-        raise ValueError(
-            f"{what} cannot be built with options {sorted(options)}: {error}. "
-            f"Its signature is {signature}."
-        ) from error
-    check_options = getattr(factory, "check_options", None)
-    if check_options is not None:
-        check_options(**options)
+    check_call(f"reward {name!r}", factory, options, len(_INPUTS) * _is_reward(factory))
 
 
 def check_prompts(
@@ -186,12 +150,12 @@ def describe(reward: Any) -> dict[str, Any]:
     """
     function = reward.func if isinstance(reward, functools.partial) else reward
     plain = getattr(function, "__name__", type(function).__name__)
-    found = {"name": getattr(reward, "name", plain)}
+    name = {"name": getattr(reward, "name", plain)}
     try:
         own = getattr(reward, "describe", dict)()
-        return json.loads(json.dumps({**found, **own}, default=str))
+        return json.loads(json.dumps(name | own, default=str))
     except Exception as error:
-        return {**found, "describe": f"{type(error).__name__}: {error}"}
+        return name | {"describe": f"{type(error).__name__}: {error}"}
 
 
 def load(path: str, what: str = "reward") -> Any:
@@ -216,7 +180,7 @@ def load(path: str, what: str = "reward") -> Any:
     except AttributeError as error:
         have = [name for name in vars(module) if not name.startswith("_")]
         raise ValueError(
-            f"{what} {path!r}: {module_name} has no {attribute!r}{_suggest(attribute, have)}."
+            f"{what} {path!r}: {module_name} has no {attribute!r}{suggestion(attribute, have)}."
         ) from error
 
 
@@ -231,12 +195,12 @@ def _find(name: str) -> Callable[..., Any]:
         return points[name].load()
     module, _, attribute = name.partition(":")
     if module and attribute:
-        found = load(name)
-        if not callable(found):
-            raise ValueError(f"reward {name!r} is a {type(found).__name__}, not a callable.")
-        return found
+        factory = load(name)
+        if not callable(factory):
+            raise ValueError(f"reward {name!r} is a {type(factory).__name__}, not a callable.")
+        return factory
     raise ValueError(
-        f"no reward {name!r}{_suggest(name, names())}; known are {names()}. Use one of them, "
+        f"no reward {name!r}{suggestion(name, names())}; known are {names()}. Use one of them, "
         "register yours with @flowalign.rewards.register(name), or give its path as "
         "'package.module:attribute'."
     )
@@ -248,18 +212,16 @@ def _entry_points() -> dict[str, EntryPoint]:
 
 def _is_reward(factory: Callable[..., Any]) -> bool:
     """True for a callable that scores images itself, told by its first three parameters."""
-    if inspect.isclass(factory):
-        return False
+    return not inspect.isclass(factory) and _parameters(factory)[: len(_INPUTS)] == _INPUTS
+
+
+def _parameters(factory: Callable[..., Any]) -> list[str]:
+    """The names of its parameters; none for a builtin without a signature."""
     try:
-        return list(inspect.signature(factory).parameters)[: len(_INPUTS)] == _INPUTS
-    except ValueError:  # a builtin without a signature
-        return False
+        return list(inspect.signature(factory).parameters)
+    except ValueError:
+        return []
 
 
 def _identity(factory: Callable[..., Any]) -> str:
     return f"{factory.__module__}.{getattr(factory, '__qualname__', repr(factory))}"
-
-
-def _suggest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from transformers import AutoTokenizer, CLIPModel
 
 from flowalign.rewards import preprocess
-from flowalign.rewards.options import check_pretrained
-from flowalign.rewards.towers import TEXT_CACHE, TwoTowers
+from flowalign.rewards.options import pretrained
+from flowalign.rewards.towers import TwoTowers
 from flowalign.tiny import PREFERENCE
 
 CONTEXT = 77  # tokens of CLIP's text tower; longer prompts are cut
 LARGE = "openai/clip-vit-large-patch14"
+
+_POSSIBLE = f"`tiny`, the folder of a transformers CLIPModel, or a Hub id such as {LARGE}"
+ClipModel = Annotated[str, pretrained(_POSSIBLE, "tiny")]
+"""An option: "tiny" (the preference model of the tiny world), a folder, or a Hub id."""
 
 
 def resolve(model: str) -> str:
@@ -24,19 +27,12 @@ def resolve(model: str) -> str:
     return str(PREFERENCE) if model == "tiny" else str(Path(model).expanduser())
 
 
-def check_model(model: str, option: str) -> None:
-    """Raise ValueError for what is neither "tiny", nor the folder of a CLIP, nor a Hub id."""
-    possible = f"`tiny`, the folder of a transformers CLIPModel, or a Hub id such as {LARGE}"
-    if model != "tiny":
-        check_pretrained(model, option, possible)
-
-
 class Clip(TwoTowers):
     """A CLIPModel with its image processor and tokenizer.
 
     model, processor: "tiny", a folder, or a Hub id; processor None = the model's own. revision: of
-    the model. `name` says which. The rest is as in `TwoTowers`. Raises OSError where there is
-    nothing to load.
+    the model. `name` says which. computing: device, batch_size, offload and text_cache, as in
+    `TwoTowers`. Raises OSError where there is nothing to load.
     """
 
     def __init__(
@@ -44,10 +40,7 @@ class Clip(TwoTowers):
         model: str,
         processor: str | None = None,
         revision: str | None = None,
-        device: str | torch.device | None = None,
-        batch_size: int = 64,
-        offload: bool = False,
-        text_cache: int = TEXT_CACHE,
+        **computing: Any,
     ) -> None:
         self.name = f"{model}@{revision}" if revision else model
         name = resolve(model)
@@ -59,14 +52,13 @@ class Clip(TwoTowers):
         positions = self.model.text_model.embeddings.position_embedding.num_embeddings
         self.context = min(CONTEXT, positions, self.tokenizer.model_max_length)
         self.scale = float(self.model.logit_scale.detach().exp())  # times the cosine, in training
-        width = self.model.visual_projection.out_features
-        super().__init__(self.model, width, device, batch_size, offload, text_cache)
+        super().__init__(self.model, self.model.visual_projection.out_features, **computing)
 
-    def _see(self, pictures: list[np.ndarray]) -> Tensor:
+    def _encode_images(self, pictures: list[np.ndarray]) -> Tensor:
         values = preprocess.values(self.pixels, pictures)
         return _pooled(self.model.get_image_features(values.to(self.device)))
 
-    def _read(self, prompts: list[str]) -> Tensor:
+    def _encode_texts(self, prompts: list[str]) -> Tensor:
         tokens = self.tokenizer(
             prompts, padding=True, truncation=True, max_length=self.context, return_tensors="pt"
         )
@@ -74,6 +66,6 @@ class Clip(TwoTowers):
         return _pooled(self.model.get_text_features(ids, attention_mask=mask))
 
 
-def _pooled(found: Any) -> Tensor:
+def _pooled(output: Any) -> Tensor:
     """The projected vectors: transformers 5 wraps them in an output object, 4 does not."""
-    return found if isinstance(found, Tensor) else found.pooler_output
+    return output if isinstance(output, Tensor) else output.pooler_output

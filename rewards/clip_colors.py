@@ -7,19 +7,22 @@ pass of its own, so that its colour cannot depend on what else is in the image o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from PIL import Image
+from pydantic import AfterValidator, Field
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from flowalign.frozen import Placement
 from flowalign.rewards.geneval_judge import COLORS
 from flowalign.rewards.lazy import require
+from flowalign.rewards.options import Device, OpenClip, checked
 
 TEMPLATES = (
     "a photo of a {color} {thing}",
@@ -29,6 +32,27 @@ TEMPLATES = (
 OUTSIDE = 0x99  # every channel of #999, the grey that hides what is not the object
 
 
+def _weights_exist(pretrained: str) -> str:
+    if _is_path(pretrained) and not Path(pretrained).expanduser().is_file():
+        raise ValueError(
+            "there is no such file. Give the path of a state dict such as "
+            "open_clip_model.safetensors, or a tag of open_clip such as openai."
+        )
+    return pretrained
+
+
+def _is_path(pretrained: str) -> bool:
+    return "/" in pretrained or pretrained.endswith((".safetensors", ".pt", ".pth", ".bin"))
+
+
+OpenClipWeights = Annotated[
+    str,
+    Field(min_length=1, description="GenEval's are `openai`, or the path of a local copy"),
+    AfterValidator(_weights_exist),
+]
+
+
+@checked
 class ClipColors:
     """Names the colour of objects, with an open_clip model.
 
@@ -43,14 +67,13 @@ class ClipColors:
 
     def __init__(
         self,
-        architecture: str = "ViT-L-14",
-        pretrained: str = "openai",
+        architecture: OpenClip = "ViT-L-14",
+        pretrained: OpenClipWeights = "openai",
         *,
         quick_gelu: bool | None = None,
-        device: str | torch.device | None = None,
+        device: Device = None,
         offload: bool = False,
     ) -> None:
-        check_clip(architecture, pretrained)
         library = require("open_clip", "'flowalign[clip]'", "GenEval's colours are named with")
         weights, gelu = _weights(library, architecture, pretrained)
         model, _, self.preprocess = library.create_model_and_transforms(
@@ -71,10 +94,11 @@ class ClipColors:
 
         CLIP's preprocessing cuts the ends off an elongated box, as in the official script.
         """
-        inputs = self.preprocess(Image.fromarray(masked(pixels, mask)))[None]
+        masked = np.where(mask[..., None], pixels, np.uint8(OUTSIDE))
+        inputs = self.preprocess(Image.fromarray(masked))[None]
         with self.placement:
-            seen = self.model.encode_image(inputs.to(self.placement.device)).float()
-            return COLORS[int((normalize(seen, dim=-1) @ self.classifier(thing).T).argmax())]
+            vector = self.model.encode_image(inputs.to(self.placement.device)).float()
+            return COLORS[int((normalize(vector, dim=-1) @ self.classifier(thing).T).argmax())]
 
     @torch.no_grad()
     def classifier(self, thing: str) -> Tensor:
@@ -83,61 +107,29 @@ class ClipColors:
             texts = [t.format(color=color, thing=thing) for color in COLORS for t in TEMPLATES]
             with self.placement:
                 tokens = self.tokenizer(texts).to(self.placement.device)
-                read = normalize(self.model.encode_text(tokens).float(), dim=-1)
-            mean = read.view(len(COLORS), len(TEMPLATES), -1).mean(1)
+                vectors = normalize(self.model.encode_text(tokens).float(), dim=-1)
+            mean = vectors.view(len(COLORS), len(TEMPLATES), -1).mean(1)
             self._classifiers[thing] = normalize(mean, dim=-1)
         return self._classifiers[thing]
 
-
-class BoxColors:
-    """The colours of the boxes of one image: found when asked for, and once each.
-
-    pixels: uint8 [H,W,3]; boxes {class: [[x1, y1, x2, y2, score], ...]} with right and bottom
-    exclusive; masks {class: [bool [y2 - y1, x2 - x1], ...]}.
-    """
-
-    def __init__(
+    def of_boxes(
         self,
-        clip: ClipColors,
         pixels: np.ndarray,
-        boxes: dict[str, list[list[float]]],
-        masks: dict[str, list[np.ndarray]],
-    ) -> None:
-        self.clip, self.pixels, self.boxes, self.masks = clip, pixels, boxes, masks
-        self._found: dict[tuple[str, int], str] = {}
+        boxes: Mapping[str, Sequence[Sequence[float]]],
+        masks: Mapping[str, Sequence[np.ndarray]],
+    ) -> Callable[[str, int], str]:
+        """(class, index of its box) -> colour, for one image: computed when called, once a box.
 
-    def __call__(self, thing: str, index: int) -> str:
-        """The colour of the raw box `index` of a class."""
-        if (thing, index) not in self._found:
-            x1, y1, x2, y2 = map(int, self.boxes[thing][index][:4])
-            crop = self.pixels[y1:y2, x1:x2]
-            self._found[thing, index] = self.clip.color(crop, self.masks[thing][index], thing)
-        return self._found[thing, index]
+        pixels: uint8 [H,W,3]; boxes {class: [[x1, y1, x2, y2, score], ...]} with right and bottom
+        exclusive; masks {class: [bool [y2 - y1, x2 - x1], ...]}.
+        """
 
+        @cache
+        def color(thing: str, index: int) -> str:
+            x1, y1, x2, y2 = map(int, boxes[thing][index][:4])
+            return self.color(pixels[y1:y2, x1:x2], masks[thing][index], thing)
 
-def masked(pixels: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """uint8 pixels [h,w,3] where the mask [h,w] is true, the official grey elsewhere."""
-    return np.where(mask[..., None], pixels, np.uint8(OUTSIDE))
-
-
-def check_clip(architecture: Any, pretrained: Any) -> None:
-    """Raise ValueError for names that no open_clip model can have; imports nothing."""
-    for option, value in {"clip": architecture, "clip_pretrained": pretrained}.items():
-        if not isinstance(value, str) or not value:
-            raise ValueError(
-                f"`{option}` is {value!r}, and colours need a trained CLIP. Give open_clip's name "
-                "of it: GenEval's is `clip: ViT-L-14`, `clip_pretrained: openai` (or the path of "
-                "a local copy of these weights)."
-            )
-    if _is_path(pretrained) and not Path(pretrained).expanduser().is_file():
-        raise ValueError(
-            f"`clip_pretrained` {pretrained!r}: there is no such file. Give the path of a state "
-            "dict such as open_clip_model.safetensors, or a tag of open_clip such as openai."
-        )
-
-
-def _is_path(pretrained: str) -> bool:
-    return "/" in pretrained or pretrained.endswith((".safetensors", ".pt", ".pth", ".bin"))
+        return color
 
 
 def _weights(library: Any, architecture: str, pretrained: str) -> tuple[str, bool]:

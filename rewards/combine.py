@@ -3,93 +3,130 @@
 A component is given as in a config, {name, options}: a name of flowalign.rewards and its options.
 An image that a component failed on is invalid, with the component's reason. parts: every
 component's value under its label, and its own parts as label/part. device: where components compute
-that are not told (`flowalign.rewards.build_on`).
+that are not given one (`flowalign.rewards.build_on`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Annotated, Any
 
 import torch
+from pydantic import AfterValidator, BaseModel, Field, GetPydanticSchema, model_validator
 from torch import Tensor
 
 import flowalign.rewards as registry
-from flowalign.rewards.options import check_common
-from flowalign.rewards.scoring import score
+from flowalign.rewards.options import Device, Divisor, Number, checked
+from flowalign.rewards.scoring import assemble, score
 from flowalign.types import Reward, Scores
 
-Spec = Mapping[str, Any]
-Device = str | torch.device | None
+
+class Component(BaseModel, extra="forbid"):
+    """What a component may say: a reward that exists, with options that it takes."""
+
+    name: str
+    options: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _is_a_reward(self) -> Component:
+        registry.check(self.name, self.options or {})
+        return self
 
 
-class Weighted:
-    """Sum of weight * value over components [{name, options, weight, label}, ...].
+class Summand(Component):
+    """A component of a sum. label: what it is called in parts; its name by default."""
 
-    The weights are used as they are, so put components on one scale first (see `Normalized`).
-    label: what a component is called in parts; its name by default.
-    """
+    weight: Number = 1.0
+    label: str | None = None
 
-    name = "weighted"
 
-    def __init__(self, rewards: Sequence[Spec], *, device: Device = None) -> None:
-        self.check_options(rewards, device=device)
-        self.rewards = {_label(spec): _build(spec, device) for spec in rewards}
-        self.weights = {_label(spec): float(spec.get("weight", 1.0)) for spec in rewards}
+def _distinct(summands: Sequence[Summand]) -> Sequence[Summand]:
+    labels = [summand.label or summand.name for summand in summands]
+    if len(set(labels)) < len(labels):
+        raise ValueError(f"the labels are {labels}; give each component its own `label`.")
+    return summands
 
-    @staticmethod
-    def check_options(rewards: Sequence[Spec], *, device: Device = None) -> None:
-        """Raise ValueError for components that cannot work; loads no model."""
-        check_common("reward weighted", device=device)
-        if not isinstance(rewards, (list, tuple)) or not rewards:
-            raise ValueError(
-                f"`rewards` of reward weighted is {rewards!r}; give a list such as "
-                "[{name: pickscore, weight: 1.0}, {name: ocr, weight: 0.5}]."
-            )
-        for spec in rewards:
-            _check(spec, "rewards", ("weight", "label"))
-            _number(spec.get("weight", 1.0), "weight", "weighted")
-        labels = [_label(spec) for spec in rewards]
-        if len(set(labels)) < len(labels):
-            raise ValueError(f"reward weighted has the labels {labels}; give each its own `label`.")
+
+# Mappings, as a config has them; pydantic checks them by the models.
+Spec = Annotated[Mapping[str, Any], GetPydanticSchema(lambda _, model: model(Component))]
+Term = Annotated[Mapping[str, Any], GetPydanticSchema(lambda _, model: model(Summand))]
+EXAMPLE = "such as [{name: pickscore, weight: 1.0}, {name: ocr, weight: 0.5}]"
+
+
+class Composed:
+    """Base: components {label: reward}."""
+
+    name: str
+
+    def __init__(self, specs: Mapping[str, Spec], device: Device) -> None:
+        self.components: dict[str, Reward] = {
+            label: registry.build_on(device, spec["name"], spec.get("options") or {})
+            for label, spec in specs.items()
+        }
 
     @staticmethod
     def check_prompts(
         prompts: Sequence[str],
         metadata: Sequence[Mapping[str, Any]],
-        rewards: Sequence[Spec],
+        *,
+        rewards: Sequence[Spec] = (),
+        reward: Spec | None = None,
+        gate: Spec | None = None,
         **others: Any,
     ) -> None:
         """Raise ValueError if a component cannot judge images of one of these prompts."""
-        for spec in rewards:
-            _check_prompts(spec, prompts, metadata)
-
-    def describe(self) -> dict[str, Any]:
-        """The components, and what they weigh."""
-        found = {label: registry.describe(reward) for label, reward in self.rewards.items()}
-        return {"name": self.name, "rewards": found, "weights": self.weights}
+        for spec in filter(None, (*rewards, reward, gate)):
+            registry.check_prompts(spec["name"], spec.get("options") or {}, prompts, metadata)
 
     @property
     def groupwise(self) -> bool:
         """Whether a component must see all images of a prompt at once."""
-        return any(getattr(reward, "groupwise", False) for reward in self.rewards.values())
+        return any(getattr(reward, "groupwise", False) for reward in self.components.values())
+
+    def described(self) -> dict[str, Any]:
+        """What each component's scores depend on."""
+        return {label: registry.describe(reward) for label, reward in self.components.items()}
+
+
+@checked
+class Weighted(Composed):
+    """Sum of weight * value over components [{name, options, weight, label}, ...].
+
+    The weights are used as they are, so put components on one scale first (see `Normalized`).
+    """
+
+    name = "weighted"
+
+    def __init__(
+        self,
+        rewards: Annotated[
+            Sequence[Term], Field(min_length=1, description=EXAMPLE), AfterValidator(_distinct)
+        ],
+        *,
+        device: Device = None,
+    ) -> None:
+        terms = {str(spec.get("label") or spec["name"]): spec for spec in rewards}
+        super().__init__(terms, device)
+        self.weights = {label: float(spec.get("weight", 1.0)) for label, spec in terms.items()}
+
+    def describe(self) -> dict[str, Any]:
+        """The components and their weights."""
+        return {"name": self.name, "rewards": self.described(), "weights": self.weights}
 
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> Scores:
         """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU."""
-        found = {
-            label: score(reward, images, prompts, metadata)
-            for label, reward in self.rewards.items()
-        }
-        value = torch.zeros(len(images))
-        for label, scores in found.items():
-            value += self.weights[label] * scores.value
-        return _joined(value, found)
+        value, components = torch.zeros(len(images)), {}
+        for label, reward in self.components.items():
+            components[label] = score(reward, images, prompts, metadata)
+            value += self.weights[label] * components[label].value
+        return _joined(value, components)
 
 
-class Gated:
+@checked
+class Gated(Composed):
     """`reward` where `gate` is at least `threshold`, else `below`: quality only counts once the
     task is done. Images that do not pass the gate are not shown to `reward`; their parts are NaN.
     """
@@ -100,64 +137,35 @@ class Gated:
         self,
         reward: Spec,
         gate: Spec,
-        threshold: float,
-        below: float = 0.0,
+        threshold: Number,
+        below: Number = 0.0,
         *,
         device: Device = None,
     ) -> None:
-        self.check_options(reward, gate, threshold, below, device=device)
-        self.reward, self.gate = _build(reward, device), _build(gate, device)
+        super().__init__({"reward": reward, "gate": gate}, device)
         self.threshold, self.below = threshold, below
-
-    @staticmethod
-    def check_options(
-        reward: Spec, gate: Spec, threshold: float, below: float = 0.0, *, device: Device = None
-    ) -> None:
-        """Raise ValueError for components or numbers that cannot work; loads no model."""
-        check_common("reward gated", device=device)
-        _check(reward, "reward")
-        _check(gate, "gate")
-        _number(threshold, "threshold", "gated")
-        _number(below, "below", "gated")
-
-    @staticmethod
-    def check_prompts(
-        prompts: Sequence[str],
-        metadata: Sequence[Mapping[str, Any]],
-        reward: Spec,
-        gate: Spec,
-        **others: Any,
-    ) -> None:
-        """Raise ValueError if a component cannot judge images of one of these prompts."""
-        for spec in (reward, gate):
-            _check_prompts(spec, prompts, metadata)
 
     def describe(self) -> dict[str, Any]:
         """The components, and when the gate opens."""
-        found = {"reward": registry.describe(self.reward), "gate": registry.describe(self.gate)}
-        return {"name": self.name, **found, "threshold": self.threshold, "below": self.below}
-
-    @property
-    def groupwise(self) -> bool:
-        """Whether a component must see all images of a prompt at once."""
-        return any(getattr(each, "groupwise", False) for each in (self.reward, self.gate))
+        settings = {"threshold": self.threshold, "below": self.below}
+        return {"name": self.name, **self.described(), **settings}
 
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> Scores:
         """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU."""
-        gate = score(self.gate, images, prompts, metadata)
-        rows: list[int] = (
-            (gate.value >= self.threshold).nonzero().flatten().tolist()
-        )  # NaN does not pass
-        mine, theirs = [prompts[r] for r in rows], [metadata[r] for r in rows]
-        passed = _spread(score(self.reward, images[rows], mine, theirs), rows, len(images))
-        value = torch.full((len(images),), float(self.below)).masked_fill(~gate.valid, torch.nan)
-        value[rows] = passed.value[rows]
-        return _joined(value, {"gate": gate, "reward": passed})
+        gate = score(self.components["gate"], images, prompts, metadata)
+        opened = gate.value >= self.threshold  # NaN does not pass
+        rows: list[int] = opened.nonzero().flatten().tolist()
+        asked = images[rows], [prompts[r] for r in rows], [metadata[r] for r in rows]
+        passed = assemble(len(images), [(rows, score(self.components["reward"], *asked))])
+        passed = replace(passed, valid=passed.valid | ~opened)  # who was not asked did not fail
+        value = torch.where(opened, passed.value, float(self.below))
+        return _joined(value.masked_fill(~gate.valid, torch.nan), {"gate": gate, "reward": passed})
 
 
-class Normalized:
+@checked
+class Normalized(Composed):
     """1 / (1 + exp(-(value - median) / spread)): the reward on a scale of (0, 1), median -> .5.
 
     So that the tasks of a mix weigh alike, however hard: per task, take the median, and for
@@ -171,111 +179,40 @@ class Normalized:
     name = "normalized"
 
     def __init__(
-        self, reward: Spec, median: float, spread: float, *, device: Device = None
-    ) -> None:
-        self.check_options(reward, median, spread, device=device)
-        self.reward, self.median, self.spread = _build(reward, device), median, spread
-        self.groupwise = bool(getattr(self.reward, "groupwise", False))
-        self.headline = getattr(self.reward, "headline", None) or "raw"
-
-    @staticmethod
-    def check_options(reward: Spec, median: float, spread: float, *, device: Device = None) -> None:
-        """Raise ValueError for a component or numbers that cannot work; loads no model."""
-        check_common("reward normalized", device=device)
-        _check(reward, "reward")
-        _number(median, "median", "normalized")
-        if _number(spread, "spread", "normalized") <= 0:
-            raise ValueError(
-                f"`spread` of reward normalized is {spread!r}; it divides, so give a number above "
-                "0, such as half the distance between the quartiles."
-            )
-
-    @staticmethod
-    def check_prompts(
-        prompts: Sequence[str],
-        metadata: Sequence[Mapping[str, Any]],
+        self,
         reward: Spec,
-        **others: Any,
+        median: Number,
+        spread: Divisor,
+        *,
+        device: Device = None,
     ) -> None:
-        """Raise ValueError if the component cannot judge images of one of these prompts."""
-        _check_prompts(reward, prompts, metadata)
+        super().__init__({"reward": reward}, device)
+        self.median, self.spread = median, spread
+        self.headline = getattr(self.components["reward"], "headline", None) or "raw"
 
     def describe(self) -> dict[str, Any]:
         """The component, and its scale."""
-        found = registry.describe(self.reward)
-        return {"name": self.name, "reward": found, "median": self.median, "spread": self.spread}
+        scale = {"median": self.median, "spread": self.spread}
+        return {"name": self.name, **self.described(), **scale}
 
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> Scores:
         """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU."""
-        found = score(self.reward, images, prompts, metadata)
-        value = torch.sigmoid((found.value - self.median) / self.spread)
-        parts = {**found.parts, "raw": found.value}
-        return Scores(value, found.valid, parts, found.reasons)
+        scores = score(self.components["reward"], images, prompts, metadata)
+        value = torch.sigmoid((scores.value - self.median) / self.spread)
+        return replace(scores, value=value, parts={**scores.parts, "raw": scores.value})
 
 
-# Components ---------------------------------------------------------------------------------------
-
-
-def _check(spec: Any, option: str, more: Sequence[str] = ()) -> None:
-    """Raise ValueError for what is no {name, options}, or names no reward that takes them."""
-    allowed = {"name", "options", *more}
-    if not isinstance(spec, Mapping) or "name" not in spec or not set(spec) <= allowed:
-        raise ValueError(
-            f"`{option}` has the component {spec!r}; give {{name: ..., options: {{...}}}}"
-            + (f", and if you like {' and '.join(more)}." if more else ".")
-        )
-    options = spec.get("options") or {}
-    if not isinstance(options, Mapping):
-        raise ValueError(f"`options` of component {spec['name']!r} is {options!r}; give a mapping.")
-    registry.check(spec["name"], options)
-
-
-def _check_prompts(
-    spec: Spec, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-) -> None:
-    registry.check_prompts(spec["name"], spec.get("options") or {}, prompts, metadata)
-
-
-def _build(spec: Spec, device: Device) -> Reward:
-    return registry.build_on(device, spec["name"], spec.get("options") or {})
-
-
-def _label(spec: Spec) -> str:
-    return str(spec.get("label", spec["name"]))
-
-
-def _number(value: Any, option: str, reward: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"`{option}` of reward {reward} is {value!r}; give a finite number.")
-    return value
-
-
-def _spread(found: Scores, rows: Sequence[int], count: int) -> Scores:
-    """Scores of some rows as scores of all: the others are valid NaNs, as they were not asked."""
-
-    def wide(tensor: Tensor) -> Tensor:
-        spread = torch.full((count,), torch.nan)
-        spread[rows] = tensor
-        return spread
-
-    valid = torch.ones(count, dtype=torch.bool)
-    valid[rows] = found.valid
-    parts = {name: wide(part) for name, part in found.parts.items()}
-    reasons = {rows[row]: text for row, text in found.reasons.items()}
-    return Scores(wide(found.value), valid, parts, reasons)
-
-
-def _joined(value: Tensor, found: Mapping[str, Scores]) -> Scores:
-    """The value with the components' parts; invalid where a component is."""
+def _joined(value: Tensor, components: Mapping[str, Scores]) -> Scores:
+    """The value with the components' parts and reasons; invalid where a component is."""
     valid, parts = torch.isfinite(value), {}
-    said: dict[int, list[str]] = {}
-    for label, scores in found.items():
+    texts: dict[int, list[str]] = {}
+    for label, scores in components.items():
         valid &= scores.valid
         parts[label] = scores.value
         parts |= {f"{label}/{name}": part for name, part in scores.parts.items()}
         for row, text in scores.reasons.items():
-            said.setdefault(row, []).append(f"{label}: {text}")
-    reasons = {row: "; ".join(texts) for row, texts in said.items()}
+            texts.setdefault(row, []).append(f"{label}: {text}")
+    reasons = {row: "; ".join(lines) for row, lines in texts.items()}
     return Scores(value.masked_fill(~valid, torch.nan), valid, parts, reasons)

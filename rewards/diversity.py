@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from flowalign.rewards.clip import LARGE, Clip, check_model
-from flowalign.rewards.options import check_common
+from flowalign.rewards.clip import LARGE, Clip, ClipModel
+from flowalign.rewards.options import Count, Device, checked
 from flowalign.types import Scores
 
 
+@checked
 class Diversity:
     """Groupwise reward in [0,2]: 1 - mean cosine of an image to the others of its prompt.
 
@@ -26,21 +26,15 @@ class Diversity:
 
     def __init__(
         self,
-        model: str = LARGE,
+        model: ClipModel = LARGE,
         *,
         revision: str | None = None,
-        device: str | torch.device | None = None,
-        batch_size: int = 64,
+        device: Device = None,
+        batch_size: Count = 64,
         offload: bool = False,
     ) -> None:
-        self.check_options(model, batch_size=batch_size)
-        self.clip = Clip(model, None, revision, device, batch_size, offload)
-
-    @staticmethod
-    def check_options(model: str = LARGE, **options: Any) -> None:
-        """Raise ValueError for options that cannot work; loads no model."""
-        check_common("reward diversity", **options)
-        check_model(model, "model")
+        computing = {"device": device, "batch_size": batch_size, "offload": offload}
+        self.clip = Clip(model, None, revision, **computing, text_cache=0)
 
     def describe(self) -> dict[str, Any]:
         """What the scores depend on."""
@@ -52,6 +46,6 @@ class Diversity:
         """images [K,3,H,W] in [0,1] of one prompt -> Scores of K, on the CPU."""
         if len(images) < 2:
             raise ValueError("one image alone has no diversity; sample more copies of a prompt.")
-        seen = self.clip.image_features(images).cpu()
-        cosines = (seen @ seen.T).fill_diagonal_(0)
+        vectors = self.clip.image_features(images).cpu()
+        cosines = (vectors @ vectors.T).fill_diagonal_(0)
         return Scores.of(1 - cosines.sum(1) / (len(images) - 1))

@@ -6,7 +6,7 @@ Flow-OPD train on. Pure numpy, no model: detections and colours come from the ca
 
 detections {class: [[x1, y1, x2, y2, score], ...]}: raw, in pixels, y down, any order.
 colors {class: [colour of each raw box]}, or a callable (class, raw index) -> colour, which is
-asked only for boxes that a colour clause judges. All comparisons are made in float32: the
+called only for boxes that a colour clause judges. All comparisons are made in float32: the
 official detector yields float32, and float32(0.3) must fail `> 0.3`.
 """
 
@@ -14,22 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 COLORS = (
-    "red",
-    "orange",
-    "yellow",
-    "green",
-    "blue",
-    "purple",
-    "pink",
-    "brown",
-    "black",
-    "white",
-)
+    "red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white",
+)  # fmt: skip
 
 Detections = Mapping[str, Sequence[Sequence[float]]]
 Colors = Mapping[str, Sequence[str]] | Callable[[str, int], str]
@@ -48,11 +40,11 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class _Clause:
-    """What became of one include clause: `colored` and `relation` are None where not judged."""
+class _Outcome:
+    """The outcome of one include clause: `colored` and `relation` are None where not judged."""
 
     wanted: int
-    found: int
+    count: int
     colored: int | None = None
     relation: bool | None = None
     no_target: bool = False
@@ -80,16 +72,9 @@ def judge(
     depends on PYTHONHASHSEED).
     Raises MetadataError where a position refers to its own clause or to a later one.
     """
-    selected = select(
-        metadata,
-        detections,
-        threshold=threshold,
-        counting_threshold=counting_threshold,
-        max_objects=max_objects,
-        max_overlap=max_overlap,
-    )
-    clauses = _clauses(metadata, selected, detections, colors, position_threshold, strict)
-    reasons = [clause.reason for clause in clauses if clause.reason]
+    selected = select(metadata, detections, threshold, counting_threshold, max_objects, max_overlap)
+    outcomes = _outcomes(metadata, selected, detections, colors, position_threshold, strict)
+    reasons = [outcome.reason for outcome in outcomes if outcome.reason]
     if not strict:
         for clause in _fired(metadata, selected):
             name, count = clause["class"], clause["count"]
@@ -102,16 +87,14 @@ def partial_credit(
     detections: Detections,
     colors: Colors,
     *,
-    threshold: float = 0.3,
-    counting_threshold: float = 0.9,
-    max_objects: int = 16,
-    max_overlap: float = 1.0,
-    position_threshold: float = 0.1,
     variant: str = "bounded",
+    position_threshold: float = 0.1,
+    **rules: Any,
 ) -> float:
     """A graded score of one image: the mean of its terms. Counts must be equal, as in `strict`.
 
-    "bounded", in [0, 1]; the terms depend on the metadata alone, n = the count asked for:
+    rules: the other thresholds of `judge`.
+    "bounded", in [0, 1]; the terms depend on the metadata alone, n = the wanted count:
       each include clause: max(0, 1 - |n - found| / n);
       its colour, if it asks for one: boxes of that colour / n, 0 where the count is wrong;
       its position, if it asks for one: 1 if every pair shows the relation, else 0 (also where
@@ -126,21 +109,14 @@ def partial_credit(
     """
     if variant not in ("bounded", "published"):
         raise ValueError(f"variant {variant!r} is unknown; use 'bounded' or 'published'.")
-    selected = select(
-        metadata,
-        detections,
-        threshold=threshold,
-        counting_threshold=counting_threshold,
-        max_objects=max_objects,
-        max_overlap=max_overlap,
-    )
-    clauses = _clauses(metadata, selected, detections, colors, position_threshold, strict=True)
-    pairs = list(zip(metadata.get("include", []), clauses, strict=True))
+    selected = select(metadata, detections, **rules)
+    outcomes = _outcomes(metadata, selected, detections, colors, position_threshold, strict=True)
+    pairs = list(zip(metadata.get("include", []), outcomes, strict=True))
     if variant == "published":
-        terms = [term for asked, clause in pairs for term in _published_terms(asked, clause)]
+        terms = [term for clause, outcome in pairs for term in _published_terms(clause, outcome)]
         return sum(terms) / len(terms) if terms else 0.0
-    terms = [term for asked, clause in pairs for term in _bounded_terms(asked, clause)]
-    included = {asked["class"] for asked, _ in pairs}
+    terms = [term for clause, outcome in pairs for term in _bounded_terms(clause, outcome)]
+    included = {clause["class"] for clause, _ in pairs}
     fired = _fired(metadata, selected)
     others = [c for c in metadata.get("exclude", []) if c["class"] not in included]
     terms += [0.0 if clause in fired else 1.0 for clause in others]
@@ -150,7 +126,6 @@ def partial_credit(
 def select(
     metadata: Mapping[str, Any],
     detections: Detections,
-    *,
     threshold: float = 0.3,
     counting_threshold: float = 0.9,
     max_objects: int = 16,
@@ -225,7 +200,7 @@ def _iou(a: np.ndarray, b: np.ndarray) -> np.float32:
 
 
 def _relations(a: np.ndarray, b: np.ndarray, dead_zone: float) -> set[str]:
-    """Where box a stands as seen from box b: none, one or two of the four relations.
+    """The position of box a relative to box b: none, one or two of the four relations.
 
     The centre offset is shrunk per axis by dead_zone * (size of a + size of b), floor 0, and
     divided by the norm of the unshrunk offset, as the official code does.
@@ -248,64 +223,59 @@ def _fired(metadata: Mapping[str, Any], selected: Mapping[str, list[int]]) -> li
     return [c for c in clauses if len(selected.get(c["class"], [])) >= c["count"]]
 
 
-def _clauses(
+def _outcomes(
     metadata: Mapping[str, Any],
     selected: Mapping[str, list[int]],
     detections: Detections,
     colors: Colors,
     dead_zone: float,
     strict: bool,
-) -> list[_Clause]:
+) -> list[_Outcome]:
     """The outcome of every include clause, in order; a later one may refer to an earlier one."""
-    results: list[_Clause] = []
-    groups: list[list[np.ndarray] | None] = []
-    for asked in metadata.get("include", []):
-        name, count = asked["class"], asked["count"]
-        found, judged = len(selected.get(name, [])), selected.get(name, [])[:count]
+    outcomes: list[_Outcome] = []
+    groups: list[list[np.ndarray] | None] = []  # the boxes of the clauses that hold
+    for clause in metadata.get("include", []):
+        name, wanted = clause["class"], clause["count"]
+        count, judged = len(selected.get(name, [])), selected.get(name, [])[:wanted]
         boxes = [_boxes(detections[name])[i] for i in judged]
-        if found != count if strict else found < count:
+        outcome = _Outcome(wanted, count)
+        if count != wanted if strict else count < wanted:
             sign = "==" if strict else ">="
-            result = _Clause(count, found, reason=f"expected {name}{sign}{count}, found {found}")
+            outcome = replace(outcome, reason=f"expected {name}{sign}{wanted}, found {count}")
         else:
-            result = _color_clause(asked, found, judged, colors)
-            if "position" in asked and not result.reason:
-                result = _position_clause(asked, result, boxes, groups, dead_zone)
-        results.append(result)
-        groups.append(None if result.reason else boxes)
-    return results
+            if "color" in clause:
+                outcome = _judge_color(clause, outcome, judged, colors)
+            if "position" in clause and not outcome.reason:
+                outcome = _judge_position(clause, outcome, boxes, groups, dead_zone)
+        outcomes.append(outcome)
+        groups.append(None if outcome.reason else boxes)
+    return outcomes
 
 
-def _color(colors: Colors, name: str, index: int) -> str:
-    """The colour of the raw box `index` of a class."""
-    return colors[name][index] if isinstance(colors, Mapping) else colors(name, index)
-
-
-def _color_clause(
-    asked: Mapping[str, Any], found: int, judged: list[int], colors: Colors
-) -> _Clause:
-    """A clause whose count holds: is every judged box of the colour asked for, if any is?"""
-    name, count = asked["class"], asked["count"]
-    if "color" not in asked:
-        return _Clause(count, found)
-    wanted, seen = asked["color"], [_color(colors, name, index) for index in judged]
-    if seen.count(wanted) >= count:
-        return _Clause(count, found, colored=count)
+def _judge_color(
+    clause: Mapping[str, Any], outcome: _Outcome, judged: list[int], colors: Colors
+) -> _Outcome:
+    """The count holds: is every judged box of the wanted colour?"""
+    name, color = clause["class"], clause["color"]
+    seen = [colors[name][i] if isinstance(colors, Mapping) else colors(name, i) for i in judged]
+    hits = seen.count(color)
+    if hits >= outcome.wanted:
+        return replace(outcome, colored=outcome.wanted)
     order = [c for c in COLORS if c in seen] + sorted(set(seen) - set(COLORS))
     listed = ", ".join(f"{seen.count(c)} {c}" for c in order)
-    hits = seen.count(wanted)
-    reason = f"expected {wanted} {name}>={count}, found {hits} {wanted}; and {listed}"
-    return _Clause(count, found, colored=hits, reason=reason)
+    reason = f"expected {color} {name}>={outcome.wanted}, found {hits} {color}; and {listed}"
+    return replace(outcome, colored=hits, reason=reason)
 
 
-def _position_clause(
-    asked: Mapping[str, Any],
-    so_far: _Clause,
+def _judge_position(
+    clause: Mapping[str, Any],
+    outcome: _Outcome,
     boxes: list[np.ndarray],
     groups: Sequence[list[np.ndarray] | None],
     dead_zone: float,
-) -> _Clause:
+) -> _Outcome:
     """Count and colour hold: does every (object, reference) pair show the relation?"""
-    name, (wanted, index) = asked["class"], asked["position"]
+    name, (relation, index) = clause["class"], clause["position"]
     if not -len(groups) <= index < len(groups):
         raise MetadataError(
             f"the position of {name!r} refers to include clause {index}, but only clauses before "
@@ -313,37 +283,36 @@ def _position_clause(
         )
     targets = groups[index]
     if targets is None:
-        reason = f"no target for {name} to be {wanted}"
-        return replace(so_far, no_target=True, relation=False, reason=reason)
-    for box in boxes:
-        for target in targets:
-            seen = _relations(box, target, dead_zone)
-            if wanted not in seen:
-                place = " and ".join(sorted(seen))
-                reason = f"expected {name} {wanted} target, found {place} target"
-                return replace(so_far, relation=False, reason=reason)
-    return replace(so_far, relation=True)
+        reason = f"no target for {name} to be {relation}"
+        return replace(outcome, no_target=True, relation=False, reason=reason)
+    for box, target in product(boxes, targets):
+        shown = _relations(box, target, dead_zone)
+        if relation not in shown:
+            place = " and ".join(sorted(shown))
+            reason = f"expected {name} {relation} target, found {place} target"
+            return replace(outcome, relation=False, reason=reason)
+    return replace(outcome, relation=True)
 
 
-def _bounded_terms(asked: Mapping[str, Any], clause: _Clause) -> list[float]:
+def _bounded_terms(clause: Mapping[str, Any], outcome: _Outcome) -> list[float]:
     """The terms of one include clause in partial_credit's "bounded"; how many is fixed by it."""
-    terms = [max(0.0, 1 - abs(clause.wanted - clause.found) / clause.wanted)]
-    if "color" in asked:
-        terms.append((clause.colored or 0) / clause.wanted)
-    if "position" in asked:
-        terms.append(1.0 if clause.relation else 0.0)
+    terms = [max(0.0, 1 - abs(outcome.wanted - outcome.count) / outcome.wanted)]
+    if "color" in clause:
+        terms.append((outcome.colored or 0) / outcome.wanted)
+    if "position" in clause:
+        terms.append(1.0 if outcome.relation else 0.0)
     return terms
 
 
-def _published_terms(asked: Mapping[str, Any], clause: _Clause) -> list[float]:
+def _published_terms(clause: Mapping[str, Any], outcome: _Outcome) -> list[float]:
     """The terms of one include clause in the reward server's `scores`, quirks included."""
-    terms = [1 - abs(clause.wanted - clause.found) / clause.wanted]
-    if clause.found != clause.wanted:
-        return terms + ([0.0] if "color" in asked or "position" in asked else [])
-    if clause.colored is not None:
-        terms.append(1 - abs(clause.wanted - clause.colored) / clause.wanted)
-    if clause.no_target:
+    terms = [1 - abs(outcome.wanted - outcome.count) / outcome.wanted]
+    if outcome.count != outcome.wanted:
+        return terms + ([0.0] if "color" in clause or "position" in clause else [])
+    if outcome.colored is not None:
+        terms.append(1 - abs(outcome.wanted - outcome.colored) / outcome.wanted)
+    if outcome.no_target:
         terms.append(0.0)
-    elif clause.relation is not None:
-        terms += [1.0] if clause.relation else [0.0, 1.0]
+    elif outcome.relation is not None:
+        terms += [1.0] if outcome.relation else [0.0, 1.0]
     return terms

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import AfterValidator
 from torch import Tensor, nn
 from transformers import (
     AutoTokenizer,
@@ -18,10 +19,9 @@ from transformers import (
 
 from flowalign.frozen import Placement
 from flowalign.rewards import preprocess
-from flowalign.rewards.head import Head
-from flowalign.rewards.options import check_common, check_pretrained
-from flowalign.rewards.weights import check_file, fit, locate, read
-from flowalign.types import Scores
+from flowalign.rewards.options import Count, Device, Divisor, checked, pretrained
+from flowalign.rewards.preference import Head, Preference
+from flowalign.rewards.weights import fit, locate, read, weights_file
 
 WEIGHTS = "THUDM/ImageReward/ImageReward.pt"
 TOKENIZER = "google-bert/bert-base-uncased"
@@ -73,7 +73,20 @@ KEYS: list[tuple[str, str | None]] = [
 ]
 
 
-class ImageReward:
+Sizes = Mapping[str, Mapping[str, Any]]
+
+
+def _check_sizes(architecture: Sizes) -> Sizes:
+    possible = {"vision": VISION, "text": TEXT}
+    for part, sizes in architecture.items():
+        if not set(sizes) <= set(possible.get(part, ())) or part not in possible:
+            listed = ", ".join(f"{name}: {list(known)}" for name, known in possible.items())
+            raise ValueError(f"{part!r} has the sizes {list(sizes)}; possible are {listed}.")
+    return architecture
+
+
+@checked
+class ImageReward(Preference):
     """Reward: (r - mean) / std / normalizer, r of a head on BLIP's view of image and prompt.
 
     Source: THUDM/ImageReward, ImageReward/ImageReward.py (v1.0): the image at 224 pixels by CLIP's
@@ -83,83 +96,54 @@ class ImageReward:
     tokenizer: a Hub id or folder of BERT's uncased tokenizer.
     architecture: sizes that differ from the published model's, {"vision": {...}, "text": {...}}
         with the keys of VISION and TEXT.
-    normalizer: 1, the value is the published score. It sets the scale of the value only.
+    normalizer: 1, the value is the published score: over the authors' data about N(0, 1).
     offload: the weights lie on the CPU between calls.
-    parts: "raw", the score before division: unbounded, over the authors' data about N(0, 1).
-    Raises OSError where a file cannot be had, ValueError where it is not that of the model, and
-    for an image with pixels that are no numbers.
+    Raises OSError where a file cannot be had, ValueError where it is not that of the model.
     """
 
     name = "imagereward"
 
     def __init__(
         self,
-        weights: str = WEIGHTS,
-        tokenizer: str = TOKENIZER,
-        architecture: Mapping[str, Mapping[str, Any]] | None = None,
+        weights: Annotated[str, weights_file(WEIGHTS)] = WEIGHTS,
+        tokenizer: Annotated[
+            str, pretrained(f"a folder or a Hub id, such as {TOKENIZER}")
+        ] = TOKENIZER,
+        architecture: Annotated[Sizes, AfterValidator(_check_sizes)] | None = None,
         *,
-        normalizer: float = 1.0,
-        device: str | torch.device | None = None,
-        batch_size: int = 32,
+        normalizer: Divisor = 1.0,
+        device: Device = None,
+        batch_size: Count = 32,
         offload: bool = False,
     ) -> None:
-        shared: dict[str, Any] = {"device": device, "batch_size": batch_size, "offload": offload}
-        self.check_options(weights, tokenizer, architecture, normalizer=normalizer, **shared)
         path = locate(weights)
-        found = official_names(read(path))
+        tensors = official_names(read(path))
         self.tokenizer = AutoTokenizer.from_pretrained(tokenizer)
         self.network = Network(**(architecture or {}))
-        fit(self.network, found, path)
+        fit(self.network, tensors, path)
         self.placement = Placement(self.network, device, offload)
         self.pixels = preprocess.clip_processor(self.network.image_size)
         self.batch_size = batch_size
-        self.normalizer, self.source = normalizer, weights
-
-    @staticmethod
-    def check_options(
-        weights: str = WEIGHTS,
-        tokenizer: str = TOKENIZER,
-        architecture: Mapping[str, Mapping[str, Any]] | None = None,
-        **options: Any,
-    ) -> None:
-        """Raise ValueError for options that cannot work; loads no model."""
-        check_common("reward imagereward", **options)
-        check_file(weights, "weights", WEIGHTS)
-        check_pretrained(tokenizer, "tokenizer", f"a folder or a Hub id, such as {TOKENIZER}")
-        known = {"vision": VISION, "text": TEXT}
-        for part, sizes in (architecture or {}).items():
-            for size in sizes if part in known else [None]:
-                if part not in known or size not in known[part]:
-                    raise ValueError(
-                        f"`architecture` of reward imagereward has {part!r}: {sizes!r}; it takes "
-                        + ", ".join(f"{name}: {list(table)}" for name, table in known.items())
-                    )
-
-    def describe(self) -> dict[str, Any]:
-        """What the scores depend on."""
-        return {"name": self.name, "model": self.source, "normalizer": self.normalizer}
+        super().__init__(normalizer, model=weights)
 
     @torch.no_grad()
-    def __call__(
-        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> Scores:
-        """images [B,3,H,W] in [0,1] and their B prompts -> Scores of B, on the CPU."""
-        device, found = self.placement.device, [torch.empty(0)]
+    def raw(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """(r - mean) / std [B]."""
+        device, scores = self.placement.device, [torch.empty(0)]
         with self.placement:
-            for some in preprocess.batches(images, self.batch_size):
-                start = sum(map(len, found))
+            for number, pictures in enumerate(preprocess.batches(images, self.batch_size)):
+                start = number * self.batch_size
                 tokens = self.tokenizer(
-                    list(prompts[start : start + len(some)]),
+                    list(prompts[start : start + len(pictures)]),
                     padding="max_length",
                     truncation=True,
                     max_length=TOKENS,
                     return_tensors="pt",
                 )
-                values = preprocess.values(self.pixels, some).to(device)
+                values = preprocess.values(self.pixels, pictures).to(device)
                 ids, mask = tokens["input_ids"].to(device), tokens["attention_mask"].to(device)
-                found.append(self.network(values, ids, mask).cpu())
-        raw = (torch.cat(found) - MEAN) / STD
-        return Scores.of(raw / self.normalizer, raw=raw)
+                scores.append(self.network(values, ids, mask).cpu())
+        return (torch.cat(scores) - MEAN) / STD
 
 
 class Network(nn.Module):
@@ -169,31 +153,33 @@ class Network(nn.Module):
         self, vision: Mapping[str, Any] | None = None, text: Mapping[str, Any] | None = None
     ) -> None:
         super().__init__()
-        seeing = BlipVisionConfig(**VISION | dict(vision or {}))
-        # is_decoder builds the layers that look at the image; the text is read in both directions
-        width = {"encoder_hidden_size": seeing.hidden_size, "is_decoder": True}
-        reading = BlipTextConfig(**TEXT | dict(text or {}) | width)
-        self.image_size = int(seeing.image_size)  # pyright: ignore[reportArgumentType]
-        self.vision = BlipVisionModel(seeing)
-        self.text = BlipTextModel(reading, add_pooling_layer=False)
-        self.mlp = Head(reading.hidden_size)
+        vision_config = BlipVisionConfig(**VISION | dict(vision or {}))
+        # is_decoder builds the layers that attend to the image; the text is read bidirectionally
+        width = {"encoder_hidden_size": vision_config.hidden_size, "is_decoder": True}
+        text_config = BlipTextConfig(**TEXT | dict(text or {}) | width)
+        self.image_size = int(vision_config.image_size)  # pyright: ignore[reportArgumentType]
+        self.vision = BlipVisionModel(vision_config)
+        self.text = BlipTextModel(text_config, add_pooling_layer=False)
+        self.mlp = Head(text_config.hidden_size)
 
     def forward(self, pixels: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
         """pixels [B,3,S,S], ids and mask [B,L] -> r [B]."""
-        seen = self.vision(pixels).last_hidden_state
-        read = self.text(ids, attention_mask=mask, encoder_hidden_states=seen, is_decoder=False)
-        return self.mlp(read.last_hidden_state[:, 0])
+        patches = self.vision(pixels).last_hidden_state
+        tokens = self.text(
+            ids, attention_mask=mask, encoder_hidden_states=patches, is_decoder=False
+        )
+        return self.mlp(tokens.last_hidden_state[:, 0])
 
 
 def official_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The checkpoint's tensors under the names of `Network`; a name not in KEYS stays as it is."""
-    found = {}
+    renamed = {}
     for name, tensor in weights.items():
         for pattern, ours in KEYS:
             match = re.fullmatch(pattern, name)
             if match:
-                found |= {match.expand(ours): tensor} if ours else {}
+                renamed |= {match.expand(ours): tensor} if ours else {}
                 break
         else:
-            found[name] = tensor
-    return found
+            renamed[name] = tensor
+    return renamed

@@ -11,27 +11,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from pydantic import AfterValidator
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
 from flowalign.frozen import Placement
 from flowalign.images import to_uint8
-from flowalign.rewards.clip_colors import BoxColors, ClipColors, check_clip
+from flowalign.rewards.clip_colors import ClipColors, OpenClipWeights
 from flowalign.rewards.geneval_names import NAMES
-from flowalign.rewards.options import check_common, check_pretrained
+from flowalign.rewards.options import Count, Device, OpenClip, checked, pretrained
 from flowalign.types import Detections
 
 MODEL = "facebook/mask2former-swin-small-coco-instance"
 SIZE = (800, 1333)  # of the official detector's test pipeline
 DIVISOR = 32  # images are padded to a multiple of it, at the right and the bottom
 TOP = 100  # (query, class) pairs that become instances, as in mmdet
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+def _check_size(size: Sequence[int]) -> Sequence[int]:
+    if len(size) != 2 or not DIVISOR <= size[0] <= size[1]:
+        raise ValueError(
+            "give the shortest edge that images are resized to and the longest that they may get, "
+            f"such as {list(SIZE)}, of {DIVISOR} pixels or more."
+        )
+    return size
+
+
+@checked
 class Mask2Former:
     """Detector of GenEval's 80 classes; colours are asked of an open_clip model, box by box.
 
@@ -51,29 +61,21 @@ class Mask2Former:
 
     def __init__(
         self,
-        model: str = MODEL,
+        model: Annotated[
+            str, pretrained(f"the folder of a Mask2Former, or a Hub id such as {MODEL}")
+        ] = MODEL,
         *,
         revision: str | None = None,
-        size: Sequence[int] = SIZE,
-        clip: str = "ViT-L-14",
-        clip_pretrained: str = "openai",
+        size: Annotated[Sequence[int], AfterValidator(_check_size)] = SIZE,
+        clip: OpenClip = "ViT-L-14",
+        clip_pretrained: OpenClipWeights = "openai",
         clip_quick_gelu: bool | None = None,
-        dtype: str = "float32",
-        batch_size: int = 8,
-        device: str | torch.device | None = None,
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        batch_size: Count = 8,
+        device: Device = None,
         offload: bool = False,
     ) -> None:
-        self.check_options(
-            model,
-            size=size,
-            clip=clip,
-            clip_pretrained=clip_pretrained,
-            dtype=dtype,
-            batch_size=batch_size,
-            device=device,
-            offload=offload,
-        )
-        self.batch_size, self.dtype = batch_size, DTYPES[dtype]
+        self.batch_size, self.dtype = batch_size, getattr(torch, dtype)
         self.shortest, self.longest = size
         folder = str(Path(model).expanduser())
         self.colors = ClipColors(
@@ -89,44 +91,17 @@ class Mask2Former:
             f"colours by {self.colors.name}"
         )
 
-    @staticmethod
-    def check_options(
-        model: Any = MODEL,
-        *,
-        size: Any = SIZE,
-        clip: Any = "ViT-L-14",
-        clip_pretrained: Any = "openai",
-        dtype: Any = "float32",
-        **common: Any,
-    ) -> None:
-        """Raise ValueError for options that cannot work; loads no model."""
-        check_common("detector mask2former", **common)
-        check_pretrained(
-            model, "model", f"the folder of a Mask2Former, or a Hub id such as {MODEL}"
-        )
-        check_clip(clip, clip_pretrained)
-        whole = isinstance(size, (list, tuple)) and all(type(edge) is int for edge in size)
-        if not whole or len(size) != 2 or not DIVISOR <= size[0] <= size[1]:
-            raise ValueError(
-                f"`size` of detector mask2former is {size!r}; give the shortest edge that images "
-                f"are resized to and the longest that they may get, such as {list(SIZE)}, of "
-                f"{DIVISOR} pixels or more."
-            )
-        if dtype not in DTYPES:
-            raise ValueError(
-                f"`dtype` of detector mask2former is {dtype!r}; use one of {list(DTYPES)}."
-            )
-
     def __call__(self, images: Tensor) -> list[Detections]:
         """images [B,3,H,W] in [0,1] -> B Detections, raw: K boxes, most with a score near 0.
 
         Images pass as 8-bit pixels, as files would. Raises ValueError for pixels that are NaN or
         infinite, and where the network's answer is.
         """
-        found = []
+        detections = []
         for start in range(0, len(images), self.batch_size):
-            found += self._detect([to_uint8(image) for image in images[start:][: self.batch_size]])
-        return found
+            batch = images[start : start + self.batch_size]
+            detections += self._detect([to_uint8(image) for image in batch])
+        return detections
 
     @torch.no_grad()
     def _detect(self, pictures: list[np.ndarray]) -> list[Detections]:
@@ -142,22 +117,22 @@ class Mask2Former:
         padded = pad(inputs, (0, -width % DIVISOR, 0, -height % DIVISOR))  # 0 = the mean colour
         frame = Frame(padded.shape[-2:], (height, width), pictures[0].shape[:2])
         with self.placement:
-            seen = self.network(pixel_values=padded.to(self.placement.device, self.dtype))
-        logits = zip(seen.class_queries_logits, seen.masks_queries_logits, strict=True)
+            output = self.network(pixel_values=padded.to(self.placement.device, self.dtype))
+        logits = zip(output.class_queries_logits, output.masks_queries_logits, strict=True)
         return [
-            self._named(picture, instances(*each, frame))
-            for picture, each in zip(pictures, logits, strict=True)
+            self._named(picture, instances(classes, masks, frame))
+            for picture, (classes, masks) in zip(pictures, logits, strict=True)
         ]
 
-    def _named(self, pixels: np.ndarray, seen: Instances) -> Detections:
-        """Instances by GenEval's class names, and who is asked for their colours."""
+    def _named(self, pixels: np.ndarray, objects: Instances) -> Detections:
+        """Instances by GenEval's class names, with the callable that tells their colours."""
         boxes: dict[str, list[list[float]]] = {}
         masks: dict[str, list[np.ndarray]] = {}
-        for row, label in enumerate(seen.labels):
-            x1, y1, x2, y2 = map(float, seen.boxes[row])
-            boxes.setdefault(NAMES[label], []).append([x1, y1, x2, y2, float(seen.scores[row])])
-            masks.setdefault(NAMES[label], []).append(seen.masks[row])
-        return Detections(boxes, BoxColors(self.colors, pixels, boxes, masks))
+        for row, label in enumerate(objects.labels):
+            box = [*map(float, objects.boxes[row]), float(objects.scores[row])]
+            boxes.setdefault(NAMES[label], []).append(box)
+            masks.setdefault(NAMES[label], []).append(objects.masks[row])
+        return Detections(boxes, self.colors.of_boxes(pixels, boxes, masks))
 
 
 @dataclass(frozen=True)
@@ -207,7 +182,7 @@ def instances(class_logits: Tensor, mask_logits: Tensor, frame: Frame, top: int 
     inside = masks > 0
     certainty = (masks.sigmoid() * inside).sum((1, 2)) / inside.sum((1, 2)).clamp(min=1)
     scores = chance[queries, labels] * certainty[row]
-    labels, scores, row = (each.cpu().numpy() for each in (labels, scores, row))
+    labels, scores, row = (tensor.cpu().numpy() for tensor in (labels, scores, row))
     boxes, crops = tight(inside)
     kept = [k for k in np.lexsort((row, labels)) if crops[row[k]].size]
     return Instances(labels[kept], scores[kept], boxes[row[kept]], [crops[row[k]] for k in kept])
@@ -219,10 +194,10 @@ def tight(inside: Tensor) -> tuple[np.ndarray, list[np.ndarray]]:
     An empty mask has the box 0, 0, 0, 0 and a crop without pixels.
     """
     columns, rows = inside.any(1).cpu().numpy(), inside.any(2).cpu().numpy()
-    masks, some = inside.cpu().numpy(), columns.any(1)
+    masks, filled = inside.cpu().numpy(), columns.any(1)
     x1, y1 = columns.argmax(1), rows.argmax(1)
-    x2 = (columns.shape[1] - columns[:, ::-1].argmax(1)) * some
-    y2 = (rows.shape[1] - rows[:, ::-1].argmax(1)) * some
+    x2 = (columns.shape[1] - columns[:, ::-1].argmax(1)) * filled
+    y2 = (rows.shape[1] - rows[:, ::-1].argmax(1)) * filled
     boxes = np.stack([x1, y1, x2, y2], 1)
     crops = [
         mask[top:bottom, left:right].copy()

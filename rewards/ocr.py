@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from rapidfuzz.distance import Levenshtein
 from torch import Tensor
 
 from flowalign.images import to_uint8
-from flowalign.rewards import check_factory
-from flowalign.rewards.ocr_engines import ENGINES, Engine, Line, attempt, read_all
+from flowalign.rewards.ocr_engines import ENGINES, Engine, Line, read_all
+from flowalign.rewards.options import Count, check_call, checked
 from flowalign.types import Scores
 
 
@@ -51,10 +52,10 @@ def text_reward(target: str, lines: Sequence[Line] | None) -> float:
     characters. So any surplus text around the target is free: see `strict_reward`.
     Source: Flow-OPD@434ab16 flow_grpo/ocr.py (OcrScorer). Raises ValueError for a blank target.
     """
-    wanted, seen = _compared(target, lines)
-    if wanted in seen:
+    wanted, read = _compared(target, lines)
+    if wanted in read:
         return 1.0
-    return 1 - min(Levenshtein.distance(wanted, seen), len(wanted)) / len(wanted)
+    return 1 - min(Levenshtein.distance(wanted, read), len(wanted)) / len(wanted)
 
 
 def strict_reward(target: str, lines: Sequence[Line] | None) -> float:
@@ -62,13 +63,14 @@ def strict_reward(target: str, lines: Sequence[Line] | None) -> float:
 
     In [0,1], and 1 only for exactly the target. Raises ValueError for a blank target.
     """
-    wanted, seen = _compared(target, lines)
-    return 1 - Levenshtein.distance(wanted, seen) / max(len(wanted), len(seen))
+    wanted, read = _compared(target, lines)
+    return 1 - Levenshtein.distance(wanted, read) / max(len(wanted), len(read))
 
 
 RULES = {"published": text_reward, "strict": strict_reward}
 
 
+@checked
 class OCR:
     """Reward in [0,1]: the text that an engine reads off the image, against the target text.
 
@@ -88,12 +90,11 @@ class OCR:
     def __init__(
         self,
         engine: str | Engine = "rapidocr",
-        rule: str = "published",
-        workers: int = 1,
-        batch_size: int = 16,
+        rule: Literal["published", "strict"] = "published",
+        workers: Count = 1,
+        batch_size: Count = 16,
         **engine_options: Any,
     ) -> None:
-        self.check_options(engine, rule, workers, batch_size, **engine_options)
         if isinstance(engine, str):
             self.engines = [ENGINES[engine](**engine_options) for _ in range(workers)]
         else:
@@ -110,21 +111,17 @@ class OCR:
         batch_size: int = 16,
         **engine_options: Any,
     ) -> None:
-        """Raise ValueError for options that cannot work; imports no engine."""
-        for name, count in (("workers", workers), ("batch_size", batch_size)):
-            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-                raise ValueError(f"`{name}` of reward ocr is {count!r}; use 1 or more.")
-        if rule not in RULES:
-            raise ValueError(f"rule {rule!r} of reward ocr is unknown; use one of {list(RULES)}.")
-        if isinstance(engine, str) and engine not in ENGINES:
+        """Raise ValueError for an engine that does not take these options; imports no engine."""
+        if not isinstance(engine, str):
+            if engine_options:
+                raise ValueError(
+                    f"options {sorted(engine_options)} are of no use to an OCR engine that is "
+                    "built already; give them where it is built."
+                )
+        elif engine not in ENGINES:
             raise ValueError(f"no OCR engine {engine!r}; use one of {list(ENGINES)}.")
-        if isinstance(engine, str):
-            check_factory(f"OCR engine {engine!r}", ENGINES[engine], engine_options)
-        elif engine_options:
-            raise ValueError(
-                f"options {sorted(engine_options)} are of no use to an OCR engine that is built "
-                "already; give them where it is built."
-            )
+        else:
+            check_call(f"OCR engine {engine!r}", ENGINES[engine], engine_options)
 
     @staticmethod
     def check_prompts(
@@ -144,54 +141,49 @@ class OCR:
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> Scores:
-        """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU, with what was read, or why not."""
-        targets = [
-            attempt(_target, prompt, meta) for prompt, meta in zip(prompts, metadata, strict=True)
-        ]
+        """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU; reasons hold what was read, or
+        what went wrong."""
         value = torch.full((len(images),), float("nan"))
         exact, reasons = value.clone(), {}
-        for row, lines in enumerate(self._read(images, targets)):
-            found = (
-                lines if isinstance(lines, Exception) else attempt(self._judge, targets[row], lines)
+        pictures: dict[int, tuple[str, np.ndarray]] = {}
+        for row, (image, prompt, meta) in enumerate(zip(images, prompts, metadata, strict=True)):
+            try:
+                pictures[row] = _target(prompt, meta), to_uint8(image)
+            except Exception as error:
+                reasons[row] = f"{type(error).__name__}: {error}"
+        texts = self._read([pixels for _, pixels in pictures.values()])
+        for (row, (target, _)), lines in zip(pictures.items(), texts, strict=True):
+            try:
+                if isinstance(lines, Exception):
+                    raise lines
+                wanted, read = _compared(target, lines)
+                value[row] = self.rule(target, lines)
+            except Exception as error:
+                reasons[row] = f"{type(error).__name__}: {error}"
+                continue
+            exact[row] = float(wanted == read)
+            reasons[row] = (
+                f"read {read!r} for {wanted!r}" if read else f"read nothing for {wanted!r}"
             )
-            if isinstance(found, Exception):
-                reasons[row] = f"{type(found).__name__}: {found}"
-            else:
-                value[row], exact[row], reasons[row] = found
         return Scores(value, torch.isfinite(value), {"exact": exact}, reasons)
 
-    def _judge(self, target: str, lines: Sequence[Line]) -> tuple[float, float, str]:
-        """(reward, exact, what was read) of one image."""
-        wanted, seen = _compared(target, lines)
-        text = f"read {seen!r} for {wanted!r}" if seen else f"read nothing for {wanted!r}"
-        return self.rule(target, lines), float(wanted == seen), text
-
-    def _read(
-        self, images: Tensor, targets: Sequence[str | Exception]
-    ) -> list[list[Line] | Exception]:
-        """The lines of each image that has a target; the exception of one that failed."""
-        found: list[Any] = [
-            target if isinstance(target, Exception) else attempt(to_uint8, image)
-            for image, target in zip(images, targets, strict=True)
-        ]
-        rows = [row for row, pixels in enumerate(found) if not isinstance(pixels, Exception)]
-        chunks = [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
+    def _read(self, pictures: Sequence[np.ndarray]) -> list[list[Line] | Exception]:
+        """The lines of each picture, or the exception; every worker has an engine of its own."""
         free: SimpleQueue[Engine] = SimpleQueue()
         for engine in self.engines:
             free.put(engine)
 
-        def read(chunk: list[int]) -> list[list[Line] | Exception]:
+        def read(chunk: Sequence[np.ndarray]) -> list[list[Line] | Exception]:
             engine = free.get()
             try:
-                return read_all(engine, [found[row] for row in chunk])
+                return read_all(engine, chunk)
             finally:
                 free.put(engine)
 
+        starts = range(0, len(pictures), self.batch_size)
+        chunks = [pictures[start : start + self.batch_size] for start in starts]
         with ThreadPoolExecutor(len(self.engines)) as pool:
-            for chunk, lines in zip(chunks, pool.map(read, chunks), strict=True):
-                for row, its in zip(chunk, lines, strict=True):
-                    found[row] = its
-        return found
+            return [lines for chunk in pool.map(read, chunks) for lines in chunk]
 
 
 def _target(prompt: str, metadata: Mapping[str, Any]) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import yaml
@@ -29,17 +30,6 @@ class Engine(Protocol):
         ...
 
 
-Found = TypeVar("Found")
-
-
-def attempt(function: Callable[..., Found], *given: Any) -> Found | Exception:
-    """What a function returns, or the exception that it raised."""
-    try:
-        return function(*given)
-    except Exception as error:
-        return error
-
-
 def read_all(engine: Engine, images: Sequence[np.ndarray]) -> list[list[Line] | Exception]:
     """The lines of each image, or the exception of one that failed.
 
@@ -47,10 +37,17 @@ def read_all(engine: Engine, images: Sequence[np.ndarray]) -> list[list[Line] | 
     image, the images are read one by one, so that a bad one does not take the others along.
     """
     if len(images) > 1 and hasattr(engine, "read_many"):
-        found = attempt(engine.read_many, images)  # pyright: ignore[reportAttributeAccessIssue]
-        if not isinstance(found, Exception) and len(found) == len(images):
-            return found
-    return [attempt(engine.read, image) for image in images]
+        with suppress(Exception):
+            answer = engine.read_many(images)  # pyright: ignore[reportAttributeAccessIssue]
+            if len(answer) == len(images):
+                return answer
+    lines: list[list[Line] | Exception] = []
+    for image in images:
+        try:
+            lines.append(engine.read(image))
+        except Exception as error:
+            lines.append(error)
+    return lines
 
 
 class RapidOCREngine:
@@ -79,7 +76,7 @@ class RapidOCREngine:
         rec_width: int = 320,
         threads: int = 1,
     ) -> None:
-        rapidocr = _import("rapidocr", "rapidocr onnxruntime")
+        rapidocr = require("rapidocr", "rapidocr onnxruntime", "this reward reads text with")
         self.upscale = upscale
         self._ocr: Callable[..., Any] = rapidocr.RapidOCR(
             params={
@@ -95,10 +92,9 @@ class RapidOCREngine:
                 "Rec.rec_img_shape": [3, 48, rec_width],
             }
         )
-        asked: Any = self._ocr
-        models = (
-            f"{m.ocr_version.value} {m.model_type.value}" for m in (asked.cfg.Det, asked.cfg.Rec)
-        )
+        loaded: Any = self._ocr
+        parts = (loaded.cfg.Det, loaded.cfg.Rec)
+        models = (f"{part.ocr_version.value} {part.model_type.value}" for part in parts)
         self.name = _name(
             f"rapidocr {version('rapidocr')}",
             " + ".join(dict.fromkeys(models)),
@@ -112,8 +108,8 @@ class RapidOCREngine:
 
     def read(self, image: np.ndarray) -> list[Line]:
         """image uint8 RGB [H,W,3] -> (text, confidence) in RapidOCR's order, [] = none found."""
-        found = self._ocr(_enlarge(_bgr(image), self.upscale))
-        return list(zip(found.txts or (), map(float, found.scores or ()), strict=True))
+        page = self._ocr(_bgr(image, self.upscale))
+        return list(zip(page.txts or (), map(float, page.scores or ()), strict=True))
 
 
 class PaddleOCREngine:
@@ -151,11 +147,17 @@ class PaddleOCREngine:
     ) -> None:
         folders = (text_detection_model_dir, text_recognition_model_dir)
         models, which = _paddle_models(folders, lang, ocr_version)
-        paddleocr = _import("paddleocr", "'flowalign[paddle]'")
+        paddleocr = require("paddleocr", "'flowalign[paddle]'", "this reward reads text with")
         self.upscale = upscale
+        running: dict[str, Any] = {"engine": inference, "cpu_threads": threads}
+        if inference is None:  # PaddleOCR before 3.7 knows no `engine`
+            running = {"cpu_threads": threads}
+        elif inference == "onnxruntime":
+            limits = {"intra_op_num_threads": threads, "inter_op_num_threads": 1}
+            running = {"engine": inference, "engine_config": limits}
         self._ocr = paddleocr.PaddleOCR(
             **models,
-            **_paddle_engine(inference, threads),
+            **running,
             device=device,
             use_doc_orientation_classify=False,
             use_doc_unwarping=False,
@@ -183,7 +185,7 @@ class PaddleOCREngine:
     def read_many(self, images: Sequence[np.ndarray]) -> list[list[Line]]:
         """The lines of each image, by one call. PaddleOCR batches the lines of an image and no
         further, so a score does not depend on the other images."""
-        pages = self._ocr.predict([_enlarge(_bgr(image), self.upscale) for image in images])
+        pages = self._ocr.predict([_bgr(image, self.upscale) for image in images])
         return [
             list(zip(page["rec_texts"], map(float, page["rec_scores"]), strict=True))
             for page in pages
@@ -194,21 +196,19 @@ def _paddle_models(
     folders: tuple[str | None, str | None], lang: str, ocr_version: str
 ) -> tuple[dict[str, str], str]:
     """The arguments that tell PaddleOCR which models to load, and what they are called."""
-    detection, recognition = folders
-    if detection is None and recognition is None:
-        return {"lang": lang, "ocr_version": ocr_version}, f"{ocr_version} {lang}"
-    if detection is None or recognition is None:
+    names, arguments = [], {}
+    for kind, folder in zip(("detection", "recognition"), folders, strict=True):
+        if folder is not None:
+            names.append(_model_name(folder))
+            arguments[f"text_{kind}_model_name"] = names[-1]
+            arguments[f"text_{kind}_model_dir"] = folder
+    if len(names) == 1:
         raise ValueError(
             "give both `text_detection_model_dir` and `text_recognition_model_dir` to engine "
             "paddleocr, or neither; with one it would download the other."
         )
-    names = [_model_name(detection), _model_name(recognition)]
-    arguments = {
-        "text_detection_model_name": names[0],
-        "text_detection_model_dir": detection,
-        "text_recognition_model_name": names[1],
-        "text_recognition_model_dir": recognition,
-    }
+    if not names:
+        return {"lang": lang, "ocr_version": ocr_version}, f"{ocr_version} {lang}"
     return arguments, " + ".join(names)
 
 
@@ -216,8 +216,9 @@ def _model_name(folder: str) -> str:
     """The name in the inference.yml of a model's folder; PaddleOCR wants to be told it."""
     try:
         text = (Path(folder) / "inference.yml").read_text(encoding="utf-8")
-        found = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # 18,000 letters
-        return found["Global"]["model_name"]
+        # the fast loader where there is one: the file lists an alphabet of 18,000 letters
+        settings = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        return settings["Global"]["model_name"]
     except (OSError, yaml.YAMLError, LookupError, TypeError) as error:
         raise ValueError(
             f"{folder!r} is no folder of a PaddleOCR model: no Global.model_name in its "
@@ -226,24 +227,10 @@ def _model_name(folder: str) -> str:
         ) from error
 
 
-def _paddle_engine(inference: str | None, threads: int) -> dict[str, Any]:
-    """What runs the models, and where that takes its number of threads."""
-    if inference is None:  # PaddleOCR before 3.7 knows no `engine`
-        return {"cpu_threads": threads}
-    if inference == "onnxruntime":
-        limits = {"intra_op_num_threads": threads, "inter_op_num_threads": 1}
-        return {"engine": inference, "engine_config": limits}
-    return {"engine": inference, "cpu_threads": threads}
-
-
 ENGINES: dict[str, Callable[..., Engine]] = {
     "rapidocr": RapidOCREngine,
     "paddleocr": PaddleOCREngine,
 }
-
-
-def _import(module: str, install: str) -> Any:
-    return require(module, install, "this reward reads text with")
 
 
 def _name(engine: str, models: str, **settings: Any) -> str:
@@ -251,16 +238,12 @@ def _name(engine: str, models: str, **settings: Any) -> str:
     return f"{engine}, {models}, " + ", ".join(f"{k} {v}" for k, v in settings.items())
 
 
-def _bgr(image: np.ndarray) -> np.ndarray:
-    """RGB -> BGR: both engines take arrays as OpenCV reads them."""
-    return np.ascontiguousarray(image[:, :, ::-1])
-
-
-def _enlarge(image: np.ndarray, factor: int) -> np.ndarray:
-    """The image enlarged by a whole factor, bicubic."""
-    if factor == 1:
+def _bgr(image: np.ndarray, upscale: int) -> np.ndarray:
+    """RGB -> BGR, as both engines take arrays; enlarged by a whole factor, bicubic."""
+    image = np.ascontiguousarray(image[:, :, ::-1])
+    if upscale == 1:
         return image
     import cv2
 
-    size = (image.shape[1] * factor, image.shape[0] * factor)
+    size = (image.shape[1] * upscale, image.shape[0] * upscale)
     return cv2.resize(image, size, interpolation=cv2.INTER_CUBIC)

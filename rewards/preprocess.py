@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowalign.images import to_uint8
 
-try:  # one set of pixels, whether torchvision is installed or not
+try:  # the same pixels, whether torchvision is installed or not
     from transformers.models.clip import CLIPImageProcessorPil as ImageProcessor
 except ImportError:  # transformers 4: the one without "Fast" is PIL's
     from transformers import CLIPImageProcessor as ImageProcessor
@@ -33,9 +33,9 @@ def batches(images: Tensor, batch_size: int) -> Iterator[list[np.ndarray]]:
 
 
 def values(processor: Any, pictures: list[np.ndarray]) -> Tensor:
-    """What a processor makes of uint8 pictures [H,W,3]: float32 [b,3,h,w]."""
-    found = processor(pictures, return_tensors="pt", input_data_format="channels_last")
-    return found["pixel_values"]
+    """The input that a processor makes of uint8 pictures [H,W,3]: float32 [b,3,h,w]."""
+    inputs = processor(pictures, return_tensors="pt", input_data_format="channels_last")
+    return inputs["pixel_values"]
 
 
 def letterbox(picture: np.ndarray, size: int) -> np.ndarray:

@@ -1,11 +1,13 @@
-"""Models that put images and texts into one space: what the rewards that compare them share.
+"""Models that map images and texts into one space, for the rewards that compare the two.
 
 Legend: B images, P prompts, D the width of that space.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -14,9 +16,9 @@ from torch.nn.functional import normalize
 
 from flowalign.frozen import Placement
 from flowalign.rewards.preprocess import batches
-from flowalign.rewards.recent import Recent
 
 TEXT_CACHE = 4096  # prompts whose vectors are kept: 16 MB at D = 1024
+Answer = TypeVar("Answer")
 
 
 class TwoTowers:
@@ -46,40 +48,65 @@ class TwoTowers:
     def image_features(self, images: Tensor) -> Tensor:
         """Unit vectors [B,D], float32, of images [B,3,H,W] in [0,1].
 
-        They pass as 8-bit pixels through the preprocessing, as files would. Raises ValueError for
-        pixels that are NaN or infinite.
+        The images pass through the preprocessing as 8-bit pixels, as files would. Raises ValueError
+        for pixels that are NaN or infinite.
         """
         parts = [torch.empty(0, self.width, device=self.device)]
         with self.placement:
-            for some in batches(images, self.batch_size):
-                parts.append(normalize(self._see(some), dim=-1))
+            for pictures in batches(images, self.batch_size):
+                parts.append(normalize(self._encode_images(pictures), dim=-1))
         return torch.cat(parts)
 
     @torch.no_grad()
     def text_features(self, prompts: Sequence[str]) -> Tensor:
-        """Unit vectors [P,D], float32. A prompt that is known is not encoded; too long is cut."""
-        vectors = self._texts.get(prompts, self._encode)
+        """Unit vectors [P,D], float32. Kept vectors are reused; a prompt too long is cut."""
+        vectors = self._texts.get(prompts, self._unit_vectors)
         empty = torch.empty(0, self.width)
         return (torch.stack(vectors) if vectors else empty).to(self.device)
 
     def cosine(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """cos(image, its prompt) [B], on the CPU, of images [B,3,H,W] and their B prompts."""
-        with self.placement:  # once for both towers
-            seen, read = self.image_features(images), self.text_features(prompts)
-        return (seen * read).sum(-1).cpu()
+        with self.placement:  # offloaded weights are moved once for both towers
+            return (self.image_features(images) * self.text_features(prompts)).sum(-1).cpu()
 
-    def _encode(self, prompts: list[str]) -> list[Tensor]:
+    def _unit_vectors(self, prompts: list[str]) -> list[Tensor]:
         vectors = []
         with self.placement:
             for start in range(0, len(prompts), self.batch_size):
-                found = self._read(prompts[start : start + self.batch_size])
-                vectors += normalize(found, dim=-1).cpu().unbind()
+                texts = self._encode_texts(prompts[start : start + self.batch_size])
+                vectors += normalize(texts, dim=-1).cpu().unbind()
         return vectors
 
-    def _see(self, pictures: list[np.ndarray]) -> Tensor:
+    def _encode_images(self, pictures: list[np.ndarray]) -> Tensor:
         """uint8 pictures [H,W,3] -> [b,D], of any length."""
         raise NotImplementedError
 
-    def _read(self, prompts: list[str]) -> Tensor:
+    def _encode_texts(self, prompts: list[str]) -> Tensor:
         """Prompts -> [p,D], of any length."""
         raise NotImplementedError
+
+
+class Recent(Generic[Answer]):
+    """The answers to the `size` keys that were asked for last; iterates over those keys."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._kept: dict[str, Answer] = {}  # the least recently used first
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kept)
+
+    def get(
+        self, keys: Sequence[str], make: Callable[[list[str]], Sequence[Answer]]
+    ) -> list[Answer]:
+        """The answer to each key; `make` is given the new keys, each once, if there are any."""
+        with self._lock:
+            new = [key for key in dict.fromkeys(keys) if key not in self._kept]
+            answers = self._kept | (dict(zip(new, make(new), strict=True)) if new else {})
+            for key in keys:
+                self._kept.pop(key, None)
+                self._kept[key] = answers[key]
+            for key in list(self._kept)[: max(0, len(self._kept) - self.size)]:
+                del self._kept[key]
+        return [answers[key] for key in keys]

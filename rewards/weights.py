@@ -1,4 +1,4 @@
-"""Files of weights: found on disk or on the Hub, read without running anything, and fitted."""
+"""Files of weights: located on disk or the Hub, read without executing anything, and loaded."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import AfterValidator
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from flowalign.adapters.hub import HubAddress
 
 
-def check_file(address: str, option: str, example: str) -> None:
-    """Raise ValueError for what is neither a file on this disk nor a file's address on the Hub."""
-    if not isinstance(address, str):
-        seen = f"it is a {type(address).__name__}, not text"
-    elif Path(address).expanduser().is_dir():
-        seen = "it is a folder, not a file"
-    elif not Path(address).expanduser().is_file() and HubAddress.parse_file(address) is None:
-        seen = "there is no such file, and it is no address owner/repository/file on the Hub"
-    else:
-        return
-    raise ValueError(
-        f"`{option}` {address!r}: {seen}. Give the path of a file, or such an address; the "
-        f"published file is {example}."
-    )
+def weights_file(example: str) -> AfterValidator:
+    """For `Annotated[str, ...]`: the path of a file, or owner/repository/file[@revision]."""
+
+    def check(address: str) -> str:
+        if Path(address).expanduser().is_dir():
+            seen = "it is a folder, not a file"
+        elif not Path(address).expanduser().is_file() and HubAddress.parse_file(address) is None:
+            seen = "there is no such file, and it is no address owner/repository/file on the Hub"
+        else:
+            return address
+        raise ValueError(
+            f"{seen}. Give the path of a file, or such an address; the published file is {example}."
+        )
+
+    return AfterValidator(check)
 
 
 def locate(address: str) -> Path:
@@ -61,7 +63,7 @@ def read(path: Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        found: Any = torch.load(path, map_location="cpu", weights_only=True)
+        weights: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever bytes can cause
         reason = str(error).strip().splitlines()
         raise ValueError(
@@ -69,27 +71,21 @@ def read(path: Path) -> dict[str, Tensor]:
             f"({type(error).__name__}: {reason[-1] if reason else ''}). Is the download complete, "
             "and is it a file of tensors?"
         ) from error
-    if isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping):
-        found = found["state_dict"]
-    if not isinstance(found, Mapping) or not all(isinstance(t, Tensor) for t in found.values()):
-        raise ValueError(f"{path} holds a {type(found).__name__} that is no table of tensors.")
-    return dict(found)
+    if isinstance(weights, Mapping) and isinstance(weights.get("state_dict"), Mapping):
+        weights = weights["state_dict"]
+    if not isinstance(weights, Mapping) or not all(isinstance(t, Tensor) for t in weights.values()):
+        raise ValueError(f"{path} holds a {type(weights).__name__}, not a mapping of tensors.")
+    return dict(weights)
 
 
 def fit(model: nn.Module, weights: Mapping[str, Tensor], source: object) -> None:
     """Copy weights into a model that has exactly these names and shapes, else raise ValueError."""
-    own = model.state_dict()
-    faults = [f"{name} is missing" for name in own if name not in weights]
-    faults += [f"{name} is not in the model" for name in weights if name not in own]
-    faults += [
-        f"{name} has shape {list(weights[name].shape)}, not {list(own[name].shape)}"
-        for name in own
-        if name in weights and weights[name].shape != own[name].shape
-    ]
-    if faults:
-        more = f", and {len(faults) - 3} more" if len(faults) > 3 else ""
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        faults = " ".join(str(error).split())
         raise ValueError(
-            f"{source} does not fit {type(model).__name__}: {'; '.join(faults[:3])}{more}. "
+            f"{source} does not fit {type(model).__name__}: "
+            f"{faults if len(faults) <= 400 else faults[:400] + '...'} "
             "Is it the file of this model, and of this version?"
-        )
-    model.load_state_dict(weights)
+        ) from error

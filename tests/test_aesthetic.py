@@ -12,6 +12,7 @@ from small_models import (
     PROMPTS,
     SIDE,
     assert_batch_and_order_do_not_matter,
+    assert_refused,
     clip_folder,
     cropped,
     hostile_files,
@@ -82,14 +83,14 @@ def changed(**changes: Tensor | None) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (changed(layers__6__bias=None), "layers.6.bias is missing"),
-        (changed(layers__1__weight=torch.ones(1)), "layers.1.weight is not in the model"),
+        (changed(layers__6__bias=None), "layers.6.bias"),
+        (changed(layers__1__weight=torch.ones(1)), "layers.1.weight"),
         (
             changed(layers__0__weight=torch.ones(1024, 768)),
-            r"shape \[1024, 768\], not \[1024, 24\]",
+            r"\[1024, 768\].*\[1024, 24\]",
         ),
-        ({}, "layers.0.weight is missing.* and 7 more"),
-        ({"layers.0.weight": [1.0]}, "no table of tensors"),
+        ({}, "layers.0.weight.*layers.6.bias"),
+        ({"layers.0.weight": [1.0]}, "holds a dict"),
         ([torch.ones(2)], "holds a list"),
     ],
 )
@@ -106,7 +107,7 @@ def test_a_file_with_code_in_it_is_refused_and_not_executed(options: dict, tmp_p
         (tmp_path / name).write_bytes(content)
         files.append(tmp_path / name)
     for file in files:
-        with pytest.raises(ValueError, match="nothing in it was executed"):
+        with pytest.raises(ValueError, match=file.name):
             build("aesthetic", **{**options, "head": str(file)})
     assert not mark.exists()
 
@@ -131,19 +132,15 @@ def test_a_head_on_the_hub_is_asked_for_by_its_address(options: dict, monkeypatc
     ]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"head": "nowhere.pth"}, "`head` 'nowhere.pth': there is no such file"),
-        ({"head": "/no/where/head.pth"}, "the published file is trl-lib/"),
-        ({"head": "."}, "it is a folder"),
-        ({"head": None}, "it is a NoneType"),
-        ({"model": "nowhere"}, "`model` 'nowhere'"),
-        ({"normalizer": 0}, "`normalizer` of reward aesthetic"),
-        ({"text_cache": 3}, "no option 'text_cache'"),
-    ],
-)
-def test_wrong_options_are_refused_before_anything_is_loaded(wrong: dict, said: str):
-    with pytest.raises(ValueError, match=said):
-        check("aesthetic", wrong)
+def test_wrong_options_are_refused_before_anything_is_loaded():
+    assert_refused(
+        "aesthetic",
+        {"head": "nowhere.pth"},
+        {"head": "/no/where/head.pth"},
+        {"head": "."},
+        {"head": None},
+        {"model": "nowhere"},
+        {"normalizer": 0},
+        {"text_cache": 3},
+    )
     check("aesthetic", {})

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from flowalign.rewards.clip_colors import BoxColors, ClipColors, _weights, check_clip
+from flowalign.rewards.clip_colors import ClipColors, _weights
 from flowalign.rewards.geneval_judge import COLORS
 
 
@@ -99,7 +99,7 @@ def test_a_box_is_looked_at_when_asked_for_and_once(monkeypatch: pytest.MonkeyPa
     looks: list[int] = []
     encode = colors.model.encode_image
     monkeypatch.setattr(colors.model, "encode_image", lambda x: looks.append(len(x)) or encode(x))
-    lazy = BoxColors(colors, scene[1][0], boxes, masks)
+    lazy = colors.of_boxes(scene[1][0], boxes, masks)
     assert looks == []
     assert lazy("dog", 1) == lazy("dog", 1) == asked(colors, scene[1])
     assert looks == [1, 1]  # one for the box, one for our own question
@@ -120,21 +120,17 @@ def test_the_name_says_which_model(open_clip: ModuleType, options: dict[str, str
     assert colors.name == expected
 
 
-@pytest.mark.parametrize(
-    ("architecture", "pretrained", "said"),
-    [
-        ("ViT-L-14", None, "`clip_pretrained` is None, and colours need a trained CLIP"),
-        ("", "openai", "`clip` is ''"),
-        ("ViT-L-14", "/no/where.safetensors", "there is no such file"),
-        ("ViT-L-14", "weights.pt", "a tag of open_clip such as openai"),
-    ],
-)
-def test_what_no_model_can_be_is_refused_without_open_clip(
-    monkeypatch: pytest.MonkeyPatch, architecture: str, pretrained: str, said: str
-):
+def test_what_no_model_can_be_is_refused_without_open_clip(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "open_clip", None)
-    with pytest.raises(ValueError, match=said):
-        check_clip(architecture, pretrained)
+    cases: list[tuple[str, Any]] = [
+        ("pretrained", None),
+        ("architecture", ""),
+        ("pretrained", "/no/where.safetensors"),
+        ("pretrained", "weights.pt"),
+    ]
+    for option, value in cases:
+        with pytest.raises(ValueError, match=f"`{option}` of ClipColors is {value!r}"):
+            ClipColors(**{option: value})
 
 
 @pytest.mark.parametrize(

@@ -177,25 +177,31 @@ def test_diversity_is_one_minus_the_mean_cosine_to_the_others():
 # What is refused ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "said"),
-    [
-        ("weighted", {"rewards": []}, "give a list"),
-        ("weighted", {"rewards": ["ocr"]}, "component 'ocr'"),
+def test_what_cannot_work_is_refused_before_any_model_is_loaded():
+    ocr = {"name": "ocr"}
+    cases = [
+        ("weighted", {"rewards": []}, "`rewards`"),
+        ("weighted", {"rewards": ["ocr"]}, "`rewards.0`"),
         ("weighted", {"rewards": [{"name": "ocrr"}]}, "did you mean 'ocr'"),
-        ("weighted", {"rewards": [{"name": "ocr", "wieght": 1}]}, "weight and label"),
-        ("weighted", {"rewards": [{"name": "ocr", "weight": "1"}]}, "finite number"),
-        ("weighted", {"rewards": [{"name": "ocr"}, {"name": "ocr"}]}, "its own `label`"),
-        ("weighted", {"rewards": [{"name": "ocr", "options": {"rule": "x"}}]}, "rule 'x'"),
+        ("weighted", {"rewards": [ocr | {"wieght": 1}]}, "`rewards.0.wieght`"),
+        ("weighted", {"rewards": [ocr | {"weight": "1"}]}, "`rewards.0.weight`"),
+        ("weighted", {"rewards": [ocr, ocr]}, "`label`"),
+        ("weighted", {"rewards": [ocr | {"options": {"rule": "x"}}]}, "`rule` of reward 'ocr'"),
         ("gated", {"reward": RED, "gate": RED, "threshold": math.nan}, "`threshold`"),
-        ("gated", {"reward": RED, "gate": RED}, "threshold"),
-        ("normalized", {"reward": RED, "median": 0.5, "spread": 0}, "above 0"),
-        ("diversity", {"model": "./nowhere"}, "no such folder"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_any_model_is_loaded(name, options, said):
-    with pytest.raises(ValueError, match=said):
-        check(name, options)
+        ("gated", {"reward": RED, "gate": RED}, "`threshold`"),
+        ("gated", {"reward": RED, "gate": {}, "threshold": 1.0}, "`gate.name`"),
+        ("normalized", {"reward": RED, "median": 0.5, "spread": 0}, "`spread`"),
+        ("diversity", {"model": "./nowhere"}, "`model`"),
+    ]
+    for name, options, said in cases:
+        with pytest.raises(ValueError) as caught:
+            check(name, options)
+        assert said in str(caught.value), options
+
+
+def test_a_component_may_have_any_label():
+    reward = build("weighted", rewards=[RED | {"label": "device"}, RED | {"label": "self"}])
+    assert set(ask(reward).parts) >= {"device", "self", "device/red"}
 
 
 def test_a_component_may_refuse_prompts():

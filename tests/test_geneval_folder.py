@@ -147,7 +147,7 @@ def test_the_rules_can_be_set_and_the_batch_size_does_not_matter(folder: Path):
     assert [row["correct"] for row in weak] == [False, False, False, False, True, False]
     assert json.loads(weak[2]["details"]) == {}
     assert evaluate(folder, Reds(), batch_size=1) == evaluate(folder, Reds(), position_threshold=0)
-    with pytest.raises(ValueError, match="`max_objects` of reward geneval is 0"):
+    with pytest.raises(ValueError, match="`max_objects`"):
         evaluate(folder, Reds(), max_objects=0)
 
 
@@ -248,7 +248,7 @@ def test_the_command_runs_the_real_detector(folder: Path, capsys, open_clip, tmp
         (["nowhere", "--detector", "tiny"], "there is no folder nowhere"),
         (["nowhere", "--detector", "tinny"], "no detector 'tinny'"),
         (["nowhere", "--option", "size"], "not of the form NAME=VALUE"),
-        (["nowhere", "--option", "dtype=int"], "use one of ['float32'"),
+        (["nowhere", "--option", "dtype=int"], "'float32'"),
         (["nowhere", "--detector", "tiny", "--option", "size=3"], "has no option 'size'"),
     ],
 )

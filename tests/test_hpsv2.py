@@ -14,6 +14,7 @@ from PIL import Image, ImageOps
 from small_models import (
     PROMPTS,
     assert_batch_and_order_do_not_matter,
+    assert_refused,
     hostile_files,
     normalized,
     pictures,
@@ -87,14 +88,14 @@ def test_another_models_file_is_refused(options: dict, tmp_path: Path):
     found = torch.load(options["weights"], weights_only=True)
     del found["state_dict"]["visual.proj"]
     torch.save(found, tmp_path / "hps.pt")
-    with pytest.raises(ValueError, match="hps.pt does not fit CLIP: visual.proj is missing"):
+    with pytest.raises(ValueError, match=r"hps\.pt.*visual\.proj"):
         build("hpsv2", **{**options, "weights": str(tmp_path / "hps.pt")})
     files, mark = hostile_files(tmp_path)
     for file in files:
-        with pytest.raises(ValueError, match="nothing in it was executed"):
+        with pytest.raises(ValueError, match=file.name):
             build("hpsv2", **{**options, "weights": str(file)})
     assert not mark.exists()
-    with pytest.raises(ValueError, match="no architecture 'ViT-H-41'"):
+    with pytest.raises(ValueError, match="ViT-H-41"):
         build("hpsv2", **{**options, "architecture": "ViT-H-41"})
 
 
@@ -121,16 +122,12 @@ def test_without_open_clip_it_says_what_to_install(options: dict, monkeypatch):
         build("hpsv2", **options)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"version": "2.1"}, r"`version` of reward hpsv2 is '2.1'; use one of \['v2.1', 'v2.0'\]"),
-        ({"weights": "nowhere.pt"}, "`weights` 'nowhere.pt'.*xswu/HPSv2/HPS_v2.1_compressed.pt"),
-        ({"architecture": ""}, "such as ViT-H-14"),
-        ({"batch_size": 0}, "1 or more images"),
-    ],
-)
-def test_wrong_options_are_refused_before_anything_is_loaded(wrong: dict, said: str):
-    with pytest.raises(ValueError, match=said):
-        check("hpsv2", wrong)
+def test_wrong_options_are_refused_before_anything_is_loaded():
+    assert_refused(
+        "hpsv2",
+        {"version": "2.1"},
+        {"weights": "nowhere.pt"},
+        {"architecture": ""},
+        {"batch_size": 0},
+    )
     check("hpsv2", {"version": "v2.0"})

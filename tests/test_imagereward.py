@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import assert_batch_and_order_do_not_matter, cropped, hostile_files, pictures
+from small_models import (
+    assert_batch_and_order_do_not_matter,
+    assert_refused,
+    cropped,
+    hostile_files,
+    pictures,
+)
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm
 from transformers import BertTokenizer
@@ -214,16 +220,16 @@ def test_the_published_sizes_are_those_of_the_published_names():
     ("change", "said"),
     [
         ({"blip.visual_encoder.blocks.1.attn.qkv.bias": None}, "vision.encoder.layers.1.self_attn"),
-        ({"mlp.layers.7.weight": None}, "mlp.layers.7.weight is missing"),
+        ({"mlp.layers.7.weight": None}, "mlp.layers.7.weight"),
         (
             {"blip.visual_encoder.blocks.2.norm1.bias": torch.ones(WIDE)},
-            "layers.2.layer_norm1.bias is not in the model",
+            "layers.2.layer_norm1.bias",
         ),
         (
             {"blip.visual_encoder.pos_embed": torch.ones(1, 197, WIDE)},
-            r"position_embedding has shape \[1, 197, 32\], not \[1, 5, 32\]",
+            r"position_embedding.*\[1, 197, 32\].*\[1, 5, 32\]",
         ),
-        ({"mlp.weight": torch.ones(1)}, "mlp.weight is not in the model"),
+        ({"mlp.weight": torch.ones(1)}, "mlp.weight"),
     ],
 )
 def test_another_models_file_is_refused(options: dict, tmp_path: Path, change: dict, said: str):
@@ -237,23 +243,19 @@ def test_another_models_file_is_refused(options: dict, tmp_path: Path, change: d
 def test_a_file_with_code_in_it_is_refused_and_not_executed(options: dict, tmp_path: Path):
     files, mark = hostile_files(tmp_path)
     for file in files:
-        with pytest.raises(ValueError, match="nothing in it was executed"):
+        with pytest.raises(ValueError, match=file.name):
             build("imagereward", **{**options, "weights": str(file)})
     assert not mark.exists()
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"weights": "ImageReward.pt"}, "THUDM/ImageReward/ImageReward.pt"),
-        ({"tokenizer": "no such folder"}, "`tokenizer` 'no such folder'"),
-        ({"architecture": {"vison": {}}}, "'vison'"),
-        ({"architecture": {"vision": {"depth": 2}}}, "num_hidden_layers"),
-        ({"normalizer": float("inf")}, "number above 0"),
-        ({"offload": 1}, "use true or false"),
-    ],
-)
-def test_wrong_options_are_refused_before_anything_is_loaded(wrong: dict, said: str):
-    with pytest.raises(ValueError, match=said):
-        check("imagereward", wrong)
+def test_wrong_options_are_refused_before_anything_is_loaded():
+    assert_refused(
+        "imagereward",
+        {"weights": "ImageReward.pt"},
+        {"tokenizer": "no such folder"},
+        {"architecture": {"vison": {}}},
+        {"architecture": {"vision": {"depth": 2}}},
+        {"normalizer": float("inf")},
+        {"offload": 1},
+    )
     check("imagereward", {})

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from small_models import assert_refused
 from torch import Tensor, nn
 from transformers.models.mask2former import Mask2FormerImageProcessorPil
 
@@ -224,7 +225,7 @@ def test_batch_size_and_order_do_not_matter(options: dict[str, Any], detector: M
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_network_runs_in_its_dtype_and_the_name_says_which(options, dtype: str):
+def test_the_network_runs_in_its_dtype_and_the_name_says_which(options, dtype: Any):
     built = Mask2Former(**options, dtype=dtype)
     assert (
         built.network.dtype == getattr(torch, dtype)
@@ -260,54 +261,51 @@ def test_broken_pixels_and_a_broken_answer_raise(detector: Mask2Former):
     with pytest.raises(ValueError, match="NaN"):
         detector(images)
     size = (8, 8)
-    with pytest.raises(ValueError, match="float16, use bfloat16"):
+    with pytest.raises(ValueError, match="dtype"):
         instances(torch.zeros(1, 81), torch.full((1, 2, 2), torch.nan), Frame(size, size, size))
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"model": "mask2former"}, "no Hub id"),
-        ({"model": "./no/where"}, "Hub id such as facebook/mask2former-swin-small"),
-        ({"size": [800]}, "`size` of detector mask2former"),
-        ({"size": [1333, 800]}, "shortest edge"),
-        ({"size": [8, 16]}, "32 pixels or more"),
-        ({"dtype": "float8"}, "bfloat16"),
-        ({"batch_size": 0}, "1 or more images"),
-        ({"device": "gpu"}, "`device` of detector mask2former"),
-        ({"clip_pretrained": None}, "need a trained CLIP"),
-        ({"clip_pretrained": "no/file.pt"}, "there is no such file"),
-        ({"classes": 80}, "has no option 'classes'; it takes .*'batch_size'"),
-    ],
-)
-def test_wrong_options_are_refused_before_anything_is_loaded(wrong: dict, said: str):
-    with pytest.raises(ValueError, match=said):
-        check("geneval", {"detector": "mask2former", "detector_options": wrong})
+def test_wrong_options_are_refused_before_anything_is_loaded():
+    for option, value in (
+        ("model", "mask2former"),
+        ("model", "./no/where"),
+        ("size", [800]),
+        ("size", [1333, 800]),
+        ("size", [8, 16]),
+        ("size", 3),
+        ("dtype", "float8"),
+        ("batch_size", 0),
+        ("device", "gpu"),
+        ("clip_pretrained", None),
+        ("clip_pretrained", "no/file.pt"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            check("geneval", {"detector": "mask2former", "detector_options": {option: value}})
+        assert f"`{option}` of detector 'mask2former' is {value!r}" in str(caught.value)
+    with pytest.raises(ValueError, match="'classes'.*'batch_size'"):
+        check("geneval", {"detector": "mask2former", "detector_options": {"classes": 80}})
     check("geneval", {"detector": "mask2former", "detector_options": {"dtype": "bfloat16"}})
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"threshold": 1.0}, "`threshold` of reward geneval is 1.0"),
-        ({"counting_threshold": True}, "where objects are counted"),
-        ({"max_objects": 0}, "1 or more"),
-        ({"max_objects": 2.0}, "1 or more"),
-        ({"max_overlap": 0}, "up to 1"),
-        ({"position_threshold": -0.1}, "0 or more"),
-        ({"detector_options": {"size": 3}}, "has no option 'size'"),
-    ],
-)
-def test_rules_that_cannot_judge_are_refused(wrong: dict, said: str):
-    with pytest.raises(ValueError, match=said):
-        check("geneval", wrong)
-    with pytest.raises(ValueError, match="built already"):
+def test_rules_that_cannot_judge_are_refused():
+    assert_refused(
+        "geneval",
+        {"threshold": 1.0},
+        {"counting_threshold": True},
+        {"max_objects": 0},
+        {"max_objects": 2.0},
+        {"max_overlap": 0},
+        {"position_threshold": -0.1},
+    )
+    with pytest.raises(ValueError, match="'size'"):
+        check("geneval", {"detector_options": {"size": 3}})
+    with pytest.raises(ValueError, match="detector_options"):
         build("geneval", detector=len, detector_options={"size": 3})
 
 
 def test_a_model_of_other_labels_or_without_its_weights_is_refused(options, tmp_path: Path):
     panoptic = geneval_models.mask2former(tmp_path / "panoptic", labels=133)
-    with pytest.raises(ValueError, match="133 labels, 'LABEL_0' to 'LABEL_132'; GenEval needs"):
+    with pytest.raises(ValueError, match="133 labels"):
         Mask2Former(**(options | {"model": panoptic}))
     from safetensors.torch import load_file, save_file
 
@@ -315,9 +313,9 @@ def test_a_model_of_other_labels_or_without_its_weights_is_refused(options, tmp_
     state = load_file(broken)
     del state["class_predictor.weight"]
     save_file(state, broken, {"format": "pt"})
-    with pytest.raises(ValueError, match="lacks 1 of its weights, such as class_predictor.weight"):
+    with pytest.raises(ValueError, match="class_predictor.weight"):
         Mask2Former(**(options | {"model": str(tmp_path / "broken")}))
-    with pytest.raises(ValueError, match="holds no config.json"):
+    with pytest.raises(ValueError, match="`model`"):
         Mask2Former(str(tmp_path))
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import preference
 import pytest
 import torch
+from small_models import assert_refused
 from torch import Tensor
 from transformers import CLIPModel, CLIPProcessor
 
@@ -125,26 +126,23 @@ def test_a_blank_picture_does_not_pay(color: tuple[int, int, int]):
     assert (scored(images, rows) > scored(blank, rows)).float().mean() >= 0.95
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"normalizer": 0}, "`normalizer` of reward pickscore is 0"),
-        ({"normalizer": float("nan")}, "number above 0"),
-        ({"normalizer": "26"}, "number above 0"),
-        ({"batch_size": 0}, "1 or more images"),
-        ({"model": "tinny"}, "`model` 'tinny': there is no such folder"),
-        ({"model": "./nowhere/at_all"}, "Hub id such as"),
-        ({"processor": "/no/where"}, "`processor` '/no/where'"),
-        ({"model": "tiny", "normaliser": 2}, "did you mean 'normalizer'"),
-    ],
-)
-def test_wrong_options_are_refused_before_anything_is_loaded(options: dict, said: str):
-    with pytest.raises(ValueError, match=said):
-        check("pickscore", options)
+def test_wrong_options_are_refused_before_anything_is_loaded():
+    assert_refused(
+        "pickscore",
+        {"normalizer": 0},
+        {"normalizer": float("nan")},
+        {"normalizer": "26"},
+        {"batch_size": 0},
+        {"model": "tinny"},
+        {"model": "./nowhere/at_all"},
+        {"processor": "/no/where"},
+    )
+    with pytest.raises(ValueError, match="'normaliser'.*'normalizer'"):
+        check("pickscore", {"model": "tiny", "normaliser": 2})
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match="holds no config.json"):
+    with pytest.raises(ValueError, match="`model`"):
         check("pickscore", {"model": str(tmp_path)})
     check("pickscore", {})
     check("pickscore", {"model": str(PREFERENCE), "processor": None, "normalizer": 20})

@@ -32,6 +32,7 @@ def flowalign(environment: dict[str, str], *arguments: str) -> subprocess.Comple
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_doctor_finds_the_plugin_by_its_entry_point(installed: dict[str, str]) -> None:
     done = flowalign(installed, "doctor", "--reward", "sharpness", "scale=20", "--count", "4")
     assert done.returncode == 0, done.stderr
@@ -42,6 +43,7 @@ def test_the_doctor_finds_the_plugin_by_its_entry_point(installed: dict[str, str
     assert done.returncode == 2 and "did you mean 'sharpness'" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_trains_with_the_plugin(
     installed: dict[str, str], random_model: str, tmp_path: Path
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flowalign.rewards.recent import Recent
+from flowalign.rewards.towers import Recent
 
 
 def test_what_was_not_used_for_longest_is_forgotten():

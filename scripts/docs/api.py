@@ -38,7 +38,7 @@ NAMES = {
         "flowalign.rewards.register",
         "flowalign.rewards.build",
         "flowalign.rewards.check",
-        "flowalign.rewards.scoring.score",
+        "flowalign.rewards.guarded.score",
         "flowalign.rewards.ocr.text_reward",
         "flowalign.rewards.ocr.target_of",
     ],
