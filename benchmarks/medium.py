@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from flowalign.backbone import DTYPES, Backbone
 from flowalign.config import SD3_ATTENTION, ModelConfig
-from flowalign.doctor.architectures import ARCHITECTURES, Architecture, pipeline
+from flowalign.doctor.architectures import ARCHITECTURES, Architecture, build
+from flowalign.tiny import MODEL
 
 MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
 
@@ -20,12 +22,50 @@ MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
 def shapes(width: float = 1.0, layers: int | None = None) -> Architecture:
     """A share of the attention heads, and the first layers (None = all 24). Where there are fewer,
     half of them attend twice, as in the whole model."""
-    found = ARCHITECTURES[MEDIUM].scaled(width)
+    medium = scaled(ARCHITECTURES[MEDIUM], width)
     if not layers:
-        return found
-    dual = [i for i in found.transformer["dual_attention_layers"] if i < (layers + 1) // 2]
+        return medium
+    dual = [i for i in medium.transformer["dual_attention_layers"] if i < (layers + 1) // 2]
     fewer = {"num_layers": layers, "dual_attention_layers": dual}
-    return replace(found, transformer={**found.transformer, **fewer})
+    return replace(medium, transformer={**medium.transformer, **fewer})
+
+
+def scaled(whole: Architecture, width: float) -> Architecture:
+    """The same structure with `width` times the attention heads and VAE channels."""
+    heads = max(1, round(whole.transformer["num_attention_heads"] * width))
+    head = whole.transformer["attention_head_dim"]
+    groups = max(1, round(whole.vae["norm_num_groups"] * width))
+    channels = [
+        groups * max(1, round(count * width / groups)) for count in whole.vae["block_out_channels"]
+    ]
+    sizes = {"num_attention_heads": heads, "caption_projection_dim": heads * head}
+    vae = {"block_out_channels": channels, "norm_num_groups": groups}
+    return replace(whole, transformer={**whole.transformer, **sizes}, vae={**whole.vae, **vae})
+
+
+def with_small_text(whole: Architecture, vocabulary: int) -> Architecture:
+    """With one-layer text encoders of the same output sizes."""
+    clip = {"num_hidden_layers": 1, "intermediate_size": 64}
+    t5 = {"num_layers": 1, "d_ff": 64, "num_heads": 1}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 3, "vocab_size": vocabulary}
+    small = [{**c, **ends, **(t5 if c["model_type"] == "t5" else clip)} for c in whole.text]
+    return replace(whole, text=tuple(small))
+
+
+def pipeline(architecture: Architecture, seed: int = 0) -> Any:
+    """A whole pipeline on the CPU: random weights, small text encoders of the right output sizes,
+    and the tiny world's tokenizer."""
+    tokenizers = {
+        name: PreTrainedTokenizerFast.from_pretrained(MODEL / "tokenizer", model_max_length=length)
+        for name, length in (("tokenizer", 77), ("tokenizer_2", 77), ("tokenizer_3", 256))
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        pipe = build(with_small_text(architecture, len(tokenizers["tokenizer"])))
+    for name, tokenizer in tokenizers.items():
+        setattr(pipe, name, tokenizer)
+        pipe.register_modules(**{name: tokenizer})
+    return pipe
 
 
 def write(

@@ -61,11 +61,11 @@ class Checkpoints:
                 save_file(rows, part / f"{name}.safetensors")
             torch.save(states, part / "states.pt")
             (part / "progress.json").write_text(json.dumps({"update": update, **progress}))
-        accelerator.wait_for_everyone()
+        accelerator.wait_for_everyone()  # the folder is there
         rng, index = get_rng(), accelerator.process_index
         save_file(rng.tensors, part / f"rng_{index}.safetensors")
         (part / f"rng_{index}.json").write_text(json.dumps(rng.rest))
-        accelerator.wait_for_everyone()
+        accelerator.wait_for_everyone()  # every process has written its generators
         if accelerator.is_main_process:
             if final.exists():  # of this very state, from before the run was resumed
                 shutil.rmtree(part)

@@ -233,7 +233,7 @@ class Loop:
         if self.evaluate is None:
             with self.averaged():
                 self._keep_adapter({})
-        elif self.evaluated != self.update == train.updates:
+        elif self.evaluated != self.update == train.updates:  # it was due, and did not count
             raise TrainingError(
                 f"update {self.update}: the last evaluation lost too many images (the warnings say "
                 "why), so it is not known whether its adapter is the best. Fix the reward and run "
@@ -290,6 +290,7 @@ class Loop:
             for i, (pairs, weight) in enumerate(filled(pairs_of(rollout, keep, size), batches)):
                 with self.parallel.learning(self.backbone.transformer, last=i == batches - 1):
                     step = self.algorithm.loss(pairs, self.velocity(pairs), prepared)
+                    # its share of the mean over the step's pairs; the backward passes add up
                     self.accelerator.backward(step.total * (weight * len(pairs.rows) / count))
                 values = {metrics.LOSS: float(step.total.detach()), **step.metrics}
                 for name, value in values.items() if weight else ():
@@ -315,6 +316,7 @@ class Loop:
             self.parameters, self.config.optimizer.max_grad_norm
         )
         norm = float(norm) if norm is not None else float("nan")
+        # under float16 the scaler skips such a step and lowers its scale
         if not math.isfinite(norm) and self.accelerator.scaler is None:
             raise TrainingError(
                 f"update {self.update}: the gradient is not finite. The last checkpoint is "
@@ -361,7 +363,7 @@ class Loop:
                 self._log({metrics.HEADLINE: headline, **means, metrics.ALARMS: len(alarms)})
                 for text in alarms if main else ():
                     log.warning("update %d: %s", self.update, text)
-                if headline > self.best.get("headline", float("-inf")):
+                if headline > self.best.get("headline", float("-inf")):  # the first one of equals
                     self.best = {"headline": headline, "update": self.update}
                     self._keep_adapter(self.best)
                 self.evaluated = self.update

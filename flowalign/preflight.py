@@ -123,11 +123,6 @@ def _sharing_problems(config: TrainingStage, num_processes: int) -> Iterator[str
         )
 
 
-def adapters(config: Stage) -> dict[str, str]:
-    """config.inputs, which replaces this."""
-    return config.inputs
-
-
 def _adapter_problems(config: Stage, pending: Collection[str]) -> Iterator[str]:
     """Adapters that are not there, cannot be read, or say that they belong to another base. Those
     on the Hub are downloaded."""

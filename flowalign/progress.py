@@ -75,7 +75,7 @@ def quiet() -> None:
     from transformers.utils import logging as transformers_log
 
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
-    for name in ("httpx", "RapidOCR", "onnxruntime", "matplotlib", "PIL"):
+    for name in ("httpx", "RapidOCR", "onnxruntime", "matplotlib", "PIL"):  # they log at INFO
         logging.getLogger(name).setLevel(logging.WARNING)
     diffusers_log.disable_progress_bar()
     diffusers_log.set_verbosity_error()

@@ -95,6 +95,7 @@ class Noise:
         return torch.cat([first, torch.randn(extra, *shape, generator=own)])
 
     def _generator(self, prompt: int, copy: int) -> torch.Generator:
+        # copy + 1, as seeds are not negative: copy -1 is the start that a group shares
         entropy = np.random.SeedSequence([*self.key, prompt, copy + 1]).generate_state(1, np.uint64)
         return torch.Generator().manual_seed(int(entropy[0]))
 
@@ -233,7 +234,7 @@ def _trajectory(
     for step in range(len(schedule.sigmas) - 1):
         if step in trained:
             states.append(x)
-        if step == forwards:
+        if step == forwards:  # nothing after it is trained or decoded
             break
         velocity = backbone.velocity(x, float(schedule.sigmas[step]), cond, guidance=guidance)
         steps = torch.full((len(x),), step, device=x.device)

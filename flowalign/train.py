@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     from flowalign.progress import quiet
 
-    quiet()  # before diffusers is imported
+    quiet()  # before diffusers is imported, which logs while it is
     from flowalign import parallel
     from flowalign.backbone import ModelError
     from flowalign.eval.suite import EvaluationError

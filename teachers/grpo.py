@@ -80,11 +80,12 @@ class Grpo:
             for t in (scores.value, scores.valid, rollout.group, own)
         )
         self._check(valid, scores)
+        # of all processes, on the CPU: every process computes the same and takes its part
         whole = ADVANTAGES[self.settings.advantage](value, group, valid, task)
         whole = clip_advantage(whole, self.settings.advantage_clip)
         first = self.accelerator.process_index * len(rollout)
         advantage = whole[first : first + len(rollout)].to(device)
-        keep = advantage.cpu() != 0
+        keep = advantage.cpu() != 0  # without an advantage only the KL has a gradient
         if self.settings.kl_weight > 0:
             keep = torch.ones_like(keep)
         measured = {

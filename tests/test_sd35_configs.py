@@ -1,6 +1,7 @@
 """The configs of Stable Diffusion 3.5: sound without a model, and the same run on any hardware."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,9 @@ from flowalign.doctor.estimate import predict
 from flowalign.preflight import check_world
 
 ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "benchmarks"))
+import medium  # noqa: E402  # pyright: ignore[reportMissingImports]
+
 CONFIGS = sorted((ROOT / "configs/sd35_medium").glob("[!_]*.yaml"))
 TRAINING = [path for path in CONFIGS if path.stem.startswith(("teacher", "grpo", "student"))]
 VARIANTS = sorted((ROOT / "configs/variants").glob("*.yaml"))
@@ -171,7 +175,7 @@ def shallow(tmp_path: Path) -> dict[str, str]:
             "scheduler": model.scheduler,
         }
         names = ("text_encoder", "text_encoder_2", "text_encoder_3")
-        parts |= dict(zip(names, model.with_small_text(100).text, strict=True))
+        parts |= dict(zip(names, medium.with_small_text(model, 100).text, strict=True))
         folder = tmp_path / size
         for name, config in parts.items():
             (folder / name).mkdir(parents=True)

@@ -25,6 +25,4 @@ from flowalign.config.schema import (
     TeacherConfig,
     TrainConfig,
     TrainingStage,
-    mixtures,
-    routing,
 )

@@ -888,13 +888,3 @@ STAGES: dict[str, type[Stage]] = {  # by the value of `stage`
 def command(stage: str) -> str:
     """What runs a stage."""
     return "flowalign train" if issubclass(STAGES[stage], Job) else "flowalign eval"
-
-
-def routing(config: DistillationStage) -> dict[str, str]:
-    """config.routing, which replaces this."""
-    return config.routing
-
-
-def mixtures(config: TrainingStage) -> dict[str, float]:
-    """config.mixtures, which replaces this."""
-    return config.mixtures

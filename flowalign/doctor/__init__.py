@@ -1,8 +1,8 @@
-"""`flowalign doctor`: what would go wrong, before the first hour is spent.
+"""`flowalign doctor`: what is wrong with a run or a reward, before training starts.
 
-`--reward NAME` examines a reward (`reward`); `--config FILE` a run: its config and files (`plan`),
-the memory and time that it will take (`budget`), and, where the model is at hand, a few images of
-it (`live`). What each finding means: docs/doctor.md.
+`--reward NAME` examines a reward (`reward`). `--config FILE` examines a run: its config and files
+(`plan`), its memory and time (`budget`) and, where the model is on this machine, a few images of it
+(`live`). docs/doctor.md explains each finding.
 """
 
 from __future__ import annotations

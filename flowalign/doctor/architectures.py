@@ -1,17 +1,16 @@
-"""The public Stable Diffusion 3 models without their weights: the shapes of every part.
+"""The shapes of the public Stable Diffusion 3 models: the config of every part, no weights.
 
-For predictions (`flowalign.doctor.estimate`), and for tests that need the real structure.
-Values of transformers, VAE and schedule: the models' public config files, here from three
-independent copies of them in public code (the models themselves are gated); of the text encoders:
-openai/clip-vit-large-patch14, laion/CLIP-ViT-bigG-14 and google/t5-v1_1-xxl, from memory. The
-parameter counts that result are checked against the published ones (tests/test_architectures.py).
+Sources: transformer, VAE and scheduler are the models' public config files, compared in three
+independent copies of public code because the models are gated. The text encoders are
+openai/clip-vit-large-patch14, laion/CLIP-ViT-bigG-14 and google/t5-v1_1-xxl, from memory.
+tests/test_estimate.py checks the resulting parameter counts against the published ones.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,34 +46,13 @@ MMDIT = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """The configs of diffusers' transformer and VAE, of transformers' text encoders (CLIP, CLIP
-    and, unless it is left out, T5), and of the scheduler."""
+    """The configs of a pipeline's parts: transformer, VAE and scheduler as diffusers writes them,
+    text encoders (CLIP, CLIP and, unless it is left out, T5) as transformers does."""
 
     transformer: Mapping[str, Any]
     vae: Mapping[str, Any] = field(default_factory=lambda: VAE)
     text: tuple[Mapping[str, Any], ...] = (CLIP_L, CLIP_G, T5_XXL)
     scheduler: Mapping[str, Any] = field(default_factory=lambda: {"shift": 3.0})
-
-    def scaled(self, width: float) -> Architecture:
-        """The same structure with `width` times the attention heads and VAE channels."""
-        heads = max(1, round(self.transformer["num_attention_heads"] * width))
-        head = self.transformer["attention_head_dim"]
-        groups = max(1, round(self.vae["norm_num_groups"] * width))
-        wide = [c * width / groups for c in self.vae["block_out_channels"]]
-        channels = [groups * max(1, round(count)) for count in wide]
-        sizes = {"num_attention_heads": heads, "caption_projection_dim": heads * head}
-        vae = {"block_out_channels": channels, "norm_num_groups": groups}
-        return replace(self, transformer={**self.transformer, **sizes}, vae={**self.vae, **vae})
-
-    def with_small_text(self, vocabulary: int) -> Architecture:
-        """With one-layer text encoders of the same output sizes."""
-        clip = {"num_hidden_layers": 1, "intermediate_size": 64}
-        t5 = {"num_layers": 1, "d_ff": 64, "num_heads": 1}
-        ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 3, "vocab_size": vocabulary}
-        return replace(
-            self, text=tuple({**c, **ends, **(t5 if c["model_type"] == "t5" else clip)}
-                             for c in self.text)
-        )  # fmt: skip
 
 
 ARCHITECTURES = {
@@ -91,25 +69,35 @@ ARCHITECTURES = {
          "pos_embed_max_size": 192}
     ),
 }  # fmt: skip
-"""By the id on the Hub."""
+"""Hub id -> architecture."""
 
 
 def find(model: str, revision: str | None = None) -> Architecture:
-    """Of a config's model.id, without weights and without a network: from the folder (or the
-    Hub's local cache), else from the table. LookupError where neither has it."""
+    """The architecture of model.id, without weights or network: read from its folder or from the
+    Hub's cache, else from ARCHITECTURES. LookupError where none of them has it."""
     folder = local_folder(model, revision)
-    if folder is not None:
-        return _read(folder)
-    if model in ARCHITECTURES:
+    if folder is None and model in ARCHITECTURES:
         return ARCHITECTURES[model]
-    raise LookupError(
-        f"model.id {model!r} lies neither in a folder nor in the Hub's cache here, and its shapes "
-        f"are not known; known are {', '.join(ARCHITECTURES)}. Download it, or name one of these."
-    )
+    if folder is None:
+        raise LookupError(
+            f"model.id {model!r} is neither a folder nor in the Hub's cache on this machine, and "
+            f"its shapes are not built in. Download it, or use one of {', '.join(ARCHITECTURES)}."
+        )
+
+    def config(part: str, name: str = "config.json") -> dict[str, Any] | None:
+        path = folder / part / name
+        return json.loads(path.read_text()) if path.is_file() else None
+
+    transformer, vae = config("transformer"), config("vae")
+    if transformer is None or vae is None:
+        raise LookupError(f"{folder}: transformer/config.json or vae/config.json is missing.")
+    text = [config(part) for part in ("text_encoder", "text_encoder_2", "text_encoder_3")]
+    scheduler = config("scheduler", "scheduler_config.json") or {}
+    return Architecture(transformer, vae, tuple(t for t in text if t is not None), scheduler)
 
 
 def local_folder(model: str, revision: str | None = None) -> Path | None:
-    """Where a pipeline lies on this machine: its folder, or that in the Hub's cache; None = not."""
+    """The folder of a pipeline on this machine, in the Hub's cache or elsewhere; None if absent."""
     from huggingface_hub import try_to_load_from_cache
 
     from flowalign.backbone import resolve
@@ -123,85 +111,34 @@ def local_folder(model: str, revision: str | None = None) -> Path | None:
     return Path(cached).parent if isinstance(cached, str) else None
 
 
-def build(found: Architecture, dtype: torch.dtype = torch.float32) -> Any:
-    """A StableDiffusion3Pipeline without tokenizers, on the current default device (`meta` for
-    shapes alone), with random weights."""
+def build(architecture: Architecture, dtype: torch.dtype = torch.float32) -> Any:
+    """A StableDiffusion3Pipeline with random weights and no tokenizers, on the current default
+    device (`meta`: shapes without data)."""
     from diffusers import (
         AutoencoderKL,
         FlowMatchEulerDiscreteScheduler,
         SD3Transformer2DModel,
         StableDiffusion3Pipeline,
     )
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
-    transformer = SD3Transformer2DModel(**_known(SD3Transformer2DModel, found.transformer))
-    vae = AutoencoderKL(**_known(AutoencoderKL, found.vae))
-    to: Any = nn.Module.to  # diffusers' own would warn of modules that it does not have
-    text: list[Any] = [to(text_encoder(config), dtype) for config in found.text]
-    names = ("text_encoder", "text_encoder_2", "text_encoder_3")
-    none: dict[str, Any] = {f"tokenizer{n}": None for n in ("", "_2", "_3")} | dict.fromkeys(names)
-    return StableDiffusion3Pipeline(
-        transformer=to(transformer, dtype).eval(),
-        vae=to(vae, dtype).eval(),
-        scheduler=FlowMatchEulerDiscreteScheduler(**found.scheduler),
-        **{**none, **dict(zip(names, text, strict=False))},
-    )
-
-
-def pipeline(found: Architecture, seed: int = 0) -> Any:
-    """A whole pipeline on the CPU with random weights, small text encoders of the right output
-    sizes, and the tiny world's tokenizer: for tests and benchmarks of the real structure."""
-    from transformers import PreTrainedTokenizerFast
-
-    from flowalign.tiny import MODEL
-
-    spell = [PreTrainedTokenizerFast.from_pretrained(MODEL / "tokenizer", model_max_length=length)
-             for length in (77, 77, 256)]  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        pipe = build(found.with_small_text(len(spell[0])))
-    for name, tokenizer in zip(("tokenizer", "tokenizer_2", "tokenizer_3"), spell, strict=True):
-        setattr(pipe, name, tokenizer)
-        pipe.register_modules(**{name: getattr(pipe, name)})
-    return pipe
-
-
-def text_encoder(config: Mapping[str, Any]) -> nn.Module:
-    """A CLIP text model with projection, or a T5 encoder."""
-    from transformers import (
-        CLIPTextConfig,
-        CLIPTextModelWithProjection,
-        T5Config,
-        T5EncoderModel,
-    )
-
-    rest = {k: v for k, v in config.items() if k not in ("model_type", "dtype", "torch_dtype")}
-    if config["model_type"] == "t5":
-        return T5EncoderModel(T5Config(**rest)).eval()
-    return CLIPTextModelWithProjection(CLIPTextConfig(**rest)).eval()
-
-
-def _read(folder: Path) -> Architecture:
-    def config(part: str, name: str = "config.json") -> dict[str, Any] | None:
-        path = folder / part / name
-        return json.loads(path.read_text()) if path.is_file() else None
-
-    text = [config(part) for part in ("text_encoder", "text_encoder_2", "text_encoder_3")]
-    transformer, vae = config("transformer"), config("vae")
-    if transformer is None or vae is None:
-        raise LookupError(f"{folder}: no transformer/config.json and vae/config.json lie there.")
-    scheduler = config("scheduler", "scheduler_config.json") or {}
-    return Architecture(
-        transformer, vae, tuple(t for t in text if t is not None), _plain(scheduler)
-    )
-
-
-def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in config.items() if not k.startswith("_")}
-
-
-def _known(kind: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that this release of diffusers takes."""
-    import inspect
-
-    taken = inspect.signature(kind.__init__).parameters
-    return {k: v for k, v in config.items() if k in taken}
+    # diffusers' own `to` would warn of hooks and dtypes that do not matter here
+    to: Any = nn.Module.to
+    transformer = SD3Transformer2DModel.from_config(dict(architecture.transformer))
+    vae = AutoencoderKL.from_config(dict(architecture.vae))
+    parts: dict[str, Any] = {
+        "transformer": to(transformer, dtype).eval(),
+        "vae": to(vae, dtype).eval(),
+        "scheduler": FlowMatchEulerDiscreteScheduler.from_config(dict(architecture.scheduler)),
+    }
+    encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
+    parts |= dict.fromkeys((*encoders, "tokenizer", "tokenizer_2", "tokenizer_3"))
+    for name, config in zip(encoders, architecture.text, strict=False):  # T5 may be left out
+        # a file's own dtype must not overrule ours
+        sizes = {k: v for k, v in config.items() if k not in ("model_type", "dtype", "torch_dtype")}
+        if config["model_type"] == "t5":
+            encoder = T5EncoderModel(T5Config(**sizes))
+        else:
+            encoder = CLIPTextModelWithProjection(CLIPTextConfig(**sizes))
+        parts[name] = to(encoder, dtype).eval()
+    return StableDiffusion3Pipeline(**parts)

@@ -1,16 +1,15 @@
-"""What a config will hold in memory and compute, before any weight is loaded.
+"""Memory and FLOPs of a run, predicted before any weight is loaded.
 
-The library's own forward and backward passes run on a model of shapes alone (`meter`), once for
-each kind of work of an update; counts of images and steps do the rest. Of one process, in bytes and
-floating-point operations.
+The library's own forward and backward passes run on a model without data (`meter`), once for each
+phase of an update. Counts of images and steps give the rest. All numbers are of one process, in
+bytes and floating-point operations.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,30 +18,31 @@ from torch.utils.checkpoint import checkpoint
 
 from flowalign.adapters.files import AdapterError, read_lora
 from flowalign.backbone import DTYPES, Backbone
+from flowalign.config import parse
 from flowalign.config.schema import (
+    DistillationStage,
     GrpoStage,
     OpdStage,
     SftStage,
-    TeacherConfig,
     TrainingStage,
-    routing,
 )
-from flowalign.doctor.architectures import Architecture, build, find
-from flowalign.doctor.meter import As, Meter, measure, rounded, size, size_of
+from flowalign.doctor.architectures import build, find
+from flowalign.doctor.meter import DeviceAttention, Meter, measure, rounded, size, size_of
 from flowalign.loop import STUDENT
 from flowalign.student.opd import chosen
-from flowalign.text import BATCH as TEXTS
+from flowalign.text import BATCH as TEXT_BATCH
 from flowalign.types import Conditioning, Source
 
 NF4 = 0.5 + 4 / 64  # bytes a weight: four bits, and a float32 scale for each block of 64
-DRAWS = 64  # of the states that an update trains, for their mean cost
-PROMPTS_OF_BENCHMARK = 512  # where a benchmark has no limit
+ADAM_8BIT = 0.26  # of the bytes of float32 moments: one byte each, and blockwise scales
+DRAWS = 64  # updates whose drawn states are averaged
+BENCHMARK_PROMPTS = 512  # assumed where a benchmark has no limit
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A kind of work. bytes: held at most while it goes on, beyond what lies there all the time;
-    flops: of an update (of the evaluation: of one evaluation)."""
+    """A kind of work. bytes: its peak beyond the resident bytes; flops: of one update (of the
+    evaluation: of one evaluation)."""
 
     name: str
     bytes: int
@@ -51,31 +51,35 @@ class Phase:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one process: bytes that lie there all the time by what they are, the phases of an update,
-    an evaluation (None = there is none), and how often both come."""
+    """The prediction of one process: resident bytes by what they are, the phases of an update, and
+    an evaluation (None = there is none). The other fields are what it was predicted for."""
 
+    config: TrainingStage
+    device_type: str
+    processes: int
+    ranks: Mapping[str, int]
     parts: Mapping[str, int]
     phases: list[Phase]
     evaluation: Phase | None
-    updates: int
-    evaluations: int
-    processes: int = 1
-    notes: list[str] = field(default_factory=list)
+
+    @property
+    def all_phases(self) -> list[Phase]:
+        """The phases of an update, and the evaluation."""
+        return [*self.phases, *([self.evaluation] if self.evaluation else [])]
 
     @property
     def resident(self) -> int:
-        """Bytes that lie there all the time."""
+        """Bytes that stay allocated through all phases."""
         return sum(self.parts.values())
 
     @property
     def worst(self) -> Phase:
-        """The phase that holds most."""
-        every = [*self.phases, *([self.evaluation] if self.evaluation else [])]
-        return max(every, key=lambda phase: phase.bytes)
+        """The phase with the highest peak."""
+        return max(self.all_phases, key=lambda phase: phase.bytes)
 
     @property
     def peak(self) -> int:
-        """Bytes at most, as torch.cuda.max_memory_allocated counts them."""
+        """Peak bytes, as torch.cuda.max_memory_allocated counts them."""
         return self.resident + self.worst.bytes
 
     @property
@@ -83,11 +87,23 @@ class Estimate:
         """Of one update."""
         return sum(phase.flops for phase in self.phases)
 
+    @property
+    def evaluations(self) -> int:
+        """How often a run evaluates: before the first update, at intervals, and after the last."""
+        updates, evaluation = self.config.train.updates, self.config.evaluation
+        return len({*range(0, updates, evaluation.every), updates}) if evaluation else 0
+
     def hours(self, rate: float) -> float:
-        """Device-hours of the whole run, all processes, at `rate` FLOP/s each; rewards aside."""
+        """Device-hours of the whole run, all processes, at `rate` FLOP/s each, without rewards."""
         evaluation = self.evaluation.flops if self.evaluation else 0.0
-        total = self.updates * self.flops + self.evaluations * evaluation
+        total = self.config.train.updates * self.flops + self.evaluations * evaluation
         return total / rate / 3600 * self.processes
+
+    def after(self, change: str) -> Estimate:
+        """The prediction after a change of the config, "key.path=value"."""
+        config = parse(self.config.model_dump(mode="json"), [change])
+        device, processes = self.device_type, self.processes
+        return predict(config, device_type=device, processes=processes, ranks=self.ranks)
 
 
 def predict(
@@ -99,335 +115,293 @@ def predict(
 ) -> Estimate:
     """The estimate of a training stage.
 
-    ranks: of adapters that are not there yet (an earlier stage of a recipe writes them), by
-    folder. LookupError where the shapes of model.id are not known. Not in it: what rewards hold,
-    what kernels take for themselves (cuDNN, GEMM scratch), the device's own context.
+    ranks: {folder: rank} of adapters that an earlier stage of a recipe will write. Raises
+    LookupError where the shapes of model.id are not known. Not included: torch.compile, and the
+    memory of rewards, of kernels (cuDNN, GEMM workspaces) and of the device's context.
     """
-    shapes = _Shapes(config, find(config.model.id, config.model.revision), device_type, ranks or {})
-    work = _Work(config, shapes, processes)
-    phases = [work.text(), work.rollout()]
-    phases += [work.decode()] if work.decodes else []
-    phases += [work.labels()] if isinstance(config, OpdStage) else []
-    phases += [work.update()]
-    every = config.evaluation.every if config.evaluation else 0
-    count = len({*range(0, config.train.updates, every), config.train.updates}) if every else 0
-    return Estimate(
-        shapes.parts(processes),
-        phases,
-        work.evaluation() if every else None,
-        config.train.updates,
-        count,
-        processes,
-        ["torch.compile is not in the prediction."] if config.model.compile else [],
-    )
+    ranks = ranks or {}
+    run = _Run(config, device_type, processes, ranks)
+    phases = [run.text(), run.rollout()]
+    if config.learns_from_rewards:
+        phases.append(run.decode())
+    if isinstance(config, OpdStage):
+        phases.append(run.labels(config))
+    phases.append(run.update())
+    evaluation = run.evaluation() if config.evaluation else None
+    return Estimate(config, device_type, processes, ranks, run.parts(), phases, evaluation)
 
 
-def rank_of(source: str, ranks: Mapping[str, int], otherwise: int) -> int:
-    """The largest rank of an adapter: of its file, else as an earlier stage will write it."""
+def rank_of(source: str, ranks: Mapping[str, int], default: int) -> int:
+    """The largest rank of an adapter: from `ranks`, else from its file, else `default`."""
     if source in ranks:
         return ranks[source]
     try:
         return max(read_lora(source).ranks.values())
     except (AdapterError, OSError):  # it is not here, and the Hub cannot be asked
-        return otherwise
+        return default
 
 
-class _Shapes:
-    """The model of a config on the meta device, with every adapter of the stage."""
+class _Run:
+    """A stage on the meta device: the model with all adapters, and the phases of an update."""
 
     def __init__(
-        self, config: TrainingStage, found: Architecture, device_type: str, ranks: Mapping[str, int]
+        self, config: TrainingStage, device_type: str, processes: int, ranks: Mapping[str, int]
     ) -> None:
-        self.config, self.device_type = config, device_type
+        self.config, self.device_type, self.processes = config, device_type, processes
         model, self.dtype = config.model, DTYPES[config.model.dtype]
         with torch.device("meta"):
-            pipe = build(found, self.dtype)
+            pipe = build(find(model.id, model.revision), self.dtype)
             nn.Module.to(pipe.vae, DTYPES[model.vae_dtype])
             if model.quantization == "fp8":
                 kinds = {"storage_dtype": torch.float8_e4m3fn, "compute_dtype": self.dtype}
                 pipe.transformer.enable_layerwise_casting(**kinds)
-            parts = (pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3)
-            self.encoders = [part for part in parts if part is not None]
+            encoders = (pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3)
+            self.encoders = [encoder for encoder in encoders if encoder is not None]
             self.base = size_of(pipe.transformer)
-            here = {"text_cache": None, "offload_text_encoders": False}  # shapes have no values
-            self.backbone = Backbone.of(pipe, model.model_copy(update=here), "meta")
-            self.student, self.teachers, self.anchor = self._adapters(ranks)
+            # a cache and moving between devices need values, which shapes do not have
+            plain = {"text_cache": None, "offload_text_encoders": False}
+            self.backbone = Backbone.of(pipe, model.model_copy(update=plain), "meta")
+            self._add_adapters(ranks)
         if model.quantization == "nf4":
-            weights = [layer.weight for layer in self._linear(pipe.transformer)]
+            weights = [
+                layer.weight
+                for name, layer in pipe.transformer.named_modules()
+                if isinstance(layer, nn.Linear) and ".lora_" not in name
+            ]
             self.base += round(sum(w.numel() for w in weights) * NF4) - size(weights)
         if model.gradient_checkpointing:
             self.backbone.core.enable_gradient_checkpointing(self._checkpoint)
+        self.images = max(1, config.rollout.images // processes)
+        self.prompts = math.ceil(self.images / config.rollout.copies)
+        self.states, self.forwards = self._steps()
+        self.pairs = self.images * self.states  # (image, step) that are trained
+        self.latent = rounded(4 * math.prod(self.backbone.latent_shape))  # bytes, float32
+        self.pixels = 4 * 3 * model.height * model.width  # bytes of an image, float32
+        self.clip_tokens = self.encoders[0].config.max_position_embeddings
 
-    def _adapters(
-        self, ranks: Mapping[str, int]
-    ) -> tuple[list[nn.Parameter], dict[str, Source], Source | None]:
-        """The student's parameters, and who labels: the teachers and the anchor."""
+    def _add_adapters(self, ranks: Mapping[str, int]) -> None:
+        """The student's adapter, and those of its teachers and anchor, as a run loads them."""
         config, lora, backbone = self.config, self.config.lora, self.backbone
         rank = rank_of(lora.init, ranks, lora.rank) if lora.init else lora.rank
         backbone.add_adapter(STUDENT, rank=rank, alpha=lora.alpha, targets=lora.targets)
-        members = dict(config.teachers) if isinstance(config, OpdStage | SftStage) else {}
-        anchor = config.anchor if isinstance(config, OpdStage) else None
-
-        def source(name: str, member: TeacherConfig) -> Source:
-            if member.adapter is None:
-                return Source(None, config.guidance_of(member))
-            own = rank_of(member.adapter, ranks, lora.rank)
-            backbone.add_adapter(name, rank=own, alpha=1.0, targets=lora.targets)
-            for parameter in backbone.adapter_parameters(name):
-                parameter.data = parameter.data.to(self.dtype)  # as frozen ones are loaded
-            return Source(name, config.guidance_of(member))
-
-        taught = {name: source(f"teacher_{name}", member) for name, member in members.items()}
-        anchored = source("teacher_anchor_of_all", anchor) if anchor else None
+        self.student = backbone.adapter_parameters(STUDENT)
+        self.teachers: list[nn.Parameter] = []
+        self.sources: dict[str, Source] = {}  # who labels, by its place in the config
+        for place, teacher in config.labellers.items():
+            name = None
+            if teacher.adapter is not None:
+                name = place.replace(".", "_")  # torch forbids dots in a module's name
+                rank = rank_of(teacher.adapter, ranks, lora.rank)
+                backbone.add_adapter(name, rank=rank, alpha=1.0, targets=lora.targets)
+                for parameter in backbone.adapter_parameters(name):
+                    parameter.data = parameter.data.to(self.dtype)  # as a frozen one is loaded
+                    self.teachers.append(parameter)
+            self.sources[place] = Source(name, config.guidance_of(teacher))
         backbone.activate(STUDENT)
-        return backbone.adapter_parameters(STUDENT), taught, anchored
-
-    def parts(self, processes: int) -> dict[str, int]:
-        """What lies there all the time."""
-        config, lora = self.config, size(self.student)
-        moments = 0.26 if config.optimizer.name == "adamw8bit" else 1  # blockwise scales
-        sources = [*self.teachers.values(), *([self.anchor] if self.anchor else [])]
-        taught = [source.adapter for source in sources if source.adapter]
-        encoders = 0 if config.model.offload_text_encoders else size_of(*self.encoders)
-        found = {
-            f"transformer ({config.model.quantization or config.model.dtype})": self.base,
-            f"VAE ({config.model.vae_dtype})": size_of(self.backbone.pipe.vae),
-            f"text encoders ({config.model.dtype})": encoders,
-            "student's LoRA (float32)": lora,
-            "its Adam moments": round(2 * lora * moments),
-            "its moving average": lora if config.ema else 0,
-            f"LoRAs of {len(taught)} teachers": sum(
-                size(self.backbone.adapter_parameters(n)) for n in taught
-            ),
-            "gradient buckets of DDP": lora if processes > 1 else 0,
-        }
-        return {name: count for name, count in found.items() if count}
-
-    def measure(self, call: Callable[[], object]) -> Meter:
-        """What `call` holds and computes on the device that is predicted for."""
-        return measure(call, self.device_type)
-
-    def conditioning(self, rows: int) -> Conditioning:
-        """Of as many images, each with a prompt of its own."""
-        config, dtype = self.backbone.core.config, self.dtype
-        length = self.config.model.max_sequence_length + _clip_length(self.encoders)
-
-        def empty(*shape: int) -> Tensor:
-            return torch.empty(*shape, device="meta", dtype=dtype)
-
-        wide, pooled = config.joint_attention_dim, config.pooled_projection_dim
-        index = torch.empty(rows, device="meta", dtype=torch.long)
-        return Conditioning(
-            empty(rows, length, wide), empty(rows, pooled), index,
-            empty(1, length, wide), empty(1, pooled),
-        )  # fmt: skip
-
-    def latents(self, rows: int) -> Tensor:
-        """As many latents [rows,C,h,w], float32."""
-        return torch.empty(rows, *self.backbone.latent_shape, device="meta")
 
     def _checkpoint(self, module: Any, *args: Any) -> Any:
-        """Recomputation happens inside the backward pass, which modes of PyTorch do not reach."""
+        """Gradient checkpointing. The modes of `measure` do not reach into the backward pass, where
+        the module runs again, so that the one for attention is entered there, too."""
 
         def run(*again: Any) -> Any:
-            with As(self.device_type):
+            with DeviceAttention(self.device_type):
                 return module(*again)
 
         return checkpoint(run, *args, use_reentrant=False)
 
-    @staticmethod
-    def _linear(module: nn.Module) -> list[nn.Linear]:
-        """The base's linear layers, without the adapters' own."""
-        return [
-            layer
-            for name, layer in module.named_modules()
-            if isinstance(layer, nn.Linear) and ".lora_" not in name
-        ]
-
-
-class _Work:
-    """The phases of a run: what one pass of each holds, and how many rows go through it."""
-
-    def __init__(self, config: TrainingStage, shapes: _Shapes, processes: int) -> None:
-        self.config, self.shapes, self.backbone = config, shapes, shapes.backbone
-        rollout = config.rollout
-        self.images = max(1, rollout.prompts * rollout.copies // processes)
-        self.prompts = math.ceil(self.images / rollout.copies)
-        self.processes = processes
-        rewarded = isinstance(config, OpdStage) and config.student.reward_weight > 0
-        self.decodes = isinstance(config, GrpoStage) or rewarded
-        self.acts = self.decodes or (
-            isinstance(config, OpdStage) and config.student.gradient != "pathwise"
-        )
-        self.states, self.forwards = self._steps()
-        self.latent = rounded(4 * math.prod(self.backbone.latent_shape))
-        self.pixels = 4 * 3 * config.model.height * config.model.width
-        self.drift = 0  # FLOPs of a micro-batch of the base, whose distance grpo measures
-
     def _steps(self) -> tuple[int, float]:
-        """Trained states of an image, and forward passes of its rollout (their mean)."""
-        config, window = self.config, list(range(*self.config.rollout.trained))
+        """Trained states of an image, and the mean number of forward passes of its rollout."""
+        config, steps = self.config, self.config.rollout.steps
+        window = list(range(*config.rollout.trained))
         if isinstance(config, SftStage):
-            return config.sft.states, config.rollout.steps
+            return config.sft.states, steps
         if not isinstance(config, OpdStage):
-            return len(window), config.rollout.steps
+            return len(window), steps
         draws = [chosen(config.student.states, window, (config.seed, u)) for u in range(DRAWS)]
-        last = sum(draw[-1] + self.acts for draw in draws) / DRAWS
-        return len(draws[0]), config.rollout.steps if self.decodes else last
+        if config.learns_from_rewards:  # images are decoded, so that the rollout runs to its end
+            return len(draws[0]), steps
+        return len(draws[0]), sum(draw[-1] + config.needs_actions for draw in draws) / DRAWS
 
-    # What an update leaves in memory while it goes on ------------------------------------------
+    # Memory ------------------------------------------------------------------------------------
+
+    def parts(self) -> dict[str, int]:
+        """Resident bytes by what they are."""
+        model, lora = self.config.model, size(self.student)
+        moments = ADAM_8BIT if self.config.optimizer.name == "adamw8bit" else 1
+        encoders = 0 if model.offload_text_encoders else size_of(*self.encoders)
+        adapters = sum(source.adapter is not None for source in self.sources.values())
+        parts = {
+            f"transformer ({model.quantization or model.dtype})": self.base,
+            f"VAE ({model.vae_dtype})": size_of(self.backbone.pipe.vae),
+            f"text encoders ({model.dtype})": encoders,
+            "student's LoRA (float32)": lora,
+            "its Adam moments": round(2 * lora * moments),
+            "its moving average": lora if self.config.ema else 0,
+            f"LoRAs of {adapters} teachers": size(self.teachers),
+            "gradient buckets of DDP": lora if self.processes > 1 else 0,
+        }
+        return {name: count for name, count in parts.items() if count}
 
     @property
-    def stored(self) -> int:
-        """The rollout: states, their successors, the last latents, images and text."""
-        states = self.states * (2 if self.acts else 1)
-        ends = 1 if self.decodes or isinstance(self.config, SftStage) else 0
-        pixels = self.pixels if self.decodes else 0
-        return self.images * ((states + ends) * self.latent + pixels) + self.text_bytes
+    def stored_states(self) -> int:
+        """Bytes of the trained states and, where they are needed, their successors."""
+        return self.pairs * (2 if self.config.needs_actions else 1) * self.latent
 
     @property
-    def text_bytes(self) -> int:
-        cond = self.shapes.conditioning(1)
+    def stored_text(self) -> int:
+        """Bytes of the embeddings of all prompts and of the empty one."""
+        cond = self._conditioning(1)
         return (self.prompts + 1) * size([cond.embeds, cond.pooled])
 
     @property
-    def label_bytes(self) -> int:
-        """Labels of teachers and anchor, as they are kept from rollout to rollout."""
-        if isinstance(self.config, SftStage):
-            return self.images * self.states * self.latent
-        if not isinstance(self.config, OpdStage):
+    def stored(self) -> int:
+        """Bytes of a rollout: states, last latents, images and text."""
+        config, images = self.config, 0
+        if config.learns_from_rewards:
+            images = self.images * (self.latent + self.pixels)
+        elif isinstance(config, SftStage):
+            images = self.images * self.latent
+        return self.stored_states + images + self.stored_text
+
+    @property
+    def stored_labels(self) -> int:
+        """Bytes of the labels of teachers and anchor, which are kept until the next rollout's."""
+        config = self.config
+        if isinstance(config, SftStage):
+            return self.pairs * self.latent
+        if not isinstance(config, OpdStage):
             return 0
-        each = 2 if self.config.student.label_dtype == "bfloat16" else 4
-        fields = 2 if self.config.anchor else 1
-        return self.images * self.states * self.latent * each // 4 * fields
+        width = 2 if config.student.label_dtype == "bfloat16" else 4
+        return self.pairs * self.latent * width // 4 * (2 if config.anchor else 1)
 
-    # The phases --------------------------------------------------------------------------------
+    # Phases ------------------------------------------------------------------------------------
 
-    def text(self, prompts: int | None = None) -> Phase:
-        """The prompts of an update (with a cache one by one)."""
-        model, rows = self.config.model, prompts or self.prompts
-        batch = 1 if model.text_cache else min(rows, TEXTS)
+    def text(self) -> Phase:
+        """Encode the prompts. With a cache they are encoded once, one by one: its FLOPs are 0."""
+        model = self.config.model
+        batch = 1 if model.text_cache else min(self.prompts, TEXT_BATCH)
+        lengths = [self.clip_tokens, self.clip_tokens, model.max_sequence_length]
 
         def encode() -> None:
-            for encoder, length in zip(self.shapes.encoders, self._lengths(), strict=True):
+            for encoder, length in zip(self.encoders, lengths, strict=False):  # T5 may be left out
                 ids = torch.empty(batch, length, dtype=torch.long, device="meta")
                 with torch.no_grad():
                     encoder(ids, output_hidden_states=True)
 
-        found = self.shapes.measure(encode)
-        visiting = size_of(*self.shapes.encoders) if model.offload_text_encoders else 0
-        flops = found.flops / batch * rows * (0 if model.text_cache else 1)
-        return Phase("text", self.text_bytes + visiting + found.peak, flops)
-
-    def _lengths(self) -> list[int]:
-        clip, model = _clip_length(self.shapes.encoders), self.config.model
-        return [clip, clip, model.max_sequence_length][: len(self.shapes.encoders)]
+        meter = measure(encode, self.device_type)
+        visiting = size_of(*self.encoders) if model.offload_text_encoders else 0
+        flops = 0.0 if model.text_cache else meter.flops / batch * self.prompts
+        return Phase("text", self.stored_text + visiting + meter.peak, flops)
 
     def rollout(self) -> Phase:
-        """Forward passes without gradient; the stored states are copied once at the end."""
+        """Sample trajectories without gradient. Stored states are copied once, at the end."""
         rollout = self.config.rollout
         batch = min(rollout.batch_size, self.images)
         if isinstance(self.config, SftStage):
-            found = self._taught(batch)
+            meter = self._teachers_forward(self.config, batch)
         else:
-            found = self._forward(batch, rollout.guidance)
-        states = self.images * self.states * (2 if self.acts else 1) * self.latent
+            meter = self._forward(batch, Source(STUDENT, rollout.guidance))
         noise = batch * (1 + self.states) * self.latent
-        held = self.stored + max(found.peak + noise, states)
-        return Phase("rollout", held, found.flops / batch * self.images * self.forwards)
+        peak = self.stored + max(meter.peak + noise, self.stored_states)
+        return Phase("rollout", peak, meter.flops / batch * self.images * self.forwards)
 
     def decode(self) -> Phase:
-        """The VAE on a batch, while all images of the rollout are kept."""
+        """Decode a batch with the VAE, beside all images of the rollout."""
         batch = min(self.config.rollout.batch_size, self.images)
-        found = self._decode(batch)
-        held = self.stored + max(found.peak - batch * self.pixels, self.images * self.pixels)
-        return Phase("VAE decode", held, found.flops / batch * self.images)
+        meter = self._decode(batch)
+        peak = self.stored + max(meter.peak - batch * self.pixels, self.images * self.pixels)
+        return Phase("VAE decode", peak, meter.flops / batch * self.images)
 
-    def labels(self) -> Phase:
-        """Each pair by its teacher, and by the anchor."""
-        config, anchor = self.config, self.shapes.anchor
-        assert isinstance(config, OpdStage)
-        pairs = self.images * self.states
-        batch = min(config.student.label_batch, pairs)
-        found = [self._taught(batch)]
-        if anchor:
-            found.append(self._forward(batch, anchor.guidance, anchor.adapter))
-        flops = sum(each.flops for each in found) / batch * pairs
-        held = self.stored + self.label_bytes + max(each.peak for each in found)
-        return Phase("labels", held, flops)
+    def labels(self, config: OpdStage) -> Phase:
+        """Label each pair by its teacher, and by the anchor."""
+        batch = min(config.student.label_batch, self.pairs)
+        meters = [self._teachers_forward(config, batch)]
+        if config.anchor:
+            meters.append(self._forward(batch, self.sources["anchor"]))
+        flops = sum(meter.flops for meter in meters) / batch * self.pairs
+        peak = self.stored + self.stored_labels + max(meter.peak for meter in meters)
+        return Phase("labels", peak, flops)
 
     def update(self) -> Phase:
         """Forward and backward pass of a micro-batch, and the optimizer's step."""
-        config, lora = self.config, size(self.shapes.student)
-        pairs = self.images * self.states
-        batch = min(config.optimizer.micro_batch, pairs // config.optimizer.updates_per_rollout)
-        x, cond = self.shapes.latents(batch), self.shapes.conditioning(batch)
-        found = self.shapes.measure(partial(self._learn, x, cond))
+        config, backbone, lora = self.config, self.backbone, size(self.student)
+        batch = self.pairs // config.optimizer.updates_per_rollout
+        batch = min(config.optimizer.micro_batch, batch)
+        x, cond = self._latents(batch), self._conditioning(batch)
+        reference = Meter()
+
+        def learn() -> None:
+            velocity, target = backbone.velocity(x, 0.5, cond, guidance=config.guidance), x
+            if config.learns_from_rewards:  # the KL to the base
+                with torch.no_grad(), backbone.base(), reference:
+                    target = backbone.velocity(x, 0.5, cond, guidance=config.guidance)
+            ((velocity - target) ** 2).mean().backward()
+            for parameter in self.student:
+                parameter.grad = None
+
+        meter = measure(learn, self.device_type)
         tasks = len(config.tasks) if isinstance(config, OpdStage) else 1
-        cosines = (tasks - 1) * lora  # the tasks' gradients, side by side
-        step = 3 * lora if self.shapes.device_type == "cuda" else lora  # gradients, and torch's
-        held = self.stored + self.label_bytes + max(found.peak + cosines, step)  # foreach copies
-        kept = isinstance(config, GrpoStage | OpdStage) and config.grpo.kl_weight > 0
-        flops = found.flops - (0 if kept else self.drift)
-        return Phase("update", held, flops / batch * pairs)
+        cosines = (tasks - 1) * lora  # the gradients of all tasks, side by side
+        step = 3 * lora if self.device_type == "cuda" else lora  # gradients, and foreach's copies
+        peak = self.stored + self.stored_labels + max(meter.peak + cosines, step)
+        # without kl_weight the KL is only logged, on one micro-batch: that counts for the peak
+        weighted = isinstance(config, GrpoStage | OpdStage) and config.grpo.kl_weight > 0
+        flops = meter.flops - (0 if weighted else reference.flops)
+        return Phase("update", peak, flops / batch * self.pairs)
 
     def evaluation(self) -> Phase:
-        """Sampling and decoding held-out prompts, by Euler steps."""
-        e, rollout = self.config.evaluation, self.config.rollout
-        assert e
-        batch = e.batch_size or rollout.batch_size
-        found = self._forward(batch, rollout.guidance if e.guidance is None else e.guidance)
+        """Sample held-out prompts by Euler steps, and decode them."""
+        config, sampling = self.config, self.config.evaluation_sampling
+        assert config.evaluation
+        batch = sampling.batch_size
+        forward = self._forward(batch, Source(STUDENT, sampling.guidance))
         decoded = self._decode(batch)
-        watched = sum((m.limit or PROMPTS_OF_BENCHMARK) * m.images for m in e.watch)
-        images = (e.prompts * len(self.config.tasks) + watched) / self.processes
-        flops = (found.flops * (e.steps or rollout.steps) + decoded.flops) / batch * images
-        text = size([self.shapes.conditioning(batch + 1).embeds])
+        images = config.evaluation.prompts * len(config.tasks)
+        images += sum((b.limit or BENCHMARK_PROMPTS) * b.images for b in config.watched)
+        flops = forward.flops * sampling.steps + decoded.flops
+        text = size([self._conditioning(batch + 1).embeds])
         noise = batch * self.latent
-        held = self.label_bytes + text + max(found.peak, decoded.peak) + noise
-        return Phase("evaluation", held, flops)
+        peak = self.stored_labels + text + max(forward.peak, decoded.peak) + noise
+        return Phase("evaluation", peak, flops / batch * (images / self.processes))
 
-    # One pass ----------------------------------------------------------------------------------
+    # Single passes: their inputs are made before they are measured, as parts of the stored rollout
 
-    # What goes in is part of the stored rollout, and made before it is measured.
-
-    def _taught(self, batch: int) -> Meter:
-        """A batch of the teacher that holds most; its operations are the mean of all tasks'."""
-        config, every = self.config, self.shapes.teachers
-        assert isinstance(config, OpdStage | SftStage)
-        found = {name: self._forward(batch, of.guidance, of.adapter) for name, of in every.items()}
-        worst = max(found.values(), key=lambda each: each.peak)
-        routed, total = routing(config), sum(task.weight for task in config.tasks)
-        weighted = (found[routed[task.name]].flops * task.weight for task in config.tasks)
-        worst.flops = round(sum(weighted) / total)
+    def _teachers_forward(self, config: DistillationStage, batch: int) -> Meter:
+        """A batch of the teacher with the highest peak; its FLOPs are the mean of all tasks'."""
+        meters = {t: self._forward(batch, self.sources[f"teachers.{t}"]) for t in config.teachers}
+        worst = max(meters.values(), key=lambda meter: meter.peak)
+        weighted = (meters[config.routing[t.name]].flops * t.weight for t in config.tasks)
+        worst.flops = round(sum(weighted) / sum(task.weight for task in config.tasks))
         return worst
 
-    def _forward(self, batch: int, guidance: float, adapter: str | None = STUDENT) -> Meter:
-        x, cond = self.shapes.latents(batch), self.shapes.conditioning(batch)
+    def _forward(self, batch: int, source: Source) -> Meter:
+        x, cond = self._latents(batch), self._conditioning(batch)
 
         def forward() -> None:
-            with torch.no_grad(), self.backbone.adapter(adapter):
-                self.backbone.velocity(x, 0.5, cond, guidance=guidance)
+            with torch.no_grad(), self.backbone.adapter(source.adapter):
+                self.backbone.velocity(x, 0.5, cond, guidance=source.guidance)
 
-        return self.shapes.measure(forward)
+        return measure(forward, self.device_type)
 
     def _decode(self, batch: int) -> Meter:
-        latents = self.shapes.latents(batch)
-        return self.shapes.measure(lambda: self.backbone.decode(latents, batch))
+        latents = self._latents(batch)
+        return measure(lambda: self.backbone.decode(latents, batch), self.device_type)
 
-    def _learn(self, target: Tensor, cond: Conditioning) -> None:
-        """A micro-batch: the student, the base where a KL to it is taken, and the gradients."""
-        config, backbone = self.config, self.backbone
-        guidance = config.guidance
-        velocity = backbone.velocity(target, 0.5, cond, guidance=guidance)
-        if self.decodes:  # at least on one micro-batch
-            with torch.no_grad(), backbone.base(), Meter() as reference:
-                target = backbone.velocity(target, 0.5, cond, guidance=guidance)
-            self.drift = reference.flops
-        ((velocity - target) ** 2).mean().backward()
-        for parameter in self.shapes.student:
-            parameter.grad = None
+    def _latents(self, rows: int) -> Tensor:
+        """[rows,C,h,w], float32."""
+        return torch.empty(rows, *self.backbone.latent_shape, device="meta")
 
+    def _conditioning(self, rows: int) -> Conditioning:
+        """Of `rows` images, each with its own prompt."""
+        config = self.backbone.core.config
+        length = self.clip_tokens + self.config.model.max_sequence_length
 
-def _clip_length(encoders: list[Any]) -> int:
-    """Tokens of a CLIP text encoder."""
-    return encoders[0].config.max_position_embeddings
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(*shape, device="meta", dtype=self.dtype)
+
+        width, pooled = config.joint_attention_dim, config.pooled_projection_dim
+        index = torch.empty(rows, device="meta", dtype=torch.long)
+        return Conditioning(
+            empty(rows, length, width), empty(rows, pooled), index,
+            empty(1, length, width), empty(1, pooled),
+        )  # fmt: skip

@@ -1,26 +1,30 @@
-"""What a doctor finds, and how it is shown."""
+"""A finding of the doctor, and how findings are shown."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at: "ok", "note" (may be meant so) or "fault" (training would suffer)."""
+    """One check's result: "ok", "note" (may be intended) or "fault" (training would suffer)."""
 
     level: str
     text: str
 
 
+ok, note, fault = (partial(Finding, level) for level in ("ok", "note", "fault"))
+
+
 def healthy(findings: Iterable[Finding]) -> bool:
-    """Whether no fault is among them."""
+    """Whether there is no fault among them."""
     return not any(finding.level == "fault" for finding in findings)
 
 
 def show(findings: Iterable[Finding]) -> None:
-    """Print them, a line each."""
+    """Print one line for each."""
     from rich.console import Console
 
     console = Console(highlight=False)

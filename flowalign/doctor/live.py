@@ -1,7 +1,7 @@
-"""What a few images of the real run show: its ratio, its rewards, its teachers, one update.
+"""What a few images of the real run show: its ratio, its rewards, its teachers, two updates.
 
-The costliest look is the one at what the teachers are worth: of every task with a reward and
-validation prompts, WORTH images of its teacher and as many of the student's start.
+The most expensive check samples WORTH images of a teacher, and as many of the student's start, for
+every task with a reward and validation prompts.
 """
 
 from __future__ import annotations
@@ -20,30 +20,35 @@ from torch import Tensor
 from flowalign import metrics, sde, train
 from flowalign.backbone import Backbone, ModelError
 from flowalign.config import parse
-from flowalign.config.schema import ConfigError, OpdStage, SftStage, TrainingStage
+from flowalign.config.schema import (
+    ConfigError,
+    DistillationStage,
+    GrpoStage,
+    OpdStage,
+    TrainingStage,
+)
 from flowalign.data import load_prompts, subset
 from flowalign.doctor import reward as rewards
 from flowalign.doctor.estimate import predict
-from flowalign.doctor.findings import Finding
-from flowalign.doctor.plan import Plan
+from flowalign.doctor.findings import Finding, fault, note, ok
 from flowalign.eval.suite import Settings, generate
 from flowalign.loop import Loop, TrainingError, pairs_of
 from flowalign.rewards.scoring import score
 from flowalign.rollout import Noise, Schedule, places, sample
 from flowalign.student.sft import Sft
 from flowalign.teachers.bank import Bank
-from flowalign.types import Conditioning, PromptBatch, Reward, Rollout
+from flowalign.types import PromptBatch, Reward, Rollout
 
 COPIES = 4  # images of a prompt, at most
-IMAGES = 16  # of an update, at most: enough to tell its speed
-APART = 1e-6  # of a velocity, relatively: as good as equal
+IMAGES = 16  # of an update, at most: enough to measure its speed
+EQUAL = 1e-6  # relative distance of two velocities below which they count as equal
 WORTH = 128  # prompts on which a teacher is compared with the student's start, at most
-FEW = 8  # pairs of scores, of which no error can be told
+FEW = 8  # pairs of scores, below which a standard error means nothing
 
 
 @dataclass
 class Live:
-    """Findings, and what was measured: FLOP/s of an update, seconds of scoring an image."""
+    """Findings and measurements: FLOP/s of an update, seconds of scoring an image."""
 
     findings: list[Finding]
     rate: float | None = None
@@ -51,45 +56,61 @@ class Live:
 
 
 def examine(config: TrainingStage) -> Live:
-    """Score probes with each reward, then run two small updates of the stage in a folder that is
-    thrown away."""
-    found = Live([])
+    """Score probe images with each reward, then run two small updates in a temporary folder."""
+    result = Live([])
     for task in config.tasks:
         if task.reward:
-            found.findings += _scored(task.name, task.reward.name, task.reward.options)
+            result.findings += _reward(task.name, task.reward.name, task.reward.options)
     with tempfile.TemporaryDirectory() as folder:
         small = _small(config, folder)
         try:
             loop, _, built = train.wire(small)
             loop.on_update = lambda update, metrics: None
-            found.findings += _looked_at(small, loop)
-            found.findings += _worth(config, loop, built)
-            before = _velocity(loop, rollout := _states(small, loop))
+            rollout = _rollout(small, loop)
+            if rollout.log_probs is not None and isinstance(small, GrpoStage | OpdStage):
+                result.findings += _ratio(small, loop, rollout)
+            if isinstance(config, DistillationStage):
+                algorithm = loop.algorithm
+                bank = algorithm.bank if isinstance(algorithm, Sft) else algorithm.teachers  # type: ignore
+                result.findings += _labels(config, loop.backbone, bank, rollout)
+                result.findings += _worth(config, loop.backbone, bank, built)
+            before = _velocity(loop, rollout)
             loop.run()
-            found.findings += _moved(before, _velocity(loop, rollout))
-            _time(small, loop, found)
+            result.findings += _moved(before, _velocity(loop, rollout))
+            # the second update: the first one warms up
+            last = json.loads((Path(folder) / "metrics.jsonl").read_text().splitlines()[-1])
+            seconds = last[metrics.SECONDS_ROLLOUT] + last[metrics.SECONDS_UPDATE]
+            if config.learns_from_rewards:
+                result.scoring = last[metrics.SECONDS_SCORE] / small.rollout.images
+            else:
+                seconds += last[metrics.SECONDS_SCORE]  # labels
+            estimate = predict(small, device_type=loop.backbone.device.type)
+            result.rate = estimate.flops / seconds
         except (ConfigError, ModelError, TrainingError) as error:
-            found.findings.append(Finding("fault", f"update: {error}"))
+            result.findings.append(fault(f"update: {error}"))
         except torch.cuda.OutOfMemoryError as error:
             text = str(error).splitlines()[0]
-            found.findings.append(Finding("fault", f"memory: even a small update fails: {text}"))
-    return found
+            result.findings.append(fault(f"memory: even a small update fails: {text}"))
+    return result
 
 
-def _scored(task: str, name: str, options: dict[str, object]) -> Iterator[Finding]:
-    """The findings of `flowalign doctor --reward` that are no "ok", and one line that is."""
+def _reward(task: str, name: str, options: dict[str, object]) -> Iterator[Finding]:
+    """The faults that `flowalign doctor --reward` finds, or one line that says "ok"."""
+    place = f"reward {name!r} of task {task!r}"
     try:
         health = rewards.diagnose(name, options, count=4, size=None)
-    except (ValueError, ImportError, OSError) as error:
-        known = str(error).startswith("the built-in prompts do not suit")
-        yield Finding("note" if known else "fault", f"reward {name!r} of task {task!r}: {error}")
+    except rewards.UnsuitedError as error:
+        yield note(f"{place}: {error}")
         return
-    bad = [finding for finding in health.findings if finding.level == "fault"]
-    for finding in bad:
-        yield Finding("fault", f"reward {name!r} of task {task!r}: {finding.text}")
-    if not bad:
+    except (ValueError, ImportError, OSError) as error:
+        yield fault(f"{place}: {error}")
+        return
+    faults = [finding for finding in health.findings if finding.level == "fault"]
+    for finding in faults:
+        yield fault(f"{place}: {finding.text}")
+    if not faults:
         cost = next(f.text for f in health.findings if "ms an image" in f.text)
-        yield Finding("ok", f"reward {name!r} of task {task!r}: sound; {cost}")
+        yield ok(f"{place}: sound; {cost}")
 
 
 def _small(config: TrainingStage, folder: str) -> TrainingStage:
@@ -100,46 +121,38 @@ def _small(config: TrainingStage, folder: str) -> TrainingStage:
         f"output={json.dumps(folder)}", "train.trackers=[]", "train.updates=2",
         "train.checkpoint_every=2", "train.sample_every=1000", "train.max_invalid_share=1.0",
         f"rollout.prompts={prompts}", f"rollout.copies={copies}",
-        "optimizer.updates_per_rollout=1", "student.diagnose_every=1000",
+        "optimizer.updates_per_rollout=1",
         *(f"tasks.{i}.weight=1.0" for i in range(len(config.tasks))),
     ]  # fmt: skip
-    data = config.model_dump(mode="json") | {"evaluation": None}
-    return parse(data, [c for c in changes if c.split(".")[0] in data or "." not in c])
+    if isinstance(config, OpdStage):
+        changes.append("student.diagnose_every=1000")
+    return parse(config.model_dump(mode="json") | {"evaluation": None}, changes)
 
 
-# What is looked at -----------------------------------------------------------------------------
-
-
-def _states(config: TrainingStage, loop: Loop) -> Rollout:
-    """A rollout of all states of the window, with their successors where there is noise."""
-    found = dataclasses.replace(
+def _rollout(config: TrainingStage, loop: Loop) -> Rollout:
+    """All states of the window, with their successors where there is noise."""
+    steps = dataclasses.replace(
         Schedule.of(config, loop.backbone), chosen=None, actions=config.rollout.kind != "ode"
     )
-    where = places(config.rollout.prompts, config.rollout.copies)
+    images = places(config.rollout.prompts, config.rollout.copies)
     return sample(
         loop.backbone,
-        loop.prompts.batch(0).select([prompt for prompt, _ in where]),
-        found,
+        loop.prompts.batch(0).select([prompt for prompt, _ in images]),
+        steps,
         guidance=config.rollout.guidance,
         noise=Noise((config.seed, 0)),
-        places=where,
+        places=images,
         batch_size=config.rollout.batch_size,
         decode=False,
     )
 
 
-def _looked_at(config: TrainingStage, loop: Loop) -> Iterator[Finding]:
-    rollout = _states(config, loop)
-    if rollout.log_probs is not None and not isinstance(config, SftStage):
-        yield from _ratio(config, loop, rollout)
-    if isinstance(config, OpdStage | SftStage):
-        yield from _taught(config, loop, rollout)
+# Checks ----------------------------------------------------------------------------------------
 
 
-def _ratio(config: TrainingStage, loop: Loop, rollout: Rollout) -> Iterator[Finding]:
-    """The ratio of new and old policy before any update, through the update's own forward path."""
-    grid = Schedule.of(config, loop.backbone)
-    plan, worst = Plan(config), 0.0
+def _ratio(config: GrpoStage | OpdStage, loop: Loop, rollout: Rollout) -> Iterator[Finding]:
+    """The ratio of new and old policy before any update, by the forward path of the update."""
+    steps, worst = Schedule.of(config, loop.backbone), 0.0
     keep = torch.ones(len(rollout), dtype=torch.bool)
     for pairs in pairs_of(rollout, keep, config.optimizer.micro_batch):
         x_next, old = pairs.action()
@@ -150,151 +163,114 @@ def _ratio(config: TrainingStage, loop: Loop, rollout: Rollout) -> Iterator[Find
             guidance=config.rollout.guidance,
             rows=pairs.size,
         ).detach()
-        new = sde.log_prob(grid.transition(pairs.x, velocity, pairs.steps), x_next)
+        new = sde.log_prob(steps.transition(pairs.x, velocity, pairs.steps), x_next)
         worst = max(worst, float(((new - old).exp() - 1).abs().nan_to_num(math.inf).max()))
-    limit = config.grpo.clip_range  # pyright: ignore[reportAttributeAccessIssue]
+    limit = config.grpo.clip_range
     text = f"ratio: within {worst:.2g} of 1 before the first update"
     if worst <= limit / 10:
-        yield Finding("ok", text)
+        yield ok(text)
         return
-    level = "fault" if plan.ratio and worst > limit / 2 else "note"
-    used = "" if plan.ratio else " (which this stage does not use)"
+    level = "fault" if config.needs_actions and worst > limit / 2 else "note"
+    unused = "" if config.needs_actions else " (not used in this stage)"
     yield Finding(
         level,
-        f"{text}{used}; the clip range is {limit:g}. Rollout and update do not see one policy: in "
-        "a dtype of few bits let rollout.batch_size equal optimizer.micro_batch.",
+        f"{text}{unused}; the clip range is {limit:g}. Rollout and update compute different "
+        "log-probs. In a 16-bit dtype let rollout.batch_size equal optimizer.micro_batch.",
     )
 
 
-def _taught(config: OpdStage | SftStage, loop: Loop, rollout: Rollout) -> Iterator[Finding]:
-    """Labels of each teacher on a few states: finite, and neither the base's nor the student's."""
+@torch.no_grad()
+def _labels(
+    config: DistillationStage, backbone: Backbone, bank: Bank, rollout: Rollout
+) -> Iterator[Finding]:
+    """Labels of each teacher at two states: finite, and not those of the base."""
     x, rows = rollout.states[:2, 0], torch.arange(min(2, len(rollout)))
     sigma = rollout.sigmas[rollout.steps[0]].to(x).expand(len(x))
-    cond, bank = rollout.conditioning.select(rows), _bank(loop)
+    cond = rollout.conditioning.select(rows)
     for name, teacher in config.teachers.items():
         source = bank.source(name)
-        label, base = (
-            _velocity_of(loop.backbone, adapter, x, sigma, cond, source.guidance)
-            for adapter in (source.adapter, None)
-        )
+        with backbone.adapter(source.adapter):
+            label = backbone.velocity(x, sigma, cond, guidance=source.guidance)
+        with backbone.adapter(None):
+            base = backbone.velocity(x, sigma, cond, guidance=source.guidance)
         gap = _relative(label, base)
         if not math.isfinite(gap):
-            text = f"teacher {name!r}: its velocity is not finite; its adapter or dtype is broken."
-            yield Finding("fault", text)
-        elif teacher.adapter is not None and gap < APART:
-            yield Finding("fault", f"teacher {name!r}: equals the base: there is nothing to learn.")
+            text = f"teacher {name!r}: its velocity is not finite. Its adapter or dtype is broken."
+            yield fault(text)
+        elif teacher.adapter is not None and gap < EQUAL:
+            yield fault(f"teacher {name!r}: equals the base. There is nothing to learn.")
         else:
-            yield Finding("ok", f"teacher {name!r}: {gap:.1%} from the base")
+            yield ok(f"teacher {name!r}: {gap:.1%} from the base")
 
 
-@torch.no_grad()
-def _velocity_of(
-    backbone: Backbone,
-    adapter: str | None,
-    x: Tensor,
-    sigma: Tensor,
-    cond: Conditioning,
-    guidance: float,
-) -> Tensor:
-    with backbone.adapter(adapter):
-        return backbone.velocity(x, sigma, cond, guidance=guidance)
+def _worth(
+    config: DistillationStage, backbone: Backbone, bank: Bank, built: Mapping[str, Reward]
+) -> Iterator[Finding]:
+    """Whether a teacher scores less on its own task than the student does at its start.
 
-
-def _bank(loop: Loop) -> Bank:
-    algorithm = loop.algorithm
-    found = algorithm.bank if isinstance(algorithm, Sft) else algorithm.teachers  # type: ignore
-    assert isinstance(found, Bank)
-    return found
-
-
-def _worth(config: TrainingStage, loop: Loop, built: Mapping[str, Reward]) -> Iterator[Finding]:
-    """Does a teacher score less on its own task than the student does at its start?
-
-    Each is sampled as it takes part: the teacher at the guidance of its labels, the student at the
-    one that it is trained at; the same held-out prompts and noise. A student that has learnt all
-    that its labels say scores as the teacher does here.
+    The teacher samples at the guidance of its labels, the student at the one that it is trained
+    at, both the same held-out prompts from the same noise. A student that has learned all that its
+    labels say scores what the teacher scores here.
     """
-    if not isinstance(config, OpdStage | SftStage):
-        return
-    r, count = config.rollout, WORTH
-    if config.evaluation:
-        count = min(count, config.evaluation.prompts)
+    count = min(WORTH, config.evaluation.prompts) if config.evaluation else WORTH
     for task in config.tasks:
         reward = built.get(task.name)
         if reward is None or task.validation is None or getattr(reward, "groupwise", False):
             continue
         prompts = subset(load_prompts(task.validation, task.name), count)
-        (source,) = _bank(loop).sources([task.name])
+        (source,) = bank.sources([task.name])
+        r = config.rollout
         settings = Settings(r.steps, config.guidance, config.seed, r.batch_size)
-        start = _scores(loop.backbone, prompts, settings, reward)
-        with loop.backbone.adapter(source.adapter):
+        start = _scores(backbone, prompts, settings, reward)
+        with backbone.adapter(source.adapter):
             settings = dataclasses.replace(settings, guidance=source.guidance)
-            taught = _scores(loop.backbone, prompts, settings, reward)
+            taught = _scores(backbone, prompts, settings, reward)
         both = torch.stack([start, taught])[:, start.isfinite() & taught.isfinite()]
         if both.shape[1] < FEW:
-            yield Finding("note", f"worth: too few images of task {task.name!r} could be scored")
+            yield note(f"worth: too few images of task {task.name!r} could be scored")
             continue
         gap = both[1] - both[0]
         mean, error = float(gap.mean()), float(gap.std() / len(gap) ** 0.5)
         before, after = both.mean(1).tolist()
         text = (
-            f"worth: on task {task.name!r} its teacher at guidance {settings.guidance:g} scores "
+            f"worth: on task {task.name!r} its teacher at guidance {source.guidance:g} scores "
             f"{after:.3f}, the student's start at {config.guidance:g} {before:.3f}: {mean:+.3f} ± "
             f"{error:.3f} on {len(gap)} prompts"
         )
         if mean < -2 * error:
-            text += (
-                ". Its labels make the student worse. Look at its guidance, its adapter and task."
-            )
+            text += ". Its labels make the student worse. Check its guidance, adapter and task."
         yield Finding("fault" if mean < -2 * error else "ok", text)
 
 
 def _scores(backbone: Backbone, prompts: PromptBatch, settings: Settings, reward: Reward) -> Tensor:
-    """The number [P] that a reward is known by, of an image of each prompt; NaN = invalid."""
-    found = score(reward, generate(backbone, prompts, settings), prompts.prompts, prompts.metadata)
-    value = found.parts.get(getattr(reward, "headline", None) or "", found.value)
-    return value.float().cpu().where(found.valid.cpu(), torch.nan)
+    """The reward's headline number [P] of one image of each prompt; NaN = invalid."""
+    images = generate(backbone, prompts, settings)
+    scores = score(reward, images, prompts.prompts, prompts.metadata)
+    value = scores.parts.get(getattr(reward, "headline", None) or "", scores.value)
+    return value.float().cpu().where(scores.valid.cpu(), torch.nan)
 
 
+@torch.no_grad()
 def _velocity(loop: Loop, rollout: Rollout) -> Tensor:
-    """The student's velocity at the first states."""
-    keep = torch.zeros(len(rollout), dtype=torch.bool)
-    keep[:2] = True
-    pairs = next(pairs_of(rollout, keep, 2))
-    with torch.no_grad():
-        return loop.velocity(pairs)
+    """The student's velocity at the first states of two images."""
+    keep = torch.arange(len(rollout)) < 2
+    return loop.velocity(next(pairs_of(rollout, keep, 2)))
 
 
 def _moved(before: Tensor, after: Tensor) -> Iterator[Finding]:
     """What two updates did to the velocity."""
     gap = _relative(after, before)
-    if not gap < 0.5:
-        yield Finding(
-            "fault",
-            f"update: two of them change the velocity by {gap:.0%}. Lower optimizer.lr, or give it "
-            "a warm-up.",
+    if not gap < 0.5:  # or NaN
+        yield fault(
+            f"update: two updates change the velocity by {gap:.0%}. Lower optimizer.lr, or use "
+            "optimizer.warmup."
         )
     elif gap == 0:
-        text = "update: two of them change nothing (a warm-up, or rewards that are all alike?)"
-        yield Finding("note", text)
+        text = "update: two updates change nothing. Is it the warm-up, or are all rewards equal?"
+        yield note(text)
     else:
-        yield Finding("ok", f"update: two of them change the velocity by {gap:.2%}")
+        yield ok(f"update: two updates change the velocity by {gap:.2%}")
 
 
 def _relative(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
-
-
-def _time(config: TrainingStage, loop: Loop, found: Live) -> None:
-    """FLOP/s of the second update (the first one warms up), and what scoring took."""
-    lines = (Path(config.output) / "metrics.jsonl").read_text().splitlines()
-    last = json.loads(lines[-1])
-    images = config.rollout.prompts * config.rollout.copies
-    seconds = last[metrics.SECONDS_ROLLOUT] + last[metrics.SECONDS_UPDATE]
-    rewarded = Plan(config).ratio and any(task.reward for task in config.tasks)
-    if rewarded:
-        found.scoring = last[metrics.SECONDS_SCORE] / images
-    else:
-        seconds += last[metrics.SECONDS_SCORE]  # labels
-    estimate = predict(config, device_type=loop.backbone.device.type)
-    found.rate = estimate.flops / seconds

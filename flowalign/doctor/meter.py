@@ -1,8 +1,8 @@
-"""What a piece of code would hold and compute, read off tensors that have a shape but no data.
+"""Peak memory and FLOPs of a piece of code, measured on tensors without data.
 
-On the `meta` device every operation runs as shapes only: a model of billions of weights passes in
-a second, on any machine. The meter watches the storages that come and go, as the allocator of a
-device would, so that what autograd saves is counted by what it does and not by a formula.
+On PyTorch's `meta` device an operation computes shapes only, so a model of billions of weights runs
+in a second on any machine. The meter follows every storage from allocation to release, as a
+device's allocator does. What autograd saves is therefore counted, and needs no formula.
 """
 
 from __future__ import annotations
@@ -18,54 +18,53 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-BLOCK = 512  # bytes: the CUDA allocator's unit
+BLOCK = 512  # bytes, the unit of the CUDA allocator
 
 
 class Meter(TorchDispatchMode):
-    """Inside its `with`: bytes that are alive now, their peak, and floating-point operations.
+    """Inside its `with`: bytes allocated now, their peak, and floating-point operations.
 
-    Tensors made before do not count, unless they go (fp8 weights, while they are 16-bit ones): then
-    there is as much room. What a kernel takes for itself (cuDNN's workspace, a GEMM's scratch) is
-    not seen.
+    Tensors from before the `with` do not count. If one is released inside (the 16-bit copy of fp8
+    weights), its bytes are subtracted. A kernel's own workspace (cuDNN, GEMM) is not seen.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = self.flops = 0
-        self._alive: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}  # address of a storage -> bytes
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        for tensor in _tensors((args, kwargs)):  # of before, unless it is known
-            self._know(tensor, counts=False)
+        for tensor in _tensors((args, kwargs)):  # an unknown input is from before the `with`
+            self._track(tensor, counts=False)
         out = func(*args, **kwargs)
         count = flop_registry.get(func._overloadpacket)
         if count:
             self.flops += count(*args, **kwargs, out_val=out)
         for tensor in _tensors(out):
-            self._know(tensor, counts=True)
+            self._track(tensor, counts=True)
         self.peak = max(self.peak, self.now)
         return out
 
-    def _know(self, tensor: Tensor, *, counts: bool) -> None:
+    def _track(self, tensor: Tensor, *, counts: bool) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key not in self._alive:
-            self._alive[key] = rounded(storage.nbytes())
-            self.now += self._alive[key] if counts else 0
-            weakref.finalize(storage, self._free, key)
+        if key not in self._sizes:
+            self._sizes[key] = rounded(storage.nbytes())
+            self.now += self._sizes[key] if counts else 0
+            weakref.finalize(storage, self._release, key)
 
-    def _free(self, key: int) -> None:
-        self.now -= self._alive.pop(key)
+    def _release(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
 
 
-class As(TorchFunctionMode):
-    """What `meta` cannot know: the attention kernel of a device type.
+class DeviceAttention(TorchFunctionMode):
+    """The attention kernel of a device type, on `meta`.
 
-    PyTorch on `meta` would write attention out as matrix products; a GPU takes flash attention
-    (float32: the memory-efficient kernel), a CPU its own flash kernel.
+    By itself `meta` writes attention out as matrix products and holds the whole matrix. A GPU takes
+    flash attention (in float32 the memory-efficient kernel), a CPU its own flash kernel.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -76,12 +75,10 @@ class As(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and kwargs.get("attn_mask") is None:
-            given = [*args[:3], *(kwargs[k] for k in ("query", "key", "value")[len(args) :])]
-            return self._attention(*given)
-        return func(*args, **kwargs)
-
-    def _attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if func is not F.scaled_dot_product_attention or kwargs.get("attn_mask") is not None:
+            return func(*args, **kwargs)
+        named = (kwargs[name] for name in ("query", "key", "value")[len(args) :])
+        query, key, value = (*args[:3], *named)
         ops = torch.ops.aten
         if self.device_type == "cpu":
             return ops._scaled_dot_product_flash_attention_for_cpu(query, key, value)[0]
@@ -92,33 +89,31 @@ class As(TorchFunctionMode):
 
 
 def measure(call: Callable[[], object], device_type: str) -> Meter:
-    """What `call` holds at most and computes, as a device of that type would."""
-    with As(device_type), Meter() as meter:
+    """Run `call` on meta tensors; what it would hold and compute on a device of that type."""
+    with DeviceAttention(device_type), Meter() as meter:
         call()
     return meter
 
 
 def size_of(*modules: nn.Module) -> int:
-    """Bytes of all weights and buffers."""
-    found: dict[int, Tensor] = {}
-    for module in modules:
-        for tensor in (*module.parameters(), *module.buffers()):
-            found[id(tensor)] = tensor
-    return size(found.values())
+    """Bytes of all parameters and buffers; shared ones count once."""
+    tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+    return size({id(tensor): tensor for tensor in tensors}.values())
 
 
 def size(tensors: Iterable[Tensor]) -> int:
-    """Bytes of tensors that share nothing."""
-    return sum(rounded(t.numel() * t.element_size()) for t in tensors)
+    """Bytes of tensors that share no storage."""
+    return sum(rounded(tensor.nbytes) for tensor in tensors)
 
 
 def rounded(size: int) -> int:
-    """Bytes as an allocator gives them."""
+    """Bytes that the CUDA allocator takes for `size` bytes."""
     return -(-size // BLOCK) * BLOCK
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """(torch's own tree_leaves is several times slower, and this runs at every operation.)"""
+    """All tensors in nested arguments. torch's tree_leaves is several times slower, and this runs
+    at every operation."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, tuple | list):

@@ -234,5 +234,6 @@ def chosen(states: StatesConfig, window: list[int], key: tuple[int, ...]) -> tup
         return tuple(sorted(rng.permutation(window)[: states.count].tolist()))
     places: set[int] = set()
     while len(places) < states.count:
+        # the place of a draw u of the Beta among n steps is floor(u n), and n - 1 for u = 1
         places.add(min(math.floor(rng.beta(*BETA[states.select]) * len(window)), len(window) - 1))
     return tuple(sorted(window[i] for i in places))
