@@ -33,7 +33,7 @@ import torch
 from flowalign.devices import resolve
 from flowalign.rewards.options import check_call, suggestion
 from flowalign.rewards.scoring import score
-from flowalign.types import Reward
+from flowalign.types import Metadata, Reward
 
 __all__ = [
     "REWARDS", "build", "build_on", "check", "check_prompts", "describe", "load",
@@ -128,10 +128,7 @@ def check(name: str, options: Mapping[str, Any]) -> None:
 
 
 def check_prompts(
-    name: str,
-    options: Mapping[str, Any],
-    prompts: Sequence[str],
-    metadata: Sequence[Mapping[str, Any]],
+    name: str, options: Mapping[str, Any], prompts: Sequence[str], metadata: Metadata
 ) -> None:
     """Raise ValueError if the reward says that it cannot judge images of one of these prompts.
 

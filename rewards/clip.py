@@ -45,12 +45,13 @@ class Clip(TwoTowers):
         self.name = f"{model}@{revision}" if revision else model
         name = resolve(model)
         at: dict[str, Any] = {"revision": revision} if revision else {}
+        # a revision is a commit of the model's repository, and names none in the processor's
         source, its = (name, at) if processor is None else (resolve(processor), {})
         self.model = CLIPModel.from_pretrained(name, **at).float()
         self.pixels = preprocess.ImageProcessor.from_pretrained(source, **its)
         self.tokenizer = AutoTokenizer.from_pretrained(source, **its)
         positions = self.model.text_model.embeddings.position_embedding.num_embeddings
-        self.context = min(CONTEXT, positions, self.tokenizer.model_max_length)
+        self.context = min(CONTEXT, positions, self.tokenizer.model_max_length)  # often 1e30
         self.scale = float(self.model.logit_scale.detach().exp())  # times the cosine, in training
         super().__init__(self.model, self.model.visual_projection.out_features, **computing)
 

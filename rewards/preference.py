@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from flowalign.types import Scores
+from flowalign.types import Metadata, Scores
 
 
 class Preference:
@@ -30,9 +30,7 @@ class Preference:
         """What the scores depend on."""
         return {"name": self.name, **self.source, "normalizer": self.normalizer}
 
-    def __call__(
-        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> Scores:
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1] and their B prompts -> Scores of B, on the CPU.
 
         Raises ValueError for pixels that are NaN or infinite (`flowalign.rewards.score` masks).

@@ -27,7 +27,7 @@ from safetensors.numpy import save
 from torch import Tensor
 
 from flowalign.images import to_uint8
-from flowalign.types import Scores
+from flowalign.types import Metadata, Scores
 
 VERSION = 2  # 1 had a tensor per image, raw or PNG
 TOKEN = "FLOWALIGN_REWARD_TOKEN"  # the environment variable that holds the token
@@ -72,9 +72,7 @@ class Request:
 # Requests ----------------------------------------------------------------------------------------
 
 
-def encode_request(
-    images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-) -> bytes:
+def encode_request(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> bytes:
     """images [B,3,H,W] in [0,1] (rounded to 8 bits) and their rows -> the body of a request.
 
     Raises WireError (422) for pixels that are NaN or infinite and for metadata that JSON cannot
