@@ -24,8 +24,7 @@ import httpx
 import tenacity
 
 LONGEST_WAIT = 60.0  # seconds between two attempts
-UNREACHABLE = (ConnectionError, TimeoutError)
-"""What a request raises if it got no answer, for no fault of its own."""
+UNREACHABLE = (ConnectionError, TimeoutError)  # no answer, for no fault of the request
 _FINAL = (401, 403, 404)  # wrong token, URL or model name: every other request would fail too
 
 Item = TypeVar("Item")
@@ -230,9 +229,8 @@ _jitter = random.Random()
 
 @cache
 def _certificates() -> ssl.SSLContext:
-    """Certificates: Mozilla's, as httpx trusts them, and those that the system trusts."""
-    context = httpx.create_ssl_context()
-    context.load_default_certs()
+    context = httpx.create_ssl_context()  # trusts Mozilla's certificates
+    context.load_default_certs()  # and the system's, such as a company's own
     return context
 
 

@@ -1,4 +1,4 @@
-"""Rewards: what scores images. One module a reward, found by name and imported when first built.
+"""Rewards: what scores images. One module a reward, looked up by name, imported when first built.
 
 A reward is any `flowalign.types.Reward`. A name is looked up, in this order, among the rewards
 registered in this process, the REWARDS table, the installed entry points of the group
@@ -61,7 +61,7 @@ REWARDS: dict[str, str] = {
 }
 
 _registered: dict[str, Callable[..., Any]] = {}
-_INPUTS = ["images", "prompts", "metadata"]
+_INPUTS = ["images", "prompts", "metadata"]  # a function that begins so is itself the reward
 
 
 def register(name: str) -> Callable[[Factory], Factory]:
@@ -208,15 +208,13 @@ def _entry_points() -> dict[str, EntryPoint]:
 
 
 def _is_reward(factory: Callable[..., Any]) -> bool:
-    """True for a callable that scores images itself, told by its first three parameters."""
     return not inspect.isclass(factory) and _parameters(factory)[: len(_INPUTS)] == _INPUTS
 
 
 def _parameters(factory: Callable[..., Any]) -> list[str]:
-    """The names of its parameters; none for a builtin without a signature."""
     try:
         return list(inspect.signature(factory).parameters)
-    except ValueError:
+    except ValueError:  # a builtin without a signature
         return []
 
 

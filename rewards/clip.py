@@ -18,8 +18,7 @@ CONTEXT = 77  # tokens of CLIP's text tower; longer prompts are cut
 LARGE = "openai/clip-vit-large-patch14"
 
 _POSSIBLE = f"`tiny`, the folder of a transformers CLIPModel, or a Hub id such as {LARGE}"
-ClipModel = Annotated[str, pretrained(_POSSIBLE, "tiny")]
-"""An option: "tiny" (the preference model of the tiny world), a folder, or a Hub id."""
+ClipModel = Annotated[str, pretrained(_POSSIBLE, "tiny")]  # "tiny": trained on the tiny world
 
 
 def resolve(model: str) -> str:
@@ -68,5 +67,4 @@ class Clip(TwoTowers):
 
 
 def _pooled(output: Any) -> Tensor:
-    """The projected vectors: transformers 5 wraps them in an output object, 4 does not."""
-    return output if isinstance(output, Tensor) else output.pooler_output
+    return output if isinstance(output, Tensor) else output.pooler_output  # transformers 4 or 5

@@ -67,17 +67,10 @@ class Composed:
         }
 
     @staticmethod
-    def check_prompts(
-        prompts: Sequence[str],
-        metadata: Metadata,
-        *,
-        rewards: Sequence[Spec] = (),
-        reward: Spec | None = None,
-        gate: Spec | None = None,
-        **others: Any,
-    ) -> None:
+    def check_prompts(prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
         """Raise ValueError if a component cannot judge images of one of these prompts."""
-        for spec in filter(None, (*rewards, reward, gate)):  # None: not an option of this class
+        specs = (*options.get("rewards", ()), options.get("reward"), options.get("gate"))
+        for spec in filter(None, specs):  # None: not an option of this class
             registry.check_prompts(spec["name"], spec.get("options") or {}, prompts, metadata)
 
     @property
@@ -177,13 +170,12 @@ class Normalized(Composed):
         self, reward: Spec, median: Number, spread: Divisor, *, device: Device = None
     ) -> None:
         super().__init__({"reward": reward}, device, median=median, spread=spread)
-        self.median, self.spread = median, spread
-        self.headline = getattr(self.components["reward"], "headline", None) or "raw"  # not (0, 1)
+        self.headline = getattr(self.components["reward"], "headline", None) or "raw"  # comparable
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU."""
         scores = score(self.components["reward"], images, prompts, metadata)
-        value = torch.sigmoid((scores.value - self.median) / self.spread)
+        value = torch.sigmoid((scores.value - self.settings["median"]) / self.settings["spread"])
         return replace(scores, value=value, parts={**scores.parts, "raw": scores.value})
 
 

@@ -20,15 +20,14 @@ from flowalign.rewards.options import Count, Device, checked
 from flowalign.types import Metadata, Scores
 
 MODEL = "zhiyuanyou/DeQA-Score-Mix3"
-LEVELS = ("excellent", "good", "fair", "poor", "bad")
-POINTS = (5.0, 4.0, 3.0, 2.0, 1.0)
+POINTS = (5.0, 4.0, 3.0, 2.0, 1.0)  # excellent, good, fair, poor, bad
 BEFORE = "USER: How would you rate the quality of this image?\n"
 AFTER = "\nASSISTANT: The quality of the image is"
 IMAGE_TOKEN = -200  # where the model puts the image's own tokens
 
 
 def expected_level(logits: Tensor) -> Tensor:
-    """Logits [B,5] of LEVELS -> the expected level [B] in [1,5], float32.
+    """Logits [B,5] of excellent to bad -> the expected level [B] in [1,5], float32.
 
     softmax(logits) . (5, 4, 3, 2, 1), as DeQA-Score's src/evaluate/scorer.py; that computes it in
     float16, which has steps of .004 at 4, and this in float32.

@@ -75,7 +75,6 @@ class GenEval:
     @staticmethod
     def check_options(
         detector: str | Detector = "tiny",
-        *args: Any,
         detector_options: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
@@ -120,8 +119,7 @@ class GenEval:
         return {"name": self.name, "engine": detector, "rule": self.reward, **self.rules}
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
-        """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU; a failed or wrong image has its
-        reason."""
+        """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU; reasons say what is wrong."""
         with ExitStack() as stack:  # offloaded models are moved to the device once a call
             for placement in getattr(self.detector, "placements", ()):
                 stack.enter_context(placement)

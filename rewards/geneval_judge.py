@@ -107,8 +107,7 @@ def partial_credit(
       It is 1.0 exactly where everything holds, and then `judge` says correct too.
     "published": the reward server's `scores`, with its quirks: 1 - |n - found| / n has no floor;
       a failed relation adds 0 and then a spurious 1 (a lone position failure scores 0.75); a
-      wrong count adds one 0 for colour and position together; exclude is ignored; 0 for
-      metadata without include.
+      wrong count adds one 0 for colour and position together; exclude is ignored; 0 if no include.
     Raises as `judge`; ValueError for another variant.
     """
     if variant not in ("bounded", "published"):
@@ -187,8 +186,7 @@ def summarize(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _boxes(raw: Sequence[Sequence[float]]) -> np.ndarray:
-    """Raw boxes of one class as float32 [N,5]."""
-    return np.asarray(raw, dtype=np.float32).reshape(-1, 5)
+    return np.asarray(raw, dtype=np.float32).reshape(-1, 5)  # [N,5], also where there are none
 
 
 def _area(x1: np.float32, y1: np.float32, x2: np.float32, y2: np.float32) -> np.float32:
@@ -221,8 +219,7 @@ def _relations(a: np.ndarray, b: np.ndarray, dead_zone: float) -> set[str]:
 
 
 def _fired(metadata: Mapping[str, Any], selected: Mapping[str, list[int]]) -> list[Any]:
-    """The exclude clauses that are violated."""
-    clauses = metadata.get("exclude", [])
+    clauses = metadata.get("exclude", [])  # each allows fewer than `count`
     return [c for c in clauses if len(selected.get(c["class"], [])) >= c["count"]]
 
 
@@ -263,7 +260,7 @@ def _judge_color(outcome: _Outcome, judged: list[int], colors: Colors) -> _Outco
     hits = seen.count(color)
     if hits >= outcome.wanted:
         return replace(outcome, colored=outcome.wanted)
-    order = [c for c in COLORS if c in seen] + sorted(set(seen) - set(COLORS))  # official first
+    order = [c for c in COLORS if c in seen] + sorted(set(seen) - set(COLORS))  # their order
     listed = ", ".join(f"{seen.count(c)} {c}" for c in order)
     reason = f"expected {color} {name}>={outcome.wanted}, found {hits} {color}; and {listed}"
     return replace(outcome, colored=hits, reason=reason)

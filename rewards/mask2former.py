@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
 from flowalign.frozen import Placement
-from flowalign.images import to_uint8
 from flowalign.rewards.clip_colors import ClipColors, OpenClipWeights
 from flowalign.rewards.geneval_names import NAMES
 from flowalign.rewards.options import Count, Device, OpenClip, checked, pretrained
+from flowalign.rewards.preprocess import batches
 from flowalign.types import Detections
 
 MODEL = "facebook/mask2former-swin-small-coco-instance"
@@ -77,10 +77,10 @@ class Mask2Former:
     ) -> None:
         self.batch_size, self.dtype = batch_size, getattr(torch, dtype)
         self.shortest, self.longest = size
-        folder = str(Path(model).expanduser())
         self.colors = ClipColors(
             clip, clip_pretrained, quick_gelu=clip_quick_gelu, device=device, offload=offload
         )
+        folder = str(Path(model).expanduser())
         self.processor, self.network = _load(folder, revision, self.dtype)
         self.placement = Placement(self.network, device, offload)
         self.placements = (self.placement, self.colors.placement)
@@ -97,11 +97,8 @@ class Mask2Former:
         Images pass as 8-bit pixels, as files would. Raises ValueError for pixels that are NaN or
         infinite, and where the network's answer is.
         """
-        detections = []
-        for start in range(0, len(images), self.batch_size):
-            batch = images[start : start + self.batch_size]
-            detections += self._detect([to_uint8(image) for image in batch])
-        return detections
+        chunks = batches(images, self.batch_size)
+        return [objects for pictures in chunks for objects in self._detect(pictures)]
 
     @torch.no_grad()
     def _detect(self, pictures: list[np.ndarray]) -> list[Detections]:

@@ -81,8 +81,7 @@ class OCR:
     The target is `target` of the image's metadata, else what the prompt puts in quotes. An image
     without text scores 0. An image whose engine call fails, or that has no target, is invalid.
     parts: "exact", 1 where the text equals the target but for case and spaces, else 0.
-    `engine.name` says which engine, models and settings read; neither workers nor batch_size
-    changes a result.
+    `engine.name` says what read: engine, models, settings. workers, batch_size change no result.
     """
 
     name = "ocr"
@@ -104,14 +103,10 @@ class OCR:
         self.batch_size = batch_size if hasattr(self.engine, "read_many") else 1  # else no gain
 
     @staticmethod
-    def check_options(
-        engine: str | Engine = "rapidocr",
-        rule: str = "published",
-        workers: int = 1,
-        batch_size: int = 16,
-        **engine_options: Any,
-    ) -> None:
+    def check_options(engine: str | Engine = "rapidocr", **options: Any) -> None:
         """Raise ValueError for an engine that does not take these options; imports no engine."""
+        own = ("rule", "workers", "batch_size")
+        engine_options = {name: value for name, value in options.items() if name not in own}
         if not isinstance(engine, str):
             if engine_options:
                 raise ValueError(
@@ -137,8 +132,7 @@ class OCR:
         return {"name": self.name, "engine": self.engine.name, "rule": self.rule_name}
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
-        """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU; reasons hold what was read, or
-        what went wrong."""
+        """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU; reasons say what was read."""
         value = torch.full((len(images),), float("nan"))
         exact, reasons = value.clone(), {}
         pictures: dict[int, tuple[str, np.ndarray]] = {}
@@ -195,7 +189,6 @@ def _target(prompt: str, metadata: Mapping[str, Any]) -> str:
 
 
 def _compared(target: str, lines: Sequence[Line] | None) -> tuple[str, str]:
-    """Target and recognised text, normalised."""
     wanted = normalize(target)
     if not wanted:
         raise ValueError(f"the target text {target!r} is blank; nothing can be compared with it.")

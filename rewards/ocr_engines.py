@@ -92,10 +92,8 @@ class RapidOCREngine:
                 "Rec.rec_img_shape": [3, 48, rec_width],
             }
         )
-        parts = (self._ocr.cfg.Det, self._ocr.cfg.Rec)
-        models = dict.fromkeys(
-            f"{part.ocr_version.value} {part.model_type.value}" for part in parts
-        )
+        parts = (self._ocr.cfg.Det, self._ocr.cfg.Rec)  # often of one release: named once
+        models = dict.fromkeys(f"{p.ocr_version.value} {p.model_type.value}" for p in parts)
         self.name = (  # recorded with results: all that changes them
             f"rapidocr {version('rapidocr')}, {' + '.join(models)}, text_score {text_score}, "
             f"upscale {upscale}, limit {limit_side_len} {limit_type}, box_thresh {box_thresh}, "
@@ -147,9 +145,8 @@ class PaddleOCREngine:
         self.upscale = upscale
         running: dict[str, Any] = {"cpu_threads": threads}
         if inference == "onnxruntime":
-            running = {
-                "engine_config": {"intra_op_num_threads": threads, "inter_op_num_threads": 1}
-            }
+            limits = {"intra_op_num_threads": threads, "inter_op_num_threads": 1}
+            running = {"engine_config": limits}  # as onnxruntime names them
         if inference is not None:  # PaddleOCR before 3.7 knows no `engine`
             running["engine"] = inference
         self._ocr = paddleocr.PaddleOCR(

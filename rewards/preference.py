@@ -42,8 +42,7 @@ class Preference:
 class Head(nn.Module):
     """width -> 1024 -> 128 -> 64 -> 16 -> 1, linear layers only: [B,width] -> [B].
 
-    Source: christophschuhmann/improved-aesthetic-predictor, simple_inference.py (MLP); ImageReward
-    uses the same layers.
+    Source: christophschuhmann/improved-aesthetic-predictor (MLP). ImageReward's is the same.
     """
 
     def __init__(self, width: int) -> None:

@@ -25,8 +25,7 @@ from flowalign.types import Metadata, PromptBatch, Reward, Scores
 log = logging.getLogger(__name__)
 
 Score = Callable[[Tensor, PromptBatch], Scores]
-OUTSIDE = (ConnectionError, TimeoutError, ImportError)
-"""Failures that are no image's fault: the next image would meet them too."""
+OUTSIDE = (ConnectionError, TimeoutError, ImportError)  # no image's fault: the next would fail too
 
 
 # One call ---------------------------------------------------------------------------------------
@@ -50,6 +49,13 @@ def score(reward: Reward, images: Tensor, prompts: Sequence[str], metadata: Meta
             f"got {count} images, {len(prompts)} prompts and {len(metadata)} metadata; "
             "they must be one row an image."
         )
+
+    def call(rows: list[int]) -> Scores:
+        if len(rows) == count:  # indexing would copy the images
+            return _checked(reward, images, prompts, metadata)
+        asked = [prompts[row] for row in rows], [metadata[row] for row in rows]
+        return _checked(reward, images[rows], *asked)
+
     finite = torch.isfinite(images).flatten(1).all(1) if count else torch.ones(0, dtype=torch.bool)
     broken = (~finite).nonzero().flatten().tolist()
     groupwise, groups = bool(getattr(reward, "groupwise", False)), {}
@@ -60,37 +66,24 @@ def score(reward: Reward, images: Tensor, prompts: Sequence[str], metadata: Meta
     left = list(groups.values())
     try:
         while left:
-            pieces += _call_rows(reward, images, prompts, metadata, left[0], again=not groupwise)
+            pieces += _retried(call, left[0], again=not groupwise)
             left.pop(0)
     except OUTSIDE as error:
         pieces += [(rows, failed(len(rows), error)) for rows in left]
     result = assemble(count, pieces)
 
     name = getattr(reward, "name", None) or getattr(reward, "__name__", type(reward).__name__)
-    text = "reward %s failed on %d of %d images (rows %s), which are invalid: %s"
+    line = "reward %s failed on %d of %d images (rows %s), which are invalid: %s"
     for reason in dict.fromkeys(result.failures.values()):
-        rows = [row for row, own in result.failures.items() if own == reason]
-        log.warning(text, name, len(rows), count, rows[:8], reason)  # 8: a line, not a page
+        rows = [row for row, text in result.failures.items() if text == reason]
+        log.warning(line, name, len(rows), count, rows[:8], reason)
     return result
 
 
-def _call_rows(
-    reward: Reward,
-    images: Tensor,
-    prompts: Sequence[str],
-    metadata: Metadata,
-    rows: list[int],
-    *,
-    again: bool,
+def _retried(
+    call: Callable[[list[int]], Scores], rows: list[int], again: bool
 ) -> list[tuple[list[int], Scores]]:
     """One call on some rows; if it fails, one call per row if `again`, else all are invalid."""
-
-    def call(rows: list[int]) -> Scores:
-        if len(rows) == len(images):  # indexing would copy the images
-            return _checked(reward, images, prompts, metadata)
-        own = [prompts[row] for row in rows], [metadata[row] for row in rows]
-        return _checked(reward, images[rows], *own)
-
     try:
         return [(rows, call(rows))]
     except OUTSIDE:
@@ -179,8 +172,8 @@ class ByTask:
         pieces = []
         for task in dict.fromkeys(batch.tasks):
             rows = [i for i, name in enumerate(batch.tasks) if name == task]
-            own = batch.select(rows)
-            scores = score(self.rewards[task], images[rows], own.prompts, own.metadata)
+            asked = batch.select(rows)
+            scores = score(self.rewards[task], images[rows], asked.prompts, asked.metadata)
             pieces.append((rows, scores))
         return assemble(len(images), pieces)
 
@@ -216,7 +209,7 @@ class Worker:
     @property
     def busy(self) -> float:
         """For how many seconds the current call has run; 0 if there is none."""
-        since = self._since
+        since = self._since  # read once: the thread may reset it in between
         return 0.0 if since is None else time.monotonic() - since
 
     def _work(self) -> None:

@@ -62,7 +62,7 @@ class Template:
 
     def ask(self, prompt: str) -> str:
         """The question about an image of this prompt. Other braces in the text stay as they are."""
-        return self.text.replace("{prompt}", prompt)  # not format: a prompt may hold braces
+        return self.text.replace("{prompt}", prompt)  # not format: a text may ask for JSON
 
     def read(self, answer: str) -> float:
         """The score in an answer, in lowest..scale. Raises ValueError if there is none.
@@ -195,20 +195,13 @@ class VLM:
         max_tokens: Count = 2048,  # the verdict follows the analysis, so a cut answer has none
     ) -> None:
         self.template = _template(template, pattern, scale)
-        named = isinstance(template, str) and template in TEMPLATES
-        self.template_name = template if named else "own"
+        self.template_name = template if template in TEMPLATES else "own"
         self.url, self.model = f"{url.rstrip('/')}/chat/completions", model
         self.image_size, self.concurrency, self.max_tokens = image_size, concurrency, max_tokens
         self.timeout, self.retries, self.token_env = timeout, retries, token_env  # no token kept
 
     @staticmethod
-    def check_options(
-        url: str,
-        template: str | Template = "unifiedreward",
-        pattern: str | None = None,
-        scale: float | None = None,
-        **others: Any,
-    ) -> None:
+    def check_options(url: str, template: str | Template = "unifiedreward", **others: Any) -> None:
         """Raise ValueError for a URL or a template that cannot work; asks nobody."""
         check_url("url", url, "the base, such as http://127.0.0.1:8000/v1")
         if url.rstrip("/").endswith("/completions"):
@@ -216,7 +209,7 @@ class VLM:
                 f"`url`: {url!r} is one call of an endpoint, not its base. Give the part before "
                 "/chat/completions."
             )
-        _template(template, pattern, scale)
+        _template(template, others.get("pattern"), others.get("scale"))
 
     def describe(self) -> dict[str, Any]:
         """Which judge, asked what, and what else its scores depend on."""
@@ -236,11 +229,9 @@ class VLM:
 
         def ask(row: int) -> float:
             """The score of a row. Raises ValueError for an answer without one."""
+            image = {"url": image_url(images[row], self.image_size)}
             content = [
-                {
-                    "type": "image_url",
-                    "image_url": {"url": image_url(images[row], self.image_size)},
-                },
+                {"type": "image_url", "image_url": image},
                 {"type": "text", "text": self.template.ask(prompts[row])},
             ]
             body = {
@@ -262,12 +253,9 @@ class VLM:
         token = read_token(os.environ, self.token_env) if self.token_env else None
         with Client(timeout=self.timeout, retries=self.retries, token=token) as client:
             scores = client.map(ask, range(len(images)), self.concurrency)
-        raw, reasons = torch.full((len(images),), math.nan), {}
-        for row, score in enumerate(scores):
-            if isinstance(score, Exception):
-                reasons[row] = f"{type(score).__name__}: {score}"
-            else:
-                raw[row] = score
+        errors = {row: score for row, score in enumerate(scores) if isinstance(score, Exception)}
+        reasons = {row: f"{type(error).__name__}: {error}" for row, error in errors.items()}
+        raw = torch.tensor([math.nan if row in errors else s for row, s in enumerate(scores)])
         return Scores(raw / self.template.scale, torch.isfinite(raw), {"raw": raw}, reasons)
 
 

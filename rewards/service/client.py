@@ -28,8 +28,7 @@ class Remote:
 
     urls: of one server, or a list. Batches are split evenly; as many requests run at once as there
         are URLs. A server that fails hands its request to the next, and is called last for REST.
-    token_env: the environment variable that holds the servers' token; None = FLOWALIGN_REWARD_TOKEN
-        if that is set.
+    token_env: the environment variable of the token; None = FLOWALIGN_REWARD_TOKEN, if that is set.
     batch_size: images a request, rounded to 8 bits a channel. It should divide the batch well.
     normalizer: the value is the server's divided by it, and the part "raw" the server's own.
     headline: the part that a benchmark of the served reward is known by, if there is one.

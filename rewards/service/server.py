@@ -1,7 +1,6 @@
 """The web server of one reward, for `flowalign serve-reward`. The client is `client.py`.
 
-POST /v1/score takes the format of `wire.py`. GET /v1/health says whether scoring goes on, and GET
-/v1/info what is served.
+POST /v1/score takes the format of `wire.py`. GET /v1/health tells the state, /v1/info the settings.
 """
 
 from __future__ import annotations
@@ -41,22 +40,16 @@ _PATH = re.compile(r"(?<![\w.])(?:[A-Za-z]:)?[\\/](?:[\w.~@+-]+[\\/])+[\w.~@+-]*
 
 @dataclass(frozen=True)
 class Settings:
-    """What is served, to whom and within which limits.
-
-    name, options: of the reward, for the info route. token: what callers must show; None = none.
-    queue: requests that are read, wait or are scored at once; more are answered 503.
-    max_seconds: for a request once it is read, waiting included; then it is answered 504.
-    read_seconds, header_seconds: for the sender to deliver the body and the head; then 408.
-    """
+    """What is served, to whom and within which limits. name, options: of the reward."""
 
     name: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    token: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)  # for the info route only
+    token: str | None = None  # what callers must show; None = nothing
     limits: Limits = Limits()
-    queue: int = 16
-    max_seconds: float = 300.0
-    read_seconds: float = 60.0
-    header_seconds: float = 10.0
+    queue: int = 16  # requests being read, waiting or being scored; more are answered 503
+    max_seconds: float = 300.0  # for a request once it is read, waiting included; then 504
+    read_seconds: float = 60.0  # for the sender to deliver the body; then 408
+    header_seconds: float = 10.0  # for the sender to deliver the head; then 408
 
 
 # The application ---------------------------------------------------------------------------------

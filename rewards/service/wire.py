@@ -46,18 +46,14 @@ class WireError(ValueError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may hold, at most.
-
-    images; pixels of one image; bytes of the body; characters of a prompt; json: bytes of the
-    JSON (prompts and metadata); depth: levels of nesting in it.
-    """
+    """What a request may hold, at most."""
 
     images: int = 64
-    pixels: int = 2048 * 2048
-    bytes: int = 256 * 2**20
-    prompt: int = 10_000
-    json: int = 4 * 2**20
-    depth: int = 16
+    pixels: int = 2048 * 2048  # of one image
+    bytes: int = 256 * 2**20  # of the body
+    prompt: int = 10_000  # characters
+    json: int = 4 * 2**20  # bytes of prompts and metadata
+    depth: int = 16  # levels of nesting in the metadata
 
 
 @dataclass(frozen=True)
@@ -229,8 +225,7 @@ def _parse(data: bytes, status: int, depth: int) -> dict[str, Any]:
 
 
 def _some(names: Mapping[str, Any]) -> list[str]:
-    """A few of the names, short enough for a message."""
-    return [name[:50] for name in list(names)[:8]]
+    return [name[:50] for name in list(names)[:8]]  # a caller may send thousands, of any length
 
 
 def read_token(environment: Mapping[str, str], name: str = TOKEN) -> str | None:
