@@ -76,9 +76,7 @@ class DeQA:
         from transformers import AutoModelForCausalLM  # `check` does without
 
         self.device = resolve(device)
-        self.dtype = (
-            torch.float32 if self.device.type == "cpu" else torch.float16
-        )  # as on its model card
+        self.dtype = torch.float32 if self.device.type == "cpu" else torch.float16
         self.batch_size = batch_size
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model,

@@ -44,15 +44,12 @@ class _Outcome:
     """The outcome of one include clause: `colored` and `relation` are None where not judged."""
 
     clause: Mapping[str, Any]
-    count: int  # of boxes
+    wanted: int  # boxes; the clause's `count`
+    count: int  # boxes that count
     colored: int | None = None  # boxes of the wanted colour, at most `wanted`
     relation: bool | None = None
     no_target: bool = False  # the clause that the position refers to failed
     reason: str = ""
-
-    @property
-    def wanted(self) -> int:
-        return self.clause["count"]
 
 
 def judge(
@@ -239,7 +236,7 @@ def _outcomes(
         chosen = selected.get(name, [])
         count, judged = len(chosen), chosen[:wanted]
         boxes = [_boxes(detections[name])[i] for i in judged]
-        outcome = _Outcome(clause, count)
+        outcome = _Outcome(clause, wanted, count)
         if count != wanted if strict else count < wanted:
             sign = "==" if strict else ">="
             outcome = replace(outcome, reason=f"expected {name}{sign}{wanted}, found {count}")

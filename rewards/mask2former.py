@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
 from flowalign.frozen import Placement
+from flowalign.images import to_uint8
 from flowalign.rewards.clip_colors import ClipColors, OpenClipWeights
 from flowalign.rewards.geneval_names import NAMES
 from flowalign.rewards.options import Count, Device, OpenClip, checked, pretrained
-from flowalign.rewards.preprocess import batches
 from flowalign.types import Detections
 
 MODEL = "facebook/mask2former-swin-small-coco-instance"
@@ -97,8 +97,11 @@ class Mask2Former:
         Images pass as 8-bit pixels, as files would. Raises ValueError for pixels that are NaN or
         infinite, and where the network's answer is.
         """
-        chunks = batches(images, self.batch_size)
-        return [objects for pictures in chunks for objects in self._detect(pictures)]
+        detections = []
+        for start in range(0, len(images), self.batch_size):
+            batch = images[start : start + self.batch_size]
+            detections += self._detect([to_uint8(image) for image in batch])
+        return detections
 
     @torch.no_grad()
     def _detect(self, pictures: list[np.ndarray]) -> list[Detections]:
@@ -166,8 +169,7 @@ def instances(class_logits: Tensor, mask_logits: Tensor, frame: Frame, top: int 
     class_logits, mask_logits = class_logits.float(), mask_logits.float()
     if not bool(class_logits.isfinite().all() and mask_logits.isfinite().all()):
         raise ValueError(
-            "the detector answered NaN or infinity. If its `dtype` is float16, use bfloat16 or "
-            "float32."
+            "the detector answered NaN or infinity. If `dtype` is float16, use bfloat16 or float32."
         )
     chance = class_logits.softmax(-1)[:, :-1]
     pairs = chance.flatten().topk(min(top, chance.numel())).indices

@@ -102,7 +102,7 @@ class Remote:
                 self._resting |= dict.fromkeys(answer.failed, time.monotonic() + REST)
                 return [(chunk, wire.decode_answer(answer.body, len(chunk)))]
             except (WireError, Refused) as error:
-                if error.status in _SPLIT and len(chunk) > 1:  # log2(B) more requests a bad row
+                if error.status in _SPLIT and len(chunk) > 1:  # 2 log2(B) requests a bad row
                     half = len(chunk) // 2
                     return [*call(chunk[:half]), *call(chunk[half:])]
                 return [(chunk, failed(len(chunk), error))]
