@@ -24,9 +24,8 @@ import httpx
 import tenacity
 
 LONGEST_WAIT = 60.0  # seconds between two attempts
-UNREACHABLE = (ConnectionError, TimeoutError)
-"""What a request raises if it got no answer, for no fault of its own."""
-_FINAL = (401, 403, 404)  # the token, the URL or the model's name: other requests would fail, too
+UNREACHABLE = (ConnectionError, TimeoutError)  # no answer, for no fault of the request
+_FINAL = (401, 403, 404)  # wrong token, URL or model name: every other request would fail too
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -98,27 +97,17 @@ class Client:
         content: httpx's `content` or `json`. Raises Refused if the request is at fault, and
         ConnectionError or TimeoutError if there is no answer.
         """
-        failed: list[str] = []
-
-        def attempt() -> Answer:
-            url = urls[len(failed) % len(urls)]
-            try:
-                return self._attempt(method, url, failed, content)
-            except _Again:
-                failed.append(url)
-                raise
-
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(_Again),
             stop=tenacity.stop_after_attempt(1 + self.retries)
             | tenacity.stop_before_delay(self.until - time.monotonic())
             | tenacity.stop_when_event_set(self.stopped),
             wait=lambda state: self._wait(state, len(urls)),
-            sleep=tenacity.sleep_using_event(self.stopped),
+            sleep=tenacity.sleep_using_event(self.stopped),  # `map` ends the waits of all threads
             reraise=True,
         )
         try:
-            return retrying(attempt)
+            return retrying(self._attempt, method, urls, [], content)
         except _Again as again:
             raise again.cause from again
 
@@ -127,8 +116,8 @@ class Client:
         again = state.outcome and state.outcome.exception()
         if not isinstance(again, _Again) or state.attempt_number < servers:
             return 0.0
-        seconds = self.backoff * 2.0 ** min(state.attempt_number - servers, 20)
-        jitter = _jitter.uniform(0.75, 1.25)
+        seconds = self.backoff * 2.0 ** min(state.attempt_number - servers, 20)  # no overflow
+        jitter = _jitter.uniform(0.75, 1.25)  # so that many clients do not come back at once
         return max(min(seconds, LONGEST_WAIT) * jitter, min(again.after, LONGEST_WAIT))
 
     def map(
@@ -166,7 +155,7 @@ class Client:
 
         threads = [
             threading.Thread(target=work, daemon=True) for _ in range(min(concurrency, len(items)))
-        ]
+        ]  # no executor: at exit it would wait for calls that hang
         try:
             for thread in threads:
                 thread.start()
@@ -189,22 +178,23 @@ class Client:
         if self.stopped.is_set():
             raise ConnectionError(f"not asked any more: {self.last}")
 
-    def _attempt(self, method: str, url: str, failed: list[str], content: Any) -> Answer:
+    def _attempt(self, method: str, urls: Sequence[str], tried: list[str], content: Any) -> Answer:
         """Raises _Again for what may pass, and what `request` raises for what will not."""
         self._check_running()
+        tried.append(url := urls[len(tried) % len(urls)])
         seconds = max(0.01, min(self.timeout, self.until - time.monotonic()))
         timeout = httpx.Timeout(seconds, connect=min(seconds, self.connect_timeout))
         try:
             with self._client.stream(method, url, timeout=timeout, **content) as response:
                 for step in (*response.history, response):
-                    if url.startswith("https:") and step.url.scheme != "https":
+                    if url.startswith("https:") and step.url.scheme != "https":  # a downgrade
                         raise Refused(200, f"{url} leads to {step.url}, which is not https.")
                 body = bytearray()
                 for piece in response.iter_bytes():
                     body += piece
                     if len(body) > self.max_bytes:
                         raise Refused(200, f"{url} sends more than {self.max_bytes} bytes.")
-                    if time.monotonic() > self.until:
+                    if time.monotonic() > self.until:  # httpx times each piece, not the sum
                         raise httpx.ReadTimeout("the answer came too slowly")
         except httpx.TimeoutException as error:
             text = f"{url} gave no answer within {seconds:g} s ({type(error).__name__})"
@@ -214,7 +204,7 @@ class Client:
             raise _Again(ConnectionError(text)) from error
         status = response.status_code
         if status == 200:
-            return Answer(bytes(body), response.headers, failed)
+            return Answer(bytes(body), response.headers, tried[:-1])
         text = f"{url} answered {status}: {self.clean(_message(bytes(body)))}"
         if status in (408, 429) or status >= 500:
             cause = TimeoutError(text) if status in (408, 504) else ConnectionError(text)
@@ -239,9 +229,8 @@ _jitter = random.Random()
 
 @cache
 def _certificates() -> ssl.SSLContext:
-    """Certificates: Mozilla's, as httpx trusts them, and those that the system trusts."""
-    context = httpx.create_ssl_context()
-    context.load_default_certs()
+    context = httpx.create_ssl_context()  # trusts Mozilla's certificates
+    context.load_default_certs()  # and the system's, such as a company's own
     return context
 
 
@@ -269,7 +258,7 @@ def check_url(option: str, url: Any, example: str) -> None:
     try:
         parts = urlsplit(url if isinstance(url, str) else "")
         host, _ = parts.hostname, parts.port  # raises for a port that is no number below 65536
-        if host and ":" in host:
+        if host and ":" in host:  # IPv6, which urlsplit checks from Python 3.11.4 only
             ipaddress.ip_address(host)
     except ValueError as error:
         raise ValueError(f"`{option}`: {url!r} is no URL ({error}). Give {example}.") from error

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+Metadata = Sequence[Mapping[str, Any]]  # a mapping an image: what its reward needs to judge it
+
 
 @dataclass(frozen=True)
 class PromptBatch:
@@ -201,9 +203,7 @@ class Reward(Protocol):
     prompt at a time, and may compare them.
     """
 
-    def __call__(
-        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> Scores:
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1] with their B prompts and metadata -> Scores of B."""
         ...
 

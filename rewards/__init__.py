@@ -1,4 +1,4 @@
-"""Rewards: what scores images. One module a reward, found by name and imported when first built.
+"""Rewards: what scores images. One module a reward, looked up by name, imported when first built.
 
 A reward is any `flowalign.types.Reward`. A name is looked up, in this order, among the rewards
 registered in this process, the REWARDS table, the installed entry points of the group
@@ -33,7 +33,7 @@ import torch
 from flowalign.devices import resolve
 from flowalign.rewards.options import check_call, suggestion
 from flowalign.rewards.scoring import score
-from flowalign.types import Reward
+from flowalign.types import Metadata, Reward
 
 __all__ = [
     "REWARDS", "build", "build_on", "check", "check_prompts", "describe", "load",
@@ -61,7 +61,7 @@ REWARDS: dict[str, str] = {
 }
 
 _registered: dict[str, Callable[..., Any]] = {}
-_INPUTS = ["images", "prompts", "metadata"]
+_INPUTS = ["images", "prompts", "metadata"]  # a function that begins so is itself the reward
 
 
 def register(name: str) -> Callable[[Factory], Factory]:
@@ -128,10 +128,7 @@ def check(name: str, options: Mapping[str, Any]) -> None:
 
 
 def check_prompts(
-    name: str,
-    options: Mapping[str, Any],
-    prompts: Sequence[str],
-    metadata: Sequence[Mapping[str, Any]],
+    name: str, options: Mapping[str, Any], prompts: Sequence[str], metadata: Metadata
 ) -> None:
     """Raise ValueError if the reward says that it cannot judge images of one of these prompts.
 
@@ -211,15 +208,13 @@ def _entry_points() -> dict[str, EntryPoint]:
 
 
 def _is_reward(factory: Callable[..., Any]) -> bool:
-    """True for a callable that scores images itself, told by its first three parameters."""
     return not inspect.isclass(factory) and _parameters(factory)[: len(_INPUTS)] == _INPUTS
 
 
 def _parameters(factory: Callable[..., Any]) -> list[str]:
-    """The names of its parameters; none for a builtin without a signature."""
     try:
         return list(inspect.signature(factory).parameters)
-    except ValueError:
+    except ValueError:  # a builtin without a signature
         return []
 
 

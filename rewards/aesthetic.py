@@ -24,12 +24,10 @@ class Aesthetic(Preference):
     (flow_grpo/aesthetic_scorer.py), which leaves the value undivided. The prompt is not used.
     model: a Hub id or folder of a CLIPModel (CLIP ViT-L/14 by default).
     head: its file, .pth or .safetensors, or owner/repository/file on the Hub. The default is TRL's
-        copy of sac+logos+ava1-l14-linearMSE.pth; docs/rewards/preference.md has the checksum of
-        the original.
+        copy of sac+logos+ava1-l14-linearMSE.pth (its checksum: docs/rewards/preference.md).
     normalizer: 10, the end of the scale that people rated on; raw is about 1 to 10.
     offload: the weights lie on the CPU between calls.
-    Raises OSError where a file cannot be had, ValueError where it is not that of a head for this
-    model.
+    Raises OSError where a file cannot be had, ValueError where it holds no head for this model.
     """
 
     name = "aesthetic"

@@ -18,8 +18,7 @@ CONTEXT = 77  # tokens of CLIP's text tower; longer prompts are cut
 LARGE = "openai/clip-vit-large-patch14"
 
 _POSSIBLE = f"`tiny`, the folder of a transformers CLIPModel, or a Hub id such as {LARGE}"
-ClipModel = Annotated[str, pretrained(_POSSIBLE, "tiny")]
-"""An option: "tiny" (the preference model of the tiny world), a folder, or a Hub id."""
+ClipModel = Annotated[str, pretrained(_POSSIBLE, "tiny")]  # "tiny": trained on the tiny world
 
 
 def resolve(model: str) -> str:
@@ -45,12 +44,13 @@ class Clip(TwoTowers):
         self.name = f"{model}@{revision}" if revision else model
         name = resolve(model)
         at: dict[str, Any] = {"revision": revision} if revision else {}
+        # a revision is a commit of the model's repository, and names none in the processor's
         source, its = (name, at) if processor is None else (resolve(processor), {})
         self.model = CLIPModel.from_pretrained(name, **at).float()
         self.pixels = preprocess.ImageProcessor.from_pretrained(source, **its)
         self.tokenizer = AutoTokenizer.from_pretrained(source, **its)
         positions = self.model.text_model.embeddings.position_embedding.num_embeddings
-        self.context = min(CONTEXT, positions, self.tokenizer.model_max_length)
+        self.context = min(CONTEXT, positions, self.tokenizer.model_max_length)  # often 1e30
         self.scale = float(self.model.logit_scale.detach().exp())  # times the cosine, in training
         super().__init__(self.model, self.model.visual_projection.out_features, **computing)
 
@@ -67,5 +67,4 @@ class Clip(TwoTowers):
 
 
 def _pooled(output: Any) -> Tensor:
-    """The projected vectors: transformers 5 wraps them in an output object, 4 does not."""
-    return output if isinstance(output, Tensor) else output.pooler_output
+    return output if isinstance(output, Tensor) else output.pooler_output  # transformers 4 or 5

@@ -60,8 +60,7 @@ class ClipColors:
         (.safetensors, or .pt without pickled code). GenEval's are "ViT-L-14", "openai".
     quick_gelu: None = as the tag's model was trained; a local file counts as OpenAI's weights,
         which need it. (open_clip 3 warns, but computes wrongly, where "ViT-L-14" gets them.)
-    device, offload: where it computes, see `flowalign.frozen.Placement`. `name` says which
-        model names the colours.
+    device, offload: as in `flowalign.frozen.Placement`. `name` says which model answers.
     Raises ImportError without open_clip, ValueError for a model that it does not know.
     """
 

@@ -19,7 +19,7 @@ from torch import Tensor
 import flowalign.rewards as registry
 from flowalign.rewards.options import Device, Divisor, Number, checked
 from flowalign.rewards.scoring import assemble, score
-from flowalign.types import Reward, Scores
+from flowalign.types import Metadata, Reward, Scores
 
 
 class Component(BaseModel, extra="forbid"):
@@ -55,28 +55,22 @@ EXAMPLE = "such as [{name: pickscore, weight: 1.0}, {name: ocr, weight: 0.5}]"
 
 
 class Composed:
-    """Base: components {label: reward}."""
+    """Base: components {label: reward}, and numbers that say how they are composed."""
 
     name: str
 
-    def __init__(self, specs: Mapping[str, Spec], device: Device) -> None:
+    def __init__(self, specs: Mapping[str, Spec], device: Device, **settings: float) -> None:
+        self.settings = settings
         self.components: dict[str, Reward] = {
             label: registry.build_on(device, spec["name"], spec.get("options") or {})
             for label, spec in specs.items()
         }
 
     @staticmethod
-    def check_prompts(
-        prompts: Sequence[str],
-        metadata: Sequence[Mapping[str, Any]],
-        *,
-        rewards: Sequence[Spec] = (),
-        reward: Spec | None = None,
-        gate: Spec | None = None,
-        **others: Any,
-    ) -> None:
+    def check_prompts(prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
         """Raise ValueError if a component cannot judge images of one of these prompts."""
-        for spec in filter(None, (*rewards, reward, gate)):
+        specs = (*options.get("rewards", ()), options.get("reward"), options.get("gate"))
+        for spec in filter(None, specs):  # None: not an option of this class
             registry.check_prompts(spec["name"], spec.get("options") or {}, prompts, metadata)
 
     @property
@@ -84,8 +78,11 @@ class Composed:
         """Whether a component must see all images of a prompt at once."""
         return any(getattr(reward, "groupwise", False) for reward in self.components.values())
 
-    def described(self) -> dict[str, Any]:
-        """What each component's scores depend on."""
+    def describe(self) -> dict[str, Any]:
+        """The components, what their scores depend on, and the numbers."""
+        return {"name": self.name, **self._described(), **self.settings}
+
+    def _described(self) -> dict[str, Any]:
         return {label: registry.describe(reward) for label, reward in self.components.items()}
 
 
@@ -112,16 +109,14 @@ class Weighted(Composed):
 
     def describe(self) -> dict[str, Any]:
         """The components and their weights."""
-        return {"name": self.name, "rewards": self.described(), "weights": self.weights}
+        return {"name": self.name, "rewards": self._described(), "weights": self.weights}
 
-    def __call__(
-        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> Scores:
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU."""
         value, components = torch.zeros(len(images)), {}
         for label, reward in self.components.items():
             components[label] = score(reward, images, prompts, metadata)
-            value += self.weights[label] * components[label].value
+            value += self.weights[label] * components[label].value  # NaN where it failed
         return _joined(value, components)
 
 
@@ -142,25 +137,18 @@ class Gated(Composed):
         *,
         device: Device = None,
     ) -> None:
-        super().__init__({"reward": reward, "gate": gate}, device)
-        self.threshold, self.below = threshold, below
+        specs = {"reward": reward, "gate": gate}
+        super().__init__(specs, device, threshold=threshold, below=below)
 
-    def describe(self) -> dict[str, Any]:
-        """The components, and when the gate opens."""
-        settings = {"threshold": self.threshold, "below": self.below}
-        return {"name": self.name, **self.described(), **settings}
-
-    def __call__(
-        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> Scores:
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU."""
         gate = score(self.components["gate"], images, prompts, metadata)
-        opened = gate.value >= self.threshold  # NaN does not pass
+        opened = gate.value >= self.settings["threshold"]  # NaN does not pass
         rows: list[int] = opened.nonzero().flatten().tolist()
         asked = images[rows], [prompts[r] for r in rows], [metadata[r] for r in rows]
         passed = assemble(len(images), [(rows, score(self.components["reward"], *asked))])
         passed = replace(passed, valid=passed.valid | ~opened)  # who was not asked did not fail
-        value = torch.where(opened, passed.value, float(self.below))
+        value = torch.where(opened, passed.value, float(self.settings["below"]))
         return _joined(value.masked_fill(~gate.valid, torch.nan), {"gate": gate, "reward": passed})
 
 
@@ -179,28 +167,15 @@ class Normalized(Composed):
     name = "normalized"
 
     def __init__(
-        self,
-        reward: Spec,
-        median: Number,
-        spread: Divisor,
-        *,
-        device: Device = None,
+        self, reward: Spec, median: Number, spread: Divisor, *, device: Device = None
     ) -> None:
-        super().__init__({"reward": reward}, device)
-        self.median, self.spread = median, spread
-        self.headline = getattr(self.components["reward"], "headline", None) or "raw"
+        super().__init__({"reward": reward}, device, median=median, spread=spread)
+        self.headline = getattr(self.components["reward"], "headline", None) or "raw"  # comparable
 
-    def describe(self) -> dict[str, Any]:
-        """The component, and its scale."""
-        scale = {"median": self.median, "spread": self.spread}
-        return {"name": self.name, **self.described(), **scale}
-
-    def __call__(
-        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> Scores:
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU."""
         scores = score(self.components["reward"], images, prompts, metadata)
-        value = torch.sigmoid((scores.value - self.median) / self.spread)
+        value = torch.sigmoid((scores.value - self.settings["median"]) / self.settings["spread"])
         return replace(scores, value=value, parts={**scores.parts, "raw": scores.value})
 
 
@@ -213,6 +188,6 @@ def _joined(value: Tensor, components: Mapping[str, Scores]) -> Scores:
         parts[label] = scores.value
         parts |= {f"{label}/{name}": part for name, part in scores.parts.items()}
         for row, text in scores.reasons.items():
-            texts.setdefault(row, []).append(f"{label}: {text}")
+            texts.setdefault(row, []).append(f"{label}: {text}")  # several may fail on one image
     reasons = {row: "; ".join(lines) for row, lines in texts.items()}
     return Scores(value.masked_fill(~valid, torch.nan), valid, parts, reasons)

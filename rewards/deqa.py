@@ -7,27 +7,27 @@ says what was checked and how to check the rest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from flowalign.devices import resolve
 from flowalign.images import to_uint8
 from flowalign.rewards.options import Count, Device, checked
-from flowalign.types import Scores
+from flowalign.types import Metadata, Scores
 
 MODEL = "zhiyuanyou/DeQA-Score-Mix3"
-LEVELS = ("excellent", "good", "fair", "poor", "bad")
-POINTS = (5.0, 4.0, 3.0, 2.0, 1.0)
+POINTS = (5.0, 4.0, 3.0, 2.0, 1.0)  # excellent, good, fair, poor, bad
 BEFORE = "USER: How would you rate the quality of this image?\n"
 AFTER = "\nASSISTANT: The quality of the image is"
 IMAGE_TOKEN = -200  # where the model puts the image's own tokens
 
 
 def expected_level(logits: Tensor) -> Tensor:
-    """Logits [B,5] of LEVELS -> the expected level [B] in [1,5], float32.
+    """Logits [B,5] of excellent to bad -> the expected level [B] in [1,5], float32.
 
     softmax(logits) . (5, 4, 3, 2, 1), as DeQA-Score's src/evaluate/scorer.py; that computes it in
     float16, which has steps of .004 at 4, and this in float32.
@@ -35,10 +35,8 @@ def expected_level(logits: Tensor) -> Tensor:
     return torch.softmax(logits.float(), -1) @ torch.tensor(POINTS, device=logits.device)
 
 
-def pad_to_square(picture: Any, colour: tuple[int, ...]) -> Any:
-    """A PIL image (RGB) in the middle of a square of that colour; a square one as it is."""
-    from PIL import Image
-
+def pad_to_square(picture: Image.Image, colour: tuple[int, ...]) -> Image.Image:
+    """An RGB image in the middle of a square of that colour; a square one as it is."""
     width, height = picture.size
     if width == height:
         return picture
@@ -51,7 +49,7 @@ def pad_to_square(picture: Any, colour: tuple[int, ...]) -> Any:
 def question(tokenizer: Any) -> list[int]:
     """Token ids of the question, the image's place held by IMAGE_TOKEN, one BOS at the front."""
     before, after = (list(tokenizer(text).input_ids) for text in (BEFORE, AFTER))
-    repeated = after[:1] == [tokenizer.bos_token_id]
+    repeated = after[:1] == [tokenizer.bos_token_id]  # a tokenizer puts one before each text
     return [*before, IMAGE_TOKEN, *after[repeated:]]
 
 
@@ -75,7 +73,7 @@ class DeQA:
         device: Device = None,
         batch_size: Count = 8,
     ) -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM  # `check` does without
 
         self.device = resolve(device)
         self.dtype = torch.float32 if self.device.type == "cpu" else torch.float16
@@ -84,7 +82,7 @@ class DeQA:
             model,
             revision=revision or "main",
             trust_remote_code=True,
-            attn_implementation="eager",
+            attn_implementation="eager",  # as on its model card
             torch_dtype=self.dtype,
         )
         self.model = loaded.requires_grad_(False).eval().to(self.device)
@@ -94,12 +92,8 @@ class DeQA:
         self.levels = list(self.model.preferential_ids_)
 
     @torch.no_grad()
-    def __call__(
-        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> Scores:
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU."""
-        from PIL import Image
-
         scores = [torch.empty(0)]
         for chunk in images.split(self.batch_size):
             pictures = [pad_to_square(Image.fromarray(to_uint8(i)), self.colour) for i in chunk]

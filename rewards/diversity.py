@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from flowalign.rewards.clip import LARGE, Clip, ClipModel
 from flowalign.rewards.options import Count, Device, checked
-from flowalign.types import Scores
+from flowalign.types import Metadata, Scores
 
 
 @checked
@@ -40,9 +40,7 @@ class Diversity:
         """What the scores depend on."""
         return {"name": self.name, "model": self.clip.name}
 
-    def __call__(
-        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> Scores:
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [K,3,H,W] in [0,1] of one prompt -> Scores of K, on the CPU."""
         if len(images) < 2:
             raise ValueError("one image alone has no diversity; sample more copies of a prompt.")

@@ -13,7 +13,7 @@ from torch import Tensor
 from flowalign.rewards import load, placed
 from flowalign.rewards.geneval_judge import Verdict, judge, partial_credit
 from flowalign.rewards.options import Count, Device, Number, check_call, checked
-from flowalign.types import Detections, Detector, Scores
+from flowalign.types import Detections, Detector, Metadata, Scores
 
 DETECTORS: dict[str, str] = {
     "tiny": "flowalign.tiny.detector:TinyDetector",
@@ -75,7 +75,6 @@ class GenEval:
     @staticmethod
     def check_options(
         detector: str | Detector = "tiny",
-        *args: Any,
         detector_options: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
@@ -99,9 +98,7 @@ class GenEval:
             check_call(f"detector {detector!r}", _factory(detector), options)
 
     @staticmethod
-    def check_prompts(
-        prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]], **options: Any
-    ) -> None:
+    def check_prompts(prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
         """Raise ValueError for the first prompt whose metadata is not in GenEval's form."""
         clauses = TypeAdapter(Annotated[list[Clause], Field(min_length=1)])
         for number, (prompt, meta) in enumerate(zip(prompts, metadata, strict=True), 1):
@@ -121,11 +118,8 @@ class GenEval:
         detector = getattr(self.detector, "name", type(self.detector).__name__)
         return {"name": self.name, "engine": detector, "rule": self.reward, **self.rules}
 
-    def __call__(
-        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> Scores:
-        """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU; a failed or wrong image has its
-        reason."""
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
+        """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU; reasons say what is wrong."""
         with ExitStack() as stack:  # offloaded models are moved to the device once a call
             for placement in getattr(self.detector, "placements", ()):
                 stack.enter_context(placement)

@@ -43,11 +43,12 @@ class Verdict:
 class _Outcome:
     """The outcome of one include clause: `colored` and `relation` are None where not judged."""
 
-    wanted: int
-    count: int
-    colored: int | None = None
+    clause: Mapping[str, Any]
+    wanted: int  # boxes; the clause's `count`
+    count: int  # boxes that count
+    colored: int | None = None  # boxes of the wanted colour, at most `wanted`
     relation: bool | None = None
-    no_target: bool = False
+    no_target: bool = False  # the clause that the position refers to failed
     reason: str = ""
 
 
@@ -103,20 +104,18 @@ def partial_credit(
       It is 1.0 exactly where everything holds, and then `judge` says correct too.
     "published": the reward server's `scores`, with its quirks: 1 - |n - found| / n has no floor;
       a failed relation adds 0 and then a spurious 1 (a lone position failure scores 0.75); a
-      wrong count adds one 0 for colour and position together; exclude is ignored; 0 for
-      metadata without include.
+      wrong count adds one 0 for colour and position together; exclude is ignored; 0 if no include.
     Raises as `judge`; ValueError for another variant.
     """
     if variant not in ("bounded", "published"):
         raise ValueError(f"variant {variant!r} is unknown; use 'bounded' or 'published'.")
     selected = select(metadata, detections, **rules)
     outcomes = _outcomes(metadata, selected, detections, colors, position_threshold, strict=True)
-    pairs = list(zip(metadata.get("include", []), outcomes, strict=True))
     if variant == "published":
-        terms = [term for clause, outcome in pairs for term in _published_terms(clause, outcome)]
+        terms = [term for outcome in outcomes for term in _published_terms(outcome)]
         return sum(terms) / len(terms) if terms else 0.0
-    terms = [term for clause, outcome in pairs for term in _bounded_terms(clause, outcome)]
-    included = {clause["class"] for clause, _ in pairs}
+    terms = [term for outcome in outcomes for term in _bounded_terms(outcome)]
+    included = {outcome.clause["class"] for outcome in outcomes}
     fired = _fired(metadata, selected)
     others = [c for c in metadata.get("exclude", []) if c["class"] not in included]
     terms += [0.0 if clause in fired else 1.0 for clause in others]
@@ -142,7 +141,7 @@ def select(
     selected = {}
     for name, raw in detections.items():
         boxes = _boxes(raw)
-        order = np.argsort(boxes[:, 4], kind="stable")[::-1]
+        order = np.argsort(boxes[:, 4], kind="stable")[::-1]  # reversed: ties by later index
         queue = order[boxes[order, 4] > limit][:max_objects].tolist()
         kept = []
         while queue:
@@ -175,7 +174,7 @@ def summarize(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     tasks = {tag: sum(hits) / len(hits) for tag, hits in by_tag.items()}
     counts = {tag: len(hits) for tag, hits in by_tag.items()}
     return {
-        "overall": sum(tasks.values()) / len(tasks),
+        "overall": sum(tasks.values()) / len(tasks),  # tags weigh alike, whatever their size
         "tasks": tasks,
         "images": sum(sum(hits) for hits in by_tag.values()) / sum(counts.values()),
         "prompts": sum(by_prompt.values()) / len(by_prompt),
@@ -184,8 +183,7 @@ def summarize(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _boxes(raw: Sequence[Sequence[float]]) -> np.ndarray:
-    """Raw boxes of one class as float32 [N,5]."""
-    return np.asarray(raw, dtype=np.float32).reshape(-1, 5)
+    return np.asarray(raw, dtype=np.float32).reshape(-1, 5)  # [N,5], also where there are none
 
 
 def _area(x1: np.float32, y1: np.float32, x2: np.float32, y2: np.float32) -> np.float32:
@@ -196,7 +194,7 @@ def _area(x1: np.float32, y1: np.float32, x2: np.float32, y2: np.float32) -> np.
 def _iou(a: np.ndarray, b: np.ndarray) -> np.float32:
     inner = _area(max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3]))
     union = _area(*a[:4]) + _area(*b[:4]) - inner
-    return inner / union if union else np.float32(0)
+    return inner / union if union else np.float32(0)  # boxes without area do not overlap
 
 
 def _relations(a: np.ndarray, b: np.ndarray, dead_zone: float) -> set[str]:
@@ -210,7 +208,7 @@ def _relations(a: np.ndarray, b: np.ndarray, dead_zone: float) -> set[str]:
     size_a, size_b = np.abs(corners[:, 1] - corners[:, 0])
     offset = center_a - center_b
     shrunk = np.maximum(np.abs(offset) - np.float32(dead_zone) * (size_a + size_b), 0)
-    if np.all(shrunk < 1e-3):
+    if np.all(shrunk < 1e-3):  # pixels
         return set()
     dx, dy = shrunk * np.sign(offset) / np.linalg.norm(offset)
     holds = {"left of": dx < -0.5, "right of": dx > 0.5, "above": dy < -0.5, "below": dy > 0.5}
@@ -218,8 +216,7 @@ def _relations(a: np.ndarray, b: np.ndarray, dead_zone: float) -> set[str]:
 
 
 def _fired(metadata: Mapping[str, Any], selected: Mapping[str, list[int]]) -> list[Any]:
-    """The exclude clauses that are violated."""
-    clauses = metadata.get("exclude", [])
+    clauses = metadata.get("exclude", [])  # each allows fewer than `count`
     return [c for c in clauses if len(selected.get(c["class"], [])) >= c["count"]]
 
 
@@ -236,47 +233,45 @@ def _outcomes(
     groups: list[list[np.ndarray] | None] = []  # the boxes of the clauses that hold
     for clause in metadata.get("include", []):
         name, wanted = clause["class"], clause["count"]
-        count, judged = len(selected.get(name, [])), selected.get(name, [])[:wanted]
+        chosen = selected.get(name, [])
+        count, judged = len(chosen), chosen[:wanted]
         boxes = [_boxes(detections[name])[i] for i in judged]
-        outcome = _Outcome(wanted, count)
+        outcome = _Outcome(clause, wanted, count)
         if count != wanted if strict else count < wanted:
             sign = "==" if strict else ">="
             outcome = replace(outcome, reason=f"expected {name}{sign}{wanted}, found {count}")
         else:
             if "color" in clause:
-                outcome = _judge_color(clause, outcome, judged, colors)
+                outcome = _judge_color(outcome, judged, colors)
             if "position" in clause and not outcome.reason:
-                outcome = _judge_position(clause, outcome, boxes, groups, dead_zone)
+                outcome = _judge_position(outcome, boxes, groups, dead_zone)
         outcomes.append(outcome)
         groups.append(None if outcome.reason else boxes)
     return outcomes
 
 
-def _judge_color(
-    clause: Mapping[str, Any], outcome: _Outcome, judged: list[int], colors: Colors
-) -> _Outcome:
+def _judge_color(outcome: _Outcome, judged: list[int], colors: Colors) -> _Outcome:
     """The count holds: is every judged box of the wanted colour?"""
-    name, color = clause["class"], clause["color"]
+    name, color = outcome.clause["class"], outcome.clause["color"]
     seen = [colors[name][i] if isinstance(colors, Mapping) else colors(name, i) for i in judged]
     hits = seen.count(color)
     if hits >= outcome.wanted:
         return replace(outcome, colored=outcome.wanted)
-    order = [c for c in COLORS if c in seen] + sorted(set(seen) - set(COLORS))
+    order = [c for c in COLORS if c in seen] + sorted(set(seen) - set(COLORS))  # their order
     listed = ", ".join(f"{seen.count(c)} {c}" for c in order)
     reason = f"expected {color} {name}>={outcome.wanted}, found {hits} {color}; and {listed}"
     return replace(outcome, colored=hits, reason=reason)
 
 
 def _judge_position(
-    clause: Mapping[str, Any],
     outcome: _Outcome,
     boxes: list[np.ndarray],
     groups: Sequence[list[np.ndarray] | None],
     dead_zone: float,
 ) -> _Outcome:
     """Count and colour hold: does every (object, reference) pair show the relation?"""
-    name, (relation, index) = clause["class"], clause["position"]
-    if not -len(groups) <= index < len(groups):
+    name, (relation, index) = outcome.clause["class"], outcome.clause["position"]
+    if not -len(groups) <= index < len(groups):  # a list's rule, so -1 is the clause before
         raise MetadataError(
             f"the position of {name!r} refers to include clause {index}, but only clauses before "
             f"it can be referred to, and there are {len(groups)}. Put the reference first."
@@ -294,21 +289,21 @@ def _judge_position(
     return replace(outcome, relation=True)
 
 
-def _bounded_terms(clause: Mapping[str, Any], outcome: _Outcome) -> list[float]:
+def _bounded_terms(outcome: _Outcome) -> list[float]:
     """The terms of one include clause in partial_credit's "bounded"; how many is fixed by it."""
     terms = [max(0.0, 1 - abs(outcome.wanted - outcome.count) / outcome.wanted)]
-    if "color" in clause:
+    if "color" in outcome.clause:
         terms.append((outcome.colored or 0) / outcome.wanted)
-    if "position" in clause:
+    if "position" in outcome.clause:
         terms.append(1.0 if outcome.relation else 0.0)
     return terms
 
 
-def _published_terms(clause: Mapping[str, Any], outcome: _Outcome) -> list[float]:
+def _published_terms(outcome: _Outcome) -> list[float]:
     """The terms of one include clause in the reward server's `scores`, quirks included."""
     terms = [1 - abs(outcome.wanted - outcome.count) / outcome.wanted]
     if outcome.count != outcome.wanted:
-        return terms + ([0.0] if "color" in clause or "position" in clause else [])
+        return terms + ([0.0] if {"color", "position"} & set(outcome.clause) else [])
     if outcome.colored is not None:
         terms.append(1 - abs(outcome.wanted - outcome.colored) / outcome.wanted)
     if outcome.no_target:

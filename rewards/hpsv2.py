@@ -15,10 +15,7 @@ from flowalign.rewards.preference import Preference
 from flowalign.rewards.towers import TEXT_CACHE, TwoTowers
 from flowalign.rewards.weights import fit, locate, read, weights_file
 
-FILES = {
-    "v2.1": "xswu/HPSv2/HPS_v2.1_compressed.pt",
-    "v2.0": "xswu/HPSv2/HPS_v2_compressed.pt",
-}
+FILES = {"v2.1": "xswu/HPSv2/HPS_v2.1_compressed.pt", "v2.0": "xswu/HPSv2/HPS_v2_compressed.pt"}
 
 
 @checked
@@ -32,8 +29,7 @@ class HPSv2(Preference):
         if not the published one of that version. architecture: open_clip's name of the model.
     normalizer: 1, the value is the cosine, about .2 to .35. (Tables may print 100 * cosine.)
     offload: the weights lie on the CPU between calls. text_cache: prompts whose vectors are kept.
-    Raises ImportError without open_clip, OSError where the file cannot be had, ValueError where it
-    is not that of the model.
+    Raises ImportError without open_clip, OSError without the file, ValueError where it is another.
     """
 
     name = "hpsv2"
@@ -70,7 +66,7 @@ class OpenClipTowers(TwoTowers):
     def __init__(self, architecture: str, file: str, **computing: Any) -> None:
         open_clip = require("open_clip", "'flowalign[clip]'", "reward hpsv2 needs")
         self.name = f"open_clip {open_clip.__version__} {architecture}, {file}"
-        config = open_clip.get_model_config(architecture)
+        config = open_clip.get_model_config(architecture)  # None for a name that it does not know
         if config is None:
             raise ValueError(
                 f"open_clip knows no architecture {architecture!r}; HPS v2 is a ViT-H-14. "

@@ -7,18 +7,19 @@ what was checked and how to check the rest.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated
 
 import torch
+from PIL import Image
 from pydantic import AfterValidator
 from torch import Tensor
 
 from flowalign.devices import resolve
 from flowalign.images import to_uint8
+from flowalign.rewards.lazy import require
 from flowalign.rewards.options import Count, Device, checked
-from flowalign.types import Scores
+from flowalign.types import Metadata, Scores
 
 
 def _is_safetensors(path: str) -> str:
@@ -34,7 +35,7 @@ def preference(logits: Tensor) -> Tensor:
     """Logits [B,2] = (mu, sigma) of HPSv3's head -> mu [B], float32: what the authors report."""
     if logits.ndim != 2 or logits.shape[1] != 2:
         raise ValueError(f"HPSv3 answered with shape {list(logits.shape)}; [B,2] was expected.")
-    return logits[:, 0].float()
+    return logits[:, 0].float()  # sigma, the model's doubt, is dropped
 
 
 @checked
@@ -51,30 +52,17 @@ class HPSv3:
     name = "hpsv3"
 
     def __init__(
-        self,
-        checkpoint: Safetensors | None = None,
-        *,
-        device: Device = None,
-        batch_size: Count = 1,
+        self, checkpoint: Safetensors | None = None, *, device: Device = None, batch_size: Count = 1
     ) -> None:
-        try:
-            package = importlib.import_module("hpsv3")
-        except ModuleNotFoundError as error:
-            raise ImportError(
-                f"this reward needs the package hpsv3, which is not usable here ({error}). Serve "
-                "it from an environment of its own: pip install hpsv3==1.0.0"
-            ) from error
+        why = "this reward, to be served from an environment of its own, needs the package"
+        package = require("hpsv3", "hpsv3==1.0.0", why)
         self.batch_size = batch_size
         place = str(resolve(device))  # the package wants text
         self.model = package.HPSv3RewardInferencer(checkpoint_path=checkpoint, device=place)
 
     @torch.no_grad()
-    def __call__(
-        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> Scores:
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1] and their B prompts -> Scores of B, on the CPU."""
-        from PIL import Image
-
         scores = [torch.empty(0)]
         for start in range(0, len(images), self.batch_size):
             rows = slice(start, start + self.batch_size)

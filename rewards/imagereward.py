@@ -53,11 +53,8 @@ TEXT = {
 
 # Names in the checkpoint -> names in `Network`; None = not needed. transformers' text tower kept
 # the names of BLIP's.
-SEEN, BLOCK, LAYER = (
-    r"blip\.visual_encoder\.",
-    r"blip\.visual_encoder\.blocks\.(\d+)\.",
-    r"vision.encoder.layers.\1.",
-)
+SEEN, LAYER = r"blip\.visual_encoder\.", r"vision.encoder.layers.\1."
+BLOCK = SEEN + r"blocks\.(\d+)\."
 KEYS: list[tuple[str, str | None]] = [
     (SEEN + r"cls_token", "vision.embeddings.class_embedding"),
     (SEEN + r"pos_embed", "vision.embeddings.position_embedding"),
@@ -71,7 +68,6 @@ KEYS: list[tuple[str, str | None]] = [
     (r"blip\.text_encoder\.(.+)", r"text.\1"),
     (r"(?!blip\.visual_encoder\.|mlp\.).*", None),  # what BLIP's training needed
 ]
-
 
 Sizes = Mapping[str, Mapping[str, Any]]
 
@@ -139,9 +135,9 @@ class ImageReward(Preference):
                     truncation=True,
                     max_length=TOKENS,
                     return_tensors="pt",
-                )
+                ).to(device)
                 values = preprocess.values(self.pixels, pictures).to(device)
-                ids, mask = tokens["input_ids"].to(device), tokens["attention_mask"].to(device)
+                ids, mask = tokens["input_ids"], tokens["attention_mask"]
                 scores.append(self.network(values, ids, mask).cpu())
         return (torch.cat(scores) - MEAN) / STD
 
@@ -165,10 +161,8 @@ class Network(nn.Module):
     def forward(self, pixels: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
         """pixels [B,3,S,S], ids and mask [B,L] -> r [B]."""
         patches = self.vision(pixels).last_hidden_state
-        tokens = self.text(
-            ids, attention_mask=mask, encoder_hidden_states=patches, is_decoder=False
-        )
-        return self.mlp(tokens.last_hidden_state[:, 0])
+        seen: Any = {"encoder_hidden_states": patches, "is_decoder": False}
+        return self.mlp(self.text(ids, attention_mask=mask, **seen).last_hidden_state[:, 0])
 
 
 def official_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

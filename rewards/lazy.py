@@ -5,9 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-SERVE = ("'flowalign[serve]'", "rewards that live elsewhere need")
-"""What `require` says of the packages of the extra `serve`."""
-
 
 def require(module: str, install: str, why: str) -> Any:
     """The module, or an ImportError that says why it is needed and how to get it.

@@ -77,10 +77,10 @@ class Mask2Former:
     ) -> None:
         self.batch_size, self.dtype = batch_size, getattr(torch, dtype)
         self.shortest, self.longest = size
-        folder = str(Path(model).expanduser())
         self.colors = ClipColors(
             clip, clip_pretrained, quick_gelu=clip_quick_gelu, device=device, offload=offload
         )
+        folder = str(Path(model).expanduser())
         self.processor, self.network = _load(folder, revision, self.dtype)
         self.placement = Placement(self.network, device, offload)
         self.placements = (self.placement, self.colors.placement)
@@ -169,8 +169,7 @@ def instances(class_logits: Tensor, mask_logits: Tensor, frame: Frame, top: int 
     class_logits, mask_logits = class_logits.float(), mask_logits.float()
     if not bool(class_logits.isfinite().all() and mask_logits.isfinite().all()):
         raise ValueError(
-            "the detector answered NaN or infinity. If its `dtype` is float16, use bfloat16 or "
-            "float32."
+            "the detector answered NaN or infinity. If `dtype` is float16, use bfloat16 or float32."
         )
     chance = class_logits.softmax(-1)[:, :-1]
     pairs = chance.flatten().topk(min(top, chance.numel())).indices

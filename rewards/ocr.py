@@ -15,7 +15,7 @@ from torch import Tensor
 from flowalign.images import to_uint8
 from flowalign.rewards.ocr_engines import ENGINES, Engine, Line, read_all
 from flowalign.rewards.options import Count, check_call, checked
-from flowalign.types import Scores
+from flowalign.types import Metadata, Scores
 
 
 def target_of(prompt: str) -> str:
@@ -41,19 +41,19 @@ def target_of(prompt: str) -> str:
 
 def normalize(text: str) -> str:
     """Lower case without U+0020 spaces (other white space stays): what the rules compare."""
-    return text.replace(" ", "").lower()
+    return text.replace(" ", "").lower()  # as the peers, who keep tabs and newlines
 
 
 def text_reward(target: str, lines: Sequence[Line] | None) -> float:
     """The published OCR rule, in [0,1]; its mean is what papers call OCR accuracy.
 
-    lines: (text, confidence) in reading order, None or [] = none found. Lines of confidence > 0
+    lines: (text, confidence) in reading order, None or [] = no text. Lines of confidence > 0
     are joined; 1 if the target is in them, else 1 - min(Levenshtein, n) / n for a target of n
     characters. So any surplus text around the target is free: see `strict_reward`.
     Source: Flow-OPD@434ab16 flow_grpo/ocr.py (OcrScorer). Raises ValueError for a blank target.
     """
     wanted, read = _compared(target, lines)
-    if wanted in read:
+    if wanted in read:  # Levenshtein would count the surplus text
         return 1.0
     return 1 - min(Levenshtein.distance(wanted, read), len(wanted)) / len(wanted)
 
@@ -78,11 +78,10 @@ class OCR:
     workers: images read at once, each by an engine of its own (an Engine object reads alone).
     batch_size: images handed over in one call, to an engine that takes several (PaddleOCR).
     rule: "published" (`text_reward`) or "strict" (`strict_reward`).
-    The target is `target` of the image's metadata, else what the prompt puts in quotes. No text
-    found scores 0. An image whose engine call fails, or that has no target, is invalid.
+    The target is `target` of the image's metadata, else what the prompt puts in quotes. An image
+    without text scores 0. An image whose engine call fails, or that has no target, is invalid.
     parts: "exact", 1 where the text equals the target but for case and spaces, else 0.
-    `engine.name` says which engine, models and settings read; neither workers nor batch_size
-    changes a result.
+    `engine.name` says what read: engine, models, settings. workers, batch_size change no result.
     """
 
     name = "ocr"
@@ -101,17 +100,13 @@ class OCR:
             self.engines = [engine]
         self.engine = self.engines[0]
         self.rule_name, self.rule = rule, RULES[rule]
-        self.batch_size = batch_size if hasattr(self.engine, "read_many") else 1
+        self.batch_size = batch_size if hasattr(self.engine, "read_many") else 1  # else no gain
 
     @staticmethod
-    def check_options(
-        engine: str | Engine = "rapidocr",
-        rule: str = "published",
-        workers: int = 1,
-        batch_size: int = 16,
-        **engine_options: Any,
-    ) -> None:
+    def check_options(engine: str | Engine = "rapidocr", **options: Any) -> None:
         """Raise ValueError for an engine that does not take these options; imports no engine."""
+        own = ("rule", "workers", "batch_size")
+        engine_options = {name: value for name, value in options.items() if name not in own}
         if not isinstance(engine, str):
             if engine_options:
                 raise ValueError(
@@ -124,9 +119,7 @@ class OCR:
             check_call(f"OCR engine {engine!r}", ENGINES[engine], engine_options)
 
     @staticmethod
-    def check_prompts(
-        prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]], **options: Any
-    ) -> None:
+    def check_prompts(prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
         """Raise ValueError for the first prompt that has no target text."""
         for number, (prompt, meta) in enumerate(zip(prompts, metadata, strict=True), 1):
             try:
@@ -138,11 +131,8 @@ class OCR:
         """Which engine and models read, and by which rule."""
         return {"name": self.name, "engine": self.engine.name, "rule": self.rule_name}
 
-    def __call__(
-        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> Scores:
-        """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU; reasons hold what was read, or
-        what went wrong."""
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
+        """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU; reasons say what was read."""
         value = torch.full((len(images),), float("nan"))
         exact, reasons = value.clone(), {}
         pictures: dict[int, tuple[str, np.ndarray]] = {}
@@ -162,9 +152,7 @@ class OCR:
                 reasons[row] = f"{type(error).__name__}: {error}"
                 continue
             exact[row] = float(wanted == read)
-            reasons[row] = (
-                f"read {read!r} for {wanted!r}" if read else f"read nothing for {wanted!r}"
-            )
+            reasons[row] = f"read {repr(read) if read else 'nothing'} for {wanted!r}"
         return Scores(value, torch.isfinite(value), {"exact": exact}, reasons)
 
     def _read(self, pictures: Sequence[np.ndarray]) -> list[list[Line] | Exception]:
@@ -174,7 +162,7 @@ class OCR:
             free.put(engine)
 
         def read(chunk: Sequence[np.ndarray]) -> list[list[Line] | Exception]:
-            engine = free.get()
+            engine = free.get()  # never waits: there are as many threads as engines
             try:
                 return read_all(engine, chunk)
             finally:
@@ -182,7 +170,7 @@ class OCR:
 
         starts = range(0, len(pictures), self.batch_size)
         chunks = [pictures[start : start + self.batch_size] for start in starts]
-        with ThreadPoolExecutor(len(self.engines)) as pool:
+        with ThreadPoolExecutor(len(self.engines)) as pool:  # the engines release the GIL
             return [lines for chunk in pool.map(read, chunks) for lines in chunk]
 
 
@@ -201,7 +189,6 @@ def _target(prompt: str, metadata: Mapping[str, Any]) -> str:
 
 
 def _compared(target: str, lines: Sequence[Line] | None) -> tuple[str, str]:
-    """Target and recognised text, normalised."""
     wanted = normalize(target)
     if not wanted:
         raise ValueError(f"the target text {target!r} is blank; nothing can be compared with it.")

@@ -37,7 +37,7 @@ def read_all(engine: Engine, images: Sequence[np.ndarray]) -> list[list[Line] | 
     image, the images are read one by one, so that a bad one does not take the others along.
     """
     if len(images) > 1 and hasattr(engine, "read_many"):
-        with suppress(Exception):
+        with suppress(Exception):  # the loop below finds out which image it was
             answer = engine.read_many(images)  # pyright: ignore[reportAttributeAccessIssue]
             if len(answer) == len(images):
                 return answer
@@ -78,12 +78,12 @@ class RapidOCREngine:
     ) -> None:
         rapidocr = require("rapidocr", "rapidocr onnxruntime", "this reward reads text with")
         self.upscale = upscale
-        self._ocr: Callable[..., Any] = rapidocr.RapidOCR(
+        self._ocr: Any = rapidocr.RapidOCR(
             params={
                 "Global.log_level": "critical",
                 "Global.text_score": text_score,
-                "Global.use_cls": False,
-                "EngineConfig.onnxruntime.intra_op_num_threads": threads,
+                "Global.use_cls": False,  # upside-down lines: generated text has none
+                "EngineConfig.onnxruntime.intra_op_num_threads": threads,  # -1 would take all cores
                 "EngineConfig.onnxruntime.inter_op_num_threads": 1,
                 "Det.limit_side_len": limit_side_len,
                 "Det.limit_type": limit_type,
@@ -92,22 +92,16 @@ class RapidOCREngine:
                 "Rec.rec_img_shape": [3, 48, rec_width],
             }
         )
-        loaded: Any = self._ocr
-        parts = (loaded.cfg.Det, loaded.cfg.Rec)
-        models = (f"{part.ocr_version.value} {part.model_type.value}" for part in parts)
-        self.name = _name(
-            f"rapidocr {version('rapidocr')}",
-            " + ".join(dict.fromkeys(models)),
-            text_score=text_score,
-            upscale=upscale,
-            limit=f"{limit_side_len} {limit_type}",
-            box_thresh=box_thresh,
-            unclip_ratio=unclip_ratio,
-            rec_width=rec_width,
+        parts = (self._ocr.cfg.Det, self._ocr.cfg.Rec)  # often of one release: named once
+        models = dict.fromkeys(f"{p.ocr_version.value} {p.model_type.value}" for p in parts)
+        self.name = (  # recorded with results: all that changes them
+            f"rapidocr {version('rapidocr')}, {' + '.join(models)}, text_score {text_score}, "
+            f"upscale {upscale}, limit {limit_side_len} {limit_type}, box_thresh {box_thresh}, "
+            f"unclip_ratio {unclip_ratio}, rec_width {rec_width}"
         )
 
     def read(self, image: np.ndarray) -> list[Line]:
-        """image uint8 RGB [H,W,3] -> (text, confidence) in RapidOCR's order, [] = none found."""
+        """image uint8 RGB [H,W,3] -> (text, confidence) in RapidOCR's order, [] = no text."""
         page = self._ocr(_bgr(image, self.upscale))
         return list(zip(page.txts or (), map(float, page.scores or ()), strict=True))
 
@@ -149,17 +143,17 @@ class PaddleOCREngine:
         models, which = _paddle_models(folders, lang, ocr_version)
         paddleocr = require("paddleocr", "'flowalign[paddle]'", "this reward reads text with")
         self.upscale = upscale
-        running: dict[str, Any] = {"engine": inference, "cpu_threads": threads}
-        if inference is None:  # PaddleOCR before 3.7 knows no `engine`
-            running = {"cpu_threads": threads}
-        elif inference == "onnxruntime":
+        running: dict[str, Any] = {"cpu_threads": threads}
+        if inference == "onnxruntime":
             limits = {"intra_op_num_threads": threads, "inter_op_num_threads": 1}
-            running = {"engine": inference, "engine_config": limits}
+            running = {"engine_config": limits}  # as onnxruntime names them
+        if inference is not None:  # PaddleOCR before 3.7 knows no `engine`
+            running["engine"] = inference
         self._ocr = paddleocr.PaddleOCR(
             **models,
             **running,
             device=device,
-            use_doc_orientation_classify=False,
+            use_doc_orientation_classify=False,  # these three are for scans and photographs
             use_doc_unwarping=False,
             use_textline_orientation=False,
             text_rec_score_thresh=text_rec_score_thresh,
@@ -168,28 +162,22 @@ class PaddleOCREngine:
             text_det_box_thresh=box_thresh,
             text_det_unclip_ratio=unclip_ratio,
         )
-        self.name = _name(
-            f"paddleocr {version('paddleocr')} {inference or 'paddle'}",
-            which,
-            text_rec_score_thresh=text_rec_score_thresh,
-            upscale=upscale,
-            limit=f"{limit_side_len} {limit_type}",
-            box_thresh=box_thresh,
-            unclip_ratio=unclip_ratio,
+        self.name = (
+            f"paddleocr {version('paddleocr')} {inference or 'paddle'}, {which}, "
+            f"text_rec_score_thresh {text_rec_score_thresh}, upscale {upscale}, "
+            f"limit {limit_side_len} {limit_type}, box_thresh {box_thresh}, "
+            f"unclip_ratio {unclip_ratio}"
         )
 
     def read(self, image: np.ndarray) -> list[Line]:
-        """image uint8 RGB [H,W,3] -> (text, confidence) in PaddleOCR's order, [] = none found."""
+        """image uint8 RGB [H,W,3] -> (text, confidence) in PaddleOCR's order, [] = no text."""
         return self.read_many([image])[0]
 
     def read_many(self, images: Sequence[np.ndarray]) -> list[list[Line]]:
         """The lines of each image, by one call. PaddleOCR batches the lines of an image and no
         further, so a score does not depend on the other images."""
         pages = self._ocr.predict([_bgr(image, self.upscale) for image in images])
-        return [
-            list(zip(page["rec_texts"], map(float, page["rec_scores"]), strict=True))
-            for page in pages
-        ]
+        return [list(zip(p["rec_texts"], map(float, p["rec_scores"]), strict=True)) for p in pages]
 
 
 def _paddle_models(
@@ -233,17 +221,12 @@ ENGINES: dict[str, Callable[..., Engine]] = {
 }
 
 
-def _name(engine: str, models: str, **settings: Any) -> str:
-    """What is recorded with results: all that changes them."""
-    return f"{engine}, {models}, " + ", ".join(f"{k} {v}" for k, v in settings.items())
-
-
 def _bgr(image: np.ndarray, upscale: int) -> np.ndarray:
     """RGB -> BGR, as both engines take arrays; enlarged by a whole factor, bicubic."""
-    image = np.ascontiguousarray(image[:, :, ::-1])
+    image = np.ascontiguousarray(image[:, :, ::-1])  # OpenCV takes no negative strides
     if upscale == 1:
         return image
-    import cv2
+    import cv2  # here: a server's old environment may lack it
 
     size = (image.shape[1] * upscale, image.shape[0] * upscale)
     return cv2.resize(image, size, interpolation=cv2.INTER_CUBIC)

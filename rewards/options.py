@@ -85,8 +85,7 @@ def check_call(
     checked, and those with a pydantic validator; of any other (a Path, a tuple, a class of the
     user's) the function itself must judge. Then its static method `check_options(**options)` is
     asked, if it has one, for what concerns several options at once.
-    what: for the message, such as "reward 'ocr'". inputs: how many parameters come before the
-    options.
+    what: for the message, such as "reward 'ocr'". inputs: parameters that are no options.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())[inputs:]

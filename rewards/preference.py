@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from flowalign.types import Scores
+from flowalign.types import Metadata, Scores
 
 
 class Preference:
@@ -30,9 +30,7 @@ class Preference:
         """What the scores depend on."""
         return {"name": self.name, **self.source, "normalizer": self.normalizer}
 
-    def __call__(
-        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> Scores:
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1] and their B prompts -> Scores of B, on the CPU.
 
         Raises ValueError for pixels that are NaN or infinite (`flowalign.rewards.score` masks).
@@ -44,8 +42,7 @@ class Preference:
 class Head(nn.Module):
     """width -> 1024 -> 128 -> 64 -> 16 -> 1, linear layers only: [B,width] -> [B].
 
-    Source: christophschuhmann/improved-aesthetic-predictor, simple_inference.py (MLP); ImageReward
-    uses the same layers.
+    Source: christophschuhmann/improved-aesthetic-predictor (MLP). ImageReward's is the same.
     """
 
     def __init__(self, width: int) -> None:

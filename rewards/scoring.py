@@ -20,24 +20,18 @@ import torch
 from torch import Tensor
 
 from flowalign.devices import Beside
-from flowalign.types import PromptBatch, Reward, Scores
+from flowalign.types import Metadata, PromptBatch, Reward, Scores
 
 log = logging.getLogger(__name__)
 
 Score = Callable[[Tensor, PromptBatch], Scores]
-OUTSIDE = (ConnectionError, TimeoutError, ImportError)
-"""Failures that are no image's fault: the next image would meet them too."""
+OUTSIDE = (ConnectionError, TimeoutError, ImportError)  # no image's fault: the next would fail too
 
 
 # One call ---------------------------------------------------------------------------------------
 
 
-def score(
-    reward: Reward,
-    images: Tensor,
-    prompts: Sequence[str],
-    metadata: Sequence[Mapping[str, Any]],
-) -> Scores:
+def score(reward: Reward, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
     """Call a reward on images [B,3,H,W]; the images it failed on are invalid. Returns on the CPU.
 
     An image with pixels that are NaN or infinite is not shown to the reward: it is invalid.
@@ -55,73 +49,59 @@ def score(
             f"got {count} images, {len(prompts)} prompts and {len(metadata)} metadata; "
             "they must be one row an image."
         )
+
+    def call(rows: list[int]) -> Scores:
+        if len(rows) == count:  # indexing would copy the images
+            return _checked(reward, images, prompts, metadata)
+        asked = [prompts[row] for row in rows], [metadata[row] for row in rows]
+        return _checked(reward, images[rows], *asked)
+
     finite = torch.isfinite(images).flatten(1).all(1) if count else torch.ones(0, dtype=torch.bool)
-    usable, broken = finite.nonzero().flatten().tolist(), (~finite).nonzero().flatten().tolist()
+    broken = (~finite).nonzero().flatten().tolist()
     groupwise, groups = bool(getattr(reward, "groupwise", False)), {}
-    for row in usable:
+    for row in finite.nonzero().flatten().tolist():
         groups.setdefault(prompts[row] if groupwise else None, []).append(row)
 
     pieces = [(broken, failed(len(broken), "the image has pixels that are NaN or infinite"))]
     left = list(groups.values())
     try:
         while left:
-            pieces += _call_rows(reward, images, prompts, metadata, left[0], again=not groupwise)
+            pieces += _retried(call, left[0], again=not groupwise)
             left.pop(0)
     except OUTSIDE as error:
-        pieces += [(rows, failed(len(rows), _text(error))) for rows in left]
+        pieces += [(rows, failed(len(rows), error)) for rows in left]
     result = assemble(count, pieces)
 
     name = getattr(reward, "name", None) or getattr(reward, "__name__", type(reward).__name__)
+    line = "reward %s failed on %d of %d images (rows %s), which are invalid: %s"
     for reason in dict.fromkeys(result.failures.values()):
         rows = [row for row, text in result.failures.items() if text == reason]
-        log.warning(
-            "reward %s failed on %d of %d images (rows %s), which are invalid: %s",
-            name,
-            len(rows),
-            count,
-            rows[:8],
-            reason,
-        )
+        log.warning(line, name, len(rows), count, rows[:8], reason)
     return result
 
 
-def _call_rows(
-    reward: Reward,
-    images: Tensor,
-    prompts: Sequence[str],
-    metadata: Sequence[Mapping[str, Any]],
-    rows: list[int],
-    *,
-    again: bool,
+def _retried(
+    call: Callable[[list[int]], Scores], rows: list[int], again: bool
 ) -> list[tuple[list[int], Scores]]:
     """One call on some rows; if it fails, one call per row if `again`, else all are invalid."""
-
-    def call(rows: list[int]) -> Scores:
-        inputs: Any = images, prompts, metadata
-        if len(rows) < len(images):
-            inputs = images[rows], [prompts[r] for r in rows], [metadata[r] for r in rows]
-        return _checked(reward, *inputs)
-
     try:
         return [(rows, call(rows))]
     except OUTSIDE:
         raise
     except Exception as error:
         if not again or len(rows) == 1:
-            return [(rows, failed(len(rows), _text(error)))]
+            return [(rows, failed(len(rows), error))]
     pieces = []
     for row in rows:
         try:
             pieces.append(([row], call([row])))
         except Exception as error:
-            pieces.append(([row], failed(1, _text(error))))
+            pieces.append(([row], failed(1, error)))
     return pieces
 
 
 @torch.no_grad()
-def _checked(
-    reward: Reward, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-) -> Scores:
+def _checked(reward: Reward, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
     """One call with its answer checked: float32, on the CPU, NaN where invalid, with a reason."""
     scores: Any = reward(images, prompts, metadata)
     count = len(images)
@@ -131,8 +111,7 @@ def _checked(
     for name, tensor in {"value": scores.value, "valid": scores.valid, **scores.parts}.items():
         if not isinstance(tensor, Tensor):
             return failed(count, f"{name} is a {type(tensor).__name__}, not a tensor")
-        if tensor.shape != (count,):
-            shape = list(tensor.shape)
+        if (shape := list(tensor.shape)) != [count]:
             return failed(count, f"{name} has shape {shape}, but there are {count} images")
     if not scores.value.is_floating_point():
         return failed(count, f"value has dtype {scores.value.dtype}, not a floating one")
@@ -153,10 +132,11 @@ def _checked(
 # Putting scores together --------------------------------------------------------------------------
 
 
-def failed(count: int, reason: str) -> Scores:
+def failed(count: int, reason: str | Exception) -> Scores:
     """Scores of images that are all invalid for one reason."""
+    text = reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}"
     value, valid = torch.full((count,), math.nan), torch.zeros(count, dtype=torch.bool)
-    return Scores(value, valid, {}, dict.fromkeys(range(count), reason))
+    return Scores(value, valid, {}, dict.fromkeys(range(count), text))
 
 
 def assemble(count: int, pieces: Iterable[tuple[Sequence[int], Scores]]) -> Scores:
@@ -229,7 +209,7 @@ class Worker:
     @property
     def busy(self) -> float:
         """For how many seconds the current call has run; 0 if there is none."""
-        since = self._since
+        since = self._since  # read once: the thread may reset it in between
         return 0.0 if since is None else time.monotonic() - since
 
     def _work(self) -> None:
@@ -244,7 +224,7 @@ class Worker:
                 result = call()
                 self._beside.settle()
             except BaseException as error:
-                self._since = None
+                self._since = None  # before the future is done: its reader may ask for `busy`
                 future.set_exception(error)
             else:
                 self._since = None
@@ -285,10 +265,9 @@ class Ahead:
 
     def collect(self) -> Scores:
         """The scores of everything submitted since the last call, in order: `answers`, joined."""
-        answers, start, pieces = list(self.answers()), 0, []
-        for scores in answers:
-            pieces.append((range(start, start + len(scores.value)), scores))
-            start += len(scores.value)
+        pieces, start = [], 0
+        for scores in self.answers():
+            pieces.append((range(start, start := start + len(scores.value)), scores))
         return assemble(start, pieces)
 
     def answers(self) -> Iterator[Scores]:
@@ -304,11 +283,12 @@ class Ahead:
                 if future.done():  # in the last moment, or `score` itself timed out
                     scores = future.result()
                 else:
-                    reason = f"TimeoutError: no answer within {self.seconds:g} s"
-                    scores = failed(len(images), reason)
+                    scores = failed(
+                        len(images), f"TimeoutError: no answer within {self.seconds:g} s"
+                    )
                     left = self._jobs
                     self.forget()
-                    for score, images, batch, _ in left:
+                    for score, images, batch, _ in left:  # to a new thread
                         self.submit(images, batch, score)
             yield scores
 
@@ -320,7 +300,3 @@ class Ahead:
         if self._worker is not None:
             self._worker.close()
         self._worker = None
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

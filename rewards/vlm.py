@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Annotated, Any
@@ -26,7 +26,7 @@ from flowalign.images import to_uint8
 from flowalign.rewards import load
 from flowalign.rewards.options import Count, checked, suggestion
 from flowalign.rewards.service.wire import Retries, Seconds, TokenEnv, read_token
-from flowalign.types import Scores
+from flowalign.types import Metadata, Scores
 
 
 @dataclass(frozen=True)
@@ -48,23 +48,21 @@ class Template:
         try:
             groups = re.compile(self.pattern).groups
         except (re.error, TypeError) as error:
-            raise ValueError(
-                f"`pattern` {self.pattern!r} is no regular expression: {error}."
-            ) from None
+            text = f"`pattern` {self.pattern!r} is no regular expression: {error}."
+            raise ValueError(text) from None
         if groups != 1:
             raise ValueError(
                 f"`pattern` {self.pattern!r} has {groups} groups; the score is what its one group "
                 "matches. Write (?:...) for the others."
             )
-        number = type(self.scale) in (int, float) and math.isfinite(self.scale)
-        if not number or self.scale <= 0:
+        if type(self.scale) not in (int, float) or not 0 < self.scale < math.inf:
             raise ValueError(
                 f"`scale` is {self.scale!r}; it is the highest score, so give a number above 0."
             )
 
     def ask(self, prompt: str) -> str:
         """The question about an image of this prompt. Other braces in the text stay as they are."""
-        return self.text.replace("{prompt}", prompt)
+        return self.text.replace("{prompt}", prompt)  # not format: a text may ask for JSON
 
     def read(self, answer: str) -> float:
         """The score in an answer, in lowest..scale. Raises ValueError if there is none.
@@ -77,7 +75,7 @@ class Template:
         shown = repr(beginning(answer, 160))
         if not scores:
             raise ValueError(f"no score in the answer {shown}")
-        score = float(scores[-1])
+        score = float(scores[-1])  # ValueError for a group that matches no number
         if not self.lowest <= score <= self.scale:
             raise ValueError(f"a score outside {self.lowest:g} to {self.scale:g} in {shown}")
         return score
@@ -194,23 +192,16 @@ class VLM:
         timeout: Seconds = 120.0,
         retries: Retries = 3,
         token_env: TokenEnv = None,
-        max_tokens: Count = 2048,
+        max_tokens: Count = 2048,  # the verdict follows the analysis, so a cut answer has none
     ) -> None:
         self.template = _template(template, pattern, scale)
-        named = isinstance(template, str) and template in TEMPLATES
-        self.template_name = template if named else "own"
+        self.template_name = template if template in TEMPLATES else "own"
         self.url, self.model = f"{url.rstrip('/')}/chat/completions", model
         self.image_size, self.concurrency, self.max_tokens = image_size, concurrency, max_tokens
-        self.timeout, self.retries, self.token_env = timeout, retries, token_env
+        self.timeout, self.retries, self.token_env = timeout, retries, token_env  # no token kept
 
     @staticmethod
-    def check_options(
-        url: str,
-        template: str | Template = "unifiedreward",
-        pattern: str | None = None,
-        scale: float | None = None,
-        **others: Any,
-    ) -> None:
+    def check_options(url: str, template: str | Template = "unifiedreward", **others: Any) -> None:
         """Raise ValueError for a URL or a template that cannot work; asks nobody."""
         check_url("url", url, "the base, such as http://127.0.0.1:8000/v1")
         if url.rstrip("/").endswith("/completions"):
@@ -218,7 +209,7 @@ class VLM:
                 f"`url`: {url!r} is one call of an endpoint, not its base. Give the part before "
                 "/chat/completions."
             )
-        _template(template, pattern, scale)
+        _template(template, others.get("pattern"), others.get("scale"))
 
     def describe(self) -> dict[str, Any]:
         """Which judge, asked what, and what else its scores depend on."""
@@ -233,18 +224,15 @@ class VLM:
             "temperature": 0,
         }
 
-    def __call__(
-        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> Scores:
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1], B prompts -> Scores of B, on the CPU; failed ones say why."""
 
         def ask(row: int) -> float:
             """The score of a row. Raises ValueError for an answer without one."""
-            image = image_url(images[row], self.image_size)
-            text = self.template.ask(prompts[row])
+            image = {"url": image_url(images[row], self.image_size)}
             content = [
-                {"type": "image_url", "image_url": {"url": image}},
-                {"type": "text", "text": text},
+                {"type": "image_url", "image_url": image},
+                {"type": "text", "text": self.template.ask(prompts[row])},
             ]
             body = {
                 "model": self.model,
@@ -256,7 +244,7 @@ class VLM:
             try:
                 said = json.loads(answer)["choices"][0]["message"]["content"]
             except (ValueError, LookupError, TypeError):
-                said = None
+                said = None  # as where a judge refuses: its content is null
             if not isinstance(said, str):
                 shown = client.clean(answer.decode("utf-8", "replace"))
                 raise ValueError(f"no text choices[0].message.content in the answer {shown!r}")
@@ -265,12 +253,9 @@ class VLM:
         token = read_token(os.environ, self.token_env) if self.token_env else None
         with Client(timeout=self.timeout, retries=self.retries, token=token) as client:
             scores = client.map(ask, range(len(images)), self.concurrency)
-        raw, reasons = torch.full((len(images),), math.nan), {}
-        for row, score in enumerate(scores):
-            if isinstance(score, Exception):
-                reasons[row] = f"{type(score).__name__}: {score}"
-            else:
-                raw[row] = score
+        errors = {row: score for row, score in enumerate(scores) if isinstance(score, Exception)}
+        reasons = {row: f"{type(error).__name__}: {error}" for row, error in errors.items()}
+        raw = torch.tensor([math.nan if row in errors else s for row, s in enumerate(scores)])
         return Scores(raw / self.template.scale, torch.isfinite(raw), {"raw": raw}, reasons)
 
 
@@ -298,10 +283,9 @@ def _template(template: str | Template, pattern: str | None, scale: float | None
             "`pattern` and `scale` go with a text of your own as `template`; built-in templates "
             "and those of a dotted path have theirs. Leave them out."
         )
+    named: Any = template
     if isinstance(template, str):
         named = load(template, "template") if ":" in template else TEMPLATES.get(template)
-    else:
-        named = template
     if not isinstance(named, Template):
         raise ValueError(
             f"no `template` {template!r}{suggestion(str(template), TEMPLATES)}; use one of "

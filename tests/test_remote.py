@@ -253,7 +253,7 @@ def test_options_that_cannot_work_are_refused_without_asking_anybody():
         ({"urls": []}, "`urls`"),
         ({"urls": ["http://host", 3]}, "`urls"),
         ({}, "urls"),
-        ({"urls": "http://host", "encoding": "png"}, "`encoding`"),
+        ({"urls": "http://host", "encoding": "png"}, "'encoding'"),
         ({"urls": "http://host", "batch_size": 0}, "`batch_size`"),
         ({"urls": "http://host", "retries": -1}, "`retries`"),
         ({"urls": "http://host", "timeout": 0}, "`timeout`"),

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import PlainValidator
 from torch import Tensor
 
 from flowalign.http import Client, Refused, check_url
@@ -17,14 +16,10 @@ from flowalign.rewards.options import Count, Divisor, checked
 from flowalign.rewards.scoring import assemble, failed
 from flowalign.rewards.service import wire
 from flowalign.rewards.service.wire import TOKEN, Retries, Seconds, TokenEnv, WireError, read_token
-from flowalign.types import Scores
+from flowalign.types import Metadata, Scores
 
 REST = 30.0  # seconds that a server which failed is called last, if there are others
 _SPLIT = (413, 422)  # the request is too large, or one of its rows is at fault
-
-
-def _is_gone(value: Any) -> Any:
-    raise ValueError("images are sent as raw pixels since version 2. Leave the option out.")
 
 
 @checked
@@ -33,8 +28,7 @@ class Remote:
 
     urls: of one server, or a list. Batches are split evenly; as many requests run at once as there
         are URLs. A server that fails hands its request to the next, and is called last for REST.
-    token_env: the environment variable that holds the servers' token; None = FLOWALIGN_REWARD_TOKEN
-        if that is set.
+    token_env: the environment variable of the token; None = FLOWALIGN_REWARD_TOKEN, if that is set.
     batch_size: images a request, rounded to 8 bits a channel. It should divide the batch well.
     normalizer: the value is the server's divided by it, and the part "raw" the server's own.
     headline: the part that a benchmark of the served reward is known by, if there is one.
@@ -63,7 +57,6 @@ class Remote:
         deadline: Seconds = 600.0,
         retries: Retries = 8,
         backoff: Seconds = 1.0,
-        encoding: Annotated[None, PlainValidator(_is_gone)] = None,
     ) -> None:
         self.urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
         self.batch_size, self.normalizer, self.headline = batch_size, normalizer, headline
@@ -95,9 +88,7 @@ class Remote:
             served = json.loads(client.request("GET", f"{self.urls[0]}/v1/info").body)["describe"]
         return {"name": self.name, "served": served, "normalizer": self.normalizer}
 
-    def __call__(
-        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> Scores:
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1] and their rows -> Scores of B, on the CPU."""
         starts = range(0, len(images), self.batch_size)
         chunks = [range(s, min(s + self.batch_size, len(images))) for s in starts]
@@ -111,17 +102,17 @@ class Remote:
                 self._resting |= dict.fromkeys(answer.failed, time.monotonic() + REST)
                 return [(chunk, wire.decode_answer(answer.body, len(chunk)))]
             except (WireError, Refused) as error:
-                if error.status in _SPLIT and len(chunk) > 1:
+                if error.status in _SPLIT and len(chunk) > 1:  # 2 log2(B) requests a bad row
                     half = len(chunk) // 2
                     return [*call(chunk[:half]), *call(chunk[half:])]
-                return [(chunk, failed(len(chunk), _text(error)))]
+                return [(chunk, failed(len(chunk), error))]
 
         pieces = []
         with self._connect() as client:
             results = client.map(call, chunks, concurrency=len(self.urls))
         for chunk, result in zip(chunks, results, strict=True):
             lost = isinstance(result, Exception)
-            pieces += [(chunk, failed(len(chunk), _text(result)))] if lost else result
+            pieces += [(chunk, failed(len(chunk), result))] if lost else result
         scores = assemble(len(images), pieces)
         if self.normalizer == 1:
             return scores
@@ -134,7 +125,3 @@ class Remote:
         urls = [f"{url}/v1/score" for url in (*self.urls[turn:], *self.urls[:turn])]
         now = time.monotonic()
         return sorted(urls, key=lambda url: self._resting.get(url, 0.0) > now)  # a stable sort
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -1,7 +1,6 @@
 """The web server of one reward, for `flowalign serve-reward`. The client is `client.py`.
 
-POST /v1/score takes the format of `wire.py`. GET /v1/health says whether scoring goes on, and GET
-/v1/info what is served.
+POST /v1/score takes the format of `wire.py`. GET /v1/health tells the state, /v1/info the settings.
 """
 
 from __future__ import annotations
@@ -15,13 +14,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from flowalign.images import to_float
 from flowalign.rewards import describe
@@ -33,29 +33,23 @@ from flowalign.types import Reward, Scores
 log = logging.getLogger(__name__)
 
 _HEADER_BYTES = 16 * 1024  # of the head of a request
-_CONNECTIONS = 256
+_CONNECTIONS = 256  # more than can wait for the one worker; uvicorn answers further ones 503
 # An absolute path, which is not the caller's business: two or more names with slashes before them.
 _PATH = re.compile(r"(?<![\w.])(?:[A-Za-z]:)?[\\/](?:[\w.~@+-]+[\\/])+[\w.~@+-]*")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is served, to whom and within which limits.
-
-    name, options: of the reward, for the info route. token: what callers must show; None = none.
-    queue: requests that are read, wait or are scored at once; more are answered 503.
-    max_seconds: for a request once it is read, waiting included; then it is answered 504.
-    read_seconds, header_seconds: for the sender to deliver the body and the head; then 408.
-    """
+    """What is served, to whom and within which limits. name, options: of the reward."""
 
     name: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    token: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)  # for the info route only
+    token: str | None = None  # what callers must show; None = nothing
     limits: Limits = Limits()
-    queue: int = 16
-    max_seconds: float = 300.0
-    read_seconds: float = 60.0
-    header_seconds: float = 10.0
+    queue: int = 16  # requests being read, waiting or being scored; more are answered 503
+    max_seconds: float = 300.0  # for a request once it is read, waiting included; then 504
+    read_seconds: float = 60.0  # for the sender to deliver the body; then 408
+    header_seconds: float = 10.0  # for the sender to deliver the head; then 408
 
 
 # The application ---------------------------------------------------------------------------------
@@ -69,13 +63,13 @@ def app(reward: Reward, settings: Settings) -> FastAPI:
         if not isinstance(error, WireError):
             gone = isinstance(error, ClientDisconnect)  # then nobody hears this
             text = "the sender left." if gone else "the server failed; its log says why."
-            error = WireError(400 if gone else 500, text)
+            error = WireError(400 if gone else 500, text)  # never str(error): it may hold paths
         more = {401: {"www-authenticate": "Bearer"}, 503: {"retry-after": "1"}}
         content = {"version": wire.VERSION, "error": str(error)}
         return JSONResponse(content, error.status, more.get(error.status))
 
     routes = _Routes(reward, settings)
-    application = FastAPI(title="flowalign reward", openapi_url=None)
+    application = FastAPI(title="flowalign reward", openapi_url=None)  # no page that names routes
     for kind in (WireError, ClientDisconnect, Exception):
         application.add_exception_handler(kind, refuse)
     application.add_route("/v1/health", routes.health, methods=["GET"])
@@ -106,7 +100,7 @@ class _Routes:
         except PackageNotFoundError:  # run from a clone
             release = "not installed"
         settings = self.settings
-        limits = {**asdict(settings.limits), "queue": settings.queue}
+        more = {"queue": settings.queue, "seconds": settings.max_seconds}
         return JSONResponse(
             {
                 "version": wire.VERSION,
@@ -115,14 +109,14 @@ class _Routes:
                 "options": json.loads(json.dumps(settings.options, default=str)),
                 "describe": describe(self.reward),
                 "headline": getattr(self.reward, "headline", None),
-                "limits": {**limits, "seconds": settings.max_seconds},
+                "limits": asdict(settings.limits) | more,
             }
         )
 
     async def score(self, request: Request) -> Response:
         """The scores of a request. Raises WireError for one that is refused."""
         limit = self.settings.max_seconds
-        self._check_head(request)
+        self._check_head(request)  # before its body of up to 256 MB is read
         if self.worker.busy > limit:
             raise WireError(503, "a call of the reward hangs; restart the server if it lasts.")
         if self.pending >= self.settings.queue:
@@ -176,7 +170,7 @@ class _Routes:
         seconds = self.settings.read_seconds
         try:
             return await asyncio.wait_for(collect(), seconds)
-        except asyncio.TimeoutError:
+        except asyncio.TimeoutError:  # before Python 3.11 not the built-in TimeoutError
             raise WireError(408, f"the body did not come within {seconds:g} s.") from None
 
     def _score(self, rows: wire.Request) -> Scores:
@@ -197,41 +191,38 @@ def clean(reason: str) -> str:
 
 def server(reward: Reward, settings: Settings) -> uvicorn.Server:
     """A uvicorn server of the application; `run(sockets=[...])` serves until a signal comes."""
-    config: Any = uvicorn.Config(
+    config = uvicorn.Config(
         app(reward, settings),
-        http="h11",
+        http=cast(Any, partial(_TimedHead, settings.header_seconds)),
         ws="none",
         lifespan="off",
         interface="asgi3",
         log_level="error",
         access_log=False,
-        proxy_headers=False,
+        proxy_headers=False,  # a caller must not choose its own address
         server_header=False,
         headers=[("connection", "close")],  # one request each: see _TimedHead
         limit_concurrency=_CONNECTIONS,
         h11_max_incomplete_event_size=_HEADER_BYTES,
-        timeout_graceful_shutdown=5,
+        timeout_graceful_shutdown=5,  # seconds for the request being scored
     )
-    config.load()  # chooses uvicorn's class for HTTP, of which ours holds an instance
-    http = config.http_protocol_class
-    config.http_protocol_class = lambda **given: _TimedHead(http(**given), settings.header_seconds)
     return uvicorn.Server(config)
 
 
-class _TimedHead(asyncio.Protocol):
-    """A protocol whose connection ends with 408 if the head of its request comes too late.
+class _TimedHead(H11Protocol):
+    """A connection that ends with 408 if the head of its request comes too late.
 
     uvicorn itself waits for ever, so silent senders could take up all connections. A connection
     carries one request, so there is one head to wait for.
     """
 
-    def __init__(self, inner: asyncio.Protocol, seconds: float) -> None:
-        self.inner, self.seconds, self.head = inner, seconds, b""
+    def __init__(self, seconds: float, **given: Any) -> None:
+        super().__init__(**given)
+        self.seconds, self.head = seconds, b""
 
     def connection_made(self, transport: Any) -> None:
-        self.transport = transport
         self.timer = asyncio.get_running_loop().call_later(self.seconds, self._late)
-        self.inner.connection_made(transport)
+        super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
         if not self.timer.cancelled():
@@ -239,7 +230,7 @@ class _TimedHead(asyncio.Protocol):
             if re.search(rb"\n\r?\n", self.head):
                 self.timer.cancel()
                 self.head = b""
-        self.inner.data_received(data)
+        super().data_received(data)
 
     def _late(self) -> None:
         self.transport.write(
@@ -249,13 +240,4 @@ class _TimedHead(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.timer.cancel()
-        self.inner.connection_lost(exc)
-
-    def eof_received(self) -> bool | None:
-        return self.inner.eof_received()
-
-    def pause_writing(self) -> None:
-        self.inner.pause_writing()
-
-    def resume_writing(self) -> None:
-        self.inner.resume_writing()
+        super().connection_lost(exc)

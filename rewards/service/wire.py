@@ -27,7 +27,7 @@ from safetensors.numpy import save
 from torch import Tensor
 
 from flowalign.images import to_uint8
-from flowalign.types import Scores
+from flowalign.types import Metadata, Scores
 
 VERSION = 2  # 1 had a tensor per image, raw or PNG
 TOKEN = "FLOWALIGN_REWARD_TOKEN"  # the environment variable that holds the token
@@ -46,18 +46,14 @@ class WireError(ValueError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may hold, at most.
-
-    images; pixels of one image; bytes of the body; characters of a prompt; json: bytes of the
-    JSON (prompts and metadata); depth: levels of nesting in it.
-    """
+    """What a request may hold, at most."""
 
     images: int = 64
-    pixels: int = 2048 * 2048
-    bytes: int = 256 * 2**20
-    prompt: int = 10_000
-    json: int = 4 * 2**20
-    depth: int = 16
+    pixels: int = 2048 * 2048  # of one image
+    bytes: int = 256 * 2**20  # of the body
+    prompt: int = 10_000  # characters
+    json: int = 4 * 2**20  # bytes of prompts and metadata
+    depth: int = 16  # levels of nesting in the metadata
 
 
 @dataclass(frozen=True)
@@ -72,9 +68,7 @@ class Request:
 # Requests ----------------------------------------------------------------------------------------
 
 
-def encode_request(
-    images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-) -> bytes:
+def encode_request(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> bytes:
     """images [B,3,H,W] in [0,1] (rounded to 8 bits) and their rows -> the body of a request.
 
     Raises WireError (422) for pixels that are NaN or infinite and for metadata that JSON cannot
@@ -231,8 +225,7 @@ def _parse(data: bytes, status: int, depth: int) -> dict[str, Any]:
 
 
 def _some(names: Mapping[str, Any]) -> list[str]:
-    """A few of the names, short enough for a message."""
-    return [name[:50] for name in list(names)[:8]]
+    return [name[:50] for name in list(names)[:8]]  # a caller may send thousands, of any length
 
 
 def read_token(environment: Mapping[str, str], name: str = TOKEN) -> str | None:
