@@ -97,11 +97,11 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a missing prompt file": (
         ["benchmarks.0.prompts=prompt.jsonl"],
-        ["benchmarks.0.prompts: no prompt set 'prompt.jsonl'", "did you mean 'prompts.jsonl'?"],
+        ["benchmarks.0.prompts: no prompt set 'prompt.jsonl'", "Did you mean 'prompts.jsonl'?"],
     ),
     "options that a reward does not take": (
         ["benchmarks.0.reward={name: pickscore, options: {modell: tiny}}"],
-        ["benchmarks.0.reward: reward 'pickscore' has no option 'modell' (did you mean 'model'?)"],
+        ["benchmarks.0.reward: reward 'pickscore' has no option 'modell' (Did you mean 'model'?)"],
     ),
     "options that a reward needs": (
         ["benchmarks.0.reward={name: 'fakes:Faulty'}"],

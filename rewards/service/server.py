@@ -14,14 +14,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, cast
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from flowalign.images import to_float
 from flowalign.rewards import describe
@@ -191,9 +190,9 @@ def clean(reason: str) -> str:
 
 def server(reward: Reward, settings: Settings) -> uvicorn.Server:
     """A uvicorn server of the application; `run(sockets=[...])` serves until a signal comes."""
-    config = uvicorn.Config(
+    config: Any = uvicorn.Config(
         app(reward, settings),
-        http=cast(Any, partial(_TimedHead, settings.header_seconds)),
+        http="h11",
         ws="none",
         lifespan="off",
         interface="asgi3",
@@ -206,23 +205,26 @@ def server(reward: Reward, settings: Settings) -> uvicorn.Server:
         h11_max_incomplete_event_size=_HEADER_BYTES,
         timeout_graceful_shutdown=5,  # seconds for the request being scored
     )
+    config.load()  # chooses uvicorn's class for HTTP, of which ours holds an instance
+    http = config.http_protocol_class
+    config.http_protocol_class = lambda **given: _TimedHead(http(**given), settings.header_seconds)
     return uvicorn.Server(config)
 
 
-class _TimedHead(H11Protocol):
-    """A connection that ends with 408 if the head of its request comes too late.
+class _TimedHead(asyncio.Protocol):
+    """A protocol whose connection ends with 408 if the head of its request comes too late.
 
     uvicorn itself waits for ever, so silent senders could take up all connections. A connection
     carries one request, so there is one head to wait for.
     """
 
-    def __init__(self, seconds: float, **given: Any) -> None:
-        super().__init__(**given)
-        self.seconds, self.head = seconds, b""
+    def __init__(self, inner: asyncio.Protocol, seconds: float) -> None:
+        self.inner, self.seconds, self.head = inner, seconds, b""
 
     def connection_made(self, transport: Any) -> None:
+        self.transport = transport
         self.timer = asyncio.get_running_loop().call_later(self.seconds, self._late)
-        super().connection_made(transport)
+        self.inner.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
         if not self.timer.cancelled():
@@ -230,7 +232,7 @@ class _TimedHead(H11Protocol):
             if re.search(rb"\n\r?\n", self.head):
                 self.timer.cancel()
                 self.head = b""
-        super().data_received(data)
+        self.inner.data_received(data)
 
     def _late(self) -> None:
         self.transport.write(
@@ -240,4 +242,13 @@ class _TimedHead(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.timer.cancel()
-        super().connection_lost(exc)
+        self.inner.connection_lost(exc)
+
+    def eof_received(self) -> bool | None:
+        return self.inner.eof_received()
+
+    def pause_writing(self) -> None:
+        self.inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self.inner.resume_writing()
