@@ -101,7 +101,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "options that a reward does not take": (
         ["benchmarks.0.reward={name: pickscore, options: {modell: tiny}}"],
-        ["benchmarks.0.reward: reward 'pickscore' has no option 'modell' (Did you mean 'model'?)"],
+        ["benchmarks.0.reward: reward 'pickscore' has no option 'modell' (did you mean 'model'?)"],
     ),
     "options that a reward needs": (
         ["benchmarks.0.reward={name: 'fakes:Faulty'}"],
