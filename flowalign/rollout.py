@@ -6,9 +6,10 @@ whole batch and on the number of the copy, not on batch size or number of proces
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any
 
 import numpy as np
@@ -169,28 +170,27 @@ def sample(
             images.append(backbone.decode(trajectories[-1].last, batch_size))
             if on_images:
                 on_images(rows[0], images[-1], batch.select(rows))
-    back = torch.tensor(order, device=backbone.device)[: len(batch)].argsort()
-
-    def whole(parts: Iterable[Tensor | None]) -> Any:
-        """All batches as one tensor, in order and without repeats; None where they have none."""
-        known = [part for part in parts if part is not None]
-        if not known:
-            return None
-        return torch.cat(known)[back] if sources else torch.cat(known)
-
+    # In the order of the batch, without repeats; without sources they are so already.
+    back = torch.tensor(order, device=backbone.device)[: len(batch)].argsort() if sources else ...
     return Rollout(
-        states=whole(t.states for t in trajectories),
-        next_states=whole(t.next_states for t in trajectories),
+        states=_joined([t.states for t in trajectories], back),
+        next_states=_joined([t.next_states for t in trajectories], back),
         steps=schedule.trained,
         sigmas=schedule.sigmas,
-        log_probs=whole(t.log_probs for t in trajectories),
-        latents=whole(t.last for t in trajectories) if finish else None,
-        images=whole(images),
+        log_probs=_joined([t.log_probs for t in trajectories], back),
+        latents=_joined([t.last for t in trajectories], back) if finish else None,
+        images=_joined(images, back),
         group=torch.tensor([prompt for prompt, _ in places]),
         copy=torch.tensor([copy for _, copy in places]),
         batch=batch,
         conditioning=cond,
     )
+
+
+def _joined(parts: Sequence[Tensor | None], back: Tensor | EllipsisType) -> Any:
+    """All batches as one tensor, its rows indexed by back; None where a batch has none."""
+    known = [part for part in parts if part is not None]
+    return torch.cat(known)[back] if known else None
 
 
 def _batches(
