@@ -336,7 +336,7 @@ class Loop:
                 self._log({metrics.HEADLINE: headline, **means, metrics.ALARMS: len(alarms)})
                 for text in alarms if main else ():
                     log.warning("update %d: %s", self.update, text)
-                if headline > self.best.get("headline", -math.inf):  # of equal ones the first
+                if headline > self.best.get("headline", -math.inf):  # the first of equals stays
                     self.best = {"headline": headline, "update": self.update}
                     self._keep_adapter(self.best)
                 self.evaluated = self.update

@@ -49,8 +49,8 @@ class TextEncoder:
         self._held: dict[tuple[str, ...], Pair] = {}  # by the texts of a call, on the CPU
         self.folder = None
         if cache is not None:
-            dtypes = [str(part.dtype) for part in encoders]
-            key = f"{fingerprint(parts)} {dtypes} {max_sequence_length}"  # all that tells on bits
+            dtypes = [str(part.dtype) for part in encoders]  # embeddings depend on all of these
+            key = f"{fingerprint(parts)} {dtypes} {max_sequence_length}"
             self.folder = Path(cache).expanduser() / _digest(key)[:16]
 
     @torch.no_grad()

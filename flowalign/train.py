@@ -153,7 +153,7 @@ def _check_folder(folder: Path, config: TrainingStage, resume: bool) -> None:
         )
         raise ConfigError([problem])
     if resume and saved.exists():
-        free = {"train", "evaluation", "output"}  # these do not change what an update computes
+        free = {"train", "evaluation", "output"}  # such as train.updates: a run may be extended
         old, new = load(saved).model_dump(exclude=free), config.model_dump(exclude=free)
         changed = sorted(key for key in new if new[key] != old[key])
         if changed:

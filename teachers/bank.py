@@ -77,7 +77,7 @@ class Bank:
         parts += parts[-1:] * missing_steps(len(parts), self.backbone.sharded)
         for name, group in groupby(parts, key=lambda part: part[0]):
             source = self.source(name)
-            with self.backbone.adapter(source.adapter):  # to switch costs time: once a teacher
+            with self.backbone.adapter(source.adapter):  # once per teacher: switching costs time
                 for _, pairs in group:
                     pair = torch.tensor(pairs, device=device)
                     row, column = pair // steps, pair % steps

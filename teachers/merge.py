@@ -162,7 +162,8 @@ def merge_layer(
     combine = ties if method == "ties" else dare_linear
     dense = [part.dense for part in parts]  # only these methods drop entries of the whole matrix
     whole = combine(dense, torch.tensor(weights, dtype=down.dtype), density)
-    return _cut(*torch.linalg.svd(whole, full_matrices=False), rank)
+    left, sizes, right = torch.linalg.svd(whole, full_matrices=False)
+    return _cut(left, sizes, right, rank)
 
 
 def _low_rank(up: Tensor, down: Tensor, rank: int) -> tuple[Factors, float]:

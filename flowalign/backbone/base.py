@@ -189,7 +189,7 @@ class Backbone:
             "hidden_states": x.to(self.dtype),
             "encoder_hidden_states": embeds.to(self.dtype),
             "pooled_projections": pooled.to(self.dtype),
-            "timestep": sigma * 1000,  # float32: bfloat16 has 8 bits
+            "timestep": sigma * 1000,  # float32: bfloat16 would round 987 to 988
         }
 
     def unpack(self, output: Tensor) -> Tensor:
