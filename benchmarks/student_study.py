@@ -102,7 +102,7 @@ def run(name: str, overrides: list[str], args: argparse.Namespace) -> dict[str, 
         loop.run()
     seconds, meter.on = time.time() - began, False
     assert evaluate is not None and config.evaluation is not None
-    settings = train.eval_settings(config)
+    settings = suite.Settings(**config.evaluation_sampling.model_dump())
     wide = config.model_copy(
         update={"evaluation": config.evaluation.model_copy(update={"prompts": args.prompts})}
     )

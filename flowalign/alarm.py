@@ -14,13 +14,12 @@ SURE = 2.0  # standard errors of a difference that count as a change
 
 
 class Alarm:
-    """Compares the evaluations of a run: what is trained (the reward, or minus the distillation
-    loss) with what is watched (every held-out number)."""
+    """Compares what is trained (reward, or minus distillation loss) with every held-out number."""
 
     def __init__(self) -> None:
-        self.trained: list[Measured] = []  # one each period between evaluations
-        self.watched: list[dict[str, Measured]] = []  # one each evaluation
-        self.period: list[float] = []
+        self.trained: list[Measured] = []  # one for each period between evaluations
+        self.watched: list[dict[str, Measured]] = []  # one for each evaluation
+        self.period: list[float] = []  # objectives since the last evaluation
 
     def update(self, values: Mapping[str, float]) -> None:
         """Note the objective of an update, if it has one."""
@@ -38,18 +37,17 @@ class Alarm:
         self.watched.append(dict(held_out))
         if len(self.trained) < 2 or not _beyond(self.trained[0], self.trained[-1]):
             return []
-        return list(filter(None, (self._fallen(name, now) for name, now in held_out.items())))
-
-    def _fallen(self, name: str, now: Measured) -> str:
-        before = [report[name] for report in self.watched[:-1] if name in report]
-        best = max(before, default=now)
-        if not _beyond(now, best):
-            return ""
-        return (
-            f"held-out {name} fell from {best[0]:.3f} to {now[0]:.3f} (± {now[1]:.3f}) while "
-            f"training improved from {self.trained[0][0]:.3g} to {self.trained[-1][0]:.3g}: look "
-            "at the samples; an earlier adapter, a lower learning rate or an anchor may help"
-        )
+        fallen = []
+        for name, now in held_out.items():
+            best = max((seen[name] for seen in self.watched[:-1] if name in seen), default=now)
+            if _beyond(now, best):
+                fallen.append(
+                    f"held-out {name} fell from {best[0]:.3f} to {now[0]:.3f} (± {now[1]:.3f}) "
+                    f"while training improved from {self.trained[0][0]:.3g} to "
+                    f"{self.trained[-1][0]:.3g}: look at the samples; an earlier adapter, a lower "
+                    "learning rate or an anchor may help"
+                )
+        return fallen
 
     def state(self) -> dict[str, Any]:
         """Everything, for JSON."""
@@ -57,7 +55,7 @@ class Alarm:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go back to what `state` returned."""
-        self.trained = [(mean, error) for mean, error in state["trained"]]
+        self.trained = [(mean, error) for mean, error in state["trained"]]  # JSON has no tuples
         self.watched = [
             {name: (mean, error) for name, (mean, error) in report.items()}
             for report in state["watched"]
@@ -66,5 +64,5 @@ class Alarm:
 
 
 def _beyond(low: Measured, high: Measured) -> bool:
-    """Whether high is above low by more than chance."""
+    # the standard error of a difference of two independent means
     return high[0] - low[0] > SURE * math.hypot(low[1], high[1])

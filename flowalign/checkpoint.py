@@ -50,7 +50,7 @@ class Checkpoints:
         progress: dict[str, Any],
     ) -> Path:
         """Write one. tensors: lists of weights; states: state dicts; progress: for JSON."""
-        final = self.folder / f"{PREFIX}{update:06d}"
+        final = self.folder / f"{PREFIX}{update:06d}"  # six digits: names sort as numbers
         part = self.folder / f".part_{update:06d}"
         if accelerator.is_main_process:
             for stale in self.folder.glob(".part_*"):  # of a run that was killed
@@ -94,17 +94,17 @@ def load(
     rng = folder / f"rng_{process_index}.json"
     if rng.exists():  # else there are more processes than before: the new ones keep their own
         set_rng(Rng(load_file(rng.with_suffix(".safetensors")), json.loads(rng.read_text())))
+    # on the CPU: load_state_dict moves each part to its parameter's device
     states = torch.load(folder / "states.pt", weights_only=True, map_location="cpu")
     return states, json.loads((folder / "progress.json").read_text())
 
 
 @dataclass(frozen=True)
 class Rng:
-    """State of the global generators. The library has its own, but a plugin's reward may draw from
-    these. tensors: for safetensors; rest: for JSON."""
+    """State of the global generators. The library has its own; a plugin's reward may use these."""
 
-    tensors: dict[str, Tensor]
-    rest: dict[str, list[Any]]
+    tensors: dict[str, Tensor]  # for safetensors
+    rest: dict[str, list[Any]]  # for JSON
 
 
 def get_rng() -> Rng:

@@ -40,7 +40,7 @@ def group_relative(
     value, group, valid, task = _checked(value, group, valid, task)
     advantage = torch.zeros_like(value)
     for images in _groups(task, valid):
-        spread = value[images].std(correction=0)
+        spread = value[images].std(correction=0)  # population std
         for rows in _groups(group, valid & (task == task[images[0]])):
             own = value[rows]
             if not _all_equal(own):
@@ -68,9 +68,9 @@ def gaussian_ranks(
             continue
         n = len(own)
         rank = torch.arange(1, n + 1, dtype=own.dtype, device=own.device)
-        quantile = torch.special.ndtri((rank - 0.5) / n)
+        quantile = torch.special.ndtri((rank - 0.5) / n)  # Phi^-1
         gap = own.diff(prepend=own[:1]) > _ROUNDING * own.abs().max()
-        tie = gap.long().cumsum(0)
+        tie = gap.long().cumsum(0)  # [n] equal numbers for equal values
         shared = torch.zeros_like(own).index_add(0, tie, quantile) / tie.bincount(minlength=n)
         advantage[rows[order]] = shared[tie]
     return advantage.float()
@@ -110,13 +110,9 @@ def _checked(
 
 
 def _groups(name: Tensor, valid: Tensor) -> Iterator[Tensor]:
-    """The positions of the valid rows of each name."""
-    for one in name[valid].unique():
+    for one in name[valid].unique():  # yields the positions of its valid rows
         yield ((name == one) & valid).nonzero().flatten()
 
 
 def _all_equal(value: Tensor) -> bool:
-    """True for fewer than two values, and for values that differ by no more than rounding."""
-    if len(value) < 2:
-        return True
     return bool(value.max() - value.min() <= _ROUNDING * value.abs().max())

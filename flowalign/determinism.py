@@ -14,10 +14,10 @@ import torch
 
 from flowalign.config.schema import TrainingStage
 
+# torch's own backends, which follow its switch (it then avoids cuDNN's attention). The kernels of
+# other packages (flash-attn, xformers, sage) do not know of it.
 ATTENTION = (None, "native", "_native_math", "_native_flash", "_native_efficient")
-"""Backends of torch, which follow its switch: among its own it then takes none of cuDNN's. The
-kernels of other packages (flash-attn, xformers, sage) do not know of it."""
-WORKSPACES = (":4096:8", ":16:8")
+WORKSPACES = (":4096:8", ":16:8")  # of cuBLAS: the two that torch's reproducibility notes allow
 
 
 def problems(config: TrainingStage) -> Iterator[str]:
@@ -51,7 +51,7 @@ def deterministic(on: bool) -> Iterator[None]:
     was = torch.are_deterministic_algorithms_enabled()
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
-    cudnn.deterministic, cudnn.benchmark = True, False
+    cudnn.deterministic, cudnn.benchmark = True, False  # benchmark picks kernels by their speed
     try:
         yield
     finally:

@@ -31,11 +31,8 @@ def resolve(device: str | torch.device | None = None) -> torch.device:
 
 class Beside:
     """For a thread that works beside the one that makes this: the same current device, and a stream
-    of its own, so that neither waits for the other's kernels.
-
-    Does nothing without an accelerator, on one that is not in use yet, or on one without streams
-    (mps).
-    """
+    of its own, so that neither waits for the other's kernels. Does nothing without an accelerator
+    that is in use and has streams."""
 
     def __init__(self) -> None:
         self.device = current() if _in_use() else None
@@ -57,15 +54,13 @@ class Beside:
             self.stream.wait_event(event)
 
     def settle(self) -> None:
-        """By the thread: wait for all that it has started. Then others may use its results and free
-        its inputs."""
-        if self.stream:
+        """By the thread: wait for all that it has started."""
+        if self.stream:  # then others may use its results and free its inputs
             self.stream.synchronize()
 
 
 def _in_use() -> bool:
-    """Whether there is an accelerator with streams that is in use. (To ask for the current device
-    initialises it, which takes memory.)"""
+    # not `current()`: to ask for the current device initialises it, which takes memory
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     module = torch.get_device_module(kind) if kind else None
     return hasattr(module, "set_device") and getattr(module, "is_initialized", lambda: True)()

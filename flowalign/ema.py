@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def decay_at(steps: int, decay: float) -> float:
-    """The share of the old average that is kept after so many optimizer steps (1, 2, ...).
+    """The share of the old average that is kept after `steps` optimizer steps (1, 2, ...).
 
     min(decay, (1 + n) / (10 + n)) with n = steps - 1, which reaches .9 after 80 steps. (diffusers'
     EMAModel counts averagings instead: with one every 8 steps, .9 takes about 650 steps.)
@@ -41,7 +41,7 @@ class MovingAverage:
         first one it is the adapter itself, so that a short run returns what it learnt. Steps since
         the last one count for their share: k of `every` steps keep decay^(k / every).
         """
-        if steps < self.every:
+        if steps < self.every:  # before the first averaging
             yield
             return
         kept = decay_at(steps, self.decay) ** (steps % self.every / self.every)
@@ -54,11 +54,11 @@ class MovingAverage:
 
     @torch.no_grad()
     def _mixed(self, parameters: Sequence[Tensor], kept: float) -> list[Tensor]:
-        """kept * average + (1 - kept) * parameters."""
         pairs = zip(self.shadow_params, parameters, strict=True)
+        # kept * average + (1 - kept) * p, rounded as diffusers' EMAModel rounds it
         return [average - (1 - kept) * (average - p.detach()) for average, p in pairs]
 
 
 def _put(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     for place, value in zip(places, values, strict=True):
-        place.data.copy_(value)
+        place.data.copy_(value)  # in place: the optimizer holds these tensors

@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -47,24 +47,18 @@ class TrainingError(RuntimeError):
 
 @dataclass(frozen=True)
 class Pairs:
-    """A micro-batch of b (image, step) pairs of a rollout.
+    """A micro-batch of b (image, step) pairs of a rollout."""
 
-    rows [b]: images of the rollout; columns [b]: positions among its trained steps; steps [b]:
-    positions in the schedule; sigma [b] and x [b,C,h,w]: the state. x_next [b,C,h,w] and
-    old_log_prob [b]: the sampled action, None where the rollout kept none. size: rows of the
-    forward pass, at least b. first: the micro-batch on which costly diagnostics are taken.
-    """
-
-    rows: Tensor
-    columns: Tensor
-    steps: Tensor
-    sigma: Tensor
-    x: Tensor
-    x_next: Tensor | None
-    old_log_prob: Tensor | None
+    rows: Tensor  # [b] images of the rollout
+    columns: Tensor  # [b] positions among its trained steps
+    steps: Tensor  # [b] positions in the schedule
+    sigma: Tensor  # [b]
+    x: Tensor  # [b,C,h,w] states
+    x_next: Tensor | None  # [b,C,h,w] sampled successors; None where the rollout kept none
+    old_log_prob: Tensor | None  # [b] of x_next, under the policy that sampled it
     conditioning: Conditioning
-    size: int
-    first: bool
+    size: int  # rows of the forward pass, at least b
+    first: bool  # whether costly diagnostics are taken on this micro-batch
 
     def action(self) -> tuple[Tensor, Tensor]:
         """x_next and old_log_prob of a rollout that has them."""
@@ -74,33 +68,24 @@ class Pairs:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A rollout that is ready to be learnt from; an algorithm adds what its loss needs.
+    """A rollout that is ready to be learnt from; an algorithm adds what its loss needs."""
 
-    rollout: the states to train on, which need not be those that were sampled. keep [B]: images
-    that carry gradient. metrics: means over all processes. captions: B lines for the sample grid.
-    """
-
-    rollout: Rollout
-    keep: Tensor
-    metrics: Mapping[str, float]
-    captions: list[str]
+    rollout: Rollout  # the states to train on, which need not be those that were sampled
+    keep: Tensor  # [B] images that carry gradient
+    metrics: Mapping[str, float]  # means over all processes
+    captions: list[str]  # B texts for the sample grid
 
 
 P = TypeVar("P", bound=Prepared)
 
 
 class Algorithm(Protocol[P]):
-    """What is learnt from a rollout.
+    """What is learnt from a rollout."""
 
-    needs_images: rollouts are decoded. needs_latents: they run to their end. guidance: the CFG
-    scale at which the student is trained. on_images: called with each batch of images while the
-    rollout goes on (None = not called).
-    """
-
-    needs_images: bool
-    needs_latents: bool
-    guidance: float
-    on_images: OnImages | None
+    needs_images: bool  # rollouts are decoded
+    needs_latents: bool  # rollouts run to their end
+    guidance: float  # the CFG scale at which the student is trained
+    on_images: OnImages | None  # called with each batch of images during the rollout
 
     def plan(self, update: int) -> Schedule:
         """How the rollout of an update steps, and which of its states are trained."""
@@ -129,17 +114,15 @@ def pairs_of(rollout: Rollout, keep: Tensor, size: int) -> Iterator[Pairs]:
     size = min(size, len(rollout) * len(rollout.steps))
     images = keep.nonzero().flatten()
     device = rollout.states.device
-    rows = images.repeat(len(rollout.steps))
-    columns = torch.arange(len(rollout.steps)).repeat_interleave(len(images))
-    steps = torch.tensor(rollout.steps, device=device)
-    parts = zip(rows.split(size), columns.split(size), strict=True)
-    for i, (r, c) in enumerate(parts):
-        r, c = r.to(device), c.to(device)
+    rows = images.repeat(len(rollout.steps)).to(device)
+    columns = torch.arange(len(rollout.steps)).repeat_interleave(len(images)).to(device)
+    steps, sigmas = torch.tensor(rollout.steps, device=device), rollout.sigmas.to(device)
+    for i, (r, c) in enumerate(zip(rows.split(size), columns.split(size), strict=True)):
         yield Pairs(
             rows=r,
             columns=c,
             steps=steps[c],
-            sigma=rollout.sigmas.to(device)[steps[c]],
+            sigma=sigmas[steps[c]],
             x=rollout.states[r, c],
             x_next=None if rollout.next_states is None else rollout.next_states[r, c],
             old_log_prob=None if rollout.log_probs is None else rollout.log_probs[r, c],
@@ -186,15 +169,14 @@ class Loop:
         self.update = 0  # rollouts done
         self.steps = 0  # optimizer steps done
         self.evaluated = -1  # update of the last evaluation
-        self.best: dict[str, float] = {}
+        self.best: dict[str, float] = {}  # headline and update of the adapter that is kept
         self.alarm = Alarm()
-        self._mark_whole()
 
     # The main path -----------------------------------------------------------------------------
 
     def run(self) -> None:
-        """To the configured end. Ctrl-C leaves a checkpoint of the last whole update (in a run of
-        several processes, which it meets at different points, only those written before)."""
+        """To the configured end. Ctrl-C leaves a checkpoint of the last whole update. (Processes
+        are interrupted at different points: a run of several keeps only those already written.)"""
         train = self.config.train
         self._mark_whole()
         try:
@@ -211,7 +193,7 @@ class Loop:
                     if self._due(train.sample_every, offset=1):
                         self._draw(rollout, prepared.captions)
                     done = time.perf_counter()
-                    images = len(rollout) * self.accelerator.num_processes
+                    images = len(rollout) * self.accelerator.num_processes  # an equal shard each
                     values |= {
                         metrics.SECONDS_ROLLOUT: sampled - began,
                         metrics.SECONDS_SCORE: scored - sampled,
@@ -241,8 +223,7 @@ class Loop:
             )
 
     def _mark_whole(self) -> None:
-        """Nothing is half done here: remember the global generators, to which Ctrl-C goes back."""
-        self._rng = checkpoint.get_rng()
+        self._rng = checkpoint.get_rng()  # Ctrl-C puts these back: nothing is half done here
         self._whole = True
 
     def rollout(self, update: int) -> Rollout:
@@ -301,21 +282,17 @@ class Loop:
 
     def velocity(self, pairs: Pairs) -> Tensor:
         """The student's velocity [b,C,h,w] at the pairs, with gradient."""
+        x, sigma, guidance = pairs.x, pairs.sigma, self.algorithm.guidance
         return self.backbone.velocity(
-            pairs.x,
-            pairs.sigma,
-            pairs.conditioning,
-            guidance=self.algorithm.guidance,
-            rows=pairs.size,
+            x, sigma, pairs.conditioning, guidance=guidance, rows=pairs.size
         )
 
     def _descend(self) -> float:
         """One optimizer step; returns the norm of the gradient before clipping."""
         self.parallel.average(self.parameters)
-        norm = self.accelerator.clip_grad_norm_(
-            self.parameters, self.config.optimizer.max_grad_norm
-        )
-        norm = float(norm) if norm is not None else float("nan")
+        limit = self.config.optimizer.max_grad_norm
+        norm = self.accelerator.clip_grad_norm_(self.parameters, limit)
+        norm = math.nan if norm is None else float(norm)
         # under float16 the scaler skips such a step and lowers its scale
         if not math.isfinite(norm) and self.accelerator.scaler is None:
             raise TrainingError(
@@ -332,20 +309,16 @@ class Loop:
 
     # Evaluation, log and pictures --------------------------------------------------------------
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """With the EMA's weights in place of the student's."""
-        with self.ema.of(self.parameters, self.steps) if self.ema else nullcontext():
-            yield
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside the `with`, the student has the EMA's weights."""
+        return self.ema.of(self.parameters, self.steps) if self.ema else nullcontext()
 
     def _evaluate(self) -> None:
-        """If it is due, score the averaged adapter on held-out prompts; the best one becomes the
-        result. An evaluation that lost too many images does not count."""
+        """If it is due, score the averaged adapter on held-out prompts; keep the best one."""
         settings = self.config.evaluation
         if self.evaluate is None or settings is None or self.evaluated == self.update:
             return
-        last = self.update == self.config.train.updates
-        if not (last or self._due(settings.every)):
+        if self.update != self.config.train.updates and not self._due(settings.every):
             return
         with self.averaged():
             headline, report = self.evaluate()
@@ -356,14 +329,14 @@ class Loop:
                 means = {metrics.EVAL + name: mean for name, (mean, _) in rows.items()}
                 for text in report.lost.values() if main else ():
                     log.warning("update %d: the evaluation lost %s", self.update, text)
-                if math.isnan(headline):
+                if math.isnan(headline):  # too many images are lost: it does not count
                     self._log({metrics.LOST: len(report.lost), **means})
                     return
                 alarms = self.alarm.look(rows)
                 self._log({metrics.HEADLINE: headline, **means, metrics.ALARMS: len(alarms)})
                 for text in alarms if main else ():
                     log.warning("update %d: %s", self.update, text)
-                if headline > self.best.get("headline", float("-inf")):  # the first one of equals
+                if headline > self.best.get("headline", -math.inf):  # the first of equals stays
                     self.best = {"headline": headline, "update": self.update}
                     self._keep_adapter(self.best)
                 self.evaluated = self.update
@@ -395,8 +368,8 @@ class Loop:
     # Checkpoints -------------------------------------------------------------------------------
 
     def _tensors(self) -> dict[str, Any]:
-        tensors = {"adapter": self.parameters}
-        return tensors | ({"ema": self.ema.shadow_params} if self.ema else {})
+        average = {"ema": self.ema.shadow_params} if self.ema else {}
+        return {"adapter": self.parameters, **average}
 
     def save(self) -> Path:
         """A complete checkpoint of this moment."""
@@ -406,12 +379,8 @@ class Loop:
             "lr": self.lr.state_dict(),
             "scaler": scaler.state_dict() if scaler else {},
         }
-        progress = {
-            "steps": self.steps,
-            "evaluated": self.evaluated,
-            "best": self.best,
-            "alarm": self.alarm.state(),
-        }
+        done = {"steps": self.steps, "evaluated": self.evaluated, "best": self.best}
+        progress = {**done, "alarm": self.alarm.state()}
         return self.checkpoints.save(
             self.update, self.accelerator, tensors=self._tensors(), states=states, progress=progress
         )
@@ -440,7 +409,8 @@ class Loop:
         kept = []
         for line in path.read_text().splitlines(keepends=True):
             row = json.loads(line) if line.endswith("}\n") else {metrics.UPDATE: math.inf}
-            done = self.evaluated if metrics.is_evaluation(row) else self.update
+            evaluation = any(name.startswith(metrics.EVAL) for name in row)
+            done = self.evaluated if evaluation else self.update
             kept += [line] if row[metrics.UPDATE] <= done else []
         with replacing(path) as part:
             part.write_text("".join(kept))
@@ -450,7 +420,7 @@ class Loop:
 def interrupts_held() -> Iterator[None]:
     """A Ctrl-C inside the `with` takes effect at its end; a second one at once."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread is interrupted
+        yield  # only the main thread is interrupted, and only it may set a handler
         return
     caught: list[int] = []
 
@@ -470,17 +440,14 @@ def interrupts_held() -> Iterator[None]:
 
 def optimizer(config: TrainingStage, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """AdamW over the adapter, or its 8-bit form from bitsandbytes."""
-    o = config.optimizer
+    o, kind = config.optimizer, torch.optim.AdamW
     if o.name == "adamw8bit":
         from bitsandbytes.optim import AdamW8bit as kind  # type: ignore[import-not-found]
-    else:
-        kind = torch.optim.AdamW
     return kind(parameters, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
 
 
 def learning_rate(config: TrainingStage, optimizer: torch.optim.Optimizer) -> LambdaLR:
     """diffusers' schedule of that name, over the optimizer steps of the whole run."""
-    o = config.optimizer
+    o, steps = config.optimizer, config.optimizer_steps
     name = "constant_with_warmup" if o.schedule == "constant" else o.schedule
-    steps = config.optimizer_steps
     return get_scheduler(name, optimizer, num_warmup_steps=o.warmup, num_training_steps=steps)

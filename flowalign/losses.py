@@ -59,7 +59,7 @@ def _clipped(
         )
     if not clip_range > 0:
         raise ValueError(f"clip_range is {clip_range}; take one above 0 (1e-5 to 1e-3 is usual)")
-    ratio = torch.exp(log_prob - old_log_prob.detach())
+    ratio = torch.exp(log_prob - old_log_prob.detach())  # of means over C, h, w: near 1
     clipped = ratio.clamp(1 - clip_range, 1 + clip_range)
     return torch.maximum(-advantage * ratio, -advantage * clipped), ratio
 
@@ -106,17 +106,12 @@ def step_weights(
     if weighting == "velocity":
         return torch.ones(count)
     sigma, following = sigmas[:-1].cpu(), sigmas[1:].cpu()
-    x = torch.zeros(count, 1, 1, 1, dtype=sigmas.dtype)
+    sigma_max = float(sigmas[min(1, count - 1)])
+    v = torch.ones(count, 1, 1, 1, dtype=sigmas.dtype)
     unit = sde.transition(
-        x,
-        torch.ones_like(x),
-        sigma,
-        following,
-        noise_level=noise_level,
-        kind=kind,
-        sigma_max=float(sigmas[min(1, count - 1)]),
+        0 * v, v, sigma, following, noise_level=noise_level, kind=kind, sigma_max=sigma_max
     )
-    squared = unit.mean.flatten() ** 2
+    squared = unit.mean.flatten() ** 2  # slope^2: x = 0 and v = 1 leave only the slope
     if weighting == "mean":
         return squared
     exact = squared / (2 * unit.std.flatten() ** 2)

@@ -7,22 +7,16 @@ several names, one for each task, step or benchmark: TEACHER_KL + "ocr" is "kl/o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-UPDATE = "update"
-"""Rollouts done when the line was written."""
+UPDATE = "update"  # rollouts done when the line was written
 
 # Every update
 LOSS = "loss"
 LEARNING_RATE = "lr"
-GRADIENT_NORM = "grad_norm"
-"""Before clipping."""
+GRADIENT_NORM = "grad_norm"  # before clipping
 SECONDS_ROLLOUT = "seconds/rollout"
-SECONDS_SCORE = "seconds/score"
-"""Rewards or labels, as far as they did not run during the rollout."""
+SECONDS_SCORE = "seconds/score"  # rewards or labels, without what ran during the rollout
 SECONDS_UPDATE = "seconds/update"
-IMAGES_PER_SECOND = "images_per_second"
-"""Of all processes."""
+IMAGES_PER_SECOND = "images_per_second"  # of all processes
 
 # Learning from rewards
 REWARD = "reward"
@@ -30,42 +24,28 @@ REWARD_STD = "reward_std"
 REWARD_PART = "reward/"
 TASK_REWARD = "task_reward/"
 TASK_REWARD_STD = "task_reward_std/"
-TASK_ADVANTAGE = "task_advantage/"
-"""The mean of |advantage|."""
+TASK_ADVANTAGE = "task_advantage/"  # mean of |advantage|
 INVALID_SHARE = "invalid_share"
-KEPT_SHARE = "kept_share"
-"""The share of images whose advantage is not 0."""
+KEPT_SHARE = "kept_share"  # share of images whose advantage is not 0
 CLIP_FRACTION = "clip_fraction"
-RATIO_ERROR = "ratio_error"
-"""The largest |ratio - 1| of a micro-batch."""
-KL = "kl"
-"""To the base model, exact."""
+RATIO_ERROR = "ratio_error"  # largest |ratio - 1| of a micro-batch
+KL = "kl"  # to the base model, exact
 
 # Learning from teachers
 DISTILL = "distill"
 ANCHOR = "anchor"
-WEIGHT = "weight/"
-"""Of a trained step in the loss."""
+WEIGHT = "weight/"  # of a trained step in the loss
 TEACHER_KL = "kl/"
-TEACHER_ERROR = "velocity_error/"
-"""In place of TEACHER_KL if the rollout has no noise."""
-GRADIENT_COSINE = "gradient_cosine/"
-"""Of two tasks, a~b."""
+TEACHER_ERROR = "velocity_error/"  # in place of TEACHER_KL if the rollout has no noise
+GRADIENT_COSINE = "gradient_cosine/"  # of two tasks, a~b
 
 # Evaluations
 EVAL = "eval/"
-HEADLINE = "eval/headline"
-"""The mean over the benchmarks that are aimed at; it chooses the adapter that is kept."""
-LOST = "eval/lost"
-"""How many benchmarks lost too many images. Such a line has no HEADLINE."""
+HEADLINE = "eval/headline"  # mean over the tasks' benchmarks; chooses the adapter that is kept
+LOST = "eval/lost"  # how many benchmarks lost too many images; such a line has no HEADLINE
 ALARMS = "alarms"
 
 
 def step_label(step: int) -> str:
     """What a step of the schedule is called after a "/"; tasks are called by their names."""
     return f"step_{step}"
-
-
-def is_evaluation(names: Iterable[str]) -> bool:
-    """Whether a line of the log is an evaluation."""
-    return any(name.startswith(EVAL) for name in names)

@@ -8,7 +8,6 @@ base, ZeRO-2 the optimizer's state; docs/scaling.md says when either pays.
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import os
@@ -33,6 +32,7 @@ from flowalign.timeouts import group_timeout
 log = logging.getLogger("flowalign")
 
 ADAPTERS = r".*\.lora_[AB]\..*"  # what peft calls the modules of all adapters
+# What `accelerate launch` sets -> the DistributedType that is then expected.
 ASKED = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DEEPSPEED"}
 
 
@@ -43,7 +43,7 @@ def state(*configs: Stage) -> PartialState:
     The first call makes their group, whose timeout is the longest that the stages of these configs
     need (`flowalign.timeouts`); later calls return that group.
     """
-    launched = int(os.environ.get("WORLD_SIZE") or 1)
+    launched = int(os.environ.get("WORLD_SIZE") or 1)  # the group does not exist yet
     longest = max((group_timeout(config, launched) for config in configs), default=None)
     options = {} if longest is None else {"timeout": timedelta(seconds=longest)}
     return PartialState(cpu=not torch.accelerator.is_available(), **options)
@@ -60,12 +60,12 @@ def start(config: TrainingStage) -> Accelerator:
     that is not supported.
 
     model.dtype sets the precision, whatever accelerate's config file says: the backbone computes in
-    that dtype itself, without autocast. float16 takes accelerate's scaling of the loss, without
-    which small gradients become 0.
+    that dtype itself, without autocast.
     """
     asked = [kind for key, kind in ASKED.items() if os.environ.get(key, "").lower() == "true"]
     started = accelerator(
         config,
+        # fp16: for accelerate's scaling of the loss, without which small gradients become 0
         mixed_precision="fp16" if config.model.dtype == "float16" and not asked else "no",
         kwargs_handlers=[AutocastKwargs(enabled=False)],
         log_with=list(config.train.trackers) or None,
@@ -85,17 +85,16 @@ def start(config: TrainingStage) -> Accelerator:
 
 
 def finish(accelerator: Accelerator) -> None:
-    """After a run, end its trackers. (accelerate's end_training would also end the process group,
-    which the next stage of a recipe needs.)"""
+    """After a run, end its trackers."""
+    # not end_training(): it also ends the process group, which the next stage of a recipe needs
     accelerator.wait_for_everyone()
     for tracker in accelerator.trackers:
         tracker.finish()
 
 
 def release() -> None:
-    """Between the stages of a recipe, free the models of the last one, on the GPU too. Their parts
-    refer to one another, so that only the garbage collector frees them."""
-    clear_device_cache(garbage_collection=True)
+    """Between the stages of a recipe, free the models of the last one, on the GPU too."""
+    clear_device_cache(garbage_collection=True)  # their parts refer to one another
 
 
 def part() -> None:
@@ -120,6 +119,9 @@ def _problems(
         yield from _deepspeed_problems(config, plugins.deepspeed_plugin.deepspeed_config)
     elif kind == DistributedType.MEGATRON_LM:
         yield "Megatron-LM is not supported. Use DDP, FSDP2 or DeepSpeed ZeRO-2."
+    names = {DistributedType.FSDP: "FSDP2", DistributedType.DEEPSPEED: "DeepSpeed"}
+    if config.model.dtype == "float16" and kind in names:
+        yield f"model.dtype: 'float16' does not go with {names[kind]}. Use another dtype, or DDP."
 
 
 def _fsdp_problems(config: TrainingStage, plugin: Any) -> Iterator[str]:
@@ -137,8 +139,6 @@ def _fsdp_problems(config: TrainingStage, plugin: Any) -> Iterator[str]:
         )
     if Version(torch.__version__) < Version("2.7"):
         yield f"FSDP2 needs torch 2.7 or newer to leave adapters out; this is {torch.__version__}."
-    if config.model.dtype == "float16":
-        yield "model.dtype: 'float16' does not go with FSDP2. Use another dtype, or DDP."
 
 
 def _deepspeed_problems(config: TrainingStage, settings: Any) -> Iterator[str]:
@@ -162,13 +162,11 @@ def _deepspeed_problems(config: TrainingStage, settings: Any) -> Iterator[str]:
         )
     if config.optimizer.name != "adamw":
         yield f"optimizer.name: {config.optimizer.name!r} does not go with DeepSpeed. Use 'adamw'."
-    if config.model.dtype == "float16":
-        yield "model.dtype: 'float16' does not go with DeepSpeed. Use another dtype, or DDP."
 
 
 def missing_steps(count: int, lockstep: bool) -> int:
     """How many zero-weight batches this rank adds to its `count`, so that all ranks run the same
-    number of steps; all of them must ask. 0 unless `lockstep`: a step of one rank is one of all."""
+    number of steps. 0 unless `lockstep`; with it, all ranks must call this."""
     return max(gather_object([count])) - count if lockstep else 0
 
 
@@ -179,17 +177,16 @@ class Means:
         self.sums: dict[str, tuple[float, int]] = {}
 
     def add(self, name: str, value: float, count: int = 1) -> None:
-        """A mean of `count` things."""
+        """Add a mean over `count` values."""
         self.add_sum(name, value * count, count)
 
     def add_sum(self, name: str, total: float, count: int) -> None:
-        """The sum of `count` things."""
+        """Add a sum of `count` values."""
         before, known = self.sums.get(name, (0, 0))
         self.sums[name] = before + total, known + count
 
     def over_processes(self) -> dict[str, float]:
-        """The means over the processes that have a name; NaN where it is of nothing. All must
-        ask."""
+        """Means over the processes that have a name; NaN for no values. All must call it."""
         everyone: list[dict[str, tuple[float, int]]] = gather_object([self.sums])
         means = {}
         for name in dict.fromkeys(name for sums in everyone for name in sums):
@@ -220,12 +217,11 @@ class Parallel:
         self, config: TrainingStage, backbone: Backbone, optimizer: torch.optim.Optimizer
     ) -> Any:
         """Wrap the backbone's transformer; returns accelerate's optimizer."""
-        model, optimizer = self.accelerator.prepare(backbone.core, optimizer)
-        backbone.transformer = model
-        if isinstance(model, DistributedDataParallel):
+        backbone.transformer, optimizer = self.accelerator.prepare(backbone.core, optimizer)
+        if isinstance(backbone.transformer, DistributedDataParallel):
             # the base's buffers are constants; DDP would broadcast them at the forward pass after
             # a reduction, where ranks with fewer micro-batches are in another collective
-            model.broadcast_buffers = False
+            backbone.transformer.broadcast_buffers = False
         return optimizer
 
     def learning(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
@@ -270,10 +266,9 @@ class Fsdp2(Parallel):
         """Without accelerate's cast of inputs and weights: it would round the timesteps to bf16."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        plugins: Any = self.accelerator.state
-        plugin = plugins.fsdp_plugin
+        plugin: Any = self.accelerator.state.fsdp_plugin
         plugin.ignored_modules = ADAPTERS
-        plugin.mixed_precision_policy = MixedPrecisionPolicy()
+        plugin.mixed_precision_policy = MixedPrecisionPolicy()  # no cast
         backbone.sharded = True
         return super().prepare(config, backbone, optimizer)
 
@@ -319,14 +314,13 @@ class Zero2(Parallel):
             self.accelerator.sync_gradients = True
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """That of one flat parameter, gathered: each process holds an equal piece of it.
-        (DeepSpeed's own checkpoints are pickles.)"""
-        state = copy.copy(optimizer.optimizer.optimizer.state_dict())
-        state["state"] = {
+        """That of one flat parameter, gathered: each process holds an equal piece of it."""
+        state = optimizer.optimizer.optimizer.state_dict()
+        gathered = {
             key: {k: self.accelerator.gather(v) if v.dim() else v for k, v in part.items()}
             for key, part in state["state"].items()
         }
-        return state
+        return {**state, "state": gathered}  # DeepSpeed's own checkpoints are pickles
 
     def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
         """Take the piece of this process, and copy the adapter into the master copy again."""

@@ -21,19 +21,14 @@ SHOWN = {
 }
 
 
-def summary(values: Mapping[str, float]) -> str:
-    """The most important numbers, as one line."""
-    return "  ".join(text.format(values[name]) for name, text in SHOWN.items() if name in values)
-
-
 class Progress:
     """Shows the updates of a run; silent on all processes but the main one."""
 
     def __init__(self, total: int, main: bool) -> None:
         self.console = Console(stderr=True)
         self.main, self.total = main, total
-        self.held_out = ""
-        self.bar: Bar | None = None
+        self.held_out = ""  # of the last evaluation; shown beside every later update
+        self.bar: Bar | None = None  # None in a log file
 
     def begin(self, loop) -> None:
         """Start the bar at the update that the loop is at."""
@@ -49,17 +44,15 @@ class Progress:
         """Show the metrics of an update, or of an evaluation."""
         if not self.main:
             return
-        line = summary(values)
+        line = "  ".join(text.format(values[k]) for k, text in SHOWN.items() if k in values)
         if metrics.HEADLINE in values:
-            self.held_out = line
-            line = ""
+            self.held_out, line = line, ""
         if self.bar:
             figures = f"{line}  {self.held_out}" if line else self.held_out
             self.bar.update(self.bar.task_ids[0], completed=update, figures=figures)
         else:
-            self.console.print(
-                f"update {update}/{self.total}  {line or self.held_out}", soft_wrap=True
-            )
+            text = f"update {update}/{self.total}  {line or self.held_out}"
+            self.console.print(text, soft_wrap=True)  # one line each, for grep
 
     def end(self) -> None:
         """Leave the terminal in order."""
@@ -77,7 +70,6 @@ def quiet() -> None:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
     for name in ("httpx", "RapidOCR", "onnxruntime", "matplotlib", "PIL"):  # they log at INFO
         logging.getLogger(name).setLevel(logging.WARNING)
-    diffusers_log.disable_progress_bar()
-    diffusers_log.set_verbosity_error()
-    transformers_log.disable_progress_bar()
-    transformers_log.set_verbosity_error()
+    for library in (diffusers_log, transformers_log):
+        library.disable_progress_bar()
+        library.set_verbosity_error()

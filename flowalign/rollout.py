@@ -6,10 +6,11 @@ whole batch and on the number of the copy, not on batch size or number of proces
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from types import EllipsisType
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,8 +22,11 @@ from flowalign.config import TrainingStage
 from flowalign.parallel import missing_steps
 from flowalign.types import Conditioning, Gaussian, PromptBatch, Rollout, Source
 
+# Takes a batch of images: the row of the first one, images [b,3,H,W] in [0,1], their b prompts.
 OnImages = Callable[[int, Tensor, PromptBatch], None]
-"""Takes a batch of images: the row of the first one, images [b,3,H,W] in [0,1], their b rows."""
+
+
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -58,33 +62,22 @@ class Schedule:
         """The steps with noise."""
         return range(*self.window) if self.window and self.kind != "ode" else range(0)
 
-    @property
-    def forwards(self) -> int:
-        """Forward passes until the last trained state (and its action) is known."""
-        return self.trained[-1] + self.actions if self.trained else 0
-
     def transition(
         self, x: Tensor, velocity: Tensor, steps: Tensor, *, noisy: bool = True
     ) -> Gaussian:
-        """The transition at steps [B] (one each image) from x [B,C,h,w]; the Euler step if not
-        noisy."""
-        sigmas = self.sigmas.to(x.device)
+        """The transition at steps [B] from x [B,C,h,w]; if not noisy, the Euler step."""
+        sigmas, kind = self.sigmas.to(x.device), self.kind if noisy else "ode"
+        now, after, a = sigmas[steps], sigmas[steps + 1], self.noise_level
         return sde.transition(
-            x,
-            velocity,
-            sigmas[steps],
-            sigmas[steps + 1],
-            noise_level=self.noise_level,
-            kind=self.kind if noisy else "ode",
-            sigma_max=float(self.sigmas[1]),
+            x, velocity, now, after, noise_level=a, kind=kind, sigma_max=float(self.sigmas[1])
         )
 
 
 @dataclass(frozen=True)
 class Noise:
-    """The seeded noise of a call: key names the call, `shared` gives a group one start."""
+    """The seeded noise of a call. shared: the images of a prompt have one initial noise."""
 
-    key: tuple[int, ...]
+    key: tuple[int, ...]  # names the call, such as (seed, update)
     shared: bool = False
 
     def draw(self, prompt: int, copy: int, shape: tuple[int, ...], extra: int) -> Tensor:
@@ -100,8 +93,7 @@ class Noise:
         return torch.Generator().manual_seed(int(entropy[0]))
 
 
-Place = tuple[int, int]
-"""What an image's noise depends on: the place of its prompt in the whole batch, and its copy."""
+Place = tuple[int, int]  # of an image: its prompt's number in the batch of all processes, its copy
 
 
 def places(prompts: int, copies: int) -> list[Place]:
@@ -154,11 +146,11 @@ def sample(
     finish = decode if finish is None else finish
     cond = backbone.encode(batch.prompts)
     shape, extra = backbone.latent_shape, len(schedule.noisy)
-    batches = list(_batches(sources or [None] * len(batch), batch_size))
-    if sources:  # else all processes have equally many
-        batches += batches[-1:] * missing_steps(len(batches), backbone.sharded)
+    parts = list(batches(sources or [None] * len(batch), batch_size))
+    if sources:  # without sources all processes have equally many
+        parts += parts[-1:] * missing_steps(len(parts), backbone.sharded)
     order, trajectories, images = [], [], []
-    for source, rows in batches:
+    for source, rows in parts:
         drawn = torch.stack([noise.draw(*places[row], shape, extra) for row in rows])
         own = cond.select(torch.tensor(rows, device=cond.index.device))
         scale = source.guidance if source else guidance
@@ -169,23 +161,16 @@ def sample(
             images.append(backbone.decode(trajectories[-1].last, batch_size))
             if on_images:
                 on_images(rows[0], images[-1], batch.select(rows))
-    back = torch.tensor(order, device=backbone.device)[: len(batch)].argsort()
-
-    def whole(parts: Iterable[Tensor | None]) -> Any:
-        """All batches as one tensor, in order and without repeats; None where they have none."""
-        known = [part for part in parts if part is not None]
-        if not known:
-            return None
-        return torch.cat(known)[back] if sources else torch.cat(known)
-
+    # In the order of the batch, without repeats; without sources they are so already.
+    back = torch.tensor(order, device=backbone.device)[: len(batch)].argsort() if sources else ...
     return Rollout(
-        states=whole(t.states for t in trajectories),
-        next_states=whole(t.next_states for t in trajectories),
+        states=_joined([t.states for t in trajectories], back),
+        next_states=_joined([t.next_states for t in trajectories], back),
         steps=schedule.trained,
         sigmas=schedule.sigmas,
-        log_probs=whole(t.log_probs for t in trajectories),
-        latents=whole(t.last for t in trajectories) if finish else None,
-        images=whole(images),
+        log_probs=_joined([t.log_probs for t in trajectories], back),
+        latents=_joined([t.last for t in trajectories], back) if finish else None,
+        images=_joined(images, back),
         group=torch.tensor([prompt for prompt, _ in places]),
         copy=torch.tensor([copy for _, copy in places]),
         batch=batch,
@@ -193,26 +178,28 @@ def sample(
     )
 
 
-def _batches(
-    sources: Sequence[Source | None], size: int
-) -> Iterator[tuple[Source | None, list[int]]]:
-    """The rows of each forward pass, all of one source; a source's rows stay in order."""
-    for source in dict.fromkeys(sources):
-        rows = [row for row, of in enumerate(sources) if of == source]
+def _joined(parts: Sequence[Tensor | None], back: Tensor | EllipsisType) -> Any:
+    """All batches as one tensor, its rows indexed by back; None where a batch has none."""
+    known = [part for part in parts if part is not None]
+    return torch.cat(known)[back] if known else None
+
+
+def batches(kinds: Sequence[K], size: int) -> Iterator[tuple[K, list[int]]]:
+    """(kind, at most `size` rows of it, in order) for each forward pass; kinds: of all rows."""
+    for kind in dict.fromkeys(kinds):
+        rows = [row for row, other in enumerate(kinds) if other == kind]
         for start in range(0, len(rows), size):
-            yield source, rows[start : start + size]
+            yield kind, rows[start : start + size]
 
 
 @dataclass(frozen=True)
 class _Trajectory:
-    """A batch of B along the schedule: the trained states and their successors [B,S,C,h,w], the
-    log-probs [B,S] of the successors (both None where there is no action), and the last latents
-    [B,C,h,w]."""
+    """A batch of B images along the schedule."""
 
-    states: Tensor
-    next_states: Tensor | None
-    log_probs: Tensor | None
-    last: Tensor
+    states: Tensor  # [B,S,C,h,w], the trained ones
+    next_states: Tensor | None  # [B,S,C,h,w]; None where no action is needed, or none is random
+    log_probs: Tensor | None  # [B,S] of next_states
+    last: Tensor  # [B,C,h,w] latents
 
 
 def _trajectory(
@@ -223,15 +210,14 @@ def _trajectory(
     noise: Tensor,
     finish: bool,
 ) -> _Trajectory:
-    """Sample one batch. noise [B,1+N,C,h,w]: the start, and one for each noisy step.
-
-    States are float32; a log-prob is taken of the state that is stored.
-    """
+    """Sample one batch. noise [B,1+N,C,h,w]: the start, and one for each noisy step."""
     noise = noise.to(backbone.device)
     x, trained, noisy = noise[:, 0], schedule.trained, schedule.noisy
     states, following, log_probs = [], [], []
-    forwards = len(schedule.sigmas) - 1 if finish else schedule.forwards
-    for step in range(len(schedule.sigmas) - 1):
+    count = len(schedule.sigmas) - 1
+    # forward passes: to the end, or until the last trained state (and its action) is known
+    forwards = count if finish else trained[-1] + schedule.actions if trained else 0
+    for step in range(count):
         if step in trained:
             states.append(x)
         if step == forwards:  # nothing after it is trained or decoded
@@ -245,9 +231,9 @@ def _trajectory(
         x = sde.sample(gaussian, noise[:, 1 + step - noisy.start])
         if step in trained and schedule.actions:
             following.append(x)
-            log_probs.append(sde.log_prob(gaussian, x))
+            log_probs.append(sde.log_prob(gaussian, x))  # of x as it is stored, in float32
     return _Trajectory(
-        states=torch.stack(states, 1) if states else x.new_zeros(len(x), 0, *x.shape[1:]),
+        states=torch.stack(states, 1) if states else x.new_zeros(len(x), 0, *x.shape[1:]),  # S = 0
         next_states=torch.stack(following, 1) if following else None,
         log_probs=torch.stack(log_probs, 1) if log_probs else None,
         last=x,

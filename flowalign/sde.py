@@ -41,12 +41,12 @@ def sigmas(
     def shifted(grid: Tensor) -> Tensor:
         return shift * grid / (1 + (shift - 1) * grid)
 
-    steps = torch.tensor([num_train_timesteps, 1], dtype=torch.float32)
+    steps = torch.tensor([num_train_timesteps, 1], dtype=torch.float32)  # as diffusers rounds them
     high, low = (s * num_train_timesteps for s in shifted(steps / num_train_timesteps).tolist())
     stride = (low - high) / max(num_steps - 1, 1)
     grid = high + stride * torch.arange(num_steps, dtype=torch.float64)
     grid = shifted(grid / num_train_timesteps)
-    if terminal:
+    if terminal:  # diffusers' stretch_shift_to_terminal
         grid = 1 - (1 - grid) / ((1 - grid[-1]) / (1 - terminal))
     return torch.cat([grid.float(), torch.zeros(1)])
 
@@ -100,7 +100,7 @@ def transition(
     else:
         if not 0 <= sigma_max < 1:
             raise ValueError(f"sigma_max is {sigma_max}; take the second point of the schedule")
-        capped = torch.where(sigma == 1, float(sigma_max), sigma)
+        capped = torch.where(sigma == 1, float(sigma_max), sigma)  # s is infinite at sigma = 1
         s = noise_level * torch.sqrt(sigma / (1 - capped))
         drift = s**2 / (2 * sigma)
         mean = x * (1 + drift * dt) + velocity * (1 + drift * (1 - sigma)) * dt

@@ -19,8 +19,7 @@ from flowalign.frozen import Placement, fingerprint
 BATCH = 32  # texts per forward pass: 1.5 GB of activations in T5-XXL
 HELD = 1024  # texts in the CPU's memory at most: 1.7 GB for Stable Diffusion 3.5 in 16 bits
 
-Pair = tuple[Tensor, Tensor]
-"""Embeddings and pooled embeddings."""
+Pair = tuple[Tensor, Tensor]  # embeddings [P,L,D] and pooled ones [P,E]; of one text [L,D], [E]
 
 
 class TextEncoder:
@@ -29,9 +28,7 @@ class TextEncoder:
     offload: they wait in the CPU's memory, and are on the device only while they encode. cache: a
     folder for their results, shared with later calls, other processes and other runs (None = no
     cache): <cache>/<encoders>/<text>.safetensors, both digests, so that other weights, lengths or
-    dtypes never meet. A cached text is encoded alone: its file depends on the text, not on the
-    batch that it first came in. `prepare` encodes ahead of many calls, so that an evaluation brings
-    the encoders to the device once.
+    dtypes have files of their own.
     """
 
     def __init__(
@@ -49,10 +46,10 @@ class TextEncoder:
         encoders = [part for part in parts if part is not None]
         self.places = [Placement(part, device, offload) for part in encoders]
         self._negative: Pair | None = None
-        self._held: dict[tuple[str, ...], Pair] = {}
+        self._held: dict[tuple[str, ...], Pair] = {}  # by the texts of a call, on the CPU
         self.folder = None
         if cache is not None:
-            dtypes = [str(part.dtype) for part in encoders]
+            dtypes = [str(part.dtype) for part in encoders]  # embeddings depend on all of these
             key = f"{fingerprint(parts)} {dtypes} {max_sequence_length}"
             self.folder = Path(cache).expanduser() / _digest(key)[:16]
 
@@ -89,9 +86,9 @@ class TextEncoder:
                 texts = dict.fromkeys(text for call in calls for text in call)
                 missing = [text for text in texts if not self._path(text).is_file()]
                 for _ in self._encode_to_disk(missing):
-                    continue
+                    continue  # not a list: thousands of texts would fill the memory
             return
-        ahead: dict[tuple[str, ...], None] = {}
+        ahead: dict[tuple[str, ...], None] = {}  # an ordered set
         for call in map(tuple, calls):
             if sum(map(len, ahead)) + len(call) > HELD or not ahead and call in self._held:
                 break
@@ -107,8 +104,7 @@ class TextEncoder:
                 self._held[call] = embeds.cpu(), pooled.cpu()
 
     def _present(self) -> ExitStack:
-        """Inside the `with`, the encoders are on the device."""
-        stack = ExitStack()
+        stack = ExitStack()  # inside its `with`, the encoders are on the device
         for place in self.places:
             stack.enter_context(place)
         return stack
@@ -138,9 +134,8 @@ class TextEncoder:
         return self.folder / name[:2] / f"{name}.safetensors"  # thousands of texts, 256 folders
 
     def _encode_to_disk(self, prompts: Iterable[str]) -> Iterator[tuple[str, Pair]]:
-        """Encode texts, each alone, and write them."""
         with self._present() if prompts else ExitStack():
-            for prompt in prompts:
+            for prompt in prompts:  # each alone, so that its file does not depend on the batch
                 embeds, pooled = self._encode([prompt])
                 pair = embeds[0].cpu().contiguous(), pooled[0].cpu().contiguous()
                 with replacing(self._path(prompt)) as part:
@@ -148,11 +143,10 @@ class TextEncoder:
                 yield prompt, pair
 
     def _read(self, prompt: str) -> Pair | None:
-        """A cached text; None if its file is missing or broken."""
         try:
             tensors = load_file(self._path(prompt))
             return tensors["embeds"], tensors["pooled"]
-        except (OSError, SafetensorError, KeyError):
+        except (OSError, SafetensorError, KeyError):  # missing or broken: it is encoded again
             return None
 
 

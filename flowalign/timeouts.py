@@ -12,14 +12,13 @@ from collections.abc import Iterator
 
 from flowalign.config.schema import BenchmarkConfig, EvalStage, Stage, TrainingStage
 
+# Seconds for all that has no limit of its own: one rank downloads, merges, writes a report or a
+# checkpoint, or computes more slowly than another.
 SLACK = 3600.0
-"""Seconds for all that has no limit of its own: one rank downloads, merges, writes a report or a
-checkpoint, or computes more slowly than another."""
+# Seconds to sample one batch of an evaluation. One rank may have all its batches to sample while
+# another, whose images lie on disk from before, has none.
 SAMPLING = 600.0
-"""Seconds to sample one batch of an evaluation. One rank may have all its batches to sample while
-another, whose images lie on disk from before, has none."""
-FOREVER = 30 * 24 * 3600.0
-"""Where a reward may take as long as it likes."""
+FOREVER = 30 * 24 * 3600.0  # 30 days, if a reward has no time limit; a timedelta cannot be infinite
 
 
 def group_timeout(config: Stage, processes: int) -> float:
@@ -46,12 +45,12 @@ def _waits(config: Stage, processes: int) -> Iterator[float]:
         return batches * (SAMPLING + (len(benchmark.judges) * call if benchmark.judges else 0))
 
     if isinstance(config, EvalStage):
-        call = _limit(config.score_seconds)
+        call = config.score_seconds or math.inf
         for benchmark in config.benchmarks:
             yield evaluation(benchmark, config.sampling.batch_size, call)
     if not isinstance(config, TrainingStage):
         return
-    call = _limit(config.train.score_seconds)
+    call = config.train.score_seconds or math.inf
     if config.learns_from_rewards:
         images = math.ceil(config.rollout.images / processes)
         yield math.ceil(images / config.rollout.batch_size) * call
@@ -62,18 +61,14 @@ def _waits(config: Stage, processes: int) -> Iterator[float]:
         if task.validation and task.reward:
             prompts = min(config.evaluation.prompts, _count(task.validation))
             yield _batches(prompts, size, processes) * (SAMPLING + call)
-            yield 2 * call  # the first and the last grid, which the main process scores alone
+            yield 2 * call  # both rows of before_after.png, which the main process scores alone
     for benchmark in config.watched:
         yield evaluation(benchmark, size, call)
 
 
 def _batches(prompts: int, size: int, processes: int) -> int:
     """The most batches that a rank has."""
-    return math.ceil(math.ceil(prompts / size) / processes)
-
-
-def _limit(seconds: float | None) -> float:
-    return math.inf if seconds is None else seconds
+    return math.ceil(math.ceil(prompts / size) / processes)  # batches are dealt out in turn
 
 
 def _count(source: str) -> int:

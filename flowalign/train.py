@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # --help need not import diffusers
     from accelerate import Accelerator
 
     from flowalign.backbone import Backbone
-    from flowalign.eval.suite import Benchmark, Settings
+    from flowalign.eval.suite import Benchmark
     from flowalign.loop import Algorithm, Loop
     from flowalign.progress import Progress
     from flowalign.teachers.bank import Bank
@@ -134,8 +134,7 @@ def _hint_threads(accelerator: Accelerator) -> None:
     """Say so if a run on CPUs leaves some idle: accelerate gives a process one thread."""
     import torch
 
-    used = torch.get_num_threads() * accelerator.num_processes
-    cores = os.cpu_count() or 1
+    used, cores = torch.get_num_threads() * accelerator.num_processes, os.cpu_count() or 1
     if accelerator.device.type == "cpu" and used < cores:
         accelerator.print(
             f"using {used} of {cores} CPU cores; "
@@ -145,27 +144,24 @@ def _hint_threads(accelerator: Accelerator) -> None:
 
 
 def _check_folder(folder: Path, config: TrainingStage, resume: bool) -> None:
-    """Refuse to overwrite another run, or to resume one whose config was another."""
+    """Refuse to overwrite a run, or to resume one whose config was another."""
     saved = folder / "config.yaml"
     if not resume and any((folder / "checkpoints").glob("update_*")):
-        raise ConfigError(
-            [
-                f"output: {folder} holds the checkpoints of a run. Continue it with --resume, "
-                "choose another `output`, or delete the folder."
-            ]
+        problem = (
+            f"output: {folder} holds the checkpoints of a run. Continue it with --resume, "
+            "choose another `output`, or delete the folder."
         )
+        raise ConfigError([problem])
     if resume and saved.exists():
-        free = {"train", "evaluation", "output"}
+        free = {"train", "evaluation", "output"}  # such as train.updates: a run may be extended
         old, new = load(saved).model_dump(exclude=free), config.model_dump(exclude=free)
         changed = sorted(key for key in new if new[key] != old[key])
         if changed:
-            raise ConfigError(
-                [
-                    f"--resume: {', '.join(changed)} differ from {saved}. A resumed run keeps its "
-                    "config (but for train and evaluation); undo the change or choose another "
-                    "`output`."
-                ]
+            problem = (
+                f"--resume: {', '.join(changed)} differ from {saved}. A resumed run keeps its "
+                "config (but for train and evaluation); undo the change or choose another `output`."
             )
+            raise ConfigError([problem])
 
 
 # The parts of a run ------------------------------------------------------------------------------
@@ -222,20 +218,18 @@ def wire(config: TrainingStage) -> tuple[Loop, Progress, dict[str, Reward]]:
 
 
 def _check_groups(config: TrainingStage, rewards: Mapping[str, Reward], processes: int) -> None:
-    """Refuse a reward that must see a whole group if several processes would share the images of a
-    prompt."""
+    """Refuse a reward that must see whole groups if processes would share a prompt's images."""
     rollout, updates = config.rollout, config.optimizer.updates_per_rollout
     whole = sorted(name for name, reward in rewards.items() if getattr(reward, "groupwise", False))
     if whole and rollout.prompts // updates % processes:
         unit = updates * processes
-        raise ConfigError(
-            [
-                f"rollout.prompts: the reward of task {whole[0]!r} compares all images of a "
-                f"prompt, and {rollout.prompts} prompts over optimizer.updates_per_rollout = "
-                f"{updates} cannot be shared whole by {processes} processes. Use a multiple of "
-                f"{unit}, for example rollout.prompts={-(-rollout.prompts // unit) * unit}."
-            ]
+        problem = (
+            f"rollout.prompts: the reward of task {whole[0]!r} compares all images of a prompt, "
+            f"and {rollout.prompts} prompts over optimizer.updates_per_rollout = {updates} cannot "
+            f"be shared whole by {processes} processes. Use a multiple of {unit}, for example "
+            f"rollout.prompts={-(-rollout.prompts // unit) * unit}."  # the next larger multiple
         )
+        raise ConfigError([problem])
 
 
 def student(config: TrainingStage, device: torch.device) -> Backbone:
@@ -272,7 +266,7 @@ def algorithm(
     teachers = bank(config, backbone, config.teachers, config.routing)
     anchor = grpo = None
     if config.anchor:
-        everywhere = dict.fromkeys(config.routing, "anchor")
+        everywhere = dict.fromkeys(config.routing, "anchor")  # it labels every task
         anchor = bank(config, backbone, {"anchor": config.anchor}, everywhere)
     if config.learns_from_rewards:
         grpo = Grpo(config, backbone, accelerator, rewards)
@@ -314,7 +308,8 @@ def evaluator(
 
     if config.evaluation is None:
         return None
-    benchmarks, settings = held_out(config, rewards), eval_settings(config)
+    benchmarks = held_out(config, rewards)
+    settings = suite.Settings(**config.evaluation_sampling.model_dump())
     seconds, share = config.train.score_seconds, config.evaluation.max_invalid_share
     watched = suite.build_sets(config.watched, "evaluation.watch", accelerator.device)
     sets = [*map(suite.ImageSet.of, benchmarks), *watched]
@@ -334,24 +329,16 @@ def held_out(config: TrainingStage, rewards: Mapping[str, Reward]) -> list[Bench
     from flowalign.eval.suite import Benchmark
 
     assert config.evaluation
-    benchmarks = []
+    count, benchmarks = config.evaluation.prompts, []
     for task in config.tasks:
         if task.validation and task.name in rewards:
-            prompts = subset(load_prompts(task.validation, task.name), config.evaluation.prompts)
+            prompts = subset(load_prompts(task.validation, task.name), count)
             benchmarks.append(Benchmark(task.name, prompts, rewards[task.name]))
     return benchmarks
 
 
-def eval_settings(config: TrainingStage) -> Settings:
-    """How the evaluations of a run sample."""
-    from flowalign.eval.suite import Settings
-
-    return Settings(**config.evaluation_sampling.model_dump())
-
-
 def finish(loop: Loop, config: TrainingStage, rewards: Mapping[str, Reward]) -> None:
-    """After the last update: the metrics plot, the before/after grid and the model card, by the
-    main process; under FSDP2 all processes sample the grid."""
+    """After the last update: the metrics plot, the model card and the before/after grid."""
     from flowalign import trackers
     from flowalign.pictures import metrics_plot
     from flowalign.publish.card import write_card
@@ -360,7 +347,7 @@ def finish(loop: Loop, config: TrainingStage, rewards: Mapping[str, Reward]) -> 
     if main:
         metrics_plot(folder / "metrics.jsonl", folder / "metrics.png", title=folder.name)
         write_card(folder, config, sys.argv)
-    if config.evaluation and (main or loop.backbone.sharded):
+    if config.evaluation and (main or loop.backbone.sharded):  # sharded: all must sample
         path = folder / "before_after.png" if main else None
         compare(loop.backbone, config, rewards, path)
         if path:
@@ -374,16 +361,15 @@ def compare(
     path: Path | None,
     count: int = 16,
 ) -> None:
-    """Base and result on the same held-out prompts and seeds, as one picture. path None: sample
-    only, in step with the process that draws."""
+    """Draw base and result on the same held-out prompts and seeds. path None: only sample."""
     from flowalign import metrics
     from flowalign.data import subset
-    from flowalign.eval.suite import generate
+    from flowalign.eval.suite import Settings, generate
     from flowalign.loop import STUDENT
     from flowalign.pictures import read_metrics, side_by_side
     from flowalign.rewards.scoring import Ahead, ByTask
 
-    settings = eval_settings(config)
+    settings = Settings(**config.evaluation_sampling.model_dump())
     backbone.replace_adapter(STUDENT, Path(config.output) / "adapter")
     benchmark = held_out(config, rewards)[0]
     prompts = subset(benchmark.prompts, count)

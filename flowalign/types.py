@@ -7,7 +7,7 @@ latent C x h x w (16x64x64 at 512 px), text length L, text width D, pooled width
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -55,9 +55,7 @@ class Conditioning:
 
     def select(self, rows: Tensor | slice) -> Conditioning:
         """The same embeddings for some of the images: only the index is sliced."""
-        return Conditioning(
-            self.embeds, self.pooled, self.index[rows], self.negative_embeds, self.negative_pooled
-        )
+        return replace(self, index=self.index[rows])
 
 
 @dataclass(frozen=True)
@@ -157,43 +155,38 @@ class Gaussian:
 
 @dataclass(frozen=True)
 class StepLoss:
-    """The loss of one micro-batch: total and its parts (scalars), and metrics to log.
-
-    counts: of how many of its pairs a metric is the mean, where that is not all of them.
-    """
+    """The loss of one micro-batch: total and its parts (scalars), and metrics to log."""
 
     total: Tensor
     policy: Tensor | None = None
     distill: Tensor | None = None
     anchor: Tensor | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
-    counts: Mapping[str, int] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)  # pairs of a metric, if not all
 
 
 @dataclass(frozen=True)
 class EvalRow:
-    """One number of an evaluation: its mean, its standard error, over how many images, and the
-    ends of its 95 % interval; total: how many images there were (None = n)."""
+    """One number of an evaluation."""
 
     benchmark: str
     metric: str
     mean: float
     stderr: float
-    n: int
-    low: float = float("nan")
+    n: int  # images that have a score
+    low: float = float("nan")  # lower end of the 95 % interval
     high: float = float("nan")
-    total: int | None = None
+    total: int | None = None  # images that were sampled; None = n
 
 
 @dataclass(frozen=True)
 class EvalReport:
-    """rows, the settings that they were measured under, and the environment; lost {benchmark: why}:
-    those that too many images have no score of, whose rows compare with no others."""
+    """What an evaluation measured."""
 
     rows: list[EvalRow]
     settings: Mapping[str, Any]
-    environment: Mapping[str, Any]
-    lost: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, Any]  # versions of packages, device
+    lost: Mapping[str, str] = field(default_factory=dict)  # {benchmark without enough scores: why}
 
 
 class Reward(Protocol):

@@ -6,17 +6,17 @@ teacher by teacher, so that every forward pass has one adapter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from flowalign.backbone import Backbone
 from flowalign.loop import TrainingError
 from flowalign.parallel import missing_steps
+from flowalign.rollout import batches
 from flowalign.types import Rollout, Source, TeacherLabel
 
 
@@ -26,10 +26,10 @@ class LabelError(TrainingError):
 
 @dataclass(frozen=True)
 class Member:
-    """One teacher: the folder of its adapter (None = the base itself) and its guidance scale."""
+    """One teacher."""
 
-    adapter: str | Path | None
-    guidance: float = 1.0
+    adapter: str | Path | None  # folder or Hub id; None = the base itself
+    guidance: float = 1.0  # CFG scale of its labels
 
 
 class Bank:
@@ -69,14 +69,18 @@ class Bank:
     def __call__(self, rollout: Rollout) -> TeacherLabel:
         """Labels of all trained states. Raises LabelError where a velocity is not finite."""
         names = self.route(rollout.batch.tasks)
-        sigmas = rollout.sigmas[rollout.steps].to(rollout.states.device)
+        device, steps = rollout.states.device, len(rollout.steps)
+        sigmas = rollout.sigmas[rollout.steps].to(device)
         velocity = torch.empty_like(rollout.states, dtype=self.dtype)
-        batches = list(self._batches(names, velocity))
-        batches += batches[-1:] * missing_steps(len(batches), self.backbone.sharded)
-        for name, parts in groupby(batches, key=lambda batch: batch[0]):
+        # (image, step) pairs, numbered image by image, of one teacher each
+        parts = list(batches([name for name in names for _ in range(steps)], self.batch_size))
+        parts += parts[-1:] * missing_steps(len(parts), self.backbone.sharded)
+        for name, group in groupby(parts, key=lambda part: part[0]):
             source = self.source(name)
-            with self.backbone.adapter(source.adapter):
-                for _, row, column in parts:
+            with self.backbone.adapter(source.adapter):  # once per teacher: switching costs time
+                for _, pairs in group:
+                    pair = torch.tensor(pairs, device=device)
+                    row, column = pair // steps, pair % steps
                     label = self.backbone.velocity(
                         rollout.states[row, column],
                         sigmas[column],
@@ -103,19 +107,6 @@ class Bank:
                 "Route it to a teacher, or leave its prompts out."
             )
         return [self.routing[task] for task in tasks]
-
-    def _batches(
-        self, names: Sequence[str], states: Tensor
-    ) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """(teacher, rows, columns) of each forward pass: (image, step) pairs of one teacher."""
-        steps = states.shape[1]
-        for name in dict.fromkeys(names):
-            images = torch.tensor([i for i, of in enumerate(names) if of == name])
-            rows = images.repeat_interleave(steps).to(states.device)
-            columns = torch.arange(steps).repeat(len(images)).to(states.device)
-            parts = zip(rows.split(self.batch_size), columns.split(self.batch_size), strict=True)
-            for row, column in parts:
-                yield name, row, column
 
     def sources(self, tasks: list[str]) -> list[Source]:
         """Who samples the prompts of each task: its teacher."""
@@ -145,5 +136,4 @@ def check_routing(members: Mapping[str, object], routing: Mapping[str, str]) -> 
 
 
 def _adapter(name: str) -> str:
-    """The name of a teacher's adapter on the base, beside the student's."""
-    return f"teacher_{name}"
+    return f"teacher_{name}"  # a name on the base, beside the student's

@@ -28,9 +28,9 @@ from flowalign.types import PromptBatch, Reward, Rollout, Scores, StepLoss
 
 @dataclass(frozen=True, kw_only=True)
 class Credit(Prepared):
-    """advantage [B]: of each image; 0 where its reward failed."""
+    """A rollout with the advantages of its images."""
 
-    advantage: Tensor
+    advantage: Tensor  # [B]; 0 where the reward failed
 
 
 class Grpo:
@@ -85,17 +85,15 @@ class Grpo:
         whole = clip_advantage(whole, self.settings.advantage_clip)
         first = self.accelerator.process_index * len(rollout)
         advantage = whole[first : first + len(rollout)].to(device)
-        keep = advantage.cpu() != 0  # without an advantage only the KL has a gradient
-        if self.settings.kl_weight > 0:
-            keep = torch.ones_like(keep)
+        # without an advantage only the KL has a gradient
+        keep = (advantage.cpu() != 0) | (self.settings.kl_weight > 0)
         measured = {
             metrics.REWARD: float(value[valid].mean()),
             metrics.REWARD_STD: float(value[valid].std(correction=0)),
             metrics.INVALID_SHARE: 1 - float(valid.float().mean()),
             metrics.KEPT_SHARE: float((whole != 0).float().mean()),
         }
-        measured |= by_task(names, task, value, valid, whole)
-        measured |= _parts(scores)
+        measured |= {**by_task(names, task, value, valid, whole), **_parts(scores)}
         lines = zip(rollout.batch.prompts, scores.value.tolist(), strict=True)
         return Credit(
             rollout=rollout,
@@ -106,37 +104,32 @@ class Grpo:
         )
 
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: Credit) -> StepLoss:
-        """The clipped policy loss, plus kl_weight times the KL to the base. The log shows the exact
-        KL, whichever has the weight."""
-        new = self.schedule.transition(pairs.x, velocity, pairs.steps)
+        """The clipped policy loss, plus kl_weight times the KL to the base."""
+        s, x, sigma, cond = self.settings, pairs.x, pairs.sigma, pairs.conditioning
+        new = self.schedule.transition(x, velocity, pairs.steps)
         advantage = prepared.advantage[pairs.rows]
-        x_next, old_log_prob = pairs.action()
+        x_next, old = pairs.action()
         log_prob = sde.log_prob(new, x_next)
-        elements, ratio = policy_loss(
-            log_prob, old_log_prob, advantage, clip_range=self.settings.clip_range
-        )
+        elements, ratio = policy_loss(log_prob, old, advantage, clip_range=s.clip_range)
         policy = total = elements.mean()
         measured = {
-            metrics.CLIP_FRACTION: float(clip_fraction(ratio, self.settings.clip_range)),
+            metrics.CLIP_FRACTION: float(clip_fraction(ratio, s.clip_range)),
             metrics.RATIO_ERROR: float((ratio.detach() - 1).abs().max()),
         }
-        if self.settings.kl_weight > 0 or pairs.first:  # without a weight one micro-batch will do
+        if s.kl_weight > 0 or pairs.first:  # without a weight one micro-batch is enough for the log
             with torch.no_grad(), self.backbone.base():
                 reference = self.backbone.velocity(
-                    pairs.x, pairs.sigma, pairs.conditioning, guidance=self.guidance,
-                    rows=pairs.size,
-                )  # fmt: skip
-            base = self.schedule.transition(pairs.x, reference, pairs.steps)
-            kl = sde.kl(new, base)
-            measured[metrics.KL] = float(kl.detach().mean())
-            if self.settings.kl_weight > 0:
+                    x, sigma, cond, guidance=self.guidance, rows=pairs.size
+                )
+            kl = sde.kl(new, self.schedule.transition(x, reference, pairs.steps))
+            measured[metrics.KL] = float(kl.detach().mean())  # the exact one, whatever grpo.kl says
+            if s.kl_weight > 0:
                 factors = self.kl_factors.to(kl.device)[pairs.steps]
-                total = total + self.settings.kl_weight * (factors * kl).mean()
+                total = total + s.kl_weight * (factors * kl).mean()
         return StepLoss(total=total, policy=policy, metrics=measured)
 
     def _submit(self, start: int, images: Tensor, batch: PromptBatch) -> None:
-        """Score these images now; the first of a rollout drop what an interrupted one left."""
-        if start == 0:
+        if start == 0:  # an interrupted rollout may have left scores
             self.scoring.forget()
         self.scoring.submit(images, batch)
 
@@ -163,8 +156,7 @@ def _parts(scores: Scores) -> dict[str, float]:
 def by_task(
     names: list[str], task: Tensor, value: Tensor, valid: Tensor, advantage: Tensor
 ) -> dict[str, float]:
-    """Reward, its std and the mean |advantage| of each task of a mixed batch, all [B] but the
-    names; {} where there is one task."""
+    """Reward, its std and mean |advantage| of each task, from [B] each; {} for a single task."""
     measured = {}
     for number, name in enumerate(names if len(names) > 1 else []):
         rows = valid & (task == number)

@@ -39,14 +39,14 @@ class Factors:
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What was merged, and the error of each layer: |written - merged| / |merged| (Frobenius)."""
+    """What was merged, and how well."""
 
     method: str
     adapters: list[str]
     weights: list[float]
-    ranks: dict[str, int]
-    errors: dict[str, float]
-    lines: tuple[float, float] | None = None
+    ranks: dict[str, int]  # by layer
+    errors: dict[str, float]  # by layer: |written - merged| / |merged|, Frobenius norms
+    lines: tuple[float, float] | None = None  # (shallow, deep)
 
     @property
     def worst(self) -> float:
@@ -58,9 +58,7 @@ class MergeReport:
         """One line: what was added with which weights, the rank and the scale that came out."""
         ranks = sorted(set(self.ranks.values()))
         rank = f"{ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"{ranks[0]}"
-        depth = ""
-        if self.lines:
-            depth = f", scaled by depth from {self.lines[0]:g} to {self.lines[1]:g}"
+        depth = ", scaled by depth from {:g} to {:g}".format(*self.lines) if self.lines else ""
         return (
             f"{rule(self.method, self.weights)}{depth}; method {self.method}, rank {rank}, scale 1 "
             f"(the alpha / r of each adapter is in B), largest relative error {self.worst:.2e}"
@@ -118,15 +116,16 @@ def merge(
     weights = [1.0] * len(adapters) if weights is None else list(weights)
     _check(adapters, Path(out), weights, method, rank, density)
     loras = [read_lora(source, newest=True) for source in adapters]
-    given = [_updates(source, lora) for source, lora in zip(adapters, loras, strict=True)]
-    for folder, other in zip(adapters[1:], given[1:], strict=True):
-        _check_same(adapters[0], given[0], folder, other)
+    bases = [lora.metadata["base_model_name_or_path"] for lora in loras]
+    updates = [_updates(source, lora) for source, lora in zip(adapters, loras, strict=True)]
+    _check_same(adapters, bases, updates)
+    last = max((int(b[1]) for layer in updates[0] if (b := BLOCK.search(layer))), default=0)
     state, ranks, errors = {}, {}, {}
     with torch.random.fork_rng(devices=[]):  # peft draws from the global generator
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed GPUs as well
-        for layer in given[0].layers:
-            parts = [adapter.layers[layer] for adapter in given]
-            scale = _depth_scale(layer, given[0].blocks, lines)
+        for layer in updates[0]:
+            parts = [update[layer] for update in updates]
+            scale = _depth_scale(layer, last, lines)
             scaled = [w * scale for w in weights]
             merged, errors[layer] = merge_layer(parts, scaled, method, rank, density)
             ranks[layer] = merged.down.shape[0]
@@ -136,7 +135,7 @@ def merge(
     write_lora(
         out,
         state,
-        describe(ranks, ranks, False, given[0].base),  # alpha = rank: scales are in B
+        describe(ranks, ranks, False, bases[0]),  # alpha = rank: scales are in B
         text_length=lengths.pop() if len(lengths) == 1 else None,
     )
     return MergeReport(method, [str(a) for a in adapters], weights, ranks, errors, lines)
@@ -152,8 +151,7 @@ def merge_layer(
     rank: int | None,
     density: float,
 ) -> tuple[Factors, float]:
-    """The merged update, and its relative error against what it stands for. Only ties and dare,
-    which drop entries, need the whole matrix."""
+    """The merged update, and its relative error against what it stands for."""
     down = torch.cat([part.down for part in parts])
     up = torch.cat([w * part.up for w, part in zip(weights, parts, strict=True)], dim=1)
     rank = rank or max(part.down.shape[0] for part in parts)
@@ -162,7 +160,7 @@ def merge_layer(
     if method == "svd":
         return _low_rank(up, down, rank)
     combine = ties if method == "ties" else dare_linear
-    dense = [part.dense for part in parts]
+    dense = [part.dense for part in parts]  # only these methods drop entries of the whole matrix
     whole = combine(dense, torch.tensor(weights, dtype=down.dtype), density)
     left, sizes, right = torch.linalg.svd(whole, full_matrices=False)
     return _cut(left, sizes, right, rank)
@@ -179,15 +177,14 @@ def _low_rank(up: Tensor, down: Tensor, rank: int) -> tuple[Factors, float]:
 
 
 def _cut(left: Tensor, sizes: Tensor, right: Tensor, rank: int) -> tuple[Factors, float]:
-    """The nearest update of that rank (Eckart-Young), its size shared by both factors, and its
-    relative error."""
-    root = sizes[:rank].sqrt()
+    """The nearest update of that rank (Eckart-Young), and its relative error."""
+    root = sizes[:rank].sqrt()  # both factors get the same norm
     factors = Factors(down=root[:, None] * right[:rank], up=left[:, :rank] * root)
     norm = float(sizes.norm())
     return factors, float(sizes[rank:].norm()) / norm if norm > 0 else 0.0
 
 
-def _depth_scale(layer: str, blocks: int, lines: tuple[float, float] | None) -> float:
+def _depth_scale(layer: str, last: int, lines: tuple[float, float] | None) -> float:
     if lines is None:
         return 1.0
     block = BLOCK.search(layer)
@@ -196,22 +193,14 @@ def _depth_scale(layer: str, blocks: int, lines: tuple[float, float] | None) -> 
             f"lines scales by depth, and {layer!r} is in no transformer block. Merge without lines."
         )
     shallow, deep = lines
-    return shallow + (deep - shallow) * int(block[1]) / max(blocks - 1, 1)
+    return shallow + (deep - shallow) * int(block[1]) / max(last, 1)
 
 
 # Folders -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Adapter:
-    """The updates of an adapter: factors by layer name, number of blocks, name of the base."""
-
-    layers: dict[str, Factors]
-    blocks: int
-    base: str | None
-
-
-def _updates(folder: str | Path, lora: Lora) -> _Adapter:
+def _updates(folder: str | Path, lora: Lora) -> dict[str, Factors]:
+    """The updates of an adapter by layer, block 10 after block 9."""
     layers = {}
     for name, scale in lora.scales.items():
         down = lora.weights[f"{name}.lora_A.weight"].double()
@@ -221,13 +210,9 @@ def _updates(folder: str | Path, lora: Lora) -> _Adapter:
         layers[name] = Factors(down, up * scale)
 
     def natural(name: str) -> list[str | int]:
-        """Sorts block 10 after block 9."""
         return [int(part) if part.isdecimal() else part for part in name.split(".")]
 
-    depths = [int(block[1]) for name in layers if (block := BLOCK.search(name))]
-    in_order = {name: layers[name] for name in sorted(layers, key=natural)}
-    base = lora.metadata["base_model_name_or_path"]
-    return _Adapter(in_order, max(depths, default=0) + 1, base)
+    return {name: layers[name] for name in sorted(layers, key=natural)}
 
 
 # Refusals ----------------------------------------------------------------------------------------
@@ -258,23 +243,26 @@ def _check(
         raise FileExistsError(f"{out} already holds an adapter. Remove it, or write elsewhere.")
 
 
-def _check_same(folder: str | Path, first: _Adapter, path: str | Path, other: _Adapter) -> None:
-    if first.base and other.base and first.base != other.base:
-        raise ValueError(
-            f"{folder} was trained on {first.base}, {path} on {other.base}. "
-            "Updates of different bases do not add up; merge adapters of one base."
-        )
-    if different := sorted(first.layers.keys() ^ other.layers.keys()):
-        raise ValueError(
-            f"{folder} and {path} adapt different layers ({len(different)} are in one of them "
-            f"only, such as {different[0]}). Merge adapters of the same targets."
-        )
-    for layer in first.layers:
-        sizes = [
-            (f.up.shape[0], f.down.shape[1]) for f in (first.layers[layer], other.layers[layer])
-        ]
-        if sizes[0] != sizes[1]:
+def _check_same(
+    adapters: Sequence[str | Path], bases: list[str | None], updates: list[dict[str, Factors]]
+) -> None:
+    """Refuse adapters that differ from the first one in base, layers or sizes."""
+    folder, base, first = adapters[0], bases[0], updates[0]
+    for path, own_base, own in zip(adapters[1:], bases[1:], updates[1:], strict=True):
+        if base and own_base and base != own_base:  # not every file names its base
             raise ValueError(
-                f"{layer} is {sizes[0]} in {folder} and {sizes[1]} in {path}, so their bases "
-                "differ. Merge adapters of one base."
+                f"{folder} was trained on {base}, {path} on {own_base}. "
+                "Updates of different bases do not add up; merge adapters of one base."
             )
+        if different := sorted(first.keys() ^ own.keys()):
+            raise ValueError(
+                f"{folder} and {path} adapt different layers ({len(different)} are in one of them "
+                f"only, such as {different[0]}). Merge adapters of the same targets."
+            )
+        for layer in first:
+            sizes = [(f.up.shape[0], f.down.shape[1]) for f in (first[layer], own[layer])]
+            if sizes[0] != sizes[1]:
+                raise ValueError(
+                    f"{layer} is {sizes[0]} in {folder} and {sizes[1]} in {path}, so their bases "
+                    "differ. Merge adapters of one base."
+                )

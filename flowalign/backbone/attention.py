@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 
 def use_backend(transformer: nn.Module, name: str) -> None:
-    """Let every attention layer use a backend of diffusers. Raises what diffusers raises if it is
-    not installed."""
+    """Let every attention layer use a backend of diffusers, which raises if it is not installed."""
     for module in transformer.modules():
         if isinstance(module, Attention) and type(module.processor) is JointAttnProcessor2_0:
             module.set_processor(JointAttention())  # pyright: ignore[reportArgumentType]
@@ -41,7 +40,7 @@ class JointAttention:
 
         def heads(layer: nn.Module, norm: nn.Module | None, x: Tensor) -> Tensor:
             split = layer(x).unflatten(-1, (attn.heads, -1))
-            return split if norm is None else norm(split)
+            return split if norm is None else norm(split)  # RMS norm of q and k in 3.5
 
         query = heads(attn.to_q, attn.norm_q, hidden_states)
         key = heads(attn.to_k, attn.norm_k, hidden_states)
@@ -52,9 +51,9 @@ class JointAttention:
             key = torch.cat([key, heads(attn.add_k_proj, attn.norm_added_k, text)], 1)
             value = torch.cat([value, heads(attn.add_v_proj, None, text)], 1)
         output = dispatch_attention_fn(query, key, value, backend=self._attention_backend)
-        output = output.flatten(2).to(query.dtype)
+        output = output.flatten(2).to(query.dtype)  # heads [B,L,H,D/H] -> [B,L,D]
         if encoder_hidden_states is None:
             return attn.to_out[1](attn.to_out[0](output))
         image, text = output.split([hidden_states.shape[1], encoder_hidden_states.shape[1]], 1)
-        text = text if attn.context_pre_only else attn.to_add_out(text)
+        text = text if attn.context_pre_only else attn.to_add_out(text)  # the last block drops text
         return attn.to_out[1](attn.to_out[0](image)), text

@@ -42,11 +42,10 @@ class Backbone:
 
     transformer is `core` (the bare diffusers model) or accelerate's wrapper of it. `velocity` calls
     transformer, so that rollout and update share one forward path; adapters and saving use `core`.
-    sharded: each process holds a piece of the base's weights, so that a forward pass of one process
-    is one of all.
     """
 
-    sharded = compiled = False
+    sharded = False  # if True, each process holds a piece of the base: all call `velocity` together
+    compiled = False
     frozen: frozenset[str] = frozenset()  # names of adapters that are never trained
     _lora_layers: Sequence[LoraLayer] = ()  # kept: to look for them costs more than to switch
 
@@ -108,16 +107,10 @@ class Backbone:
 
     @classmethod
     def of(cls, pipe: Any, model: ModelConfig, device: torch.device | str) -> Backbone:
-        """A loaded pipeline with the settings of a config; attention and checkpointing are left as
-        they are."""
+        """A loaded pipeline with the settings of a config, but for attention and checkpointing."""
         keys = {"height", "width", "max_sequence_length", "decode_batch", "text_cache"}
-        return cls(
-            pipe,
-            **model.model_dump(include=keys | {"offload_text_encoders"}),
-            device=device,
-            dtype=DTYPES[model.dtype],
-            name=model.id,
-        )
+        options = model.model_dump(include=keys | {"offload_text_encoders"})
+        return cls(pipe, **options, device=device, dtype=DTYPES[model.dtype], name=model.id)
 
     # Sampling ----------------------------------------------------------------------------------
 
@@ -186,7 +179,7 @@ class Backbone:
             output = self.transformer(**self.inputs(x, sigma, embeds, pooled), return_dict=False)
         velocity = self.unpack(output[0])
         if guidance != 1:
-            negative, positive = velocity.chunk(2)
+            negative, positive = velocity.chunk(2)  # in the order of the torch.cat above
             velocity = negative + guidance * (positive - negative)
         return velocity[:batch]
 
@@ -196,7 +189,7 @@ class Backbone:
             "hidden_states": x.to(self.dtype),
             "encoder_hidden_states": embeds.to(self.dtype),
             "pooled_projections": pooled.to(self.dtype),
-            "timestep": sigma * 1000,
+            "timestep": sigma * 1000,  # float32: bfloat16 would round 987 to 988
         }
 
     def unpack(self, output: Tensor) -> Tensor:
@@ -214,15 +207,11 @@ class Backbone:
 
     @torch.no_grad()
     def decode(self, latents: Tensor, batch_size: int = 32) -> Tensor:
-        """Latents [B,C,h,w] -> images [B,3,H,W] in [0,1], float32; at once at most batch_size, and
-        at most decode_batch."""
-        vae = self.pipe.vae
+        """Latents [B,C,h,w] -> images [B,3,H,W] in [0,1], float32; at most batch_size at once."""
+        vae, size = self.pipe.vae, min(batch_size, self.decode_batch or batch_size)
         latents = latents / vae.config.scaling_factor + vae.config.shift_factor
-        parts = [
-            vae.decode(part.to(vae.dtype), return_dict=False)[0].float()
-            for part in latents.split(min(batch_size, self.decode_batch or batch_size))
-        ]
-        return (torch.cat(parts) / 2 + 0.5).clamp(0, 1)
+        decoded = [vae.decode(part.to(vae.dtype)).sample.float() for part in latents.split(size)]
+        return (torch.cat(decoded) / 2 + 0.5).clamp(0, 1)  # the VAE's range is [-1, 1]
 
     # Adapters ----------------------------------------------------------------------------------
 
@@ -240,11 +229,8 @@ class Backbone:
         self.activate(name)
 
     def load_adapter(self, name: str, folder: str | Path | Lora, *, frozen: bool = False) -> None:
-        """A saved LoRA: whatever `flowalign.adapters.files.read_lora` takes.
-
-        It becomes active and trainable. frozen: neither; its weights then have the base's dtype, in
-        which a trainable adapter computes, too.
-        """
+        """A saved LoRA: whatever `flowalign.adapters.files.read_lora` takes. It becomes active and
+        trainable. frozen: neither; its weights then have the base's dtype."""
         before = self.active
         weights = put_lora(self.core, name, folder)
         self._own(name, self.dtype if frozen else torch.float32)
@@ -276,9 +262,9 @@ class Backbone:
         set_peft_model_state_dict(self.core, weights, adapter_name=name)
 
     def _own(self, name: str, dtype: torch.dtype) -> None:
-        """Give an adapter its dtype and its arithmetic. The weights are copied: their place in
-        memory (in a mapped file, for example) changes the last bits of a CPU's products."""
+        """Give an adapter its dtype and its arithmetic."""
         for parameter in self.adapter_parameters(name):
+            # a copy: the place in memory (such as a mapped file) changes the last bits on a CPU
             parameter.data = parameter.data.to(self.device, dtype, copy=True)
         compute_in_the_bases_dtype(self.core, name)
         self._lora_layers = list(lora_layers(self.core))
@@ -297,7 +283,6 @@ class Backbone:
         write_lora(folder, self._weights(name), metadata, text_length=length)
 
     def _weights(self, name: str) -> dict[str, Tensor]:
-        """The weights of an adapter as they are saved."""
         # state_dict: core.state_dict() would change the state of a sharded base, on this process
         # alone. save_embedding_layers: by default peft would look for the base on the Hub.
         own = {key: p.detach() for key, p in self.core.named_parameters() if f".{name}." in key}
@@ -329,9 +314,9 @@ class Backbone:
     def activate(self, name: str | None) -> None:
         """Make an adapter the active one. As in peft, only the active adapter has gradients, and a
         frozen one has none."""
-        if name is not None and name not in getattr(self.core, "peft_config", {}):
-            known = sorted(getattr(self.core, "peft_config", {}))
-            raise KeyError(f"no adapter {name!r}; have {known}. Load it first.")
+        known = getattr(self.core, "peft_config", {})  # absent before the first adapter
+        if name is not None and name not in known:
+            raise KeyError(f"no adapter {name!r}; have {sorted(known)}. Load it first.")
         names = [name] if name else []
         for layer in self._lora_layers:
             layer.set_adapter(names)
@@ -342,9 +327,7 @@ class Backbone:
 
 @contextmanager
 def _several_adapters() -> Iterator[None]:
-    """Without peft's warnings that there will be several adapters, and that another one is active
-    again where one cannot be loaded."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings():  # of peft: several adapters are what we want
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
         warnings.filterwarnings("ignore", message="Adapter .* was active which is now deleted")
         yield
@@ -372,10 +355,9 @@ def _check_fits(core: nn.Module, weights: Mapping[str, Tensor], source: str | Pa
         layer, half = key.removesuffix(".weight").rsplit(".lora_", 1)
         if layer not in layers:
             raise AdapterError(f"{source} adapts {layer}, and the model has no such layer")
-        sides = ("in_features", 1) if half == "A" else ("out_features", 0)
-        size = getattr(layers[layer], sides[0], value.shape[sides[1]])
-        if size != value.shape[sides[1]]:
+        side, axis = ("in_features", 1) if half == "A" else ("out_features", 0)
+        own, size = value.shape[axis], getattr(layers[layer], side, value.shape[axis])
+        if size != own:
             raise AdapterError(
-                f"{source} adapts {layer} with {sides[0]} = {value.shape[sides[1]]}, and the "
-                f"model's has {size}"
+                f"{source} adapts {layer} with {side} = {own}, and the model's has {size}"
             )

@@ -31,9 +31,7 @@ class CastingLinear(nn.Linear):
 
 def lora_layers(model: nn.Module) -> Iterator[LoraLayer]:
     """The layers of a model that have adapters, in order."""
-    for module in model.modules():
-        if isinstance(module, LoraLayer):
-            yield module
+    return (module for module in model.modules() if isinstance(module, LoraLayer))
 
 
 def compute_in_the_bases_dtype(model: nn.Module, name: str) -> None:

@@ -38,14 +38,13 @@ def load_pipeline(
     dtype: of all parts but the VAE. quantization: the transformer is stored in "nf4" or "fp8"
     instead, and computes in dtype.
     """
-    key = "dtype" if Version(diffusers.__version__) >= Version("0.40") else "torch_dtype"
+    key = "dtype" if Version(diffusers.__version__) >= Version("0.40") else "torch_dtype"  # renamed
     four_bits = None
     if quantization == "nf4":
-        options: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-        options["bnb_4bit_compute_dtype"] = dtype
+        computed: Any = {"bnb_4bit_compute_dtype": dtype}  # Any: diffusers' type knows no dtypes
         four_bits = PipelineQuantizationConfig(
             quant_backend="bitsandbytes_4bit",
-            quant_kwargs=options,
+            quant_kwargs={"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", **computed},
             components_to_quantize=["transformer"],
         )
     try:
@@ -59,9 +58,8 @@ def load_pipeline(
         raise ModelError(_why_not(model, error)) from error
     pipe.set_progress_bar_config(disable=True)
     if quantization == "fp8":
-        pipe.transformer.enable_layerwise_casting(
-            storage_dtype=torch.float8_e4m3fn, compute_dtype=dtype
-        )
+        storage = torch.float8_e4m3fn  # the 8-bit format with more mantissa bits, for weights
+        pipe.transformer.enable_layerwise_casting(storage_dtype=storage, compute_dtype=dtype)
     return pipe
 
 
@@ -103,8 +101,8 @@ def scheduler_sigmas(scheduler: Any, num_steps: int, tokens: int) -> Tensor:
     config = scheduler.config
     if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
         raise refusal(f"is a {type(scheduler).__name__}")
-    for key, value in {"invert_sigmas": False, "stochastic_sampling": False,
-                       "num_train_timesteps": 1000}.items():  # fmt: skip
+    supported = {"invert_sigmas": False, "stochastic_sampling": False, "num_train_timesteps": 1000}
+    for key, value in supported.items():
         if config.get(key, value) != value:
             raise refusal(f"has {key} = {config[key]!r}, where {value!r} is supported")
     changed = copy.deepcopy(scheduler)  # set_timesteps changes its state
@@ -121,7 +119,7 @@ def dynamic_shift(scheduler: Any, tokens: int) -> float:
     config = scheduler.config
     return calculate_shift(
         tokens,
-        config.get("base_image_seq_len", 256),
+        config.get("base_image_seq_len", 256),  # the defaults of diffusers' pipeline
         config.get("max_image_seq_len", 4096),
         config.get("base_shift", 0.5),
         config.get("max_shift", 1.16),

@@ -32,15 +32,12 @@ BETA = {"low_noise": (5.0, 2.0), "high_noise": (2.0, 5.0)}  # over the place in 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Labels(Prepared):
-    """velocity, anchor [B,S,C,h,w]: of the teachers and of the anchor (None = no anchor).
+    """A rollout with the labels of its states."""
 
-    advantage [B,S]: the log-ratios of gradient "policy". rewarded: what the GRPO beside needs.
-    """
-
-    velocity: Tensor
-    anchor: Tensor | None = None
-    advantage: Tensor | None = None
-    rewarded: Prepared | None = None
+    velocity: Tensor  # [B,S,C,h,w] of the teachers
+    anchor: Tensor | None = None  # [B,S,C,h,w] velocity of the anchor
+    advantage: Tensor | None = None  # [B,S] log-ratios of gradient "policy"
+    rewarded: Prepared | None = None  # for the loss on rewards, with student.reward_weight
 
 
 class Opd:
@@ -128,11 +125,7 @@ class Opd:
     def _distillation(
         self, pairs: Pairs, velocity: Tensor, distance: Tensor, labels: Labels
     ) -> Tensor:
-        """The loss [b] of student.gradient; distance [b] is the weighted velocity distance.
-
-        Only pathwise and published carry the gradient of the distance. detached is the control:
-        the distance does not depend on the sampled action, so E[grad log pi * distance] = 0.
-        """
+        """The loss [b] of student.gradient; distance [b] is the weighted velocity distance."""
         s = self.settings
         if s.gradient == "pathwise":
             return distance
@@ -141,14 +134,15 @@ class Opd:
         if labels.advantage is not None:  # policy
             advantage = labels.advantage[pairs.rows, pairs.columns]
             return policy_loss(log_prob, old, advantage, clip_range=s.clip_range)[0]
+        # detached is the control: the distance does not depend on the sampled action, so
+        # E[grad log pi * distance] = 0
         distance = distance if s.gradient == "published" else distance.detach()
         return published_loss(
             distance, log_prob, old, clip_range=s.clip_range, advantage_clip=s.advantage_clip
         )[0]
 
     def _log_ratios(self, rollout: Rollout, labels: Tensor) -> Tensor:
-        """log pi_teacher(a|s) - log pi_old(a|s) [B,S], optionally summed over the later steps.
-        labels [B,S,C,h,w]."""
+        """log pi_teacher(a|s) - log pi_old(a|s) [B,S], from labels [B,S,C,h,w]."""
         assert rollout.next_states is not None and rollout.log_probs is not None
         columns = []
         for column, step in enumerate(rollout.steps):
@@ -158,7 +152,7 @@ class Opd:
             columns.append(sde.log_prob(teacher, rollout.next_states[:, column]))
         ratio = torch.stack(columns, 1) - rollout.log_probs
         if self.settings.reward_to_go:
-            ratio = ratio.flip(1).cumsum(1).flip(1)
+            ratio = ratio.flip(1).cumsum(1).flip(1)  # at each step the sum from there to the end
         return ratio.clamp(-self.settings.advantage_clip, self.settings.advantage_clip)
 
     # Diagnostics -------------------------------------------------------------------------------
@@ -166,8 +160,7 @@ class Opd:
     def _errors(
         self, pairs: Pairs, error: Tensor, tasks: list[str]
     ) -> tuple[dict[str, float], dict[str, int]]:
-        """KL to the teacher (under an ode: the velocity error) by task and by step, and how many
-        pairs each is the mean of."""
+        """KL to the teacher (ode: velocity error) by task and by step, and the pairs of each."""
         kind = metrics.TEACHER_KL if self.schedule.noisy else metrics.TEACHER_ERROR
         values = (error * self.kl_weights.to(error.device)[pairs.steps]).tolist()
         names = [tasks[row] for row in pairs.rows.tolist()]
@@ -179,8 +172,7 @@ class Opd:
         return means, {name: len(some) for name, some in by_name.items()}
 
     def _cosines(self, labels: Labels) -> dict[str, float]:
-        """How far the tasks agree: cosines of the gradients of their losses, each on one
-        micro-batch of its own; means over the processes that have both tasks."""
+        """Cosines of the gradients of the tasks' losses, each on one micro-batch of its own."""
         tasks = labels.rollout.batch.tasks
         names = set(tasks)
         if self.backbone.sharded:  # every process takes part in each of these gradients
@@ -189,20 +181,20 @@ class Opd:
         grads, means = {}, Means()
         for name in sorted(names) if len(names) > 1 else []:
             own = torch.tensor([task == name for task in tasks])
-            rows = own if own.any() else torch.ones_like(own)
+            rows = own if own.any() else torch.ones_like(own)  # only to take part
             pairs = next(pairs_of(labels.rollout, rows, self.micro_batch))
+            x, sigma, cond = pairs.x, pairs.sigma, pairs.conditioning
             with parallel.of(self.accelerator).aside(self.backbone):
                 velocity = self.backbone.velocity(
-                    pairs.x, pairs.sigma, pairs.conditioning, guidance=self.guidance,
-                    rows=pairs.size,
-                )  # fmt: skip
+                    x, sigma, cond, guidance=self.guidance, rows=pairs.size
+                )
                 parts = torch.autograd.grad(self.loss(pairs, velocity, labels).total, active)
             if own.any():
                 grads[name] = torch.cat([part.flatten() for part in parts])
         for a, b in itertools.combinations(grads, 2):
             cosine = torch.nn.functional.cosine_similarity(grads[a], grads[b], dim=0)
             means.add(f"{metrics.GRADIENT_COSINE}{a}~{b}", float(cosine))
-        return means.over_processes()
+        return means.over_processes()  # those that have both tasks
 
 
 def weights(schedule: Schedule, weighting: str) -> Tensor:

@@ -25,9 +25,9 @@ SFT = 2  # beside (seed, update) in a seed: these draws are not the rollout's
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Targets(Prepared):
-    """velocity [B,S,C,h,w]: eps - x0 at the states."""
+    """A rollout whose states are noised images."""
 
-    velocity: Tensor
+    velocity: Tensor  # [B,S,C,h,w] eps - x0 at the states
 
 
 class Sft:
@@ -61,7 +61,7 @@ class Sft:
         u = torch.from_numpy((np.arange(self.states) + rng.random(self.states)) / self.states)
         u = u.flip(0).float()
         sigmas = self.shift * u / (1 + (self.shift - 1) * u)  # [S], falling
-        clean = rollout.latents[:, None]
+        clean = rollout.latents[:, None]  # [B,1,C,h,w]
         own = Noise((self.seed, update, SFT))
         drawn = [
             own.draw(prompt, copy, clean.shape[2:], self.states - 1)
@@ -72,7 +72,7 @@ class Sft:
             rollout,
             states=(1 - sigma) * clean + sigma * noise,
             steps=list(range(self.states)),
-            sigmas=torch.cat([sigmas, torch.zeros(1)]),
+            sigmas=torch.cat([sigmas, torch.zeros(1)]),  # [S+1], as of a schedule
         )
         return Targets(
             rollout=noised,
