@@ -28,14 +28,8 @@ import torch
 from torch import Tensor
 
 from flowalign.eval import geneval_folder
-from flowalign.eval.store import (
-    Store,
-    StoreError,
-    another_run,
-    differences,
-    read_record,
-    write_json,
-)
+from flowalign.eval.store import Store, StoreError, another_run, read_record, write_json
+from flowalign.eval.store import differences as what_differs
 from flowalign.files import replacing
 from flowalign.pictures import png
 from flowalign.types import PromptBatch
@@ -115,12 +109,11 @@ def _text(shape: Shape) -> str:
 
 def _check_t2i_compbench(prompts: PromptBatch, shape: Shape) -> None:
     for prompt in prompts.prompts:
-        for sign in ("_", "/", "\0"):
-            if sign in prompt:
-                raise ValueError(
-                    f"the prompt {prompt!r} has a {sign!r}, which T2I-CompBench's file names "
-                    "cannot contain. Remove it."
-                )
+        if signs := [sign for sign in "_/\0" if sign in prompt]:
+            raise ValueError(
+                f"the prompt {prompt!r} has a {signs[0]!r}, which T2I-CompBench's file names "
+                "cannot contain. Remove it."
+            )
         _check_length(f"{prompt}_000000.png")
 
 
@@ -166,7 +159,6 @@ def _write_geneval(folder: Path, prompts: PromptBatch, place: int, images: Tenso
 
 
 def _geneval_line(prompts: PromptBatch, place: int) -> dict[str, Any]:
-    """A line of GenEval's evaluation_metadata.jsonl."""
     return {**prompts.metadata[place], "prompt": prompts.prompts[place]}
 
 
@@ -208,14 +200,14 @@ class Export:
             return
         before, now = len(recorded["prompts"]), len(self.content["prompts"])
         counts = f"there were {before} prompts there, and are {now} here"
-        raise another_run(self.folder, differences(recorded, self.content) or [counts])
+        raise another_run(self.folder, what_differs(recorded, self.content) or [counts])
 
     def write(self) -> None:
         """Write the folder from the store, unless it exists; StoreError if an image is missing."""
         assert self.images.layout
         if read_record(self.folder, self.record) is None:
             write_json(self.record, self.content)
-            images = map(self._load, range(len(self.images.prompts)))
+            images = map(self._load, range(len(self.images.prompts)))  # lazy: read one by one
             write_layout(self.images.layout, self.folder, self.images.prompts, images)
 
     def _load(self, prompt: int) -> Tensor:

@@ -54,22 +54,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     from flowalign.eval.store import StoreError
     from flowalign.eval.suite import EvaluationError
 
-    try:  # the exit statuses are documented in docs/evaluation.md
+    def work() -> None:
         evaluate(load(args.config, args.overrides, stage=EvalStage, variant=args.variant))
-        parallel.part()
-    except (ConfigError, ModelError, StoreError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except EvaluationError as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(
-            "interrupted; no table was written. The same command continues from here.",
-            file=sys.stderr,
-        )
-        return 130
-    return 0
+
+    return parallel.exit_status(  # docs/evaluation.md documents the statuses
+        work,
+        refused=(ConfigError, ModelError, StoreError),
+        stopped=(EvaluationError,),
+        interrupted="interrupted; no table was written. The same command continues from here.",
+    )
 
 
 def evaluate(config: EvalStage) -> Path:
@@ -206,11 +199,10 @@ def score_models(
     from rich.progress import TimeRemainingColumn as Left
 
     from flowalign.eval.stats import headline_rows, lost
-    from flowalign.eval.suite import EvaluationError, Settings, judge_set
+    from flowalign.eval.suite import EvaluationError, judge_set
 
     console = Console(stderr=True, quiet=not accelerator.is_main_process)
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), Left())
-    settings = Settings(**config.sampling.model_dump())
     judged: dict[str, dict[str, Judged]] = {name: {} for name in config.models}
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         total = sum(len(images.prompts) * images.copies for images in sets)
@@ -221,7 +213,7 @@ def score_models(
                 results = judge_set(
                     backbone,
                     images,
-                    settings,
+                    config.sampling,
                     accelerator,
                     keep=config.report.images if images.judges else 0,
                     features=reference.extract if reference and images.judges else None,
@@ -252,5 +244,5 @@ def show(table: str) -> None:
     console = Console()
     if console.is_terminal:
         console.print(Markdown(table))
-    else:
+    else:  # rich would break its lines
         print(table)

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
@@ -39,8 +40,6 @@ from flowalign.rewards import describe
 from flowalign.types import PromptBatch
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
     from flowalign.eval.suite import ImageSet
 
 Key = tuple[int, int]
@@ -49,6 +48,9 @@ Key = tuple[int, int]
 SETTINGS = "settings.json"
 MODEL_KEYS = {"id", "revision", "dtype", "vae_dtype", "quantization", "height", "width"}
 MODEL_KEYS |= {"max_sequence_length"}  # keys of `model` that change an image
+
+
+REMEDY = "Give another `output`, or delete {} to start anew."
 
 
 class StoreError(ValueError):
@@ -82,8 +84,7 @@ class Store:
         if recorded is not None and (problems := differences(recorded, self.images)):
             raise another_run(self.folder, problems)
         for rows in self.rows.values():
-            for _ in rows.all():
-                pass
+            list(rows.all())  # raises for a line that is no row
 
     def prepare(self) -> None:
         """Make the folders and record in them what they hold. For one process."""
@@ -237,7 +238,7 @@ def read_record(folder: Path, record: Path) -> Any:
     except (OSError, ValueError) as error:
         raise StoreError(
             f"{folder} is not empty, and has no readable {record.name} that says what its images "
-            f"are ({type(error).__name__}). {_remedy(folder)}"
+            f"are ({type(error).__name__}). {REMEDY.format(folder)}"
         ) from None
 
 
@@ -250,12 +251,8 @@ def write_json(path: Path, content: Any) -> None:
 def another_run(folder: Path, problems: Sequence[str]) -> StoreError:
     """The error for a folder whose images differ from this run's."""
     return StoreError(
-        f"{folder} holds images of another run: {'; '.join(problems)}. {_remedy(folder)}"
+        f"{folder} holds images of another run: {'; '.join(problems)}. {REMEDY.format(folder)}"
     )
-
-
-def _remedy(folder: Path) -> str:
-    return f"Give another `output`, or delete {folder} to start anew."
 
 
 def differences(recorded: Any, wanted: Mapping[str, Any], place: str = "") -> list[str]:

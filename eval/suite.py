@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flowalign import rewards
 from flowalign.backbone import Backbone
-from flowalign.config import BenchmarkConfig, ConfigError
+from flowalign.config import BenchmarkConfig, ConfigError, SamplingConfig
 from flowalign.data import load_prompts
 from flowalign.devices import current
 from flowalign.eval.layouts import check_layout
@@ -121,18 +121,12 @@ def build_sets(
     return sets
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How images are sampled: ODE steps, CFG scale, seed, images per forward pass."""
-
-    steps: int
-    guidance: float
-    seed: int
-    batch_size: int
-
-
 def generate(
-    backbone: Backbone, prompts: PromptBatch, settings: Settings, first: int = 0, copies: int = 1
+    backbone: Backbone,
+    prompts: PromptBatch,
+    settings: SamplingConfig,
+    first: int = 0,
+    copies: int = 1,
 ) -> Tensor:
     """Images [P*copies,3,H,W] in [0,1] of P prompts, deterministic (Euler ODE).
 
@@ -155,7 +149,7 @@ def generate(
 def run(
     backbone: Backbone,
     sets: Sequence[ImageSet],
-    settings: Settings,
+    settings: SamplingConfig,
     accelerator: Accelerator | None = None,
     *,
     seconds: float | None = None,
@@ -174,7 +168,7 @@ def run(
             rows += rows_of(benchmark, judged.rows)
             if reason := lost(benchmark, judged.rows, max_invalid_share):
                 reasons[benchmark.name] = reason
-    return EvalReport(rows, vars(settings), environment(), reasons)
+    return EvalReport(rows, settings.model_dump(), environment(), reasons)
 
 
 def headline(report: EvalReport, benchmarks: Sequence[Benchmark]) -> float:
@@ -216,7 +210,7 @@ class Judged:
 def judge_set(
     backbone: Backbone,
     images: ImageSet,
-    settings: Settings,
+    settings: SamplingConfig,
     accelerator: Accelerator | None = None,
     *,
     keep: int = 0,
@@ -237,15 +231,18 @@ def judge_set(
     """
     world, rank = (accelerator.num_processes, accelerator.process_index) if accelerator else (1, 0)
     scoring = _Scoring(images.judges, store, seconds)
-    own = _share(images, settings.batch_size, world, rank)
-    batches = [_plan(images, prompts, scoring, keep, bool(features)) for prompts in own]
+    batches = []
+    for prompts in _share(images, settings.batch_size, world, rank):
+        keys = [(prompt, copy) for prompt in prompts for copy in range(images.copies)]
+        unscored = scoring.unscored(keys)
+        shown = {key for key in keys if features or key[0] < keep}
+        batches.append(_Batch(prompts, keys, unscored, shown.union(*unscored.values())))
     sampled = [batch for batch in batches if _is_sampled(batch, store)]
     pictures: list[bytes] = []
     vectors: list[Tensor] = []
     for batch in batches:
-        if (
-            sampled and sampled[0] is batch
-        ):  # the encoders come to the device once, not for every batch
+        if sampled and sampled[0] is batch:
+            # all batches at once, so that the encoders come to the device a single time
             backbone.text.prepare([images.prompts.select(b.prompts).prompts for b in sampled])
             sampled.pop(0)
         pixels = _pixels(backbone, images, settings, batch, store)
@@ -293,13 +290,6 @@ class _Batch:
     needed: set[Key]
 
 
-def _plan(images: ImageSet, prompts: range, scoring: _Scoring, keep: int, features: bool) -> _Batch:
-    keys = [(prompt, copy) for prompt in prompts for copy in range(images.copies)]
-    unscored = scoring.unscored(keys)
-    shown = [key for key in keys if features or key[0] < keep]
-    return _Batch(prompts, keys, unscored, set(shown).union(*unscored.values()))
-
-
 def _is_sampled(batch: _Batch, store: Store | None) -> bool:
     """Whether images of a batch will be sampled, judged by the names of files."""
     if store is None:
@@ -309,7 +299,11 @@ def _is_sampled(batch: _Batch, store: Store | None) -> bool:
 
 
 def _pixels(
-    backbone: Backbone, images: ImageSet, settings: Settings, batch: _Batch, store: Store | None
+    backbone: Backbone,
+    images: ImageSet,
+    settings: SamplingConfig,
+    batch: _Batch,
+    store: Store | None,
 ) -> dict[Key, Tensor]:
     """The needed images [3,H,W] of a batch, on the model's device, each at 8 bits a channel.
 

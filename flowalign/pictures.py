@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from flowalign import metrics
@@ -38,8 +38,8 @@ def png(image: Tensor) -> bytes:
 
 
 def pixels_of(file: bytes) -> Tensor:
-    """The image [3,H,W] in [0,1] of a PNG file."""
-    pixels = np.array(Image.open(io.BytesIO(file)).convert("RGB"))
+    """The image [3,H,W] in [0,1] of a PNG file, as its EXIF turns it."""
+    pixels = np.array(ImageOps.exif_transpose(Image.open(io.BytesIO(file))).convert("RGB"))
     return to_float(torch.from_numpy(pixels).permute(2, 0, 1))
 
 

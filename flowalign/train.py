@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # --help need not import diffusers
     from accelerate import Accelerator
 
     from flowalign.backbone import Backbone
-    from flowalign.eval.suite import Benchmark, Settings
+    from flowalign.eval.suite import Benchmark
     from flowalign.loop import Algorithm, Loop
     from flowalign.progress import Progress
     from flowalign.teachers.bank import Bank
@@ -60,20 +60,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     from flowalign.eval.suite import EvaluationError
     from flowalign.loop import TrainingError
 
-    try:
+    def work() -> None:
         config = load(args.config, args.overrides, stage=Job, variant=args.variant)
         run(config, Path(args.config).parent, args.resume)
-        parallel.part()
-    except (ConfigError, ModelError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except (TrainingError, EvaluationError) as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; continue from the last checkpoint with --resume", file=sys.stderr)
-        return 130
-    return 0
+
+    return parallel.exit_status(
+        work,
+        refused=(ConfigError, ModelError),
+        stopped=(TrainingError, EvaluationError),
+        interrupted="interrupted; continue from the last checkpoint with --resume",
+    )
 
 
 def run(config: Job, home: Path, resume: bool) -> Path:
@@ -314,7 +310,7 @@ def evaluator(
 
     if config.evaluation is None:
         return None
-    benchmarks, settings = held_out(config, rewards), eval_settings(config)
+    benchmarks, settings = held_out(config, rewards), config.evaluation_sampling
     seconds, share = config.train.score_seconds, config.evaluation.max_invalid_share
     watched = suite.build_sets(config.watched, "evaluation.watch", accelerator.device)
     sets = [*map(suite.ImageSet.of, benchmarks), *watched]
@@ -340,13 +336,6 @@ def held_out(config: TrainingStage, rewards: Mapping[str, Reward]) -> list[Bench
             prompts = subset(load_prompts(task.validation, task.name), config.evaluation.prompts)
             benchmarks.append(Benchmark(task.name, prompts, rewards[task.name]))
     return benchmarks
-
-
-def eval_settings(config: TrainingStage) -> Settings:
-    """How the evaluations of a run sample."""
-    from flowalign.eval.suite import Settings
-
-    return Settings(**config.evaluation_sampling.model_dump())
 
 
 def finish(loop: Loop, config: TrainingStage, rewards: Mapping[str, Reward]) -> None:
@@ -383,7 +372,7 @@ def compare(
     from flowalign.pictures import read_metrics, side_by_side
     from flowalign.rewards.scoring import Ahead, ByTask
 
-    settings = eval_settings(config)
+    settings = config.evaluation_sampling
     backbone.replace_adapter(STUDENT, Path(config.output) / "adapter")
     benchmark = held_out(config, rewards)[0]
     prompts = subset(benchmark.prompts, count)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flowalign import metrics, sde, train
 from flowalign.backbone import Backbone, ModelError
-from flowalign.config import parse
+from flowalign.config import SamplingConfig, parse
 from flowalign.config.schema import (
     ConfigError,
     DistillationStage,
@@ -31,7 +31,7 @@ from flowalign.data import load_prompts, subset
 from flowalign.doctor import reward as rewards
 from flowalign.doctor.estimate import predict
 from flowalign.doctor.findings import Finding, fault, note, ok
-from flowalign.eval.suite import Settings, generate
+from flowalign.eval.suite import generate
 from flowalign.loop import Loop, TrainingError, pairs_of
 from flowalign.rewards.scoring import score
 from flowalign.rollout import Noise, Schedule, places, sample
@@ -220,10 +220,12 @@ def _worth(
         prompts = subset(load_prompts(task.validation, task.name), count)
         (source,) = bank.sources([task.name])
         r = config.rollout
-        settings = Settings(r.steps, config.guidance, config.seed, r.batch_size)
+        settings = SamplingConfig(
+            steps=r.steps, guidance=config.guidance, seed=config.seed, batch_size=r.batch_size
+        )
         start = _scores(backbone, prompts, settings, reward)
         with backbone.adapter(source.adapter):
-            settings = dataclasses.replace(settings, guidance=source.guidance)
+            settings = settings.model_copy(update={"guidance": source.guidance})
             taught = _scores(backbone, prompts, settings, reward)
         both = torch.stack([start, taught])[:, start.isfinite() & taught.isfinite()]
         if both.shape[1] < FEW:
@@ -242,7 +244,9 @@ def _worth(
         yield Finding("fault" if mean < -2 * error else "ok", text)
 
 
-def _scores(backbone: Backbone, prompts: PromptBatch, settings: Settings, reward: Reward) -> Tensor:
+def _scores(
+    backbone: Backbone, prompts: PromptBatch, settings: SamplingConfig, reward: Reward
+) -> Tensor:
     """The reward's headline number [P] of one image of each prompt; NaN = invalid."""
     images = generate(backbone, prompts, settings)
     scores = score(reward, images, prompts.prompts, prompts.metadata)
