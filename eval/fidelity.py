@@ -106,15 +106,14 @@ class Distance:
 
 
 def _jackknife(without: Tensor) -> float:
-    """The delete-a-group jackknife error: sqrt((G-1)/G * sum of squared deviations)."""
+    # delete-a-group: sqrt((G-1)/G * sum of squared deviations)
     return float(without.std(correction=0)) * math.sqrt(len(without) - 1)
 
 
 def distance(features: Tensor, reference: Tensor, metric: Metric = frechet) -> Distance:
     """The metric of features [N,D] to a reference [M,D], and without every GROUPS-th image.
 
-    An image without finite features is left out. Where too few remain for a regular covariance, the
-    distance is NaN.
+    An image without finite features is left out. NaN if too few remain for a regular covariance.
     """
     group = torch.arange(len(features)) % GROUPS  # each group has images of every benchmark
     valid, total = features.isfinite().all(1), len(features)
@@ -126,8 +125,8 @@ def distance(features: Tensor, reference: Tensor, metric: Metric = frechet) -> D
 
 
 def enough(width: int) -> int:
-    """The least number of images for a regular covariance of `width` features, even without one of
-    GROUPS."""
+    """The least number of images with `width` features that `distance` takes."""
+    # a regular covariance takes width + 1 images, also when one of GROUPS is left out
     return max(GROUPS, math.ceil((width + 1) * GROUPS / (GROUPS - 1)) + 1)
 
 
@@ -186,7 +185,7 @@ def load_reference(
 
 
 def _scenes(metadata: Sequence[Mapping[str, Any]], seed: int) -> Iterator[Tensor]:
-    """Batches of scenes [B,3,64,64] that fulfil tiny metadata; ValueError for other metadata."""
+    """Batches of scenes [B,3,64,64] that fulfil tiny metadata."""
     from flowalign.tiny.scenes import rendered
 
     try:
@@ -199,8 +198,7 @@ def _scenes(metadata: Sequence[Mapping[str, Any]], seed: int) -> Iterator[Tensor
 
 
 def _pictures(folder: Path, height: int, width: int) -> Iterator[Tensor]:
-    """Batches of a folder's images [B,3,height,width], centre-cropped and resized; ValueError for a
-    file that is no image."""
+    """Batches of a folder's images [B,3,height,width], centre-cropped and resized."""
     files = image_files(folder)
     for start in range(0, len(files), BATCH):
         batch = []

@@ -2,8 +2,7 @@
 
 `t2i_compbench` (Karine-Huang/T2I-CompBench, GORS_finetune/inference_eval.py and the evaluations):
 FOLDER/samples/<prompt>_<number>.png, six digits, counted over all images; officially 10 per prompt.
-The evaluations take the prompt from the name up to its first "_", the number from what follows the
-last, and read every file in the folder.
+The evaluations read every file: its prompt ends at the first "_", its number follows the last.
 
 `dpg_bench` (TencentQQGYLab/ELLA, dpg_bench/compute_dpg_bench.py): FOLDER/<item>.png, one file per
 prompt, with four square images in a 2x2 grid in reading order (`--pic-num 4`), or one image
@@ -38,9 +37,7 @@ if TYPE_CHECKING:
     from flowalign.eval.suite import ImageSet
 
 LONGEST = 255  # bytes of a file name on common file systems
-
-Shape = tuple[int, int, int]
-"""Images per prompt, their height and width."""
+Shape = tuple[int, int, int]  # images per prompt, their height and width
 
 
 @dataclass(frozen=True)
@@ -53,8 +50,7 @@ class Layout:
 
 
 def check_layout(name: str, prompts: PromptBatch, shape: Shape) -> None:
-    """Raise ValueError for a name that is no key of LAYOUTS, and for prompts, metadata or a shape
-    that the official scripts would misread."""
+    """ValueError for a name that is no key of LAYOUTS, and for what official scripts misread."""
     if name not in LAYOUTS:
         raise ValueError(f"no layout {name!r}; possible: {', '.join(LAYOUTS)}. Use one of them.")
     LAYOUTS[name].check(prompts, shape)
@@ -84,7 +80,7 @@ def write_layout(
             if first is None:
                 check_layout(name, prompts, shape)
                 part.mkdir()
-            first = first or shape
+                first = shape
             if shape != first:
                 raise ValueError(
                     f"prompt {count} has {_text(shape)}, and the first {_text(first)}. The "
@@ -144,7 +140,7 @@ def _check_dpg_bench(prompts: PromptBatch, shape: Shape) -> None:
 
 
 def _write_dpg_bench(folder: Path, prompts: PromptBatch, place: int, images: Tensor) -> None:
-    rows = [torch.cat(list(pair), dim=2) for pair in images.split(2)]
+    rows = [torch.cat(list(pair), dim=2) for pair in images.split(2)]  # [3,H,2W] each
     path = folder / f"{prompts.metadata[place]['item_id']}.png"
     path.write_bytes(png(torch.cat(rows, dim=1)))
 
@@ -210,10 +206,9 @@ class Export:
             images = map(self._load, range(len(self.images.prompts)))  # lazy: read one by one
             write_layout(self.images.layout, self.folder, self.images.prompts, images)
 
-    def _load(self, prompt: int) -> Tensor:
-        """The images [K,3,H,W] of a prompt; one that was not finite has no file."""
+    def _load(self, prompt: int) -> Tensor:  # [K,3,H,W]
         images = [self.store.load((prompt, copy)) for copy in range(self.images.copies)]
-        complete = [image for image in images if image is not None]
+        complete = [image for image in images if image is not None]  # NaN images have no file
         if len(complete) < len(images):
             raise StoreError(
                 f"{self.folder} is not written: {self.store.folder} has no readable image of "

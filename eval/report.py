@@ -38,18 +38,16 @@ class Bar:
 class Cell:
     """An image with its score.
 
-    source: a data URI, "" if an earlier benchmark shows the image called `name`. level: the place
-    of the score between the lowest (0) and highest (100) shown, None without a score. hint: every
-    part of the score. reason: what it rests on. failed: judged wrong, or, without a verdict, in the
-    lower half of the scores shown, or without a score.
+    failed: judged wrong, or, without a verdict, in the lower half of the scores shown, or without a
+    score.
     """
 
-    source: str
+    source: str  # a data URI, "" if an earlier benchmark shows the image called `name`
     name: str
     score: str
-    level: float | None
-    hint: str
-    reason: str
+    level: float | None  # 0 = the lowest score shown, 100 = the highest, None = no score
+    hint: str  # every part of the score
+    reason: str  # what the score rests on
     failed: bool
 
 

@@ -119,8 +119,7 @@ def evaluate(config: EvalStage) -> Path:
 def load_adapters(backbone: Backbone, config: EvalStage) -> dict[str, str | None]:
     """Load the adapters of all models; returns {model: digest of its adapter, None for the base}.
 
-    All are loaded before the first image is sampled, so that a broken one wastes no work
-    (ConfigError).
+    ConfigError for a broken one, before the first image is sampled.
     """
     from flowalign.adapters.files import read_lora
 
@@ -149,8 +148,7 @@ def load_adapters(backbone: Backbone, config: EvalStage) -> dict[str, str | None
 
 
 def _adapter(name: str) -> str:
-    """A model's name in the backbone; a bare `attn`, say, would also match the model's layers."""
-    return f"eval_{name}"
+    return f"eval_{name}"  # a bare `attn`, say, would also match the model's layers
 
 
 def using(backbone: Backbone, config: EvalStage, name: str) -> AbstractContextManager[None]:

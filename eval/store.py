@@ -8,12 +8,10 @@
             rows.<process>.jsonl    one line per scored image, NaN as null
 
 A row is written after its image, so every row has been scored on an image that existed. A last line
-without its end was cut off by a kill and does not count. Processes share the folder, on a file
-system that all of them see.
+without its end was cut off by a kill and does not count. All processes share the folder.
 
 A run with a larger or smaller `limit` is the same run, because the noise of an image depends on the
-place of its prompt. So is one with another batch size, apart from float rounding; the images of a
-last, smaller batch are kept.
+place of its prompt. So is one with another batch size, apart from float rounding.
 """
 
 from __future__ import annotations
@@ -78,8 +76,7 @@ class Store:
         self.rows = {judge: Rows(folder, depends, rank) for judge, depends in scores.items()}
 
     def check(self) -> None:
-        """StoreError if the folder holds images that this run would not sample, or rows that cannot
-        be read; changes nothing."""
+        """StoreError for images that this run would not sample, or rows that cannot be read."""
         recorded = read_record(self.folder, self.folder / SETTINGS)
         if recorded is not None and (problems := differences(recorded, self.images)):
             raise another_run(self.folder, problems)

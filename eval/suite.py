@@ -1,8 +1,7 @@
 """Evaluation: held-out prompts -> images with fixed noise -> scores -> an EvalReport.
 
 The noise of an image depends only on the seed, the place of its prompt in the set and the number of
-its copy. So all models are compared on the same noise, whatever the batch size or the number of
-processes.
+its copy. So all models see the same noise, whatever the batch size or the number of processes.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ class EvaluationError(RuntimeError):
 class Benchmark:
     """A named set of prompts and the reward that scores their images.
 
-    copies: images per prompt. source: the name of the images if other benchmarks score them too;
-    None = this benchmark alone scores them.
+    copies: images per prompt. source: the name of the images if other benchmarks score them too.
     """
 
     name: str
@@ -65,8 +63,7 @@ class Benchmark:
 class ImageSet:
     """Images that are sampled once, and the benchmarks that score them (there may be none).
 
-    copies: images per prompt. layout: the official folder that the images are also written to (a
-    key of layouts.LAYOUTS).
+    copies: images per prompt. layout: a key of LAYOUTS, where the images are also written to.
     """
 
     name: str
@@ -90,8 +87,7 @@ def build_sets(
     """The image sets of benchmark configs, with their prompts, and with their rewards on a device.
 
     place: the key of the list in the config. size: height and width, which layouts depend on.
-    Raises ConfigError for prompts that an official layout cannot hold (before any reward is built)
-    and for rewards that cannot be built.
+    Raises ConfigError for prompts that a layout cannot hold and rewards that cannot be built.
     """
     problems, prompt_sets = [], []
     for index, config in enumerate(configs):
@@ -109,6 +105,7 @@ def build_sets(
     sets = []
     for index, (config, prompts) in enumerate(zip(configs, prompt_sets, strict=True)):
         source, judges = config.name if config.rewards else None, []
+        # key: the reward's place in the config, for the error
         for name, (key, options) in zip(config.judges, config.reward_keys.items(), strict=True):
             try:
                 reward = rewards.build_on(device, options.name, options.options)
@@ -157,8 +154,7 @@ def run(
 ) -> EvalReport:
     """Score every benchmark; with an accelerator each process takes a share of the prompts.
 
-    seconds: as in `judge_set`. A benchmark with a larger share of images without a score than
-    max_invalid_share is `lost`.
+    seconds: as in `judge_set`. max_invalid_share: a benchmark that loses more images is `lost`.
     """
     rows: list[EvalRow] = []
     reasons: dict[str, str] = {}
@@ -267,35 +263,30 @@ def judge_set(
 def _share(images: ImageSet, size: int, world: int, rank: int) -> list[range]:
     """The batches of a process: whole prompts, at most `size` images where that is possible.
 
-    The batches are the same for any number of processes, and so is their arithmetic. If there are
-    more processes than batches, some have none.
+    The batches are the same for any number of processes, and so is their arithmetic.
     """
     total = len(images.prompts)
     step = max(1, size // images.copies)  # more copies than `size` still are one batch
     batches = [range(start, min(start + step, total)) for start in range(0, total, step)]
+    # of more processes than batches, some have none
     return batches[rank * len(batches) // world : (rank + 1) * len(batches) // world]
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Whole prompts whose images are sampled together.
-
-    unscored {judge: the images that it has yet to score}; needed: the images that are scored, shown
-    or turned into features.
-    """
+    """Whole prompts whose images are sampled together."""
 
     prompts: range
     keys: list[Key]
-    unscored: dict[str, list[Key]]
-    needed: set[Key]
+    unscored: dict[str, list[Key]]  # by judge
+    needed: set[Key]  # to be scored, shown or turned into features
 
 
 def _is_sampled(batch: _Batch, store: Store | None) -> bool:
-    """Whether images of a batch will be sampled, judged by the names of files."""
     if store is None:
         return bool(batch.needed)  # empty where nobody judges, shows or measures the images
     wanted = [key for key in batch.keys if key in batch.needed or store.keeps(key)]
-    return not all(map(store.has, wanted))
+    return not all(map(store.has, wanted))  # by name only: a broken file is sampled unprepared
 
 
 def _pixels(
@@ -349,22 +340,20 @@ class _Scoring:
         self._submitted: list[tuple[Benchmark, list[Key]]] = []
 
     def unscored(self, keys: Sequence[Key]) -> dict[str, list[Key]]:
-        """{judge: the images without a row}; a groupwise reward scores all images of a prompt, or
-        none."""
+        """{judge: the images without a row}."""
         missing = {}
         for judge in self.judges:
             missing[judge.name] = [key for key in keys if key not in self.rows[judge.name]]
-            if getattr(judge.reward, "groupwise", False):
+            if getattr(judge.reward, "groupwise", False):  # all images of a prompt, or none
                 prompts = {prompt for prompt, _ in missing[judge.name]}
                 missing[judge.name] = [key for key in keys if key[0] in prompts]
         return missing
 
     def submit(self, batch: _Batch, pixels: Mapping[Key, Tensor]) -> None:
-        """Start to score a batch when the one before is done: a slow reward does not fill the
-        memory."""
+        """Start to score a batch when the one before is done."""
         if not any(batch.unscored.values()):
             return
-        self._collect()
+        self._collect()  # first: behind a slow reward images would fill the memory
         for judge in self.judges:
             if keys := batch.unscored[judge.name]:
                 prompts = judge.prompts.select([prompt for prompt, _ in keys])
@@ -394,7 +383,6 @@ def _score(reward: Reward, images: Tensor, batch: PromptBatch) -> Scores:
 
 
 def _row(judge: Benchmark, keys: Sequence[Key], scores: Scores, i: int) -> dict[str, Any]:
-    """The row of image i of those that were scored, as `Judged` describes it."""
     index, copy = keys[i]
     return {
         "index": index,

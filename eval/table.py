@@ -30,11 +30,6 @@ class Results:
     judged: Mapping[str, Mapping[str, Judged]]
     distances: Mapping[str, Distance]
 
-    @property
-    def first(self) -> str:
-        """The model that all others are compared with."""
-        return next(iter(self.judged))
-
     @cached_property
     def rows(self) -> dict[str, list[EvalRow]]:
         """{model: every metric of every benchmark}; kept, because bootstrap intervals take time."""

@@ -112,8 +112,7 @@ def local_folder(model: str, revision: str | None = None) -> Path | None:
 
 
 def build(architecture: Architecture, dtype: torch.dtype = torch.float32) -> Any:
-    """A StableDiffusion3Pipeline with random weights and no tokenizers, on the current default
-    device (`meta`: shapes without data)."""
+    """A StableDiffusion3Pipeline with random weights and no tokenizers, on the default device."""
     from diffusers import (
         AutoencoderKL,
         FlowMatchEulerDiscreteScheduler,

@@ -1,8 +1,7 @@
 """Memory and FLOPs of a run, predicted before any weight is loaded.
 
 The library's own forward and backward passes run on a model without data (`meter`), once for each
-phase of an update. Counts of images and steps give the rest. All numbers are of one process, in
-bytes and floating-point operations.
+phase of an update. Counts of images and steps give the rest. All numbers are of one process.
 """
 
 from __future__ import annotations
@@ -19,13 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from flowalign.adapters.files import AdapterError, read_lora
 from flowalign.backbone import DTYPES, Backbone
 from flowalign.config import parse
-from flowalign.config.schema import (
-    DistillationStage,
-    GrpoStage,
-    OpdStage,
-    SftStage,
-    TrainingStage,
-)
+from flowalign.config.schema import DistillationStage, GrpoStage, OpdStage, SftStage, TrainingStage
 from flowalign.doctor.architectures import build, find
 from flowalign.doctor.meter import DeviceAttention, Meter, measure, rounded, size, size_of
 from flowalign.loop import STUDENT
@@ -41,12 +34,11 @@ BENCHMARK_PROMPTS = 512  # assumed where a benchmark has no limit
 
 @dataclass(frozen=True)
 class Phase:
-    """A kind of work. bytes: its peak beyond the resident bytes; flops: of one update (of the
-    evaluation: of one evaluation)."""
+    """A kind of work of an update, or an evaluation."""
 
     name: str
-    bytes: int
-    flops: float
+    bytes: int  # its peak beyond the resident bytes
+    flops: float  # floating-point operations of one update, or of one evaluation
 
 
 @dataclass(frozen=True)
@@ -102,8 +94,9 @@ class Estimate:
     def after(self, change: str) -> Estimate:
         """The prediction after a change of the config, "key.path=value"."""
         config = parse(self.config.model_dump(mode="json"), [change])
-        device, processes = self.device_type, self.processes
-        return predict(config, device_type=device, processes=processes, ranks=self.ranks)
+        return predict(
+            config, device_type=self.device_type, processes=self.processes, ranks=self.ranks
+        )
 
 
 def predict(
@@ -131,8 +124,10 @@ def predict(
     return Estimate(config, device_type, processes, ranks, run.parts(), phases, evaluation)
 
 
-def rank_of(source: str, ranks: Mapping[str, int], default: int) -> int:
+def rank_of(source: str | None, ranks: Mapping[str, int], default: int) -> int:
     """The largest rank of an adapter: from `ranks`, else from its file, else `default`."""
+    if source is None:
+        return default
     if source in ranks:
         return ranks[source]
     try:
@@ -182,7 +177,7 @@ class _Run:
     def _add_adapters(self, ranks: Mapping[str, int]) -> None:
         """The student's adapter, and those of its teachers and anchor, as a run loads them."""
         config, lora, backbone = self.config, self.config.lora, self.backbone
-        rank = rank_of(lora.init, ranks, lora.rank) if lora.init else lora.rank
+        rank = rank_of(lora.init, ranks, lora.rank)
         backbone.add_adapter(STUDENT, rank=rank, alpha=lora.alpha, targets=lora.targets)
         self.student = backbone.adapter_parameters(STUDENT)
         self.teachers: list[nn.Parameter] = []
@@ -200,10 +195,10 @@ class _Run:
         backbone.activate(STUDENT)
 
     def _checkpoint(self, module: Any, *args: Any) -> Any:
-        """Gradient checkpointing. The modes of `measure` do not reach into the backward pass, where
-        the module runs again, so that the one for attention is entered there, too."""
+        """Gradient checkpointing, as diffusers calls it."""
 
         def run(*again: Any) -> Any:
+            # the modes of `measure` do not reach into the backward pass, where this runs again
             with DeviceAttention(self.device_type):
                 return module(*again)
 
@@ -256,12 +251,12 @@ class _Run:
     @property
     def stored(self) -> int:
         """Bytes of a rollout: states, last latents, images and text."""
-        config, images = self.config, 0
-        if config.learns_from_rewards:
-            images = self.images * (self.latent + self.pixels)
-        elif isinstance(config, SftStage):
-            images = self.images * self.latent
-        return self.stored_states + images + self.stored_text
+        image = 0
+        if self.config.learns_from_rewards:
+            image = self.latent + self.pixels
+        elif isinstance(self.config, SftStage):
+            image = self.latent
+        return self.stored_states + self.images * image + self.stored_text
 
     @property
     def stored_labels(self) -> int:
@@ -387,12 +382,10 @@ class _Run:
         latents = self._latents(batch)
         return measure(lambda: self.backbone.decode(latents, batch), self.device_type)
 
-    def _latents(self, rows: int) -> Tensor:
-        """[rows,C,h,w], float32."""
+    def _latents(self, rows: int) -> Tensor:  # [rows,C,h,w], float32
         return torch.empty(rows, *self.backbone.latent_shape, device="meta")
 
-    def _conditioning(self, rows: int) -> Conditioning:
-        """Of `rows` images, each with its own prompt."""
+    def _conditioning(self, rows: int) -> Conditioning:  # each row has its own prompt
         config = self.backbone.core.config
         length = self.clip_tokens + self.config.model.max_sequence_length
 

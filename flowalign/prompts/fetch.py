@@ -11,7 +11,6 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -216,18 +215,12 @@ def _prompts(content: bytes, name: str) -> PromptBatch:
             raise FetchError(f"what came is no prompt set: {said} Nothing was written.") from None
 
 
-@dataclass(frozen=True)
-class Aside:
-    """The rows of a set that are trained on, and those that are set aside, both in order."""
+def set_aside(prompts: PromptBatch, apart: Set[str]) -> tuple[list[int], list[int]]:
+    """The rows that are trained on, and VALIDATION different ones that are set aside, in order.
 
-    training: list[int]
-    validation: list[int]
-
-
-def set_aside(prompts: PromptBatch, apart: Set[str]) -> Aside:
-    """Set VALIDATION different prompts aside: as many of each metadata `tag`, and at most a quarter
-    of a tag. A function of the set. A prompt that shows the same as one of them (objects swapped,
-    or another case) is not trained on either. apart: digests of prompts that must not be set aside.
+    As many of each metadata `tag`, and at most a quarter of a tag. A prompt that shows the same as
+    one of them (objects swapped, or another case) is not trained on either. apart: digests of
+    prompts that must not be set aside. A function of the set.
     """
     looks = [[digest(same) for same in same_picture(prompt)] for prompt in prompts.prompts]
     tags: dict[str, dict[str, int]] = {}  # tag -> {a picture: its first row}
@@ -241,10 +234,7 @@ def set_aside(prompts: PromptBatch, apart: Set[str]) -> Aside:
         count = min(VALIDATION // len(tags), len(places) // 4)
         chosen |= dict.fromkeys(places[:count])
     taken = {look for row in chosen for look in looks[row]}
-    return Aside(
-        training=[row for row, same in enumerate(looks) if taken.isdisjoint(same)],
-        validation=sorted(chosen),
-    )
+    return [row for row, same in enumerate(looks) if taken.isdisjoint(same)], sorted(chosen)
 
 
 def _split(content: bytes, name: str, apart: Sequence[Path]) -> list[bytes]:
@@ -252,9 +242,8 @@ def _split(content: bytes, name: str, apart: Sequence[Path]) -> list[bytes]:
     avoid = set(GENEVAL | OCR)
     for path in apart:
         avoid |= set(map(digest, load_prompts(path, "other").prompts))
-    rows = set_aside(_prompts(content, name), avoid)
     lines = [line for line in content.decode("utf-8-sig").split("\n") if line.strip()]
     return [
-        "".join(f"{lines[row].strip()}\n" for row in part).encode()
-        for part in (rows.training, rows.validation)
+        "".join(f"{lines[row].strip()}\n" for row in rows).encode()
+        for rows in set_aside(_prompts(content, name), avoid)
     ]
