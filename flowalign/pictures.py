@@ -181,8 +181,7 @@ def _drawn(
     return figure
 
 
-def _wrapped(caption: str) -> str:
-    """The caption in lines of CAPTION characters, its own line breaks kept."""
+def _wrapped(caption: str) -> str:  # textwrap would drop its own line breaks
     return "\n".join(textwrap.fill(line, CAPTION) for line in caption.split("\n"))
 
 
@@ -237,11 +236,7 @@ def metrics_plot(log: Path, path: Path, title: str = "") -> None:
 
 
 def _panels(curves: Mapping[str, object]) -> dict[str, list[str]]:
-    """{panel: its curves}, of those that were logged.
-
-    A policy has reward, held-out score, drift and stability; a distillation has the distance by
-    task and by step, and how well the gradients of the tasks agree.
-    """
+    """{panel: its curves}, of those that were logged."""
 
     def by_step(prefix: str, steps: bool) -> list[str]:
         names = [name for name in curves if name.startswith(prefix)]

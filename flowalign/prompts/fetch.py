@@ -124,9 +124,8 @@ def _write(
         **summary,
     }
     if file.validation:
-        record["parts"] = {
-            path.name: hashlib.sha256(part).hexdigest() for path, part in parts.items()
-        }
+        sums = {path.name: hashlib.sha256(part).hexdigest() for path, part in parts.items()}
+        record["parts"] = sums
     target = next(iter(parts))
     # the training set after its validation set: where the first lies, the second does
     for path, part in reversed(list(parts.items())):
@@ -177,7 +176,7 @@ def _is_there(paths: Sequence[Path], expected: str) -> bool:
 
 
 def _checksum(content: bytes, like: str) -> str:
-    """ "algorithm:hex" of a content, with the algorithm of another such text."""
+    """ "algorithm:hex" of a content, by the algorithm of another such text."""
     name = like.split(":")[0]
     return f"{name}:{hashlib.new(name, content, usedforsecurity=False).hexdigest()}"
 
@@ -238,7 +237,6 @@ def set_aside(prompts: PromptBatch, apart: Set[str]) -> tuple[list[int], list[in
 
 
 def _split(content: bytes, name: str, apart: Sequence[Path]) -> list[bytes]:
-    """What a content holds, without and with its validation prompts."""
     avoid = set(GENEVAL | OCR)
     for path in apart:
         avoid |= set(map(digest, load_prompts(path, "other").prompts))

@@ -82,8 +82,7 @@ def gather(folder: Path, repo: str, *, results: Path | None = None, force: bool 
     """What of a run's folder (or of its adapter folder) goes up to a repository.
 
     results: a results.json whose scores of this adapter replace those in the card. force: take a
-    card without scores. Raises PushError, AdapterError for a folder without a LoRA, and NoScores
-    for results of others.
+    card without scores. Raises PushError, AdapterError (no LoRA) and NoScores (results of others).
     """
     from flowalign.eval.compare import load as load_results
     from flowalign.publish.card import add_results
