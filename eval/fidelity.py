@@ -34,10 +34,8 @@ SCENES = 4  # tiny reference scenes per prompt: they are cheap, and few of them 
 BATCH = 64  # reference images per forward pass of the features
 CLIP = "flowalign.rewards.clip:Clip"
 
-Features = Callable[[Tensor], Tensor]
-"""Images [B,3,H,W] in [0,1] -> features [B,D]."""
-Metric = Callable[[Tensor, Tensor], float]
-"""Features [N,D] and reference [M,D] -> how far apart the two sets are."""
+Features = Callable[[Tensor], Tensor]  # images [B,3,H,W] in [0,1] -> [B,D]
+Metric = Callable[[Tensor, Tensor], float]  # features [N,D], reference [M,D] -> how far apart
 
 
 def frechet(features: ArrayLike, reference: ArrayLike) -> float:

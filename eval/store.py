@@ -40,9 +40,7 @@ from flowalign.types import PromptBatch
 if TYPE_CHECKING:
     from flowalign.eval.suite import ImageSet
 
-Key = tuple[int, int]
-"""An image: (place of its prompt in the set, number of the copy)."""
-
+Key = tuple[int, int]  # an image: place of its prompt in the set, number of the copy
 SETTINGS = "settings.json"
 MODEL_KEYS = {"id", "revision", "dtype", "vae_dtype", "quantization", "height", "width"}
 MODEL_KEYS |= {"max_sequence_length"}  # keys of `model` that change an image
@@ -59,8 +57,7 @@ class Store:
     """The images of one model for one set of prompts, and the rows of those who judged them.
 
     images: what the images depend on, as JSON, with the list of `prompts`. scores {judge: what its
-    scores depend on}. kept: images are written for the first so many prompts; None = for all. rank:
-    of this process, which writes its own rows.
+    scores depend on}. kept: prompts whose images are written, None = all. rank: of this process.
     """
 
     def __init__(

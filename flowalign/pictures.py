@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 SMALL = 128  # pixels: narrower images are drawn with sharp pixels
 CAPTION = 24  # characters in a line of a caption
+COLUMNS = 8  # images in a row
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 
@@ -59,15 +60,10 @@ def _encoded(image: Image.Image) -> bytes:
 
 
 def grid(
-    path: Path,
-    images: Tensor | Sequence[Tensor],
-    captions: Sequence[str],
-    *,
-    columns: int = 8,
-    title: str = "",
+    path: Path, images: Tensor | Sequence[Tensor], captions: Sequence[str], *, title: str = ""
 ) -> None:
-    """Write images [N,3,H,W] in [0,1] with a caption under each, as a PNG."""
-    _save(_drawn(list(images), captions, min(columns, len(images)), title), path)
+    """Write images [N,3,H,W] in [0,1] with a caption under each, as a PNG of COLUMNS columns."""
+    _save(_drawn(list(images), captions, min(COLUMNS, len(images)), title), path)
 
 
 def side_by_side(
@@ -75,20 +71,19 @@ def side_by_side(
     models: Sequence[Sequence[Tensor]],
     captions: Sequence[Sequence[str]],
     *,
-    columns: int = 8,
     title: str = "",
 ) -> None:
     """Several models on the same prompts and noise; models[m][n] is image n of model m.
 
-    One row per model; all rows wrap after `columns` prompts.
+    One row per model; all rows wrap after COLUMNS prompts.
     """
     images, labels = [], []
-    for start in range(0, len(models[0]), columns):
-        part = slice(start, start + columns)
+    for start in range(0, len(models[0]), COLUMNS):
+        part = slice(start, start + COLUMNS)
         for row, texts in zip(models, captions, strict=True):
             images += list(row[part])
             labels += list(texts[part])
-    grid(path, images, labels, columns=columns, title=title)
+    grid(path, images, labels, title=title)
 
 
 def gallery(
@@ -150,10 +145,8 @@ def _drawn(
     sides: Sequence[str] = (),
     gap: float = 0.62,
 ) -> Figure:
-    """Rows of `columns` images, with a caption under each in a gap of so many inches.
-
-    heads: texts above the columns. sides: texts (the prompts) left of the rows.
-    """
+    """Rows of `columns` images. heads: texts above the columns. sides: texts left of the rows. gap:
+    inches below an image, for its caption."""
     from matplotlib.figure import Figure
 
     rows = -(-len(images) // columns)

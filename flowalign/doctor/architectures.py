@@ -55,7 +55,7 @@ class Architecture:
     scheduler: Mapping[str, Any] = field(default_factory=lambda: {"shift": 3.0})
 
 
-ARCHITECTURES = {
+ARCHITECTURES = {  # by Hub id
     "stabilityai/stable-diffusion-3.5-medium": Architecture(
         {**MMDIT, "num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536,
          "pos_embed_max_size": 384, "dual_attention_layers": list(range(13)), "qk_norm": "rms_norm"}
@@ -69,7 +69,6 @@ ARCHITECTURES = {
          "pos_embed_max_size": 192}
     ),
 }  # fmt: skip
-"""Hub id -> architecture."""
 
 
 def find(model: str, revision: str | None = None) -> Architecture:

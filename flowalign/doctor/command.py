@@ -98,7 +98,6 @@ def examine(args: argparse.Namespace) -> bool:
 
 
 def _environment() -> Iterator[Finding]:
-    """Versions, and the device."""
     versions = [f"Python {platform.python_version()}"]
     for package in PACKAGES:
         try:

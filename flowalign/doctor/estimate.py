@@ -43,16 +43,15 @@ class Phase:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The prediction of one process: resident bytes by what they are, the phases of an update, and
-    an evaluation (None = there is none). The other fields are what it was predicted for."""
+    """The prediction of one process, and what it was predicted for."""
 
     config: TrainingStage
     device_type: str
     processes: int
     ranks: Mapping[str, int]
-    parts: Mapping[str, int]
-    phases: list[Phase]
-    evaluation: Phase | None
+    parts: Mapping[str, int]  # resident bytes by what they are
+    phases: list[Phase]  # of an update
+    evaluation: Phase | None  # None = the run has none
 
     @property
     def all_phases(self) -> list[Phase]:
@@ -219,8 +218,7 @@ class _Run:
 
     # Memory ------------------------------------------------------------------------------------
 
-    def parts(self) -> dict[str, int]:
-        """Resident bytes by what they are."""
+    def parts(self) -> dict[str, int]:  # resident bytes by what they are
         model, lora = self.config.model, size(self.student)
         moments = ADAM_8BIT if self.config.optimizer.name == "adamw8bit" else 1
         encoders = 0 if model.offload_text_encoders else size_of(*self.encoders)
@@ -238,19 +236,16 @@ class _Run:
         return {name: count for name, count in parts.items() if count}
 
     @property
-    def stored_states(self) -> int:
-        """Bytes of the trained states and, where they are needed, their successors."""
+    def stored_states(self) -> int:  # bytes of trained states and, where needed, their successors
         return self.pairs * (2 if self.config.needs_actions else 1) * self.latent
 
     @property
-    def stored_text(self) -> int:
-        """Bytes of the embeddings of all prompts and of the empty one."""
+    def stored_text(self) -> int:  # bytes of the embeddings of all prompts and of the empty one
         cond = self._conditioning(1)
         return (self.prompts + 1) * size([cond.embeds, cond.pooled])
 
     @property
-    def stored(self) -> int:
-        """Bytes of a rollout: states, last latents, images and text."""
+    def stored(self) -> int:  # bytes of a rollout: states, last latents, images and text
         image = 0
         if self.config.learns_from_rewards:
             image = self.latent + self.pixels
@@ -259,8 +254,7 @@ class _Run:
         return self.stored_states + self.images * image + self.stored_text
 
     @property
-    def stored_labels(self) -> int:
-        """Bytes of the labels of teachers and anchor, which are kept until the next rollout's."""
+    def stored_labels(self) -> int:  # bytes of labels, which are kept until the next rollout's
         config = self.config
         if isinstance(config, SftStage):
             return self.pairs * self.latent
@@ -300,15 +294,13 @@ class _Run:
         peak = self.stored + max(meter.peak + noise, self.stored_states)
         return Phase("rollout", peak, meter.flops / batch * self.images * self.forwards)
 
-    def decode(self) -> Phase:
-        """Decode a batch with the VAE, beside all images of the rollout."""
+    def decode(self) -> Phase:  # with the VAE, beside all images of the rollout
         batch = min(self.config.rollout.batch_size, self.images)
         meter = self._decode(batch)
         peak = self.stored + max(meter.peak - batch * self.pixels, self.images * self.pixels)
         return Phase("VAE decode", peak, meter.flops / batch * self.images)
 
-    def labels(self, config: OpdStage) -> Phase:
-        """Label each pair by its teacher, and by the anchor."""
+    def labels(self, config: OpdStage) -> Phase:  # each pair by its teacher, and by the anchor
         batch = min(config.student.label_batch, self.pairs)
         meters = [self._teachers_forward(config, batch)]
         if config.anchor:
@@ -317,8 +309,7 @@ class _Run:
         peak = self.stored + self.stored_labels + max(meter.peak for meter in meters)
         return Phase("labels", peak, flops)
 
-    def update(self) -> Phase:
-        """Forward and backward pass of a micro-batch, and the optimizer's step."""
+    def update(self) -> Phase:  # both passes of a micro-batch, and the optimizer's step
         config, backbone, lora = self.config, self.backbone, size(self.student)
         batch = self.pairs // config.optimizer.updates_per_rollout
         batch = min(config.optimizer.micro_batch, batch)
@@ -344,8 +335,7 @@ class _Run:
         flops = meter.flops - (0 if weighted else reference.flops)
         return Phase("update", peak, flops / batch * self.pairs)
 
-    def evaluation(self) -> Phase:
-        """Sample held-out prompts by Euler steps, and decode them."""
+    def evaluation(self) -> Phase:  # sample held-out prompts by Euler steps, and decode them
         config, sampling = self.config, self.config.evaluation_sampling
         assert config.evaluation
         batch = sampling.batch_size

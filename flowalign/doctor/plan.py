@@ -122,13 +122,13 @@ def guidance(plan: Plan) -> Iterator[Finding]:
 def steps(plan: Plan) -> Iterator[Finding]:
     """Evaluations with fewer steps than the rollouts, or with far more."""
     config, trained = plan.config, plan.config.rollout.steps
-    evaluated = config.evaluation.steps if config.evaluation else None
-    if evaluated is not None and evaluated < trained:
+    evaluated = config.evaluation_sampling.steps  # as many as trained where nothing else is said
+    if evaluated < trained:
         yield fault(
             f"schedule: evaluated with {evaluated} steps, but rollouts have {trained}. The "
             "evaluated images are worse than those of training. Use as many steps, or more."
         )
-    elif evaluated is not None and evaluated > 8 * trained:
+    elif evaluated > 8 * trained:
         yield note(
             f"schedule: evaluated with {evaluated} steps, but rollouts have {trained}. What is "
             "learned on such a coarse schedule may not carry over."

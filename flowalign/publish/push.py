@@ -184,11 +184,11 @@ def _address(
 
 
 def _check_secrets(files: Mapping[str, Path | bytes]) -> None:
-    """PushError for a text with what looks like a token or password."""
     for name, content in files.items():
         if not name.endswith((".md", ".yaml", ".json")):
             continue
         data = content if isinstance(content, bytes) else content.read_bytes()
+        # a byte that is not UTF-8 must not hide a token beside it
         for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), 1):
             if SECRET.search(line):
                 raise PushError(
