@@ -103,10 +103,7 @@ def differences(
 def compare(
     first: Mapping[str, Any], second: Mapping[str, Any], names: tuple[str, str]
 ) -> dict[str, Difference]:
-    """{benchmark: second minus first} of the benchmarks in common.
-
-    Raises Incomparable with the `differences` if there are any.
-    """
+    """{benchmark: second minus first} of those in common; Incomparable with the `differences`."""
     if problems := differences(first, second, names):
         listed = "\n  - ".join(["these results do not compare:", *problems])
         raise Incomparable(f"{listed}\nEvaluate both with one config.")

@@ -81,15 +81,12 @@ def _matrix(features: ArrayLike, name: str) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class Distance:
-    """The distance of n valid images (of `total`) to a reference.
-
-    without [G]: the same distance when one of G groups of images is left out.
-    """
+    """The distance of images to a reference."""
 
     value: float
-    without: Tensor
-    n: int
-    total: int | None = None
+    without: Tensor  # [G]: the same when one of G groups of images is left out
+    n: int  # valid images
+    total: int | None = None  # images
 
     @property
     def row(self) -> EvalRow:

@@ -177,10 +177,9 @@ LAYOUTS: Mapping[str, Layout] = {
 
 
 class Export:
-    """The layout folder of a model's images: <output>/layouts/<model>/<benchmark>.
+    """The layout folder of a model's images, and <benchmark>.json beside it, which records them.
 
-    <benchmark>.json beside it records which images it holds. A complete folder is not written
-    again, because official scripts write into it.
+    A complete folder is not written again, because official scripts write into it.
     """
 
     def __init__(self, output: Path, model: str, images: ImageSet, store: Store) -> None:

@@ -36,11 +36,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Cell:
-    """An image with its score.
-
-    failed: judged wrong, or, without a verdict, in the lower half of the scores shown, or without a
-    score.
-    """
+    """An image with its score."""
 
     source: str  # a data URI, "" if an earlier benchmark shows the image called `name`
     name: str
@@ -48,7 +44,7 @@ class Cell:
     level: float | None  # 0 = the lowest score shown, 100 = the highest, None = no score
     hint: str  # every part of the score
     reason: str  # what the score rests on
-    failed: bool
+    failed: bool  # judged wrong; without a verdict: in the lower half of the scores, or no score
 
 
 @dataclass(frozen=True)

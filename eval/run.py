@@ -117,10 +117,7 @@ def evaluate(config: EvalStage) -> Path:
 
 
 def load_adapters(backbone: Backbone, config: EvalStage) -> dict[str, str | None]:
-    """Load the adapters of all models; returns {model: digest of its adapter, None for the base}.
-
-    ConfigError for a broken one, before the first image is sampled.
-    """
+    """Load the adapters of all models -> {model: its digest, None for the base}, or ConfigError."""
     from flowalign.adapters.files import read_lora
 
     digests: dict[str, str | None] = {}
@@ -157,10 +154,7 @@ def using(backbone: Backbone, config: EvalStage, name: str) -> AbstractContextMa
 
 
 def admit(stores: Iterable[Store], exports: Sequence[Export], accelerator: Accelerator) -> None:
-    """Prepare the stores for writing, if no folder holds images of another run.
-
-    Otherwise raises ConfigError on every process, before anything is written.
-    """
+    """Prepare the stores for writing; ConfigError if a folder holds images of another run."""
     from accelerate.utils import gather_object
 
     from flowalign.eval.store import StoreError
@@ -171,7 +165,7 @@ def admit(stores: Iterable[Store], exports: Sequence[Export], accelerator: Accel
             folder.check()
         except StoreError as error:
             problems.append(f"output: {error}")
-    if problems := sorted(set(gather_object(problems))):  # one text, whoever saw it
+    if problems := sorted(set(gather_object(problems))):  # on all processes, whoever saw it
         raise ConfigError(problems)
     if accelerator.is_main_process:
         for store in stores:

@@ -123,10 +123,7 @@ def normal_row(
 
 
 def lost(benchmark: Named, images: Images, share: float) -> str:
-    """Why these images give no result, "" if they do.
-
-    They give none where more than this share of them has no score, or all images of a tag.
-    """
+    """Why these images give no result: over `share`, or all of a tag, have no score; "" = ok."""
     part = part_of(benchmark)
     valid = [image for image in images if math.isfinite(image.get(part, math.nan))]
     invalid = [image for image in images if not math.isfinite(image.get(part, math.nan))]

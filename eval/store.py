@@ -125,15 +125,12 @@ class Rows:
         self._complete = False  # whether that file is known to end with a complete line
 
     def read(self, prompts: PromptBatch) -> dict[Key, dict[str, Any]]:
-        """The valid rows of all processes, one per image, of these prompts with their metadata.
-
-        Invalid rows are left out, so that the reward is asked again.
-        """
+        """The valid rows of all processes, one per image, of these prompts with their metadata."""
         rows: dict[Key, dict[str, Any]] = {}
         for row in self.all():
             index = row["index"]
             if (
-                math.isfinite(row["value"])
+                math.isfinite(row["value"])  # else the reward is asked again
                 and 0 <= index < len(prompts)
                 and row["prompt"] == prompts.prompts[index]
                 and row["metadata"] == prompts.metadata[index]
@@ -221,10 +218,7 @@ def fingerprint(backbone: Backbone) -> str:
 
 
 def read_record(folder: Path, record: Path) -> Any:
-    """What a record says about the content of a folder; None if that is empty or missing.
-
-    StoreError if the folder holds something and has no readable record.
-    """
+    """What a record says about a folder; None for an empty one, StoreError if it is unreadable."""
     if not folder.exists() or not any(folder.iterdir()):
         return None
     try:
@@ -250,10 +244,7 @@ def another_run(folder: Path, problems: Sequence[str]) -> StoreError:
 
 
 def differences(recorded: Any, wanted: Mapping[str, Any], place: str = "") -> list[str]:
-    """What differs, one text each: "sampling.steps was 10 there, and is 40 here".
-
-    A list does not differ from a longer one that begins with it.
-    """
+    """What differs, one text each: "sampling.steps was 10 there, and is 40 here"."""
     recorded = recorded if isinstance(recorded, Mapping) else {}
     texts = []
     for key in dict.fromkeys([*wanted, *recorded]):
@@ -263,7 +254,7 @@ def differences(recorded: Any, wanted: Mapping[str, Any], place: str = "") -> li
             continue
         if isinstance(here, list) and isinstance(there, list):
             unequal = [i for i, (a, b) in enumerate(zip(there, here, strict=False)) if a != b]
-            if not unequal:
+            if not unequal:  # of another `limit`: one list begins with the other
                 continue
             name, there, here = f"{name}.{unequal[0]}", there[unequal[0]], here[unequal[0]]
         if here != there:

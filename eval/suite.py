@@ -42,16 +42,13 @@ class EvaluationError(RuntimeError):
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A named set of prompts and the reward that scores their images.
-
-    copies: images per prompt. source: the name of the images if other benchmarks score them too.
-    """
+    """A named set of prompts and the reward that scores their images."""
 
     name: str
     prompts: PromptBatch
     reward: Reward
-    copies: int = 1
-    source: str | None = None
+    copies: int = 1  # images per prompt
+    source: str | None = None  # the name of the images, if other benchmarks score them too
 
     @property
     def headline(self) -> str | None:
@@ -61,16 +58,13 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Images that are sampled once, and the benchmarks that score them (there may be none).
-
-    copies: images per prompt. layout: a key of LAYOUTS, where the images are also written to.
-    """
+    """Images that are sampled once, and the benchmarks that score them (there may be none)."""
 
     name: str
     prompts: PromptBatch
-    copies: int = 1
+    copies: int = 1  # images per prompt
     judges: tuple[Benchmark, ...] = ()
-    layout: str | None = None
+    layout: str | None = None  # a key of LAYOUTS: the images are also written in that layout
 
     @staticmethod
     def of(benchmark: Benchmark) -> ImageSet:
@@ -194,13 +188,12 @@ class Judged:
 
     A row holds index (the place of its prompt), copy, prompt, metadata, value (NaN = invalid),
     reason (why it failed, or what the score rests on; None if the reward gives none) and the parts
-    of its score. The copies of a prompt follow one another. pictures: PNG files of the first rows.
-    features: [N,D] on the CPU, one per row; None if none were asked for.
+    of its score. The copies of a prompt follow one another.
     """
 
     rows: list[dict[str, Any]]
-    pictures: list[bytes]
-    features: Tensor | None = None
+    pictures: list[bytes]  # PNG files of the first rows
+    features: Tensor | None = None  # [N,D] on the CPU, if they were asked for
 
 
 def judge_set(
@@ -219,11 +212,8 @@ def judge_set(
 
     The result is the same on every process. A batch is scored while the next one is sampled; one
     that takes a judge longer than `seconds` is invalid (None = wait for ever). keep: prompts whose
-    pictures are kept. features: images [B,3,H,W] -> [B,D], taken of every image. advance is called
-    with the number of images of each batch of this process. store: where images and rows are kept;
-    what it holds is neither sampled nor scored again.
-
-    Images are scored at 8 bits a channel, so that scores from memory and from a file are the same.
+    pictures are kept. features: images [B,3,H,W] -> [B,D]. advance is called with the number of
+    images of each batch. store: what it holds is neither sampled nor scored again.
     """
     world, rank = (accelerator.num_processes, accelerator.process_index) if accelerator else (1, 0)
     scoring = _Scoring(images.judges, store, seconds)
@@ -296,11 +286,8 @@ def _pixels(
     batch: _Batch,
     store: Store | None,
 ) -> dict[Key, Tensor]:
-    """The needed images [3,H,W] of a batch, on the model's device, each at 8 bits a channel.
-
-    What the store lacks is sampled with its whole batch, so that the arithmetic is that of a run
-    without interruption. What the store keeps is written.
-    """
+    """The needed images [3,H,W] of a batch, on the model's device, each at 8 bits a channel: so
+    scores from memory and from a file are the same. What the store keeps is written."""
     pixels: dict[Key, Tensor] = {}
     for key in batch.needed:
         if store and (image := store.load(key)) is not None:
@@ -311,6 +298,7 @@ def _pixels(
         missing |= {key for key in batch.keys if store.keeps(key) and not store.has(key)}
     if not missing:
         return pixels
+    # the whole batch, so that the arithmetic is that of a run without interruption
     prompts = images.prompts.select(batch.prompts)
     sampled = generate(backbone, prompts, settings, batch.prompts.start, images.copies)
     for key, image in zip(batch.keys, eight_bits(sampled), strict=True):

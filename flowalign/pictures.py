@@ -73,12 +73,9 @@ def side_by_side(
     *,
     title: str = "",
 ) -> None:
-    """Several models on the same prompts and noise; models[m][n] is image n of model m.
-
-    One row per model; all rows wrap after COLUMNS prompts.
-    """
+    """A row per model, all on the same prompts and noise; models[m][n] is image n of model m."""
     images, labels = [], []
-    for start in range(0, len(models[0]), COLUMNS):
+    for start in range(0, len(models[0]), COLUMNS):  # all rows wrap at the same prompt
         part = slice(start, start + COLUMNS)
         for row, texts in zip(models, captions, strict=True):
             images += list(row[part])

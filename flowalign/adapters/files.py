@@ -72,9 +72,8 @@ class AdapterError(ValueError):
 def adapter_folder(source: str | Path, *, newest: bool = False) -> Path:
     """The folder (or .safetensors file) of an adapter, which need not exist.
 
-    `tiny/NAME` ships with the package. A Hub id (`flowalign.adapters.hub.is_id`) is downloaded: the
-    folder is the one in the cache, or, if there is none or `newest` is asked for, what the Hub has
-    now. Raises HubError for a Hub id that cannot be had.
+    `tiny/NAME` ships with the package. A Hub id (`flowalign.adapters.hub.is_id`) is downloaded if
+    the cache does not have it, or `newest` is asked for. Raises HubError.
     """
     if str(source).startswith("tiny/"):
         return TEACHERS / str(source).removeprefix("tiny/")
@@ -84,8 +83,8 @@ def adapter_folder(source: str | Path, *, newest: bool = False) -> Path:
 
 
 def adapter_file(folder: Path) -> Path:
-    """The weights in a folder: diffusers' file, else peft's, else the only .safetensors file. A
-    .safetensors file itself is taken as it is. AdapterError if there is none."""
+    """The weights in a folder (or the file itself): diffusers' file, else peft's, else the only
+    .safetensors file. AdapterError if there is none."""
     where, names = folder, []
     if folder.is_file():
         where, names = folder.parent, [folder.name]

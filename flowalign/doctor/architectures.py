@@ -46,12 +46,11 @@ MMDIT = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """The configs of a pipeline's parts: transformer, VAE and scheduler as diffusers writes them,
-    text encoders (CLIP, CLIP and, unless it is left out, T5) as transformers does."""
+    """The configs of a pipeline's parts, as diffusers and (of `text`) transformers write them."""
 
     transformer: Mapping[str, Any]
     vae: Mapping[str, Any] = field(default_factory=lambda: VAE)
-    text: tuple[Mapping[str, Any], ...] = (CLIP_L, CLIP_G, T5_XXL)
+    text: tuple[Mapping[str, Any], ...] = (CLIP_L, CLIP_G, T5_XXL)  # T5 may be left out
     scheduler: Mapping[str, Any] = field(default_factory=lambda: {"shift": 3.0})
 
 

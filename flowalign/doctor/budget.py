@@ -53,8 +53,7 @@ def fits(estimate: Estimate, memory: float | None) -> Iterator[Finding]:
 
 
 def advice(estimate: Estimate, room: float) -> Iterator[tuple[str, Estimate]]:
-    """(a change, the estimate after it and all before), until `room` bytes suffice or no change is
-    left. Only the last ones change what is learned: dtype and quantization of the base."""
+    """(a change, the estimate after it and all before), until `room` bytes suffice."""
     for _ in range(MOST):
         change = next(_changes(estimate, room), None) if estimate.peak > room else None
         if change is None:
@@ -88,7 +87,7 @@ def _changes(estimate: Estimate, room: float) -> Iterator[str]:
             yield f"{key}={max(1, min(size - 1, int(size * share * 0.9)))}"  # 0.9: not to the brim
     if not model.offload_text_encoders:
         yield "model.offload_text_encoders=true"
-    if model.dtype == "float32":
+    if model.dtype == "float32":  # only from here on is something else learned
         yield "model.dtype=bfloat16"
     if model.quantization is None:
         yield "model.quantization=fp8"

@@ -41,8 +41,7 @@ def fetch(
     unverified: bool = False,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
-    """Fetch the files of a set into the folder `out`. Returns their paths, in order, each training
-    set before the validation set that was set aside of it.
+    """Fetch the files of a set into `out`; their paths, each validation set after its training set.
 
     A file that is there with the right checksum is left alone, without asking the network.
     force: replace a file that differs. unverified: keep what came though its checksum is another.
