@@ -42,11 +42,10 @@ Shape = tuple[int, int, int]  # images per prompt, their height and width
 
 @dataclass(frozen=True)
 class Layout:
-    """check: ValueError for prompts or a shape that the official scripts would misread.
-    write(folder, prompts, i, images): write the images [K,3,H,W] of prompt i."""
+    """How images are checked and written for an official script."""
 
-    check: Callable[[PromptBatch, Shape], None]
-    write: Callable[[Path, PromptBatch, int, Tensor], None]
+    check: Callable[[PromptBatch, Shape], None]  # ValueError for what the script would misread
+    write: Callable[[Path, PromptBatch, int, Tensor], None]  # the images [K,3,H,W] of prompt i
 
 
 def check_layout(name: str, prompts: PromptBatch, shape: Shape) -> None:

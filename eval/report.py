@@ -49,13 +49,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Line:
-    """One prompt: for each model one cell per image. disagree: see the function `disagree`."""
+    """One prompt."""
 
     index: int
     prompt: str
     tag: str
-    disagree: bool
-    cells: list[list[Cell]]
+    disagree: bool  # what the function `disagree` says
+    cells: list[list[Cell]]  # for each model one per image
 
 
 def render(

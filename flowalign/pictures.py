@@ -95,8 +95,7 @@ def gallery(
     models: name -> its images, one per prompt, in the order of `prompts`: PIL images, or tensors
     [3,H,W] in [0,1] (also a batch [N,3,H,W]). captions: name -> the captions of its images, texts
     or numbers (the `value` of Scores; NaN is drawn as "failed"); models may be left out.
-    `.save("gallery.png")` writes it. Raises ValueError if the numbers of images, captions and
-    prompts differ.
+    `.save("gallery.png")` writes it. Raises ValueError if their numbers differ.
     """
     captions = captions or {}
     if not models or not len(prompts):

@@ -53,8 +53,7 @@ class HubAddress:
 
 
 def is_id(source: str) -> bool:
-    """Whether a source names a repository. If a local folder has the name of its first part, the
-    source is a local path, even where nothing lies there."""
+    """Whether a source names a repository, and no local folder has the name of its first part."""
     return HubAddress.parse(source) is not None and not Path(source.split("/")[0]).exists()
 
 

@@ -100,8 +100,7 @@ def pace(
 ) -> Finding:
     """Seconds an update, and device-hours of the run.
 
-    The rate is `tflops` if given, else `measured` FLOP/s, else a share of this GPU's matrix
-    products. scoring: seconds that rewards take for an image.
+    tflops: the rate, if it is known; measured: FLOP/s. scoring: seconds of rewards for an image.
     """
     config, processes = estimate.config, estimate.processes
     if tflops:

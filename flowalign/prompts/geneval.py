@@ -96,8 +96,7 @@ def generate(
 def validation(seed: int, held_out: Collection[str] = GENEVAL) -> list[Row]:
     """The rows of a validation set, as many of each tag, none twice: a function of the seed.
 
-    A training set must hold them out: `generate(..., held_out=held_out | digests)`.
-    Raises ValueError where so much is held out that a tag has too few.
+    A training set must hold them out. Raises ValueError where a tag has too few that are not.
     """
     streams = {tag: _stream(tag, f"{seed}/validation", held_out) for tag in MIX}
     rows = []

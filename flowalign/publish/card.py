@@ -52,8 +52,8 @@ def write_card(folder: Path, config: TrainingStage | MergeStage, argv: Sequence[
 
 
 def command(argv: Sequence[str]) -> str:
-    """A command line that someone else can run. If the program is another one (a notebook's kernel,
-    a test), it is the command that takes the run's own config."""
+    """A command line that someone else can run."""
+    # None: another program, such as a notebook's kernel, made the run
     program = PROGRAMS.get(Path(argv[0]).name)
     return f"{program} {shlex.join(argv[1:])}" if program else COMMAND
 
