@@ -81,8 +81,8 @@ def _locate(source: str) -> Path:
     names = [f"tiny/{p.stem}" for p in present] if tiny else [str(p) for p in present]
     near = difflib.get_close_matches(source, names, n=1)
     raise PromptError(
-        f"no prompt set {source!r}" + ("" if tiny else f" (looked at {path.absolute()})") + "; "
-        + (f"did you mean {near[0]!r}? " if near else "")
+        f"no prompt set {source!r}" + ("" if tiny else f" (looked at {path.absolute()})") + ". "
+        + (f"Did you mean {near[0]!r}? " if near else "")
         + (f"There are {', '.join(names[:12])}." if names else "There are no prompt files near.")
         + " Give a .txt, .jsonl or .csv file, a folder of .txt files, or tiny/NAME"
         + " (`flowalign data list` names the official sets)."

@@ -9,11 +9,11 @@ go for the rooms to stand in an order in which each imports only those below it.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import builtins
 import io
 import itertools
-import sys
 import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -206,4 +206,6 @@ def main(root: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "."))
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument("root", nargs="?", type=Path, default=Path("."), help="of a checkout")
+    main(options.parse_args().root)

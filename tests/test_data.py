@@ -112,7 +112,7 @@ def test_a_folder_without_prompts_is_refused(tmp_path: Path) -> None:
 
 def test_a_missing_set_names_its_nearest_neighbour(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").touch()
-    with pytest.raises(PromptError, match=r"did you mean '.*/train\.jsonl'"):
+    with pytest.raises(PromptError, match=r"Did you mean '.*/train\.jsonl'"):
         load_prompts(tmp_path / "trian.jsonl", "t")
 
 
@@ -120,7 +120,7 @@ def test_tiny_names_a_set_of_the_package(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(flowalign.data, "PROMPTS", tmp_path)
     (tmp_path / "ocr_train.jsonl").write_text('{"prompt": "x"}')
     assert load_prompts("tiny/ocr_train", "ocr").prompts == ["x"]
-    with pytest.raises(PromptError, match="did you mean 'tiny/ocr_train'"):
+    with pytest.raises(PromptError, match="Did you mean 'tiny/ocr_train'"):
         load_prompts("tiny/ocr_trian", "ocr")
 
 

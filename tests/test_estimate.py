@@ -149,6 +149,7 @@ def test_arithmetic_of_the_prediction(small):
     assert plain.hours(1e12) == pytest.approx(2 * plain.flops / 1e12 / 3600)
 
 
+@pytest.mark.slow
 def test_advice_leads_to_what_fits(small):
     run = memory.settings(*small, "opd", "model.dtype=bfloat16", size=128)
     estimate = predict(run)

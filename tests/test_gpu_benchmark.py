@@ -53,6 +53,7 @@ def setup_in(folder: Path) -> Any:
     return gpu.Setup(folder, "cpu", 0.05, 2, 64, 4)
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_is_a_row_and_the_rest_goes_on(tmp_path: Path) -> None:
     calls = [works, absent, raises, works, dies, hangs]
     cases = [gpu.Case(call.__name__, call, limit=2 if call is hangs else 60) for call in calls]
@@ -78,6 +79,7 @@ CASES = ["matrix products", "tiny, merge", "write the Medium", "2 teachers", "4 
          "checkpointing", "attention native", "attention flash", "nf4"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_command_measures_the_real_structure(tmp_path: Path) -> None:
     small = "--device cpu --width 0.05 --layers 2 --size 64 --prompts 4 --minutes 5".split()
     status = gpu.main([*small, "--out", str(tmp_path), "--cases", *CASES])

@@ -22,6 +22,7 @@ SUBJECTS = {  # files of on_second_device/ are those that pytest does not find b
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not second_device.COMPILER, reason="needs a C++ compiler")
 @pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="needs torch's C++ of now")
 @pytest.mark.parametrize("subject", SUBJECTS)

@@ -71,7 +71,8 @@ def recipe(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
 def test_several_processes_do_what_one_does(recipe: Path, world: int) -> None:
     one, several = recipe.parent / "one", recipe.parent / f"world_{world}"
     done = fakes.launch(fakes.ROOT / "train.py", "--config", recipe, f"output={several}",
