@@ -97,7 +97,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a missing prompt file": (
         ["benchmarks.0.prompts=prompt.jsonl"],
-        ["benchmarks.0.prompts: no prompt set 'prompt.jsonl'", "did you mean 'prompts.jsonl'?"],
+        ["benchmarks.0.prompts: no prompt set 'prompt.jsonl'", "Did you mean 'prompts.jsonl'?"],
     ),
     "options that a reward does not take": (
         ["benchmarks.0.reward={name: pickscore, options: {modell: tiny}}"],
