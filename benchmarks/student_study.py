@@ -102,14 +102,16 @@ def run(name: str, overrides: list[str], args: argparse.Namespace) -> dict[str, 
         loop.run()
     seconds, meter.on = time.time() - began, False
     assert evaluate is not None and config.evaluation is not None
-    settings = suite.Settings(**config.evaluation_sampling.model_dump())
     wide = config.model_copy(
         update={"evaluation": config.evaluation.model_copy(update={"prompts": args.prompts})}
     )
     with loop.averaged():
         rows = {
             mark.name: suite.judge_set(
-                loop.backbone, suite.ImageSet.of(mark), settings, Accelerator()
+                loop.backbone,
+                suite.ImageSet.of(mark),
+                config.evaluation_sampling,
+                Accelerator(),
             )[0].rows
             for mark in train.held_out(wide, rewards)
         }

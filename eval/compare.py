@@ -87,24 +87,23 @@ def differences(
         for key in sorted({*a, *b}):
             if a.get(key) != b.get(key):
                 problems.append(f"{name}: {key} is {a.get(key)!r} and {b.get(key)!r}")
-        a, b = ([_place(row) for row in model["images"][name]] for model in models)
+        a, b = (
+            # the first files have no `copy`: there was one image per prompt
+            [
+                (row["index"], row.get("copy", 0), row["prompt"], json.dumps(row["metadata"]))
+                for row in rows
+            ]
+            for rows in (model["images"][name] for model in models)
+        )
         if a != b:
             problems.append(f"{name}: other prompts ({len(a)} and {len(b)} images)")
     return problems
 
 
-def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    # the first files have no `copy`: there was one image per prompt
-    return row["index"], row.get("copy", 0), row["prompt"], json.dumps(row["metadata"])
-
-
 def compare(
     first: Mapping[str, Any], second: Mapping[str, Any], names: tuple[str, str]
 ) -> dict[str, Difference]:
-    """{benchmark: second minus first} of the benchmarks in common.
-
-    Raises Incomparable with the `differences` if there are any.
-    """
+    """{benchmark: second minus first} of those in common; Incomparable with the `differences`."""
     if problems := differences(first, second, names):
         listed = "\n  - ".join(["these results do not compare:", *problems])
         raise Incomparable(f"{listed}\nEvaluate both with one config.")
@@ -114,8 +113,7 @@ def compare(
             column = Column(name, about.get("headline"))
             a = list(map(stats.from_json, first["models"][names[0]]["images"][name]))
             b = list(map(stats.from_json, second["models"][names[1]]["images"][name]))
-            row, p = stats.difference(column, a, b), stats.chance(column, a, b)
-            result[name] = Difference(row, p)
+            result[name] = Difference(stats.difference(column, a, b), stats.chance(column, a, b))
     return result
 
 

@@ -34,10 +34,8 @@ SCENES = 4  # tiny reference scenes per prompt: they are cheap, and few of them 
 BATCH = 64  # reference images per forward pass of the features
 CLIP = "flowalign.rewards.clip:Clip"
 
-Features = Callable[[Tensor], Tensor]
-"""Images [B,3,H,W] in [0,1] -> features [B,D]."""
-Metric = Callable[[Tensor, Tensor], float]
-"""Features [N,D] and reference [M,D] -> how far apart the two sets are."""
+Features = Callable[[Tensor], Tensor]  # images [B,3,H,W] in [0,1] -> [B,D]
+Metric = Callable[[Tensor, Tensor], float]  # features [N,D], reference [M,D] -> how far apart
 
 
 def frechet(features: ArrayLike, reference: ArrayLike) -> float:
@@ -83,15 +81,12 @@ def _matrix(features: ArrayLike, name: str) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class Distance:
-    """The distance of n valid images (of `total`) to a reference.
-
-    without [G]: the same distance when one of G groups of images is left out.
-    """
+    """The distance of images to a reference."""
 
     value: float
-    without: Tensor
-    n: int
-    total: int | None = None
+    without: Tensor  # [G]: the same when one of G groups of images is left out
+    n: int  # valid images
+    total: int | None = None  # images
 
     @property
     def row(self) -> EvalRow:
@@ -106,15 +101,14 @@ class Distance:
 
 
 def _jackknife(without: Tensor) -> float:
-    """The delete-a-group jackknife error: sqrt((G-1)/G * sum of squared deviations)."""
+    # delete-a-group: sqrt((G-1)/G * sum of squared deviations)
     return float(without.std(correction=0)) * math.sqrt(len(without) - 1)
 
 
 def distance(features: Tensor, reference: Tensor, metric: Metric = frechet) -> Distance:
     """The metric of features [N,D] to a reference [M,D], and without every GROUPS-th image.
 
-    An image without finite features is left out. Where too few remain for a regular covariance, the
-    distance is NaN.
+    An image without finite features is left out. NaN if too few remain for a regular covariance.
     """
     group = torch.arange(len(features)) % GROUPS  # each group has images of every benchmark
     valid, total = features.isfinite().all(1), len(features)
@@ -126,8 +120,8 @@ def distance(features: Tensor, reference: Tensor, metric: Metric = frechet) -> D
 
 
 def enough(width: int) -> int:
-    """The least number of images for a regular covariance of `width` features, even without one of
-    GROUPS."""
+    """The least number of images with `width` features that `distance` takes."""
+    # a regular covariance takes width + 1 images, also when one of GROUPS is left out
     return max(GROUPS, math.ceil((width + 1) * GROUPS / (GROUPS - 1)) + 1)
 
 
@@ -186,7 +180,7 @@ def load_reference(
 
 
 def _scenes(metadata: Sequence[Mapping[str, Any]], seed: int) -> Iterator[Tensor]:
-    """Batches of scenes [B,3,64,64] that fulfil tiny metadata; ValueError for other metadata."""
+    """Batches of scenes [B,3,64,64] that fulfil tiny metadata."""
     from flowalign.tiny.scenes import rendered
 
     try:
@@ -199,8 +193,7 @@ def _scenes(metadata: Sequence[Mapping[str, Any]], seed: int) -> Iterator[Tensor
 
 
 def _pictures(folder: Path, height: int, width: int) -> Iterator[Tensor]:
-    """Batches of a folder's images [B,3,height,width], centre-cropped and resized; ValueError for a
-    file that is no image."""
+    """Batches of a folder's images [B,3,height,width], centre-cropped and resized."""
     files = image_files(folder)
     for start in range(0, len(files), BATCH):
         batch = []

@@ -63,7 +63,7 @@ def document(config: EvalStage, results: Results, versions: Mapping[str, str]) -
     sampling = config.sampling.model_dump() | config.model.model_dump(mode="json")
     models = {}
     for model, judged in results.judged.items():
-        scores, first = results.scores(model), results.first
+        scores, first = results.scores(model), next(iter(results.judged))
         models[model] = {
             "adapter": config.models[model],
             "rows": [vars(row) for row in results.rows[model]],
@@ -128,7 +128,7 @@ def conditions(config: EvalStage, results: Results, versions: Mapping[str, str])
 
 
 def _dependent(benchmarks: Sequence[Benchmark]) -> Iterator[tuple[list[str], str]]:
-    """Names of benchmarks whose numbers are correlated, and why."""
+    """(names of benchmarks whose numbers are correlated, why)."""
     sources = dict.fromkeys(benchmark.source for benchmark in benchmarks if benchmark.source)
     for source in sources:
         names = [benchmark.name for benchmark in benchmarks if benchmark.source == source]

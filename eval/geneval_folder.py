@@ -20,18 +20,19 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import yaml
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
+from flowalign.config import assignments
 from flowalign.files import replacing
-from flowalign.images import to_float, to_uint8
+from flowalign.images import to_uint8
+from flowalign.pictures import pixels_of
 from flowalign.rewards import check
 from flowalign.rewards.geneval import DETECTORS, GenEval, build_detector
 from flowalign.rewards.geneval_judge import judge, select, summarize
@@ -135,7 +136,7 @@ def evaluate(
     samples, rows = read(folder), []
     for start in range(0, len(samples), batch_size):
         batch = samples[start : start + batch_size]
-        images, detections = [_image(sample.path) for sample in batch], []
+        images, detections = [pixels_of(sample.path.read_bytes()) for sample in batch], []
         for _, same in groupby(images, key=lambda image: image.shape):  # images of one size
             detections += detector(torch.stack(list(same)))
         rows += [_row(*pair, rules) for pair in zip(batch, detections, strict=True)]
@@ -155,13 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", help="write one line an image, as the official script does")
     args = parser.parse_args(argv)
     try:
-        options = {}
-        for option in args.option:
-            name, equals, value = option.partition("=")
-            if not equals:
-                raise ValueError(f"--option {option!r} is not of the form NAME=VALUE.")
-            options[name] = yaml.safe_load(value)
-        detector = build_detector(args.detector, options)
+        detector = build_detector(args.detector, assignments(args.option))
         rows = evaluate(args.folder, detector, args.out)
     except (ValueError, OSError, ImportError) as error:
         print(f"geneval_folder: {error}", file=sys.stderr)
@@ -188,7 +183,7 @@ def table(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def check_metadata(metadata: Any, where: str) -> None:
-    """Raise ValueError for metadata without a tag, a prompt, or what GenEval judges by."""
+    """ValueError for metadata without a tag, a prompt, or what GenEval judges by."""
     keys = metadata if isinstance(metadata, Mapping) else {}
     for key in ("tag", "prompt"):
         if not isinstance(keys.get(key), str):
@@ -203,25 +198,22 @@ def check_metadata(metadata: Any, where: str) -> None:
 
 
 def _read_metadata(path: Path) -> dict[str, Any]:
-    """The one line of a metadata file, checked."""
     if not path.is_file():
         raise FolderError(f"there is no {path}. {LAYOUT}")
     try:
         metadata = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        check_metadata(metadata, str(path))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise FolderError(
             f"{path} is not one line of JSON ({error}). It must be the prompt's line of GenEval's "
             "evaluation_metadata.jsonl."
         ) from error
-    try:
-        check_metadata(metadata, str(path))
     except ValueError as error:
         raise FolderError(str(error)) from None
     return metadata
 
 
 def _row(sample: Sample, detections: Detections, rules: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of the results file."""
     metadata = sample.metadata
     verdict = judge(metadata, detections.boxes, detections.colors, **rules)
     # `select` applies every rule but the one of positions, which is about pairs of boxes
@@ -255,17 +247,10 @@ def _numbered(paths: Iterable[Path], pattern: str, where: Path) -> list[Path]:
             f"{where} goes to {matching[-1].name}, but number {shown} is missing ({len(missing)} "
             "in all). Missing ones would change the score: add them, or renumber the others."
         )
-    for number, expected in zip(numbers, range(len(numbers)), strict=True):
-        if number != expected:
+    for number, following in pairwise(numbers):
+        if number == following:  # 0.png and 00.png
             raise FolderError(f"{where} holds number {number} twice. Remove one.")
     return matching
-
-
-def _image(path: Path) -> Tensor:
-    """[3,H,W] in [0,1]."""
-    with Image.open(path) as file:
-        pixels = np.array(ImageOps.exif_transpose(file).convert("RGB"))
-    return to_float(torch.from_numpy(pixels).permute(2, 0, 1))
 
 
 if __name__ == "__main__":

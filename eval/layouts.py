@@ -2,8 +2,7 @@
 
 `t2i_compbench` (Karine-Huang/T2I-CompBench, GORS_finetune/inference_eval.py and the evaluations):
 FOLDER/samples/<prompt>_<number>.png, six digits, counted over all images; officially 10 per prompt.
-The evaluations take the prompt from the name up to its first "_", the number from what follows the
-last, and read every file in the folder.
+The evaluations read every file: its prompt ends at the first "_", its number follows the last.
 
 `dpg_bench` (TencentQQGYLab/ELLA, dpg_bench/compute_dpg_bench.py): FOLDER/<item>.png, one file per
 prompt, with four square images in a 2x2 grid in reading order (`--pic-num 4`), or one image
@@ -28,14 +27,8 @@ import torch
 from torch import Tensor
 
 from flowalign.eval import geneval_folder
-from flowalign.eval.store import (
-    Store,
-    StoreError,
-    another_run,
-    differences,
-    read_record,
-    write_json,
-)
+from flowalign.eval.store import Store, StoreError, another_run, read_record, write_json
+from flowalign.eval.store import differences as what_differs
 from flowalign.files import replacing
 from flowalign.pictures import png
 from flowalign.types import PromptBatch
@@ -44,23 +37,19 @@ if TYPE_CHECKING:
     from flowalign.eval.suite import ImageSet
 
 LONGEST = 255  # bytes of a file name on common file systems
-
-Shape = tuple[int, int, int]
-"""Images per prompt, their height and width."""
+Shape = tuple[int, int, int]  # images per prompt, their height and width
 
 
 @dataclass(frozen=True)
 class Layout:
-    """check: ValueError for prompts or a shape that the official scripts would misread.
-    write(folder, prompts, i, images): write the images [K,3,H,W] of prompt i."""
+    """How images are checked and written for an official script."""
 
-    check: Callable[[PromptBatch, Shape], None]
-    write: Callable[[Path, PromptBatch, int, Tensor], None]
+    check: Callable[[PromptBatch, Shape], None]  # ValueError for what the script would misread
+    write: Callable[[Path, PromptBatch, int, Tensor], None]  # the images [K,3,H,W] of prompt i
 
 
 def check_layout(name: str, prompts: PromptBatch, shape: Shape) -> None:
-    """Raise ValueError for a name that is no key of LAYOUTS, and for prompts, metadata or a shape
-    that the official scripts would misread."""
+    """ValueError for a name that is no key of LAYOUTS, and for what official scripts misread."""
     if name not in LAYOUTS:
         raise ValueError(f"no layout {name!r}; possible: {', '.join(LAYOUTS)}. Use one of them.")
     LAYOUTS[name].check(prompts, shape)
@@ -90,7 +79,7 @@ def write_layout(
             if first is None:
                 check_layout(name, prompts, shape)
                 part.mkdir()
-            first = first or shape
+                first = shape
             if shape != first:
                 raise ValueError(
                     f"prompt {count} has {_text(shape)}, and the first {_text(first)}. The "
@@ -115,12 +104,11 @@ def _text(shape: Shape) -> str:
 
 def _check_t2i_compbench(prompts: PromptBatch, shape: Shape) -> None:
     for prompt in prompts.prompts:
-        for sign in ("_", "/", "\0"):
-            if sign in prompt:
-                raise ValueError(
-                    f"the prompt {prompt!r} has a {sign!r}, which T2I-CompBench's file names "
-                    "cannot contain. Remove it."
-                )
+        if signs := [sign for sign in "_/\0" if sign in prompt]:
+            raise ValueError(
+                f"the prompt {prompt!r} has a {signs[0]!r}, which T2I-CompBench's file names "
+                "cannot contain. Remove it."
+            )
         _check_length(f"{prompt}_000000.png")
 
 
@@ -151,7 +139,7 @@ def _check_dpg_bench(prompts: PromptBatch, shape: Shape) -> None:
 
 
 def _write_dpg_bench(folder: Path, prompts: PromptBatch, place: int, images: Tensor) -> None:
-    rows = [torch.cat(list(pair), dim=2) for pair in images.split(2)]
+    rows = [torch.cat(list(pair), dim=2) for pair in images.split(2)]  # [3,H,2W] each
     path = folder / f"{prompts.metadata[place]['item_id']}.png"
     path.write_bytes(png(torch.cat(rows, dim=1)))
 
@@ -166,7 +154,6 @@ def _write_geneval(folder: Path, prompts: PromptBatch, place: int, images: Tenso
 
 
 def _geneval_line(prompts: PromptBatch, place: int) -> dict[str, Any]:
-    """A line of GenEval's evaluation_metadata.jsonl."""
     return {**prompts.metadata[place], "prompt": prompts.prompts[place]}
 
 
@@ -189,10 +176,9 @@ LAYOUTS: Mapping[str, Layout] = {
 
 
 class Export:
-    """The layout folder of a model's images: <output>/layouts/<model>/<benchmark>.
+    """The layout folder of a model's images, and <benchmark>.json beside it, which records them.
 
-    <benchmark>.json beside it records which images it holds. A complete folder is not written
-    again, because official scripts write into it.
+    A complete folder is not written again, because official scripts write into it.
     """
 
     def __init__(self, output: Path, model: str, images: ImageSet, store: Store) -> None:
@@ -208,20 +194,19 @@ class Export:
             return
         before, now = len(recorded["prompts"]), len(self.content["prompts"])
         counts = f"there were {before} prompts there, and are {now} here"
-        raise another_run(self.folder, differences(recorded, self.content) or [counts])
+        raise another_run(self.folder, what_differs(recorded, self.content) or [counts])
 
     def write(self) -> None:
         """Write the folder from the store, unless it exists; StoreError if an image is missing."""
         assert self.images.layout
         if read_record(self.folder, self.record) is None:
             write_json(self.record, self.content)
-            images = map(self._load, range(len(self.images.prompts)))
+            images = map(self._load, range(len(self.images.prompts)))  # lazy: read one by one
             write_layout(self.images.layout, self.folder, self.images.prompts, images)
 
-    def _load(self, prompt: int) -> Tensor:
-        """The images [K,3,H,W] of a prompt; one that was not finite has no file."""
+    def _load(self, prompt: int) -> Tensor:  # [K,3,H,W]
         images = [self.store.load((prompt, copy)) for copy in range(self.images.copies)]
-        complete = [image for image in images if image is not None]
+        complete = [image for image in images if image is not None]  # NaN images have no file
         if len(complete) < len(images):
             raise StoreError(
                 f"{self.folder} is not written: {self.store.folder} has no readable image of "

@@ -1,8 +1,7 @@
 """Scores that others published for Stable Diffusion 3.5 Medium, to be shown beside ours as theirs.
 
-From the project page of Flow-OPD (arXiv 2605.08063). Their GenEval is by mmdet's detector and their
-OCR by PaddleOCR 2, their preference prompts are not known: a number of theirs and one of ours do
-not compare to the last points.
+From the project page of Flow-OPD (arXiv 2605.08063). Their GenEval uses mmdet's detector, their OCR
+PaddleOCR 2, and their preference prompts are not known, so small differences to ours mean nothing.
 """
 
 from __future__ import annotations

@@ -36,32 +36,26 @@ class Bar:
 
 @dataclass(frozen=True)
 class Cell:
-    """An image with its score.
+    """An image with its score."""
 
-    source: a data URI, "" if an earlier benchmark shows the image called `name`. level: the place
-    of the score between the lowest (0) and highest (100) shown, None without a score. hint: every
-    part of the score. reason: what it rests on. failed: judged wrong, or, without a verdict, in the
-    lower half of the scores shown, or without a score.
-    """
-
-    source: str
+    source: str  # a data URI, "" if an earlier benchmark shows the image called `name`
     name: str
     score: str
-    level: float | None
-    hint: str
-    reason: str
-    failed: bool
+    level: float | None  # 0 = the lowest score shown, 100 = the highest, None = no score
+    hint: str  # every part of the score
+    reason: str  # what the score rests on
+    failed: bool  # judged wrong; without a verdict: in the lower half of the scores, or no score
 
 
 @dataclass(frozen=True)
 class Line:
-    """One prompt: for each model one cell per image. disagree: see the function `disagree`."""
+    """One prompt."""
 
     index: int
     prompt: str
     tag: str
-    disagree: bool
-    cells: list[list[Cell]]
+    disagree: bool  # what the function `disagree` says
+    cells: list[list[Cell]]  # for each model one per image
 
 
 def render(

@@ -54,22 +54,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     from flowalign.eval.store import StoreError
     from flowalign.eval.suite import EvaluationError
 
-    try:  # the exit statuses are documented in docs/evaluation.md
+    def work() -> None:
         evaluate(load(args.config, args.overrides, stage=EvalStage, variant=args.variant))
-        parallel.part()
-    except (ConfigError, ModelError, StoreError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except EvaluationError as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(
-            "interrupted; no table was written. The same command continues from here.",
-            file=sys.stderr,
-        )
-        return 130
-    return 0
+
+    return parallel.exit_status(  # docs/evaluation.md documents the statuses
+        work,
+        refused=(ConfigError, ModelError, StoreError),
+        stopped=(EvaluationError,),
+        interrupted="interrupted; no table was written. The same command continues from here.",
+    )
 
 
 def evaluate(config: EvalStage) -> Path:
@@ -124,11 +117,7 @@ def evaluate(config: EvalStage) -> Path:
 
 
 def load_adapters(backbone: Backbone, config: EvalStage) -> dict[str, str | None]:
-    """Load the adapters of all models; returns {model: digest of its adapter, None for the base}.
-
-    All are loaded before the first image is sampled, so that a broken one wastes no work
-    (ConfigError).
-    """
+    """Load the adapters of all models -> {model: its digest, None for the base}, or ConfigError."""
     from flowalign.adapters.files import read_lora
 
     digests: dict[str, str | None] = {}
@@ -156,8 +145,7 @@ def load_adapters(backbone: Backbone, config: EvalStage) -> dict[str, str | None
 
 
 def _adapter(name: str) -> str:
-    """A model's name in the backbone; a bare `attn`, say, would also match the model's layers."""
-    return f"eval_{name}"
+    return f"eval_{name}"  # a bare `attn`, say, would also match the model's layers
 
 
 def using(backbone: Backbone, config: EvalStage, name: str) -> AbstractContextManager[None]:
@@ -166,10 +154,7 @@ def using(backbone: Backbone, config: EvalStage, name: str) -> AbstractContextMa
 
 
 def admit(stores: Iterable[Store], exports: Sequence[Export], accelerator: Accelerator) -> None:
-    """Prepare the stores for writing, if no folder holds images of another run.
-
-    Otherwise raises ConfigError on every process, before anything is written.
-    """
+    """Prepare the stores for writing; ConfigError if a folder holds images of another run."""
     from accelerate.utils import gather_object
 
     from flowalign.eval.store import StoreError
@@ -180,7 +165,7 @@ def admit(stores: Iterable[Store], exports: Sequence[Export], accelerator: Accel
             folder.check()
         except StoreError as error:
             problems.append(f"output: {error}")
-    if problems := sorted(set(gather_object(problems))):  # one text, whoever saw it
+    if problems := sorted(set(gather_object(problems))):  # on all processes, whoever saw it
         raise ConfigError(problems)
     if accelerator.is_main_process:
         for store in stores:
@@ -206,11 +191,10 @@ def score_models(
     from rich.progress import TimeRemainingColumn as Left
 
     from flowalign.eval.stats import headline_rows, lost
-    from flowalign.eval.suite import EvaluationError, Settings, judge_set
+    from flowalign.eval.suite import EvaluationError, judge_set
 
     console = Console(stderr=True, quiet=not accelerator.is_main_process)
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), Left())
-    settings = Settings(**config.sampling.model_dump())
     judged: dict[str, dict[str, Judged]] = {name: {} for name in config.models}
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         total = sum(len(images.prompts) * images.copies for images in sets)
@@ -221,7 +205,7 @@ def score_models(
                 results = judge_set(
                     backbone,
                     images,
-                    settings,
+                    config.sampling,
                     accelerator,
                     keep=config.report.images if images.judges else 0,
                     features=reference.extract if reference and images.judges else None,
@@ -252,5 +236,5 @@ def show(table: str) -> None:
     console = Console()
     if console.is_terminal:
         console.print(Markdown(table))
-    else:
+    else:  # rich would break its lines
         print(table)

@@ -1,7 +1,6 @@
 """Statistics of image scores: means with standard errors, paired differences, averages. Pure.
 
-An image is a row of `suite.Judged`: index, copy, prompt, metadata, reason, value (NaN = invalid)
-and the parts of its score.
+An image is a row of `suite.Judged`: FIELDS, value (NaN = invalid) and the parts of its score.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ def rows_of(benchmark: Named, images: Images) -> list[EvalRow]:
     """Mean, standard error, interval and count of the value and of every part, over valid images.
 
     Errors and intervals are over prompts, because the images of one prompt resemble each other.
-    Where the reward has a headline and every prompt a tag, as in GenEval, "overall" and one row per
-    tag follow (`headline_rows`).
+    If the reward has a headline and every prompt a tag (GenEval), `headline_rows` follow.
     """
     parts = {key for image in images for key in image} - {*FIELDS, "value"}
     parts |= {benchmark.headline} if benchmark.headline else set()
@@ -97,8 +95,7 @@ def chance(benchmark: Named, first: Images, second: Images) -> float:
 
 
 def _gains(benchmark: Named, first: Images, second: Images) -> list[dict[str, Any]]:
-    """The second model's images, whose number is replaced by its gain over the first's."""
-    part = part_of(benchmark)
+    part = part_of(benchmark)  # in the second model's images it becomes the gain over the first's
     return [
         {**b, part: b.get(part, math.nan) - a.get(part, math.nan)}
         for a, b in zip(first, second, strict=True)
@@ -126,14 +123,11 @@ def normal_row(
 
 
 def lost(benchmark: Named, images: Images, share: float) -> str:
-    """Why these images give no result, "" if they do.
-
-    They give none where more than this share of them has no score, or all images of a tag.
-    """
+    """Why these images give no result: over `share`, or all of a tag, have no score; "" = ok."""
     part = part_of(benchmark)
     valid = [image for image in images if math.isfinite(image.get(part, math.nan))]
     invalid = [image for image in images if not math.isfinite(image.get(part, math.nan))]
-    tags: set[str] = set()
+    tags: set[str] = set()  # those without any score
     if _tagged(benchmark, images):
         tags = {i["metadata"]["tag"] for i in images} - {i["metadata"]["tag"] for i in valid}
     too_many = invalid and (not valid or len(invalid) > share * len(images))
@@ -167,8 +161,7 @@ def _tagged(benchmark: Named, images: Images) -> bool:
     return benchmark.headline is not None and has_tags
 
 
-def _prompt_scores(images: Images, part: str) -> PromptScores:
-    """Sum and count of a part's valid values of each prompt; its tag is its stratum."""
+def _prompt_scores(images: Images, part: str) -> PromptScores:  # a tag is a stratum
     values = np.array([image.get(part, math.nan) for image in images], np.float64)
     valid = np.isfinite(values)
     _, prompt = np.unique([image["index"] for image in images], return_inverse=True)
@@ -181,17 +174,14 @@ def _prompt_scores(images: Images, part: str) -> PromptScores:
 
 
 def _row(benchmark: str, metric: str, images: Images, part: str) -> EvalRow:
-    """Mean, error and interval over prompts.
-
-    The error is the cluster-robust one of a ratio. With one image per prompt it is the usual
-    standard error.
-    """
     sums, counts, _ = _prompt_scores(images, part)
     n, prompts = counts.sum(), int((counts > 0).sum())
     if not n:
         return EvalRow(benchmark, metric, math.nan, math.nan, 0, total=len(images))
     mean, error = float(sums.sum() / n), math.nan
-    if prompts > 1:  # n / (n - 1): unbiased for equally many images per prompt
+    if prompts > 1:
+        # the cluster-robust error of a ratio; with one image per prompt the usual standard error.
+        # n / (n - 1): unbiased for equally many images per prompt
         spread = ((sums - mean * counts) ** 2).sum() * prompts / (prompts - 1)
         error = math.sqrt(spread) / float(n)
     low, high = bootstrap.interval(sums, counts, np.zeros(len(counts), np.int64))

@@ -8,12 +8,10 @@
             rows.<process>.jsonl    one line per scored image, NaN as null
 
 A row is written after its image, so every row has been scored on an image that existed. A last line
-without its end was cut off by a kill and does not count. Processes share the folder, on a file
-system that all of them see.
+without its end was cut off by a kill and does not count. All processes share the folder.
 
 A run with a larger or smaller `limit` is the same run, because the noise of an image depends on the
-place of its prompt. So is one with another batch size, apart from float rounding; the images of a
-last, smaller batch are kept.
+place of its prompt. So is one with another batch size, apart from float rounding.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
@@ -39,16 +38,15 @@ from flowalign.rewards import describe
 from flowalign.types import PromptBatch
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
     from flowalign.eval.suite import ImageSet
 
-Key = tuple[int, int]
-"""An image: (place of its prompt in the set, number of the copy)."""
-
+Key = tuple[int, int]  # an image: place of its prompt in the set, number of the copy
 SETTINGS = "settings.json"
 MODEL_KEYS = {"id", "revision", "dtype", "vae_dtype", "quantization", "height", "width"}
 MODEL_KEYS |= {"max_sequence_length"}  # keys of `model` that change an image
+
+
+REMEDY = "Give another `output`, or delete {} to start anew."
 
 
 class StoreError(ValueError):
@@ -59,8 +57,7 @@ class Store:
     """The images of one model for one set of prompts, and the rows of those who judged them.
 
     images: what the images depend on, as JSON, with the list of `prompts`. scores {judge: what its
-    scores depend on}. kept: images are written for the first so many prompts; None = for all. rank:
-    of this process, which writes its own rows.
+    scores depend on}. kept: prompts whose images are written, None = all. rank: of this process.
     """
 
     def __init__(
@@ -76,14 +73,12 @@ class Store:
         self.rows = {judge: Rows(folder, depends, rank) for judge, depends in scores.items()}
 
     def check(self) -> None:
-        """StoreError if the folder holds images that this run would not sample, or rows that cannot
-        be read; changes nothing."""
+        """StoreError for images that this run would not sample, or rows that cannot be read."""
         recorded = read_record(self.folder, self.folder / SETTINGS)
         if recorded is not None and (problems := differences(recorded, self.images)):
             raise another_run(self.folder, problems)
         for rows in self.rows.values():
-            for _ in rows.all():
-                pass
+            list(rows.all())  # raises for a line that is no row
 
     def prepare(self) -> None:
         """Make the folders and record in them what they hold. For one process."""
@@ -130,15 +125,12 @@ class Rows:
         self._complete = False  # whether that file is known to end with a complete line
 
     def read(self, prompts: PromptBatch) -> dict[Key, dict[str, Any]]:
-        """The valid rows of all processes, one per image, of these prompts with their metadata.
-
-        Invalid rows are left out, so that the reward is asked again.
-        """
+        """The valid rows of all processes, one per image, of these prompts with their metadata."""
         rows: dict[Key, dict[str, Any]] = {}
         for row in self.all():
             index = row["index"]
             if (
-                math.isfinite(row["value"])
+                math.isfinite(row["value"])  # else the reward is asked again
                 and 0 <= index < len(prompts)
                 and row["prompt"] == prompts.prompts[index]
                 and row["metadata"] == prompts.metadata[index]
@@ -226,10 +218,7 @@ def fingerprint(backbone: Backbone) -> str:
 
 
 def read_record(folder: Path, record: Path) -> Any:
-    """What a record says about the content of a folder; None if that is empty or missing.
-
-    StoreError if the folder holds something and has no readable record.
-    """
+    """What a record says about a folder; None for an empty one, StoreError if it is unreadable."""
     if not folder.exists() or not any(folder.iterdir()):
         return None
     try:
@@ -237,7 +226,7 @@ def read_record(folder: Path, record: Path) -> Any:
     except (OSError, ValueError) as error:
         raise StoreError(
             f"{folder} is not empty, and has no readable {record.name} that says what its images "
-            f"are ({type(error).__name__}). {_remedy(folder)}"
+            f"are ({type(error).__name__}). {REMEDY.format(folder)}"
         ) from None
 
 
@@ -250,19 +239,12 @@ def write_json(path: Path, content: Any) -> None:
 def another_run(folder: Path, problems: Sequence[str]) -> StoreError:
     """The error for a folder whose images differ from this run's."""
     return StoreError(
-        f"{folder} holds images of another run: {'; '.join(problems)}. {_remedy(folder)}"
+        f"{folder} holds images of another run: {'; '.join(problems)}. {REMEDY.format(folder)}"
     )
 
 
-def _remedy(folder: Path) -> str:
-    return f"Give another `output`, or delete {folder} to start anew."
-
-
 def differences(recorded: Any, wanted: Mapping[str, Any], place: str = "") -> list[str]:
-    """What differs, one text each: "sampling.steps was 10 there, and is 40 here".
-
-    A list does not differ from a longer one that begins with it.
-    """
+    """What differs, one text each: "sampling.steps was 10 there, and is 40 here"."""
     recorded = recorded if isinstance(recorded, Mapping) else {}
     texts = []
     for key in dict.fromkeys([*wanted, *recorded]):
@@ -272,7 +254,7 @@ def differences(recorded: Any, wanted: Mapping[str, Any], place: str = "") -> li
             continue
         if isinstance(here, list) and isinstance(there, list):
             unequal = [i for i, (a, b) in enumerate(zip(there, here, strict=False)) if a != b]
-            if not unequal:
+            if not unequal:  # of another `limit`: one list begins with the other
                 continue
             name, there, here = f"{name}.{unequal[0]}", there[unequal[0]], here[unequal[0]]
         if here != there:

@@ -1,8 +1,7 @@
 """Evaluation: held-out prompts -> images with fixed noise -> scores -> an EvalReport.
 
 The noise of an image depends only on the seed, the place of its prompt in the set and the number of
-its copy. So all models are compared on the same noise, whatever the batch size or the number of
-processes.
+its copy. So all models see the same noise, whatever the batch size or the number of processes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from flowalign import rewards
 from flowalign.backbone import Backbone
-from flowalign.config import BenchmarkConfig, ConfigError
+from flowalign.config import BenchmarkConfig, ConfigError, SamplingConfig
 from flowalign.data import load_prompts
 from flowalign.devices import current
 from flowalign.eval.layouts import check_layout
@@ -43,17 +42,13 @@ class EvaluationError(RuntimeError):
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A named set of prompts and the reward that scores their images.
-
-    copies: images per prompt. source: the name of the images if other benchmarks score them too;
-    None = this benchmark alone scores them.
-    """
+    """A named set of prompts and the reward that scores their images."""
 
     name: str
     prompts: PromptBatch
     reward: Reward
-    copies: int = 1
-    source: str | None = None
+    copies: int = 1  # images per prompt
+    source: str | None = None  # the name of the images, if other benchmarks score them too
 
     @property
     def headline(self) -> str | None:
@@ -63,17 +58,13 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Images that are sampled once, and the benchmarks that score them (there may be none).
-
-    copies: images per prompt. layout: the official folder that the images are also written to (a
-    key of layouts.LAYOUTS).
-    """
+    """Images that are sampled once, and the benchmarks that score them (there may be none)."""
 
     name: str
     prompts: PromptBatch
-    copies: int = 1
+    copies: int = 1  # images per prompt
     judges: tuple[Benchmark, ...] = ()
-    layout: str | None = None
+    layout: str | None = None  # a key of LAYOUTS: the images are also written in that layout
 
     @staticmethod
     def of(benchmark: Benchmark) -> ImageSet:
@@ -90,8 +81,7 @@ def build_sets(
     """The image sets of benchmark configs, with their prompts, and with their rewards on a device.
 
     place: the key of the list in the config. size: height and width, which layouts depend on.
-    Raises ConfigError for prompts that an official layout cannot hold (before any reward is built)
-    and for rewards that cannot be built.
+    Raises ConfigError for prompts that a layout cannot hold and rewards that cannot be built.
     """
     problems, prompt_sets = [], []
     for index, config in enumerate(configs):
@@ -109,6 +99,7 @@ def build_sets(
     sets = []
     for index, (config, prompts) in enumerate(zip(configs, prompt_sets, strict=True)):
         source, judges = config.name if config.rewards else None, []
+        # key: the reward's place in the config, for the error
         for name, (key, options) in zip(config.judges, config.reward_keys.items(), strict=True):
             try:
                 reward = rewards.build_on(device, options.name, options.options)
@@ -121,18 +112,12 @@ def build_sets(
     return sets
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How images are sampled: ODE steps, CFG scale, seed, images per forward pass."""
-
-    steps: int
-    guidance: float
-    seed: int
-    batch_size: int
-
-
 def generate(
-    backbone: Backbone, prompts: PromptBatch, settings: Settings, first: int = 0, copies: int = 1
+    backbone: Backbone,
+    prompts: PromptBatch,
+    settings: SamplingConfig,
+    first: int = 0,
+    copies: int = 1,
 ) -> Tensor:
     """Images [P*copies,3,H,W] in [0,1] of P prompts, deterministic (Euler ODE).
 
@@ -155,7 +140,7 @@ def generate(
 def run(
     backbone: Backbone,
     sets: Sequence[ImageSet],
-    settings: Settings,
+    settings: SamplingConfig,
     accelerator: Accelerator | None = None,
     *,
     seconds: float | None = None,
@@ -163,8 +148,7 @@ def run(
 ) -> EvalReport:
     """Score every benchmark; with an accelerator each process takes a share of the prompts.
 
-    seconds: as in `judge_set`. A benchmark with a larger share of images without a score than
-    max_invalid_share is `lost`.
+    seconds: as in `judge_set`. max_invalid_share: a benchmark that loses more images is `lost`.
     """
     rows: list[EvalRow] = []
     reasons: dict[str, str] = {}
@@ -174,7 +158,7 @@ def run(
             rows += rows_of(benchmark, judged.rows)
             if reason := lost(benchmark, judged.rows, max_invalid_share):
                 reasons[benchmark.name] = reason
-    return EvalReport(rows, vars(settings), environment(), reasons)
+    return EvalReport(rows, settings.model_dump(), environment(), reasons)
 
 
 def headline(report: EvalReport, benchmarks: Sequence[Benchmark]) -> float:
@@ -204,19 +188,18 @@ class Judged:
 
     A row holds index (the place of its prompt), copy, prompt, metadata, value (NaN = invalid),
     reason (why it failed, or what the score rests on; None if the reward gives none) and the parts
-    of its score. The copies of a prompt follow one another. pictures: PNG files of the first rows.
-    features: [N,D] on the CPU, one per row; None if none were asked for.
+    of its score. The copies of a prompt follow one another.
     """
 
     rows: list[dict[str, Any]]
-    pictures: list[bytes]
-    features: Tensor | None = None
+    pictures: list[bytes]  # PNG files of the first rows
+    features: Tensor | None = None  # [N,D] on the CPU, if they were asked for
 
 
 def judge_set(
     backbone: Backbone,
     images: ImageSet,
-    settings: Settings,
+    settings: SamplingConfig,
     accelerator: Accelerator | None = None,
     *,
     keep: int = 0,
@@ -229,23 +212,23 @@ def judge_set(
 
     The result is the same on every process. A batch is scored while the next one is sampled; one
     that takes a judge longer than `seconds` is invalid (None = wait for ever). keep: prompts whose
-    pictures are kept. features: images [B,3,H,W] -> [B,D], taken of every image. advance is called
-    with the number of images of each batch of this process. store: where images and rows are kept;
-    what it holds is neither sampled nor scored again.
-
-    Images are scored at 8 bits a channel, so that scores from memory and from a file are the same.
+    pictures are kept. features: images [B,3,H,W] -> [B,D]. advance is called with the number of
+    images of each batch. store: what it holds is neither sampled nor scored again.
     """
     world, rank = (accelerator.num_processes, accelerator.process_index) if accelerator else (1, 0)
     scoring = _Scoring(images.judges, store, seconds)
-    own = _share(images, settings.batch_size, world, rank)
-    batches = [_plan(images, prompts, scoring, keep, bool(features)) for prompts in own]
+    batches = []
+    for prompts in _share(images, settings.batch_size, world, rank):
+        keys = [(prompt, copy) for prompt in prompts for copy in range(images.copies)]
+        unscored = scoring.unscored(keys)
+        shown = {key for key in keys if features or key[0] < keep}
+        batches.append(_Batch(prompts, keys, unscored, shown.union(*unscored.values())))
     sampled = [batch for batch in batches if _is_sampled(batch, store)]
     pictures: list[bytes] = []
     vectors: list[Tensor] = []
     for batch in batches:
-        if (
-            sampled and sampled[0] is batch
-        ):  # the encoders come to the device once, not for every batch
+        if sampled and sampled[0] is batch:
+            # all batches at once, so that the encoders come to the device a single time
             backbone.text.prepare([images.prompts.select(b.prompts).prompts for b in sampled])
             sampled.pop(0)
         pixels = _pixels(backbone, images, settings, batch, store)
@@ -270,52 +253,41 @@ def judge_set(
 def _share(images: ImageSet, size: int, world: int, rank: int) -> list[range]:
     """The batches of a process: whole prompts, at most `size` images where that is possible.
 
-    The batches are the same for any number of processes, and so is their arithmetic. If there are
-    more processes than batches, some have none.
+    The batches are the same for any number of processes, and so is their arithmetic.
     """
     total = len(images.prompts)
     step = max(1, size // images.copies)  # more copies than `size` still are one batch
     batches = [range(start, min(start + step, total)) for start in range(0, total, step)]
+    # of more processes than batches, some have none
     return batches[rank * len(batches) // world : (rank + 1) * len(batches) // world]
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Whole prompts whose images are sampled together.
-
-    unscored {judge: the images that it has yet to score}; needed: the images that are scored, shown
-    or turned into features.
-    """
+    """Whole prompts whose images are sampled together."""
 
     prompts: range
     keys: list[Key]
-    unscored: dict[str, list[Key]]
-    needed: set[Key]
-
-
-def _plan(images: ImageSet, prompts: range, scoring: _Scoring, keep: int, features: bool) -> _Batch:
-    keys = [(prompt, copy) for prompt in prompts for copy in range(images.copies)]
-    unscored = scoring.unscored(keys)
-    shown = [key for key in keys if features or key[0] < keep]
-    return _Batch(prompts, keys, unscored, set(shown).union(*unscored.values()))
+    unscored: dict[str, list[Key]]  # by judge
+    needed: set[Key]  # to be scored, shown or turned into features
 
 
 def _is_sampled(batch: _Batch, store: Store | None) -> bool:
-    """Whether images of a batch will be sampled, judged by the names of files."""
     if store is None:
         return bool(batch.needed)  # empty where nobody judges, shows or measures the images
     wanted = [key for key in batch.keys if key in batch.needed or store.keeps(key)]
-    return not all(map(store.has, wanted))
+    return not all(map(store.has, wanted))  # by name only: a broken file is sampled unprepared
 
 
 def _pixels(
-    backbone: Backbone, images: ImageSet, settings: Settings, batch: _Batch, store: Store | None
+    backbone: Backbone,
+    images: ImageSet,
+    settings: SamplingConfig,
+    batch: _Batch,
+    store: Store | None,
 ) -> dict[Key, Tensor]:
-    """The needed images [3,H,W] of a batch, on the model's device, each at 8 bits a channel.
-
-    What the store lacks is sampled with its whole batch, so that the arithmetic is that of a run
-    without interruption. What the store keeps is written.
-    """
+    """The needed images [3,H,W] of a batch, on the model's device, each at 8 bits a channel: so
+    scores from memory and from a file are the same. What the store keeps is written."""
     pixels: dict[Key, Tensor] = {}
     for key in batch.needed:
         if store and (image := store.load(key)) is not None:
@@ -326,6 +298,7 @@ def _pixels(
         missing |= {key for key in batch.keys if store.keeps(key) and not store.has(key)}
     if not missing:
         return pixels
+    # the whole batch, so that the arithmetic is that of a run without interruption
     prompts = images.prompts.select(batch.prompts)
     sampled = generate(backbone, prompts, settings, batch.prompts.start, images.copies)
     for key, image in zip(batch.keys, eight_bits(sampled), strict=True):
@@ -355,22 +328,20 @@ class _Scoring:
         self._submitted: list[tuple[Benchmark, list[Key]]] = []
 
     def unscored(self, keys: Sequence[Key]) -> dict[str, list[Key]]:
-        """{judge: the images without a row}; a groupwise reward scores all images of a prompt, or
-        none."""
+        """{judge: the images without a row}."""
         missing = {}
         for judge in self.judges:
             missing[judge.name] = [key for key in keys if key not in self.rows[judge.name]]
-            if getattr(judge.reward, "groupwise", False):
+            if getattr(judge.reward, "groupwise", False):  # all images of a prompt, or none
                 prompts = {prompt for prompt, _ in missing[judge.name]}
                 missing[judge.name] = [key for key in keys if key[0] in prompts]
         return missing
 
     def submit(self, batch: _Batch, pixels: Mapping[Key, Tensor]) -> None:
-        """Start to score a batch when the one before is done: a slow reward does not fill the
-        memory."""
+        """Start to score a batch when the one before is done."""
         if not any(batch.unscored.values()):
             return
-        self._collect()
+        self._collect()  # first: behind a slow reward images would fill the memory
         for judge in self.judges:
             if keys := batch.unscored[judge.name]:
                 prompts = judge.prompts.select([prompt for prompt, _ in keys])
@@ -400,7 +371,6 @@ def _score(reward: Reward, images: Tensor, batch: PromptBatch) -> Scores:
 
 
 def _row(judge: Benchmark, keys: Sequence[Key], scores: Scores, i: int) -> dict[str, Any]:
-    """The row of image i of those that were scored, as `Judged` describes it."""
     index, copy = keys[i]
     return {
         "index": index,

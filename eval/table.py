@@ -21,19 +21,11 @@ CLEAR = 2.0  # standard errors from 0: larger differences are coloured
 
 @dataclass(frozen=True)
 class Results:
-    """What was measured: judged {model: {benchmark: its images}}, distances {model: its fidelity}.
-
-    All models are compared with the first. distances is empty where fidelity was not measured.
-    """
+    """What was measured. All models are compared with the first."""
 
     benchmarks: Sequence[Benchmark]
-    judged: Mapping[str, Mapping[str, Judged]]
-    distances: Mapping[str, Distance]
-
-    @property
-    def first(self) -> str:
-        """The model that all others are compared with."""
-        return next(iter(self.judged))
+    judged: Mapping[str, Mapping[str, Judged]]  # {model: {benchmark: its images}}
+    distances: Mapping[str, Distance]  # by model; empty where fidelity was not measured
 
     @cached_property
     def rows(self) -> dict[str, list[EvalRow]]:
@@ -64,12 +56,12 @@ def _columns(numbers: Sequence[EvalRow], fidelity: EvalRow | None) -> dict[str, 
 
 @dataclass(frozen=True)
 class Table:
-    """rows {label: {column: number}}; places {column: decimals}; signed: differences."""
+    """Numbers by row and column, as they are printed."""
 
     caption: str
-    rows: Mapping[str, Mapping[str, EvalRow]]
-    places: Mapping[str, int]
-    signed: bool = False
+    rows: Mapping[str, Mapping[str, EvalRow]]  # {label: {column: number}}
+    places: Mapping[str, int]  # {column: decimals}
+    signed: bool = False  # differences
 
     @property
     def columns(self) -> list[str]:
@@ -97,10 +89,7 @@ class Table:
         return counts(row[column] for row in self.rows.values())
 
     def best(self, column: str) -> set[str]:
-        """The rows with the best printed number; several if their digits are equal.
-
-        Empty for differences, and where there are fewer than two numbers.
-        """
+        """The rows with the best printed number (several if equal); empty for differences."""
         sign = -1 if column in LOWER_IS_BETTER else 1
         # rounded as printed: digits that nobody sees must not decide
         rounded = {
@@ -108,7 +97,7 @@ class Table:
             for label, row in self.rows.items()
             if math.isfinite(row[column].mean)
         }
-        if self.signed or len(rounded) < 2:
+        if self.signed or len(rounded) < 2:  # one number alone is not the best
             return set()
         return {label for label, value in rounded.items() if value == max(rounded.values())}
 

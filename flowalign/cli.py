@@ -62,8 +62,9 @@ def sample(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     from flowalign.backbone import DTYPES, Backbone, load_pipeline
     from flowalign.backbone.pipeline import text_length
+    from flowalign.config import SamplingConfig
     from flowalign.devices import resolve
-    from flowalign.eval.suite import Settings, generate
+    from flowalign.eval.suite import generate
     from flowalign.pictures import grid
     from flowalign.progress import quiet
     from flowalign.types import PromptBatch
@@ -71,6 +72,9 @@ def sample(argv: Sequence[str]) -> int:
     quiet()
     count = len(args.prompts)
     try:
+        settings = SamplingConfig(
+            steps=args.steps, guidance=args.guidance, seed=args.seed, batch_size=8
+        )
         device = resolve(args.device)
         dtype = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
         length = text_length(args.model, args.lora)
@@ -86,7 +90,7 @@ def sample(argv: Sequence[str]) -> int:
         return 2
     prompts = PromptBatch(args.prompts, ["sample"] * count, [{}] * count)
     with backbone.adapter("sampled" if args.lora else None):
-        images = generate(backbone, prompts, Settings(args.steps, args.guidance, args.seed, 8))
+        images = generate(backbone, prompts, settings)
     grid(args.out, images, args.prompts)
     print(args.out)
     return 0

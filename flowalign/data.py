@@ -100,8 +100,7 @@ def _text(path: Path) -> str:
 
 @lru_cache(maxsize=16)  # a start asks for each set several times: to check it, count it, use it
 def _read_file(path: Path, text: str) -> list[Row]:
-    """The rows of a file with this text. Whoever gets them must not change them."""
-    return READERS[path.suffix](path, text)
+    return READERS[path.suffix](path, text)  # shared by all callers, who must not change them
 
 
 def _lines(text: str) -> list[tuple[int, str]]:
@@ -109,10 +108,6 @@ def _lines(text: str) -> list[tuple[int, str]]:
     # not str.splitlines: it would also cut at U+2028 and its like, inside a prompt
     lines = enumerate(re.split(r"\r\n?|\n", text), 1)
     return [(number, line.strip()) for number, line in lines if line.strip()]
-
-
-def _read_txt(path: Path, text: str) -> list[Row]:
-    return [(line, {}) for _, line in _lines(text)]
 
 
 def _read_jsonl(path: Path, text: str) -> list[Row]:
@@ -189,7 +184,7 @@ def _read_folder(path: Path) -> list[Row]:
 
 
 READERS: Mapping[str, Callable[[Path, str], list[Row]]] = {
-    ".txt": _read_txt,
+    ".txt": lambda path, text: [(line, {}) for _, line in _lines(text)],
     ".jsonl": _read_jsonl,
     ".csv": _read_csv,
 }
@@ -250,7 +245,7 @@ class PromptSampler:
         return self._drawn[update]
 
     def _row(self, task: str, place: int) -> int:
-        """The row of the set that is the place-th prompt of this task since the start."""
+        """The row of the prompt that is the place-th of this task since the start."""
         epoch, offset = divmod(place, len(self.sets[task]))
         return _permutation(f"{self.seed}/{task}/{epoch}", len(self.sets[task]))[offset]
 

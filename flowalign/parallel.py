@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -101,6 +102,32 @@ def part() -> None:
     """At the end of everything, end the process group."""
     if torch.distributed.is_initialized():
         state().destroy_process_group()
+
+
+Errors = tuple[type[Exception], ...]
+
+
+def exit_status(
+    work: Callable[[], None], *, refused: Errors, stopped: Errors, interrupted: str
+) -> int:
+    """Do the work of a command: 0 done, 1 it had to stop, 2 it was refused, 130 interrupted.
+
+    refused, stopped: the errors of which only the text is printed. interrupted: what is printed
+    after Ctrl-C.
+    """
+    try:
+        work()
+        part()
+    except refused as error:
+        print(error, file=sys.stderr)
+        return 2
+    except stopped as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        return 130  # as a shell reports SIGINT: 128 + 2
+    return 0
 
 
 def _problems(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from flowalign import metrics
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 SMALL = 128  # pixels: narrower images are drawn with sharp pixels
 CAPTION = 24  # characters in a line of a caption
+COLUMNS = 8  # images in a row
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 
@@ -38,8 +39,8 @@ def png(image: Tensor) -> bytes:
 
 
 def pixels_of(file: bytes) -> Tensor:
-    """The image [3,H,W] in [0,1] of a PNG file."""
-    pixels = np.array(Image.open(io.BytesIO(file)).convert("RGB"))
+    """The image [3,H,W] in [0,1] of a PNG file, as its EXIF turns it."""
+    pixels = np.array(ImageOps.exif_transpose(Image.open(io.BytesIO(file))).convert("RGB"))
     return to_float(torch.from_numpy(pixels).permute(2, 0, 1))
 
 
@@ -59,15 +60,10 @@ def _encoded(image: Image.Image) -> bytes:
 
 
 def grid(
-    path: Path,
-    images: Tensor | Sequence[Tensor],
-    captions: Sequence[str],
-    *,
-    columns: int = 8,
-    title: str = "",
+    path: Path, images: Tensor | Sequence[Tensor], captions: Sequence[str], *, title: str = ""
 ) -> None:
-    """Write images [N,3,H,W] in [0,1] with a caption under each, as a PNG."""
-    _save(_drawn(list(images), captions, min(columns, len(images)), title), path)
+    """Write images [N,3,H,W] in [0,1] with a caption under each, as a PNG of COLUMNS columns."""
+    _save(_drawn(list(images), captions, min(COLUMNS, len(images)), title), path)
 
 
 def side_by_side(
@@ -75,20 +71,16 @@ def side_by_side(
     models: Sequence[Sequence[Tensor]],
     captions: Sequence[Sequence[str]],
     *,
-    columns: int = 8,
     title: str = "",
 ) -> None:
-    """Several models on the same prompts and noise; models[m][n] is image n of model m.
-
-    One row per model; all rows wrap after `columns` prompts.
-    """
+    """A row per model, all on the same prompts and noise; models[m][n] is image n of model m."""
     images, labels = [], []
-    for start in range(0, len(models[0]), columns):
-        part = slice(start, start + columns)
+    for start in range(0, len(models[0]), COLUMNS):  # all rows wrap at the same prompt
+        part = slice(start, start + COLUMNS)
         for row, texts in zip(models, captions, strict=True):
             images += list(row[part])
             labels += list(texts[part])
-    grid(path, images, labels, columns=columns, title=title)
+    grid(path, images, labels, title=title)
 
 
 def gallery(
@@ -103,8 +95,7 @@ def gallery(
     models: name -> its images, one per prompt, in the order of `prompts`: PIL images, or tensors
     [3,H,W] in [0,1] (also a batch [N,3,H,W]). captions: name -> the captions of its images, texts
     or numbers (the `value` of Scores; NaN is drawn as "failed"); models may be left out.
-    `.save("gallery.png")` writes it. Raises ValueError if the numbers of images, captions and
-    prompts differ.
+    `.save("gallery.png")` writes it. Raises ValueError if their numbers differ.
     """
     captions = captions or {}
     if not models or not len(prompts):
@@ -150,10 +141,8 @@ def _drawn(
     sides: Sequence[str] = (),
     gap: float = 0.62,
 ) -> Figure:
-    """Rows of `columns` images, with a caption under each in a gap of so many inches.
-
-    heads: texts above the columns. sides: texts (the prompts) left of the rows.
-    """
+    """Rows of `columns` images. heads: texts above the columns. sides: texts left of the rows. gap:
+    inches below an image, for its caption."""
     from matplotlib.figure import Figure
 
     rows = -(-len(images) // columns)
@@ -181,8 +170,7 @@ def _drawn(
     return figure
 
 
-def _wrapped(caption: str) -> str:
-    """The caption in lines of CAPTION characters, its own line breaks kept."""
+def _wrapped(caption: str) -> str:  # textwrap would drop its own line breaks
     return "\n".join(textwrap.fill(line, CAPTION) for line in caption.split("\n"))
 
 
@@ -237,11 +225,7 @@ def metrics_plot(log: Path, path: Path, title: str = "") -> None:
 
 
 def _panels(curves: Mapping[str, object]) -> dict[str, list[str]]:
-    """{panel: its curves}, of those that were logged.
-
-    A policy has reward, held-out score, drift and stability; a distillation has the distance by
-    task and by step, and how well the gradients of the tasks agree.
-    """
+    """{panel: its curves}, of those that were logged."""
 
     def by_step(prefix: str, steps: bool) -> list[str]:
         names = [name for name in curves if name.startswith(prefix)]

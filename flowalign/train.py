@@ -60,20 +60,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     from flowalign.eval.suite import EvaluationError
     from flowalign.loop import TrainingError
 
-    try:
+    def work() -> None:
         config = load(args.config, args.overrides, stage=Job, variant=args.variant)
         run(config, Path(args.config).parent, args.resume)
-        parallel.part()
-    except (ConfigError, ModelError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except (TrainingError, EvaluationError) as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; continue from the last checkpoint with --resume", file=sys.stderr)
-        return 130
-    return 0
+
+    return parallel.exit_status(
+        work,
+        refused=(ConfigError, ModelError),
+        stopped=(TrainingError, EvaluationError),
+        interrupted="interrupted; continue from the last checkpoint with --resume",
+    )
 
 
 def run(config: Job, home: Path, resume: bool) -> Path:
@@ -308,8 +304,7 @@ def evaluator(
 
     if config.evaluation is None:
         return None
-    benchmarks = held_out(config, rewards)
-    settings = suite.Settings(**config.evaluation_sampling.model_dump())
+    benchmarks, settings = held_out(config, rewards), config.evaluation_sampling
     seconds, share = config.train.score_seconds, config.evaluation.max_invalid_share
     watched = suite.build_sets(config.watched, "evaluation.watch", accelerator.device)
     sets = [*map(suite.ImageSet.of, benchmarks), *watched]
@@ -364,12 +359,12 @@ def compare(
     """Draw base and result on the same held-out prompts and seeds. path None: only sample."""
     from flowalign import metrics
     from flowalign.data import subset
-    from flowalign.eval.suite import Settings, generate
+    from flowalign.eval.suite import generate
     from flowalign.loop import STUDENT
     from flowalign.pictures import read_metrics, side_by_side
     from flowalign.rewards.scoring import Ahead, ByTask
 
-    settings = Settings(**config.evaluation_sampling.model_dump())
+    settings = config.evaluation_sampling
     backbone.replace_adapter(STUDENT, Path(config.output) / "adapter")
     benchmark = held_out(config, rewards)[0]
     prompts = subset(benchmark.prompts, count)

@@ -16,14 +16,14 @@ from PIL import Image
 
 from flowalign import text
 from flowalign.backbone import Backbone, load_pipeline
-from flowalign.config import SD3_ATTENTION
+from flowalign.config import SD3_ATTENTION, SamplingConfig
 from flowalign.eval import suite
 from flowalign.eval.fidelity import distance, enough, frechet
 from flowalign.eval.geneval import summarize
 from flowalign.eval.run import main
 from flowalign.eval.stats import average, difference, lost, rows_of
 from flowalign.eval.store import Store
-from flowalign.eval.suite import Benchmark, ImageSet, Judged, Settings
+from flowalign.eval.suite import Benchmark, ImageSet, Judged
 from flowalign.eval.table import details
 from flowalign.frozen import Placement
 from flowalign.pictures import pixels_of
@@ -238,7 +238,7 @@ def test_an_image_depends_neither_on_the_batch_nor_on_who_samples_it(
 
     def run(size: int, world: int = 1, rank: int = 0) -> Judged:
         processes: Any = SimpleNamespace(num_processes=world, process_index=rank)
-        settings = Settings(2, 1.0, 7, size)
+        settings = SamplingConfig(steps=2, guidance=1.0, seed=7, batch_size=size)
         return judge(backbone, mark, settings, processes, keep=3, features=fakes.mean_colour)
 
     whole = run(5)
@@ -265,11 +265,20 @@ def test_features_are_those_of_the_images_and_nan_where_there_is_no_image(
     images = torch.randint(256, (2, 3, 8, 8)) / 255
     images[1, 0, 0, 0] = NAN
     monkeypatch.setattr(suite, "generate", lambda *args: images)
-    result = judge(backbone, mark, Settings(2, 1.0, 7, 2), keep=2, features=fakes.mean_colour)
+    result = judge(
+        backbone,
+        mark,
+        SamplingConfig(steps=2, guidance=1.0, seed=7, batch_size=2),
+        keep=2,
+        features=fakes.mean_colour,
+    )
     assert result.features is not None and bool(result.features[1].isnan().all())
     torch.testing.assert_close(result.features[0], images[0].mean((1, 2)))
     torch.testing.assert_close(pixels_of(result.pictures[0]), images[0], rtol=0, atol=0.5 / 255)
-    assert judge(backbone, mark, Settings(2, 1.0, 7, 2)).features is None
+    assert (
+        judge(backbone, mark, SamplingConfig(steps=2, guidance=1.0, seed=7, batch_size=2)).features
+        is None
+    )
 
 
 @pytest.fixture
@@ -396,7 +405,9 @@ def test_a_reward_that_hangs_does_not_hang_an_evaluation(random_model: str) -> N
     backbone = fakes.backbone(random_model)
     mark = Benchmark("red", fakes.batch(4), hanging)
     threads = threading.active_count()
-    rows = judge(backbone, mark, Settings(2, 1.0, 7, 1), seconds=0.3).rows
+    rows = judge(
+        backbone, mark, SamplingConfig(steps=2, guidance=1.0, seed=7, batch_size=1), seconds=0.3
+    ).rows
     assert [math.isnan(row["value"]) for row in rows] == [False, True, False, False]
     deadline = time.monotonic() + 5  # a thread that was told to end takes a moment
     while threading.active_count() > threads + 1 and time.monotonic() < deadline:
@@ -439,7 +450,14 @@ def evaluated(
     for rank in range(world):
         processes: Any = SimpleNamespace(num_processes=world, process_index=rank)
         for _ in range(times):
-            judged = judge(backbone, mark, Settings(2, 4.5, 7, 2), processes, keep=9, **options)
+            judged = judge(
+                backbone,
+                mark,
+                SamplingConfig(steps=2, guidance=4.5, seed=7, batch_size=2),
+                processes,
+                keep=9,
+                **options,
+            )
             everything += [*judged.rows, *judged.pictures]
     return everything
 

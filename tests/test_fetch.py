@@ -242,10 +242,10 @@ def test_a_split_takes_as_many_of_each_tag_and_of_a_small_one_a_quarter() -> Non
     rows += [("counting", f"a photo of two {i}s") for i in range(20)] * 5
     rows += [("position", f"a photo of a {i} dog right of a cat") for i in range(2000)]
     batch = PromptBatch([p for _, p in rows], ["t"] * len(rows), [{"tag": t} for t, _ in rows])
-    chosen = module.set_aside(batch, frozenset())
-    tags = Counter(rows[row][0] for row in chosen.validation)
+    training, validation = module.set_aside(batch, frozenset())
+    tags = Counter(rows[row][0] for row in validation)
     assert tags == {"position": module.VALIDATION // 2, "counting": 5}
-    left = {rows[row][1] for row in chosen.training}
+    left = {rows[row][1] for row in training}
     assert len(left) == 4000 + 20 - 2 * tags["position"] - 5  # either way round
 
 

@@ -247,7 +247,7 @@ def test_the_command_runs_the_real_detector(folder: Path, capsys, open_clip, tmp
     [
         (["nowhere", "--detector", "tiny"], "there is no folder nowhere"),
         (["nowhere", "--detector", "tinny"], "no detector 'tinny'"),
-        (["nowhere", "--option", "size"], "not of the form NAME=VALUE"),
+        (["nowhere", "--option", "size"], "override 'size': want key.path=value"),
         (["nowhere", "--option", "dtype=int"], "'float32'"),
         (["nowhere", "--detector", "tiny", "--option", "size=3"], "has no option 'size'"),
     ],

@@ -11,10 +11,10 @@ import torch
 import yaml
 from torch import Tensor
 
-from flowalign.config import ConfigError, EvalStage, parse
+from flowalign.config import ConfigError, EvalStage, SamplingConfig, parse
 from flowalign.eval import geneval_folder, suite
 from flowalign.eval.run import main
-from flowalign.eval.suite import Benchmark, ImageSet, Settings
+from flowalign.eval.suite import Benchmark, ImageSet
 from flowalign.pictures import pixels_of
 from flowalign.types import PromptBatch, Scores
 
@@ -172,7 +172,8 @@ def test_judges_take_turns_and_one_that_hangs_costs_the_others_nothing(random_mo
     batch = fakes.batch(3)
     judges = tuple(Benchmark(n, batch, judge(n, n == "slow"), 1, "x") for n in ("slow", "quick"))
     results = suite.judge_set(
-        fakes.backbone(random_model), ImageSet("x", batch, 1, judges), Settings(2, 1.0, 7, 1),
+        fakes.backbone(random_model), ImageSet("x", batch, 1, judges),
+        SamplingConfig(steps=2, guidance=1.0, seed=7, batch_size=1),
         seconds=0.3,
     )  # fmt: skip
     ended.set()

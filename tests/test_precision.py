@@ -13,9 +13,9 @@ from torch.testing import assert_close
 from flowalign import cli, parallel, pictures, train
 from flowalign.backbone import Backbone
 from flowalign.backbone.precision import CastingLinear
-from flowalign.config import EvalStage, parse
+from flowalign.config import EvalStage, SamplingConfig, parse
 from flowalign.eval.run import load_adapters, using
-from flowalign.eval.suite import Settings, generate
+from flowalign.eval.suite import generate
 from flowalign.loop import STUDENT
 
 
@@ -94,7 +94,9 @@ def test_sample_draws_what_an_evaluation_scores(
     given = ["--model", random_model, "--lora", str(tmp_path / "lora"), "--size", "32"]
     given += ["--steps", "3", "--guidance", "2", "--seed", "7", "--dtype", dtype]
     assert cli.sample([*fakes.PROMPTS[:2], *given]) == 0
-    expected = generate(backbone, fakes.batch(2), Settings(3, 2.0, 7, 8))
+    expected = generate(
+        backbone, fakes.batch(2), SamplingConfig(steps=3, guidance=2.0, seed=7, batch_size=8)
+    )
     assert torch.equal(drawn[0], expected) and expected.std() > 1e-3
 
 

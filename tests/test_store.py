@@ -18,11 +18,11 @@ from torch import Tensor
 
 from flowalign.adapters.files import read_lora
 from flowalign.backbone import Backbone, load_pipeline
-from flowalign.config import SD3_ATTENTION, EvalStage, load
+from flowalign.config import SD3_ATTENTION, EvalStage, SamplingConfig, load
 from flowalign.eval import suite
 from flowalign.eval.run import main
 from flowalign.eval.store import Store, fingerprint
-from flowalign.eval.suite import Benchmark, ImageSet, Settings
+from flowalign.eval.suite import Benchmark, ImageSet
 from flowalign.types import PromptBatch, Scores
 
 SMALL: dict[str, Any] = {"height": 32, "width": 32, "max_sequence_length": 16}
@@ -76,7 +76,7 @@ def store(folder: Path, *, rank: int = 0, kept: int | None = None, **scores: Any
 
 
 def judge(backbone: Backbone, mark: Benchmark, size: int = 2, **options: Any) -> suite.Judged:
-    settings = Settings(2, 1.0, 7, size)
+    settings = SamplingConfig(steps=2, guidance=1.0, seed=7, batch_size=size)
     return suite.judge_set(backbone, ImageSet.of(mark), settings, **options)[0]
 
 

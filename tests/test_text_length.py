@@ -15,13 +15,14 @@ from torch.testing import assert_close
 import flowalign
 from flowalign.adapters.files import read_lora, write_lora
 from flowalign.backbone import Backbone
+from flowalign.config import SamplingConfig
 from flowalign.data import load_prompts
-from flowalign.eval.suite import Settings, generate
+from flowalign.eval.suite import generate
 from flowalign.rollout import Noise
 from flowalign.teachers.merge import merge
 from flowalign.tiny import T5_LENGTH
 
-SETTINGS = Settings(steps=2, guidance=2.0, seed=3, batch_size=2)
+SETTINGS = SamplingConfig(steps=2, guidance=2.0, seed=3, batch_size=2)
 
 
 @pytest.fixture

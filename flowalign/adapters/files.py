@@ -51,6 +51,13 @@ WITHOUT_EFFECT = {
     "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
 }  # fmt: skip
 SCALING = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"}
+# Part of a weight's name -> what it is; the first that fits counts.
+KINDS = {
+    "magnitude_vector": "DoRA", "dora_scale": "DoRA", "lora_embedding": "an embedding",
+    "text_encoder": "a text encoder", "lora_unet_": "kohya's names",
+    "lora_transformer_": "kohya's names", "lora_te": "a text encoder", ".bias": "a bias",
+    "lora": "another method",
+}  # fmt: skip
 # Other initializations (pissa, olora, corda, loftq ...) change the base's weights, too.
 INITIALIZATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
 
@@ -65,9 +72,8 @@ class AdapterError(ValueError):
 def adapter_folder(source: str | Path, *, newest: bool = False) -> Path:
     """The folder (or .safetensors file) of an adapter, which need not exist.
 
-    `tiny/NAME` ships with the package. A Hub id (`flowalign.adapters.hub.is_id`) is downloaded: the
-    folder is the one in the cache, or, if there is none or `newest` is asked for, what the Hub has
-    now. Raises HubError for a Hub id that cannot be had.
+    `tiny/NAME` ships with the package. A Hub id (`flowalign.adapters.hub.is_id`) is downloaded if
+    the cache does not have it, or `newest` is asked for. Raises HubError.
     """
     if str(source).startswith("tiny/"):
         return TEACHERS / str(source).removeprefix("tiny/")
@@ -77,37 +83,34 @@ def adapter_folder(source: str | Path, *, newest: bool = False) -> Path:
 
 
 def adapter_file(folder: Path) -> Path:
-    """The weights in a folder: diffusers' file, else peft's, else the only .safetensors file. A
-    .safetensors file itself is taken as it is. AdapterError if there is none."""
+    """The weights in a folder (or the file itself): diffusers' file, else peft's, else the only
+    .safetensors file. AdapterError if there is none."""
+    where, names = folder, []
     if folder.is_file():
         where, names = folder.parent, [folder.name]
-    else:
-        where = folder
-        names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    elif folder.is_dir():
+        names = sorted(path.name for path in folder.iterdir())
     if "model_index.json" in names:
         raise AdapterError(
             f"{folder} holds a whole pipeline (model_index.json), and an adapter is wanted. Name "
             "the folder of a LoRA; null is the base itself."
         )
     tensors = [name for name in names if name.endswith(".safetensors")]
-    for usual in (ADAPTER, PEFT_ADAPTER):
-        if usual in tensors:
-            return where / usual
-    if len(tensors) == 1:
-        return where / tensors[0]
+    usual = [name for name in (ADAPTER, PEFT_ADAPTER) if name in tensors]
+    if usual or len(tensors) == 1:
+        return where / (usual or tensors)[0]
     if tensors:
         raise AdapterError(
             f"{folder} holds {len(tensors)} files of weights ({', '.join(tensors[:4])}), and which "
             f"is the adapter is not said. Name one of the files, or call it {ADAPTER}."
         )
-    for name in names:
-        if name.endswith(PICKLES):
-            better = PEFT_ADAPTER if name.startswith("adapter_model") else ADAPTER
-            raise AdapterError(
-                f"{folder} holds {name}, and a pickle is not read: it could run code. Convert it: "
-                'python -c "import torch, safetensors.torch as s; '
-                f"s.save_file(torch.load('{name}', weights_only=True), '{better}')\""
-            )
+    if pickles := [name for name in names if name.endswith(PICKLES)]:
+        better = PEFT_ADAPTER if pickles[0].startswith("adapter_model") else ADAPTER
+        raise AdapterError(
+            f"{folder} holds {pickles[0]}, and a pickle is not read: it could run code. Convert "
+            'it: python -c "import torch, safetensors.torch as s; '
+            f"s.save_file(torch.load('{pickles[0]}', weights_only=True), '{better}')\""
+        )
     raise AdapterError(f"{folder} holds no {ADAPTER}, nor another LoRA (a .safetensors file)")
 
 
@@ -116,23 +119,19 @@ def adapter_file(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Lora:
-    """An adapter. `read_lora` reads the head of its file; the weights are read when they are first
-    asked for.
+    """An adapter: `read_lora` reads the head of its file, the first access to `weights` the rest.
 
     metadata: the entries of peft's LoraConfig (r, lora_alpha, rank_pattern, alpha_pattern,
-    use_rslora, target_modules, base_model_name_or_path). ranks, alphas: {layer: r}, {layer: alpha}.
-    base: the model that it says it was trained on; None where it names none, or a folder of another
-    machine. text_length: tokens of the T5 encoder in its training; None where the file does not say
-    (ours do). describes_alpha: False where alpha = r is an assumption.
+    use_rslora, target_modules, base_model_name_or_path).
     """
 
     file: Path
     metadata: dict[str, Any]
-    ranks: dict[str, int]
-    alphas: dict[str, float]
-    base: str | None
-    text_length: int | None
-    describes_alpha: bool
+    ranks: dict[str, int]  # by layer
+    alphas: dict[str, float]  # by layer
+    base: str | None  # trained on this; None = not named, or a folder of another machine
+    text_length: int | None  # tokens of the T5 encoder in its training; None = not said (ours do)
+    describes_alpha: bool  # False = alpha = r is an assumption
 
     @property
     def scales(self) -> dict[str, float]:
@@ -156,8 +155,7 @@ class Lora:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the weights and of `metadata`: the same wherever and in whatever format the
-        adapter is stored."""
+        """SHA-256 of the weights and of `metadata`, whatever the format of the file."""
         import torch
 
         digest = hashlib.sha256(json.dumps(self.metadata, sort_keys=True).encode())
@@ -232,16 +230,14 @@ def _parsed(text: str, file: Path) -> dict[str, Any]:
     return description
 
 
-def _inner(key: str) -> str:
-    """The name of a weight inside the transformer."""
+def _inner(key: str) -> str:  # the name of a weight inside the transformer
     for prefix in PREFIXES:
         key = key.removeprefix(prefix)
     return key
 
 
 def _renamed(entries: dict[str, T]) -> dict[str, T]:
-    """The entries of a file under the names of today, by diffusers' own table, inside the
-    transformer."""
+    """The entries of a file under today's names of the weights, inside the transformer."""
     if any(OLD.fullmatch(key) for key in entries):
         from diffusers.utils import convert_unet_state_dict_to_peft
 
@@ -261,22 +257,12 @@ def _check_keys(file: Path, keys: Iterable[str]) -> None:
     others = [key for key in keys if not plain(key)]
     if not others:
         return
-    kinds = {
-        "magnitude_vector": "DoRA",
-        "dora_scale": "DoRA",
-        "lora_embedding": "an embedding",
-        "text_encoder": "a text encoder",
-        "lora_unet_": "kohya's names",
-        "lora_transformer_": "kohya's names",
-        "lora_te": "a text encoder",
-        ".bias": "a bias",
-        "lora": "another method",
-    }
-    first = others[0]
-    whole = "a whole weight, as of modules_to_save"
-    kind = next((kind for part, kind in kinds.items() if part in first), whole)
+    kind = next(
+        (kind for part, kind in KINDS.items() if part in others[0]),
+        "a whole weight, as of modules_to_save",
+    )
     raise AdapterError(
-        f"{file} is no plain LoRA of a transformer: it holds {first} ({kind}) and "
+        f"{file} is no plain LoRA of a transformer: it holds {others[0]} ({kind}) and "
         f"{len(others) - 1} more of that sort. Train or convert one that holds A and B matrices of "
         "the transformer's layers only."
     )
@@ -314,12 +300,11 @@ def _ranks(file: Path, shapes: Mapping[str, list[int]]) -> dict[str, int]:
 
 
 def _alphas(file: Path, ranks: Mapping[str, int], config: Mapping[str, Any]) -> dict[str, float]:
-    """{layer: alpha} as peft reads its own description: patterns are regular expressions that match
-    the end of a layer's name."""
+    """{layer: alpha} as peft reads its own description."""
     from peft.utils.other import get_pattern_key
 
     def of(layer: str, usual: str, pattern: str) -> Any:
-        special = config.get(pattern) or {}
+        special = config.get(pattern) or {}  # {regular expression for the end of a name: value}
         return special.get(get_pattern_key(list(special), layer), config.get(usual, DEFAULT))
 
     for layer, rank in ranks.items():

@@ -3,15 +3,14 @@
 An adapter is `owner/name`, `owner/name@revision` or `owner/name@revision/folder`, which is how
 huggingface_hub spells paths. A folder inside a repository needs the revision before it, so that a
 mistyped local path is not looked for on the Hub. Tokens are left to huggingface_hub (`hf auth
-login`): none is read, written or shown here. This module imports nothing of flowalign; rewards use
-its addresses.
+login`): none is read, written or shown here. This module imports nothing of flowalign.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -54,8 +53,7 @@ class HubAddress:
 
 
 def is_id(source: str) -> bool:
-    """Whether a source names a repository. If a local folder has the name of its first part, the
-    source is a local path, even where nothing lies there."""
+    """Whether a source names a repository, and no local folder has the name of its first part."""
     return HubAddress.parse(source) is not None and not Path(source.split("/")[0]).exists()
 
 
@@ -89,10 +87,8 @@ def download(source: str, *, newest: bool = False) -> Path:
     small, everything = ("*.json", "README.md"), ("*.json", "README.md", "*.safetensors")
     with explained(f"cannot download {source!r}", address.repository):
         if not newest:
-            try:
+            with suppress(LocalEntryNotFoundError):  # not in the cache: ask the Hub
                 return get(*everything, local=True)
-            except LocalEntryNotFoundError:
-                pass  # not in the cache: ask the Hub
         # The small files come first: with model_index.json it is a whole pipeline, which the caller
         # refuses, and its gigabytes stay where they are.
         folder = get(*small, local=False)

@@ -16,6 +16,7 @@ from flowalign.config.schema import (
     ModelConfig,
     OpdStage,
     RecipeStage,
+    SamplingConfig,
     Section,
     SftStage,
     Stage,

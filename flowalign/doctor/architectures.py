@@ -46,16 +46,15 @@ MMDIT = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """The configs of a pipeline's parts: transformer, VAE and scheduler as diffusers writes them,
-    text encoders (CLIP, CLIP and, unless it is left out, T5) as transformers does."""
+    """The configs of a pipeline's parts, as diffusers and (of `text`) transformers write them."""
 
     transformer: Mapping[str, Any]
     vae: Mapping[str, Any] = field(default_factory=lambda: VAE)
-    text: tuple[Mapping[str, Any], ...] = (CLIP_L, CLIP_G, T5_XXL)
+    text: tuple[Mapping[str, Any], ...] = (CLIP_L, CLIP_G, T5_XXL)  # T5 may be left out
     scheduler: Mapping[str, Any] = field(default_factory=lambda: {"shift": 3.0})
 
 
-ARCHITECTURES = {
+ARCHITECTURES = {  # by Hub id
     "stabilityai/stable-diffusion-3.5-medium": Architecture(
         {**MMDIT, "num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536,
          "pos_embed_max_size": 384, "dual_attention_layers": list(range(13)), "qk_norm": "rms_norm"}
@@ -69,7 +68,6 @@ ARCHITECTURES = {
          "pos_embed_max_size": 192}
     ),
 }  # fmt: skip
-"""Hub id -> architecture."""
 
 
 def find(model: str, revision: str | None = None) -> Architecture:
@@ -112,8 +110,7 @@ def local_folder(model: str, revision: str | None = None) -> Path | None:
 
 
 def build(architecture: Architecture, dtype: torch.dtype = torch.float32) -> Any:
-    """A StableDiffusion3Pipeline with random weights and no tokenizers, on the current default
-    device (`meta`: shapes without data)."""
+    """A StableDiffusion3Pipeline with random weights and no tokenizers, on the default device."""
     from diffusers import (
         AutoencoderKL,
         FlowMatchEulerDiscreteScheduler,

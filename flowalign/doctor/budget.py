@@ -27,8 +27,7 @@ def usable(memory: float, device_type: str) -> float:
 
 
 def fits(estimate: Estimate, memory: float | None) -> Iterator[Finding]:
-    """Whether the peak fits, and which changes would make it fit. memory: GiB, None = this
-    machine's."""
+    """Whether the peak fits in `memory` GiB (None = this machine's), and what would make it fit."""
     need = f"{estimate.peak / GIB:.3g} GiB in {estimate.worst.name}"
     if memory:
         size = memory * GIB
@@ -50,17 +49,13 @@ def fits(estimate: Estimate, memory: float | None) -> Iterator[Finding]:
         yield note(f"  {change}: {after.peak / GIB:.3g} GiB, {end}")
         estimate = after
     if estimate.peak > room:
-        text = "  no other setting helps; use a larger device, or a smaller lora.rank."
-        yield note(text)
+        yield note("  no other setting helps; use a larger device, or a smaller lora.rank.")
 
 
 def advice(estimate: Estimate, room: float) -> Iterator[tuple[str, Estimate]]:
-    """(a change, the estimate after it and all before), until `room` bytes suffice or no change is
-    left. Only the last ones change what is learned: dtype and quantization of the base."""
+    """(a change, the estimate after it and all before), until `room` bytes suffice."""
     for _ in range(MOST):
-        if estimate.peak <= room:
-            return
-        change = next(_changes(estimate, room), None)
+        change = next(_changes(estimate, room), None) if estimate.peak > room else None
         if change is None:
             return
         estimate = estimate.after(change)
@@ -70,9 +65,8 @@ def advice(estimate: Estimate, room: float) -> Iterator[tuple[str, Estimate]]:
 def _changes(estimate: Estimate, room: float) -> Iterator[str]:
     """What can be changed now, the cheapest first: the worst phase, then what is resident."""
     config, model, worst = estimate.config, estimate.config.model, estimate.worst
-    # the batch sizes that the phase's peak depends on
     rollout, sampling = config.rollout, config.evaluation_sampling
-    sizes = {}
+    sizes = {}  # the batch sizes that the phase's peak depends on
     if worst.name in ("VAE decode", "evaluation"):
         sizes["model.decode_batch"] = model.decode_batch or rollout.batch_size
     if worst.name == "evaluation":
@@ -90,10 +84,10 @@ def _changes(estimate: Estimate, room: float) -> Iterator[str]:
         yield "model.gradient_checkpointing=true"
     if share > 0.05:  # smaller batches can suffice
         for key, size in sizes.items():
-            yield f"{key}={max(1, min(size - 1, int(size * share * 0.9)))}"
+            yield f"{key}={max(1, min(size - 1, int(size * share * 0.9)))}"  # 0.9: not to the brim
     if not model.offload_text_encoders:
         yield "model.offload_text_encoders=true"
-    if model.dtype == "float32":
+    if model.dtype == "float32":  # only from here on is something else learned
         yield "model.dtype=bfloat16"
     if model.quantization is None:
         yield "model.quantization=fp8"
@@ -106,8 +100,7 @@ def pace(
 ) -> Finding:
     """Seconds an update, and device-hours of the run.
 
-    The rate is `tflops` if given, else `measured` FLOP/s, else a share of this GPU's matrix
-    products. scoring: seconds that rewards take for an image.
+    tflops: the rate, if it is known; measured: FLOP/s. scoring: seconds of rewards for an image.
     """
     config, processes = estimate.config, estimate.processes
     if tflops:
@@ -127,7 +120,7 @@ def pace(
         f"time: {estimate.flops / 1e12:.4g} TFLOP an update; at {rate / 1e12:.3g} TFLOP/s "
         f"({source}) {estimate.flops / rate + rewards:.3g} s an update{part}, and {hours:.3g} "
         f"device-hours for {updates} updates and {estimate.evaluations} evaluations on "
-        f"{processes} device(s)",
+        f"{processes} device(s)"
     )
 
 
@@ -145,7 +138,7 @@ def matmul_rate(dtype: torch.dtype, device_type: str = "cuda", repeats: int = 8)
         return time.perf_counter() - began
 
     run()  # the first product loads its library
-    return 2 * size**3 * repeats / run()
+    return 2 * size**3 * repeats / run()  # a multiplication and an addition each
 
 
 def show(name: str, estimate: Estimate) -> None:

@@ -98,7 +98,6 @@ def examine(args: argparse.Namespace) -> bool:
 
 
 def _environment() -> Iterator[Finding]:
-    """Versions, and the device."""
     versions = [f"Python {platform.python_version()}"]
     for package in PACKAGES:
         try:
@@ -122,10 +121,9 @@ def _ranks(stages: Mapping[str, object]) -> dict[str, int]:
         if isinstance(stage, MergeStage):
             given = [rank_of(source, ranks, 32) for source in stage.adapters]
             rank = sum(given) if stage.method == "concat" else stage.rank or max(given)
-            rank = min(rank, sum(given)) if stage.method == "svd" else rank
+            rank = min(rank, sum(given)) if stage.method == "svd" else rank  # no more than exact
         elif isinstance(stage, TrainingStage):
-            lora = stage.lora
-            rank = rank_of(lora.init, ranks, lora.rank) if lora.init else lora.rank
+            rank = rank_of(stage.lora.init, ranks, stage.lora.rank)
         else:
             continue
         folder = Path(stage.output) / "adapter"
@@ -141,14 +139,13 @@ def _examine_stage(
     ranks: Mapping[str, int],
     refused: bool,
 ) -> bool:
-    """Print the findings of a training stage: its plan, a few images, its memory and time; whether
-    there was no fault. refused: `train` refuses the config, so only a prediction is made."""
+    """Print the findings of a training stage; whether there was no fault."""
     # diffusers is imported here: after `quiet`, and not for a reward
     from flowalign.doctor import budget, live, plan
     from flowalign.doctor.architectures import local_folder
     from flowalign.doctor.estimate import predict
 
-    findings = [] if refused else plan.examine(config)
+    findings = [] if refused else plan.examine(config)  # refused: only a prediction is made
     show(findings)
     here = local_folder(config.model.id, config.model.revision) is not None
     # for this machine's CPU only where the run itself would be on it

@@ -1,8 +1,7 @@
 """Memory and FLOPs of a run, predicted before any weight is loaded.
 
 The library's own forward and backward passes run on a model without data (`meter`), once for each
-phase of an update. Counts of images and steps give the rest. All numbers are of one process, in
-bytes and floating-point operations.
+phase of an update. Counts of images and steps give the rest. All numbers are of one process.
 """
 
 from __future__ import annotations
@@ -19,13 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from flowalign.adapters.files import AdapterError, read_lora
 from flowalign.backbone import DTYPES, Backbone
 from flowalign.config import parse
-from flowalign.config.schema import (
-    DistillationStage,
-    GrpoStage,
-    OpdStage,
-    SftStage,
-    TrainingStage,
-)
+from flowalign.config.schema import DistillationStage, GrpoStage, OpdStage, SftStage, TrainingStage
 from flowalign.doctor.architectures import build, find
 from flowalign.doctor.meter import DeviceAttention, Meter, measure, rounded, size, size_of
 from flowalign.loop import STUDENT
@@ -41,26 +34,24 @@ BENCHMARK_PROMPTS = 512  # assumed where a benchmark has no limit
 
 @dataclass(frozen=True)
 class Phase:
-    """A kind of work. bytes: its peak beyond the resident bytes; flops: of one update (of the
-    evaluation: of one evaluation)."""
+    """A kind of work of an update, or an evaluation."""
 
     name: str
-    bytes: int
-    flops: float
+    bytes: int  # its peak beyond the resident bytes
+    flops: float  # floating-point operations of one update, or of one evaluation
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The prediction of one process: resident bytes by what they are, the phases of an update, and
-    an evaluation (None = there is none). The other fields are what it was predicted for."""
+    """The prediction of one process, and what it was predicted for."""
 
     config: TrainingStage
     device_type: str
     processes: int
     ranks: Mapping[str, int]
-    parts: Mapping[str, int]
-    phases: list[Phase]
-    evaluation: Phase | None
+    parts: Mapping[str, int]  # resident bytes by what they are
+    phases: list[Phase]  # of an update
+    evaluation: Phase | None  # None = the run has none
 
     @property
     def all_phases(self) -> list[Phase]:
@@ -102,8 +93,9 @@ class Estimate:
     def after(self, change: str) -> Estimate:
         """The prediction after a change of the config, "key.path=value"."""
         config = parse(self.config.model_dump(mode="json"), [change])
-        device, processes = self.device_type, self.processes
-        return predict(config, device_type=device, processes=processes, ranks=self.ranks)
+        return predict(
+            config, device_type=self.device_type, processes=self.processes, ranks=self.ranks
+        )
 
 
 def predict(
@@ -131,8 +123,10 @@ def predict(
     return Estimate(config, device_type, processes, ranks, run.parts(), phases, evaluation)
 
 
-def rank_of(source: str, ranks: Mapping[str, int], default: int) -> int:
+def rank_of(source: str | None, ranks: Mapping[str, int], default: int) -> int:
     """The largest rank of an adapter: from `ranks`, else from its file, else `default`."""
+    if source is None:
+        return default
     if source in ranks:
         return ranks[source]
     try:
@@ -182,7 +176,7 @@ class _Run:
     def _add_adapters(self, ranks: Mapping[str, int]) -> None:
         """The student's adapter, and those of its teachers and anchor, as a run loads them."""
         config, lora, backbone = self.config, self.config.lora, self.backbone
-        rank = rank_of(lora.init, ranks, lora.rank) if lora.init else lora.rank
+        rank = rank_of(lora.init, ranks, lora.rank)
         backbone.add_adapter(STUDENT, rank=rank, alpha=lora.alpha, targets=lora.targets)
         self.student = backbone.adapter_parameters(STUDENT)
         self.teachers: list[nn.Parameter] = []
@@ -200,10 +194,10 @@ class _Run:
         backbone.activate(STUDENT)
 
     def _checkpoint(self, module: Any, *args: Any) -> Any:
-        """Gradient checkpointing. The modes of `measure` do not reach into the backward pass, where
-        the module runs again, so that the one for attention is entered there, too."""
+        """Gradient checkpointing, as diffusers calls it."""
 
         def run(*again: Any) -> Any:
+            # the modes of `measure` do not reach into the backward pass, where this runs again
             with DeviceAttention(self.device_type):
                 return module(*again)
 
@@ -224,8 +218,7 @@ class _Run:
 
     # Memory ------------------------------------------------------------------------------------
 
-    def parts(self) -> dict[str, int]:
-        """Resident bytes by what they are."""
+    def parts(self) -> dict[str, int]:  # resident bytes by what they are
         model, lora = self.config.model, size(self.student)
         moments = ADAM_8BIT if self.config.optimizer.name == "adamw8bit" else 1
         encoders = 0 if model.offload_text_encoders else size_of(*self.encoders)
@@ -243,29 +236,25 @@ class _Run:
         return {name: count for name, count in parts.items() if count}
 
     @property
-    def stored_states(self) -> int:
-        """Bytes of the trained states and, where they are needed, their successors."""
+    def stored_states(self) -> int:  # bytes of trained states and, where needed, their successors
         return self.pairs * (2 if self.config.needs_actions else 1) * self.latent
 
     @property
-    def stored_text(self) -> int:
-        """Bytes of the embeddings of all prompts and of the empty one."""
+    def stored_text(self) -> int:  # bytes of the embeddings of all prompts and of the empty one
         cond = self._conditioning(1)
         return (self.prompts + 1) * size([cond.embeds, cond.pooled])
 
     @property
-    def stored(self) -> int:
-        """Bytes of a rollout: states, last latents, images and text."""
-        config, images = self.config, 0
-        if config.learns_from_rewards:
-            images = self.images * (self.latent + self.pixels)
-        elif isinstance(config, SftStage):
-            images = self.images * self.latent
-        return self.stored_states + images + self.stored_text
+    def stored(self) -> int:  # bytes of a rollout: states, last latents, images and text
+        image = 0
+        if self.config.learns_from_rewards:
+            image = self.latent + self.pixels
+        elif isinstance(self.config, SftStage):
+            image = self.latent
+        return self.stored_states + self.images * image + self.stored_text
 
     @property
-    def stored_labels(self) -> int:
-        """Bytes of the labels of teachers and anchor, which are kept until the next rollout's."""
+    def stored_labels(self) -> int:  # bytes of labels, which are kept until the next rollout's
         config = self.config
         if isinstance(config, SftStage):
             return self.pairs * self.latent
@@ -305,15 +294,13 @@ class _Run:
         peak = self.stored + max(meter.peak + noise, self.stored_states)
         return Phase("rollout", peak, meter.flops / batch * self.images * self.forwards)
 
-    def decode(self) -> Phase:
-        """Decode a batch with the VAE, beside all images of the rollout."""
+    def decode(self) -> Phase:  # with the VAE, beside all images of the rollout
         batch = min(self.config.rollout.batch_size, self.images)
         meter = self._decode(batch)
         peak = self.stored + max(meter.peak - batch * self.pixels, self.images * self.pixels)
         return Phase("VAE decode", peak, meter.flops / batch * self.images)
 
-    def labels(self, config: OpdStage) -> Phase:
-        """Label each pair by its teacher, and by the anchor."""
+    def labels(self, config: OpdStage) -> Phase:  # each pair by its teacher, and by the anchor
         batch = min(config.student.label_batch, self.pairs)
         meters = [self._teachers_forward(config, batch)]
         if config.anchor:
@@ -322,8 +309,7 @@ class _Run:
         peak = self.stored + self.stored_labels + max(meter.peak for meter in meters)
         return Phase("labels", peak, flops)
 
-    def update(self) -> Phase:
-        """Forward and backward pass of a micro-batch, and the optimizer's step."""
+    def update(self) -> Phase:  # both passes of a micro-batch, and the optimizer's step
         config, backbone, lora = self.config, self.backbone, size(self.student)
         batch = self.pairs // config.optimizer.updates_per_rollout
         batch = min(config.optimizer.micro_batch, batch)
@@ -349,8 +335,7 @@ class _Run:
         flops = meter.flops - (0 if weighted else reference.flops)
         return Phase("update", peak, flops / batch * self.pairs)
 
-    def evaluation(self) -> Phase:
-        """Sample held-out prompts by Euler steps, and decode them."""
+    def evaluation(self) -> Phase:  # sample held-out prompts by Euler steps, and decode them
         config, sampling = self.config, self.config.evaluation_sampling
         assert config.evaluation
         batch = sampling.batch_size
@@ -387,12 +372,10 @@ class _Run:
         latents = self._latents(batch)
         return measure(lambda: self.backbone.decode(latents, batch), self.device_type)
 
-    def _latents(self, rows: int) -> Tensor:
-        """[rows,C,h,w], float32."""
+    def _latents(self, rows: int) -> Tensor:  # [rows,C,h,w], float32
         return torch.empty(rows, *self.backbone.latent_shape, device="meta")
 
-    def _conditioning(self, rows: int) -> Conditioning:
-        """Of `rows` images, each with its own prompt."""
+    def _conditioning(self, rows: int) -> Conditioning:  # each row has its own prompt
         config = self.backbone.core.config
         length = self.clip_tokens + self.config.model.max_sequence_length
 

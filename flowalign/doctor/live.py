@@ -19,19 +19,13 @@ from torch import Tensor
 
 from flowalign import metrics, sde, train
 from flowalign.backbone import Backbone, ModelError
-from flowalign.config import parse
-from flowalign.config.schema import (
-    ConfigError,
-    DistillationStage,
-    GrpoStage,
-    OpdStage,
-    TrainingStage,
-)
+from flowalign.config import ConfigError, SamplingConfig, parse
+from flowalign.config.schema import DistillationStage, GrpoStage, OpdStage, TrainingStage
 from flowalign.data import load_prompts, subset
 from flowalign.doctor import reward as rewards
 from flowalign.doctor.estimate import predict
 from flowalign.doctor.findings import Finding, fault, note, ok
-from flowalign.eval.suite import Settings, generate
+from flowalign.eval.suite import generate
 from flowalign.loop import Loop, TrainingError, pairs_of
 from flowalign.rewards.scoring import score
 from flowalign.rollout import Noise, Schedule, places, sample
@@ -89,7 +83,7 @@ def examine(config: TrainingStage) -> Live:
         except (ConfigError, ModelError, TrainingError) as error:
             result.findings.append(fault(f"update: {error}"))
         except torch.cuda.OutOfMemoryError as error:
-            text = str(error).splitlines()[0]
+            text = str(error).splitlines()[0]  # the rest is a table of allocations
             result.findings.append(fault(f"memory: even a small update fails: {text}"))
     return result
 
@@ -195,8 +189,9 @@ def _labels(
             base = backbone.velocity(x, sigma, cond, guidance=source.guidance)
         gap = _relative(label, base)
         if not math.isfinite(gap):
-            text = f"teacher {name!r}: its velocity is not finite. Its adapter or dtype is broken."
-            yield fault(text)
+            yield fault(
+                f"teacher {name!r}: its velocity is not finite. Its adapter or dtype is broken."
+            )
         elif teacher.adapter is not None and gap < EQUAL:
             yield fault(f"teacher {name!r}: equals the base. There is nothing to learn.")
         else:
@@ -208,9 +203,8 @@ def _worth(
 ) -> Iterator[Finding]:
     """Whether a teacher scores less on its own task than the student does at its start.
 
-    The teacher samples at the guidance of its labels, the student at the one that it is trained
-    at, both the same held-out prompts from the same noise. A student that has learned all that its
-    labels say scores what the teacher scores here.
+    The teacher samples at the guidance of its labels, the student at the one of its training, both
+    the same held-out prompts from the same noise. The teacher's score is what there is to learn.
     """
     count = min(WORTH, config.evaluation.prompts) if config.evaluation else WORTH
     for task in config.tasks:
@@ -220,10 +214,12 @@ def _worth(
         prompts = subset(load_prompts(task.validation, task.name), count)
         (source,) = bank.sources([task.name])
         r = config.rollout
-        settings = Settings(r.steps, config.guidance, config.seed, r.batch_size)
+        settings = SamplingConfig(
+            steps=r.steps, guidance=config.guidance, seed=config.seed, batch_size=r.batch_size
+        )
         start = _scores(backbone, prompts, settings, reward)
         with backbone.adapter(source.adapter):
-            settings = dataclasses.replace(settings, guidance=source.guidance)
+            settings = settings.model_copy(update={"guidance": source.guidance})
             taught = _scores(backbone, prompts, settings, reward)
         both = torch.stack([start, taught])[:, start.isfinite() & taught.isfinite()]
         if both.shape[1] < FEW:
@@ -242,7 +238,9 @@ def _worth(
         yield Finding("fault" if mean < -2 * error else "ok", text)
 
 
-def _scores(backbone: Backbone, prompts: PromptBatch, settings: Settings, reward: Reward) -> Tensor:
+def _scores(
+    backbone: Backbone, prompts: PromptBatch, settings: SamplingConfig, reward: Reward
+) -> Tensor:
     """The reward's headline number [P] of one image of each prompt; NaN = invalid."""
     images = generate(backbone, prompts, settings)
     scores = score(reward, images, prompts.prompts, prompts.metadata)
@@ -252,13 +250,11 @@ def _scores(backbone: Backbone, prompts: PromptBatch, settings: Settings, reward
 
 @torch.no_grad()
 def _velocity(loop: Loop, rollout: Rollout) -> Tensor:
-    """The student's velocity at the first states of two images."""
-    keep = torch.arange(len(rollout)) < 2
+    keep = torch.arange(len(rollout)) < 2  # two images are enough to see a change
     return loop.velocity(next(pairs_of(rollout, keep, 2)))
 
 
 def _moved(before: Tensor, after: Tensor) -> Iterator[Finding]:
-    """What two updates did to the velocity."""
     gap = _relative(after, before)
     if not gap < 0.5:  # or NaN
         yield fault(
@@ -266,8 +262,9 @@ def _moved(before: Tensor, after: Tensor) -> Iterator[Finding]:
             "optimizer.warmup."
         )
     elif gap == 0:
-        text = "update: two updates change nothing. Is it the warm-up, or are all rewards equal?"
-        yield note(text)
+        yield note(
+            "update: two updates change nothing. Is it the warm-up, or are all rewards equal?"
+        )
     else:
         yield ok(f"update: two updates change the velocity by {gap:.2%}")
 

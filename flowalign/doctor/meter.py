@@ -112,8 +112,7 @@ def rounded(size: int) -> int:
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """All tensors in nested arguments. torch's tree_leaves is several times slower, and this runs
-    at every operation."""
+    # runs at every operation: torch's tree_leaves is several times slower
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, tuple | list):

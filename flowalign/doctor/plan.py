@@ -16,13 +16,7 @@ from torch import Tensor, nn
 
 from flowalign.adapters.files import AdapterError, read_lora
 from flowalign.backbone import ModelError, scheduler_sigmas
-from flowalign.config.schema import (
-    DistillationStage,
-    GrpoStage,
-    OpdStage,
-    SftStage,
-    TrainingStage,
-)
+from flowalign.config.schema import DistillationStage, GrpoStage, OpdStage, SftStage, TrainingStage
 from flowalign.data import load_prompts, subset
 from flowalign.doctor.architectures import Architecture, build, find, local_folder
 from flowalign.doctor.findings import Finding, fault, note, ok
@@ -128,13 +122,13 @@ def guidance(plan: Plan) -> Iterator[Finding]:
 def steps(plan: Plan) -> Iterator[Finding]:
     """Evaluations with fewer steps than the rollouts, or with far more."""
     config, trained = plan.config, plan.config.rollout.steps
-    evaluated = config.evaluation.steps if config.evaluation else None
-    if evaluated is not None and evaluated < trained:
+    evaluated = config.evaluation_sampling.steps  # as many as trained where nothing else is said
+    if evaluated < trained:
         yield fault(
             f"schedule: evaluated with {evaluated} steps, but rollouts have {trained}. The "
             "evaluated images are worse than those of training. Use as many steps, or more."
         )
-    elif evaluated is not None and evaluated > 8 * trained:
+    elif evaluated > 8 * trained:
         yield note(
             f"schedule: evaluated with {evaluated} steps, but rollouts have {trained}. What is "
             "learned on such a coarse schedule may not carry over."
@@ -157,8 +151,9 @@ def noise(plan: Plan) -> Iterator[Finding]:
         return
     schedule = Schedule(sigmas, rollout.kind, rollout.noise_level, rollout.trained)
     window = schedule.trained
-    zero = torch.zeros(len(window), 1, 1, 1)
+    zero = torch.zeros(len(window), 1, 1, 1)  # the standard deviation depends on the step alone
     std = schedule.transition(zero, zero, torch.tensor(window)).std.flatten()
+    # log-probs and KL divide by the variance: 1e-6 here
     quiet = [step for step, value in zip(window, std.tolist(), strict=True) if value < 1e-3]
     if quiet:
         yield fault(
@@ -167,8 +162,7 @@ def noise(plan: Plan) -> Iterator[Finding]:
             "Let rollout.window stop before them, or raise rollout.noise_level."
         )
     if isinstance(config, OpdStage) and config.student.weighting in ("kl", "published"):
-        kind, level = rollout.kind, rollout.noise_level
-        weighting = config.student.weighting
+        weighting, kind, level = config.student.weighting, rollout.kind, rollout.noise_level
         weight = step_weights(sigmas, weighting=weighting, kind=kind, noise_level=level)[window]
         share, place = (weight / weight.sum()).max(0)
         if len(window) > 2 and share > 0.5:
@@ -186,7 +180,7 @@ def clip(plan: Plan) -> Iterator[Finding]:
     if isinstance(config, OpdStage) and config.student.gradient != "pathwise":
         ranges["student.clip_range"] = config.student.clip_range
     for key, value in ranges.items():
-        if value < 1e-6:
+        if value < 1e-6:  # ten times float32's epsilon at 1
             yield fault(
                 f"clip: {key} = {value:g} is close to the rounding error of a ratio in float32 "
                 "(1e-7), so that every ratio is clipped. 1e-5 to 1e-3 is usual."
@@ -261,7 +255,7 @@ def lengths(plan: Plan) -> Iterator[Finding]:
 
     for task in plan.config.tasks:
         prompts = load_prompts(task.prompts, task.name).prompts
-        prompts = prompts[:: max(1, len(prompts) // SAMPLE)]
+        prompts = prompts[:: max(1, len(prompts) // SAMPLE)]  # many sets are sorted: take all parts
         long = [prompt for prompt in prompts if tokens(prompt) > limit]
         if long:
             share, about = len(long) / len(prompts), "about " if tokenizer is None else ""
@@ -287,15 +281,14 @@ def fitting(plan: Plan) -> Iterator[Finding]:
             layer, _, half = key.partition(".lora_")
             side = 1 if half.startswith("A") else 0  # A has the layer's inputs, B its outputs
             width = layers[layer][side] if layer in layers else None
-            if weight.shape[side] == width:
-                continue
-            seen = f"is {weight.shape[side]} wide there, and {width} in the base"
-            yield fault(
-                f"{place}: an adapter of another base: its layer {layer} "
-                f"{seen if width else 'is not in the base'} {plan.config.model.id!r}. "
-                "Use an adapter that was trained on this base."
-            )
-            break
+            if weight.shape[side] != width:
+                seen = f"is {weight.shape[side]} wide there, and {width} in the base"
+                yield fault(
+                    f"{place}: an adapter of another base: its layer {layer} "
+                    f"{seen if width else 'is not in the base'} {plan.config.model.id!r}. "
+                    "Use an adapter that was trained on this base."
+                )
+                break  # one layer is enough to tell
 
 
 def working(plan: Plan) -> Iterator[Finding]:

@@ -172,7 +172,7 @@ def show(name: str, health: Health) -> None:
     table = Table("scenes with", "min", "median", "max", "failed", title=f"reward {name}")
     for kind, values in health.scores.items():
         quantiles = torch.tensor(values).quantile(torch.tensor([0.0, 0.5, 1.0])) if values else ()
-        cells = [f"{float(value):.4g}" for value in quantiles] or ["-"] * 3
+        cells = [f"{float(value):.4g}" for value in quantiles] or ["-"] * 3  # - = all failed
         table.add_row(kind, *cells, str(health.failures[kind]))
     Console(highlight=False).print(table)
     findings.show(health.findings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +28,7 @@ class Findings:
     def ok(self, text: str) -> None:
         self.lines.append(f"   ok  {text}")
 
-    def note(self, text: str) -> None:
+    def note(self, text: str) -> None:  # may be intended
         self.lines.append(f" note  {text}")
 
     def fault(self, text: str) -> None:
@@ -64,7 +65,6 @@ def examine(
 def _lengths(
     findings: Findings, batch: PromptBatch, tokens: int | None, count: Callable[[str], int] | None
 ) -> None:
-    """How many, how many different, how long."""
     different = Counter(batch.prompts)
     findings.ok(f"{len(batch)} prompts, {len(different)} different")
     repeated = [(prompt, n) for prompt, n in different.most_common(EXAMPLES) if n > 1]
@@ -82,14 +82,13 @@ def _lengths(
     if long:
         findings.fault(
             f"{len(long)} prompts have more than {tokens} tokens{how}, of which the rest is not "
-            f"read, such as {long[0]!r}"
+            f"read, such as {long[0]!r}",
         )
     else:
         findings.ok(f"none has more than {tokens} tokens{how}")
 
 
 def _reward(findings: Findings, batch: PromptBatch, name: str, options: Mapping[str, Any]) -> None:
-    """Which prompts a reward refuses, prompt by prompt."""
     refused: list[str] = []
     for row, (prompt, metadata) in enumerate(zip(batch.prompts, batch.metadata, strict=True), 1):
         try:
@@ -111,14 +110,14 @@ def _quotes(findings: Findings, batch: PromptBatch) -> None:
         findings.fault(
             f"{len(several)} prompts have more than two straight double quotes, of which only the "
             f"first two count, such as {several[0]!r} with the target {target_of(several[0])!r}. "
-            "Reword them, or give `target` in the metadata (.jsonl)"
+            "Reword them, or give `target` in the metadata (.jsonl)",
         )
     targets = _targets(batch)
     if targets:
         lengths = sorted(map(len, targets))
         findings.ok(
             f"targets: {lengths[0]} to {lengths[-1]} characters, median "
-            f"{lengths[len(lengths) // 2]}, {len(set(targets))} different"
+            f"{lengths[len(lengths) // 2]}, {len(set(targets))} different",
         )
 
 
@@ -126,10 +125,8 @@ def _targets(batch: PromptBatch) -> list[str]:
     """The target texts of the prompts that have one."""
     targets = []
     for prompt, metadata in zip(batch.prompts, batch.metadata, strict=True):
-        try:
+        with suppress(ValueError):
             targets.append(metadata.get("target") or target_of(prompt))
-        except ValueError:
-            pass
     return targets
 
 
@@ -140,7 +137,7 @@ def _overlap(findings: Findings, batch: PromptBatch, name: str, other: PromptBat
     if same:
         findings.fault(
             f"{len(same)} prompts are also in {name}, the order of two objects aside, such as "
-            f"{same[0]!r}"
+            f"{same[0]!r}",
         )
     else:
         findings.ok(f"shares no prompt with {name}")
@@ -149,5 +146,5 @@ def _overlap(findings: Findings, batch: PromptBatch, name: str, other: PromptBat
     if texts:
         findings.note(
             f"{len(texts)} target texts are also in {name}, in other prompts perhaps, such as "
-            f"{texts[0]!r}"
+            f"{texts[0]!r}",
         )

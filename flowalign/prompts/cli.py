@@ -43,8 +43,7 @@ def validation_file(path: Path) -> Path:
     return path.with_name(f"{path.stem.removesuffix('_train')}_val{path.suffix}")
 
 
-Sets = tuple[list[str], list[str], str]
-"""The lines of the training and of the validation set, and a summary."""
+Sets = tuple[list[str], list[str], str]  # lines of the training and the validation set, a summary
 
 
 def _geneval(count: int, args: argparse.Namespace) -> Sets:
@@ -149,11 +148,8 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("kind", choices=list(DEFAULTS))
     made.add_argument("--count", type=int, help="prompts (default: 50000 geneval, 20000 ocr)")
     made.add_argument("--seed", type=int, default=0)
-    made.add_argument(
-        "--out",
-        help="default: data/geneval_train.jsonl, data/ocr_train.txt; the "
-        "validation set lies beside it, as x_val",
-    )
+    made.add_argument("--out", help="default: data/geneval_train.jsonl, data/ocr_train.txt; the "
+                                    "validation set lies beside it, as x_val")  # fmt: skip
     made.add_argument("--exclude", nargs="+", default=[], metavar="SET", help="more to keep out")
     made.add_argument("--unique", action="store_true", help="geneval: refuse to repeat prompts")
     made.add_argument("--force", action="store_true", help="replace a file that differs")

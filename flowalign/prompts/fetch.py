@@ -11,7 +11,6 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,8 +41,7 @@ def fetch(
     unverified: bool = False,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
-    """Fetch the files of a set into the folder `out`. Returns their paths, in order, each training
-    set before the validation set that was set aside of it.
+    """Fetch the files of a set into `out`; their paths, each validation set after its training set.
 
     A file that is there with the right checksum is left alone, without asking the network.
     force: replace a file that differs. unverified: keep what came though its checksum is another.
@@ -125,9 +123,8 @@ def _write(
         **summary,
     }
     if file.validation:
-        record["parts"] = {
-            path.name: hashlib.sha256(part).hexdigest() for path, part in parts.items()
-        }
+        sums = {path.name: hashlib.sha256(part).hexdigest() for path, part in parts.items()}
+        record["parts"] = sums
     target = next(iter(parts))
     # the training set after its validation set: where the first lies, the second does
     for path, part in reversed(list(parts.items())):
@@ -178,7 +175,7 @@ def _is_there(paths: Sequence[Path], expected: str) -> bool:
 
 
 def _checksum(content: bytes, like: str) -> str:
-    """ "algorithm:hex" of a content, with the algorithm of another such text."""
+    """ "algorithm:hex" of a content, by the algorithm of another such text."""
     name = like.split(":")[0]
     return f"{name}:{hashlib.new(name, content, usedforsecurity=False).hexdigest()}"
 
@@ -216,18 +213,12 @@ def _prompts(content: bytes, name: str) -> PromptBatch:
             raise FetchError(f"what came is no prompt set: {said} Nothing was written.") from None
 
 
-@dataclass(frozen=True)
-class Aside:
-    """The rows of a set that are trained on, and those that are set aside, both in order."""
+def set_aside(prompts: PromptBatch, apart: Set[str]) -> tuple[list[int], list[int]]:
+    """The rows that are trained on, and VALIDATION different ones that are set aside, in order.
 
-    training: list[int]
-    validation: list[int]
-
-
-def set_aside(prompts: PromptBatch, apart: Set[str]) -> Aside:
-    """Set VALIDATION different prompts aside: as many of each metadata `tag`, and at most a quarter
-    of a tag. A function of the set. A prompt that shows the same as one of them (objects swapped,
-    or another case) is not trained on either. apart: digests of prompts that must not be set aside.
+    As many of each metadata `tag`, and at most a quarter of a tag. A prompt that shows the same as
+    one of them (objects swapped, or another case) is not trained on either. apart: digests of
+    prompts that must not be set aside. A function of the set.
     """
     looks = [[digest(same) for same in same_picture(prompt)] for prompt in prompts.prompts]
     tags: dict[str, dict[str, int]] = {}  # tag -> {a picture: its first row}
@@ -241,20 +232,15 @@ def set_aside(prompts: PromptBatch, apart: Set[str]) -> Aside:
         count = min(VALIDATION // len(tags), len(places) // 4)
         chosen |= dict.fromkeys(places[:count])
     taken = {look for row in chosen for look in looks[row]}
-    return Aside(
-        training=[row for row, same in enumerate(looks) if taken.isdisjoint(same)],
-        validation=sorted(chosen),
-    )
+    return [row for row, same in enumerate(looks) if taken.isdisjoint(same)], sorted(chosen)
 
 
 def _split(content: bytes, name: str, apart: Sequence[Path]) -> list[bytes]:
-    """What a content holds, without and with its validation prompts."""
     avoid = set(GENEVAL | OCR)
     for path in apart:
         avoid |= set(map(digest, load_prompts(path, "other").prompts))
-    rows = set_aside(_prompts(content, name), avoid)
     lines = [line for line in content.decode("utf-8-sig").split("\n") if line.strip()]
     return [
-        "".join(f"{lines[row].strip()}\n" for row in part).encode()
-        for part in (rows.training, rows.validation)
+        "".join(f"{lines[row].strip()}\n" for row in rows).encode()
+        for rows in set_aside(_prompts(content, name), avoid)
     ]

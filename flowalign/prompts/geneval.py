@@ -34,13 +34,10 @@ COLORED = tuple(name for name in NAMES if name != "person")
 
 @dataclass(frozen=True)
 class Tag:
-    """How the prompts of a tag are numbered and built.
+    """How the prompts of a tag are numbered and built."""
 
-    sizes: how many values each choice has; build: a choice of each -> the row.
-    """
-
-    sizes: tuple[int, ...]
-    build: Callable[..., Row]
+    sizes: tuple[int, ...]  # how many values each choice has
+    build: Callable[..., Row]  # a choice of each -> the row
 
     def row(self, number: int) -> Row:
         """The row behind a number below the product of the sizes."""
@@ -99,8 +96,7 @@ def generate(
 def validation(seed: int, held_out: Collection[str] = GENEVAL) -> list[Row]:
     """The rows of a validation set, as many of each tag, none twice: a function of the seed.
 
-    A training set must hold them out: `generate(..., held_out=held_out | digests)`.
-    Raises ValueError where so much is held out that a tag has too few.
+    A training set must hold them out. Raises ValueError where a tag has too few that are not.
     """
     streams = {tag: _stream(tag, f"{seed}/validation", held_out) for tag in MIX}
     rows = []
@@ -116,8 +112,7 @@ def validation(seed: int, held_out: Collection[str] = GENEVAL) -> list[Row]:
     return rows
 
 
-def _slots(seed: int) -> Iterator[str]:
-    """The tags of the rows: the mix once every 17 rows, in an order of its own each time."""
+def _slots(seed: int) -> Iterator[str]:  # the tags of the rows: the mix once every 17 rows
     rng = random.Random(f"{seed}/geneval/slots")  # a text seed: the same numbers everywhere
     while True:
         slots = [tag for tag, weight in MIX.items() for _ in range(weight)]
@@ -126,8 +121,7 @@ def _slots(seed: int) -> Iterator[str]:
 
 
 def _stream(tag: str, seed: int | str, held_out: Collection[str]) -> Iterator[tuple[Row, int]]:
-    """(row, 0) for every prompt of a tag that is not held out, shuffled; then the same prompts
-    again and again, as (row, how many there are)."""
+    """(row, 0) for every prompt that is not held out; then again and again (row, their number)."""
     rule, usable = TAGS[tag], []
     rng = random.Random(f"{seed}/geneval/{tag}")
     for number in _shuffled(prod(rule.sizes), rng):
@@ -154,12 +148,10 @@ def _shuffled(size: int, rng: random.Random) -> Iterator[int]:
 
 
 def _other(first: int, second: int) -> int:
-    """The second of two different things, from its number among those that are left."""
-    return second + (second >= first)
+    return second + (second >= first)  # second: its number among those that are left
 
 
 def _thing(name: str, count: int = 1, **more: Any) -> dict[str, Any]:
-    """An include or exclude clause."""
     return {"class": name, "count": count, **more}
 
 

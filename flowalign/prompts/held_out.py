@@ -14,12 +14,9 @@ from pathlib import Path
 
 
 def digest(text: str) -> str:
-    """40 bits of SHA-256 of a text, in hex; case and white space do not count.
-
-    A text collides by chance with one of a thousand others once in 1e9. The cost of a collision is
-    one training prompt.
-    """
+    """40 bits of SHA-256 of a text, in hex; case and white space do not count."""
     plain = "".join(text.lower().split())
+    # 1e-9: the chance to collide with one of a thousand others, which costs one training prompt
     return hashlib.sha256(plain.encode()).hexdigest()[:10]
 
 

@@ -75,10 +75,7 @@ def generate(count: int, seed: int, held_out: Collection[str] = OCR) -> list[str
 
 
 def validation(seed: int, held_out: Collection[str] = OCR) -> list[str]:
-    """The prompts of a validation set, a function of the seed.
-
-    A training set must hold their target texts out.
-    """
+    """The prompts of a validation set, by the seed. Hold their target texts out of the training."""
     return _draw(VALIDATION, random.Random(f"{seed}/ocr/validation"), held_out)
 
 

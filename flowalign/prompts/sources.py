@@ -12,32 +12,27 @@ RAW = "https://raw.githubusercontent.com"
 
 @dataclass(frozen=True)
 class File:
-    """One file of a set.
+    """One file of a set."""
 
-    name: where it is written, below the data folder. url: where it comes from.
-    checksum: "sha256:..." or "md5:..." of what is written, "" if none is known; known: how.
-    unique: write each line once, sorted?
-    validation: the file that a part of a training set is set aside in, "" for none. The files of
-        the set that it must not overlap with come first.
-    """
-
-    name: str
+    name: str  # where it is written, below the data folder
     url: str
-    checksum: str = ""
-    known: str = ""
-    unique: bool = False
+    checksum: str = ""  # "sha256:..." or "md5:..." of what is written, "" if none is known
+    known: str = ""  # how the checksum is known
+    unique: bool = False  # write each line once, sorted?
+    # The file that a part of a training set is set aside in; before it come those that this part
+    # must not overlap with.
     validation: str = ""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A prompt set. home: "owner/repository/commit"; note: to be read before the set is used."""
+    """A prompt set."""
 
     prompts: str
-    home: str
+    home: str  # "owner/repository/commit"
     licence: str
     files: tuple[File, ...]
-    note: str = ""
+    note: str = ""  # to be read before the set is used
 
     @property
     def commit(self) -> str:

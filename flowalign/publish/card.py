@@ -1,7 +1,6 @@
 """The model card of an adapter: base and licence, how to load it, scores, config.
 
-The YAML at its top is huggingface_hub's ModelCardData, with the held-out scores as a model-index.
-The text is card.md.j2.
+The text is card.md.j2, the YAML above it huggingface_hub's ModelCardData with the held-out scores.
 """
 
 from __future__ import annotations
@@ -21,11 +20,8 @@ from flowalign.config import EvalStage, MergeStage, TrainingStage, parse, to_yam
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCard
 
-STABILITY = (
-    "stable-diffusion-3.5-medium",
-    "stable-diffusion-3.5-large",
-    "stable-diffusion-3-medium",
-)
+# The models under Stability's community licence.
+STABILITY = [f"stable-diffusion-{size}" for size in ("3.5-medium", "3.5-large", "3-medium")]
 # Of code and weights, where their repositories say so; training data has terms of its own.
 LICENSES = {
     "deqa": "MIT",
@@ -37,7 +33,7 @@ LICENSES = {
 }
 PROGRAMS = {
     "flowalign": "flowalign",
-    "cli.py": "flowalign",
+    "cli.py": "flowalign",  # python -m flowalign.cli
     "train.py": "accelerate launch train.py",
 }
 COMMAND = "flowalign train --config config.yaml"
@@ -51,14 +47,13 @@ class NoScores(ValueError):
 
 
 def write_card(folder: Path, config: TrainingStage | MergeStage, argv: Sequence[str]) -> None:
-    """Write folder/adapter/README.md for the run in a folder. argv: the command line that made it,
-    program first."""
+    """Write folder/adapter/README.md for the run in a folder. argv: its command, program first."""
     card(folder, config, command(argv)).save(folder / "adapter" / "README.md")
 
 
 def command(argv: Sequence[str]) -> str:
-    """A command line that someone else can run. If the program is another one (a notebook's kernel,
-    a test), it is the command that takes the run's own config."""
+    """A command line that someone else can run."""
+    # None: another program, such as a notebook's kernel, made the run
     program = PROGRAMS.get(Path(argv[0]).name)
     return f"{program} {shlex.join(argv[1:])}" if program else COMMAND
 
@@ -107,8 +102,7 @@ def card(folder: Path, config: TrainingStage | MergeStage, made_by: str = COMMAN
 
 
 def licence(base: str) -> dict[str, str]:
-    """The fields of the base's licence, which also holds for what derives from it; {} if it is not
-    known."""
+    """The fields of the base's licence, which holds for adapters, too; {} if it is not known."""
     if base == "tiny":
         return {"license": "apache-2.0"}
     owner, _, name = base.partition("/")
@@ -147,14 +141,14 @@ def origins(folder: Path, config: TrainingStage | MergeStage) -> str:
 
 
 def _evaluations(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's log that hold an evaluation; [] where there is no log."""
+    """The lines of a run's log that hold an evaluation."""
     log = folder / "metrics.jsonl"
     lines = log.read_text().splitlines() if log.is_file() else []
     return [row for row in map(json.loads, lines) if metrics.HEADLINE in row]
 
 
 def _best(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The evaluation of the update whose weights became the adapter."""
+    # its weights became the adapter
     return max(rows, key=lambda row: row[metrics.HEADLINE])
 
 
@@ -206,12 +200,10 @@ def score_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def add_results(card: ModelCard, document: Mapping[str, Any], path: Path, adapter: Path) -> str:
-    """Put the scores of an evaluation into a card, in the place of those that it had; returns the
-    evaluation's config as YAML.
+    """Replace the scores of a card by those of an evaluation; returns its config as YAML.
 
-    document, path: a results.json as read, and where it lies. The model of the results whose
-    adapter is `adapter` is found by the digest of its weights where the evaluation's images tell
-    it, else by its folder. Raises NoScores.
+    document, path: a results.json as read, and where it lies. Raises NoScores if none of its models
+    is `adapter`, by the digest that the evaluation's images tell, else by its folder.
     """
     name = _name_of(document, path, adapter)
     config = parse(document["config"], stage=EvalStage)
@@ -230,7 +222,6 @@ def add_results(card: ModelCard, document: Mapping[str, Any], path: Path, adapte
 
 
 def _name_of(document: Mapping[str, Any], path: Path, adapter: Path) -> str:
-    """The name that the results have for an adapter."""
     digest, others = read_lora(adapter).digest, []
     for name, model in document["models"].items():
         source = model["adapter"]

@@ -82,8 +82,7 @@ def gather(folder: Path, repo: str, *, results: Path | None = None, force: bool 
     """What of a run's folder (or of its adapter folder) goes up to a repository.
 
     results: a results.json whose scores of this adapter replace those in the card. force: take a
-    card without scores. Raises PushError, AdapterError for a folder without a LoRA, and NoScores
-    for results of others.
+    card without scores. Raises PushError, AdapterError (no LoRA) and NoScores (results of others).
     """
     from flowalign.eval.compare import load as load_results
     from flowalign.publish.card import add_results
@@ -185,11 +184,11 @@ def _address(
 
 
 def _check_secrets(files: Mapping[str, Path | bytes]) -> None:
-    """PushError for a text with what looks like a token or password."""
     for name, content in files.items():
         if not name.endswith((".md", ".yaml", ".json")):
             continue
         data = content if isinstance(content, bytes) else content.read_bytes()
+        # a byte that is not UTF-8 must not hide a token beside it
         for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), 1):
             if SECRET.search(line):
                 raise PushError(
