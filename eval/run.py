@@ -54,15 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     from flowalign.eval.store import StoreError
     from flowalign.eval.suite import EvaluationError
 
-    def work() -> None:
-        evaluate(load(args.config, args.overrides, stage=EvalStage, variant=args.variant))
-
-    return parallel.exit_status(  # docs/evaluation.md documents the statuses
-        work,
+    status = parallel.ExitStatus(  # docs/evaluation.md documents the statuses
         refused=(ConfigError, ModelError, StoreError),
         stopped=(EvaluationError,),
         interrupted="interrupted; no table was written. The same command continues from here.",
     )
+    with status:
+        evaluate(load(args.config, args.overrides, stage=EvalStage, variant=args.variant))
+    return status.code
 
 
 def evaluate(config: EvalStage) -> Path:

@@ -12,8 +12,9 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -107,27 +108,36 @@ def part() -> None:
 Errors = tuple[type[Exception], ...]
 
 
-def exit_status(
-    work: Callable[[], None], *, refused: Errors, stopped: Errors, interrupted: str
-) -> int:
-    """Do the work of a command: 0 done, 1 it had to stop, 2 it was refused, 130 interrupted.
+@dataclass
+class ExitStatus:
+    """Around the work of a command; `code`: 0 done, 1 it had to stop, 2 it was refused, 130
+    interrupted.
 
-    refused, stopped: the errors of which only the text is printed. interrupted: what is printed
-    after Ctrl-C.
+    refused, stopped: the errors of which only the text is printed; any other is raised on.
+    interrupted: what is printed after Ctrl-C.
     """
-    try:
-        work()
-        part()
-    except refused as error:
-        print(error, file=sys.stderr)
-        return 2
-    except stopped as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(interrupted, file=sys.stderr)
-        return 130  # as a shell reports SIGINT: 128 + 2
-    return 0
+
+    refused: Errors
+    stopped: Errors
+    interrupted: str
+    code: int = 0
+
+    def __enter__(self) -> ExitStatus:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        if error is None:
+            part()
+        elif isinstance(error, self.refused):
+            print(error, file=sys.stderr)
+            self.code = 2
+        elif isinstance(error, self.stopped):
+            print(f"stopped: {error}", file=sys.stderr)
+            self.code = 1
+        elif isinstance(error, KeyboardInterrupt):
+            print(self.interrupted, file=sys.stderr)
+            self.code = 130  # as a shell reports SIGINT: 128 + 2
+        return error is None or self.code != 0
 
 
 def _problems(

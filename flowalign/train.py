@@ -60,16 +60,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     from flowalign.eval.suite import EvaluationError
     from flowalign.loop import TrainingError
 
-    def work() -> None:
-        config = load(args.config, args.overrides, stage=Job, variant=args.variant)
-        run(config, Path(args.config).parent, args.resume)
-
-    return parallel.exit_status(
-        work,
+    status = parallel.ExitStatus(
         refused=(ConfigError, ModelError),
         stopped=(TrainingError, EvaluationError),
         interrupted="interrupted; continue from the last checkpoint with --resume",
     )
+    with status:
+        config = load(args.config, args.overrides, stage=Job, variant=args.variant)
+        run(config, Path(args.config).parent, args.resume)
+    return status.code
 
 
 def run(config: Job, home: Path, resume: bool) -> Path:
