@@ -274,7 +274,7 @@ class _Batch:
 
 def _is_sampled(batch: _Batch, store: Store | None) -> bool:
     if store is None:
-        return bool(batch.needed)  # empty where nobody judges, shows or measures the images
+        return bool(batch.needed)  # empty if the images are not judged, shown or measured
     wanted = [key for key in batch.keys if key in batch.needed or store.keeps(key)]
     return not all(map(store.has, wanted))  # by name only: a broken file is sampled unprepared
 
@@ -294,7 +294,7 @@ def _pixels(
             # a GPU may round k / 255 differently from the CPU that read the file
             pixels[key] = eight_bits(image.to(backbone.device))
     missing = batch.needed - pixels.keys()
-    if store:  # images that nobody needs now, but that are to be kept
+    if store:  # images not needed now, but to be kept
         missing |= {key for key in batch.keys if store.keeps(key) and not store.has(key)}
     if not missing:
         return pixels

@@ -91,7 +91,7 @@ class Table:
     def best(self, column: str) -> set[str]:
         """The rows with the best printed number (several if equal); empty for differences."""
         sign = -1 if column in LOWER_IS_BETTER else 1
-        # rounded as printed: digits that nobody sees must not decide
+        # rounded as printed: hidden digits must not decide
         rounded = {
             label: sign * round(row[column].mean, self.places[column])
             for label, row in self.rows.items()

@@ -126,8 +126,8 @@ class Client:
         """call(item) for each item, in order, so many at a time; what it raises takes its place.
 
         Once `concurrency` calls in a row got no answer the rest is not made: a service that hangs
-        costs one round of timeouts, not one an item. If no call succeeded for want of an answer,
-        that ConnectionError or TimeoutError is raised. An interrupt waits for nobody.
+        costs one round of timeouts, not one per item. If no call succeeded for want of an answer,
+        that ConnectionError or TimeoutError is raised. An interrupt does not wait for open calls.
         """
         results: list[Any] = [None] * len(items)
         rows = iter(range(len(items)))  # shared by the threads: each takes the next row

@@ -89,8 +89,13 @@ def _scored(
     if isinstance(config, TrainingStage):
         benchmarks = {"evaluation.watch": config.watched}
     for key, listed in benchmarks.items():
-        for index, mark in enumerate(listed):
-            yield f"{key}.{index}", mark.name, mark.reward_keys, {"prompts": mark.prompts}
+        for index, benchmark in enumerate(listed):
+            yield (
+                f"{key}.{index}",
+                benchmark.name,
+                benchmark.reward_keys,
+                {"prompts": benchmark.prompts},
+            )
     for index, task in enumerate(config.tasks if isinstance(config, TrainingStage) else ()):
         sources = {"prompts": task.prompts}
         if task.validation is not None:

@@ -2,7 +2,7 @@
 
 Ranks meet at the end of every rollout and of every set of images that is evaluated. In between each
 has its own share of the calls of rewards, and a call that hangs costs `score_seconds` before its
-images are masked. A shorter timeout would end the very run that masking is to save.
+images become invalid. A shorter timeout would end the run that this is meant to save.
 """
 
 from __future__ import annotations

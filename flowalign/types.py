@@ -90,7 +90,7 @@ class Rollout:
 class Scores:
     """What a reward says of B images: value [B]; parts {name: [B]}; valid [B], False = it failed.
 
-    The value of an invalid image is NaN, so that nobody takes it for a score by accident.
+    The value of an invalid image is NaN, so that it is not taken for a score by accident.
     reasons {row: text}: why an image is invalid; a reward may also explain the score of a valid
     one. `flowalign.rewards.score` gives every invalid image a reason.
     """

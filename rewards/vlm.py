@@ -171,7 +171,7 @@ class VLM:
     are not exactly comparable with published ones. To use the official text, give it as template.
     If an answer has no score in it the image is invalid, and the answer's beginning the reason.
     (The peers score 0, below the scale's worst: an answer that breaks off then pulls the policy
-    away from an image that nobody judged.)
+    away from an image that was not judged.)
     Raises ConnectionError or TimeoutError if the endpoint answers nothing at all.
     """
 
@@ -202,7 +202,7 @@ class VLM:
 
     @staticmethod
     def check_options(url: str, template: str | Template = "unifiedreward", **others: Any) -> None:
-        """Raise ValueError for a URL or a template that cannot work; asks nobody."""
+        """Raise ValueError for a URL or a template that cannot work. Sends no request."""
         check_url("url", url, "the base, such as http://127.0.0.1:8000/v1")
         if url.rstrip("/").endswith("/completions"):
             raise ValueError(

@@ -37,7 +37,7 @@ class Bank:
 
     members: teachers by name. routing: task -> name of its teacher. batch_size: (image, step)
     pairs per forward pass. dtype: how labels are stored. Adapters may differ in rank, alpha and
-    layers. Raises ValueError for a task routed to nobody, a teacher without a task, or an adapter
+    layers. Raises ValueError for a task without a teacher, a teacher without a task, or an adapter
     that does not fit the base.
     """
 
@@ -100,7 +100,7 @@ class Bank:
         return TeacherLabel(velocity, names)
 
     def route(self, tasks: list[str]) -> list[str]:
-        """The teacher of each image. Raises ValueError for a task that is routed to nobody."""
+        """The teacher of each image. Raises ValueError for a task without a teacher."""
         if unknown := sorted(set(tasks) - self.routing.keys()):
             raise ValueError(
                 f"task {unknown[0]!r} has no teacher; routed are {sorted(self.routing)}. "

@@ -595,7 +595,9 @@ class TrainingStage(Job):
                     "set that is not trained on, or write `evaluation: null`."
                 )
         tasks = {f"tasks.{index}": [task.name] for index, task in enumerate(self.tasks)}
-        watched = {f"evaluation.watch.{i}": mark.judges for i, mark in enumerate(self.watched)}
+        watched = {
+            f"evaluation.watch.{i}": benchmark.judges for i, benchmark in enumerate(self.watched)
+        }
         yield from _same_names({**tasks, **watched})
 
 
@@ -839,15 +841,15 @@ class EvalStage(Stage):
 
     def problems(self) -> Iterator[str]:
         """Names that tables and files cannot hold or tell apart; models that are not there."""
-        places = {f"benchmarks.{i}": mark for i, mark in enumerate(self.benchmarks)}
-        names = _same_names({place: [mark.name] for place, mark in places.items()})
-        columns = _same_names({place: mark.judges for place, mark in places.items()})
+        places = {f"benchmarks.{i}": benchmark for i, benchmark in enumerate(self.benchmarks)}
+        names = _same_names({place: [benchmark.name] for place, benchmark in places.items()})
+        columns = _same_names({place: benchmark.judges for place, benchmark in places.items()})
         yield from dict.fromkeys([*names, *columns])  # a single `reward` is in both: said once
-        for place, mark in places.items():
-            if not re.fullmatch(r"[\w-]+", mark.name):
-                yield f"{place}.name: got {mark.name!r}; want {FILE_NAMES}."
-            if mark.name in ("average", "fidelity"):
-                yield f"{place}.name: every table has its own column {mark.name!r}. Rename it."
+        for place, benchmark in places.items():
+            if not re.fullmatch(r"[\w-]+", benchmark.name):
+                yield f"{place}.name: got {benchmark.name!r}; want {FILE_NAMES}."
+            if benchmark.name in ("average", "fidelity"):
+                yield f"{place}.name: every table has its own column {benchmark.name!r}. Rename it."
         for name, others in self.compare.items():
             for model in (m for m in (name, *others) if m not in self.models):
                 close = close_to(model, self.models)

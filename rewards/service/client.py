@@ -38,7 +38,7 @@ class Remote:
 
     Rows that the server could not score are invalid, with its reasons; so are the rows of requests
     that it refuses. A request refused as too large or malformed (413, 422) is halved until the row
-    at fault stands alone. If no row was scored because nobody answered, ConnectionError or
+    at fault stands alone. If no row was scored because no server answered, ConnectionError or
     TimeoutError is raised (`flowalign.rewards.score` makes the rows invalid).
     """
 
