@@ -21,11 +21,11 @@ _ROUNDING = 8 * torch.finfo(torch.float32).eps
 def group_relative(
     value: Tensor,
     group: Tensor,
-    valid: Tensor | None = None,
-    task: Tensor | None = None,
     *,
     std: str = "batch",
     eps: float = 1e-4,
+    valid: Tensor | None = None,
+    task: Tensor | None = None,
 ) -> Tensor:
     """(value - mean of its group) / (std + eps) [B], the advantage of GRPO (2402.03300).
 
@@ -50,7 +50,7 @@ def group_relative(
 
 
 def gaussian_ranks(
-    value: Tensor, group: Tensor, valid: Tensor | None = None, task: Tensor | None = None
+    value: Tensor, group: Tensor, *, valid: Tensor | None = None, task: Tensor | None = None
 ) -> Tensor:
     """Ranks within the group mapped to normal quantiles [B]: Phi^-1((rank - 1/2) / n), rank 1..n.
 
@@ -76,7 +76,7 @@ def gaussian_ranks(
     return advantage.float()
 
 
-ADVANTAGES: dict[str, Callable[..., Tensor]] = {  # (value, group, valid=None, task=None) -> [B]
+ADVANTAGES: dict[str, Callable[..., Tensor]] = {  # (value, group, *, valid, task) -> [B]
     "group_std": partial(group_relative, std="group"),
     "batch_std": partial(group_relative, std="batch"),
     "gaussian": gaussian_ranks,

@@ -81,7 +81,7 @@ class Grpo:
         )
         self._check(valid, scores)
         # of all processes, on the CPU: every process computes the same and takes its part
-        whole = ADVANTAGES[self.settings.advantage](value, group, valid, task)
+        whole = ADVANTAGES[self.settings.advantage](value, group, valid=valid, task=task)
         whole = clip_advantage(whole, self.settings.advantage_clip)
         first = self.accelerator.process_index * len(rollout)
         advantage = whole[first : first + len(rollout)].to(device)

@@ -44,11 +44,11 @@ def test_groups_without_spread_get_exactly_zero(name):
     assert any(case["expected"]["grpo.global_std=True"]["nonzero_rows"])  # the misfire
     value = torch.tensor(case["rewards"], dtype=torch.float64)
     group = groups_of(case["prompts"])
-    assert torch.equal(ADVANTAGES[name](value, group, None), torch.zeros(len(value)))
+    assert torch.equal(ADVANTAGES[name](value, group), torch.zeros(len(value)))
 
     value = torch.tensor([0.1, 0.1, 0.1, 0.3, 0.1 + 0.2, 0.3, 0.0, 1.0, 2.0], dtype=torch.float64)
     group = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2])
-    advantage = ADVANTAGES[name](value, group, None)
+    advantage = ADVANTAGES[name](value, group)
     assert torch.equal(advantage[:6], torch.zeros(6))
     assert bool((advantage[[6, 8]] != 0).all())
 
@@ -56,7 +56,7 @@ def test_groups_without_spread_get_exactly_zero(name):
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_a_group_of_one_gets_zero_and_the_others_do_not_notice_in_their_group(name):
     value, group = torch.tensor([5.0, 0.0, 1.0]), torch.tensor([7, 3, 3])
-    advantage = ADVANTAGES[name](value, group, None)
+    advantage = ADVANTAGES[name](value, group)
     assert advantage[0] == 0 and advantage[1] < 0 < advantage[2]
 
 
@@ -67,10 +67,10 @@ def test_invalid_rows_leave_every_statistic(name):
     value, group = torch.rand(12, generator=generator), torch.arange(12) % 3
     valid = torch.ones(12, dtype=torch.bool)
     valid[[0, 4, 5]] = False
-    without = ADVANTAGES[name](value[valid], group[valid], None)
+    without = ADVANTAGES[name](value[valid], group[valid])
     for broken in (NAN, math.inf, 0.0, 1e6):
         value[~valid] = broken
-        advantage = ADVANTAGES[name](value, group, valid)
+        advantage = ADVANTAGES[name](value, group, valid=valid)
         assert torch.equal(advantage[valid], without), broken
         assert torch.equal(advantage[~valid], torch.zeros(3)), broken
 
@@ -78,7 +78,7 @@ def test_invalid_rows_leave_every_statistic(name):
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_a_batch_without_a_valid_row_gets_zeros(name):
     value, group = torch.full((4,), NAN), torch.tensor([0, 0, 1, 1])
-    advantage = ADVANTAGES[name](value, group, torch.zeros(4, dtype=torch.bool))
+    advantage = ADVANTAGES[name](value, group, valid=torch.zeros(4, dtype=torch.bool))
     assert torch.equal(advantage, torch.zeros(4))
 
 
@@ -87,8 +87,8 @@ def test_the_order_of_the_batch_and_the_names_of_groups_do_not_matter(name):
     generator = torch.Generator().manual_seed(1)
     value, group = torch.rand(12, generator=generator), torch.arange(12) // 4
     shuffle = torch.randperm(12, generator=generator)
-    shuffled = ADVANTAGES[name](value[shuffle], 90 - 7 * group[shuffle], None)
-    assert_close(shuffled, ADVANTAGES[name](value, group, None)[shuffle])
+    shuffled = ADVANTAGES[name](value[shuffle], 90 - 7 * group[shuffle])
+    assert_close(shuffled, ADVANTAGES[name](value, group)[shuffle])
 
 
 def test_the_two_stds_differ_by_where_the_spread_is_taken():
@@ -130,8 +130,8 @@ def test_a_task_of_small_range_is_not_silenced(name):
     generator = torch.Generator().manual_seed(2)
     one, two = torch.rand(8, generator=generator), torch.rand(8, generator=generator)
     group, task = torch.arange(16) // 4, torch.arange(16) // 8
-    small = ADVANTAGES[name](torch.cat([one, 0.05 * two]), group, None, task)
-    large = ADVANTAGES[name](torch.cat([one, 50 * two]), group, None, task)
+    small = ADVANTAGES[name](torch.cat([one, 0.05 * two]), group, task=task)
+    large = ADVANTAGES[name](torch.cat([one, 50 * two]), group, task=task)
     assert torch.equal(small[:8], large[:8])
     assert float(small[8:].std()) == pytest.approx(float(large[8:].std()), rel=0.01)
     assert float(small[8:].std()) > 0.5
@@ -140,13 +140,13 @@ def test_a_task_of_small_range_is_not_silenced(name):
 def test_a_task_without_a_valid_image_leaves_the_others_alone():
     value, group = torch.tensor([0.0, 1.0, NAN, NAN]), torch.tensor([0, 0, 1, 1])
     valid, task = torch.tensor([True, True, False, False]), torch.tensor([5, 5, 2, 2])
-    advantage = ADVANTAGES["batch_std"](value, group, valid, task)
+    advantage = ADVANTAGES["batch_std"](value, group, valid=valid, task=task)
     assert_close(advantage, torch.tensor([-1.0, 1.0, 0.0, 0.0]), atol=1e-3, rtol=0)
 
 
 def test_gaussian_gives_normal_quantiles_of_the_ranks():
     value = torch.tensor([-3.0, 900.0, 0.1, 0.2])
-    advantage = ADVANTAGES["gaussian"](value, torch.zeros(4), None)
+    advantage = ADVANTAGES["gaussian"](value, torch.zeros(4))
     quantile = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor([1, 7, 3, 5]) / 8)
     assert_close(advantage, quantile)
 
@@ -154,7 +154,7 @@ def test_gaussian_gives_normal_quantiles_of_the_ranks():
 def test_gaussian_ties_share_the_mean_of_their_quantiles():
     third = 0.1 + 0.2 - 0.2  # .1 but for rounding
     value = torch.tensor([0.1, 1.0, third, 0.1, 2.0, 1.0], dtype=torch.float64)
-    advantage = ADVANTAGES["gaussian"](value, torch.zeros(6), None)
+    advantage = ADVANTAGES["gaussian"](value, torch.zeros(6))
     q = torch.distributions.Normal(0.0, 1.0).icdf((torch.arange(6) + 0.5) / 6)
     low, middle, high = q[:3].mean(), q[3:5].mean(), q[5]
     assert_close(advantage, torch.stack([low, middle, low, low, high, middle]))
@@ -162,7 +162,7 @@ def test_gaussian_ties_share_the_mean_of_their_quantiles():
 
 def test_gaussian_std_is_what_the_docstring_says():
     for n, std in ((2, 0.67), (24, 0.97)):
-        advantage = ADVANTAGES["gaussian"](torch.arange(float(n)), torch.zeros(n), None)
+        advantage = ADVANTAGES["gaussian"](torch.arange(float(n)), torch.zeros(n))
         assert float(advantage.std(correction=0)) == pytest.approx(std, abs=0.005)
 
 
