@@ -1,7 +1,7 @@
 # Every target sets up .venv by itself (scripts/setup.sh); FLOWALIGN_PYTHON picks the interpreter.
 PY := .venv/bin/python
 
-.PHONY: test test-all demo check docs setup clean
+.PHONY: test test-all test-long demo check docs setup clean
 
 # One worker a core, each with one thread (tests/conftest.py).
 PYTEST := $(PY) -m pytest -q -n logical --maxprocesses 8 --dist worksteal
@@ -11,7 +11,11 @@ test: setup
 
 # The slow ones, too: several processes, compiled models, the notebooks, the wheel, the site.
 test-all: setup
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) -m "not long and not gpu"
+
+# Statistics of many draws, generated code, every case of the GPU benchmark: about a quarter of an hour.
+test-long: setup
+	$(PYTEST) -m long
 
 demo: setup
 	$(PY) -m flowalign.cli demo

@@ -224,6 +224,7 @@ def judge_set(
         shown = {key for key in keys if features or key[0] < keep}
         batches.append(_Batch(prompts, keys, unscored, shown.union(*unscored.values())))
     sampled = [batch for batch in batches if _is_sampled(batch, store)]
+    extra = missing_steps(len(batches), backbone.sharded)  # asked before the first forward pass
     pictures: list[bytes] = []
     vectors: list[Tensor] = []
     for batch in batches:
@@ -239,7 +240,7 @@ def judge_set(
         if advance:
             advance(len(batch.keys))
     # every forward pass of a sharded base is one of all processes: sample once more, and drop it
-    for _ in range(missing_steps(len(batches), backbone.sharded)):
+    for _ in range(extra):
         generate(backbone, images.prompts.select([0]), settings)
     order = [key for batch in batches for key in batch.keys]
     rows = [[known[key] for key in order] for known in scoring.finish()]

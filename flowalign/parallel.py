@@ -203,7 +203,8 @@ def _deepspeed_problems(config: TrainingStage, settings: Any) -> Iterator[str]:
 
 def missing_steps(count: int, lockstep: bool) -> int:
     """How many zero-weight batches this rank adds to its `count`, so that all ranks run the same
-    number of steps. 0 unless `lockstep`; with it, all ranks must call this."""
+    number of steps. 0 unless `lockstep`; with it, all ranks must call this, before their first
+    step: it is a collective operation, too, and ranks must meet in the same order."""
     return max(gather_object([count])) - count if lockstep else 0
 
 

@@ -37,7 +37,7 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(
     assert 0.935 <= coverage(shares, prompts, images) <= 0.965
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("shares", "prompts", "images"),
     [([0.5], 553, 1), ([0.25], 553, 1), ([0.9, 0.5, 0.3, 0.2, 0.6, 0.1], 92, 4)],

@@ -12,9 +12,9 @@ from flowalign.loop import Loop
 
 # aot_eager compiles the same graphs under the same guards, and leaves out the code generation
 CASES = [
-    ("aot_eager", 3.0),
-    ("inductor", 1.0),
-    ("inductor", 3.0),
+    pytest.param("aot_eager", 3.0, marks=pytest.mark.slow),
+    pytest.param("inductor", 1.0, marks=pytest.mark.long),
+    pytest.param("inductor", 3.0, marks=pytest.mark.long),
 ]
 pytestmark = [  # torch's own: dynamo looks at .grad of a block's inputs, which are no leaves
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
@@ -41,7 +41,6 @@ def run(model: str, folder: Path, *overrides: str, backend: str | None = None) -
     return loop
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "guidance"), CASES)
 def test_compiled_rollout_labels_and_update_are_the_eager_ones(
     random_model: str, tmp_path: Path, backend: str, guidance: float

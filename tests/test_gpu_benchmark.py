@@ -79,7 +79,7 @@ CASES = ["matrix products", "tiny, merge", "write the Medium", "2 teachers", "4 
          "checkpointing", "attention native", "attention flash", "nf4"]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command_measures_the_real_structure(tmp_path: Path) -> None:
     small = "--device cpu --width 0.05 --layers 2 --size 64 --prompts 4 --minutes 5".split()
     status = gpu.main([*small, "--out", str(tmp_path), "--cases", *CASES])
@@ -98,7 +98,7 @@ def test_the_command_measures_the_real_structure(tmp_path: Path) -> None:
     assert page.startswith(gpu.HEAD) and page.count("\n| ") == len(CASES) + 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_case_runs_at_a_small_scale(tmp_path: Path) -> None:
     small = "--device cpu --width 0.05 --layers 2 --size 64 --prompts 4".split()
     names = [case.name for case in gpu.cases() if case.name != "pytest -m gpu"]

@@ -101,7 +101,7 @@ def test_an_unknown_command_says_what_is_possible() -> None:
     assert "train" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_base_is_in_the_middle(tmp_path: Path) -> None:
     """35-65 % on both tasks with held-out prompts, >= 500 images each."""
     done = command("flowalign.eval", "--config", "configs/tiny/eval.yaml", f"output={tmp_path}")
