@@ -87,7 +87,7 @@ def examine(args: argparse.Namespace) -> bool:
         else:
             check_world(root, args.processes)
     except ConfigError as error:
-        refused = [fault(text) for text in error.problems]
+        refused = [fault(text) for text in error.lines]
         show(refused)
     sound, ranks = not refused, _ranks(stages)
     for name, stage in stages.items():
