@@ -51,7 +51,8 @@ def require(module: str, why: str) -> Any:
 def installed(module: str) -> bool:
     """Whether the module can be found, without importing it."""
     try:
-        return importlib.util.find_spec(module) is not None
+        spec = importlib.util.find_spec(module)
+        return spec is not None and spec.origin is not None  # a mere folder of the name has none
     except ValueError:  # it is there, and has no spec
         return True
 
@@ -74,6 +75,12 @@ def install_command(module: str) -> str:
     if _distribution(DISTRIBUTION):
         return f"pip install '{DISTRIBUTION}{extra}'"
     return f"pip install -e '{ROOT}{extra}'"
+
+
+def version(distribution: str) -> str:
+    """The version of a distribution, or "not installed"."""
+    found = _distribution(distribution)
+    return found.version if found else "not installed"
 
 
 def other_project() -> str | None:
