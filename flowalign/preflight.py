@@ -142,6 +142,8 @@ def _adapter_problems(config: Stage, pending: Collection[str]) -> Iterator[str]:
             folder = adapter_folder(source)
             if (folder / "adapter" / ADAPTER).is_file():  # the folder of the run was named
                 yield f"{place}: {source!r}: {error}; did you mean {Path(source) / 'adapter'}?"
+            elif (folder.parent / ADAPTER).is_file():  # a merge's, as if it were a run's
+                yield f"{place}: {source!r}: no such folder; did you mean {Path(source).parent}?"
             elif folder.exists() or hub.is_id(source):
                 yield f"{place}: {source!r}: {error}"
             else:
