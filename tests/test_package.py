@@ -24,6 +24,7 @@ WIRING = (
     "flowalign.prompts",
     "flowalign.publish.push",
     "flowalign.recipe",
+    "flowalign.sample",
 )
 BELOW_REWARDS = (
     "flowalign.types",
