@@ -1,4 +1,4 @@
-"""The `flowalign` command: train, eval, sample, merge, push, data, doctor, serve-reward, demo."""
+"""The `flowalign` command: init, train, eval, sample, merge, push, data, doctor and others."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 COMMANDS = {
+    "init": ("flowalign.init:main", "Write a config, with the meaning of its keys."),
     "train": ("flowalign.train:main", "Train from a config, as `accelerate launch train.py`."),
     "eval": ("flowalign.eval.run:main", "Score models on held-out prompts."),
     "sample": ("flowalign.sample:main", "Sample images with a model and an optional LoRA."),

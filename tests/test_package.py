@@ -23,6 +23,7 @@ WIRING = (
     "flowalign.doctor",
     "flowalign.prompts",
     "flowalign.publish.push",
+    "flowalign.init",
     "flowalign.recipe",
     "flowalign.sample",
 )
