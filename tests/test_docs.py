@@ -70,6 +70,9 @@ SHORT = {  # run here, as they stand
 }
 SHORT_BEGINNINGS = ("python -c 'import json, statistics as s",)  # of what is too long to repeat
 ELSEWHERE = {  # run by another test, on the way to what that shows
+    "flowalign init --stage grpo --model tiny --reward ocr --prompts my.txt --out my.yaml": (
+        "test_init.py"
+    ),
     "pip install docs/rewards/example": "test_plugins.py",
     "flowalign doctor --reward sharpness scale=20": "test_plugins.py",
     "flowalign eval compare outputs/tiny/eval/results.json other/results.json "

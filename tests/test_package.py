@@ -23,7 +23,9 @@ WIRING = (
     "flowalign.doctor",
     "flowalign.prompts",
     "flowalign.publish.push",
+    "flowalign.init",
     "flowalign.recipe",
+    "flowalign.sample",
 )
 BELOW_REWARDS = (
     "flowalign.types",
