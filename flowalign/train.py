@@ -115,12 +115,9 @@ def train(config: TrainingStage, *, resume: bool = False) -> Path:
         if resume and not loop.resume():
             log.info("no checkpoint under %s: starting anew", folder)
         _hint_threads(loop.accelerator)
-        report.begin(loop)
-        try:
+        with report.live(loop.update):
             loop.run()
-        finally:
-            report.end()
-        finish(loop, config, rewards)
+            finish(loop, config, rewards)
         parallel.finish(loop.accelerator)
     return folder / "adapter"
 
@@ -169,7 +166,6 @@ def wire(config: TrainingStage) -> tuple[Loop, Progress, dict[str, Reward]]:
     from flowalign import parallel, rewards, trackers
     from flowalign.data import PromptSampler, load_prompts
     from flowalign.loop import Loop
-    from flowalign.pictures import grid
     from flowalign.progress import Progress
 
     accelerator = parallel.start(config)
@@ -187,12 +183,7 @@ def wire(config: TrainingStage) -> tuple[Loop, Progress, dict[str, Reward]]:
         config.rollout.prompts,
         config.seed,
     )
-    progress = Progress(config.train.updates, accelerator.is_main_process)
-
-    def draw(path: Path, images: torch.Tensor, captions: Sequence[str]) -> None:
-        stride = max(1, config.rollout.copies // 4)  # four copies of each of eight prompts
-        grid(path, images[::stride][:32], captions[::stride][:32], title=path.stem)
-
+    progress = Progress(config, accelerator.is_main_process)
     loop = Loop(
         config,
         backbone,
@@ -201,7 +192,6 @@ def wire(config: TrainingStage) -> tuple[Loop, Progress, dict[str, Reward]]:
         algorithm(config, backbone, built, accelerator),
         evaluator(config, backbone, built, accelerator),
         progress.update,
-        draw,
     )
     trackers.begin(accelerator, config)
     for place, scale in config.mixtures.items() if accelerator.is_main_process else ():
@@ -299,6 +289,7 @@ def evaluator(
     accelerator: Accelerator,
 ) -> Callable[[], tuple[float, EvalReport]] | None:
     """What the loop calls to score the current adapter on held-out prompts."""
+    from flowalign import samples
     from flowalign.eval import suite
 
     if config.evaluation is None:
@@ -310,8 +301,9 @@ def evaluator(
 
     def evaluate() -> tuple[float, EvalReport]:
         report = suite.run(
-            backbone, sets, settings, accelerator, seconds=seconds, max_invalid_share=share
-        )
+            backbone, sets, settings, accelerator,
+            seconds=seconds, max_invalid_share=share, shown=samples.HELD_OUT,
+        )  # fmt: skip
         return suite.headline(report, benchmarks), report
 
     return evaluate
