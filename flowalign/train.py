@@ -170,11 +170,16 @@ def wire(config: TrainingStage) -> tuple[Loop, Progress, dict[str, Reward]]:
 
     accelerator = parallel.start(config)
     set_seed(config.seed)  # for the LoRA's initial A; all else has generators of its own
-    built = {
-        t.name: rewards.build_on(accelerator.device, t.reward.name, t.reward.options)
-        for t in config.tasks
-        if t.reward
-    }
+    built, problems = {}, []
+    for index, task in enumerate(config.tasks):
+        try:
+            if task.reward:
+                name, options = task.reward.name, task.reward.options
+                built[task.name] = rewards.build_on(accelerator.device, name, options)
+        except (ConnectionError, TimeoutError) as error:
+            problems.append(f"tasks.{index}.reward: {error}")
+    if problems:
+        raise ConfigError(problems)
     _check_groups(config, built, accelerator.num_processes)
     backbone = student(config, accelerator.device)
     sampler = PromptSampler(
