@@ -5,7 +5,6 @@ Everything here happens before a model is loaded.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 from collections.abc import Collection, Iterator, Mapping
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from flowalign import determinism
+from flowalign import determinism, packages
 from flowalign.adapters import hub
 from flowalign.adapters.files import AdapterError, adapter_folder, read_lora
 from flowalign.config.schema import (
@@ -105,8 +104,9 @@ def _scored(
 
 def _package_problems(config: Stage) -> Iterator[str]:
     """What asks for a package or a device that is not here."""
-    missing = not importlib.util.find_spec("bitsandbytes")
-    install = "bitsandbytes, which is not installed. Run `pip install 'flowalign[gpu]'`"
+    missing = not packages.installed("bitsandbytes")
+    command = packages.install_command("bitsandbytes")
+    install = f"bitsandbytes, which is not installed. Run `{command}`"
     if config.model.quantization == "nf4" and (missing or not torch.cuda.is_available()):
         need = install if missing else "a GPU, and torch sees none. Run it on one"
         yield f"model.quantization: 'nf4' needs {need}, or use 'fp8', or null."

@@ -219,14 +219,17 @@ def ours(words: list[str]) -> bool:
 
 
 def check_pip(words: list[str]) -> None:
-    assert words[1] == "install"
+    assert words[1] in ("install", "uninstall")
+    if words[1] == "uninstall":
+        return
     project = (ROOT / "pyproject.toml").read_text()
     table = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
     extras = re.findall(r"^(\w+) = \[", table, re.M)
     for before, word in zip(words[1:], words[2:], strict=False):
         if before == "--target":
             continue
-        if wanted := re.match(r"flowalign\[(.+)\]", word):
+        assert not re.match(r"flowalign\b(?!-t2i)", word), "PyPI's flowalign is another project"
+        if wanted := re.match(r"flowalign-t2i\[(.+)\]", word):
             assert set(wanted[1].split(",")) <= set(extras), f"no extra {wanted[1]}; have {extras}"
         if word == "." or (word[0] not in "-h" and "/" in word):
             assert (ROOT / word / "pyproject.toml").is_file()
@@ -354,7 +357,7 @@ def test_a_wrong_command_is_refused(at_home: None, capsys: Any) -> None:
         "flowalign doctor --reward geneval treshold=1",
         "flowalign serve-reward pickscor",
         "python benchmarks/floors.py --repeat_s 5",
-        "pip install 'flowalign[clips]'",
+        "pip install 'flowalign-t2i[clips]'",
         "pytest tests/test_nothing.py",
         "make demos",
     ):
@@ -515,7 +518,7 @@ def test_rewards_of_the_readers_own_are_what_commands_name(tmp_path: Path) -> No
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built site."""
-    pytest.importorskip("material", reason="pip install 'flowalign[docs]'")
+    pytest.importorskip("material", reason="pip install 'flowalign-t2i[docs]'")
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],

@@ -25,11 +25,12 @@ from flowalign.config import (
 )
 from flowalign.doctor import reward
 from flowalign.forecast.findings import Finding, fault, healthy, note, ok, show
+from flowalign.packages import DISTRIBUTION
 from flowalign.preflight import check_world
 from flowalign.progress import quiet
 
 CPU_MODEL = 2**31  # bytes of the largest model that a CPU samples from
-PACKAGES = ("flowalign", "torch", "diffusers", "transformers", "accelerate", "peft")
+PACKAGES = (DISTRIBUTION, "torch", "diffusers", "transformers", "accelerate", "peft")
 
 
 def main(argv: Sequence[str]) -> int:
