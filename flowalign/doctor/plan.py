@@ -111,7 +111,7 @@ def guidance(plan: Plan) -> Iterator[Finding]:
             f"rollout.guidance = {config.rollout.guidance}."
         )
     evaluated = config.evaluation_sampling.guidance
-    if config.evaluation and evaluated != own:
+    if config.evaluates and evaluated != own:
         yield fault(
             f"guidance: trained at {own}, evaluated at {evaluated}. The evaluation, which also "
             "chooses the adapter that is kept, measures another sampler. "

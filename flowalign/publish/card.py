@@ -181,7 +181,7 @@ def _result(benchmark: str, prompts: str, metric: str, value: float) -> EvalResu
 def score_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """First, best and last evaluation of a run as Markdown."""
     if not rows:
-        return "(none were taken: `evaluation` was off)"
+        return "(none were taken)"
     first, best, last = rows[0], _best(rows), rows[-1]
     title = "base" if first["update"] == 0 else "first"  # the base's may not have counted
     table = [f"| metric | {title} | this adapter (best) | last |", "|---|---|---|---|"]
