@@ -21,9 +21,12 @@ WIRING = (
     "flowalign.cli",
     "flowalign.demo",
     "flowalign.doctor",
+    "flowalign.forecast",
     "flowalign.prompts",
     "flowalign.publish.push",
+    "flowalign.init",
     "flowalign.recipe",
+    "flowalign.sample",
 )
 BELOW_REWARDS = (
     "flowalign.types",
@@ -167,4 +170,4 @@ def test_a_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
         for p in ROOT.glob(f"flowalign/tiny/**/*.{kind}")
     ]
     assert {str(path.relative_to(ROOT)) for path in data} <= names
-    assert "flowalign/eval/report.html.j2" in names
+    assert "flowalign/templates/report.html.j2" in names
