@@ -438,7 +438,8 @@ def test_four_bits_are_refused_where_they_cannot_be_had(
     rewards: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = parse(raw(model={"id": "tiny", "quantization": "nf4"}, evaluation=None))
-    for missing, text in ((None, "[gpu]"), (object(), "torch sees none")):
+    there = SimpleNamespace(origin="there")
+    for missing, text in ((None, "[gpu]"), (there, "torch sees none")):
         monkeypatch.setattr(
             "flowalign.packages.importlib.util.find_spec", lambda name, m=missing: m
         )
