@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign import metrics, sde
-from flowalign.config import OpdStage, StatesConfig
+from flowalign.config import StatesConfig
 from flowalign.loop import Loop, TrainingError, pairs_of
 from flowalign.losses import velocity_error
 from flowalign.preflight import check_world
