@@ -207,6 +207,8 @@ def _adapter_problems(config: Stage, pending: Collection[str]) -> Iterator[str]:
             folder = adapter_folder(source)
             if (folder / "adapter" / ADAPTER).is_file():  # the folder of the run was named
                 yield f"{place}: {source!r}: {error}; did you mean {Path(source) / 'adapter'}?"
+            elif (folder.parent / ADAPTER).is_file():  # a merge's, as if it were a run's
+                yield f"{place}: {source!r}: no such folder; did you mean {Path(source).parent}?"
             elif folder.exists() or hub.is_id(source):
                 yield f"{place}: {source!r}: {error}"
             else:
@@ -283,7 +285,7 @@ def start(lora: LoraConfig) -> Start | None:
     for key, has in (("rank", ranks), ("alpha", adapter.alphas)):
         wanted = getattr(lora, key)
         if key in lora.model_fields_set and set(has.values()) != {wanted}:
-            ignored.append(f"lora.{key}: {wanted:g} is ignored, lora.init has {_span(has)}")
+            ignored.append(f"lora.{key}: {wanted:g} is ignored, lora.init has {span(has)}")
     ends = {  # as peft matches a layer's name: the whole, or its end after a dot
         target: {layer for layer in ranks if f".{layer}".endswith(f".{target}")}
         for target in lora.targets
@@ -295,13 +297,13 @@ def start(lora: LoraConfig) -> Start | None:
         seen += [f"none for {', '.join(unused)}"] if unused else []
         ignored.append(f"lora.targets: ignored, lora.init has {' and '.join(seen)}")
     text = (
-        f"lora.init: the student starts from {lora.init}, rank {_span(ranks)}, scale "
-        f"{_span(adapter.scales)} (alpha / r), {len(ranks)} layers"
+        f"lora.init: the student starts from {lora.init}, rank {span(ranks)}, scale "
+        f"{span(adapter.scales)} (alpha / r), {len(ranks)} layers"
     )
     return Start(text, ignored)
 
 
-def _span(values: Mapping[str, float]) -> str:
+def span(values: Mapping[str, float]) -> str:
     """The value of all layers, or the range."""
     low, high = min(values.values()), max(values.values())
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"

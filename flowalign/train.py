@@ -44,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("flowalign train", description="Train from a config file.")
     parser.add_argument("--config", required=True, help="a YAML file, such as configs/tiny/...")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan; write nothing")
     parser.add_argument("--variant", help="a YAML file of keys by stage: other hardware")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change the config")
     return parser
@@ -67,7 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     with status:
         config = load(args.config, args.overrides, stage=Job, variant=args.variant)
-        run(config, Path(args.config).parent, args.resume)
+        if args.dry_run:
+            from flowalign.forecast import dry
+
+            dry.run(config, Path(args.config).parent, args.resume)
+        else:
+            run(config, Path(args.config).parent, args.resume)
     return status.code
 
 
@@ -113,12 +119,9 @@ def train(config: TrainingStage, *, resume: bool = False) -> Path:
         if resume and not loop.resume():
             log.info("no checkpoint under %s: starting anew", folder)
         _hint_threads(loop.accelerator)
-        report.begin(loop)
-        try:
+        with report.live(loop.update):
             loop.run()
-        finally:
-            report.end()
-        finish(loop, config, rewards)
+            finish(loop, config, rewards)
         parallel.finish(loop.accelerator)
     return folder / "adapter"
 
@@ -146,7 +149,6 @@ def wire(config: TrainingStage) -> tuple[Loop, Progress, dict[str, Reward]]:
     from flowalign import parallel, trackers
     from flowalign.data import PromptSampler, load_prompts
     from flowalign.loop import Loop
-    from flowalign.pictures import grid
     from flowalign.progress import Progress
 
     accelerator = parallel.start(config)
@@ -163,12 +165,7 @@ def wire(config: TrainingStage) -> tuple[Loop, Progress, dict[str, Reward]]:
         config.rollout.prompts,
         config.seed,
     )
-    progress = Progress(config.train.updates, accelerator.is_main_process)
-
-    def draw(path: Path, images: torch.Tensor, captions: Sequence[str]) -> None:
-        stride = max(1, config.rollout.copies // 4)  # four copies of each of eight prompts
-        grid(path, images[::stride][:32], captions[::stride][:32], title=path.stem)
-
+    progress = Progress(config, accelerator.is_main_process)
     loop = Loop(
         config,
         backbone,
@@ -177,7 +174,6 @@ def wire(config: TrainingStage) -> tuple[Loop, Progress, dict[str, Reward]]:
         algorithm(config, backbone, built, accelerator),
         evaluator(config, backbone, built, accelerator),
         progress.update,
-        draw,
     )
     trackers.begin(accelerator, config)
     for place, scale in config.mixtures.items() if accelerator.is_main_process else ():
@@ -276,6 +272,7 @@ def evaluator(
     accelerator: Accelerator,
 ) -> Callable[[], tuple[float, EvalReport]] | None:
     """What the loop calls to score the current adapter on held-out prompts."""
+    from flowalign import samples
     from flowalign.eval import suite
 
     if config.evaluation is None or not config.evaluates:
@@ -287,8 +284,9 @@ def evaluator(
 
     def evaluate() -> tuple[float, EvalReport]:
         report = suite.run(
-            backbone, sets, settings, accelerator, seconds=seconds, max_invalid_share=share
-        )
+            backbone, sets, settings, accelerator,
+            seconds=seconds, max_invalid_share=share, shown=samples.HELD_OUT,
+        )  # fmt: skip
         return suite.headline(report, benchmarks), report
 
     return evaluate

@@ -24,7 +24,9 @@ WIRING = (
     "flowalign.forecast",
     "flowalign.prompts",
     "flowalign.publish.push",
+    "flowalign.init",
     "flowalign.recipe",
+    "flowalign.sample",
 )
 BELOW_REWARDS = (
     "flowalign.types",
@@ -169,4 +171,4 @@ def test_a_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
         for p in ROOT.glob(f"flowalign/tiny/**/*.{kind}")
     ]
     assert {str(path.relative_to(ROOT)) for path in data} <= names
-    assert "flowalign/eval/report.html.j2" in names
+    assert "flowalign/templates/report.html.j2" in names

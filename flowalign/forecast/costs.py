@@ -44,7 +44,14 @@ COSTS = {
     ),
 }
 OWN = {"model", "weights", "architecture", "limit_side_len", "limit_type", "rec_width", "upscale"}
+WITHOUT_FILES = {"diversity", "ocr", "remote", "vlm"}  # PaddleOCR's are a few MB
 FREE = Cost()  # the tiny models ship with the package and cost next to nothing
+
+
+def files_of(reward: RewardConfig) -> Iterator[tuple[str, Mapping[str, float] | None]]:
+    """(name, {file: GB}) of every reward that it is made of; None where they are not known."""
+    for name, cost in of_reward(reward):
+        yield name, {} if name in WITHOUT_FILES else cost and cost.files
 
 
 def of_reward(reward: RewardConfig) -> Iterator[tuple[str, Cost | None]]:

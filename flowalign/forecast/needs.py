@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from flowalign.config.schema import EvalStage, RewardConfig, Stage, TrainingStage
 from flowalign.forecast.architectures import local_folder
-from flowalign.forecast.costs import of_reward
+from flowalign.forecast.costs import files_of
 from flowalign.forecast.estimate import Estimate
 from flowalign.forecast.findings import Finding, note, ok
 
@@ -29,11 +29,10 @@ def needs(stages: Mapping[str, Stage], estimates: Iterable[Estimate]) -> Iterato
             else:
                 unknown[stage.model.id] = None
         for reward in _rewards(stage):
-            for name, cost in of_reward(reward):
-                if cost is None:
+            for name, files in files_of(reward):
+                if files is None:
                     unknown[f"reward {name}"] = None
-                else:
-                    known |= cost.files
+                known |= files or {}
     listed = [f"{name} ({size:.2g} GB)" for name, size in known.items()]
     if known:
         yield note(f"downloads: about {sum(known.values()):.3g} GB unless they are cached: "

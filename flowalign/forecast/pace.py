@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
@@ -156,6 +157,7 @@ def _scoring(
     return device + max(beside / batches, beside - sampling * (batches - 1) / batches)
 
 
+@lru_cache  # the rates of all stages of a recipe are one
 def matmul_rate(dtype: torch.dtype, device_type: str = "cuda", repeats: int = 8) -> float:
     """FLOP/s of large matrix products on a device."""
     size = 8192 if device_type == "cuda" else 1024

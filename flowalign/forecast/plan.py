@@ -52,7 +52,7 @@ class Forecast:
         yield from budget.fits(self.estimate, memory, nobody)
         self.hurry(device, measured)
         if self.times:
-            yield _spoken(self.times, self.source, assumed)
+            yield _spoken(self.times, self.source, _unit(self.estimate), assumed)
 
     def hurry(self, device: Device, measured: Pace | None = None) -> None:
         """Set times and source."""
@@ -112,7 +112,9 @@ def total(forecasts: Sequence[Forecast]) -> None:
     timed = [f for f in forecasts if f.times]
     if not timed:
         return
-    table = Table("stage", "peak GiB", "s/update", "updates", "evaluations", "wall h", "GPU-h")
+    unit = _unit(timed[0].estimate)
+    columns = ("stage", "peak GiB", "s/update", "updates", "evaluations", "wall h", f"{unit}-h")
+    table = Table(*columns)
     for f in forecasts:
         if f.times is None or f.estimate is None:
             why = "minutes, no GPU" if isinstance(f.stage, MergeStage) else "not predicted"
@@ -145,7 +147,7 @@ def _gpu(device: Device, estimate: Estimate) -> tuple[Gpu | None, bool]:
     return GPUS[DEFAULT], True
 
 
-def _spoken(t: Times, source: str, assumed: bool) -> Finding:
+def _spoken(t: Times, source: str, unit: str, assumed: bool) -> Finding:
     """A line about the time of a stage."""
     parts = []
     if t.updates:
@@ -161,8 +163,12 @@ def _spoken(t: Times, source: str, assumed: bool) -> Finding:
     left = f"; not included: {', '.join(t.unknown)}" if t.unknown else ""
     return ok(
         f"time: {', '.join(parts)}; {_hours(t.hours)} h for {plan}, {_hours(t.gpu_hours)} "
-        f"GPU-hours on {t.processes} x {source}{wanted}{left}"
+        f"{unit}-hours on {t.processes} x {source}{wanted}{left}"
     )
+
+
+def _unit(estimate: Estimate | None) -> str:
+    return "CPU" if estimate and estimate.device_type == "cpu" else "GPU"
 
 
 def _hours(hours: float) -> str:
