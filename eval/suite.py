@@ -225,8 +225,9 @@ def judge_set(
 
     The result is the same on every process. A batch is scored while the next one is sampled; one
     that takes a judge longer than `seconds` is invalid (None = wait for ever). keep: the prompts
-    whose pictures are kept, or how many. features: images [B,3,H,W] -> [B,D]. advance is called with the number of
-    images of each batch. store: what it holds is neither sampled nor scored again.
+    whose pictures are kept, or how many. features: images [B,3,H,W] -> [B,D]. advance is called
+    with the number of images of each batch. store: what it holds is neither sampled nor scored
+    again.
     """
     world, rank = (accelerator.num_processes, accelerator.process_index) if accelerator else (1, 0)
     scoring = _Scoring(images.judges, store, seconds)

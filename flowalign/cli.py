@@ -1,4 +1,4 @@
-"""The `flowalign` command: train, eval, sample, merge, push, data, doctor, serve-reward, demo."""
+"""The `flowalign` command, which runs one of COMMANDS."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 COMMANDS = {
     "train": ("flowalign.train:main", "Train from a config, as `accelerate launch train.py`."),
+    "watch": ("flowalign.watch:main", "One page that shows a run while it goes on."),
     "eval": ("flowalign.eval.run:main", "Score models on held-out prompts."),
     "sample": ("flowalign.cli:sample", "Sample images with a model and an optional LoRA."),
     "merge": ("flowalign.cli:merge", "Merge LoRA adapters of one base into one."),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import io
-import json
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from flowalign import metrics
-from flowalign.files import replacing
+from flowalign.files import read_lines, replacing
 from flowalign.images import to_float, to_uint8
 
 if TYPE_CHECKING:
@@ -190,15 +190,41 @@ def _save(figure: Figure, path: Path) -> None:
 
 
 def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
-    """metrics.jsonl -> {name: [(update, value), ...]}."""
+    """metrics.jsonl, which may be growing -> {name: [(update, value), ...]}."""
+    return curves_of(read_lines(path))
+
+
+def curves_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """The rows of a metrics.jsonl -> {name: [(update, value), ...]}."""
     curves: dict[str, list[tuple[int, float]]] = {}
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        update = row.pop(metrics.UPDATE)
+    for row in rows:
         for name, value in row.items():
-            if isinstance(value, int | float):
-                curves.setdefault(name, []).append((update, value))
+            if name != metrics.UPDATE and isinstance(value, int | float):
+                curves.setdefault(name, []).append((row[metrics.UPDATE], value))
     return curves
+
+
+def charts(curves: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, str]:
+    """The panels of `metrics_plot`, each as a data URI of an SVG file: {title: source}."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    sources = {}
+    for title, names in _panels(curves).items():
+        figure = Figure(figsize=(3.5, 2.8), layout="constrained")
+        axis = figure.subplots()
+        for name in names:
+            x, y = zip(*curves[name], strict=True)
+            axis.plot(x, y, marker="o" if len(x) < 20 else "", markersize=3, linewidth=1)
+        axis.grid(alpha=0.3)
+        if len(names) > 1:
+            axis.legend([name.rsplit("/", 1)[-1] for name in names], fontsize=7)
+        file = io.BytesIO()
+        with rc_context({"svg.fonttype": "none"}):  # text stays text, in the reader's font
+            figure.savefig(file, format="svg")
+        encoded = base64.b64encode(file.getvalue()).decode()
+        sources[title] = f"data:image/svg+xml;base64,{encoded}"
+    return sources
 
 
 def metrics_plot(log: Path, path: Path, title: str = "") -> None:

@@ -94,7 +94,7 @@ def train(config: TrainingStage, *, resume: bool = False) -> Path:
 
     Raises ConfigError before any model is loaded, TrainingError if the run has to stop.
     """
-    from flowalign import parallel
+    from flowalign import parallel, watch
     from flowalign.determinism import deterministic
 
     processes = parallel.state(config).num_processes
@@ -118,6 +118,8 @@ def train(config: TrainingStage, *, resume: bool = False) -> Path:
         with report.live(loop.update):
             loop.run()
             finish(loop, config, rewards)
+        if main:
+            watch.write(folder)  # the run's report
         parallel.finish(loop.accelerator)
     return folder / "adapter"
 
