@@ -1,6 +1,7 @@
 """report.html: an evaluation as one page without other files and without a network.
 
-The page is the template `templates/report.html.j2`; this module computes what it shows from `Results`.
+The template `templates/report.html.j2` is the page; this module computes what it shows from
+`Results`.
 """
 
 from __future__ import annotations

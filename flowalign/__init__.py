@@ -25,9 +25,13 @@ def load(
     model: "tiny" (ships with the package), a folder, or a hub id. lora: a folder that training
     wrote (`<output>/adapter`), tiny/NAME for a teacher that ships with the package, a LoRA of the
     transformer that diffusers or peft saved, or its Hub id (owner/name, owner/name@revision);
-    alpha and rank are those of the file. Further arguments (torch_dtype, revision, ...) go to
-    `StableDiffusion3Pipeline.from_pretrained`. A LoRA that cannot be had or read raises HubError or
-    AdapterError before the model is loaded.
+    alpha and rank are those of the file. Further arguments (dtype, revision, ...) go to
+    `StableDiffusion3Pipeline.from_pretrained`, whose defaults hold: float32, on the CPU, where
+    Stable Diffusion 3.5 Medium needs about 32 GB. On a GPU write
+    `flowalign.load(model, dtype=torch.bfloat16).to("cuda")` (torch_dtype before diffusers 0.40).
+    A call samples with diffusers' defaults, 28 steps and guidance 7; give those of the model's
+    card or of the LoRA's run, as `flowalign sample` does. A LoRA that cannot be had or read raises
+    HubError or AdapterError before the model is loaded.
     """
     from flowalign.adapters.files import read_lora
     from flowalign.backbone import put_lora, resolve

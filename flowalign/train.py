@@ -106,6 +106,10 @@ def train(config: TrainingStage, *, resume: bool = False) -> Path:
         log.info(begin.text)
         for text in begin.ignored:
             log.warning("%s. Leave it out, or start without lora.init.", text)
+    unscored = [task.name for task in config.tasks if not task.evaluated]
+    if main and config.evaluation and unscored:
+        last = "" if config.evaluates else "; the adapter of the last update is kept"
+        log.info("not evaluated, without `validation` and `reward`: %s%s", unscored, last)
     with deterministic(config.train.deterministic):
         loop, report, rewards = wire(config)
         if main:
@@ -296,10 +300,10 @@ def evaluator(
     accelerator: Accelerator,
 ) -> Callable[[], tuple[float, EvalReport]] | None:
     """What the loop calls to score the current adapter on held-out prompts."""
-    from flowalign import samples
+    from flowalign import snapshots
     from flowalign.eval import suite
 
-    if config.evaluation is None:
+    if config.evaluation is None or not config.evaluates:
         return None
     benchmarks, settings = held_out(config, rewards), config.evaluation_sampling
     seconds, share = config.train.score_seconds, config.evaluation.max_invalid_share
@@ -309,7 +313,7 @@ def evaluator(
     def evaluate() -> tuple[float, EvalReport]:
         report = suite.run(
             backbone, sets, settings, accelerator,
-            seconds=seconds, max_invalid_share=share, shown=samples.HELD_OUT,
+            seconds=seconds, max_invalid_share=share, shown=snapshots.HELD_OUT,
         )  # fmt: skip
         return suite.headline(report, benchmarks), report
 
@@ -324,7 +328,7 @@ def held_out(config: TrainingStage, rewards: Mapping[str, Reward]) -> list[Bench
     assert config.evaluation
     count, benchmarks = config.evaluation.prompts, []
     for task in config.tasks:
-        if task.validation and task.name in rewards:
+        if task.validation and task.reward:
             prompts = subset(load_prompts(task.validation, task.name), count)
             benchmarks.append(Benchmark(task.name, prompts, rewards[task.name]))
     return benchmarks
@@ -340,7 +344,7 @@ def finish(loop: Loop, config: TrainingStage, rewards: Mapping[str, Reward]) -> 
     if main:
         metrics_plot(folder / "metrics.jsonl", folder / "metrics.png", title=folder.name)
         write_card(folder, config, sys.argv)
-    if config.evaluation and (main or loop.backbone.sharded):  # sharded: all must sample
+    if config.evaluates and (main or loop.backbone.sharded):  # sharded: all must sample
         path = folder / "before_after.png" if main else None
         compare(loop.backbone, config, rewards, path)
         if path:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowalign import cli, parallel, pictures, train
+from flowalign import parallel, pictures, sample, train
 from flowalign.backbone import Backbone
 from flowalign.backbone.precision import CastingLinear
 from flowalign.config import EvalStage, SamplingConfig, parse
@@ -93,7 +93,7 @@ def test_sample_draws_what_an_evaluation_scores(
     monkeypatch.setattr(pictures, "grid", lambda path, images, captions: drawn.append(images))
     given = ["--model", random_model, "--lora", str(tmp_path / "lora"), "--size", "32"]
     given += ["--steps", "3", "--guidance", "2", "--seed", "7", "--dtype", dtype]
-    assert cli.sample([*fakes.PROMPTS[:2], *given]) == 0
+    assert sample.main([*fakes.PROMPTS[:2], *given]) == 0
     expected = generate(
         backbone, fakes.batch(2), SamplingConfig(steps=3, guidance=2.0, seed=7, batch_size=8)
     )

@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from flowalign import samples, train, watch
+from flowalign import snapshots, train, watch
 from flowalign.config import to_yaml
 from flowalign.pictures import png
 from flowalign.progress import Progress, duration
@@ -92,7 +92,9 @@ def test_it_is_one_file_without_a_network(tmp_path: Path) -> None:
 def keep_images(folder: Path, *scores: float) -> None:
     """As an evaluation after five updates."""
     picture = png(torch.rand(3, 32, 32))
-    samples.write_examples(folder, 5, [Example("ocr", PROMPT, score, picture) for score in scores])
+    snapshots.write_examples(
+        folder, 5, [Example("ocr", PROMPT, score, picture) for score in scores]
+    )
 
 
 def test_samples_stand_with_their_prompts_and_rewards_and_texts_are_escaped(tmp_path: Path) -> None:

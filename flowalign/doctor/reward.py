@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from flowalign import rewards
-from flowalign.doctor import findings
-from flowalign.doctor.findings import Finding, ok
+from flowalign.forecast import findings
+from flowalign.forecast.findings import Finding, ok
 from flowalign.rewards.scoring import score
 from flowalign.types import PromptBatch, Reward, Scores
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flowalign import metrics, samples
+from flowalign import metrics, snapshots
 from flowalign.config import ConfigError, read
 from flowalign.files import read_lines
 from flowalign.pictures import charts, curves_of
@@ -120,7 +120,7 @@ def _view(
     if state == "running" and now - status.heard > SILENCE:
         state = "dead"
     curves = curves_of(rows)
-    rollout = samples.newest(folder, samples.TRAINING)
+    rollout = snapshots.newest(folder, snapshots.TRAINING)
     warnings = read_lines(folder / WARNINGS)[::-1][:NEWEST]
     kind = str(config.get("stage"))
     held_out, heads = _held_out(folder)
@@ -221,11 +221,11 @@ def _facts(
 
 def _held_out(folder: Path) -> tuple[list[Prompt], list[str]]:
     """The prompts of the evaluations with their image of the first and of the newest one."""
-    newest = samples.newest(folder, samples.EVALUATION)
+    newest = snapshots.newest(folder, snapshots.EVALUATION)
     if newest is None:
         return [], []
     update, rows = newest
-    first = samples.oldest(folder, samples.EVALUATION)
+    first = snapshots.oldest(folder, snapshots.EVALUATION)
     same = first and [row["prompt"] for row in first[1]] == [row["prompt"] for row in rows]
     if first is None or first[0] == update or not same:
         return _prompts(rows), [f"update {update}"]

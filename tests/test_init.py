@@ -1,0 +1,199 @@
+"""`flowalign init`: every config that it writes is one that the commands take."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import documents
+import fake_hub
+import pytest
+import yaml
+
+from flowalign import cli, recipe
+from flowalign.config import STAGES, EvalStage, OpdStage, RecipeStage, Stage, TrainingStage, load
+from flowalign.config.schema import Section
+
+MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def init(*words: str) -> int:
+    try:
+        return cli.main(["init", *words])
+    except SystemExit as refused:  # by argparse
+        return int(refused.code or 0)
+
+
+def written(*words: str) -> Any:
+    assert init(*words, "--out", "own.yaml", "--force") == 0
+    return load("own.yaml", stage=Stage)
+
+
+@pytest.mark.parametrize("model", ["tiny", MEDIUM])
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_gives_a_config_that_loads(stage: str, model: str, capsys: Any) -> None:
+    config = written("--stage", stage, "--model", model)
+    assert (config.stage, config.model.id, config.output) == (stage, model, "outputs/own")
+    printed = capsys.readouterr().out
+    assert "own.yaml" in printed and "flowalign doctor --config own.yaml" in printed
+
+
+@pytest.mark.parametrize("model", ["tiny", MEDIUM])
+def test_every_stage_of_a_recipe_is_sound(
+    model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With public teachers on the Hub and prompts where the shipped configs expect them."""
+    config = written("--stage", "recipe", "--model", model)
+    assert isinstance(config, RecipeStage)
+    row = '{"prompt": "a photo of a kite", "tag": "x", "include": [{"class": "kite", "count": 1}]}'
+    Path("data").mkdir()
+    for name in re.findall(r"data/[\w/]+\.\w+", Path("own.yaml").read_text()):
+        Path(name).write_text(row if name.endswith("jsonl") else 'a sign that says "KITE"')
+    with fake_hub.serving() as hub:
+        fake_hub.go_online(fake_hub.with_public_teachers(hub), monkeypatch, tmp_path / "cache")
+        stages = recipe.plan(config, tmp_path)
+    assert list(stages) == ["merge", "student", "table"]
+
+
+def descriptions(section: type[Section], data: dict[str, Any]) -> list[str]:
+    """The meaning of the keys of a section."""
+    fields = section.model_fields
+    return [fields[key].description or "" for key in data]
+
+
+def test_the_comments_are_the_meanings_of_the_schema() -> None:
+    for stage, kind in STAGES.items():
+        assert init("--stage", stage) == 0
+        text = Path(f"{stage}.yaml").read_text()
+        comments = " ".join(" ".join(re.findall(r"^\s*# (.*)$", text, re.M)).split())
+        data = yaml.safe_load(text)
+        meanings = descriptions(kind, data)
+        assert len(meanings) >= 4
+        for meaning in meanings:
+            assert " ".join(meaning.split()) in comments
+        assert comments.count("`tiny` (ships with the package), a folder, or a Hub id.") == 1
+        assert max(map(len, (x for x in text.splitlines() if "#" in x))) <= 100
+
+
+def test_own_prompts_and_a_reward() -> None:
+    Path("my.txt").write_text('a sign that says "KITE"\n')
+    config = written("--stage", "grpo", "--reward", "ocr", "--prompts", "my.txt")
+    assert isinstance(config, TrainingStage)
+    (task,) = config.tasks
+    assert (task.name, task.prompts, task.validation) == ("ocr", "my.txt", None)
+    assert config.evaluation is None and task.reward and task.reward.options
+    Path("my_val.txt").write_text('a sign that says "LAMP"\n')
+    for words in ([], ["--validation", "my_val.txt"]):  # found beside, as `flowalign data` does
+        config = written("--stage", "grpo", "--reward", "ocr", "--prompts", "my.txt", *words)
+        assert config.tasks[0].validation == "my_val.txt" and config.evaluation
+
+
+def test_own_teachers() -> None:
+    config = written("--stage", "opd", "--teachers", "ocr=runs/a/adapter", "photo=me/b")
+    assert isinstance(config, OpdStage)
+    assert {name: t.adapter for name, t in config.teachers.items()} == {
+        "ocr": "runs/a/adapter",
+        "photo": "me/b",
+    }
+    assert config.routing == {"ocr": "ocr", "photo": "photo"}
+    config = written("--stage", "merge", "--teachers", "tiny/ocr", "tiny/geneval")
+    assert config.adapters == ["tiny/ocr", "tiny/geneval"]
+    config = written("--stage", "eval", "--teachers", "runs/a/adapter", "x=runs/b/adapter")
+    assert isinstance(config, EvalStage)
+    assert config.models == {"base": None, "a": "runs/a/adapter", "x": "runs/b/adapter"}
+
+
+def test_a_recipe_of_own_teachers_scores_no_prompts_that_it_trains_on() -> None:
+    for name in ("a.txt", "b.txt", "b_val.txt"):
+        Path(name).write_text('a sign that says "KITE"\n')
+    words = ["--stage", "recipe", "--teachers", "a=me/a", "b=me/b", "--reward", "ocr", "ocr"]
+    config = written(*words, "--prompts", "a.txt", "b.txt")
+    (benchmark,) = config.stages["table"]["benchmarks"]
+    assert benchmark["prompts"] == "b_val.txt"
+    assert list(written("--stage", "recipe", "--teachers", "ocr=me/a").stages) == [
+        "student",
+        "table",
+    ]
+
+
+@pytest.mark.parametrize(
+    "words, named",
+    [
+        ([], "--stage"),
+        (["--stage", "gpro"], "--stage"),
+        (["--stage", "grpo", "--reward", "orc"], "ocr"),
+        (["--stage", "grpo", "--reward", "ocr", "--options", "engin=x"], "engin"),
+        (["--stage", "grpo", "--reward", "remote"], "urls"),
+        (["--stage", "grpo", "--options", "engine=x"], "--options"),
+        (["--stage", "grpo", "--teachers", "a=b"], "--teachers"),
+        (["--stage", "merge", "--prompts", "a.txt"], "--prompts"),
+        (["--stage", "eval", "--validation", "a.txt"], "--validation"),
+        (["--stage", "opd", "--teachers", "runs/a"], "NAME=ADAPTER"),
+        (["--stage", "opd", "--prompts", "a.txt"], "--prompts"),
+        (["--stage", "opd", "--teachers", "a b=c"], "teachers"),
+        (["--stage", "merge", "--teachers", "tiny/ocr"], "adapters"),
+    ],
+)
+def test_what_gives_no_config_is_refused_and_nothing_is_written(
+    words: list[str], named: str, capsys: Any
+) -> None:
+    assert init(*words) == 2
+    assert named in capsys.readouterr().err
+    assert list(Path().iterdir()) == []
+
+
+def test_a_file_that_is_there_stays() -> None:
+    Path("grpo.yaml").write_text("mine")
+    assert init("--stage", "grpo") == 2
+    assert Path("grpo.yaml").read_text() == "mine"
+    assert init("--stage", "grpo", "--force") == 0
+    assert load("grpo.yaml").stage == "grpo"
+
+
+def in_a_terminal(typed: str, *words: str) -> tuple[int, str]:
+    """(exit status, what it shows) of `flowalign init` in a terminal where that is typed."""
+    controller, terminal = pty.openpty()
+    os.write(controller, typed.encode())
+    done = subprocess.run(
+        [sys.executable, "-m", "flowalign.cli", "init", *words],
+        stdin=terminal,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(documents.ROOT)},
+        timeout=120,
+    )
+    os.close(controller)
+    os.close(terminal)
+    return done.returncode, done.stdout
+
+
+@pytest.mark.slow
+def test_in_a_terminal_it_asks_for_what_is_not_given() -> None:
+    Path("my.txt").write_text('a sign that says "KITE"\n')
+    status, shown = in_a_terminal("teacher\ngrpo\n\nocr\nmy.txt\n\n\n")
+    assert status == 0 and "possible" in shown, shown
+    config = load("grpo.yaml")
+    assert (config.model.id, config.tasks[0].prompts) == ("tiny", "my.txt")
+    status, shown = in_a_terminal("", "--stage", "merge", "--yes", "--out", "m.yaml")
+    assert status == 0 and Path("m.yaml").is_file(), shown
+    status, shown = in_a_terminal("\x04", "--out", "n.yaml")  # Ctrl-D
+    assert status == 2 and not Path("n.yaml").exists() and "Traceback" not in shown
+
+
+@pytest.mark.slow
+def test_a_tiny_teacher_trains() -> None:
+    Path("my.txt").write_text('a red sign that says "CAT"\na blue sign that says "POND"\n')
+    words = ["--model", "tiny", "--reward", "ocr", "--prompts", "my.txt", "--out", "my.yaml"]
+    assert init("--stage", "grpo", *words) == 0
+    small = ["train.updates=1", "rollout.prompts=2", "rollout.copies=2"]
+    assert cli.main(["train", "--config", "my.yaml", *small]) == 0
+    assert Path("outputs/my/adapter/pytorch_lora_weights.safetensors").is_file()

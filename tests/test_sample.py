@@ -1,0 +1,136 @@
+"""`flowalign sample`: settings of the model or of the LoRA's run, and nothing overwritten."""
+
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pytest
+
+from flowalign import cli, sample
+from flowalign.adapters.files import read_lora
+from flowalign.config import to_yaml
+from flowalign.loop import STUDENT
+from flowalign.pictures import pixels_of
+from flowalign.sample import Plan, parser, settle
+
+
+def plan(*words: str, lora: str | None = None) -> Plan:
+    return settle(parser().parse_args(["a star", *words]), read_lora(lora) if lora else None)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "model, wanted",
+    [
+        ("tiny", (10, 1.0, 64)),
+        ("stabilityai/stable-diffusion-3.5-medium", (40, 4.5, 1024)),
+        ("stabilityai/stable-diffusion-3.5-large", (28, 3.5, 1024)),
+        ("stabilityai/stable-diffusion-3.5-large-turbo", (4, 1.0, 1024)),
+        ("someone/another", (28, 7.0, 1024)),  # the defaults of diffusers' pipeline
+    ],
+)
+def test_steps_guidance_and_size_are_the_models_own(
+    model: str, wanted: tuple[int, float, int]
+) -> None:
+    own = plan("--model", model)
+    assert (own.steps, own.guidance, own.height) == wanted and own.height == own.width
+    given = plan("--model", model, "--steps", "3", "--guidance", "2", "--size", "96")
+    assert (given.steps, given.guidance, given.height) == (3, 2.0, 96)
+
+
+def test_guidance_below_one_is_none_as_in_diffusers() -> None:
+    """A backbone would take 0 as the unconditional velocity alone."""
+    assert plan("--guidance", "0").guidance == 1.0
+
+
+@pytest.mark.parametrize("there, dtype", [(True, "bfloat16"), (False, "float32")])
+def test_the_device_decides_the_dtype(
+    there: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    device = torch.device("cuda:0" if there else "cpu")
+    monkeypatch.setattr(sample, "usable", lambda name: device)
+    own = plan("--model", "stabilityai/stable-diffusion-3.5-medium")
+    assert (own.device, own.dtype) == (device, dtype)
+    assert plan("--dtype", "float16").dtype == "float16"
+
+
+def test_a_loras_run_says_its_settings_and_its_model(random_model: str) -> None:
+    changes = ("rollout.steps=7", "rollout.window=null", "rollout.guidance=3.0")
+    config = fakes.settings(random_model, Path("run"), *changes)
+    backbone, adapter = fakes.adapted(random_model), Path("run/adapter")
+    backbone.name = random_model
+    backbone.save_adapter(STUDENT, adapter)
+    Path("run/config.yaml").write_text(to_yaml(config))
+    own = plan(lora=str(adapter))
+    assert (own.model, own.steps, own.guidance) == (random_model, 7, 3.0)
+    assert (own.height, own.width) == (config.model.height, config.model.width)
+    assert plan("--steps", "2", lora=str(adapter)).steps == 2
+    Path("run/config.yaml").unlink()
+    assert plan(lora=str(adapter)).steps == 28
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--size", "100"], ["--size", "0"], ["--size", "x"], ["--steps", "0"], ["--steps", "2.5"],
+        ["--images", "0"], ["--seed", "-1"], ["--guidance", "-1"], ["--guidance", "nan"],
+        ["--device", "cuda:99"], ["--device", "gpu"], ["--dtype", "bf16"], ["--size", "99200"],
+        ["--out", "x"], ["--out", "x.txt"], ["--lora", "nowhere"],
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_refused_before_a_model_is_loaded(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(sample, "draw", lambda *_: pytest.fail("a model would be loaded"))
+    try:
+        status = cli.main(["sample", "a star", *words])
+    except SystemExit as refused:  # by argparse
+        status = refused.code
+    error = capsys.readouterr().err
+    assert status == 2 and words[1] in error and "Traceback" not in error
+    assert words[0] in error or words[0] == "--lora"
+    assert not list(Path().iterdir())
+
+
+def test_what_is_possible_stands_in_the_refusal(capsys: Any) -> None:
+    for words, possible in (
+        (["--size", "100"], "96 or 112"),
+        (["--device", "cuda:99"], "cpu"),
+        (["--size", "99200"], "at most"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            raise SystemExit(cli.main(["sample", "a star", *words]))
+        assert stopped.value.code == 2 and possible in capsys.readouterr().err
+
+
+def test_no_file_is_overwritten(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    for name in ("samples.png", "samples-2.png", "samples-3.png"):
+        assert cli.main(["sample", "a star", "a sign", "--images", "2", "--steps", "2"]) == 0
+        assert capsys.readouterr().out == f"{name}\n" and Path(name).is_file()
+    before = Path("samples.png").read_bytes()
+    monkeypatch.setattr(sample, "draw", lambda *_: pytest.fail("a model would be loaded"))
+    assert cli.main(["sample", "a star", "--out", "samples.png"]) == 2
+    assert "samples.png" in capsys.readouterr().err
+    assert Path("samples.png").read_bytes() == before
+
+
+def test_images_larger_than_the_grid_shows_are_written_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(sample, "SHOWN", 64)  # the tiny model draws at most 128 pixels
+    words = ["sample", "a star", "a sign", "--size", "80", "--steps", "2", "--images", "2"]
+    assert cli.main([*words, "--out", "new/big.webp"]) == 0
+    files = sorted(Path("new/big").iterdir())
+    names = ["001_01.png", "001_02.png", "002_01.png", "002_02.png"]
+    assert [file.name for file in files] == names
+    assert {pixels_of(file.read_bytes()).shape for file in files} == {(3, 80, 80)}
+    assert len({file.read_bytes() for file in files}) == 4
+    assert pixels_of(Path("new/big.webp").read_bytes()).shape[0] == 3
+    printed = capsys.readouterr().out
+    assert "new/big/" in printed and "new/big.webp" in printed
