@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return compare(argv[1:])
     args = parser().parse_args(argv)
-    from flowalign import parallel
+    from flowalign import parallel, results
     from flowalign.backbone import ModelError
     from flowalign.eval.store import StoreError
     from flowalign.eval.suite import EvaluationError
@@ -60,7 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         interrupted="interrupted; no table was written. The same command continues from here.",
     )
     with status:
-        evaluate(load(args.config, args.overrides, stage=EvalStage, variant=args.variant))
+        config = load(args.config, args.overrides, stage=EvalStage, variant=args.variant)
+        evaluate(config)
+        if parallel.state().is_main_process:
+            print(results.summary(config), flush=True)
     return status.code
 
 

@@ -56,11 +56,12 @@ def merge(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of what dare drops")
     parser.add_argument("--lines", nargs=2, type=float, metavar=("SHALLOW", "DEEP"))
     args = vars(parser.parse_args(argv))
+    from flowalign import results
     from flowalign.teachers import merge as merging
 
     try:
         print(merging.merge(args.pop("adapters"), out := args.pop("out"), **args))
-        print(f"\n{out}")
+        print(results.merged(out))
     except (ValueError, OSError) as error:
         print(f"flowalign merge: {error}", file=sys.stderr)
         return 2

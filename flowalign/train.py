@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from flowalign.progress import quiet
 
     quiet()  # before diffusers is imported, which logs while it is
-    from flowalign import parallel
+    from flowalign import parallel, results
     from flowalign.backbone import ModelError
     from flowalign.eval.suite import EvaluationError
     from flowalign.loop import TrainingError
@@ -68,16 +68,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     with status:
         config = load(args.config, args.overrides, stage=Job, variant=args.variant)
         run(config, Path(args.config).parent, args.resume)
+        if parallel.state().is_main_process:
+            print(results.summary(config), flush=True)
     return status.code
 
 
-def run(config: Job, home: Path, resume: bool) -> Path:
+def run(given: Job, home: Path, resume: bool) -> Path:
     """Whatever `flowalign train` can run. home: the folder of the config file."""
-    if isinstance(config, TrainingStage):
-        return train(config, resume=resume)
-    from flowalign import recipe
+    if isinstance(given, TrainingStage):
+        return train(given, resume=resume)
+    from flowalign import parallel, recipe, watch
     from flowalign.eval.run import evaluate
 
+    config = given
     if isinstance(config, MergeStage):
         name = Path(config.output).name
         stages = {name: config.model_dump(mode="json", exclude={"output", "model"})}
@@ -86,7 +89,13 @@ def run(config: Job, home: Path, resume: bool) -> Path:
             stage="recipe", output=parent, model=config.model, stages=stages
         )
     assert isinstance(config, RecipeStage)
-    return recipe.run(config, home, lambda stage: train(stage, resume=True), evaluate)
+    whole = isinstance(given, RecipeStage)
+    folder = recipe.run(
+        config, home, lambda stage: train(stage, resume=True), evaluate, record=whole
+    )
+    if whole and parallel.state().is_main_process:
+        watch.write(folder)  # the recipe's report
+    return folder
 
 
 def train(config: TrainingStage, *, resume: bool = False) -> Path:
