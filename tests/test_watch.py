@@ -140,7 +140,7 @@ def test_the_stages_of_a_recipe_have_their_states(tmp_path: Path) -> None:
     run(tmp_path / "now")
     shown = page(tmp_path)
     assert shown.states[:4] == ["running", "finished", "running", "waiting"]
-    assert "stage 1 of 3" in shown.text and "about 5 min left" in shown.text
+    assert "1 of 3 stages done" in shown.text and "about 5 min left" in shown.text
 
 
 @pytest.mark.parametrize("content", [None, "", "a: 1", "{"])

@@ -113,9 +113,10 @@ def _view(
 ) -> View:
     """A run, or the stage of a recipe."""
     rows = read_lines(folder / "metrics.jsonl")
+    done = _written(folder / DONE)
     status = read_status(folder) or _guessed(folder, config, rows, recipe)
-    if (folder / DONE).is_file():
-        status = replace(status, state="finished")
+    if done:
+        status = replace(status, state="finished", heard=done, began=min(status.began, done))
     state = status.state
     if state == "running" and now - status.heard > SILENCE:
         state = "dead"
@@ -150,11 +151,10 @@ def _guessed(
     """The status of a folder without one: a stage that has not begun, or keeps none, or a run of an
     older version."""
     if recipe is not None:
-        running = recipe.status.text == folder.name and not rows
-        return replace(recipe.status, state=recipe.status.state if running else "waiting", text="")
-    heard = 0.0
-    with suppress(OSError):
-        heard = (folder / "metrics.jsonl").stat().st_mtime
+        at_it = recipe.status.text == folder.name
+        state = recipe.status.state if at_it else "waiting"
+        return Status(state, heard=recipe.status.heard, text="running" if at_it else "")
+    heard = _written(folder / "metrics.jsonl")
     total = int((config.get("train") or {}).get("updates", 0))
     update = max((int(row.get(metrics.UPDATE, 0)) for row in rows), default=0)
     # the plot is drawn at the end
@@ -175,8 +175,8 @@ def _about(state: str, status: Status, now: float, kind: str) -> str:
     if state == "dead":
         when = f"last heard {duration(silent)} ago" if status.heard else "never heard"
         return f"{when}, so the process was probably killed; {_again(kind)}"
-    if kind == "recipe":
-        return f"stage {status.text}"
+    if kind == "recipe" or not status.total:  # a stage that keeps no count
+        return f"at {status.text}" if kind == "recipe" else ""
     if status.seconds is None:
         return "started; the speed is known after the first update"
     left = (status.left or 0.0) - silent
@@ -200,10 +200,10 @@ def _facts(
     if status.seconds:
         facts.append(("an update takes", duration(status.seconds, exact=True)))
     if shown := [point for point in curves.get(metrics.HEADLINE, []) if math.isfinite(point[1])]:
-        update, best = max(shown, key=lambda point: point[1])  # the first of equals, as the run
-        facts.append(("best held-out score", f"{best:.3f} at update {update}"))
-        facts.append(("first held-out score", f"{shown[0][1]:.3f} at update {shown[0][0]}"))
-        facts.append(("newest held-out score", f"{shown[-1][1]:.3f} at update {shown[-1][0]}"))
+        best = max(shown, key=lambda point: point[1])  # the first of equals, as the run keeps it
+        points = {"first": shown[0], "best": best, "newest": shown[-1]} if shown[1:] else {"": best}
+        for which, (update, score) in points.items():
+            facts.append((f"{which} held-out score".strip(), f"{score:.3f} at update {update}"))
     for name, label, style in (
         (metrics.REWARD, "reward", "{:.3f}"),
         (metrics.DISTILL, "distance to the teachers", "{:.3g}"),
@@ -263,6 +263,13 @@ def _embedded(path: Path) -> str:
     with suppress(OSError):
         return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
     return ""
+
+
+def _written(path: Path) -> float:
+    """When a file was last written; 0 if there is none."""
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
 
 
 def _text(path: Path) -> str:
