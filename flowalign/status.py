@@ -30,7 +30,8 @@ class Status:
     state: str = "running"  # or finished, stopped, interrupted
     began: float = 0.0
     heard: float = 0.0  # the last sign of life
-    text: str = ""  # what is being done, or why it stopped
+    text: str = ""  # what it is at: the stage of a recipe
+    reason: str = ""  # why it stopped
     update: int = 0
     total: int = 0
     seconds: float | None = None  # of an update, with its share of evaluations and checkpoints
@@ -70,11 +71,11 @@ class Heartbeat:
         self._over.set()
         self._thread.join()  # its last word must not come after the end's
         if error is None:
-            self.say(state="finished", text="")
+            self.say(state="finished")
         elif isinstance(error, KeyboardInterrupt):
-            self.say(state="interrupted", text="Ctrl-C")
+            self.say(state="interrupted", reason="Ctrl-C")
         else:
-            self.say(state="stopped", text=str(error) or type(error).__name__)
+            self.say(state="stopped", reason=str(error) or type(error).__name__)
 
     def say(self, **values: Any) -> None:
         """Change fields of the status, and write it."""

@@ -153,7 +153,7 @@ def _guessed(
     if recipe is not None:
         at_it = recipe.status.text == folder.name
         state = recipe.status.state if at_it else "waiting"
-        return Status(state, heard=recipe.status.heard, text="running" if at_it else "")
+        return Status(state, heard=recipe.status.heard, reason=recipe.status.reason)
     heard = _written(folder / "metrics.jsonl")
     total = int((config.get("train") or {}).get("updates", 0))
     update = max((int(row.get(metrics.UPDATE, 0)) for row in rows), default=0)
@@ -171,10 +171,11 @@ def _about(state: str, status: Status, now: float, kind: str) -> str:
         took = f", after {duration(status.heard - status.began)}" if status.began else ""
         return f"ended {_clock(status.heard)}{took}" if status.heard else ""
     if state in OVER:
-        return f"since {_clock(status.heard)}: {status.text}; {_again(kind)}"
+        at = f" at {status.text}" if status.text else ""
+        return f"{_clock(status.heard)}{at}: {status.reason.rstrip('.')}. {_again(kind)}"
     if state == "dead":
         when = f"last heard {duration(silent)} ago" if status.heard else "never heard"
-        return f"{when}, so the process was probably killed; {_again(kind)}"
+        return f"{when}, so the process was probably killed. {_again(kind)}"
     if kind == "recipe" or not status.total:  # a stage that keeps no count
         return f"at {status.text}" if kind == "recipe" else ""
     if status.seconds is None:
@@ -184,8 +185,8 @@ def _about(state: str, status: Status, now: float, kind: str) -> str:
 
 
 def _again(kind: str) -> str:
-    how = "run the same command again" if kind in ("recipe", "eval", "merge") else "add --resume"
-    return f"{how} to continue"
+    alone = kind in ("grpo", "opd", "sft")  # a recipe resumes by itself
+    return f"To continue, give the same command again{' with --resume' if alone else ''}."
 
 
 def _clock(seconds: float) -> str:
