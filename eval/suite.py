@@ -23,7 +23,7 @@ from torch import Tensor
 from flowalign import rewards
 from flowalign.backbone import Backbone
 from flowalign.config import BenchmarkConfig, ConfigError, SamplingConfig
-from flowalign.data import load_prompts
+from flowalign.data import load_prompts, spread
 from flowalign.devices import current
 from flowalign.eval.layouts import check_layout
 from flowalign.eval.stats import average, headline_row, lost, rows_of
@@ -116,13 +116,15 @@ def generate(
     backbone: Backbone,
     prompts: PromptBatch,
     settings: SamplingConfig,
-    first: int = 0,
+    indices: Sequence[int] | None = None,
     copies: int = 1,
 ) -> Tensor:
     """Images [P*copies,3,H,W] in [0,1] of P prompts, deterministic (Euler ODE).
 
-    first: the place of prompts[0] in its set. The copies of a prompt follow one another.
+    indices: the places of the prompts in their set, on which their noise depends; None = the whole
+    set, or its beginning. The copies of a prompt follow one another.
     """
+    indices = range(len(prompts)) if indices is None else indices
     keys = places(len(prompts), copies)
     rollout = sample(
         backbone,
@@ -130,7 +132,7 @@ def generate(
         Schedule(backbone.sigmas(settings.steps), "ode", 0.0, None),
         guidance=settings.guidance,
         noise=Noise((settings.seed,)),
-        places=[(first + prompt, copy) for prompt, copy in keys],
+        places=[(indices[prompt], copy) for prompt, copy in keys],
         batch_size=settings.batch_size,
     )
     assert rollout.images is not None
@@ -184,7 +186,7 @@ def environment() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Judged:
-    """The images of a benchmark: one row per image, in order, and the first few pictures.
+    """The images of a benchmark: one row per image, in order, and a few of the pictures.
 
     A row holds index (the place of its prompt), copy, prompt, metadata, value (NaN = invalid),
     reason (why it failed, or what the score rests on; None if the reward gives none) and the parts
@@ -192,8 +194,12 @@ class Judged:
     """
 
     rows: list[dict[str, Any]]
-    pictures: list[bytes]  # PNG files of the first rows
+    pictures: list[bytes]  # PNG files of the images of some prompts, evenly spaced: `shown`
     features: Tensor | None = None  # [N,D] on the CPU, if they were asked for
+
+    def shown(self, copies: int) -> list[int]:
+        """The places of the prompts with pictures, where there are `copies` images per prompt."""
+        return spread(len(self.rows) // copies, len(self.pictures) // copies)
 
 
 def judge_set(
@@ -211,17 +217,18 @@ def judge_set(
     """Sample the images of every prompt and score them: one result per judge, in their order.
 
     The result is the same on every process. A batch is scored while the next one is sampled; one
-    that takes a judge longer than `seconds` is invalid (None = wait for ever). keep: prompts whose
-    pictures are kept. features: images [B,3,H,W] -> [B,D]. advance is called with the number of
-    images of each batch. store: what it holds is neither sampled nor scored again.
+    that takes a judge longer than `seconds` is invalid (None = wait for ever). keep: number of
+    prompts whose pictures are kept, evenly spaced. features: images [B,3,H,W] -> [B,D]. advance is
+    called with the number of images of each batch. store: what it holds is neither sampled nor
+    scored again.
     """
     world, rank = (accelerator.num_processes, accelerator.process_index) if accelerator else (1, 0)
-    scoring = _Scoring(images.judges, store, seconds)
+    scoring, kept = _Scoring(images.judges, store, seconds), set(spread(len(images.prompts), keep))
     batches = []
     for prompts in _share(images, settings.batch_size, world, rank):
         keys = [(prompt, copy) for prompt in prompts for copy in range(images.copies)]
         unscored = scoring.unscored(keys)
-        shown = {key for key in keys if features or key[0] < keep}
+        shown = {key for key in keys if features or key[0] in kept}
         batches.append(_Batch(prompts, keys, unscored, shown.union(*unscored.values())))
     sampled = [batch for batch in batches if _is_sampled(batch, store)]
     extra = missing_steps(len(batches), backbone.sharded)  # asked before the first forward pass
@@ -234,7 +241,7 @@ def judge_set(
             sampled.pop(0)
         pixels = _pixels(backbone, images, settings, batch, store)
         scoring.submit(batch, pixels)
-        pictures += [png(pixels[key]) for key in batch.keys if key[0] < keep]
+        pictures += [png(pixels[key]) for key in batch.keys if key[0] in kept]
         if features:
             vectors.append(_vectors(torch.stack([pixels[key] for key in batch.keys]), features))
         if advance:
@@ -301,7 +308,7 @@ def _pixels(
         return pixels
     # the whole batch, so that the arithmetic is that of a run without interruption
     prompts = images.prompts.select(batch.prompts)
-    sampled = generate(backbone, prompts, settings, batch.prompts.start, images.copies)
+    sampled = generate(backbone, prompts, settings, batch.prompts, images.copies)
     for key, image in zip(batch.keys, eight_bits(sampled), strict=True):
         if key in missing:
             pixels[key] = image
