@@ -13,6 +13,7 @@ from torch import Tensor
 from flowalign import metrics
 from flowalign.config import TrainingStage
 from flowalign.data import spread, spread_text
+from flowalign.images import eight_bits
 from flowalign.loop import STUDENT
 from flowalign.pictures import COLUMNS, Block, Row, comparison, read_metrics
 from flowalign.rewards.scoring import Ahead, score
@@ -31,7 +32,7 @@ def before_after(
 ) -> None:
     """Draw what a run began with and its result: a block per benchmark, a row for each of the two.
 
-    The images are some of those that its evaluations scored: same prompts, same noise.
+    The images are some of those that its evaluations scored: same prompts, same noise, 8 bits.
     path: where to write; metrics.jsonl lies beside it. None: only sample, as every process of a
     sharded base must.
     """
@@ -46,7 +47,7 @@ def before_after(
         with backbone.adapter(STUDENT if adapter else None):
             settings = config.evaluation_sampling
             return [
-                generate(backbone, batch, settings, rows)
+                eight_bits(generate(backbone, batch, settings, rows))
                 for batch, rows in zip(prompts, places, strict=True)
             ]
 

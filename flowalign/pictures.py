@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SMALL = 128  # pixels: narrower images are drawn with sharp pixels
 CAPTION = 24  # characters in a line of a caption
-NARROW = 15  # characters in a line above a column of a comparison
+NARROW = 14  # characters in a line above a column of a comparison
 COLUMNS = 8  # images in a row
 Curve = list[tuple[int, float]]  # (update, value), ...
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -116,7 +116,7 @@ LEGEND = (
 )
 
 
-def comparison(path: Path, blocks: Sequence[Block], *, title: str) -> None:
+def comparison(path: Path, blocks: Sequence[Block], *, title: str = "") -> None:
     """Write blocks below one another: a labelled row per model, a column per prompt.
 
     The prompts stand above the first row of a block.
@@ -125,11 +125,11 @@ def comparison(path: Path, blocks: Sequence[Block], *, title: str) -> None:
 
     columns = max(len(block.prompts) for block in blocks)
     width = max(4.0, LABEL + columns * (CELL + GAP))  # inches, as all lengths below
-    heads = textwrap.wrap(f"{title} {LEGEND}", int(13 * width))
+    heads = textwrap.wrap(f"{title} {LEGEND}".strip(), int(12.5 * width))
     height = 0.2 * len(heads) + 0.15 + sum(map(_height, blocks))
     figure = Figure(figsize=(width, height), dpi=DPI)
     figure.text(
-        0.1 / width, 1 - 0.1 / height, "\n".join(heads), fontsize=9, va="top", linespacing=1.3
+        0.1 / width, 1 - 0.1 / height, "\n".join(heads), fontsize=10, va="top", linespacing=1.3
     )
     top = height - 0.2 * len(heads) - 0.1
     for block in blocks:
@@ -138,7 +138,7 @@ def comparison(path: Path, blocks: Sequence[Block], *, title: str) -> None:
     _save(figure, path)
 
 
-LABEL, CELL, GAP, LINE = 1.45, 0.8, 0.07, 0.135  # inches: label, image, between, line of text
+LABEL, CELL, GAP, LINE = 1.5, 0.8, 0.07, 0.15  # inches: label, image, between, line of text
 DPI = 160  # an image of 64 pixels is drawn at twice its size
 
 
@@ -157,7 +157,7 @@ def _cell(block: Block) -> tuple[float, float]:
 
 def _height(block: Block) -> float:
     above, _ = _lines(block)
-    return 0.32 + LINE * above + len(block.rows) * _cell(block)[1] + 0.12
+    return 0.34 + LINE * above + len(block.rows) * _cell(block)[1] + 0.08
 
 
 def _draw(figure: Figure, block: Block, top: float) -> None:
@@ -171,21 +171,21 @@ def _draw(figure: Figure, block: Block, top: float) -> None:
     def left(column: int) -> float:
         return LABEL + column * (CELL + GAP)
 
-    text(0.1, top - 0.08, block.title, fontsize=10, weight="bold", va="top")
-    top -= 0.34 + LINE * above
+    text(0.1, top - 0.08, block.title, fontsize=11.5, weight="bold", va="top")
+    top -= 0.32 + LINE * above
     for column, prompt in enumerate(block.prompts):
         words = _wrapped(prompt, NARROW)
-        text(left(column), top + 0.04, words, fontsize=7, va="bottom", linespacing=1.15)
+        text(left(column), top + 0.04, words, fontsize=8, va="bottom", linespacing=1.15)
     for row in block.rows:
-        text(0.1, top - 0.08, row.name, fontsize=9, va="top")
-        text(0.1, top - 0.26, row.means, fontsize=7.5, va="top", color="0.35", linespacing=1.25)
+        text(0.1, top - 0.08, row.name, fontsize=10.5, va="top")
+        text(0.1, top - 0.29, row.means, fontsize=9, va="top", color="0.35", linespacing=1.25)
         for column, (pixels, caption) in enumerate(zip(row.images, row.captions, strict=True)):
             place = (left(column) / width, (top - image) / height, CELL / width, image / height)
             axis = figure.add_axes(place)
             axis.axis("off")
             _show(axis, _pixels(pixels))
-            text(left(column) + CELL / 2, top - image - 0.03, caption, fontsize=7.5, ha="center",
-                 va="top", linespacing=1.1)  # fmt: skip
+            text(left(column) + CELL / 2, top - image - 0.03, caption, fontsize=9, ha="center",
+                 va="top", linespacing=1.05)  # fmt: skip
         top -= pitch
 
 
