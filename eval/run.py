@@ -1,8 +1,8 @@
 """Score models on held-out prompts: `python -m flowalign.eval --config FILE [key.path=value ...]`.
 
 Writes into `output`: results.json, table.md, report.html (one page with tables and images), images/
-(with the scores of every image: `flowalign.eval.store`), one grid_<benchmark>.png per benchmark,
-and layouts/ where a benchmark asks for it. The same command continues a run that was killed.
+(with the scores of every image: `flowalign.eval.store`), grid.png (some images of every model) and
+layouts/ where a benchmark asks for it. The same command continues a run that was killed.
 """
 
 from __future__ import annotations

@@ -346,6 +346,7 @@ def held_out(config: TrainingStage, rewards: Mapping[str, Reward]) -> list[Bench
 def finish(loop: Loop, config: TrainingStage, rewards: Mapping[str, Reward]) -> None:
     """After the last update: the metrics plot, the model card and the before/after grid."""
     from flowalign import trackers
+    from flowalign.before_after import before_after
     from flowalign.pictures import metrics_plot
     from flowalign.publish.card import write_card
 
@@ -355,50 +356,6 @@ def finish(loop: Loop, config: TrainingStage, rewards: Mapping[str, Reward]) -> 
         write_card(folder, config, sys.argv)
     if config.evaluates and (main or loop.backbone.sharded):  # sharded: all must sample
         path = folder / "before_after.png" if main else None
-        compare(loop.backbone, config, rewards, path)
+        before_after(loop.backbone, config, held_out(config, rewards), path)
         if path:
             trackers.image(loop.accelerator, path.stem, path, loop.update)
-
-
-def compare(
-    backbone: Backbone,
-    config: TrainingStage,
-    rewards: Mapping[str, Reward],
-    path: Path | None,
-    count: int = 16,
-) -> None:
-    """Draw base and result on the same held-out prompts and seeds. path None: only sample."""
-    from flowalign import metrics
-    from flowalign.data import subset
-    from flowalign.eval.suite import generate
-    from flowalign.loop import STUDENT
-    from flowalign.pictures import read_metrics, side_by_side
-    from flowalign.rewards.scoring import Ahead, ByTask
-
-    settings = config.evaluation_sampling
-    backbone.replace_adapter(STUDENT, Path(config.output) / "adapter")
-    benchmark = held_out(config, rewards)[0]
-    prompts = subset(benchmark.prompts, count)
-    with backbone.base():
-        before = generate(backbone, prompts, settings)
-    after = generate(backbone, prompts, settings)
-    if path is None:
-        return
-    captions, scoring = [], Ahead(ByTask(rewards), config.train.score_seconds)
-    for images in (before, after):  # in a thread: a reward that hangs must not stop the run
-        scoring.submit(images, prompts)
-    for scores in scoring.answers():
-        value = scores.parts.get(benchmark.headline or "", scores.value)
-        captions.append(
-            [f"{p}\n{v:.2f}" for p, v in zip(prompts.prompts, value.tolist(), strict=True)]
-        )
-    scoring.forget()
-    headlines = read_metrics(path.parent / "metrics.jsonl")[metrics.HEADLINE]
-    (update, first), best = headlines[0], max(value for _, value in headlines)
-    # an evaluation of the base that lost images is not among them
-    change = f"{first:.3f} -> {best:.3f}" if update == 0 else f"{best:.3f}"
-    title = (
-        f"{path.parent.name}: base above, trained below, same prompts and noise. "
-        f"On all held-out prompts: {change}"
-    )
-    side_by_side(path, (list(before), list(after)), captions, title=title)

@@ -817,7 +817,7 @@ class ReportConfig(Section):
     title: str | None = Field(default=None, examples=["Flow-OPD on the tiny world"])
     """Its heading; null = the name of the base model."""
     images: Annotated[int, Field(ge=0)] = 24
-    """Number of first prompts of a benchmark whose images are shown."""
+    """Number of prompts of a benchmark whose images are shown, evenly spaced over the set."""
 
 
 class EvalStage(Stage):

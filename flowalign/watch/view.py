@@ -15,7 +15,7 @@ from typing import Any
 from flowalign import metrics, snapshots
 from flowalign.config import ConfigError, read
 from flowalign.files import read_lines
-from flowalign.pictures import charts, curves_of
+from flowalign.pictures import charts, read_metrics
 from flowalign.progress import duration
 from flowalign.recipe import DONE
 from flowalign.status import SILENCE, WARNINGS, Status, read_status
@@ -120,7 +120,7 @@ def _view(
     state = status.state
     if state == "running" and now - status.heard > SILENCE:
         state = "dead"
-    curves = curves_of(rows)
+    curves = read_metrics(folder / "metrics.jsonl")
     rollout = snapshots.newest(folder, snapshots.TRAINING)
     warnings = read_lines(folder / WARNINGS)[::-1][:NEWEST]
     kind = str(config.get("stage"))
