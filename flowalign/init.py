@@ -352,7 +352,7 @@ def write(wanted: Answers, force: bool) -> list[str]:
     data = build(wanted)
     head = [
         f"# {command(wanted.stage)} --config {wanted.out}",
-        "# Written by `flowalign init`: the keys that matter most, each under its meaning. The others",
+        "# Written by `flowalign init`: the keys that matter most, each under its meaning. Others",
         "# keep their defaults (docs/configs.md).",
         "",
     ]
