@@ -1,6 +1,7 @@
 """report.html: an evaluation as one page without other files and without a network.
 
-The page is the template `report.html.j2`; this module computes what it shows from `Results`.
+The template `templates/report.html.j2` is the page; this module computes what it shows from
+`Results`.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ import base64
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from flowalign import page
 from flowalign.eval import published
 from flowalign.eval.stats import FIELDS, headline_rows, part_of
 from flowalign.eval.suite import Benchmark
@@ -69,15 +70,9 @@ def render(
 ) -> str:
     """The page. conditions: how the numbers were measured, one sentence each; config: YAML; model:
     the base model's id, which decides whether published numbers are shown."""
-    import jinja2
-
-    source = Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
-    # autoescape: prompts and reasons come from files and models
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
     grids = {benchmark.name: lines(results, benchmark) for benchmark in results.benchmarks}
-    return environment.from_string(source).render(
+    return page.render(
+        "report.html.j2",
         title=title,
         conditions=conditions,
         config=config,

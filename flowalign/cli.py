@@ -43,10 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def merge(argv: Sequence[str]) -> int:
-    """Merge LoRA adapters of one base into one, by adding their weight updates."""
+    """Merge LoRA adapters of one base into one, by adding their weight updates. The folder of --out
+    is the adapter: give it to --lora, lora.init or flowalign.load."""
     parser = argparse.ArgumentParser("flowalign merge", description=merge.__doc__)
     parser.add_argument("adapters", nargs="+", help="adapter folders, such as outputs/.../adapter")
-    parser.add_argument("--out", required=True, help="the folder to write")
+    parser.add_argument("--out", required=True, help="the adapter's folder, to be written")
     parser.add_argument("--method", default="concat", help="concat (exact), svd, ties or dare")
     parser.add_argument("--weights", nargs="+", type=float, help="one each; default: 1, the sum")
     parser.add_argument("--rank", type=int, help="of the result; default: the largest given")
@@ -57,7 +58,8 @@ def merge(argv: Sequence[str]) -> int:
     from flowalign.teachers import merge as merging
 
     try:
-        print(merging.merge(args.pop("adapters"), args.pop("out"), **args))
+        print(merging.merge(args.pop("adapters"), out := args.pop("out"), **args))
+        print(f"\n{out}")
     except (ValueError, OSError) as error:
         print(f"flowalign merge: {error}", file=sys.stderr)
         return 2

@@ -352,8 +352,8 @@ def write(wanted: Answers, force: bool) -> list[str]:
     data = build(wanted)
     head = [
         f"# {command(wanted.stage)} --config {wanted.out}",
-        "# Written by `flowalign init`: the keys that matter most, each under its meaning. Others",
-        "# keep their defaults (docs/configs.md).",
+        "# Written by `flowalign init`: the keys that matter most, each under its meaning.",
+        "# The others keep their defaults (docs/configs.md).",
         "",
     ]
     text = "\n".join([*head, *lines(STAGES[wanted.stage], data, set())]) + "\n"

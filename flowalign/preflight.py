@@ -5,7 +5,6 @@ Everything here happens before a model is loaded.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 from collections.abc import Collection, Iterator, Mapping
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from flowalign import determinism
+from flowalign import determinism, packages
 from flowalign.adapters import hub
 from flowalign.adapters.files import AdapterError, adapter_folder, read_lora
 from flowalign.config.schema import (
@@ -105,8 +104,9 @@ def _scored(
 
 def _package_problems(config: Stage) -> Iterator[str]:
     """What asks for a package or a device that is not here."""
-    missing = not importlib.util.find_spec("bitsandbytes")
-    install = "bitsandbytes, which is not installed. Run `pip install 'flowalign[gpu]'`"
+    missing = not packages.installed("bitsandbytes")
+    command = packages.install_command("bitsandbytes")
+    install = f"bitsandbytes, which is not installed. Run `{command}`"
     if config.model.quantization == "nf4" and (missing or not torch.cuda.is_available()):
         need = install if missing else "a GPU, and torch sees none. Run it on one"
         yield f"model.quantization: 'nf4' needs {need}, or use 'fp8', or null."
@@ -142,6 +142,8 @@ def _adapter_problems(config: Stage, pending: Collection[str]) -> Iterator[str]:
             folder = adapter_folder(source)
             if (folder / "adapter" / ADAPTER).is_file():  # the folder of the run was named
                 yield f"{place}: {source!r}: {error}; did you mean {Path(source) / 'adapter'}?"
+            elif (folder.parent / ADAPTER).is_file():  # a merge's, as if it were a run's
+                yield f"{place}: {source!r}: no such folder; did you mean {Path(source).parent}?"
             elif folder.exists() or hub.is_id(source):
                 yield f"{place}: {source!r}: {error}"
             else:
@@ -192,7 +194,7 @@ def start(lora: LoraConfig) -> Start | None:
     for key, has in (("rank", ranks), ("alpha", adapter.alphas)):
         wanted = getattr(lora, key)
         if key in lora.model_fields_set and set(has.values()) != {wanted}:
-            ignored.append(f"lora.{key}: {wanted:g} is ignored, lora.init has {_span(has)}")
+            ignored.append(f"lora.{key}: {wanted:g} is ignored, lora.init has {span(has)}")
     ends = {  # as peft matches a layer's name: the whole, or its end after a dot
         target: {layer for layer in ranks if f".{layer}".endswith(f".{target}")}
         for target in lora.targets
@@ -204,13 +206,13 @@ def start(lora: LoraConfig) -> Start | None:
         seen += [f"none for {', '.join(unused)}"] if unused else []
         ignored.append(f"lora.targets: ignored, lora.init has {' and '.join(seen)}")
     text = (
-        f"lora.init: the student starts from {lora.init}, rank {_span(ranks)}, scale "
-        f"{_span(adapter.scales)} (alpha / r), {len(ranks)} layers"
+        f"lora.init: the student starts from {lora.init}, rank {span(ranks)}, scale "
+        f"{span(adapter.scales)} (alpha / r), {len(ranks)} layers"
     )
     return Start(text, ignored)
 
 
-def _span(values: Mapping[str, float]) -> str:
+def span(values: Mapping[str, float]) -> str:
     """The value of all layers, or the range."""
     low, high = min(values.values()), max(values.values())
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"

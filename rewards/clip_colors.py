@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from flowalign.frozen import Placement
+from flowalign.packages import require
 from flowalign.rewards.geneval_judge import COLORS
-from flowalign.rewards.lazy import require
 from flowalign.rewards.options import Device, OpenClip, checked
 
 TEMPLATES = (
@@ -73,7 +73,7 @@ class ClipColors:
         device: Device = None,
         offload: bool = False,
     ) -> None:
-        library = require("open_clip", "'flowalign[clip]'", "GenEval's colours are named with")
+        library = require("open_clip", "GenEval's colours are named with")
         weights, gelu = _weights(library, architecture, pretrained)
         model, _, self.preprocess = library.create_model_and_transforms(
             architecture,

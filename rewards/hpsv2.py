@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from torch import Tensor
 
+from flowalign.packages import require
 from flowalign.rewards import preprocess
-from flowalign.rewards.lazy import require
 from flowalign.rewards.options import Count, Device, Divisor, OpenClip, TextCache, checked
 from flowalign.rewards.preference import Preference
 from flowalign.rewards.towers import TEXT_CACHE, TwoTowers
@@ -64,7 +64,7 @@ class OpenClipTowers(TwoTowers):
     """
 
     def __init__(self, architecture: str, file: str, **computing: Any) -> None:
-        open_clip = require("open_clip", "'flowalign[clip]'", "reward hpsv2 needs")
+        open_clip = require("open_clip", "reward hpsv2 needs")
         self.name = f"open_clip {open_clip.__version__} {architecture}, {file}"
         config = open_clip.get_model_config(architecture)  # None for a name that it does not know
         if config is None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flowalign.devices import resolve
 from flowalign.images import to_uint8
-from flowalign.rewards.lazy import require
+from flowalign.packages import require
 from flowalign.rewards.options import Count, Device, checked
 from flowalign.types import Metadata, Scores
 
@@ -55,7 +55,7 @@ class HPSv3:
         self, checkpoint: Safetensors | None = None, *, device: Device = None, batch_size: Count = 1
     ) -> None:
         why = "this reward, to be served from an environment of its own, needs the package"
-        package = require("hpsv3", "hpsv3==1.0.0", why)
+        package = require("hpsv3", why)
         self.batch_size = batch_size
         place = str(resolve(device))  # the package wants text
         self.model = package.HPSv3RewardInferencer(checkpoint_path=checkpoint, device=place)

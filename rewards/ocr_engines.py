@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import yaml
 
-from flowalign.rewards.lazy import require
+from flowalign.packages import require
 
 Line = tuple[str, float]
 
@@ -76,7 +76,7 @@ class RapidOCREngine:
         rec_width: int = 320,
         threads: int = 1,
     ) -> None:
-        rapidocr = require("rapidocr", "rapidocr onnxruntime", "this reward reads text with")
+        rapidocr = require("rapidocr", "this reward reads text with")
         self.upscale = upscale
         self._ocr: Any = rapidocr.RapidOCR(
             params={
@@ -141,7 +141,7 @@ class PaddleOCREngine:
     ) -> None:
         folders = (text_detection_model_dir, text_recognition_model_dir)
         models, which = _paddle_models(folders, lang, ocr_version)
-        paddleocr = require("paddleocr", "'flowalign[paddle]'", "this reward reads text with")
+        paddleocr = require("paddleocr", "this reward reads text with")
         self.upscale = upscale
         running: dict[str, Any] = {"cpu_threads": threads}
         if inference == "onnxruntime":

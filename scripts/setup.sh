@@ -63,6 +63,8 @@ locked() { # pip install, in the versions of the lock; without it where another 
     pip install --quiet "$@"
 }
 say "installing flowalign and its dev tools"
+# what an earlier checkout installed under the import name, which is another project's on PyPI
+$venv/bin/python -c 'from importlib.metadata import version; version("flowalign")' 2>/dev/null && pip uninstall --quiet --yes flowalign
 locked -e '.[dev]' "torch==$(torch_is v)"
 # open_clip beside the environment, for tests/conftest.py: it needs torchvision, whose build on PyPI is
 # for CUDA, and a torchvision that cannot be imported stops transformers and diffusers

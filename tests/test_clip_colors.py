@@ -155,5 +155,5 @@ def test_a_file_that_would_run_code_is_not_loaded(open_clip, options, tmp_path: 
 
 def test_without_open_clip_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "open_clip", None)
-    with pytest.raises(ImportError, match=r"flowalign\[clip\]"):
+    with pytest.raises(ImportError, match=r"\[clip\]"):
         ClipColors(device="cpu")

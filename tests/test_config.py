@@ -350,7 +350,7 @@ def rewards(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_world_lacks_is_reported_at_once(
     rewards: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowalign.preflight.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("flowalign.packages.importlib.util.find_spec", lambda name: None)
     (tmp_path / "a.txt").write_text("x")
     task = {**TASK, "prompts": str(tmp_path / "a.txt"), "validation": str(tmp_path / "b.txt")}
     optimizer = {"updates_per_rollout": 2, "name": "adamw8bit"}
@@ -359,7 +359,7 @@ def test_what_the_world_lacks_is_reported_at_once(
         check_world(config, num_processes=3)
     package, sharing, reward, prompts = caught.value.problems
     assert "3 processes cannot share evenly" in sharing and "rollout.prompts=12" in sharing
-    assert "adamw8bit" in package and "flowalign[gpu]" in package
+    assert "adamw8bit" in package and "[gpu]" in package
     assert reward == "tasks.0.reward: no reward 'ocl'"
     assert prompts.startswith("tasks.0.validation: no prompt set")
 
@@ -391,18 +391,20 @@ def test_what_an_evaluation_lacks_is_reported_at_once(rewards: None, tmp_path: P
     weights = {f"{layer}A.weight": torch.ones(1, 4), f"{layer}B.weight": torch.ones(4, 1)}
     save_file(weights, tmp_path / "run" / "adapter" / ADAPTER)
     models = {"base": None, "far": str(tmp_path / "no"), "near": str(tmp_path / "run")}
+    models["inside"] = str(tmp_path / "run" / "adapter" / "adapter")  # as of a run's folder
     good = {**MARK, "prompts": str(tmp_path / "a.txt")}
     marks = [good, {**good, "name": "x", "reward": {"name": "ocl"}}, {**MARK, "name": "y"}]
     config = parse(raw_eval(models=models, benchmarks=marks), stage=EvalStage)
     with pytest.raises(ConfigError) as caught:
         check_world(config, num_processes=3)
-    far, near, poison, reward, prompts = caught.value.problems
+    far, near, inside, poison, reward, prompts = caught.value.problems
     assert far.startswith("models.far: ") and "no such folder, so no pytorch_lora_weights" in far
-    assert near.endswith(f"did you mean {tmp_path / 'run' / 'adapter'}?")
+    for text in (near, inside):
+        assert text.endswith(f"did you mean {tmp_path / 'run' / 'adapter'}?")
     assert poison.startswith("benchmarks.0.prompts: ") and "cannot be judged" in poison
     assert reward == "benchmarks.1.reward: no reward 'ocl'"
     assert prompts.startswith("benchmarks.2.prompts: no prompt set 'b.txt'")
-    models["far"] = models["near"] = str(tmp_path / "run" / "adapter")
+    models = {"base": None, "near": str(tmp_path / "run" / "adapter")}
     (tmp_path / "a.txt").write_text("x")
     check_world(parse(raw_eval(models=models, benchmarks=[good]), stage=EvalStage), 3)
 
@@ -428,9 +430,9 @@ def test_four_bits_are_refused_where_they_cannot_be_had(
     rewards: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = parse(raw(model={"id": "tiny", "quantization": "nf4"}, evaluation=None))
-    for missing, text in ((None, "flowalign[gpu]"), (object(), "torch sees none")):
+    for missing, text in ((None, "[gpu]"), (object(), "torch sees none")):
         monkeypatch.setattr(
-            "flowalign.preflight.importlib.util.find_spec", lambda name, m=missing: m
+            "flowalign.packages.importlib.util.find_spec", lambda name, m=missing: m
         )
         monkeypatch.setattr("flowalign.preflight.torch.cuda.is_available", lambda: False)
         with pytest.raises(ConfigError) as caught:

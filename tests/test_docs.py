@@ -12,17 +12,14 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-import inspect
 import json
-import os
 import re
 import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 from urllib.parse import unquote
 
 import documents
@@ -41,7 +38,6 @@ from flowalign.config import (
     Job,
     MergeStage,
     RecipeStage,
-    Section,
     Stage,
     TaskConfig,
     TrainingStage,
@@ -109,9 +105,6 @@ def test_every_link_leads_somewhere() -> None:
         elif anchor and file in PAGES and anchor not in documents.anchors(file):
             broken.append(f"{page_id(page)}:{line}: {target}: no heading {anchor!r}")
     assert broken == []
-
-
-INCLUDED = re.compile("^(--8<-- |::: )", re.MULTILINE)  # filled in by the build
 
 
 # Commands --------------------------------------------------------------------------------------
@@ -222,14 +215,17 @@ def ours(words: list[str]) -> bool:
 
 
 def check_pip(words: list[str]) -> None:
-    assert words[1] == "install"
+    assert words[1] in ("install", "uninstall")
+    if words[1] == "uninstall":
+        return
     project = (ROOT / "pyproject.toml").read_text()
     table = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
     extras = re.findall(r"^(\w+) = \[", table, re.M)
     for before, word in zip(words[1:], words[2:], strict=False):
         if before == "--target":
             continue
-        if wanted := re.match(r"flowalign\[(.+)\]", word):
+        assert not re.match(r"flowalign\b(?!-t2i)", word), "PyPI's flowalign is another project"
+        if wanted := re.match(r"flowalign-t2i\[(.+)\]", word):
             assert set(wanted[1].split(",")) <= set(extras), f"no extra {wanted[1]}; have {extras}"
         if word == "." or (word[0] not in "-h" and "/" in word):
             assert (ROOT / word / "pyproject.toml").is_file()
@@ -357,7 +353,7 @@ def test_a_wrong_command_is_refused(at_home: None, capsys: Any) -> None:
         "flowalign doctor --reward geneval treshold=1",
         "flowalign serve-reward pickscor",
         "python benchmarks/floors.py --repeat_s 5",
-        "pip install 'flowalign[clips]'",
+        "pip install 'flowalign-t2i[clips]'",
         "pytest tests/test_nothing.py",
         "make demos",
     ):
@@ -510,160 +506,3 @@ def test_rewards_of_the_readers_own_are_what_commands_name(tmp_path: Path) -> No
                 assert hasattr(importlib.import_module(name), attribute)
             checked_modules += bool(colon)
     assert checked_modules >= 2
-
-
-# The site --------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site."""
-    pytest.importorskip("material", reason="pip install 'flowalign[docs]'")
-    folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
-        cwd=ROOT,
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
-    return folder
-
-
-class Resources(HTMLParser):
-    """What a page loads by itself, and its text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.loaded: list[str] = []
-        self.text: list[str] = []
-        self.formulas = 0
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        attributes = dict(attrs)
-        rel = attributes.get("rel")
-        self.formulas += tag == "math"
-        if tag in ("script", "img", "iframe", "source", "video", "audio", "embed"):
-            self.loaded.append(attributes.get("src") or "")
-        if tag == "link" and rel in ("stylesheet", "icon", "preload", "preconnect"):
-            self.loaded.append(attributes.get("href") or "")
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
-
-
-@pytest.mark.slow
-def test_the_site_reads_a_page_as_github_does(site: Path) -> None:
-    """Python's Markdown wants blank lines where CommonMark does not: count what is made of a page
-    (of those that only hold their own text)."""
-    for page in PAGES:
-        if not page.is_relative_to(ROOT / "docs") or INCLUDED.search(documents.pages()[page]):
-            continue
-        name = page.relative_to(ROOT / "docs").with_suffix(".html")
-        article = (site / name).read_text(encoding="utf-8").partition("<article")[2]
-        article = article.partition("</article>")[0]
-        kinds = [token.type for token in documents.tokens(page)]
-        wanted = {
-            "table": kinds.count("table_open"),
-            "li": kinds.count("list_item_open"),
-            "pre": kinds.count("fence") + kinds.count("code_block"),
-            r"h\d": kinds.count("heading_open"),
-        }
-        counted = {tag: len(re.findall(rf"<{tag}\b", article)) for tag in wanted}
-        assert counted == wanted, page_id(page)
-
-
-@pytest.mark.slow
-def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
-    pages = sorted(site.rglob("*.html"))
-    assert len(pages) >= 15
-    for page in pages:
-        loaded = Resources(page.read_text(encoding="utf-8")).loaded
-        assert [x for x in loaded if re.match(r"(https?:)?//", x)] == []
-    for style in site.rglob("*.css"):
-        text = style.read_text(encoding="utf-8")
-        assert not re.search(r"(@import|url\()\s*[\"']?(https?:)?//", text), style
-
-
-@pytest.mark.slow
-def test_formulas_are_drawn_by_the_browser_itself(site: Path) -> None:
-    page = Resources((site / "concepts.html").read_text(encoding="utf-8"))
-    assert page.formulas > 40
-    text = "".join(page.text)
-    assert "\\frac" not in text and "arithmatex" not in text and "$" not in text
-
-
-def sections(model: Any, seen: set[type]) -> set[type]:
-    """A model of the schema and all that it holds."""
-    if isinstance(model, type) and issubclass(model, Section) and model not in seen:
-        seen.add(model)
-        for field in model.model_fields.values():
-            sections(field.annotation, seen)
-    for part in get_args(model):
-        sections(part, seen)
-    return seen
-
-
-@pytest.mark.slow
-def test_the_page_of_configs_has_every_key_with_its_meaning(site: Path) -> None:
-    page = (site / "configs.html").read_text(encoding="utf-8")
-    everything = {s for root in STAGES.values() for s in sections(root, set())}
-    assert len(everything) >= 25
-    for section in everything:
-        table = page.partition(f'id="flowalign.config.schema.{section.__name__}"')[2]
-        rows = table.partition("</table>")[0].split("<tr")
-        shown = {row_of(row)[0]: row_of(row)[1:] for row in rows if "<td>" in row}
-        for key, field in section.model_fields.items():
-            default, meaning = shown[key][1:]
-            assert (default == "required") == field.is_required(), f"{section.__name__}.{key}"
-            for word in re.findall(r"\w+", field.description or ""):
-                assert word in meaning, f"{section.__name__}.{key}: {word}"
-            if isinstance(field.default, int | float):
-                assert default == json.dumps(field.default), f"{section.__name__}.{key}"
-    for stage in STAGES:
-        assert f"stage: {stage}" in page
-
-
-def row_of(row: str) -> list[str]:
-    """The texts of the cells of a table's row."""
-    return ["".join(Resources(cell).text).strip() for cell in re.split("<td>", row)[1:]]
-
-
-CONTRACT = {  # what scripts outside the project call: parameters in order, * and keywords
-    "flowalign.load": "model lora kw",
-    "flowalign.sde.sigmas": "num_steps shift * terminal num_train_timesteps",
-    "flowalign.sde.transition": "x velocity sigma sigma_next * noise_level kind sigma_max",
-    "flowalign.sde.log_prob": "gaussian x_next",
-    "flowalign.sde.kl": "p q",
-    "flowalign.credit.group_relative": "value group * std eps valid",
-    "flowalign.eval.geneval.judge": "metadata detections colors * threshold counting_threshold "
-    "max_objects max_overlap position_threshold",
-    "flowalign.eval.geneval.summarize": "rows",
-    "flowalign.rewards.ocr.text_reward": "target lines",
-    "flowalign.rewards.ocr.target_of": "prompt",
-    "flowalign.rewards.register": "name",
-    "flowalign.rewards.build": "name options",
-    "flowalign.teachers.merge.merge": "adapters out * weights method rank density seed lines",
-}
-
-
-def test_the_names_that_others_rely_on_keep_their_parameters() -> None:
-    for name, parameters in CONTRACT.items():
-        module, _, attribute = name.rpartition(".")
-        code = getattr(importlib.import_module(module), attribute)
-        here = list(inspect.signature(code).parameters)
-        positional, _, keywords = (part.split() for part in parameters.partition(" * "))
-        assert here[: len(positional)] == positional, name
-        assert set(keywords) <= set(here), name
-
-
-@pytest.mark.slow
-def test_the_page_of_names_has_them_with_their_signatures(site: Path) -> None:
-    page = (site / "api.html").read_text(encoding="utf-8")
-    for name in CONTRACT:
-        entry = page.partition(f'id="{name}"')[2].partition("<h3")[0]
-        signature = "".join(Resources(entry.partition("</code>")[0]).text)
-        for parameter in CONTRACT[name].replace(" * ", " ").split():
-            assert re.search(rf"\b{parameter}: ", signature), (name, parameter)

@@ -9,7 +9,7 @@ import fakes
 import pytest
 
 from flowalign import config
-from flowalign.publish.card import card
+from flowalign.publish.card import origins
 
 OCR = {"name": "ocr", "prompts": "tiny/ocr_train"}
 DATA: dict[str, Any] = {
@@ -80,7 +80,7 @@ def test_a_mixture_is_said_in_the_log_and_in_the_card(
     (line,) = [r.getMessage() for r in caplog.records if "guidance" in r.getMessage()]
     assert "teachers.ocr" in line and "2" in line
     assert isinstance(found, config.TrainingStage)
-    (line,) = [t for t in str(card(tmp_path, found)).splitlines() if t.startswith("- guidance")]
+    (line,) = [t for t in origins(tmp_path, found).splitlines() if t.startswith("- guidance")]
     assert "teachers.ocr" in line
     caplog.clear()
     plain = config.parse(given, SMALL)
@@ -88,4 +88,4 @@ def test_a_mixture_is_said_in_the_log_and_in_the_card(
         fakes.wired(plain)
     assert not [r for r in caplog.records if "guidance" in r.getMessage()]
     assert isinstance(plain, config.TrainingStage)
-    assert "- guidance" not in str(card(tmp_path, plain))
+    assert "- guidance" not in origins(tmp_path, plain)

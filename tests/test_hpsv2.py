@@ -118,7 +118,7 @@ def test_each_version_has_its_file_on_the_hub(open_clip: ModuleType, monkeypatch
 
 def test_without_open_clip_it_says_what_to_install(options: dict, monkeypatch):
     monkeypatch.setitem(sys.modules, "open_clip", None)
-    with pytest.raises(ImportError, match=r"flowalign\[clip\]"):
+    with pytest.raises(ImportError, match=r"\[clip\]"):
         build("hpsv2", **options)
 
 

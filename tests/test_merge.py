@@ -281,6 +281,9 @@ def test_the_command_merges_and_refuses(
 ) -> None:
     command = ["merge", *map(str, teachers), "--out", str(tmp_path / "out"), "--weights", "1", "2"]
     assert main(command) == 0
-    assert "| transformer_blocks.0.attn.to_q | 10 | 0.00e+00 |" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "| transformer_blocks.0.attn.to_q | 10 | 0.00e+00 |" in out
+    assert out.splitlines()[-1] == str(tmp_path / "out")
+    assert set(read_lora(tmp_path / "out").ranks.values()) == {10}  # --out is the adapter itself
     assert main(command) == 2
     assert "already holds an adapter" in capsys.readouterr().err

@@ -258,7 +258,7 @@ def test_paddle_reads_signs_for_real(paddle_models):
 
 def test_a_missing_engine_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "paddleocr", None)
-    with pytest.raises(ImportError, match=r"flowalign\[paddle\]"):
+    with pytest.raises(ImportError, match=r"\[paddle\]"):
         PaddleOCREngine()
 
 

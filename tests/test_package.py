@@ -21,6 +21,7 @@ WIRING = (
     "flowalign.cli",
     "flowalign.demo",
     "flowalign.doctor",
+    "flowalign.forecast",
     "flowalign.prompts",
     "flowalign.publish.push",
     "flowalign.init",
@@ -34,6 +35,7 @@ BELOW_REWARDS = (
     "flowalign.images",
     "flowalign.files",
     "flowalign.http",
+    "flowalign.packages",
     "flowalign.adapters.hub",
 )
 HEAVY = ("diffusers", "transformers", "peft", "accelerate")
@@ -158,7 +160,7 @@ def test_a_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "build", "-w", "-o", tmp_path, tree], check=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {name.split("/")[0] for name in names} == {"flowalign", "flowalign-0.1.0.dist-info"}
+    assert {name.split("/")[0] for name in names} == {"flowalign", "flowalign_t2i-0.1.0.dist-info"}
     modules = {str(path.relative_to(ROOT)) for path in MODULES.values()}
     rooms = tuple(f"{room.split('.')[1]}/" for room in ROOMS)
     assert {f"flowalign/{m}" if m.startswith(rooms) else m for m in modules} <= names
@@ -168,4 +170,4 @@ def test_a_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
         for p in ROOT.glob(f"flowalign/tiny/**/*.{kind}")
     ]
     assert {str(path.relative_to(ROOT)) for path in data} <= names
-    assert "flowalign/eval/report.html.j2" in names
+    assert "flowalign/templates/report.html.j2" in names

@@ -1,9 +1,14 @@
 """push.py and card.py: what goes up, what its card says, and that it loads from where it went."""
 
+import inspect
 import json
+import re
+import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fake_hub
 import fakes
@@ -12,14 +17,15 @@ import yaml
 from accelerate.state import AcceleratorState
 from huggingface_hub import ModelCard
 from PIL import Image
+from safetensors.torch import load_file
 
-from flowalign import recipe
+from flowalign import metrics, recipe, rewards
 from flowalign.adapters.files import ADAPTER, read_lora
 from flowalign.cli import main
 from flowalign.config import MergeStage, load, parse, to_yaml
 from flowalign.eval.run import main as evaluate
 from flowalign.preflight import check_world
-from flowalign.publish.card import COMMAND, command, licence, write_card
+from flowalign.publish.card import CHOICES, command, judge, licence, write_card
 
 LOG = [
     {"update": 1, "loss": 1.0},
@@ -159,6 +165,7 @@ def test_the_card_says_base_licence_scores_and_command(trained: Path, random_mod
 def test_an_adapter_of_stable_diffusion_has_the_licence_of_its_base(
     trained: Path, tmp_path: Path
 ) -> None:
+    shutil.copytree(trained / "adapter", tmp_path / "adapter")
     for size in ("3.5-medium", "3.5-large", "3-medium-diffusers"):
         base = f"stabilityai/stable-diffusion-{size}"
         config = load(trained / "config.yaml", [f"model.id={base}", "tasks.0.reward.name=ocr"])
@@ -169,16 +176,115 @@ def test_an_adapter_of_stable_diffusion_has_the_licence_of_its_base(
         assert data["license_link"] == f"https://huggingface.co/{base}/blob/main/LICENSE.md"
         assert (data["base_model"], data["base_model_relation"]) == (base, "adapter")
         assert f'StableDiffusion3Pipeline.from_pretrained("{base}"' in card.text
-        assert "`ocr`; licence: Apache-2.0" in card.text
+        assert "- red: reward `ocr` (engine `rapidocr`: Apache-2.0)\n" in card.text
     assert licence("tiny") == {"license": "apache-2.0"} and licence("me/sd") == {}
+
+
+def test_a_card_names_the_licences_of_what_the_rewards_use() -> None:
+    """Of the options that were given, and of the rewards that a reward is made of."""
+    official = {"detector": "tiny", "reward": "official"}
+    assert judge("geneval", official) == judge("geneval", {})
+    assert "Apache-2.0" in judge("geneval", {}) and "mask2former" not in judge("geneval", {})
+    assert "of their own" in judge("geneval", {"detector": "mask2former"})
+    assert "`paddleocr`: Apache-2.0" in judge("ocr", {"engine": "paddleocr"})
+    assert "Apache" in judge("pickscore", {"model": "tiny"})
+    assert judge("pickscore", {}) == "`pickscore`"  # not known
+    parts = [{"name": "ocr"}, {"name": "hpsv2", "options": {}, "weight": 0.5}]
+    assert judge("weighted", {"rewards": parts}) == (
+        f"`weighted` of {judge('ocr', {})}, {judge('hpsv2', {})}"
+    )
+    for name, (option, default) in CHOICES.items():
+        assert (
+            inspect.signature(rewards.load(rewards.REWARDS[name])).parameters[option].default
+            == default
+        )
+
+
+SMALL = ["train.updates=2", "rollout.prompts=6", "rollout.batch_size=6", "evaluation.prompts=2",
+         "optimizer.updates_per_rollout=1", "train.checkpoint_every=9"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder where three tiny teachers were merged, and a student was trained from there."""
+    home = tmp_path_factory.mktemp("student")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        adapters = ["tiny/ocr", "tiny/geneval", "tiny/preference"]
+        assert main(["merge", *adapters, "--out", "outputs/tiny/merged"]) == 0
+        given = ["--config", str(fakes.ROOT / "configs" / "tiny" / "student_flow_opd.yaml")]
+        given += ["lora.init=outputs/tiny/merged", *SMALL]
+        patch.setattr(sys, "argv", ["/opt/bin/flowalign", "train", *given])
+        assert main(["train", *given]) == 0
+        yield home
+
+
+@pytest.mark.slow
+def test_every_statement_of_a_card_is_so(
+    student: Path, online: fake_hub.Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the run's folder, and where it was pushed."""
+    monkeypatch.chdir(student)
+    run = Path("outputs/tiny/student_flow_opd")
+    assert main(["push", str(run), "--repo", "me/student"]) == 0
+    pushed = student / "pushed"
+    pushed.mkdir()
+    for name, content in online.repositories["me/student"].revisions["main"].items():
+        (pushed / name).write_bytes(content)
+    for path in (run / "adapter" / "README.md", pushed / "README.md"):
+        check_card(path, run)
+
+
+def check_card(path: Path, run: Path) -> None:
+    """Every fact that a card states, against the files of its run."""
+    card = ModelCard.load(path)
+    head, text = card.data.to_dict(), card.text
+    shapes = {k: v.shape for k, v in load_file(run / "adapter" / ADAPTER).items()}
+    ranks = {shape[0] for name, shape in shapes.items() if name.endswith("lora_A.weight")}
+    (rank,) = ranks
+    assert f"Rank {rank}, scale\n1 (alpha / r), {len(shapes) // 2} layers." in text and rank == 48
+    assert head["license"] == "apache-2.0" and "its licence holds for this adapter" in text
+    for target in re.findall(r"\]\((.+?)\)", text):
+        assert target.startswith("https://") or (path.parent / target).is_file(), target
+    for source in re.findall(r"`(outputs/.+?)`", text):
+        assert read_lora(source).file.is_file()
+    for statement in (
+        "geneval: scored, but not trained, by the reward `geneval` (its rules: MIT; "
+        "detector `tiny`: Apache-2.0, ships with flowalign)",
+        "ocr: scored, but not trained, by the reward `ocr` (engine `rapidocr`: Apache-2.0)",
+        "`pickscore` (model `tiny`: Apache-2.0, ships with flowalign)",
+        "lora.init: `outputs/tiny/merged`",
+        "| metric | `lora.init` | this adapter (best) | last |",
+        "at most 2 prompts a task",
+    ):
+        assert statement in text
+    assert "ask2" not in text
+    (python,) = re.findall(r"```python\n(.+?)```", text, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(python, names)
+    assert type(names["pipe"]).__name__ == "StableDiffusion3Pipeline"
+    (command,) = re.findall(r"^    (flowalign .+)$", text, re.MULTILINE)
+    words = shlex.split(command)
+    again = load(words[words.index("--config") + 1], words[words.index("--config") + 2 :])
+    (written,) = re.findall(r"```yaml\n(.+?)```", text, re.DOTALL)
+    assert again == load(run / "config.yaml") == parse(yaml.safe_load(written))
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    best = max((r for r in rows if metrics.HEADLINE in r), key=lambda row: row[metrics.HEADLINE])
+    scores = {f"eval/{r.dataset_name}/{r.metric_name}": r.metric_value
+              for r in card.data.get("eval_results")}  # fmt: skip
+    assert scores == {name: pytest.approx(best[name], abs=1e-6) for name in scores} and scores
+    for name in scores:
+        (line,) = [row for row in text.splitlines() if row.startswith(f"| {name[5:]} |")]
+        assert float(line.split("|")[3]) == pytest.approx(best[name], abs=5e-4)
 
 
 def test_the_command_is_one_that_others_can_give() -> None:
     cases = [
         (["/opt/bin/flowalign", "train", "--config", "x.yaml"], "flowalign train --config x.yaml"),
         (["train.py", "a=b c"], "accelerate launch train.py 'a=b c'"),
-        (["/v/ipykernel_launcher.py", "-f", "/run/user/kernel-7.json"], COMMAND),
-        (["/usr/bin/pytest", "-q"], COMMAND),
+        (["/v/ipykernel_launcher.py", "-f", "/run/user/kernel-7.json"], None),
+        (["/usr/bin/pytest", "-q"], None),
     ]
     for argv, text in cases:
         assert command(argv) == text, argv

@@ -3,13 +3,12 @@
 import base64
 import math
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import torch
+from browser import dom, needs_chromium
 
 from flowalign.eval import report
 from flowalign.eval.fidelity import Distance
@@ -332,16 +331,7 @@ def browse(text: str, folder: Path, chosen: str) -> str:
     )
     assert checked != text
     (folder / "report.html").write_text(checked, encoding="utf-8")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-    command = [*flags, f"--user-data-dir={folder / 'user'}", "--dump-dom"]
-    address = f"{(folder / 'report.html').as_uri()}#{chosen}"
-    done = subprocess.run(
-        ["chromium", *command, address], capture_output=True, text=True, timeout=120, check=True
-    )
-    return done.stdout
-
-
-needs_chromium = pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
+    return dom(f"{(folder / 'report.html').as_uri()}#{chosen}", folder)
 
 
 @needs_chromium

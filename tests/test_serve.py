@@ -210,7 +210,7 @@ def test_without_fastapi_it_says_what_to_install(capsys, monkeypatch) -> None:
     monkeypatch.delitem(sys.modules, server.__name__)
     monkeypatch.setitem(sys.modules, "fastapi", None)
     assert main(["serve-reward", "ocr"]) == 1
-    assert "flowalign[serve]" in capsys.readouterr().err
+    assert "[serve]" in capsys.readouterr().err
 
 
 def test_options_are_json_and_pairs():

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowalign import sde
-from flowalign.config import OpdStage, StatesConfig
+from flowalign import metrics, sde
+from flowalign.config import StatesConfig
 from flowalign.loop import Loop, TrainingError, pairs_of
 from flowalign.losses import velocity_error
 from flowalign.preflight import check_world
 from flowalign.student.opd import Labels, Opd, chosen
 from flowalign.student.sft import Sft
+from flowalign.train import train
 
 LINEAR = ["optimizer.eps=1.0", "optimizer.lr=30.0"]  # Adam's first step ~ lr * gradient
 EXACT = "student.label_dtype=float32"
@@ -336,6 +337,16 @@ def test_the_teachers_sample_for_sft(random_model: str, tmp_path: Path) -> None:
         (["student.gradient=policy", "student.guidance=2"], ["student.guidance", "2.0", "1.0"]),
         (["student.reward_weight=1", "rollout.copies=1"], ["rollout.copies"]),
         (["student.reward_weight=1", "tasks.1.reward=null"], ["tasks.1.reward"]),
+        (["evaluation={}", "tasks.1.reward=null", "tasks.1.validation=x"], ["tasks.1.reward"]),
+        (["evaluation={}", "tasks.1.validation=x"], ["tasks.0.validation"]),
+        (
+            [
+                "evaluation={watch: [{name: x, prompts: x, reward: {name: ocr}}]}",
+                "tasks.0.reward=null",
+                "tasks.1.reward=null",
+            ],
+            ["evaluation.watch"],
+        ),
     ],
 )
 def test_what_cannot_be_learnt_is_refused(
@@ -347,12 +358,28 @@ def test_what_cannot_be_learnt_is_refused(
     assert any(all(key in problem for key in keys) for problem in problems), problems
 
 
-def test_pure_distillation_needs_no_reward(random_model: str, tmp_path: Path) -> None:
-    given = ["tasks.0.reward=null", "tasks.1.reward=null", "rollout.copies=1", "train.updates=1"]
-    found = fakes.distillation(random_model, tmp_path / "run", *given)
-    assert isinstance(found, OpdStage)
-    fakes.wired(found).run()
-    assert (tmp_path / "run" / "adapter").is_dir()
+@pytest.mark.parametrize("stage", ["opd", "sft"])
+@pytest.mark.parametrize("scored", [[], ["odd"]])
+def test_a_task_without_a_reward_is_trained_and_not_evaluated(
+    random_model: str, tmp_path: Path, stage: str, scored: list[str]
+) -> None:
+    """`evaluation` is on, as it is by default; the other task's scores are the headline."""
+    prompts = str(tmp_path / "prompts.txt")
+    given = ["evaluation={}", "rollout.copies=1", "train.updates=1"]
+    for index, name in enumerate(["even", "odd"]):
+        key = f"tasks.{index}"
+        given += [f"{key}.validation={prompts}"] if name in scored else [f"{key}.reward=null"]
+    config = fakes.distillation(random_model, tmp_path / "run", *given, stage=stage)
+    assert config.evaluates == bool(scored)
+    train(config)
+    assert (tmp_path / "run" / "adapter" / "README.md").is_file()
+    assert (tmp_path / "run" / "before_after.png").is_file() == bool(scored)
+    rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    taken = [row for row in rows if metrics.HEADLINE in row]
+    assert len(taken) == 2 * len(scored)
+    for row in taken:
+        assert {key.split("/")[1] for key in row if key.count("/") == 2} == set(scored)
+        assert row[metrics.HEADLINE] == row["eval/odd/reward"]
 
 
 def test_an_adapter_of_another_base_is_refused_before_the_model_is_loaded(

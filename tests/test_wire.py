@@ -12,7 +12,6 @@ import torch
 from safetensors.numpy import load, save
 
 from flowalign.images import to_float
-from flowalign.rewards.lazy import require
 from flowalign.rewards.service import wire
 from flowalign.rewards.service.wire import Limits, WireError
 from flowalign.types import Scores
@@ -103,11 +102,6 @@ def test_what_is_malformed_is_refused_with_a_status():
             wire.decode_request(sent, LIMITS)
         assert caught.value.status == status, (sent[:200], caught.value)
         assert len(str(caught.value)) < 700
-
-
-def test_what_is_missing_is_named_with_its_extra():
-    with pytest.raises(ImportError, match=r"pip install 'flowalign\[clip\]'"):
-        require("no_such_package", "'flowalign[clip]'", "this needs")
 
 
 def test_pixels_and_metadata_that_cannot_be_sent_are_refused():

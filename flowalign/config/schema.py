@@ -156,9 +156,15 @@ class TaskConfig(Section):
     weight: Positive = 1.0
     """Share of every batch, relative to the other tasks."""
     reward: RewardConfig | None = None
-    """Scores its images. opd and sft need it only to evaluate."""
+    """Scores its images. opd and sft use it, with `validation`, only to evaluate: a task without
+    both is trained and not evaluated."""
     teacher: str | None = Field(default=None, examples=["ocr"])
     """The teacher that labels its images (opd, sft); null = the teacher with the task's name."""
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether there are held-out prompts, and a reward that scores them."""
+        return self.validation is not None and self.reward is not None
 
 
 class RolloutConfig(Section):
@@ -505,9 +511,10 @@ class TrainingStage(Job):
         return False
 
     @property
-    def needs_rewards(self) -> bool:
-        """Whether every task needs a reward: to learn from, or to be evaluated by."""
-        return self.learns_from_rewards or self.evaluation is not None
+    def evaluates(self) -> bool:
+        """Whether held-out scores are taken while training; they choose the adapter that is
+        kept."""
+        return self.evaluation is not None and any(task.evaluated for task in self.tasks)
 
     @property
     def needs_actions(self) -> bool:
@@ -580,20 +587,24 @@ class TrainingStage(Job):
                 f"of {updates}, for example {-(-rollout.prompts // updates) * updates}."
             )
         for index, task in enumerate(self.tasks):
-            if task.reward is None and self.needs_rewards:
-                text = "Add `reward:` with the keys name, options"
-                if self.learns_from_rewards:
-                    yield f"tasks.{index}.reward: missing, and this run learns from it. {text}."
-                else:
-                    yield (
-                        f"tasks.{index}.reward: missing, and `evaluation` is on. {text}, or write "
-                        "`evaluation: null`."
-                    )
-            if task.validation is None and self.evaluation:
+            text = "Add `reward:` with the keys name, options"
+            if task.reward is None and self.learns_from_rewards:
+                yield f"tasks.{index}.reward: missing, and this run learns from it. {text}."
+            elif task.reward is None and task.validation and self.evaluation:
+                yield (
+                    f"tasks.{index}.reward: missing, and `evaluation` is on. {text}; or leave out "
+                    "`validation`, and the task is not evaluated."
+                )
+            if task.validation is None and self.evaluation and task.reward:
                 yield (
                     f"tasks.{index}.validation: missing, though `evaluation` is on. Name a prompt "
                     "set that is not trained on, or write `evaluation: null`."
                 )
+        if self.watched and not self.evaluates:
+            yield (
+                "evaluation.watch: no task has `validation` and `reward`, so nothing is evaluated. "
+                "Add both to a task, or leave `watch` out."
+            )
         tasks = {f"tasks.{index}": [task.name] for index, task in enumerate(self.tasks)}
         watched = {
             f"evaluation.watch.{i}": benchmark.judges for i, benchmark in enumerate(self.watched)

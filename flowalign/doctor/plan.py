@@ -18,8 +18,8 @@ from flowalign.adapters.files import AdapterError, read_lora
 from flowalign.backbone import ModelError, scheduler_sigmas
 from flowalign.config.schema import DistillationStage, GrpoStage, OpdStage, SftStage, TrainingStage
 from flowalign.data import load_prompts, subset
-from flowalign.doctor.architectures import Architecture, build, find, local_folder
-from flowalign.doctor.findings import Finding, fault, note, ok
+from flowalign.forecast.architectures import Architecture, build, find, local_folder
+from flowalign.forecast.findings import Finding, fault, note, ok
 from flowalign.ema import MovingAverage
 from flowalign.losses import step_weights
 from flowalign.preflight import start
@@ -111,7 +111,7 @@ def guidance(plan: Plan) -> Iterator[Finding]:
             f"rollout.guidance = {config.rollout.guidance}."
         )
     evaluated = config.evaluation_sampling.guidance
-    if config.evaluation and evaluated != own:
+    if config.evaluates and evaluated != own:
         yield fault(
             f"guidance: trained at {own}, evaluated at {evaluated}. The evaluation, which also "
             "chooses the adapter that is kept, measures another sampler. "

@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any
 from flowalign import metrics
 from flowalign.adapters import hub
 from flowalign.adapters.files import adapter_folder, read_lora
-from flowalign.config import EvalStage, MergeStage, TrainingStage, parse, to_yaml
+from flowalign.config import (
+    EvalStage,
+    MergeStage,
+    SamplingConfig,
+    Stage,
+    TrainingStage,
+    parse,
+    to_yaml,
+)
+from flowalign.preflight import span
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCard
@@ -25,18 +34,26 @@ STABILITY = [f"stable-diffusion-{size}" for size in ("3.5-medium", "3.5-large", 
 # Of code and weights, where their repositories say so; training data has terms of its own.
 LICENSES = {
     "deqa": "MIT",
-    "geneval": "MIT; its detector Mask2Former has a licence of its own",
+    "geneval": "its rules: MIT",
     "hpsv2": "Apache-2.0",
     "hpsv3": "Apache-2.0",
     "imagereward": "Apache-2.0",
-    "ocr": "Apache-2.0 (RapidOCR, PaddleOCR)",
+}
+# The option of a reward that chooses what scores, and its default.
+CHOICES = {"geneval": ("detector", "tiny"), "ocr": ("engine", "rapidocr")}
+MODEL = ("model", None)  # of the other rewards
+CHOSEN = {
+    "tiny": "Apache-2.0, ships with flowalign",
+    "rapidocr": "Apache-2.0",
+    "paddleocr": "Apache-2.0",
+    "mask2former": "its weights have a licence of their own",
 }
 PROGRAMS = {
     "flowalign": "flowalign",
     "cli.py": "flowalign",  # python -m flowalign.cli
     "train.py": "accelerate launch train.py",
 }
-COMMAND = "flowalign train --config config.yaml"
+CONFIG = "config.yaml"  # of the run: beside the card on the Hub, one folder up before
 REPORT = "report.md"  # of a merge: what was done, in its first line, and the error of each layer
 SCORES = "## Scores"
 SECTION = re.compile(rf"\n{SCORES}.*?(?=\n## |\Z)", re.DOTALL)
@@ -51,27 +68,31 @@ def write_card(folder: Path, config: TrainingStage | MergeStage, argv: Sequence[
     card(folder, config, command(argv)).save(folder / "adapter" / "README.md")
 
 
-def command(argv: Sequence[str]) -> str:
-    """A command line that someone else can run."""
-    # None: another program, such as a notebook's kernel, made the run
+def command(argv: Sequence[str]) -> str | None:
+    """The command line of the run; None if another program made it, such as a notebook's kernel."""
     program = PROGRAMS.get(Path(argv[0]).name)
-    return f"{program} {shlex.join(argv[1:])}" if program else COMMAND
+    return f"{program} {shlex.join(argv[1:])}" if program else None
 
 
-def card(folder: Path, config: TrainingStage | MergeStage, made_by: str = COMMAND) -> ModelCard:
-    """The card of the run in a folder, with the scores of its log. A merge has no scores."""
+def card(folder: Path, config: TrainingStage | MergeStage, made_by: str | None = None) -> ModelCard:
+    """The card of the run in a folder: its adapter, and the scores of its log. A merge has no
+    scores. made_by: the run's command."""
     from huggingface_hub import ModelCard, ModelCardData
 
     from flowalign import __version__
 
     base, tasks, results = config.model.id, [], []
+    adapter = read_lora(folder / "adapter")
     title, scores = SCORES, "(none: a merge takes none)"
     if isinstance(config, TrainingStage):
-        rewards = {task.name: task.reward and task.reward.name for task in config.tasks}
-        tasks = [f"{name} (reward `{r}`)" if r else name for name, r in rewards.items()]
+        tasks = [task.name for task in config.tasks]
         rows = _evaluations(folder)
         results = _model_index(config, _best(rows)) if rows else []
-        title, scores = f"{SCORES} on held-out prompts while training", score_table(rows)
+        title = f"{SCORES} on held-out prompts while training"
+        scores = score_table(rows, "`lora.init`" if config.lora.init else "base")
+        if rows and config.evaluation:
+            scores += f" {_sampling(config.evaluation_sampling, config)}, at most "
+            scores += f"{config.evaluation.prompts} prompts a task."
     fields: dict[str, Any] = licence(base)
     if hub.is_id(base):  # the Hub would link a folder's name to somebody else's model
         fields |= {"base_model": base, "base_model_relation": "adapter"}
@@ -92,11 +113,15 @@ def card(folder: Path, config: TrainingStage | MergeStage, made_by: str = COMMAN
         stage=config.stage,
         tasks=", ".join(tasks),
         source=folder / "adapter",
-        text_length=config.model.max_sequence_length,
+        lora=adapter,
+        rank=span(adapter.ranks),
+        scale=span(adapter.scales),
         scores_title=title,
         scores=scores,
         origins=origins(folder, config),
         command=made_by,
+        overruled=isinstance(config, TrainingStage) and config.lora.init,
+        file=f"../{CONFIG}",
         config=to_yaml(config),
     )
 
@@ -127,14 +152,26 @@ def origins(folder: Path, config: TrainingStage | MergeStage) -> str:
             f"{config.guidance:g}: a mixture of two scales"
             for place, scale in config.mixtures.items()
         ]
+        use = "reward" if config.learns_from_rewards else "scored, but not trained, by the reward"
         for task in config.tasks:
-            if task.reward:
-                name = task.reward.name
-                note = f"; licence: {LICENSES[name]}" if name in LICENSES else ""
-                lines.append(f"reward of {task.name}: `{name}`{note}")
+            if task.reward and (config.learns_from_rewards or config.evaluation):
+                lines.append(f"{task.name}: {use} {judge(task.reward.name, task.reward.options)}")
     if (report := folder / REPORT).is_file():
         lines.append(f"merged as: {report.read_text().splitlines()[0]}")
     return "\n".join(f"- {line}" for line in lines)
+
+
+def judge(name: str, options: Mapping[str, Any]) -> str:
+    """A reward with these options as Markdown, and the licences of what they use, if known."""
+    components = [*options.get("rewards", ()), options.get("reward"), options.get("gate")]
+    if specs := [spec for spec in components if isinstance(spec, Mapping)]:
+        return f"`{name}` of {', '.join(judge(s['name'], s.get('options') or {}) for s in specs)}"
+    option, default = CHOICES.get(name, MODEL)
+    chosen = options.get(option, default)
+    notes = [LICENSES[name]] if name in LICENSES else []
+    if isinstance(chosen, str):
+        notes.append(f"{option} `{chosen}`" + (f": {CHOSEN[chosen]}" if chosen in CHOSEN else ""))
+    return f"`{name}`" + (f" ({'; '.join(notes)})" if notes else "")
 
 
 # Scores of the run -------------------------------------------------------------------------------
@@ -178,12 +215,12 @@ def _result(benchmark: str, prompts: str, metric: str, value: float) -> EvalResu
     )
 
 
-def score_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """First, best and last evaluation of a run as Markdown."""
+def score_table(rows: Sequence[Mapping[str, Any]], start: str) -> str:
+    """First, best and last evaluation of a run as Markdown. start: what it started from."""
     if not rows:
-        return "(none were taken: `evaluation` was off)"
+        return "(none were taken)"
     first, best, last = rows[0], _best(rows), rows[-1]
-    title = "base" if first["update"] == 0 else "first"  # the base's may not have counted
+    title = start if first["update"] == 0 else "first"  # the start's may not have counted
     table = [f"| metric | {title} | this adapter (best) | last |", "|---|---|---|---|"]
     for name in first:
         if name.startswith(metrics.EVAL):
@@ -252,14 +289,21 @@ def _results_table(document: Mapping[str, Any], name: str, config: EvalStage) ->
         key = (row["benchmark"], row["metric"])
         other = [_cell(reference.get(key)) for _ in beside]
         table.append([*key, *other, _cell(row), str(row["n"])])
-    sampling, environment = config.sampling, models[name].get("environment") or {}
+    environment = models[name].get("environment") or {}
     versions = ", ".join(f"{package} {version}" for package, version in environment.items())
     note = (
-        f"Mean ± standard error; {sampling.steps} Euler steps, guidance {sampling.guidance:g}, "
-        f"seed {sampling.seed}, {config.model.height}x{config.model.width}, {config.model.dtype}. "
+        f"Mean ± standard error. {_sampling(config.sampling, config)}. "
         f"Measured by `flowalign eval --config eval.yaml` with {versions}."
     )
     return "\n".join([*(f"| {' | '.join(cells)} |" for cells in table), "", note])
+
+
+def _sampling(sampling: SamplingConfig, config: Stage) -> str:
+    model = config.model
+    return (
+        f"{sampling.steps} Euler steps, guidance {sampling.guidance:g}, seed {sampling.seed}, "
+        f"{model.height}x{model.width}, {model.dtype}"
+    )
 
 
 def _cell(row: Mapping[str, Any] | None) -> str:

@@ -172,12 +172,14 @@ def _address(
 ) -> None:
     """Let the card load the adapter from its repository, and show the pictures that go with it."""
     from flowalign.config import Stage, load
+    from flowalign.publish.card import CONFIG
 
     places = {str(adapter), str(run / "adapter")}
     if (run / "config.yaml").is_file():  # the folder may have been moved since
         places.add(str(Path(load(run / "config.yaml", stage=Stage).output) / "adapter"))
     for place in places:
         card.text = card.text.replace(f'"{place}"', f'"{repo}"')
+    card.text = card.text.replace(f"](../{CONFIG})", f"]({CONFIG})")
     shown = [name for name in (*PICTURES, "samples.png") if name in files]
     missing = [f"![{name}]({name})" for name in shown if f"]({name})" not in card.text]
     card.text = "\n\n".join([card.text.rstrip(), *missing]) + "\n"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from flowalign.packages import hint
 from flowalign.rewards import build, check
 from flowalign.rewards.service.wire import TOKEN, Limits, read_token
 
@@ -30,8 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from flowalign.rewards.service.server import Settings, server
     except ModuleNotFoundError as error:
         print(
-            f"flowalign serve-reward: this needs fastapi and uvicorn ({error}). "
-            "Install them: pip install 'flowalign[serve]'",
+            f"flowalign serve-reward: this needs fastapi and uvicorn ({error}). {hint('uvicorn')}",
             file=sys.stderr,
         )
         return 1

@@ -23,6 +23,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from flowalign.images import to_float
+from flowalign.packages import DISTRIBUTION
 from flowalign.rewards import describe
 from flowalign.rewards.scoring import Worker, score
 from flowalign.rewards.service import wire
@@ -95,7 +96,7 @@ class _Routes:
         """What is served."""
         self._check_token(request)
         try:
-            release = version("flowalign")
+            release = version(DISTRIBUTION)
         except PackageNotFoundError:  # run from a clone
             release = "not installed"
         settings = self.settings

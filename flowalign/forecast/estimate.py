@@ -19,8 +19,8 @@ from flowalign.adapters.files import AdapterError, read_lora
 from flowalign.backbone import DTYPES, Backbone
 from flowalign.config import parse
 from flowalign.config.schema import DistillationStage, GrpoStage, OpdStage, SftStage, TrainingStage
-from flowalign.doctor.architectures import build, find
-from flowalign.doctor.meter import DeviceAttention, Meter, measure, rounded, size, size_of
+from flowalign.forecast.architectures import build, find
+from flowalign.forecast.meter import DeviceAttention, Meter, measure, rounded, size, size_of
 from flowalign.loop import STUDENT
 from flowalign.student.opd import chosen
 from flowalign.text import BATCH as TEXT_BATCH
@@ -82,7 +82,9 @@ class Estimate:
     def evaluations(self) -> int:
         """How often a run evaluates: before the first update, at intervals, and after the last."""
         updates, evaluation = self.config.train.updates, self.config.evaluation
-        return len({*range(0, updates, evaluation.every), updates}) if evaluation else 0
+        if evaluation is None or not self.config.evaluates:
+            return 0
+        return len({*range(0, updates, evaluation.every), updates})
 
     def hours(self, rate: float) -> float:
         """Device-hours of the whole run, all processes, at `rate` FLOP/s each, without rewards."""
@@ -119,7 +121,7 @@ def predict(
     if isinstance(config, OpdStage):
         phases.append(run.labels(config))
     phases.append(run.update())
-    evaluation = run.evaluation() if config.evaluation else None
+    evaluation = run.evaluation() if config.evaluates else None
     return Estimate(config, device_type, processes, ranks, run.parts(), phases, evaluation)
 
 
@@ -341,7 +343,7 @@ class _Run:
         batch = sampling.batch_size
         forward = self._forward(batch, Source(STUDENT, sampling.guidance))
         decoded = self._decode(batch)
-        images = config.evaluation.prompts * len(config.tasks)
+        images = config.evaluation.prompts * sum(task.evaluated for task in config.tasks)
         images += sum((b.limit or BENCHMARK_PROMPTS) * b.images for b in config.watched)
         flops = forward.flops * sampling.steps + decoded.flops
         text = size([self._conditioning(batch + 1).embeds])
