@@ -45,7 +45,7 @@ MEMORY = {
 
 
 @pytest.fixture
-def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip_extra: None) -> Iterator[None]:
     """Prompt sets under the names that the configs use, a line each, and a Hub with the public
     teachers, a layer each."""
     monkeypatch.chdir(tmp_path)
