@@ -20,7 +20,7 @@ from browser import dom, needs_chromium
 from flowalign.config import STAGES, Section
 
 ROOT = documents.ROOT
-INCLUDED = re.compile("^(--8<-- |::: )", re.MULTILINE)  # filled in by the build
+INCLUDED = re.compile("^(--8<-- |::: |<!-- README)", re.MULTILINE)  # filled in by the build
 
 
 @pytest.fixture(scope="session")

@@ -7,10 +7,12 @@ from __future__ import annotations
 import html
 import posixpath
 import re
+from pathlib import Path
 from typing import Any
 
 from latex2mathml.converter import convert
 
+INTRODUCTION = "<!-- README.md up to its first section -->"
 NEEDS = re.compile(r"^<!-- needs: (.+?) -->$", re.MULTILINE)
 FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
 IMAGE = re.compile(r'(?<!">)<img [^>]*src="([^"]+)"[^>]*>')
@@ -18,7 +20,11 @@ LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(((?:\.\./)+[^)\s]+)\)")
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Show what a block of commands needs; a link to a file outside docs/ becomes its name."""
+    """Fill in the introduction; show what a block of commands needs; a link to a file outside docs/
+    becomes its name."""
+    readme = Path(config.docs_dir).with_name("README.md").read_text(encoding="utf-8")
+    introduction = readme.partition("\n## ")[0].replace("](docs/", "](")
+    markdown = markdown.replace(INTRODUCTION, introduction)
     folder = posixpath.dirname(posixpath.join("docs", page.file.src_uri))
 
     def named(link: re.Match[str]) -> str:
