@@ -100,7 +100,7 @@ def tests(setup: Setup, case: Case) -> Mapping[str, Any]:
 
 def rate(setup: Setup, case: Case) -> Mapping[str, Any]:
     """FLOP/s of large matrix products in bf16."""
-    from flowalign.doctor.budget import matmul_rate
+    from flowalign.forecast.pace import matmul_rate
 
     found = matmul_rate(torch.bfloat16, setup.device)
     return {"rate": found, "note": f"{found / 1e12:.4g} TFLOP/s"}
@@ -145,7 +145,7 @@ def student(setup: Setup, case: Case) -> Mapping[str, Any]:
     config = config_of(setup, case)
     from accelerate.state import AcceleratorState
 
-    from flowalign.doctor.estimate import predict
+    from flowalign.forecast.estimate import predict
 
     expected = predict(config, device_type=setup.device)
     AcceleratorState._reset_state(reset_partial_state=True)

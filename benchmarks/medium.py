@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from flowalign.backbone import DTYPES, Backbone
 from flowalign.config import SD3_ATTENTION, ModelConfig
-from flowalign.doctor.architectures import ARCHITECTURES, Architecture, build
+from flowalign.forecast.architectures import ARCHITECTURES, Architecture, build
 from flowalign.tiny import MODEL
 
 MEDIUM = "stabilityai/stable-diffusion-3.5-medium"

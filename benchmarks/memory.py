@@ -18,8 +18,8 @@ from accelerate.state import AcceleratorState
 from medium import write
 
 from flowalign import config, train
-from flowalign.doctor.estimate import predict
-from flowalign.doctor.meter import size_of
+from flowalign.forecast.estimate import predict
+from flowalign.forecast.meter import size_of
 from flowalign.loop import Loop
 
 TASK = {"prompts": "tiny/geneval_train", "reward": {"name": "geneval", "options": {}}}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,14 +26,14 @@ from flowalign.config import BenchmarkConfig, ConfigError, SamplingConfig
 from flowalign.data import load_prompts
 from flowalign.devices import current
 from flowalign.eval.layouts import check_layout
-from flowalign.eval.stats import average, headline_row, lost, rows_of
+from flowalign.eval.stats import average, headline_row, lost, part_of, rows_of
 from flowalign.eval.store import Key, Store
 from flowalign.images import eight_bits
 from flowalign.parallel import missing_steps
 from flowalign.pictures import png
 from flowalign.rewards.scoring import Ahead, score
 from flowalign.rollout import Noise, Schedule, places, sample
-from flowalign.types import EvalReport, EvalRow, PromptBatch, Reward, Scores
+from flowalign.types import EvalReport, EvalRow, Example, PromptBatch, Reward, Scores
 
 
 class EvaluationError(RuntimeError):
@@ -145,20 +145,33 @@ def run(
     *,
     seconds: float | None = None,
     max_invalid_share: float = 1.0,
+    shown: int = 0,
 ) -> EvalReport:
     """Score every benchmark; with an accelerator each process takes a share of the prompts.
 
     seconds: as in `judge_set`. max_invalid_share: a benchmark that loses more images is `lost`.
+    shown: of so many prompts of a set, evenly spaced, the first image is part of the report.
     """
     rows: list[EvalRow] = []
     reasons: dict[str, str] = {}
+    examples: list[Example] = []
     for images in sets:
-        results = judge_set(backbone, images, settings, accelerator, seconds=seconds)
+        every = -(-len(images.prompts) // shown) if shown else 1
+        keep = range(0, len(images.prompts) if shown else 0, every)
+        results = judge_set(backbone, images, settings, accelerator, keep=keep, seconds=seconds)
         for benchmark, judged in zip(images.judges, results, strict=True):
             rows += rows_of(benchmark, judged.rows)
             if reason := lost(benchmark, judged.rows, max_invalid_share):
                 reasons[benchmark.name] = reason
-    return EvalReport(rows, settings.model_dump(), environment(), reasons)
+        if results:  # of several judges, the first says what its images are worth
+            kept = [row for row in results[0].rows if row["index"] in keep]
+            name, part = images.judges[0].name, part_of(images.judges[0])
+            examples += [
+                Example(name, row["prompt"], row.get(part, math.nan), picture)
+                for row, picture in zip(kept, results[0].pictures, strict=True)
+                if row["copy"] == 0
+            ]
+    return EvalReport(rows, settings.model_dump(), environment(), reasons, examples)
 
 
 def headline(report: EvalReport, benchmarks: Sequence[Benchmark]) -> float:
@@ -202,7 +215,7 @@ def judge_set(
     settings: SamplingConfig,
     accelerator: Accelerator | None = None,
     *,
-    keep: int = 0,
+    keep: int | Container[int] = 0,
     features: Callable[[Tensor], Tensor] | None = None,
     advance: Callable[[int], None] | None = None,
     seconds: float | None = None,
@@ -211,17 +224,18 @@ def judge_set(
     """Sample the images of every prompt and score them: one result per judge, in their order.
 
     The result is the same on every process. A batch is scored while the next one is sampled; one
-    that takes a judge longer than `seconds` is invalid (None = wait for ever). keep: prompts whose
-    pictures are kept. features: images [B,3,H,W] -> [B,D]. advance is called with the number of
+    that takes a judge longer than `seconds` is invalid (None = wait for ever). keep: the prompts
+    whose pictures are kept, or how many. features: images [B,3,H,W] -> [B,D]. advance is called with the number of
     images of each batch. store: what it holds is neither sampled nor scored again.
     """
     world, rank = (accelerator.num_processes, accelerator.process_index) if accelerator else (1, 0)
     scoring = _Scoring(images.judges, store, seconds)
+    keep = range(keep) if isinstance(keep, int) else keep
     batches = []
     for prompts in _share(images, settings.batch_size, world, rank):
         keys = [(prompt, copy) for prompt in prompts for copy in range(images.copies)]
         unscored = scoring.unscored(keys)
-        shown = {key for key in keys if features or key[0] < keep}
+        shown = {key for key in keys if features or key[0] in keep}
         batches.append(_Batch(prompts, keys, unscored, shown.union(*unscored.values())))
     sampled = [batch for batch in batches if _is_sampled(batch, store)]
     extra = missing_steps(len(batches), backbone.sharded)  # asked before the first forward pass
@@ -234,7 +248,7 @@ def judge_set(
             sampled.pop(0)
         pixels = _pixels(backbone, images, settings, batch, store)
         scoring.submit(batch, pixels)
-        pictures += [png(pixels[key]) for key in batch.keys if key[0] < keep]
+        pictures += [png(pixels[key]) for key in batch.keys if key[0] in keep]
         if features:
             vectors.append(_vectors(torch.stack([pixels[key] for key in batch.keys]), features))
         if advance:

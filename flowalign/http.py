@@ -3,12 +3,14 @@
 The rewards `remote` and `vlm` and `flowalign data fetch` use it. Lost connections, timeouts and the
 statuses 408, 429 and 5xx are tried again, after waits that double, with a jitter of a quarter, and
 that are at least the server's Retry-After and at most LONGEST_WAIT. Other statuses are final.
+The first failure of an address is logged at once, further ones after SAY_AGAIN seconds, which double.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import json
+import logging
 import math
 import random
 import ssl
@@ -23,7 +25,10 @@ from urllib.parse import urlsplit
 import httpx
 import tenacity
 
+log = logging.getLogger(__name__)
+
 LONGEST_WAIT = 60.0  # seconds between two attempts
+SAY_AGAIN, SELDOM = 30.0, 600.0  # seconds between two warnings about an address: first, longest
 UNREACHABLE = (ConnectionError, TimeoutError)  # no answer, for no fault of the request
 _FINAL = (401, 403, 404)  # wrong token, URL or model name: every other request would fail too
 
@@ -46,6 +51,7 @@ class Answer:
     body: bytes
     headers: Mapping[str, str]
     failed: list[str]
+    url: str  # that answered
 
 
 class Client:
@@ -103,22 +109,42 @@ class Client:
             | tenacity.stop_before_delay(self.until - time.monotonic())
             | tenacity.stop_when_event_set(self.stopped),
             wait=lambda state: self._wait(state, len(urls)),
+            before_sleep=self._warn,
             sleep=tenacity.sleep_using_event(self.stopped),  # `map` ends the waits of all threads
             reraise=True,
         )
         try:
-            return retrying(self._attempt, method, urls, [], content)
+            answer = retrying(self._attempt, method, urls, [], content)
         except _Again as again:
             raise again.cause from again
+        _silences.over(answer.url)
+        return answer
 
     def _wait(self, state: tenacity.RetryCallState, servers: int) -> float:
         """Seconds before the next attempt; none while there are servers that were not tried."""
         again = state.outcome and state.outcome.exception()
         if not isinstance(again, _Again) or state.attempt_number < servers:
             return 0.0
-        seconds = self.backoff * 2.0 ** min(state.attempt_number - servers, 20)  # no overflow
         jitter = _jitter.uniform(0.75, 1.25)  # so that many clients do not come back at once
-        return max(min(seconds, LONGEST_WAIT) * jitter, min(again.after, LONGEST_WAIT))
+        seconds = self._planned(state.attempt_number, servers) * jitter
+        return max(seconds, min(again.after, LONGEST_WAIT))
+
+    def _planned(self, attempt: int, servers: int) -> float:
+        """Seconds after the n-th attempt, without jitter."""
+        if attempt < servers:
+            return 0.0
+        return min(self.backoff * 2.0 ** min(attempt - servers, 20), LONGEST_WAIT)  # no overflow
+
+    def _warn(self, state: tenacity.RetryCallState) -> None:
+        """Say that an attempt failed, unless that was said a short while ago."""
+        again = state.outcome and state.outcome.exception()
+        if not isinstance(again, _Again) or again.after:  # a server that asks for time is well
+            return
+        _, urls, tried, _ = state.args
+        attempts = range(state.attempt_number, 1 + self.retries)
+        left = sum(self._planned(attempt, len(urls)) for attempt in attempts)
+        left = min(left, self.until - time.monotonic())
+        _silences.note(tried[-1], again.cause, f"trying again for about {left:.0f} s")
 
     def map(
         self, call: Callable[[Item], Result], items: Sequence[Item], concurrency: int
@@ -204,7 +230,7 @@ class Client:
             raise _Again(ConnectionError(text)) from error
         status = response.status_code
         if status == 200:
-            return Answer(bytes(body), response.headers, tried[:-1])
+            return Answer(bytes(body), response.headers, tried[:-1], url)
         text = f"{url} answered {status}: {self.clean(_message(bytes(body)))}"
         if status in (408, 429) or status >= 500:
             cause = TimeoutError(text) if status in (408, 504) else ConnectionError(text)
@@ -222,6 +248,44 @@ class _Again(Exception):
         self.cause = cause
         self.after = float(after) if after.isascii() and after.isdigit() else 0.0
 
+
+class _Silences:
+    """When each address was last warned of, for all clients of the process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._since: dict[str, float] = {}  # address -> when it began to fail
+        self._next: dict[str, tuple[float, float]] = {}  # -> when to say it again, the pause after
+
+    def note(self, url: str, cause: Exception, plan: str) -> None:
+        """An attempt failed."""
+        now, address = time.monotonic(), _address(url)
+        with self._lock:
+            since = self._since.setdefault(address, now)
+            due, pause = self._next.get(address, (now, SAY_AGAIN))
+            if now < due:
+                return
+            self._next[address] = now + pause, min(2 * pause, SELDOM)
+        lasting = f" (for {now - since:.0f} s now)" if since < now else ""
+        log.warning("%s%s; %s", cause, lasting, plan)
+
+    def over(self, url: str) -> None:
+        """An attempt succeeded."""
+        with self._lock:
+            since = self._since.pop(address := _address(url), None)
+            if since is None:
+                return
+            due, _ = self._next.get(address, (0.0, 0.0))
+            self._next[address] = due, SAY_AGAIN  # one that comes and goes is not said each time
+        log.warning("%s answers again, after %.0f s", address, time.monotonic() - since)
+
+
+def _address(url: str) -> str:
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+_silences = _Silences()
 
 # Its own generator: a run's numbers must not depend on what the network did.
 _jitter = random.Random()

@@ -25,7 +25,7 @@ from diffusers.optimization import get_scheduler
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from flowalign import checkpoint, metrics, parallel, trackers
+from flowalign import checkpoint, metrics, parallel, samples, trackers
 from flowalign.alarm import Alarm
 from flowalign.backbone import Backbone
 from flowalign.config import TrainingStage
@@ -73,7 +73,7 @@ class Prepared:
     rollout: Rollout  # the states to train on, which need not be those that were sampled
     keep: Tensor  # [B] images that carry gradient
     metrics: Mapping[str, float]  # means over all processes
-    captions: list[str]  # B texts for the sample grid
+    notes: list[str]  # B texts that stand below the samples: a reward, a teacher
 
 
 P = TypeVar("P", bound=Prepared)
@@ -153,11 +153,10 @@ class Loop:
         algorithm: Algorithm[Any],
         evaluate: Callable[[], tuple[float, EvalReport]] | None = None,
         on_update: Callable[[int, Mapping[str, float]], None] = lambda update, values: None,
-        draw: Callable[[Path, Tensor, list[str]], None] = lambda path, images, captions: None,
     ) -> None:
         self.config, self.backbone, self.accelerator = config, backbone, accelerator
         self.prompts, self.algorithm, self.evaluate = prompts, algorithm, evaluate
-        self.on_update, self.draw = on_update, draw
+        self.on_update = on_update
         self.folder = Path(config.output)
         self.checkpoints = checkpoint.Checkpoints(self.folder / "checkpoints", config.train.keep)
         self.parameters = backbone.adapter_parameters(STUDENT)
@@ -191,7 +190,7 @@ class Loop:
                     self._whole = False
                     values = {**prepared.metrics, **self.learn(prepared)}
                     if self._due(train.sample_every, offset=1):
-                        self._draw(rollout, prepared.captions)
+                        self._draw(rollout, prepared.notes)
                     done = time.perf_counter()
                     images = len(rollout) * self.accelerator.num_processes  # an equal shard each
                     values |= {
@@ -329,6 +328,8 @@ class Loop:
                 means = {metrics.EVAL + name: mean for name, (mean, _) in rows.items()}
                 for text in report.lost.values() if main else ():
                     log.warning("update %d: the evaluation lost %s", self.update, text)
+                if main:
+                    self._show(report)
                 if math.isnan(headline):  # too many images are lost: it does not count
                     self._log({metrics.LOST: len(report.lost), **means})
                     return
@@ -341,6 +342,13 @@ class Loop:
                     self._keep_adapter(self.best)
                 self.evaluated = self.update
                 self._mark_whole()
+
+    def _show(self, report: EvalReport) -> None:
+        """The table of an evaluation, and some of its images."""
+        trackers.table(self.accelerator, "evaluation", report, self.update)
+        if report.examples:
+            path = samples.write_examples(self.folder, self.update, report.examples)
+            trackers.image(self.accelerator, "held_out", path, self.update)
 
     def _keep_adapter(self, scores: Mapping[str, float]) -> None:
         if self.accelerator.is_main_process:
@@ -355,12 +363,10 @@ class Loop:
             self.on_update(self.update, values)
         self.accelerator.log(dict(values), step=self.update)
 
-    def _draw(self, rollout: Rollout, captions: list[str]) -> None:
+    def _draw(self, rollout: Rollout, notes: list[str]) -> None:
         if self.accelerator.is_main_process and rollout.images is not None:
-            path = self.folder / "samples" / f"update_{self.update + 1:06d}.png"
-            self.draw(path, rollout.images, captions)
-            if path.is_file():
-                trackers.image(self.accelerator, "samples", path, self.update + 1)
+            path = samples.write_rollout(self.folder, self.update + 1, rollout, notes)
+            trackers.image(self.accelerator, "samples", path, self.update + 1)
 
     def _due(self, every: int, offset: int = 0) -> bool:
         return (self.update + offset) % every == 0

@@ -16,6 +16,7 @@ GRADIENT_NORM = "grad_norm"  # before clipping
 SECONDS_ROLLOUT = "seconds/rollout"
 SECONDS_SCORE = "seconds/score"  # rewards or labels, without what ran during the rollout
 SECONDS_UPDATE = "seconds/update"
+SECONDS = (SECONDS_ROLLOUT, SECONDS_SCORE, SECONDS_UPDATE)
 IMAGES_PER_SECOND = "images_per_second"  # of all processes
 
 # Learning from rewards

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from flowalign import metrics
+from flowalign.config import TrainingStage
+from flowalign.status import Heartbeat
 
+WINDOW = 20  # updates whose mean speed predicts the rest
+CLOCK = "%Y-%m-%d %H:%M:%S"  # of every line of a log
+FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 SHOWN = {
+    metrics.LOSS: "loss {:.3g}",
     metrics.REWARD: "reward {:.3f}",
     metrics.DISTILL: "distance {:.4f}",
     metrics.KL: "KL {:.2e}",
@@ -21,24 +32,61 @@ SHOWN = {
 }
 
 
-class Progress:
-    """Shows the updates of a run; silent on all processes but the main one."""
+class Pace:
+    """Seconds an update by the clock: with evaluations, checkpoints and pictures.
 
-    def __init__(self, total: int, main: bool) -> None:
+    The first update, which compiles and fills caches, counts only until there is a second.
+    """
+
+    def __init__(self, window: int) -> None:
+        self._marks: deque[tuple[float, int]] = deque(maxlen=window + 1)
+        self.seconds: float | None = None
+
+    def mark(self, update: int, spent: float) -> None:
+        """An update is done. spent: seconds that it says it took."""
+        self._marks.append((time.monotonic(), update))
+        (began, first), (now, last) = self._marks[0], self._marks[-1]
+        self.seconds = (now - began) / (last - first) if last > first else spent
+
+
+class Progress:
+    """Shows the updates of a run, and tells status.json; silent on all processes but the main one.
+
+    In a log that is no terminal an update is one plain line: when, where, figures, speed, time left.
+    """
+
+    def __init__(self, config: TrainingStage, main: bool) -> None:
         self.console = Console(stderr=True)
-        self.main, self.total = main, total
+        self.main, self.total, self.folder = main, config.train.updates, Path(config.output)
+        every = config.evaluation.every if config.evaluation else 0
+        self.pace = Pace(max(WINDOW, every))  # an evaluation counts with its share
         self.held_out = ""  # of the last evaluation; shown beside every later update
         self.bar: Bar | None = None  # None in a log file
+        self.heartbeat: Heartbeat | None = None
 
-    def begin(self, loop) -> None:
-        """Start the bar at the update that the loop is at."""
-        if self.main and self.console.is_terminal:
-            self.bar = Bar(
-                TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(),
-                TimeRemainingColumn(), TextColumn("{task.fields[figures]}"), console=self.console,
-            )  # fmt: skip
-            self.bar.add_task("update", total=self.total, completed=loop.update, figures="")
-            self.bar.start()
+    @contextmanager
+    def live(self, update: int) -> Iterator[None]:
+        """Around the run, which starts after `update` updates."""
+        if not self.main:
+            yield
+            return
+        try:
+            with Heartbeat(self.folder, update=update, total=self.total) as self.heartbeat:
+                if self.console.is_terminal:
+                    self.bar = Bar(
+                        TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(),
+                        TextColumn("{task.fields[left]}"), TextColumn("{task.fields[figures]}"),
+                        console=self.console,
+                    )  # fmt: skip
+                    self.bar.add_task(
+                        "update", total=self.total, completed=update, left="", figures=""
+                    )
+                    self.bar.start()
+                yield
+        finally:
+            if self.bar:
+                self.bar.stop()  # leaves the terminal in order
+            self.bar = self.heartbeat = None
 
     def update(self, update: int, values: Mapping[str, float]) -> None:
         """Show the metrics of an update, or of an evaluation."""
@@ -46,18 +94,33 @@ class Progress:
             return
         line = "  ".join(text.format(values[k]) for k, text in SHOWN.items() if k in values)
         if metrics.HEADLINE in values:
-            self.held_out, line = line, ""
+            self.held_out = line
+        elif metrics.LOST not in values:
+            self.pace.mark(update, sum(values.get(name, 0.0) for name in metrics.SECONDS))
+        seconds = self.pace.seconds
+        if self.heartbeat:
+            self.heartbeat.say(update=update, seconds=seconds)
+        left = "" if seconds is None else f"ETA {duration(seconds * (self.total - update))}"
         if self.bar:
-            figures = f"{line}  {self.held_out}" if line else self.held_out
-            self.bar.update(self.bar.task_ids[0], completed=update, figures=figures)
+            figures = line if line == self.held_out else f"{line}  {self.held_out}"
+            self.bar.update(self.bar.task_ids[0], completed=update, left=left, figures=figures)
         else:
-            text = f"update {update}/{self.total}  {line or self.held_out}"
-            self.console.print(text, soft_wrap=True)  # one line each, for grep
+            speed = "" if seconds is None else f"{seconds:.3g} s/update"
+            figures = "  ".join(filter(None, (f"update {update}/{self.total}", line, speed, left)))
+            # not through rich: FORCE_COLOR would put colours into a log
+            print(time.strftime(CLOCK), figures, file=sys.stderr, flush=True)
 
-    def end(self) -> None:
-        """Leave the terminal in order."""
-        if self.bar:
-            self.bar.stop()
+
+def duration(seconds: float) -> str:
+    """A time span for people: 45 s, 12 min, 1 h 05 min, 2 d 3 h."""
+    minutes, hours = round(seconds / 60), round(seconds / 3600)
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if minutes < 100:
+        return f"{minutes} min"
+    if hours < 48:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{hours // 24} d {hours % 24} h"
 
 
 def quiet() -> None:
@@ -70,7 +133,7 @@ def quiet() -> None:
     from diffusers.utils import logging as diffusers_log
     from transformers.utils import logging as transformers_log
 
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    logging.basicConfig(format=FORMAT, datefmt=CLOCK, level=logging.INFO)
     for name in ("httpx", "RapidOCR", "onnxruntime", "matplotlib", "PIL"):  # they log at INFO
         logging.getLogger(name).setLevel(logging.WARNING)
     for library in (diffusers_log, transformers_log):

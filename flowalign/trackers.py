@@ -1,19 +1,25 @@
 """What a run logs to accelerate's trackers: TensorBoard, Weights & Biases, or one's own.
 
-Each gets the config and the metrics of every update; those that take images get the sample grids.
+Each gets the config and the metrics of every update; those that take images and tables get the
+sample grids and the tables of the evaluations.
 """
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
 from PIL import Image
 
-from flowalign.config import TrainingStage
+from flowalign.config import TrainingStage, to_yaml
+from flowalign.types import EvalReport
+
+WANDB_RUN = "wandb_run.txt"  # the id under which a resumed run goes on
 
 
 def begin(accelerator: Accelerator, config: TrainingStage) -> None:
@@ -21,12 +27,25 @@ def begin(accelerator: Accelerator, config: TrainingStage) -> None:
     folder = Path(config.output)
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
-    options = {"wandb": {"name": folder.name, "dir": str(folder)}}
+    options: dict[str, dict[str, Any]] = {}
+    if accelerator.is_main_process and "wandb" in config.train.trackers:
+        options = {"wandb": {"name": folder.name, "dir": str(folder), **_wandb_run(folder)}}
     accelerator.init_trackers(config.train.project, init_kwargs=options)
     whole = config.model_dump(mode="json")
     for tracker in accelerator.trackers:
         flat = tracker.name == "tensorboard"  # its hyperparameters are scalars
         tracker.store_init_configuration(dict(_scalars(whole)) if flat else whole)
+        if flat:  # the hyperparameters' page shows a long list; this is the file
+            tracker.log({"config": indent(to_yaml(config), "    ")}, step=0)
+
+
+def _wandb_run(folder: Path) -> dict[str, str]:
+    """W&B's options of the run in a folder: a run that has checkpoints goes on under its id."""
+    path = folder / WANDB_RUN
+    if path.is_file() and any((folder / "checkpoints").glob("update_*")):
+        return {"id": path.read_text().strip(), "resume": "allow"}
+    path.write_text(run := uuid.uuid4().hex[:8])
+    return {"id": run}
 
 
 def image(accelerator: Accelerator, name: str, path: Path, step: int) -> None:
@@ -37,6 +56,23 @@ def image(accelerator: Accelerator, name: str, path: Path, step: int) -> None:
         options = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
         if log := getattr(tracker, "log_images", None):
             log({name: pixels}, step=step, **options)
+
+
+def table(accelerator: Accelerator, name: str, report: EvalReport, step: int) -> None:
+    """Log the numbers of an evaluation, one row each."""
+    columns = ["benchmark", "metric", "mean", "standard error", "images"]
+    rows = [[r.benchmark, r.metric, r.mean, r.stderr, r.n] for r in report.rows]
+    for tracker in accelerator.trackers:
+        if tracker.name == "tensorboard":
+            cells = [
+                columns,
+                ["---"] * len(columns),
+                *([b, m, f"{mean:.4f}", f"{error:.4f}", str(n)] for b, m, mean, error, n in rows),
+            ]
+            text = "\n".join(f"| {' | '.join(line)} |" for line in cells)  # it shows Markdown
+            tracker.log({name: text}, step=step)
+        elif log := getattr(tracker, "log_table", None):
+            log(name, columns=columns, data=rows, step=step)
 
 
 def _scalars(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:

@@ -119,12 +119,9 @@ def train(config: TrainingStage, *, resume: bool = False) -> Path:
         if resume and not loop.resume():
             log.info("no checkpoint under %s: starting anew", folder)
         _hint_threads(loop.accelerator)
-        report.begin(loop)
-        try:
+        with report.live(loop.update):
             loop.run()
-        finally:
-            report.end()
-        finish(loop, config, rewards)
+            finish(loop, config, rewards)
         parallel.finish(loop.accelerator)
     return folder / "adapter"
 
@@ -173,16 +170,20 @@ def wire(config: TrainingStage) -> tuple[Loop, Progress, dict[str, Reward]]:
     from flowalign import parallel, rewards, trackers
     from flowalign.data import PromptSampler, load_prompts
     from flowalign.loop import Loop
-    from flowalign.pictures import grid
     from flowalign.progress import Progress
 
     accelerator = parallel.start(config)
     set_seed(config.seed)  # for the LoRA's initial A; all else has generators of its own
-    built = {
-        t.name: rewards.build_on(accelerator.device, t.reward.name, t.reward.options)
-        for t in config.tasks
-        if t.reward
-    }
+    built, problems = {}, []
+    for index, task in enumerate(config.tasks):
+        try:
+            if task.reward:
+                name, options = task.reward.name, task.reward.options
+                built[task.name] = rewards.build_on(accelerator.device, name, options)
+        except (ConnectionError, TimeoutError) as error:
+            problems.append(f"tasks.{index}.reward: {error}")
+    if problems:
+        raise ConfigError(problems)
     _check_groups(config, built, accelerator.num_processes)
     backbone = student(config, accelerator.device)
     sampler = PromptSampler(
@@ -191,12 +192,7 @@ def wire(config: TrainingStage) -> tuple[Loop, Progress, dict[str, Reward]]:
         config.rollout.prompts,
         config.seed,
     )
-    progress = Progress(config.train.updates, accelerator.is_main_process)
-
-    def draw(path: Path, images: torch.Tensor, captions: Sequence[str]) -> None:
-        stride = max(1, config.rollout.copies // 4)  # four copies of each of eight prompts
-        grid(path, images[::stride][:32], captions[::stride][:32], title=path.stem)
-
+    progress = Progress(config, accelerator.is_main_process)
     loop = Loop(
         config,
         backbone,
@@ -205,7 +201,6 @@ def wire(config: TrainingStage) -> tuple[Loop, Progress, dict[str, Reward]]:
         algorithm(config, backbone, built, accelerator),
         evaluator(config, backbone, built, accelerator),
         progress.update,
-        draw,
     )
     trackers.begin(accelerator, config)
     for place, scale in config.mixtures.items() if accelerator.is_main_process else ():
@@ -303,6 +298,7 @@ def evaluator(
     accelerator: Accelerator,
 ) -> Callable[[], tuple[float, EvalReport]] | None:
     """What the loop calls to score the current adapter on held-out prompts."""
+    from flowalign import samples
     from flowalign.eval import suite
 
     if config.evaluation is None or not config.evaluates:
@@ -314,8 +310,9 @@ def evaluator(
 
     def evaluate() -> tuple[float, EvalReport]:
         report = suite.run(
-            backbone, sets, settings, accelerator, seconds=seconds, max_invalid_share=share
-        )
+            backbone, sets, settings, accelerator,
+            seconds=seconds, max_invalid_share=share, shown=samples.HELD_OUT,
+        )  # fmt: skip
         return suite.headline(report, benchmarks), report
 
     return evaluate

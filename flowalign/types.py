@@ -180,6 +180,16 @@ class EvalRow:
 
 
 @dataclass(frozen=True)
+class Example:
+    """An image of an evaluation. score: the benchmark's number for it, NaN = invalid."""
+
+    benchmark: str
+    prompt: str
+    score: float
+    picture: bytes  # a PNG file
+
+
+@dataclass(frozen=True)
 class EvalReport:
     """What an evaluation measured."""
 
@@ -187,6 +197,7 @@ class EvalReport:
     settings: Mapping[str, Any]
     environment: Mapping[str, Any]  # versions of packages, device
     lost: Mapping[str, str] = field(default_factory=dict)  # {benchmark without enough scores: why}
+    examples: Sequence[Example] = ()  # some of its images
 
 
 class Reward(Protocol):

@@ -10,6 +10,8 @@ A reward that computes with torch may take the option `device`; runs fill it in 
 A reward whose attribute `groupwise` is true is called with all images of one prompt at a time.
 A factory may have `check_options(**options)` and `check_prompts(prompts, metadata, **options)`,
 static methods that raise ValueError, without loading a model, for what it could not work with.
+A reward that calls a service may have `connect()`: it raises ConnectionError or TimeoutError if the
+service does not answer, and is called before a run.
 A reward may have `describe() -> dict`: what its scores depend on, as JSON, with the keys `name`,
 `engine`, `model` where it has them, and the options that matter. An evaluation records it with its
 results, as numbers of different engines or models are not comparable.
@@ -103,9 +105,20 @@ def build(name: str, **options: Any) -> Reward:
 
 
 def build_on(device: str | torch.device | None, name: str, options: Mapping[str, Any]) -> Reward:
-    """As `build`, with the option `device` filled in, for a reward that takes it and is not given
-    one. None = this thread's accelerator, or the CPU."""
-    return build(name, **placed(_find(name), options, device))
+    """As `build`, for a run: with the option `device` filled in, for a reward that takes it and is
+    not given one (None = this thread's accelerator, or the CPU).
+
+    Calls `connect()` of a reward that has it. Raises ConnectionError or TimeoutError, which say
+    what to do, if its service does not answer.
+    """
+    reward = build(name, **placed(_find(name), options, device))
+    if connect := getattr(reward, "connect", None):
+        try:
+            connect()
+        except (ConnectionError, TimeoutError) as error:
+            remedy = "Start the service before the run, or correct its address."
+            raise type(error)(f"reward {name!r} has no service: {error}. {remedy}") from error
+    return reward
 
 
 def placed(

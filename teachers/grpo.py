@@ -23,6 +23,7 @@ from flowalign.losses import clip_fraction, kl_factors, policy_loss
 from flowalign.parallel import Means
 from flowalign.rewards.scoring import Ahead, ByTask
 from flowalign.rollout import Schedule
+from flowalign.samples import note
 from flowalign.types import PromptBatch, Reward, Rollout, Scores, StepLoss
 
 
@@ -94,12 +95,11 @@ class Grpo:
             metrics.KEPT_SHARE: float((whole != 0).float().mean()),
         }
         measured |= {**by_task(names, task, value, valid, whole), **_parts(scores)}
-        lines = zip(rollout.batch.prompts, scores.value.tolist(), strict=True)
         return Credit(
             rollout=rollout,
             keep=keep,
             metrics=measured,
-            captions=[f"{prompt}\n{reward:.2f}" for prompt, reward in lines],
+            notes=list(map(note, scores.value.tolist())),
             advantage=advantage,
         )
 

@@ -8,10 +8,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from flowalign import config
-from flowalign.doctor import budget
-from flowalign.doctor.architectures import ARCHITECTURES, build, find
-from flowalign.doctor.estimate import predict
-from flowalign.doctor.meter import Meter, measure, size_of
+from flowalign.forecast import budget
+from flowalign.forecast.architectures import ARCHITECTURES, build, find
+from flowalign.forecast.estimate import predict
+from flowalign.forecast.meter import Meter, measure, size_of
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import medium  # noqa: E402  # pyright: ignore[reportMissingImports]

@@ -21,6 +21,7 @@ WIRING = (
     "flowalign.cli",
     "flowalign.demo",
     "flowalign.doctor",
+    "flowalign.forecast",
     "flowalign.prompts",
     "flowalign.publish.push",
     "flowalign.init",

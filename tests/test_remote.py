@@ -15,9 +15,11 @@ import pytest
 import served
 import torch
 
-from flowalign import http
+from flowalign import doctor, http, train
+from flowalign.backbone import Backbone
+from flowalign.config import to_yaml
 from flowalign.images import to_float
-from flowalign.rewards import build, check, describe, score
+from flowalign.rewards import build, build_on, check, describe, score
 from flowalign.rewards.service import wire
 from flowalign.rewards.service.client import Remote
 from flowalign.rewards.service.wire import Limits
@@ -202,6 +204,33 @@ def test_a_request_that_kills_whoever_scores_it_does_not_cost_the_others():
         scores = Remote([one, two], batch_size=2, **QUICK)(IMAGES, prompts, METADATA)
     assert [row for row in range(10) if not scores.valid[row]] == [2, 3]
     assert "answered 500" in scores.reasons[3]
+
+
+def test_a_run_without_its_server_is_refused_in_seconds_before_a_model_is_loaded(
+    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    monkeypatch.setattr(http, "LONGEST_WAIT", 0.2)
+    config, url = fakes.settings(random_model, tmp_path / "run"), closed_port()
+    task = with_reward(config.tasks[0], "remote", {"urls": url})
+    config = config.model_copy(update={"tasks": [task]})
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+
+    def load(*model: Any) -> None:
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr(Backbone, "load", load)
+    fakes.AcceleratorState._reset_state(reset_partial_state=True)
+    assert train.main(["--config", str(tmp_path / "config.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert "tasks.0.reward" in said and url in said
+    assert doctor.main(["--reward", "remote", f"urls={url}"]) != 0
+
+
+def test_a_dead_server_of_several_is_only_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    gone = closed_port()
+    with served.serving(served.exact) as url:
+        build_on(None, "remote", {"urls": [gone, url], "backoff": 0.01})
+    assert any(gone in record.getMessage() for record in caplog.records)
 
 
 # Several servers ---------------------------------------------------------------------------------

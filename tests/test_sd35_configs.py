@@ -19,9 +19,10 @@ from flowalign.config import (
     load,
     read,
 )
-from flowalign.doctor import architectures, plan
-from flowalign.doctor.budget import usable
-from flowalign.doctor.estimate import predict
+from flowalign.doctor import plan
+from flowalign.forecast import architectures
+from flowalign.forecast.budget import usable
+from flowalign.forecast.estimate import predict
 from flowalign.preflight import check_world
 
 ROOT = Path(__file__).parent.parent

@@ -18,6 +18,9 @@ from flowalign.config import TrainingStage, to_yaml
 from flowalign.pictures import grid
 
 
+EVALUATED = ["evaluation={every: 1, prompts: 2}", "tasks.0.validation=tiny/ocr_val"]
+
+
 def run(model: str, folder: Path, *overrides: str) -> TrainingStage:
     given = ["train.updates=1", "train.sample_every=1", *overrides]
     config = fakes.settings(model, folder / "the_run", *given)
@@ -30,12 +33,18 @@ def run(model: str, folder: Path, *overrides: str) -> TrainingStage:
 def test_tensorboard_has_the_config_the_metrics_and_the_samples(
     random_model: str, tmp_path: Path
 ) -> None:
-    run(random_model, tmp_path, "train.trackers=[tensorboard]", "train.project=mine")
+    run(random_model, tmp_path, "train.trackers=[tensorboard]", "train.project=mine", *EVALUATED)
     folder = tmp_path / "the_run" / "tensorboard" / "mine"
     events = EventAccumulator(str(folder)).Reload()
     assert {"reward", "loss"} <= set(events.Tags()["scalars"])
-    (image,) = events.Images("samples")
-    assert image.step == 1 and image.width > 32 and image.height > 32
+    for name, step in (("samples", 1), ("held_out", 1), ("before_after", 1)):
+        image = events.Images(name)[-1]
+        assert image.step == step and image.width > 32 and image.height > 32
+    assert [event.step for event in events.Tensors("evaluation/text_summary")] == [0, 1]
+    (table,) = events.Tensors("evaluation/text_summary")[-1].tensor_proto.string_val
+    assert b"| red | reward | " in table
+    (text,) = events.Tensors("config/text_summary")[0].tensor_proto.string_val
+    assert b"    stage: grpo\n" in text
     told: dict[str, Any] = {}
     for path in folder.rglob("events.*"):
         found = EventAccumulator(str(path)).Reload().summary_metadata
@@ -103,12 +112,19 @@ def test_weights_and_biases_gets_project_name_config_and_images(
 
     def init(**options: Any) -> Any:
         begun.append(real(**options))
-        return begun[0]
+        return begun[-1]
 
     monkeypatch.setattr(wandb, "init", init)
-    config = run(random_model, tmp_path, "train.trackers=[wandb]")
+    config = run(random_model, tmp_path, "train.trackers=[wandb]", *EVALUATED)
     (found,) = begun
     assert (found.project, found.name) == ("flowalign", "the_run")
     assert dict(found.config) == json.loads(config.model_dump_json())
     files = tmp_path / "the_run" / "wandb"
-    assert any(path.name.startswith("samples") for path in files.rglob("*.png"))
+    pictures = {path.name.partition("_")[0] for path in files.rglob("*.png")}
+    assert {"samples", "held", "before"} <= pictures
+    (table, *_) = files.rglob("evaluation_*.table.json")
+    assert json.loads(table.read_text())["data"][0][:2] == ["red", "reward"]
+    fakes.AcceleratorState._reset_state(reset_partial_state=True)
+    again = ["--config", str(tmp_path / "config.yaml"), "--resume", "train.updates=2"]
+    assert train.main(again) == 0
+    assert begun[1].id == found.id

@@ -24,7 +24,7 @@ from flowalign.config import (
     load,
 )
 from flowalign.doctor import reward
-from flowalign.doctor.findings import Finding, fault, healthy, note, ok, show
+from flowalign.forecast.findings import Finding, fault, healthy, note, ok, show
 from flowalign.packages import DISTRIBUTION
 from flowalign.preflight import check_world
 from flowalign.progress import quiet
@@ -115,7 +115,7 @@ def _environment() -> Iterator[Finding]:
 
 def _ranks(stages: Mapping[str, object]) -> dict[str, int]:
     """{folder: rank} of the adapters that the stages of a recipe will write."""
-    from flowalign.doctor.estimate import rank_of
+    from flowalign.forecast.estimate import rank_of
 
     ranks: dict[str, int] = {}
     for stage in stages.values():
@@ -143,8 +143,8 @@ def _examine_stage(
     """Print the findings of a training stage; whether there was no fault."""
     # diffusers is imported here: after `quiet`, and not for a reward
     from flowalign.doctor import budget, live, plan
-    from flowalign.doctor.architectures import local_folder
-    from flowalign.doctor.estimate import predict
+    from flowalign.forecast.architectures import local_folder
+    from flowalign.forecast.estimate import predict
 
     findings = [] if refused else plan.examine(config)  # refused: only a prediction is made
     show(findings)

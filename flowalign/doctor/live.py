@@ -23,8 +23,8 @@ from flowalign.config import ConfigError, SamplingConfig, parse
 from flowalign.config.schema import DistillationStage, GrpoStage, OpdStage, TrainingStage
 from flowalign.data import load_prompts, subset
 from flowalign.doctor import reward as rewards
-from flowalign.doctor.estimate import predict
-from flowalign.doctor.findings import Finding, fault, note, ok
+from flowalign.forecast.estimate import predict
+from flowalign.forecast.findings import Finding, fault, note, ok
 from flowalign.eval.suite import generate
 from flowalign.loop import Loop, TrainingError, pairs_of
 from flowalign.rewards.scoring import score

@@ -18,8 +18,8 @@ from flowalign.adapters.files import AdapterError, read_lora
 from flowalign.backbone import ModelError, scheduler_sigmas
 from flowalign.config.schema import DistillationStage, GrpoStage, OpdStage, SftStage, TrainingStage
 from flowalign.data import load_prompts, subset
-from flowalign.doctor.architectures import Architecture, build, find, local_folder
-from flowalign.doctor.findings import Finding, fault, note, ok
+from flowalign.forecast.architectures import Architecture, build, find, local_folder
+from flowalign.forecast.findings import Finding, fault, note, ok
 from flowalign.ema import MovingAverage
 from flowalign.losses import step_weights
 from flowalign.preflight import start

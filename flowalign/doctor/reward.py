@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from flowalign import rewards
-from flowalign.doctor import findings
-from flowalign.doctor.findings import Finding, ok
+from flowalign.forecast import findings
+from flowalign.forecast.findings import Finding, ok
 from flowalign.rewards.scoring import score
 from flowalign.types import PromptBatch, Reward, Scores
 
@@ -58,7 +58,7 @@ def diagnose(name: str, options: Mapping[str, Any], count: int, size: int | None
     rewards.check(name, options)
     batch = suited(name, options, count)
     before, began = memory(), time.perf_counter()
-    reward = rewards.build(name, **options)
+    reward = rewards.build_on(None, name, options)
     seconds = time.perf_counter() - began
     copies = COPIES if getattr(reward, "groupwise", False) else 1
     scenes = rendered(batch.metadata, seed=0, each=copies)

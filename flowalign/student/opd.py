@@ -86,12 +86,11 @@ class Opd:
         measured = dict(rewarded.metrics) if rewarded else {}
         for step in rollout.steps:
             measured[metrics.WEIGHT + metrics.step_label(step)] = float(self.weights[step])
-        named = zip(rollout.batch.prompts, label.teacher, strict=True)
         labels = Labels(
             rollout=rollout,
             keep=torch.ones(len(rollout), dtype=torch.bool),  # all, whatever their advantage
             metrics=measured,
-            captions=rewarded.captions if rewarded else [f"{p}\n{name}" for p, name in named],
+            notes=rewarded.notes if rewarded else list(label.teacher),
             velocity=label.velocity,
             anchor=anchor,
             advantage=self._log_ratios(rollout, label.velocity) if policy else None,

@@ -78,7 +78,7 @@ class Sft:
             rollout=noised,
             keep=torch.ones(len(rollout), dtype=torch.bool),
             metrics={},
-            captions=rollout.batch.prompts,
+            notes=[""] * len(rollout),
             velocity=noise - clean,
         )
 

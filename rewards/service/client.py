@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -18,6 +19,9 @@ from flowalign.rewards.service import wire
 from flowalign.rewards.service.wire import TOKEN, Retries, Seconds, TokenEnv, WireError, read_token
 from flowalign.types import Metadata, Scores
 
+log = logging.getLogger(__name__)
+
+TRIES = 3  # at finding a server before a run
 REST = 30.0  # seconds that a server which failed is called last, if there are others
 _SPLIT = (413, 422)  # the request is too large, or one of its rows is at fault
 
@@ -81,6 +85,19 @@ class Remote:
             raise ValueError(f"`urls` of reward remote is {urls!r}; give a URL or a list of them.")
         for url in [urls] if isinstance(urls, str) else urls:
             check_url("urls", url, "the server's address, such as http://host:8000")
+
+    def connect(self) -> None:
+        """Ask every server whether it serves us, and warn of those that do not, within seconds.
+
+        Raises ConnectionError or TimeoutError if none does.
+        """
+        with self._connect(retries=TRIES - 1, timeout=self.connect_timeout) as client:
+            answers = client.map(
+                lambda url: client.request("GET", f"{url}/v1/info"), self.urls, len(self.urls)
+            )
+        for answer in answers:
+            if isinstance(answer, Exception):
+                log.warning("the others must do its work: %s", answer)
 
     def describe(self) -> dict[str, Any]:
         """What the first server says of its reward; not where it is. Calls it, so it may raise."""

@@ -10,8 +10,8 @@ import torch
 
 from flowalign.backbone import DTYPES
 from flowalign.config.schema import OpdStage
-from flowalign.doctor.estimate import Estimate
-from flowalign.doctor.findings import Finding, fault, note, ok
+from flowalign.forecast.estimate import Estimate
+from flowalign.forecast.findings import Finding, fault, note, ok
 
 GIB = 2**30
 SHARE = 0.92  # of a device's memory that tensors can use; the rest is lost between blocks

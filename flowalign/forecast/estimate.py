@@ -19,8 +19,8 @@ from flowalign.adapters.files import AdapterError, read_lora
 from flowalign.backbone import DTYPES, Backbone
 from flowalign.config import parse
 from flowalign.config.schema import DistillationStage, GrpoStage, OpdStage, SftStage, TrainingStage
-from flowalign.doctor.architectures import build, find
-from flowalign.doctor.meter import DeviceAttention, Meter, measure, rounded, size, size_of
+from flowalign.forecast.architectures import build, find
+from flowalign.forecast.meter import DeviceAttention, Meter, measure, rounded, size, size_of
 from flowalign.loop import STUDENT
 from flowalign.student.opd import chosen
 from flowalign.text import BATCH as TEXT_BATCH

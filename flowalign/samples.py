@@ -1,0 +1,96 @@
+"""The images that a run keeps: pictures for people, and their data beside them.
+
+samples/update_000020.png shows images of a rollout, samples/held_out_000020.png of an evaluation.
+The .json file beside a picture has a row an image: prompt, task, note (its reward, or its teacher)
+and the image as a small WebP file in base64.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from torch import Tensor
+
+from flowalign.files import replacing
+from flowalign.images import to_uint8
+from flowalign.pictures import SMALL, grid, pixels_of
+from flowalign.types import Example, Rollout
+
+COPIES, SHOWN = 4, 32  # images of a prompt, and of a picture, at most
+HELD_OUT = 8  # prompts of a benchmark
+LONGEST = 256  # pixels of an image in the JSON file
+TRAINING, EVALUATION = "update_", "held_out_"  # what the names of the files begin with
+
+
+def write_rollout(folder: Path, update: int, rollout: Rollout, notes: Sequence[str]) -> Path:
+    """Keep some images of a rollout that has them; returns the picture. notes: one an image."""
+    assert rollout.images is not None
+    copies = int(rollout.copy.max()) + 1
+    rows = list(range(0, len(rollout), max(1, copies // COPIES)))[:SHOWN]
+    batch = rollout.batch.select(rows)
+    images = list(rollout.images[rows])
+    return _write(folder, f"{TRAINING}{update:06d}", images, batch.prompts, batch.tasks,
+                  [notes[row] for row in rows])  # fmt: skip
+
+
+def write_examples(folder: Path, update: int, examples: Sequence[Example]) -> Path:
+    """Keep the images that an evaluation shows; returns the picture."""
+    return _write(
+        folder,
+        f"{EVALUATION}{update:06d}",
+        [pixels_of(example.picture) for example in examples],
+        [example.prompt for example in examples],
+        [example.benchmark for example in examples],
+        [note(example.score) for example in examples],
+    )
+
+
+def note(score: float) -> str:
+    """What stands below an image: its score."""
+    return "failed" if math.isnan(score) else f"{score:.2f}"
+
+
+def _write(
+    folder: Path,
+    name: str,
+    images: Sequence[Tensor],
+    prompts: Sequence[str],
+    tasks: Sequence[str],
+    notes: Sequence[str],
+) -> Path:
+    lines = [f"{prompt}\n{note}".strip() for prompt, note in zip(prompts, notes, strict=True)]
+    path = folder / "samples" / f"{name}.png"
+    grid(path, images, lines, title=name)
+    rows = [
+        {"prompt": prompt, "task": task, "note": note, "image": _webp(image)}
+        for prompt, task, note, image in zip(prompts, tasks, notes, images, strict=True)
+    ]
+    with replacing(path.with_suffix(".json")) as part:
+        part.write_text(json.dumps(rows), encoding="utf-8")
+    return path
+
+
+def _webp(image: Tensor) -> str:
+    """base64 of an image [3,H,W] in [0,1]; a tiny one without loss."""
+    picture = Image.fromarray(to_uint8(image.nan_to_num(0.0, 1.0, 0.0)))
+    picture.thumbnail((LONGEST, LONGEST), Image.Resampling.LANCZOS)
+    file = io.BytesIO()
+    picture.save(file, "WEBP", quality=85, lossless=max(picture.size) <= SMALL)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def newest(run: Path, kind: str) -> tuple[int, list[dict[str, Any]]] | None:
+    """(update, rows) of the newest samples of a run that can be read; None if there are none.
+    kind: TRAINING or EVALUATION."""
+    for path in sorted((run / "samples").glob(f"{kind}*.json"), reverse=True):
+        with suppress(OSError, ValueError):
+            return int(path.stem.removeprefix(kind)), json.loads(path.read_text("utf-8"))
+    return None

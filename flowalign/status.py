@@ -1,0 +1,125 @@
+"""status.json and warnings.jsonl: what a run says of itself to those who look from outside.
+
+The files lie in the run's folder, so they can be read on another machine that sees the disk.
+`flowalign watch` shows them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flowalign.files import replacing
+
+STATUS = "status.json"
+WARNINGS = "warnings.jsonl"
+BEAT = 15.0  # seconds between two signs of life
+SILENCE = 180.0  # seconds without one after which a run counts as dead; shared disks lag
+
+
+@dataclass(frozen=True)
+class Status:
+    """status.json. Times are Unix times, in seconds."""
+
+    state: str = "running"  # or finished, stopped, interrupted
+    began: float = 0.0
+    heard: float = 0.0  # the last sign of life
+    text: str = ""  # what is being done, or why it stopped
+    update: int = 0
+    total: int = 0
+    seconds: float | None = None  # of an update, with its share of evaluations and checkpoints
+
+    @property
+    def left(self) -> float | None:
+        """Seconds to the end; None if the speed is not known."""
+        return None if self.seconds is None else self.seconds * (self.total - self.update)
+
+
+class Heartbeat:
+    """Keeps the two files of a folder up to date while a run is in the `with`.
+
+    The thread is a daemon and dies with the process: a killed run stays "running", and its last
+    sign of life tells. A disk that is full does not end the run.
+    """
+
+    def __init__(self, folder: Path, **values: Any) -> None:
+        self.folder = folder
+        self.status = Status(began=time.time(), **values)
+        self._over, self._lock = threading.Event(), threading.Lock()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._warnings = _Warnings(self)
+
+    def __enter__(self) -> Heartbeat:
+        self.say()
+        logging.getLogger("flowalign").addHandler(self._warnings)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        logging.getLogger("flowalign").removeHandler(self._warnings)
+        self._over.set()
+        self._thread.join()  # its last word must not come after the end's
+        if error is None:
+            self.say(state="finished", text="")
+        elif isinstance(error, KeyboardInterrupt):
+            self.say(state="interrupted", text="Ctrl-C")
+        else:
+            self.say(state="stopped", text=str(error) or type(error).__name__)
+
+    def say(self, **values: Any) -> None:
+        """Change fields of the status, and write it."""
+        with self._lock, suppress(OSError):
+            self.status = replace(self.status, heard=time.time(), **values)
+            with replacing(self.folder / STATUS) as part:
+                part.write_text(json.dumps(asdict(self.status)))
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT):
+            self.say()
+
+
+class _Warnings(logging.Handler):
+    """Appends what flowalign warns of: alarms, rewards that fail, evaluations that lost images."""
+
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        super().__init__(logging.WARNING)
+        self.heartbeat = heartbeat
+
+    def emit(self, record: logging.LogRecord) -> None:
+        update = self.heartbeat.status.update
+        row = {"time": record.created, "update": update, "text": record.getMessage()}
+        with suppress(OSError), open(self.heartbeat.folder / WARNINGS, "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def read_status(folder: Path) -> Status | None:
+    """The status of the run in a folder; None if it has none that can be read."""
+    try:
+        return Status(**json.loads((folder / STATUS).read_text()))
+    except (OSError, ValueError, TypeError):  # also of another version
+        return None
+
+
+def read_warnings(folder: Path) -> list[dict[str, Any]]:
+    """The rows of warnings.jsonl, oldest first: time, update, text."""
+    return read_lines(folder / WARNINGS)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSON-lines file that is being written: a last line that is cut short, and a
+    file that is not there, do no harm."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    rows = []
+    for line in lines:
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]
