@@ -14,6 +14,7 @@ from latex2mathml.converter import convert
 
 INTRODUCTION = "<!-- README.md up to its first section -->"
 NEEDS = re.compile(r"^<!-- needs: (.+?) -->$", re.MULTILINE)
+FLAG = re.compile(r'(<span class="w"> </span>|<code>)(--?[\w-]+)')
 FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
 IMAGE = re.compile(r'(?<!">)<img [^>]*src="([^"]+)"[^>]*>')
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(((?:\.\./)+[^)\s]+)\)")
@@ -36,8 +37,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
     """LaTeX to MathML. Browsers draw it themselves; MathJax and KaTeX would need a network. A value
-    and its error stay on one line. An image opens in full size, since a phone shows it small."""
+    and its error stay on one line, and so does a flag of a command. An image opens in full size,
+    since a phone shows it small."""
     html = html.replace(" ± ", "\u00a0±\u00a0")
+    html = FLAG.sub(r'\1<span class="flag">\2</span>', html)
     html = IMAGE.sub(r'<a href="\1">\g<0></a>', html)
     return FORMULA.sub(lambda formula: mathml(formula[2]), html)
 
