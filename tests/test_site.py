@@ -84,6 +84,15 @@ def test_the_site_reads_a_page_as_github_does(site: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_first_page_begins_as_readme_does(site: Path) -> None:
+    page = squeezed("".join(Resources((site / "index.html").read_text(encoding="utf-8")).text))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## ")[0]
+    plain = re.sub(r"!\[.*?\]\(.*?\)|\]\(.*?\)|[*#\[]|^\d\. ", "", readme, flags=re.MULTILINE)
+    for paragraph in plain.split("\n\n"):
+        assert squeezed(paragraph) in page, paragraph
+
+
+@pytest.mark.slow
 def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     assert len(pages) >= 15
