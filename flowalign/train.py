@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from flowalign.progress import quiet
 
     quiet()  # before diffusers is imported, which logs while it is
-    from flowalign import parallel
+    from flowalign import parallel, rewards
     from flowalign.backbone import ModelError
     from flowalign.eval.suite import EvaluationError
     from flowalign.loop import TrainingError
@@ -65,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stopped=(TrainingError, EvaluationError),
         interrupted="interrupted; continue from the last checkpoint with --resume",
     )
+    rewards.look_beside(args.config)
     with status:
         config = load(args.config, args.overrides, stage=Job, variant=args.variant)
         run(config, Path(args.config).parent, args.resume)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from flowalign import recipe
+from flowalign import recipe, rewards
 from flowalign.config import (
     ADAPTER,
     ConfigError,
@@ -42,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
     log.setLevel(logging.ERROR)  # the findings say what failed
     try:
         if args.config:
+            rewards.look_beside(args.config)
             return 0 if examine(args) else 1
         health = reward.diagnose(args.reward, assignments(args.options), args.count, args.size)
     except (ValueError, ImportError, OSError) as error:
@@ -87,7 +88,7 @@ def examine(args: argparse.Namespace) -> bool:
         else:
             check_world(root, args.processes)
     except ConfigError as error:
-        refused = [fault(text) for text in error.problems]
+        refused = [fault(text) for text in error.lines]
         show(refused)
     sound, ranks = not refused, _ranks(stages)
     for name, stage in stages.items():
