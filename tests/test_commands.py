@@ -159,11 +159,11 @@ def test_every_command_finds_a_reward_here_or_beside_its_config(
 
     done = run([*script, "doctor", "--reward", "my_near:near", "--count", "4"], here)
     assert "reward my_near:near" in done.stdout, done.stderr
+    done = run([*script, "doctor", "--no-model", "--config", "../run/train.yaml"], here)
+    assert done.returncode == 0, done.stdout
     done = run([*script, "train", "--config", "../run/train.yaml"], here)
     assert done.returncode == 0, done.stderr
     assert "UserWarning: mine" in done.stderr  # of the user's code: not silenced
-    done = run([*script, "doctor", "--no-model", "--config", "../run/train.yaml"], here)
-    assert "my_far" not in done.stdout, done.stdout
     prompts = raw["tasks"][0]["prompts"]
     benchmark = {"name": "red", "prompts": prompts, "reward": {"name": "my_far:far"}}
     keys = {"stage": "eval", "output": "e", "model": raw["model"], "models": {"base": None}}
@@ -212,8 +212,10 @@ def test_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=" ".join,
 )
-def test_stderr_is_empty_where_nothing_is_wrong(
+def test_libraries_say_nothing_on_stderr(
     script: list[str], tmp_path: Path, arguments: list[str]
 ) -> None:
     done = run([*script, *arguments], tmp_path / "here")
-    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert done.returncode == 0
+    ours = [line for line in done.stderr.splitlines() if line.startswith("tiny: ")]  # of sample
+    assert done.stderr.splitlines() == ours
