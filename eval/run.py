@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return compare(argv[1:])
     args = parser().parse_args(argv)
-    from flowalign import parallel, results
+    from flowalign import parallel, results, rewards
     from flowalign.backbone import ModelError
     from flowalign.eval.store import StoreError
     from flowalign.eval.suite import EvaluationError
@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stopped=(EvaluationError,),
         interrupted="interrupted; no table was written. The same command continues from here.",
     )
+    rewards.look_beside(args.config)
     with status:
         config = load(args.config, args.overrides, stage=EvalStage, variant=args.variant)
         evaluate(config)

@@ -16,6 +16,7 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
+from flowalign import sources
 from flowalign.tiny import PROMPTS
 from flowalign.types import PromptBatch
 
@@ -102,16 +103,26 @@ def _locate(source: str) -> Path:
     path = PROMPTS / f"{source[5:]}.jsonl" if tiny else Path(source).expanduser()
     if path.is_file() or (path.is_dir() and not tiny):
         return path
+    missing = f"no prompt set {source!r}" + ("" if tiny else f" (looked at {path.absolute()})")
+    if commands := sources.commands(source):
+        raise PromptError(f"{missing}. Run {' or '.join(f'`{text}`' for text in commands)}.")
     present = sorted(p for p in path.parent.glob("*") if p.suffix in READERS)
     names = [f"tiny/{p.stem}" for p in present] if tiny else [str(p) for p in present]
-    near = difflib.get_close_matches(source, names, n=1)
+    near = difflib.get_close_matches(source, [n for n in names if not _other_part(n, source)], n=1)
     raise PromptError(
-        f"no prompt set {source!r}" + ("" if tiny else f" (looked at {path.absolute()})") + ". "
+        f"{missing}. "
         + (f"Did you mean {near[0]!r}? " if near else "")
         + (f"There are {', '.join(names[:12])}." if names else "There are no prompt files near.")
         + " Give a .txt, .jsonl or .csv file, a folder of .txt files, or tiny/NAME"
         + " (`flowalign data list` names the official sets)."
     )  # fmt: skip
+
+
+def _other_part(name: str, other: str) -> bool:
+    """Is one, by its name, a training set and the other a test set, say? Neither replaces the
+    other, however close their names are."""
+    part, another = (re.findall("train|test|val", Path(text).name) for text in (name, other))
+    return bool(part and another) and part != another
 
 
 def _text(path: Path) -> str:

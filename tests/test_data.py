@@ -116,6 +116,25 @@ def test_a_missing_set_names_its_nearest_neighbour(tmp_path: Path) -> None:
         load_prompts(tmp_path / "trian.jsonl", "t")
 
 
+def test_a_missing_set_that_a_command_writes_names_the_command(tmp_path: Path) -> None:
+    (tmp_path / "geneval_train.jsonl").touch()
+    for name, command in (
+        ("geneval_test.jsonl", "data fetch geneval"),
+        ("geneval_val.jsonl", "data generate geneval"),
+        ("t2i_compbench/color_val.txt", "data fetch t2i_compbench"),
+    ):
+        with pytest.raises(PromptError, match=f"`flowalign {command} --out {tmp_path}") as caught:
+            load_prompts(tmp_path / name, "t")
+        assert "Did you mean" not in str(caught.value)
+
+
+def test_a_training_set_is_no_replacement_for_a_test_set(tmp_path: Path) -> None:
+    (tmp_path / "signs_train.txt").touch()
+    with pytest.raises(PromptError) as caught:
+        load_prompts(tmp_path / "signs_test.txt", "t")
+    assert "Did you mean" not in str(caught.value) and "signs_train.txt" in str(caught.value)
+
+
 def test_tiny_names_a_set_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flowalign.data, "PROMPTS", tmp_path)
     (tmp_path / "ocr_train.jsonl").write_text('{"prompt": "x"}')

@@ -122,7 +122,7 @@ def test_the_demo_leaves_the_pictures_that_it_names_and_readmes_are_drawn_from_i
     limits = ", ".join(f"benchmarks.{i}.limit=9" for i in range(3))
     small = ["stages.student.train.updates=1", "stages.student.rollout={prompts: 8}",
              "stages.student.optimizer={updates_per_rollout: 1}",
-             f"stages.table.set=[{limits}]"]  # fmt: skip
+             f"stages.table.set=[{limits}]", "stages.table.fidelity=null"]  # fmt: skip
     done = command("flowalign.cli", "demo", "--output", f"{tmp_path}/demo", *small)
     assert done.returncode == 0, done.stderr
     named = [Path(word) for word in done.stdout.split() if word.startswith(f"{tmp_path}/demo/")]

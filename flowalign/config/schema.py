@@ -50,12 +50,23 @@ ADAPTER = "pytorch_lora_weights.safetensors"  # what an adapter folder holds
 
 
 class ConfigError(ValueError):
-    """A config that cannot be run; `problems` holds one text for each thing wrong with it."""
+    """A config that cannot be run; `problems` holds one text for each place where it is wrong, and
+    `lines` one for each thing that is: a file that is missing in many places is one line."""
 
     def __init__(self, problems: Sequence[str], source: str = "config") -> None:
         self.problems = list(problems)
-        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        super().__init__("\n  - ".join([f"{source}: {count}", *self.problems]))
+        places: dict[str, list[str]] = {}  # by what is wrong there
+        for problem in self.problems:
+            place, colon, text = problem.partition(": ")
+            places.setdefault(colon + text, []).append(place)
+        self.lines = [_places(where) + text for text, where in places.items()]
+        count = "1 problem" if len(self.lines) == 1 else f"{len(self.lines)} problems"
+        super().__init__("\n  - ".join([f"{source}: {count}", *self.lines]))
+
+
+def _places(names: Sequence[str]) -> str:
+    shown, more = (names, 0) if len(names) <= 3 else (names[:2], len(names) - 2)
+    return ", ".join(shown) + (f" and {more} more places" if more else "")
 
 
 def close_to(word: str, possible: Iterable[str], cutoff: float = 0.6) -> str | None:
