@@ -1,4 +1,4 @@
-"""The `flowalign` command: init, train, eval, sample, merge, push, data, doctor and others."""
+"""The `flowalign` command, which runs one of COMMANDS."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from flowalign import __version__, entry, packages
 COMMANDS = {
     "init": ("flowalign.init:main", "Write a config, with the meaning of its keys."),
     "train": ("flowalign.train:main", "Train from a config, as `accelerate launch train.py`."),
+    "watch": ("flowalign.watch:main", "One page that shows a run while it goes on."),
     "eval": ("flowalign.eval.run:main", "Score models on held-out prompts."),
     "sample": ("flowalign.sample:main", "Sample images with a model and an optional LoRA."),
     "merge": ("flowalign.cli:merge", "Merge LoRA adapters of one base into one."),
@@ -75,11 +76,12 @@ def merge(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of what dare drops")
     parser.add_argument("--lines", nargs=2, type=float, metavar=("SHALLOW", "DEEP"))
     args = vars(parser.parse_args(argv))
+    from flowalign import results
     from flowalign.teachers import merge as merging
 
     try:
         print(merging.merge(args.pop("adapters"), out := args.pop("out"), **args))
-        print(f"\n{out}")
+        print(results.merged(out))
     except (ValueError, OSError) as error:
         print(f"flowalign merge: {error}", file=sys.stderr)
         return 2

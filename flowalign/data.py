@@ -8,9 +8,10 @@ import io
 import json
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
+from itertools import pairwise
 from math import lcm
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,30 @@ def subset(prompts: PromptBatch, count: int) -> PromptBatch:
         for j, place in enumerate(_permutation(f"subset/{tag}", len(rows))):
             places.append(((j + 0.5) / len(rows), rows[place]))
     return prompts.select(sorted(row for _, row in sorted(places)[:count]))
+
+
+def spread(total: int, count: int) -> list[int]:
+    """`count` of the places 0 to total - 1, evenly spaced from the first; all if there are fewer.
+
+    This chooses the prompts that pictures show: by their place alone, never by their scores.
+    """
+    count = min(count, total)
+    return [i * total // count for i in range(count)]
+
+
+def spread_text(places: Sequence[int], total: int) -> str:
+    """How many of `total` prompts these places are, and by which rule: "24 of 192, every 8th"."""
+    count, steps = len(places), {b - a for a, b in pairwise(places)}
+    if count == total:
+        return f"all {total} prompts"
+    if steps <= {1}:
+        return f"the first {count} of {total} prompts"
+    if len(steps) > 1:
+        return f"{count} of {total} prompts, evenly spaced"
+    (step,) = steps
+    teens = step % 100 in (11, 12, 13)
+    ending = "th" if teens else {1: "st", 2: "nd", 3: "rd"}.get(step % 10, "th")
+    return f"{count} of {total} prompts, every {step}{ending}"
 
 
 # Reading -----------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ The annotations of a factory's options are checked when a config is read (`optio
 A reward that computes with torch may take the option `device`; runs fill it in (`build_on`).
 A reward whose attribute `groupwise` is true is called with all images of one prompt at a time.
 A factory may have `check_options(**options)` and `check_prompts(prompts, metadata, **options)`,
-static methods that raise ValueError, without loading a model, for what it could not work with.
+static methods that raise ValueError, without loading a model, for what it could not work with, and
+`packages(**options)`, the import names of the optional packages that it needs.
 A reward that calls a service may have `connect()`: it raises ConnectionError or TimeoutError if the
 service does not answer, and is called before a run.
 A reward may have `describe() -> dict`: what its scores depend on, as JSON, with the keys `name`,
@@ -28,7 +29,7 @@ import importlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,8 +43,9 @@ from flowalign.rewards.scoring import score
 from flowalign.types import Metadata, Reward
 
 __all__ = [
-    "REWARDS", "build", "build_on", "check", "check_prompts", "describe", "load",
-    "look_beside", "names", "placed", "register", "score",
+    "REWARDS", "build", "build_on", "check", "check_prompts", "describe", "is_groupwise",
+    "leaves", "load", "look_beside",
+    "missing_packages", "names", "placed", "register", "score",
 ]  # fmt: skip
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
@@ -155,6 +157,35 @@ def check_prompts(
     checker = getattr(_find(name), "check_prompts", None)
     if checker is not None:
         checker(prompts, metadata, **options)
+
+
+def leaves(name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, options) of the rewards that a composed one is made of, at any depth; of any other,
+    its own. Composed is what has a static method `made_of(**options)`, the components."""
+    made_of = getattr(_find(name), "made_of", None)
+    if made_of is None:
+        yield name, dict(options)
+    for part in made_of(**options) if made_of else ():
+        yield from leaves(part["name"], part.get("options") or {})
+
+
+def missing_packages(name: str, options: Mapping[str, Any]) -> list[str]:
+    """Packages that a reward imports when it is built with these options, and that are not here.
+
+    A factory says which by a static method `packages(**options)`, import names.
+    """
+    needed: dict[str, None] = {}
+    for part, given in leaves(name, options):
+        own = getattr(_find(part), "packages", None)
+        needed |= dict.fromkeys(own(**given) if own else ())
+    return [package for package in needed if not installed(package)]
+
+
+def is_groupwise(name: str, options: Mapping[str, Any]) -> bool:
+    """Whether a reward, or one that it is made of, compares all images of a prompt, as far as its
+    factory says so: a plain attribute `groupwise`."""
+    parts = (part for part, _ in leaves(name, options))
+    return any(getattr(_find(part), "groupwise", False) is True for part in parts)
 
 
 def describe(reward: Any) -> dict[str, Any]:

@@ -350,7 +350,12 @@ def rewards(monkeypatch: pytest.MonkeyPatch) -> None:
 
     import flowalign
 
-    fake = SimpleNamespace(check=check, check_prompts=check_prompts)
+    fake = SimpleNamespace(
+        check=check,
+        check_prompts=check_prompts,
+        missing_packages=lambda name, options: [],
+        is_groupwise=lambda name, options: False,
+    )
     monkeypatch.setitem(sys.modules, "flowalign.rewards", fake)
     monkeypatch.setattr(flowalign, "rewards", fake, raising=False)
 

@@ -378,8 +378,9 @@ class TrainConfig(Section):
     """With several processes, the run ends when one has waited this long for another; null = longer
     than all calls of a reward that hangs can take (30 days if score_seconds is null)."""
     trackers: list[Literal["tensorboard", "wandb"]] = ["tensorboard"]
-    """Where accelerate logs metrics, the config and sample grids. TensorBoard's files are in
-    <output>/tensorboard. A W&B run has the name of the output folder."""
+    """Where accelerate logs metrics, the config, sample grids and the tables of evaluations.
+    TensorBoard's files are in <output>/tensorboard. A W&B run has the name of the output folder; a
+    run that is resumed goes on in the same W&B run."""
     project: str = Field(default="flowalign", min_length=1)
     """Name of the project in the trackers."""
 
@@ -827,7 +828,7 @@ class ReportConfig(Section):
     title: str | None = Field(default=None, examples=["Flow-OPD on the tiny world"])
     """Its heading; null = the name of the base model."""
     images: Annotated[int, Field(ge=0)] = 24
-    """Number of first prompts of a benchmark whose images are shown."""
+    """Number of prompts of a benchmark whose images are shown, evenly spaced over the set."""
 
 
 class EvalStage(Stage):
