@@ -62,7 +62,7 @@ block() { # LANGUAGE N FILE: the Nth block of a language in a document
 
 # A fresh clone, and an environment ----------------------------------------------------------------
 lane=i number=0
-git clone -q "$root" flowalign && cd flowalign && mkdir mine || exit 2
+git clone -q -c advice.detachedHead=false "$root" flowalign && cd flowalign && mkdir mine || exit 2
 [ -z "$(git -C "$root" status --porcelain -uno)" ] || echo "note: changes that are not committed are not tried"
 if [ -n "${FIRST_DAY_PYTHON:-}" ]; then
     export PATH="$(dirname "$FIRST_DAY_PYTHON"):$PATH" PYTHONPATH="$PWD"
