@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import torch
 from flowalign import determinism, packages
 from flowalign.adapters import hub
 from flowalign.adapters.files import AdapterError, adapter_folder, read_lora
+from flowalign.config.loading import load
 from flowalign.config.schema import (
     ADAPTER,
     ConfigError,
@@ -29,40 +30,39 @@ from flowalign.data import PromptError, load_prompts
 from flowalign.pictures import IMAGES, image_files
 
 
-def check_world(config: Stage, num_processes: int, pending: Collection[str] = ()) -> None:
-    """Refuse what cannot run here: missing packages, adapters, rewards and prompt sets, and images
-    that the processes cannot share.
+def check_world(
+    config: Stage,
+    num_processes: int,
+    pending: Collection[str] = (),
+    resume: bool | None = None,
+) -> None:
+    """Refuse what `world_problems` finds, as one ConfigError. Called before any model is loaded."""
+    if problems := world_problems(config, num_processes, pending, resume):
+        raise ConfigError(problems)
 
-    Called before any model is loaded; raises one ConfigError with every problem. pending: adapters
-    that are not there yet, because an earlier stage of a recipe will write them.
+
+def world_problems(
+    config: Stage,
+    num_processes: int,
+    pending: Collection[str] = (),
+    resume: bool | None = None,
+) -> list[str]:
+    """What keeps a stage from starting here: missing packages, adapters, rewards and prompt sets,
+    images that the processes cannot share, and a folder that holds another run.
+
+    `train`, `eval` and `doctor` all ask this. pending: adapters that are not there yet, because an
+    earlier stage of a recipe will write them. resume: whether the run is to continue what its
+    folder holds; None = the folder is not looked at.
     """
-    import flowalign.rewards as rewards  # only here: importing a config needs no rewards
-
     problems = [*_package_problems(config), *_adapter_problems(config, pending)]
     if isinstance(config, TrainingStage):
         problems += [*_sharing_problems(config, num_processes), *determinism.problems(config)]
+        if resume is not None:
+            problems += _folder_problems(Path(config.output), config, resume)
+    problems += _scoring_problems(config, num_processes)
     if isinstance(config, EvalStage):
-        problems += _reference_problems(config)
-    for place, name, judges, sources in _scored(config):
-        sound: list[RewardConfig] = []
-        for key, reward in judges.items():
-            try:
-                rewards.check(reward.name, reward.options)
-                sound.append(reward)
-            except (ValueError, KeyError, TypeError, ImportError) as error:
-                problems.append(f"{place}.{key}: {_text(error)}")
-        for key, source in sources.items():
-            try:
-                batch = load_prompts(source, name)
-                for reward in sound:
-                    options = reward.options
-                    rewards.check_prompts(reward.name, options, batch.prompts, batch.metadata)
-            except (PromptError, OSError) as error:
-                problems.append(f"{place}.{key}: {error}")
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                problems.append(f"{place}.{key}: {source}, {_text(error)}")
-    if problems:
-        raise ConfigError(problems)
+        problems += _fidelity_problems(config)
+    return problems
 
 
 def check_launch(num_processes: int) -> None:
@@ -77,6 +77,56 @@ def check_launch(num_processes: int) -> None:
                 "one process."
             ],
             "launcher",
+        )
+
+
+def _scoring_problems(config: Stage, num_processes: int) -> Iterator[str]:
+    """Rewards that cannot be built, or cannot judge the prompts; prompt sets that are not there."""
+    import flowalign.rewards as rewards  # only here: importing a config needs no rewards
+
+    whole: list[str] = []  # tasks whose reward compares all images of a prompt
+    for place, name, judges, sources in _scored(config):
+        sound: list[RewardConfig] = []
+        for key, reward in judges.items():
+            try:
+                rewards.check(reward.name, reward.options)
+                missing = rewards.missing_packages(reward.name, reward.options)
+            except (ValueError, KeyError, TypeError, ImportError) as error:
+                yield f"{place}.{key}: {_text(error)}"
+                continue
+            for package in missing:
+                yield (
+                    f"{place}.{key}: reward {reward.name!r} needs {package}, which is not "
+                    f"installed. {packages.hint(package)}"
+                )
+            sound.append(reward)
+            if place.startswith("tasks.") and rewards.is_groupwise(reward.name, reward.options):
+                whole.append(name)
+        for key, source in sources.items():
+            try:
+                batch = load_prompts(source, name)
+                for reward in sound:
+                    options = reward.options
+                    rewards.check_prompts(reward.name, options, batch.prompts, batch.metadata)
+            except (PromptError, OSError) as error:
+                yield f"{place}.{key}: {error}"
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                yield f"{place}.{key}: {source}, {_text(error)}"
+    if isinstance(config, TrainingStage):
+        yield from group_problems(config, whole, num_processes)
+
+
+def group_problems(config: TrainingStage, tasks: Sequence[str], processes: int) -> Iterator[str]:
+    """Processes that would share a prompt's images. tasks: those whose reward must see whole
+    groups."""
+    rollout, updates = config.rollout, config.optimizer.updates_per_rollout
+    if tasks and rollout.prompts // updates % processes:
+        unit = updates * processes
+        yield (
+            f"rollout.prompts: the reward of task {min(tasks)!r} compares all images of a prompt, "
+            f"and {rollout.prompts} prompts over optimizer.updates_per_rollout = {updates} cannot "
+            f"be shared whole by {processes} processes. Use a multiple of {unit}, for example "
+            f"rollout.prompts={-(-rollout.prompts // unit) * unit}."  # the next larger multiple
         )
 
 
@@ -110,8 +160,23 @@ def _package_problems(config: Stage) -> Iterator[str]:
     if config.model.quantization == "nf4" and (missing or not torch.cuda.is_available()):
         need = install if missing else "a GPU, and torch sees none. Run it on one"
         yield f"model.quantization: 'nf4' needs {need}, or use 'fp8', or null."
-    if isinstance(config, TrainingStage) and config.optimizer.name == "adamw8bit" and missing:
+    if config.model.attention:
+        from flowalign.backbone.attention import unavailable  # imports diffusers
+
+        if reason := unavailable(config.model.attention):
+            yield f"model.attention: {config.model.attention!r}: {reason} Or use null: SDPA."
+    if not isinstance(config, TrainingStage):
+        return
+    if config.optimizer.name == "adamw8bit" and missing:
         yield f"optimizer.name: 'adamw8bit' needs {install}, or use 'adamw'."
+    if "wandb" in config.train.trackers and not packages.installed("wandb"):
+        yield (
+            "train.trackers: 'wandb' needs wandb, which is not installed. "
+            f"{packages.hint('wandb')} Or leave it out."
+        )
+    strategy = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
+    if strategy and not packages.installed("deepspeed"):
+        yield f"launcher: DeepSpeed is not installed. {packages.hint('deepspeed')}"
 
 
 def _sharing_problems(config: TrainingStage, num_processes: int) -> Iterator[str]:
@@ -159,8 +224,34 @@ def _adapter_problems(config: Stage, pending: Collection[str]) -> Iterator[str]:
                 )
 
 
-def _reference_problems(config: EvalStage) -> Iterator[str]:
-    """A folder of reference images that holds none."""
+def _folder_problems(folder: Path, config: TrainingStage, resume: bool) -> Iterator[str]:
+    """A run that would be overwritten, or resumed with another config."""
+    saved = folder / "config.yaml"
+    if not resume and any((folder / "checkpoints").glob("update_*")):
+        yield (
+            f"output: {folder} holds the checkpoints of a run. Continue it with --resume, "
+            "choose another `output`, or delete the folder."
+        )
+    if resume and saved.exists():
+        free = {"train", "evaluation", "output"}  # such as train.updates: a run may be extended
+        old, new = load(saved).model_dump(exclude=free), config.model_dump(exclude=free)
+        changed = sorted(key for key in new if new[key] != old[key])
+        if changed:
+            yield (
+                f"--resume: {', '.join(changed)} differ from {saved}. A resumed run keeps its "
+                "config (but for train and evaluation); undo the change or choose another `output`."
+            )
+
+
+def _fidelity_problems(config: EvalStage) -> Iterator[str]:
+    """Features that cannot be imported; a folder of reference images that holds none."""
+    import flowalign.rewards as rewards
+
+    if config.fidelity and ":" in config.fidelity.features:
+        try:
+            rewards.load(config.fidelity.features, "features")
+        except (ValueError, ImportError) as error:
+            yield f"fidelity.features: {_text(error)}"
     source = config.fidelity.reference if config.fidelity else "tiny"
     folder = Path(source).expanduser()
     if source != "tiny" and not image_files(folder):

@@ -28,8 +28,9 @@ from flowalign.config import (
     read,
     to_yaml,
 )
-from flowalign.preflight import check_launch, check_world
+from flowalign.preflight import check_launch, world_problems
 from flowalign.publish.card import REPORT, write_card
+from flowalign.status import Heartbeat
 
 if TYPE_CHECKING:
     from flowalign.teachers.merge import MergeReport
@@ -43,47 +44,87 @@ def run(
     home: Path,
     train: Callable[[TrainingStage], object],
     evaluate: Callable[[EvalStage], object],
+    *,
+    record: bool = True,
 ) -> Path:
     """Run what is not finished; returns the output folder. home: where `use` files are looked for.
 
-    train and evaluate run one stage each; train resumes where there are checkpoints. Raises
-    ConfigError, before any stage runs, with everything that is wrong in any of them.
+    train and evaluate run one stage each; train resumes where there are checkpoints. record: keep
+    the recipe and its status in the folder. Raises ConfigError, before any stage runs, with
+    everything that is wrong in any of them.
     """
     from flowalign import parallel
 
     stages, problems = _read_stages(config, home)
     state = parallel.state(*stages.values())  # one group of processes serves all stages
     check_launch(state.num_processes)
-    _check(config, stages, problems, state.num_processes)
-    show = print if state.is_main_process else (lambda *text, **how: None)
-    for number, (name, stage) in enumerate(stages.items(), 1):
-        head = f"[{number}/{len(stages)}] {name} ({stage.stage})"
-        if finished(stage):
-            show(f"{head}: finished before", flush=True)
-            continue
-        show(f"{head} -> {stage.output}", flush=True)
-        if isinstance(stage, TrainingStage):
-            train(stage)
-        elif isinstance(stage, MergeStage):
-            if state.is_main_process:
-                show(f"  {merged(stage).summary}", flush=True)
-        elif isinstance(stage, EvalStage):
-            evaluate(stage)
-        parallel.release()
-        if state.is_main_process:
-            inputs = {source: file_digest(source) for source in stage.inputs.values()}
-            done = {"config": stage.model_dump(mode="json"), "inputs": inputs}
-            with files.replacing(Path(stage.output) / DONE) as part:
-                part.write_text(json.dumps(done, indent=1))
-        state.wait_for_everyone()
-    return Path(config.output)
+    if problems := _problems(config, stages, problems, state.num_processes):
+        raise ConfigError(problems)
+    folder, main = Path(config.output), state.is_main_process
+    if main and record:
+        whole = {name: stage.model_dump(mode="json") for name, stage in stages.items()}
+        with files.replacing(folder / "config.yaml") as part:  # without the files that it uses
+            part.write_text(to_yaml(config.model_copy(update={"stages": whole})))
+    show = print if main else (lambda *text, **how: None)
+    with Heartbeat(folder, main and record, total=len(stages)) as heartbeat:
+        for number, (name, stage) in enumerate(stages.items(), 1):
+            heartbeat.say(update=number - 1, text=name)
+            head = f"[{number}/{len(stages)}] {name} ({stage.stage})"
+            if finished(stage):
+                show(f"{head}: finished before", flush=True)
+                continue
+            show(f"{head} -> {stage.output}", flush=True)
+            if isinstance(stage, TrainingStage):
+                train(stage)
+            elif isinstance(stage, MergeStage):
+                if main:
+                    show(f"  {merged(stage).summary}", flush=True)
+            elif isinstance(stage, EvalStage):
+                evaluate(stage)
+            parallel.release()
+            if main:
+                _mark_finished(stage)
+            state.wait_for_everyone()
+        heartbeat.say(update=len(stages))
+    return folder
+
+
+def _mark_finished(stage: Stage) -> None:
+    inputs = {source: file_digest(source) for source in stage.inputs.values()}
+    done = {"config": stage.model_dump(mode="json"), "inputs": inputs}
+    with files.replacing(Path(stage.output) / DONE) as part:
+        part.write_text(json.dumps(done, indent=1))
+
+
+def examine(
+    config: Stage, home: Path, num_processes: int = 1, resume: bool = False
+) -> tuple[dict[str, Stage], list[str]]:
+    """The config of every stage that can be read, by name, and everything that keeps the whole
+    from starting here: what `train` and `eval` refuse. A stage that is no recipe is named by its
+    folder. resume: as for `train`."""
+    if isinstance(config, MergeStage):
+        config = alone(config)
+    if not isinstance(config, RecipeStage):
+        problems = world_problems(config, num_processes, resume=resume)
+        return {Path(config.output).name: config}, problems
+    stages, problems = _read_stages(config, home)
+    return stages, _problems(config, stages, problems, num_processes)
 
 
 def plan(config: RecipeStage, home: Path, num_processes: int = 1) -> dict[str, Stage]:
     """The config of every stage by name, checked; ConfigError with all that is wrong."""
-    stages, problems = _read_stages(config, home)
-    _check(config, stages, problems, num_processes)
+    stages, problems = examine(config, home, num_processes)
+    if problems:
+        raise ConfigError(problems)
     return stages
+
+
+def alone(config: MergeStage) -> RecipeStage:
+    """A merge as a recipe of one stage."""
+    stages = {Path(config.output).name: config.model_dump(mode="json", exclude={"output", "model"})}
+    return RecipeStage.model_construct(  # unchecked: its folder may have any name
+        stage="recipe", output=str(Path(config.output).parent), model=config.model, stages=stages
+    )
 
 
 # Planning --------------------------------------------------------------------------------------
@@ -148,18 +189,18 @@ def _adapter_of(config: RecipeStage, name: str) -> str:
     return str(Path(config.output) / name / "adapter")
 
 
-def _check(
+def _problems(
     config: RecipeStage, stages: Mapping[str, Stage], problems: Sequence[str], num_processes: int
-) -> None:
-    """ConfigError with these problems and whatever else keeps the stages from running."""
+) -> list[str]:
+    """These problems, and whatever else keeps the stages from running."""
     problems = list(problems)
     pending: list[str] = []
     for name in config.stages:
-        try:
-            if name in stages:
-                check_world(stages[name], num_processes, pending)
-        except ConfigError as error:
-            problems += [f"stages.{name}.{text}" for text in error.problems]
+        if name in stages:
+            stage = stages[name]
+            resume = None if finished(stage) else True
+            found = world_problems(stage, num_processes, pending, resume)
+            problems += [f"stages.{name}.{text}" for text in found]
         pending.append(_adapter_of(config, name))  # of a wrong stage, too, which is blamed once
     dtypes = {n: s.model.dtype for n, s in stages.items() if isinstance(s, TrainingStage)}
     if len({dtype == "float16" for dtype in dtypes.values()}) > 1:
@@ -168,9 +209,7 @@ def _check(
             f"stages: model.dtype is float16 in some ({dtypes}). Use it in all of them, or in none."
         )
     # Only a sound recipe is compared with what ran before.
-    problems = problems or [text for stage in stages.values() for text in _stale(stage, stages)]
-    if problems:
-        raise ConfigError(problems)
+    return problems or [text for stage in stages.values() for text in _stale(stage, stages)]
 
 
 def finished(stage: Stage) -> bool:

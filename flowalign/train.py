@@ -23,7 +23,7 @@ from flowalign.config import (
     load,
     to_yaml,
 )
-from flowalign.preflight import check_launch, check_world, start
+from flowalign.preflight import check_launch, check_world, group_problems, start
 
 if TYPE_CHECKING:  # --help need not import diffusers
     import torch
@@ -44,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("flowalign train", description="Train from a config file.")
     parser.add_argument("--config", required=True, help="a YAML file, such as configs/tiny/...")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan; write nothing")
     parser.add_argument("--variant", help="a YAML file of keys by stage: other hardware")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change the config")
     return parser
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from flowalign.progress import quiet
 
     quiet()  # before diffusers is imported, which logs while it is
-    from flowalign import parallel
+    from flowalign import parallel, results, rewards
     from flowalign.backbone import ModelError
     from flowalign.eval.suite import EvaluationError
     from flowalign.loop import TrainingError
@@ -65,28 +66,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         stopped=(TrainingError, EvaluationError),
         interrupted="interrupted; continue from the last checkpoint with --resume",
     )
+    rewards.look_beside(args.config)
     with status:
         config = load(args.config, args.overrides, stage=Job, variant=args.variant)
-        run(config, Path(args.config).parent, args.resume)
+        if args.dry_run:
+            from flowalign.forecast import dry
+
+            dry.run(config, Path(args.config).parent, args.resume)
+        else:
+            run(config, Path(args.config).parent, args.resume)
+            if parallel.state().is_main_process:
+                print(results.summary(config), flush=True)
     return status.code
 
 
-def run(config: Job, home: Path, resume: bool) -> Path:
+def run(given: Job, home: Path, resume: bool) -> Path:
     """Whatever `flowalign train` can run. home: the folder of the config file."""
-    if isinstance(config, TrainingStage):
-        return train(config, resume=resume)
-    from flowalign import recipe
+    if isinstance(given, TrainingStage):
+        return train(given, resume=resume)
+    from flowalign import parallel, recipe, watch
     from flowalign.eval.run import evaluate
 
+    config = given
     if isinstance(config, MergeStage):
-        name = Path(config.output).name
-        stages = {name: config.model_dump(mode="json", exclude={"output", "model"})}
-        parent = str(Path(config.output).parent)
-        config = RecipeStage.model_construct(  # unchecked: its folder may have any name
-            stage="recipe", output=parent, model=config.model, stages=stages
-        )
+        config = recipe.alone(config)
     assert isinstance(config, RecipeStage)
-    return recipe.run(config, home, lambda stage: train(stage, resume=True), evaluate)
+    whole = isinstance(given, RecipeStage)
+    folder = recipe.run(
+        config, home, lambda stage: train(stage, resume=True), evaluate, record=whole
+    )
+    if whole and parallel.state().is_main_process:
+        watch.write(folder)  # the recipe's report
+    return folder
 
 
 def train(config: TrainingStage, *, resume: bool = False) -> Path:
@@ -94,14 +105,13 @@ def train(config: TrainingStage, *, resume: bool = False) -> Path:
 
     Raises ConfigError before any model is loaded, TrainingError if the run has to stop.
     """
-    from flowalign import parallel
+    from flowalign import parallel, watch
     from flowalign.determinism import deterministic
 
     processes = parallel.state(config).num_processes
     check_launch(processes)
-    check_world(config, processes)
+    check_world(config, processes, resume=resume)
     folder, main = Path(config.output), parallel.state().is_main_process
-    _check_folder(folder, config, resume)
     if main and (begin := start(config.lora)):
         log.info(begin.text)
         for text in begin.ignored:
@@ -122,6 +132,8 @@ def train(config: TrainingStage, *, resume: bool = False) -> Path:
         with report.live(loop.update):
             loop.run()
             finish(loop, config, rewards)
+        if main:
+            watch.write(folder)  # the run's report
         parallel.finish(loop.accelerator)
     return folder / "adapter"
 
@@ -139,27 +151,6 @@ def _hint_threads(accelerator: Accelerator) -> None:
         )
 
 
-def _check_folder(folder: Path, config: TrainingStage, resume: bool) -> None:
-    """Refuse to overwrite a run, or to resume one whose config was another."""
-    saved = folder / "config.yaml"
-    if not resume and any((folder / "checkpoints").glob("update_*")):
-        problem = (
-            f"output: {folder} holds the checkpoints of a run. Continue it with --resume, "
-            "choose another `output`, or delete the folder."
-        )
-        raise ConfigError([problem])
-    if resume and saved.exists():
-        free = {"train", "evaluation", "output"}  # such as train.updates: a run may be extended
-        old, new = load(saved).model_dump(exclude=free), config.model_dump(exclude=free)
-        changed = sorted(key for key in new if new[key] != old[key])
-        if changed:
-            problem = (
-                f"--resume: {', '.join(changed)} differ from {saved}. A resumed run keeps its "
-                "config (but for train and evaluation); undo the change or choose another `output`."
-            )
-            raise ConfigError([problem])
-
-
 # The parts of a run ------------------------------------------------------------------------------
 
 
@@ -167,24 +158,18 @@ def wire(config: TrainingStage) -> tuple[Loop, Progress, dict[str, Reward]]:
     """Build every part of a run from its config -> the loop, its display, its rewards."""
     from accelerate.utils import set_seed
 
-    from flowalign import parallel, rewards, trackers
+    from flowalign import parallel, trackers
     from flowalign.data import PromptSampler, load_prompts
     from flowalign.loop import Loop
     from flowalign.progress import Progress
 
     accelerator = parallel.start(config)
     set_seed(config.seed)  # for the LoRA's initial A; all else has generators of its own
-    built, problems = {}, []
-    for index, task in enumerate(config.tasks):
-        try:
-            if task.reward:
-                name, options = task.reward.name, task.reward.options
-                built[task.name] = rewards.build_on(accelerator.device, name, options)
-        except (ConnectionError, TimeoutError) as error:
-            problems.append(f"tasks.{index}.reward: {error}")
-    if problems:
+    built = _rewards(config, accelerator.device)
+    # a reward of the user's may say only now that it is groupwise
+    whole = [name for name, reward in built.items() if getattr(reward, "groupwise", False)]
+    if problems := list(group_problems(config, whole, accelerator.num_processes)):
         raise ConfigError(problems)
-    _check_groups(config, built, accelerator.num_processes)
     backbone = student(config, accelerator.device)
     sampler = PromptSampler(
         {t.name: load_prompts(t.prompts, t.name) for t in config.tasks},
@@ -211,19 +196,20 @@ def wire(config: TrainingStage) -> tuple[Loop, Progress, dict[str, Reward]]:
     return loop, progress, built
 
 
-def _check_groups(config: TrainingStage, rewards: Mapping[str, Reward], processes: int) -> None:
-    """Refuse a reward that must see whole groups if processes would share a prompt's images."""
-    rollout, updates = config.rollout, config.optimizer.updates_per_rollout
-    whole = sorted(name for name, reward in rewards.items() if getattr(reward, "groupwise", False))
-    if whole and rollout.prompts // updates % processes:
-        unit = updates * processes
-        problem = (
-            f"rollout.prompts: the reward of task {whole[0]!r} compares all images of a prompt, "
-            f"and {rollout.prompts} prompts over optimizer.updates_per_rollout = {updates} cannot "
-            f"be shared whole by {processes} processes. Use a multiple of {unit}, for example "
-            f"rollout.prompts={-(-rollout.prompts // unit) * unit}."  # the next larger multiple
-        )
-        raise ConfigError([problem])
+def _rewards(config: TrainingStage, device: torch.device) -> dict[str, Reward]:
+    """The reward of each task; ConfigError for those that cannot be built."""
+    from flowalign import rewards
+
+    built, problems = {}, []
+    for index, task in enumerate(config.tasks):
+        try:
+            if task.reward:
+                built[task.name] = rewards.build_on(device, task.reward.name, task.reward.options)
+        except (ImportError, ValueError, OSError) as error:
+            problems.append(f"tasks.{index}.reward: {error}")
+    if problems:
+        raise ConfigError(problems)
+    return built
 
 
 def student(config: TrainingStage, device: torch.device) -> Backbone:
@@ -298,7 +284,7 @@ def evaluator(
     accelerator: Accelerator,
 ) -> Callable[[], tuple[float, EvalReport]] | None:
     """What the loop calls to score the current adapter on held-out prompts."""
-    from flowalign import samples
+    from flowalign import snapshots
     from flowalign.eval import suite
 
     if config.evaluation is None or not config.evaluates:
@@ -311,7 +297,7 @@ def evaluator(
     def evaluate() -> tuple[float, EvalReport]:
         report = suite.run(
             backbone, sets, settings, accelerator,
-            seconds=seconds, max_invalid_share=share, shown=samples.HELD_OUT,
+            seconds=seconds, max_invalid_share=share, shown=snapshots.HELD_OUT,
         )  # fmt: skip
         return suite.headline(report, benchmarks), report
 
@@ -335,6 +321,7 @@ def held_out(config: TrainingStage, rewards: Mapping[str, Reward]) -> list[Bench
 def finish(loop: Loop, config: TrainingStage, rewards: Mapping[str, Reward]) -> None:
     """After the last update: the metrics plot, the model card and the before/after grid."""
     from flowalign import trackers
+    from flowalign.before_after import before_after
     from flowalign.pictures import metrics_plot
     from flowalign.publish.card import write_card
 
@@ -344,50 +331,6 @@ def finish(loop: Loop, config: TrainingStage, rewards: Mapping[str, Reward]) -> 
         write_card(folder, config, sys.argv)
     if config.evaluates and (main or loop.backbone.sharded):  # sharded: all must sample
         path = folder / "before_after.png" if main else None
-        compare(loop.backbone, config, rewards, path)
+        before_after(loop.backbone, config, held_out(config, rewards), path)
         if path:
             trackers.image(loop.accelerator, path.stem, path, loop.update)
-
-
-def compare(
-    backbone: Backbone,
-    config: TrainingStage,
-    rewards: Mapping[str, Reward],
-    path: Path | None,
-    count: int = 16,
-) -> None:
-    """Draw base and result on the same held-out prompts and seeds. path None: only sample."""
-    from flowalign import metrics
-    from flowalign.data import subset
-    from flowalign.eval.suite import generate
-    from flowalign.loop import STUDENT
-    from flowalign.pictures import read_metrics, side_by_side
-    from flowalign.rewards.scoring import Ahead, ByTask
-
-    settings = config.evaluation_sampling
-    backbone.replace_adapter(STUDENT, Path(config.output) / "adapter")
-    benchmark = held_out(config, rewards)[0]
-    prompts = subset(benchmark.prompts, count)
-    with backbone.base():
-        before = generate(backbone, prompts, settings)
-    after = generate(backbone, prompts, settings)
-    if path is None:
-        return
-    captions, scoring = [], Ahead(ByTask(rewards), config.train.score_seconds)
-    for images in (before, after):  # in a thread: a reward that hangs must not stop the run
-        scoring.submit(images, prompts)
-    for scores in scoring.answers():
-        value = scores.parts.get(benchmark.headline or "", scores.value)
-        captions.append(
-            [f"{p}\n{v:.2f}" for p, v in zip(prompts.prompts, value.tolist(), strict=True)]
-        )
-    scoring.forget()
-    headlines = read_metrics(path.parent / "metrics.jsonl")[metrics.HEADLINE]
-    (update, first), best = headlines[0], max(value for _, value in headlines)
-    # an evaluation of the base that lost images is not among them
-    change = f"{first:.3f} -> {best:.3f}" if update == 0 else f"{best:.3f}"
-    title = (
-        f"{path.parent.name}: base above, trained below, same prompts and noise. "
-        f"On all held-out prompts: {change}"
-    )
-    side_by_side(path, (list(before), list(after)), captions, title=title)

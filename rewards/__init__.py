@@ -2,14 +2,16 @@
 
 A reward is any `flowalign.types.Reward`. A name is looked up, in this order, among the rewards
 registered in this process, the REWARDS table, the installed entry points of the group
-"flowalign.rewards", and last as a dotted path "package.module:attribute". The name stands for
-either a factory (a class or function that takes the options and returns a Reward), or a plain
-function (images, prompts, metadata, **options) -> Scores, which is itself the reward.
+"flowalign.rewards", and last as a dotted path "package.module:attribute". Its module is one that
+Python finds, else one in the current folder, else one beside the config. The name stands for either
+a factory (a class or function that takes the options and returns a Reward), or a plain function
+(images, prompts, metadata, **options) -> Scores, which is itself the reward.
 The annotations of a factory's options are checked when a config is read (`options.check_call`).
 A reward that computes with torch may take the option `device`; runs fill it in (`build_on`).
 A reward whose attribute `groupwise` is true is called with all images of one prompt at a time.
 A factory may have `check_options(**options)` and `check_prompts(prompts, metadata, **options)`,
-static methods that raise ValueError, without loading a model, for what it could not work with.
+static methods that raise ValueError, without loading a model, for what it could not work with, and
+`packages(**options)`, the import names of the optional packages that it needs.
 A reward that calls a service may have `connect()`: it raises ConnectionError or TimeoutError if the
 service does not answer, and is called before a run.
 A reward may have `describe() -> dict`: what its scores depend on, as JSON, with the keys `name`,
@@ -26,20 +28,24 @@ import functools
 import importlib
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from flowalign.devices import resolve
+from flowalign.packages import installed
 from flowalign.rewards.options import check_call, suggestion
 from flowalign.rewards.scoring import score
 from flowalign.types import Metadata, Reward
 
 __all__ = [
-    "REWARDS", "build", "build_on", "check", "check_prompts", "describe", "load",
-    "names", "placed", "register", "score",
+    "REWARDS", "build", "build_on", "check", "check_prompts", "describe", "is_groupwise",
+    "leaves", "load", "look_beside",
+    "missing_packages", "names", "placed", "register", "score",
 ]  # fmt: skip
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
@@ -63,6 +69,7 @@ REWARDS: dict[str, str] = {
 }
 
 _registered: dict[str, Callable[..., Any]] = {}
+_beside: list[Path] = []  # folders of configs, the latest first
 _INPUTS = ["images", "prompts", "metadata"]  # a function that begins so is itself the reward
 
 
@@ -152,6 +159,35 @@ def check_prompts(
         checker(prompts, metadata, **options)
 
 
+def leaves(name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, options) of the rewards that a composed one is made of, at any depth; of any other,
+    its own. Composed is what has a static method `made_of(**options)`, the components."""
+    made_of = getattr(_find(name), "made_of", None)
+    if made_of is None:
+        yield name, dict(options)
+    for part in made_of(**options) if made_of else ():
+        yield from leaves(part["name"], part.get("options") or {})
+
+
+def missing_packages(name: str, options: Mapping[str, Any]) -> list[str]:
+    """Packages that a reward imports when it is built with these options, and that are not here.
+
+    A factory says which by a static method `packages(**options)`, import names.
+    """
+    needed: dict[str, None] = {}
+    for part, given in leaves(name, options):
+        own = getattr(_find(part), "packages", None)
+        needed |= dict.fromkeys(own(**given) if own else ())
+    return [package for package in needed if not installed(package)]
+
+
+def is_groupwise(name: str, options: Mapping[str, Any]) -> bool:
+    """Whether a reward, or one that it is made of, compares all images of a prompt, as far as its
+    factory says so: a plain attribute `groupwise`."""
+    parts = (part for part, _ in leaves(name, options))
+    return any(getattr(_find(part), "groupwise", False) is True for part in parts)
+
+
 def describe(reward: Any) -> dict[str, Any]:
     """What a reward's scores depend on, fit for JSON: its own `describe()`, and at least its name.
 
@@ -168,6 +204,12 @@ def describe(reward: Any) -> dict[str, Any]:
         return name | {"describe": f"{type(error).__name__}: {error}"}
 
 
+def look_beside(config: str | Path) -> None:
+    """Let dotted paths name modules that lie beside this config file. Commands call it."""
+    folder = Path(config).absolute().parent
+    _beside[:] = [folder, *(other for other in _beside if other != folder)]
+
+
 def load(path: str, what: str = "reward") -> Any:
     """The object at a dotted path "package.module:attribute".
 
@@ -175,6 +217,7 @@ def load(path: str, what: str = "reward") -> Any:
     ImportError that the module itself causes (a missing dependency) passes through.
     """
     module_name, _, attribute = path.partition(":")
+    _make_importable(module_name)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -182,8 +225,8 @@ def load(path: str, what: str = "reward") -> Any:
         if missing != module_name and not module_name.startswith(missing + "."):
             raise
         raise ValueError(
-            f"{what} {path!r}: there is no module {missing!r}. "
-            "Install it, or put its folder on PYTHONPATH."
+            f"{what} {path!r}: there is no module {missing!r}. Install it, or put it into the "
+            "current folder or beside the config."
         ) from error
     try:
         return functools.reduce(getattr, attribute.split("."), module)
@@ -192,6 +235,20 @@ def load(path: str, what: str = "reward") -> Any:
         raise ValueError(
             f"{what} {path!r}: {module_name} has no {attribute!r}{suggestion(attribute, have)}."
         ) from error
+
+
+def _make_importable(module: str) -> None:
+    """Where Python finds no such module, but the current folder or that of a config has one, put
+    that folder on the path, for whatever else it imports and for processes that are started. At
+    its end: a file of the user's must not hide a module that a library imports later."""
+    if installed(module.partition(".")[0]):
+        return
+    for folder in (Path.cwd(), *_beside):
+        file = folder.joinpath(*module.split("."))
+        if file.with_suffix(".py").is_file() or (file / "__init__.py").is_file():
+            sys.path.append(str(folder))
+            importlib.invalidate_caches()  # the file may be younger than Python's list of them
+            return
 
 
 def _find(name: str) -> Callable[..., Any]:

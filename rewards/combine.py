@@ -67,10 +67,15 @@ class Composed:
         }
 
     @staticmethod
-    def check_prompts(prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
-        """Raise ValueError if a component cannot judge images of one of these prompts."""
+    def made_of(**options: Any) -> list[Mapping[str, Any]]:
+        """The components, as they are given."""
         specs = (*options.get("rewards", ()), options.get("reward"), options.get("gate"))
-        for spec in filter(None, specs):  # None: not an option of this class
+        return [spec for spec in specs if spec is not None]  # None: not an option of this class
+
+    @classmethod
+    def check_prompts(cls, prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
+        """Raise ValueError if a component cannot judge images of one of these prompts."""
+        for spec in cls.made_of(**options):
             registry.check_prompts(spec["name"], spec.get("options") or {}, prompts, metadata)
 
     @property

@@ -98,6 +98,16 @@ class GenEval:
             check_call(f"detector {detector!r}", _factory(detector), options)
 
     @staticmethod
+    def packages(
+        detector: str | Detector = "tiny",
+        detector_options: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> tuple[str, ...]:
+        """What the detector says that it imports."""
+        own = getattr(_factory(detector), "packages", None) if isinstance(detector, str) else None
+        return own(**(detector_options or {})) if own else ()
+
+    @staticmethod
     def check_prompts(prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
         """Raise ValueError for the first prompt whose metadata is not in GenEval's form."""
         clauses = TypeAdapter(Annotated[list[Clause], Field(min_length=1)])

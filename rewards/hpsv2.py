@@ -51,6 +51,11 @@ class HPSv2(Preference):
         self.clip = OpenClipTowers(architecture, file, **computing, text_cache=text_cache)
         super().__init__(normalizer, model=self.clip.name)
 
+    @staticmethod
+    def packages(**options: Any) -> tuple[str, ...]:
+        """What it imports."""
+        return ("open_clip",)
+
     def raw(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """cos(image, its prompt) [B]."""
         return self.clip.cosine(images, prompts)

@@ -8,7 +8,7 @@ what was checked and how to check the rest.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from PIL import Image
@@ -59,6 +59,11 @@ class HPSv3:
         self.batch_size = batch_size
         place = str(resolve(device))  # the package wants text
         self.model = package.HPSv3RewardInferencer(checkpoint_path=checkpoint, device=place)
+
+    @staticmethod
+    def packages(**options: Any) -> tuple[str, ...]:
+        """What it imports."""
+        return ("hpsv3",)
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:

@@ -91,6 +91,11 @@ class Mask2Former:
             f"colours by {self.colors.name}"
         )
 
+    @staticmethod
+    def packages(**options: Any) -> tuple[str, ...]:
+        """What it imports; scipy by way of transformers."""
+        return ("open_clip", "scipy")
+
     def __call__(self, images: Tensor) -> list[Detections]:
         """images [B,3,H,W] in [0,1] -> B Detections, raw: K boxes, most with a score near 0.
 

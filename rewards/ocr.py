@@ -119,6 +119,16 @@ class OCR:
             check_call(f"OCR engine {engine!r}", ENGINES[engine], engine_options)
 
     @staticmethod
+    def packages(engine: str | Engine = "rapidocr", **options: Any) -> tuple[str, ...]:
+        """What the engine imports."""
+        if engine == "rapidocr":
+            return ("rapidocr", "onnxruntime")
+        if engine != "paddleocr":
+            return ()
+        runtime = options.get("inference")
+        return ("paddleocr", "onnxruntime" if runtime == "onnxruntime" else "paddle")
+
+    @staticmethod
     def check_prompts(prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
         """Raise ValueError for the first prompt that has no target text."""
         for number, (prompt, meta) in enumerate(zip(prompts, metadata, strict=True), 1):

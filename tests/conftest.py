@@ -57,6 +57,16 @@ def open_clip() -> Iterator[ModuleType]:
 
 
 @pytest.fixture
+def clip_extra(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty open_clip, for tests of configs that only ask whether it is there."""
+    folder = tmp_path_factory.mktemp("extra")
+    (folder / "open_clip").mkdir()
+    (folder / "open_clip" / "__init__.py").touch()
+    if importlib.util.find_spec("open_clip") is None:
+        monkeypatch.syspath_prepend(folder)
+
+
+@pytest.fixture
 def sampled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The prompts whose images an evaluation samples, as they are."""
     from flowalign.eval import suite

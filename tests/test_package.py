@@ -38,6 +38,7 @@ BELOW_REWARDS = (
     "flowalign.packages",
     "flowalign.adapters.hub",
 )
+ASKING = ("_scoring_problems", "_fidelity_problems")
 HEAVY = ("diffusers", "transformers", "peft", "accelerate")
 CONFIGS = [  # one a run; those with an underscore are used by others, variants change others
     path
@@ -88,10 +89,10 @@ def allowed(module: str, name: str) -> bool:
 def violations(module: str, source: str) -> list[str]:
     tree = ast.parse(source)
     excused: set[ast.AST] = set()
-    if module == "flowalign.preflight":  # check_world asks the rewards about names and options
+    if module == "flowalign.preflight":  # it asks the rewards about names and options
         for node in tree.body:
-            if isinstance(node, ast.FunctionDef) and node.name == "check_world":
-                excused = set(ast.walk(node))
+            if isinstance(node, ast.FunctionDef) and node.name in ASKING:
+                excused |= set(ast.walk(node))
     return [
         f"{module}, line {node.lineno}: imports {name}"
         for name, node in imported(tree)

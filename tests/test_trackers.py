@@ -17,7 +17,6 @@ from flowalign import trackers, train
 from flowalign.config import TrainingStage, to_yaml
 from flowalign.pictures import grid
 
-
 EVALUATED = ["evaluation={every: 1, prompts: 2}", "tasks.0.validation=tiny/ocr_val"]
 
 

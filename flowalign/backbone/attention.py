@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from diffusers import SD3Transformer2DModel
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
 from torch import Tensor, nn
@@ -20,6 +21,20 @@ def use_backend(transformer: nn.Module, name: str) -> None:
         if isinstance(module, Attention) and type(module.processor) is JointAttnProcessor2_0:
             module.set_processor(JointAttention())  # pyright: ignore[reportArgumentType]
     transformer.set_attention_backend(name)  # pyright: ignore[reportCallIssue]
+
+
+def unavailable(name: str) -> str | None:
+    """Why a backend cannot be used here, without a model; None if it can. One that is downloaded
+    from the Hub (its name ends with _hub) is not asked for."""
+    if name.endswith("_hub"):
+        return None
+    with torch.device("meta"):  # diffusers asks for a model: the smallest one
+        transformer = SD3Transformer2DModel(num_layers=1, num_attention_heads=1)
+    try:
+        transformer.set_attention_backend(name)
+    except (RuntimeError, ValueError, ImportError) as error:
+        return str(error).strip().splitlines()[0]
+    return None
 
 
 class JointAttention:

@@ -9,32 +9,29 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from flowalign import recipe
-from flowalign.config import (
-    ADAPTER,
-    ConfigError,
-    MergeStage,
-    RecipeStage,
-    Stage,
-    TrainingStage,
-    assignments,
-    load,
-)
+from flowalign import recipe, rewards
+from flowalign.config import EvalStage, Stage, TrainingStage, assignments, load
 from flowalign.doctor import reward
 from flowalign.forecast.findings import Finding, fault, healthy, note, ok, show
+from flowalign.forecast.gpus import GPUS, named
 from flowalign.packages import DISTRIBUTION
-from flowalign.preflight import check_world
 from flowalign.progress import quiet
+
+if TYPE_CHECKING:
+    from flowalign.forecast.pace import Pace
+    from flowalign.forecast.plan import Forecast
 
 CPU_MODEL = 2**31  # bytes of the largest model that a CPU samples from
 PACKAGES = (DISTRIBUTION, "torch", "diffusers", "transformers", "accelerate", "peft")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status: 0 = no fault, 1 = a fault, 2 = it could not be examined."""
+    """Exit status: 0 = no fault, 1 = a fault, 2 = `train` or `eval` refuses the config, or nothing
+    could be examined."""
     args = parser().parse_args(argv)
     quiet()
     log = logging.getLogger("flowalign.rewards.scoring")
@@ -42,7 +39,8 @@ def main(argv: Sequence[str]) -> int:
     log.setLevel(logging.ERROR)  # the findings say what failed
     try:
         if args.config:
-            return 0 if examine(args) else 1
+            rewards.look_beside(args.config)
+            return examine(args)
         health = reward.diagnose(args.reward, assignments(args.options), args.count, args.size)
     except (ValueError, ImportError, OSError) as error:
         print(f"flowalign doctor: {error}", file=sys.stderr)
@@ -58,13 +56,16 @@ def parser() -> argparse.ArgumentParser:
     text = "Find what is wrong with a run or a reward before training starts."
     parser = argparse.ArgumentParser("flowalign doctor", description=text)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--config", help="a YAML file of a training stage or a recipe")
+    what.add_argument("--config", help="a YAML file of any stage or a recipe")
     what.add_argument("--reward", help="a name, or package.module:attribute")
     parser.add_argument("--variant", help="config: a YAML file of keys by stage: other hardware")
     parser.add_argument("--no-model", action="store_true", help="only checks without weights")
+    parser.add_argument("--resume", action="store_true", help="as `train --resume` would run")
+    parser.add_argument("--gpu", help=f"plan for this GPU: {', '.join(GPUS)}")
+    help = "GPUs of the run (default 1)"
+    parser.add_argument("--gpus", "--processes", type=int, default=1, dest="gpus", help=help)
     parser.add_argument("--memory", type=float, metavar="GIB", help="plan for such a GPU")
-    parser.add_argument("--processes", type=int, default=1, help="devices of the run (default 1)")
-    parser.add_argument("--tflops", type=float, help="the rate to plan with, TFLOP/s a device")
+    parser.add_argument("--tflops", type=float, help="the rate to plan with, TFLOP/s a GPU")
     parser.add_argument("--count", type=int, default=16, help="reward: scenes (default 16)")
     parser.add_argument("--size", type=int, help="reward: enlarge the 64-pixel scenes to this")
     help = "config: changes; reward: its options"
@@ -72,30 +73,32 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def examine(args: argparse.Namespace) -> bool:
-    """Examine every stage of a config and print the findings; whether there was no fault.
+def examine(args: argparse.Namespace) -> int:
+    """Examine every stage of a config and print the findings; the exit status.
 
     Raises ConfigError for a config that `train` refuses to read.
     """
+    from flowalign.forecast import plan  # imports diffusers: after `quiet`, and not for a reward
+    from flowalign.forecast.needs import needs
+
     root = load(args.config, args.options, stage=Stage, variant=args.variant)
+    if args.gpu:
+        named(args.gpu)  # refuse another name before anything is said
     show(_environment())
-    stages: Mapping[str, Stage] = {Path(args.config).stem: root}
-    refused: list[Finding] = []
-    try:
-        if isinstance(root, RecipeStage):
-            stages = recipe.plan(root, Path(args.config).parent, args.processes)
-        else:
-            check_world(root, args.processes)
-    except ConfigError as error:
-        refused = [fault(text) for text in error.problems]
-        show(refused)
-    sound, ranks = not refused, _ranks(stages)
-    for name, stage in stages.items():
-        if isinstance(stage, TrainingStage):
-            print(f"\n{name} ({stage.stage})")
-            sound &= _examine_stage(name, stage, args, ranks, bool(refused))
+    stages, problems = recipe.examine(root, Path(args.config).parent, args.gpus, args.resume)
+    show(map(fault, problems))
+    ranks = plan.ranks(stages)
+    forecasts = [plan.forecast(name, stage, args, ranks) for name, stage in stages.items()]
+    show(needs(stages, [f.estimate for f in forecasts if f.estimate]))
+    sound, pace = not problems, None
+    for forecast in forecasts:
+        if isinstance(forecast.stage, TrainingStage | EvalStage):
+            print(f"\n{forecast.name} ({forecast.stage.stage})")
+            findings, pace = _examine_stage(forecast, args, ranks, bool(problems), pace)
+            sound &= healthy(findings)
+    plan.total(forecasts)
     print("no fault was found" if sound else "faults were found")
-    return sound
+    return 2 if problems else 0 if sound else 1
 
 
 def _environment() -> Iterator[Finding]:
@@ -113,58 +116,33 @@ def _environment() -> Iterator[Finding]:
         yield note(f"device: CPU, {torch.get_num_threads()} threads; torch sees no GPU")
 
 
-def _ranks(stages: Mapping[str, object]) -> dict[str, int]:
-    """{folder: rank} of the adapters that the stages of a recipe will write."""
-    from flowalign.forecast.estimate import rank_of
-
-    ranks: dict[str, int] = {}
-    for stage in stages.values():
-        if isinstance(stage, MergeStage):
-            given = [rank_of(source, ranks, 32) for source in stage.adapters]
-            rank = sum(given) if stage.method == "concat" else stage.rank or max(given)
-            rank = min(rank, sum(given)) if stage.method == "svd" else rank  # no more than exact
-        elif isinstance(stage, TrainingStage):
-            rank = rank_of(stage.lora.init, ranks, stage.lora.rank)
-        else:
-            continue
-        folder = Path(stage.output) / "adapter"
-        if not (folder / ADAPTER).is_file():
-            ranks[str(folder)] = rank
-    return ranks
-
-
 def _examine_stage(
-    name: str,
-    config: TrainingStage,
+    forecast: Forecast,
     args: argparse.Namespace,
     ranks: Mapping[str, int],
     refused: bool,
-) -> bool:
-    """Print the findings of a training stage; whether there was no fault."""
-    # diffusers is imported here: after `quiet`, and not for a reward
-    from flowalign.doctor import budget, live, plan
+    pace: Pace | None,
+) -> tuple[list[Finding], Pace | None]:
+    """Print the findings of a stage; they, and the pace of it or of the stages before.
+
+    refused: only a prediction is made. pace: what was measured in an earlier stage.
+    """
+    from flowalign.doctor import live, plan
     from flowalign.forecast.architectures import local_folder
-    from flowalign.forecast.estimate import predict
 
-    findings = [] if refused else plan.examine(config)  # refused: only a prediction is made
+    config, estimate = forecast.stage, forecast.estimate
+    assert isinstance(config, TrainingStage | EvalStage)
+    examined = not refused and isinstance(config, TrainingStage)
+    findings = plan.examine(config) if examined else []
     show(findings)
-    here = local_folder(config.model.id, config.model.revision) is not None
-    # for this machine's CPU only where the run itself would be on it
-    device = "cuda" if args.memory or torch.cuda.is_available() or not here else "cpu"
-    try:
-        estimate = predict(config, device_type=device, processes=args.processes, ranks=ranks)
-    except LookupError as error:
-        estimate = None
-        show([note(f"memory: no prediction: {error.args[0]}")])
-
     missing = [place for place, source in config.inputs.items() if source in ranks]
     large = estimate is not None and estimate.resident > CPU_MODEL
-    result, reason = live.Live([]), ""
+    reason = ""
     if refused or not healthy(findings):
         reason = "fix the faults above first"
     elif args.no_model:
         reason = "--no-model"
-    elif not here:
+    elif local_folder(config.model.id, config.model.revision) is None:
         reason = f"{config.model.id} is not on this machine (train downloads it)"
     elif missing:
         reason = f"an earlier stage writes {', '.join(missing)}"
@@ -176,10 +154,7 @@ def _examine_stage(
         result = live.examine(config)
         show(result.findings)
         findings += result.findings
-    if estimate:
-        budget.show(name, estimate)
-        last = [*budget.fits(estimate, args.memory),
-                budget.pace(estimate, args.tflops, result.rate, result.scoring)]  # fmt: skip
-        show(last)
-        findings += last
-    return healthy(findings)
+        pace = result.pace or pace
+    last = list(forecast.conclude(args, pace))
+    show(last)
+    return [*findings, *last], pace

@@ -1,4 +1,4 @@
-"""What a few images of the real run show: its ratio, its rewards, its teachers, two updates.
+"""What a few images of the real run show: its ratio, rewards and teachers, its first updates.
 
 The most expensive check samples WORTH images of a teacher, and as many of the student's start, for
 every task with a reward and validation prompts.
@@ -10,9 +10,11 @@ import dataclasses
 import json
 import math
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +22,22 @@ from torch import Tensor
 from flowalign import metrics, sde, train
 from flowalign.backbone import Backbone, ModelError
 from flowalign.config import ConfigError, SamplingConfig, parse
-from flowalign.config.schema import DistillationStage, GrpoStage, OpdStage, TrainingStage
+from flowalign.config.schema import (
+    DistillationStage,
+    EvalStage,
+    GrpoStage,
+    OpdStage,
+    RewardConfig,
+    SftStage,
+    TrainingStage,
+)
 from flowalign.data import load_prompts, subset
+from flowalign.devices import resolve
 from flowalign.doctor import reward as rewards
-from flowalign.forecast.estimate import predict
-from flowalign.forecast.findings import Finding, fault, note, ok
 from flowalign.eval.suite import generate
+from flowalign.forecast.estimate import predict, scored
+from flowalign.forecast.findings import Finding, fault, note, ok
+from flowalign.forecast.pace import GROUP, Pace
 from flowalign.loop import Loop, TrainingError, pairs_of
 from flowalign.rewards.scoring import score
 from flowalign.rollout import Noise, Schedule, places, sample
@@ -34,7 +46,8 @@ from flowalign.teachers.bank import Bank
 from flowalign.types import PromptBatch, Reward, Rollout
 
 COPIES = 4  # images of a prompt, at most
-IMAGES = 16  # of an update, at most: enough to measure its speed
+IMAGES = 16  # of an update, at least: enough to see what it does
+UPDATES = 3  # of a small run; the first one warms up, and the others are timed
 EQUAL = 1e-6  # relative distance of two velocities below which they count as equal
 WORTH = 128  # prompts on which a teacher is compared with the student's start, at most
 FEW = 8  # pairs of scores, below which a standard error means nothing
@@ -42,82 +55,146 @@ FEW = 8  # pairs of scores, below which a standard error means nothing
 
 @dataclass
 class Live:
-    """Findings and measurements: FLOP/s of an update, seconds of scoring an image."""
+    """Findings, and how fast this machine ran them; None = it was not measured."""
 
     findings: list[Finding]
-    rate: float | None = None
-    scoring: float = 0.0
+    pace: Pace | None = None
 
 
-def examine(config: TrainingStage) -> Live:
-    """Score probe images with each reward, then run two small updates in a temporary folder."""
-    result = Live([])
-    for task in config.tasks:
-        if task.reward:
-            result.findings += _reward(task.name, task.reward.name, task.reward.options)
-    with tempfile.TemporaryDirectory() as folder:
-        small = _small(config, folder)
-        try:
-            loop, _, built = train.wire(small)
-            loop.on_update = lambda update, metrics: None
-            rollout = _rollout(small, loop)
-            if rollout.log_probs is not None and isinstance(small, GrpoStage | OpdStage):
-                result.findings += _ratio(small, loop, rollout)
-            if isinstance(config, DistillationStage):
-                algorithm = loop.algorithm
-                bank = algorithm.bank if isinstance(algorithm, Sft) else algorithm.teachers  # type: ignore
-                result.findings += _labels(config, loop.backbone, bank, rollout)
-                result.findings += _worth(config, loop.backbone, bank, built)
-            before = _velocity(loop, rollout)
-            loop.run()
-            result.findings += _moved(before, _velocity(loop, rollout))
-            # the second update: the first one warms up
-            last = json.loads((Path(folder) / "metrics.jsonl").read_text().splitlines()[-1])
-            seconds = last[metrics.SECONDS_ROLLOUT] + last[metrics.SECONDS_UPDATE]
-            if config.learns_from_rewards:
-                result.scoring = last[metrics.SECONDS_SCORE] / small.rollout.images
-            else:
-                seconds += last[metrics.SECONDS_SCORE]  # labels
-            estimate = predict(small, device_type=loop.backbone.device.type)
-            result.rate = estimate.flops / seconds
-        except (ConfigError, ModelError, TrainingError) as error:
-            result.findings.append(fault(f"update: {error}"))
-        except torch.cuda.OutOfMemoryError as error:
-            text = str(error).splitlines()[0]  # the rest is a table of allocations
-            result.findings.append(fault(f"memory: even a small update fails: {text}"))
+def examine(config: TrainingStage | EvalStage) -> Live:
+    """Score probe images with each reward. Then run a few small updates in a temporary folder, or
+    sample a batch of an evaluation."""
+    result, judging = Live([]), {}
+    for name, rewards_of in _rewards(config).items():
+        costs = [_reward(name, r.name, r.options, result.findings) for r in rewards_of]
+        if None not in costs:
+            judging[name] = sum(cost for cost in costs if cost is not None)
+    try:
+        if isinstance(config, EvalStage):
+            result.pace = _sample(config, judging)
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                result.pace = _train(config, folder, judging, result.findings)
+    except (ConfigError, ModelError, TrainingError) as error:
+        result.findings.append(fault(f"update: {error}"))
+    except torch.cuda.OutOfMemoryError as error:
+        text = str(error).splitlines()[0]  # the rest is a table of allocations
+        result.findings.append(fault(f"memory: even a small run fails: {text}"))
     return result
 
 
-def _reward(task: str, name: str, options: dict[str, object]) -> Iterator[Finding]:
-    """The faults that `flowalign doctor --reward` finds, or one line that says "ok"."""
+def _rewards(config: TrainingStage | EvalStage) -> dict[str, list[RewardConfig]]:
+    """{task or benchmark: its rewards}."""
+    if isinstance(config, EvalStage):
+        return {b.name: list(b.judges.values()) for b in config.benchmarks}
+    return {task.name: [task.reward] for task in config.tasks if task.reward}
+
+
+def _train(
+    config: TrainingStage, folder: str, judging: dict[str, float], findings: list[Finding]
+) -> Pace:
+    """Findings of a small run, and its pace."""
+    small = _small(config, folder)
+    loop, _, built = train.wire(small)
+    loop.on_update = lambda update, metrics: None
+    rollout = _rollout(small, loop)
+    if rollout.log_probs is not None and isinstance(small, GrpoStage | OpdStage):
+        findings += _ratio(small, loop, rollout)
+    if isinstance(config, DistillationStage):
+        algorithm = loop.algorithm
+        bank = algorithm.bank if isinstance(algorithm, Sft) else algorithm.teachers  # type: ignore
+        findings += _labels(config, loop.backbone, bank, rollout)
+        findings += _worth(config, loop.backbone, bank, built)
+    before = _velocity(loop, rollout)
+    loop.run()
+    findings += _moved(before, _velocity(loop, rollout))
+    return _pace(small, Path(folder), loop.backbone.device.type, judging)
+
+
+def _pace(small: TrainingStage, folder: Path, device_type: str, judging: dict[str, float]) -> Pace:
+    """From the seconds that all updates but the first took, in total."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    timed = [line for line in lines if metrics.SECONDS_UPDATE in line][1:]
+
+    def seconds(name: str) -> float:
+        return sum(line[name] for line in timed)
+
+    estimate = predict(small, device_type=device_type, drawn=range(1, UPDATES))
+    flops = dict.fromkeys(("sampling", "labels", "learning"), 0.0)
+    for phase in estimate.phases:
+        flops[GROUP[phase.name]] += len(timed) * phase.flops
+    sampling = flops["sampling"] / seconds(metrics.SECONDS_ROLLOUT)
+    learning = flops["learning"] / seconds(metrics.SECONDS_UPDATE)
+    labels, waiting, waited = sampling, None, seconds(metrics.SECONDS_SCORE)
+    if small.learns_from_rewards:
+        waiting = waited / (len(timed) * small.rollout.images)
+    elif flops["labels"]:
+        labels = flops["labels"] / waited
+    return Pace(
+        sampling, labels, learning, f"measured here, {learning / 1e12:.3g} TFLOP/s in updates",
+        rewards=sampling, waiting=waiting, judging=judging,
+    )  # fmt: skip
+
+
+def _sample(config: EvalStage, judging: dict[str, float]) -> Pace:
+    """From the second of two batches of the first benchmark."""
+    backbone = Backbone.load(config.model, resolve(None))
+    prompts = load_prompts(config.benchmarks[0].prompts, "doctor")
+    count = min(config.sampling.batch_size, len(prompts))
+    prompts, began = prompts.select(range(count)), 0.0
+    for _ in range(2):
+        began = time.perf_counter()
+        generate(backbone, prompts, config.sampling)
+    taken = time.perf_counter() - began
+    estimate = predict(config, device_type=backbone.device.type)
+    assert estimate.evaluation
+    images = sum(images for _, images in scored(config).values())
+    rate = estimate.evaluation.flops / images * count / taken
+    source = f"measured here, {rate / 1e12:.3g} TFLOP/s in sampling"
+    return Pace(rate, rate, rate, source, rewards=rate, judging=judging)
+
+
+def _reward(task: str, name: str, options: dict[str, Any], findings: list[Finding]) -> float | None:
+    """Add the faults that `flowalign doctor --reward` finds, or one line that says "ok". Returns
+    its seconds for an image, None if it was not asked."""
     place = f"reward {name!r} of task {task!r}"
     try:
         health = rewards.diagnose(name, options, count=4, size=None)
     except rewards.UnsuitedError as error:
-        yield note(f"{place}: {error}")
-        return
+        findings.append(note(f"{place}: {error}"))
+        return None
     except (ValueError, ImportError, OSError) as error:
-        yield fault(f"{place}: {error}")
-        return
+        findings.append(fault(f"{place}: {error}"))
+        return None
     faults = [finding for finding in health.findings if finding.level == "fault"]
-    for finding in faults:
-        yield fault(f"{place}: {finding.text}")
+    findings += [fault(f"{place}: {finding.text}") for finding in faults]
     if not faults:
-        cost = next(f.text for f in health.findings if "ms an image" in f.text)
-        yield ok(f"{place}: sound; {cost}")
+        findings.append(ok(f"{place}: sound; {1000 * health.cost:.1f} ms an image"))
+    return health.cost
 
 
 def _small(config: TrainingStage, folder: str) -> TrainingStage:
-    """The run with a few images, two updates and no evaluation; batch sizes stay."""
-    copies = min(COPIES, config.rollout.copies)
-    prompts = max(2, len(config.tasks), min(config.rollout.prompts, IMAGES // copies))
+    """The run with a few updates, no evaluation, and images for two whole batches of each kind."""
+    batch, states, whole = config.optimizer.micro_batch, 1, config.rollout
+    if isinstance(config, OpdStage):
+        batch = max(batch, config.student.label_batch)
+        states = config.student.states.count
+    if not isinstance(config, OpdStage) or config.student.states.select == "all":
+        start, stop = config.rollout.trained
+        states = config.sft.states if isinstance(config, SftStage) else stop - start
+    images = max(IMAGES, 2 * whole.batch_size, math.ceil(2 * batch / states))
+    images = min(images, whole.images)
+    copies = min(whole.copies, max(COPIES, math.ceil(images / whole.prompts)))
+    prompts = max(len(config.tasks), min(whole.prompts, math.ceil(images / copies)), 2)
     changes = [
-        f"output={json.dumps(folder)}", "train.trackers=[]", "train.updates=2",
-        "train.checkpoint_every=2", "train.sample_every=1000", "train.max_invalid_share=1.0",
+        f"output={json.dumps(folder)}", "train.trackers=[]", f"train.updates={UPDATES}",
+        f"train.checkpoint_every={UPDATES}", "train.sample_every=1000",
+        "train.max_invalid_share=1.0",
         f"rollout.prompts={prompts}", f"rollout.copies={copies}",
         "optimizer.updates_per_rollout=1",
-        *(f"tasks.{i}.weight=1.0" for i in range(len(config.tasks))),
     ]  # fmt: skip
+    if prompts < whole.prompts:  # few, and each task shall have some
+        changes += [f"tasks.{i}.weight=1.0" for i in range(len(config.tasks))]
     if isinstance(config, OpdStage):
         changes.append("student.diagnose_every=1000")
     return parse(config.model_dump(mode="json") | {"evaluation": None}, changes)
@@ -258,15 +335,15 @@ def _moved(before: Tensor, after: Tensor) -> Iterator[Finding]:
     gap = _relative(after, before)
     if not gap < 0.5:  # or NaN
         yield fault(
-            f"update: two updates change the velocity by {gap:.0%}. Lower optimizer.lr, or use "
-            "optimizer.warmup."
+            f"update: the first updates change the velocity by {gap:.0%}. Lower optimizer.lr, or "
+            "use optimizer.warmup."
         )
     elif gap == 0:
         yield note(
-            "update: two updates change nothing. Is it the warm-up, or are all rewards equal?"
+            "update: the first updates change nothing. Is it the warm-up, or are all rewards equal?"
         )
     else:
-        yield ok(f"update: two updates change the velocity by {gap:.2%}")
+        yield ok(f"update: the first updates change the velocity by {gap:.2%}")
 
 
 def _relative(a: Tensor, b: Tensor) -> float:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +17,9 @@ from flowalign.adapters.files import AdapterError, read_lora
 from flowalign.backbone import ModelError, scheduler_sigmas
 from flowalign.config.schema import DistillationStage, GrpoStage, OpdStage, SftStage, TrainingStage
 from flowalign.data import load_prompts, subset
-from flowalign.forecast.architectures import Architecture, build, find, local_folder
-from flowalign.forecast.findings import Finding, fault, note, ok
 from flowalign.ema import MovingAverage
+from flowalign.forecast.architectures import Architecture, build, find, local_folder
+from flowalign.forecast.findings import Finding, fault, note
 from flowalign.losses import step_weights
 from flowalign.preflight import start
 from flowalign.rollout import Schedule
@@ -79,20 +78,10 @@ def dtypes(plan: Plan) -> Iterator[Finding]:
 
 
 def attention(plan: Plan) -> Iterator[Finding]:
-    """An attention backend that is not available here."""
+    """An attention backend that is downloaded when the run starts."""
     name = plan.config.model.attention
-    if name is None or plan.transformer is None:
-        return
-    if name.endswith("_hub"):
+    if name and name.endswith("_hub"):
         yield note(f"attention: {name!r} is downloaded from the Hub at the start.")
-        return
-    try:
-        plan.transformer.set_attention_backend(name)
-    except (RuntimeError, ValueError, ImportError) as error:
-        text = str(error).strip().splitlines()[0]
-        yield fault(f"attention: model.attention {name!r}: {text} Or use null: SDPA.")
-    else:
-        yield ok(f"attention: {name!r} is available")
 
 
 def guidance(plan: Plan) -> Iterator[Finding]:
@@ -332,14 +321,7 @@ def ignored(plan: Plan) -> Iterator[Finding]:
             yield from (note(f"{text}. Leave it out.") for text in adapter.ignored)
 
 
-def output(plan: Plan) -> Iterator[Finding]:
-    """A folder that holds a run already."""
-    folder = Path(plan.config.output)
-    if any((folder / "checkpoints").glob("update_*")):
-        yield note(f"output: {folder} holds a run; `train --resume` continues it.")
-
-
 CHECKS: tuple[Callable[[Plan], Iterator[Finding]], ...] = (
     dtypes, attention, guidance, steps, noise, clip, average, held_out, lengths,
-    fitting, working, apart, ignored, output,
+    fitting, working, apart, ignored,
 )  # fmt: skip

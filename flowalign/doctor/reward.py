@@ -33,11 +33,13 @@ class UnsuitedError(ValueError):
 
 @dataclass
 class Health:
-    """Findings in order; by kind of probe, the valid scores and how many images failed."""
+    """Findings in order; by kind of probe, the valid scores and how many images failed; seconds of
+    an image."""
 
     findings: list[Finding] = field(default_factory=list)
     scores: dict[str, list[float]] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)
+    cost: float = 0.0
 
     def say(self, level: str, text: str) -> None:
         self.findings.append(Finding(level, text))
@@ -120,11 +122,11 @@ def examine(reward: Reward, batch: PromptBatch, scenes: Tensor, copies: int = 1)
     ask(scenes[:copies], rows[:copies])  # what is loaded or compiled on first use is not timed
     began = time.perf_counter()
     answers = {kind: ask(images, rows) for kind, images in probes.items()}
-    cost = 1000 * (time.perf_counter() - began) / (len(probes) * len(rows))
+    health.cost = (time.perf_counter() - began) / (len(probes) * len(rows))
     for kind, scores in answers.items():
         health.scores[kind] = scores.value[scores.valid].tolist()
         health.failures[kind] = int((~scores.valid).sum())
-    health.say("ok", f"{cost:.1f} ms an image in batches of {len(rows)}")
+    health.say("ok", f"{1000 * health.cost:.1f} ms an image in batches of {len(rows)}")
     _spread(health, answers)
 
     first = answers["its prompt"]

@@ -8,19 +8,20 @@ those of the files, from parameter counts in the dtype that is published.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from flowalign import rewards
+from flowalign.config.schema import RewardConfig
 
 
 @dataclass(frozen=True)
 class Cost:
-    """flops of an image on the device; seconds of an image on one CPU thread; files {name: GB}."""
+    """flops of an image on the device, in float32; seconds of an image on one CPU thread; files
+    {name: GB}, which are downloaded."""
 
     flops: float = 0.0
     seconds: float = 0.0
-    files: Mapping[str, float] | None = None
+    files: Mapping[str, float] = field(default_factory=dict)
 
 
 VIT_H = 2 * 632e6 * 257  # CLIP ViT-H/14 at 224 pixels
@@ -42,19 +43,24 @@ COSTS = {
         },
     ),
 }
+OWN = {"model", "weights", "architecture", "limit_side_len", "limit_type", "rec_width", "upscale"}
+WITHOUT_FILES = {"diversity", "ocr", "remote", "vlm"}  # PaddleOCR's are a few MB
 FREE = Cost()  # the tiny models ship with the package and cost next to nothing
 
 
-def of_reward(name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, Cost | None]]:
+def files_of(reward: RewardConfig) -> Iterator[tuple[str, Mapping[str, float] | None]]:
+    """(name, {file: GB}) of every reward that it is made of; None where they are not known."""
+    for name, cost in of_reward(reward):
+        yield name, {} if name in WITHOUT_FILES else cost and cost.files
+
+
+def of_reward(reward: RewardConfig) -> Iterator[tuple[str, Cost | None]]:
     """(name, cost) of every reward that it is made of; None where the cost is not known."""
-    for part, given in rewards.leaves(name, options):
-        own = (given.get("model"), given.get("detector"))
-        if "tiny" in own or (part == "geneval" and own == (None, None)):
-            yield part, FREE
-        elif part == "ocr" and given.get("engine", "rapidocr") == "rapidocr":
-            side = 736 if given.get("limit_type", "min") == "min" else given["limit_side_len"]
-            scale = min(1.0, (side / 736) ** 2)  # detection dominates, and grows with the pixels
-            yield part, Cost(seconds=COSTS["ocr"].seconds * scale / given.get("workers", 1))
+    for name, options in rewards.leaves(reward.name, reward.options):
+        if "tiny" in (options.get("model"), options.get("detector", "tiny" * (name == "geneval"))):
+            yield name, FREE
+        elif OWN & options.keys():  # another model than the table's, or another image size
+            yield name, None
         else:
-            known = all(given.get(key) is None for key in ("model", "clip", "engine"))
-            yield part, COSTS.get(part) if known or part == "geneval" else None
+            cost = COSTS.get(name)
+            yield name, cost and replace(cost, seconds=cost.seconds / options.get("workers", 1))

@@ -7,7 +7,8 @@ phase of an update. Counts of images and steps give the rest. All numbers are of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,20 @@ from torch.utils.checkpoint import checkpoint
 from flowalign.adapters.files import AdapterError, read_lora
 from flowalign.backbone import DTYPES, Backbone
 from flowalign.config import parse
-from flowalign.config.schema import DistillationStage, GrpoStage, OpdStage, SftStage, TrainingStage
+from flowalign.config.schema import (
+    SD3_ATTENTION,
+    BenchmarkConfig,
+    DistillationStage,
+    EvalStage,
+    GrpoStage,
+    LoraConfig,
+    OpdStage,
+    RewardConfig,
+    SamplingConfig,
+    SftStage,
+    TrainingStage,
+)
+from flowalign.data import PromptError, load_prompts
 from flowalign.forecast.architectures import build, find
 from flowalign.forecast.meter import DeviceAttention, Meter, measure, rounded, size, size_of
 from flowalign.loop import STUDENT
@@ -29,7 +43,8 @@ from flowalign.types import Conditioning, Source
 NF4 = 0.5 + 4 / 64  # bytes a weight: four bits, and a float32 scale for each block of 64
 ADAM_8BIT = 0.26  # of the bytes of float32 moments: one byte each, and blockwise scales
 DRAWS = 64  # updates whose drawn states are averaged
-BENCHMARK_PROMPTS = 512  # assumed where a benchmark has no limit
+BENCHMARK_PROMPTS = 512  # assumed where a benchmark has no limit and its file is not here
+SIXTEEN = 2  # bytes a weight of the files on the Hub
 
 
 @dataclass(frozen=True)
@@ -43,15 +58,18 @@ class Phase:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The prediction of one process, and what it was predicted for."""
+    """The prediction of one process, and what it was predicted for. An evaluation (`stage: eval`)
+    has no updates and one evaluation."""
 
-    config: TrainingStage
+    config: TrainingStage | EvalStage
     device_type: str
     processes: int
     ranks: Mapping[str, int]
     parts: Mapping[str, int]  # resident bytes by what they are
     phases: list[Phase]  # of an update
     evaluation: Phase | None  # None = the run has none
+    host: int  # bytes of CPU memory while the model loads
+    download: int  # bytes of the model's files, if the Hub has them in 16 bits
 
     @property
     def all_phases(self) -> list[Phase]:
@@ -79,50 +97,93 @@ class Estimate:
         return sum(phase.flops for phase in self.phases)
 
     @property
+    def updates(self) -> int:
+        """Rollouts of the run."""
+        return self.config.train.updates if isinstance(self.config, TrainingStage) else 0
+
+    @property
     def evaluations(self) -> int:
         """How often a run evaluates: before the first update, at intervals, and after the last."""
-        updates, evaluation = self.config.train.updates, self.config.evaluation
+        if isinstance(self.config, EvalStage):
+            return 1
+        evaluation = self.config.evaluation
         if evaluation is None or not self.config.evaluates:
             return 0
-        return len({*range(0, updates, evaluation.every), updates})
-
-    def hours(self, rate: float) -> float:
-        """Device-hours of the whole run, all processes, at `rate` FLOP/s each, without rewards."""
-        evaluation = self.evaluation.flops if self.evaluation else 0.0
-        total = self.config.train.updates * self.flops + self.evaluations * evaluation
-        return total / rate / 3600 * self.processes
+        return len({*range(0, self.updates, evaluation.every), self.updates})
 
     def after(self, change: str) -> Estimate:
         """The prediction after a change of the config, "key.path=value"."""
-        config = parse(self.config.model_dump(mode="json"), [change])
+        config = parse(self.config.model_dump(mode="json"), [change], stage=type(self.config))
         return predict(
             config, device_type=self.device_type, processes=self.processes, ranks=self.ranks
         )
 
 
 def predict(
-    config: TrainingStage,
+    config: TrainingStage | EvalStage,
     *,
     device_type: str = "cuda",
     processes: int = 1,
     ranks: Mapping[str, int] | None = None,
+    drawn: Sequence[int] | None = None,
 ) -> Estimate:
-    """The estimate of a training stage.
+    """The estimate of a training stage or an evaluation.
 
-    ranks: {folder: rank} of adapters that an earlier stage of a recipe will write. Raises
-    LookupError where the shapes of model.id are not known. Not included: torch.compile, and the
-    memory of rewards, of kernels (cuDNN, GEMM workspaces) and of the device's context.
+    ranks: {folder: rank} of adapters that an earlier stage of a recipe will write. drawn: the
+    updates whose drawn states are averaged; None = the first DRAWS. Raises LookupError where the
+    shapes of model.id are not known. Not included: torch.compile, and the memory of rewards, of
+    kernels (cuDNN, GEMM workspaces) and of the device's context.
     """
     ranks = ranks or {}
-    run = _Run(config, device_type, processes, ranks)
+    if isinstance(config, EvalStage):
+        evaluation = _Evaluation(config, device_type, processes, ranks)
+        return Estimate(
+            config, device_type, processes, ranks, evaluation.parts(), [], evaluation.phase(),
+            evaluation.host, evaluation.download,
+        )  # fmt: skip
+    run = _Run(config, device_type, processes, ranks, drawn)
     phases = [run.text(), run.rollout()]
     if config.learns_from_rewards:
         phases.append(run.decode())
     if isinstance(config, OpdStage):
         phases.append(run.labels(config))
     phases.append(run.update())
-    evaluation = run.evaluation() if config.evaluates else None
-    return Estimate(config, device_type, processes, ranks, run.parts(), phases, evaluation)
+    validation = run.evaluation() if config.evaluates else None
+    return Estimate(
+        config, device_type, processes, ranks, run.parts(), phases, validation,
+        run.host, run.download,
+    )  # fmt: skip
+
+
+def scored(config: TrainingStage | EvalStage) -> dict[str, tuple[list[RewardConfig], float]]:
+    """{task or benchmark: its rewards, and how many images of an evaluation each scores}, over all
+    models and processes."""
+    if isinstance(config, EvalStage):
+        benchmarks, models = config.benchmarks, len(config.models)
+    else:
+        benchmarks, models = config.watched, 1
+    images = {
+        b.name: (list(b.reward_keys.values()), float(models * _prompts(b) * b.images))
+        for b in benchmarks
+    }
+    if isinstance(config, TrainingStage) and config.evaluation:
+        for task in config.tasks:
+            if task.evaluated and task.reward and task.validation:
+                count = _length(task.validation, config.evaluation.prompts)
+                images[task.name] = ([task.reward], float(min(count, config.evaluation.prompts)))
+    return images
+
+
+def _prompts(benchmark: BenchmarkConfig) -> int:
+    count = _length(benchmark.prompts, benchmark.limit or BENCHMARK_PROMPTS)
+    return min(count, benchmark.limit or count)
+
+
+def _length(source: str, assumed: int) -> int:
+    """Prompts of a set; `assumed` where it is not here."""
+    with suppress(PromptError, OSError):
+        return len(load_prompts(source, ""))
+    return assumed
 
 
 def rank_of(source: str | None, ranks: Mapping[str, int], default: int) -> int:
@@ -137,14 +198,13 @@ def rank_of(source: str | None, ranks: Mapping[str, int], default: int) -> int:
         return default
 
 
-class _Run:
-    """A stage on the meta device: the model with all adapters, and the phases of an update."""
+class _Shapes:
+    """The model of a stage on the meta device, and its single passes. Their inputs are made before
+    they are measured."""
 
-    def __init__(
-        self, config: TrainingStage, device_type: str, processes: int, ranks: Mapping[str, int]
-    ) -> None:
-        self.config, self.device_type, self.processes = config, device_type, processes
-        model, self.dtype = config.model, DTYPES[config.model.dtype]
+    def __init__(self, config: TrainingStage | EvalStage, device_type: str, processes: int) -> None:
+        self.device_type, self.processes = device_type, processes
+        self.model, model, self.dtype = config.model, config.model, DTYPES[config.model.dtype]
         with torch.device("meta"):
             pipe = build(find(model.id, model.revision), self.dtype)
             nn.Module.to(pipe.vae, DTYPES[model.vae_dtype])
@@ -154,26 +214,152 @@ class _Run:
             encoders = (pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3)
             self.encoders = [encoder for encoder in encoders if encoder is not None]
             self.base = size_of(pipe.transformer)
+            whole = (pipe.transformer, pipe.vae, *self.encoders)
+            self.host = size_of(*whole)
+            self.download = SIXTEEN * sum(p.numel() for part in whole for p in part.parameters())
             # a cache and moving between devices need values, which shapes do not have
             plain = {"text_cache": None, "offload_text_encoders": False}
             self.backbone = Backbone.of(pipe, model.model_copy(update=plain), "meta")
-            self._add_adapters(ranks)
-        if model.quantization == "nf4":
-            weights = [
-                layer.weight
-                for name, layer in pipe.transformer.named_modules()
-                if isinstance(layer, nn.Linear) and ".lora_" not in name
-            ]
-            self.base += round(sum(w.numel() for w in weights) * NF4) - size(weights)
-        if model.gradient_checkpointing:
-            self.backbone.core.enable_gradient_checkpointing(self._checkpoint)
-        self.images = max(1, config.rollout.images // processes)
-        self.prompts = math.ceil(self.images / config.rollout.copies)
-        self.states, self.forwards = self._steps()
-        self.pairs = self.images * self.states  # (image, step) that are trained
         self.latent = rounded(4 * math.prod(self.backbone.latent_shape))  # bytes, float32
         self.pixels = 4 * 3 * model.height * model.width  # bytes of an image, float32
         self.clip_tokens = self.encoders[0].config.max_position_embeddings
+
+    def shrink(self) -> None:
+        """Count the frozen base as nf4 stores it, if it does; called after the adapters."""
+        if self.model.quantization == "nf4":
+            weights = [
+                layer.weight
+                for name, layer in self.backbone.core.named_modules()
+                if isinstance(layer, nn.Linear) and ".lora_" not in name
+            ]
+            self.base += round(sum(w.numel() for w in weights) * NF4) - size(weights)
+
+    def frozen(self, name: str, rank: int, alpha: float, targets: list[str]) -> list[nn.Parameter]:
+        """Add a frozen adapter, as a run loads it."""
+        with torch.device("meta"):
+            self.backbone.add_adapter(name, rank=rank, alpha=alpha, targets=targets)
+        parameters = self.backbone.adapter_parameters(name)
+        for parameter in parameters:
+            parameter.data = parameter.data.to(self.dtype)
+        return parameters
+
+    def base_parts(self) -> dict[str, int]:
+        """Resident bytes of the model itself."""
+        model = self.model
+        encoders = 0 if model.offload_text_encoders else size_of(*self.encoders)
+        return {
+            f"transformer ({model.quantization or model.dtype})": self.base,
+            f"VAE ({model.vae_dtype})": size_of(self.backbone.pipe.vae),
+            f"text encoders ({model.dtype})": encoders,
+        }
+
+    def encoded(self, batch: int) -> Meter:
+        """The text encoders on `batch` prompts."""
+        lengths = [self.clip_tokens, self.clip_tokens, self.model.max_sequence_length]
+
+        def encode() -> None:
+            for encoder, length in zip(self.encoders, lengths, strict=False):  # T5 may be left out
+                ids = torch.empty(batch, length, dtype=torch.long, device="meta")
+                with torch.no_grad():
+                    encoder(ids, output_hidden_states=True)
+
+        return measure(encode, self.device_type)
+
+    def sampled(
+        self, sampling: SamplingConfig, images: float, adapter: str | None, stored: int
+    ) -> Phase:
+        """Sample held-out prompts by Euler steps, and decode them. images: of all processes;
+        stored: bytes that are kept meanwhile. Their prompts are encoded, once an image."""
+        batch = sampling.batch_size
+        forward = self._forward(batch, Source(adapter, sampling.guidance))
+        decoded, encoded = self._decode(batch), self.encoded(1)
+        flops = forward.flops * sampling.steps + decoded.flops + encoded.flops * batch
+        text = size([self._conditioning(batch + 1).embeds])
+        noise = batch * self.latent
+        peak = stored + text + max(forward.peak, decoded.peak) + noise
+        return Phase("evaluation", peak, flops / batch * (images / self.processes))
+
+    def _forward(self, batch: int, source: Source) -> Meter:
+        x, cond = self._latents(batch), self._conditioning(batch)
+
+        def forward() -> None:
+            with torch.no_grad(), self.backbone.adapter(source.adapter):
+                self.backbone.velocity(x, 0.5, cond, guidance=source.guidance)
+
+        return measure(forward, self.device_type)
+
+    def _decode(self, batch: int) -> Meter:
+        latents = self._latents(batch)
+        return measure(lambda: self.backbone.decode(latents, batch), self.device_type)
+
+    def _latents(self, rows: int) -> Tensor:  # [rows,C,h,w], float32
+        return torch.empty(rows, *self.backbone.latent_shape, device="meta")
+
+    def _conditioning(self, rows: int) -> Conditioning:  # each row has its own prompt
+        config = self.backbone.core.config
+        length = self.clip_tokens + self.model.max_sequence_length
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(*shape, device="meta", dtype=self.dtype)
+
+        width, pooled = config.joint_attention_dim, config.pooled_projection_dim
+        index = torch.empty(rows, device="meta", dtype=torch.long)
+        return Conditioning(
+            empty(rows, length, width), empty(rows, pooled), index,
+            empty(1, length, width), empty(1, pooled),
+        )  # fmt: skip
+
+
+class _Evaluation(_Shapes):
+    """An evaluation: the base with the adapters of all models, and the images of all of them."""
+
+    def __init__(
+        self, config: EvalStage, device_type: str, processes: int, ranks: Mapping[str, int]
+    ) -> None:
+        super().__init__(config, device_type, processes)
+        self.config, self.loras = config, []
+        self.adapters = {n: f"eval_{n}" for n, folder in config.models.items() if folder}
+        for name, adapter in self.adapters.items():
+            rank = rank_of(config.models[name], ranks, LoraConfig().rank)
+            self.loras += self.frozen(adapter, rank, 1.0, SD3_ATTENTION)
+        self.shrink()
+
+    def parts(self) -> dict[str, int]:
+        """Resident bytes by what they are."""
+        loras = {f"LoRAs of {len(self.adapters)} models": size(self.loras)}
+        return {name: count for name, count in (self.base_parts() | loras).items() if count}
+
+    def phase(self) -> Phase:
+        """All images of all models; the peak is that of a model with an adapter."""
+        images = sum(count for _, count in scored(self.config).values())
+        adapter = next(iter(self.adapters.values()), None)
+        visiting = size_of(*self.encoders) if self.model.offload_text_encoders else 0
+        phase = self.sampled(self.config.sampling, images, adapter, 0)
+        return Phase(phase.name, max(phase.bytes, visiting), phase.flops)
+
+
+class _Run(_Shapes):
+    """A training stage: the model with all adapters, and the phases of an update."""
+
+    def __init__(
+        self,
+        config: TrainingStage,
+        device_type: str,
+        processes: int,
+        ranks: Mapping[str, int],
+        drawn: Sequence[int] | None,
+    ) -> None:
+        super().__init__(config, device_type, processes)
+        self.config = config
+        with torch.device("meta"):
+            self._add_adapters(ranks)
+        self.shrink()
+        if config.model.gradient_checkpointing:
+            self.backbone.core.enable_gradient_checkpointing(self._checkpoint)
+        self.images = max(1, config.rollout.images // processes)
+        self.prompts = math.ceil(self.images / config.rollout.copies)
+        self.states, self.forwards = self._steps(range(DRAWS) if drawn is None else drawn)
+        self.pairs = self.images * self.states  # (image, step) that are trained
 
     def _add_adapters(self, ranks: Mapping[str, int]) -> None:
         """The student's adapter, and those of its teachers and anchor, as a run loads them."""
@@ -188,10 +374,7 @@ class _Run:
             if teacher.adapter is not None:
                 name = place.replace(".", "_")  # torch forbids dots in a module's name
                 rank = rank_of(teacher.adapter, ranks, lora.rank)
-                backbone.add_adapter(name, rank=rank, alpha=1.0, targets=lora.targets)
-                for parameter in backbone.adapter_parameters(name):
-                    parameter.data = parameter.data.to(self.dtype)  # as a frozen one is loaded
-                    self.teachers.append(parameter)
+                self.teachers += self.frozen(name, rank, 1.0, lora.targets)
             self.sources[place] = Source(name, config.guidance_of(teacher))
         backbone.activate(STUDENT)
 
@@ -205,30 +388,27 @@ class _Run:
 
         return checkpoint(run, *args, use_reentrant=False)
 
-    def _steps(self) -> tuple[int, float]:
-        """Trained states of an image, and the mean number of forward passes of its rollout."""
+    def _steps(self, updates: Sequence[int]) -> tuple[int, float]:
+        """Trained states of an image, and the mean number of forward passes of its rollout over
+        these updates."""
         config, steps = self.config, self.config.rollout.steps
         window = list(range(*config.rollout.trained))
         if isinstance(config, SftStage):
             return config.sft.states, steps
         if not isinstance(config, OpdStage):
             return len(window), steps
-        draws = [chosen(config.student.states, window, (config.seed, u)) for u in range(DRAWS)]
+        draws = [chosen(config.student.states, window, (config.seed, u)) for u in updates]
         if config.learns_from_rewards:  # images are decoded, so that the rollout runs to its end
             return len(draws[0]), steps
-        return len(draws[0]), sum(draw[-1] + config.needs_actions for draw in draws) / DRAWS
+        return len(draws[0]), sum(draw[-1] + config.needs_actions for draw in draws) / len(draws)
 
     # Memory ------------------------------------------------------------------------------------
 
     def parts(self) -> dict[str, int]:  # resident bytes by what they are
-        model, lora = self.config.model, size(self.student)
+        lora = size(self.student)
         moments = ADAM_8BIT if self.config.optimizer.name == "adamw8bit" else 1
-        encoders = 0 if model.offload_text_encoders else size_of(*self.encoders)
         adapters = sum(source.adapter is not None for source in self.sources.values())
-        parts = {
-            f"transformer ({model.quantization or model.dtype})": self.base,
-            f"VAE ({model.vae_dtype})": size_of(self.backbone.pipe.vae),
-            f"text encoders ({model.dtype})": encoders,
+        parts = self.base_parts() | {
             "student's LoRA (float32)": lora,
             "its Adam moments": round(2 * lora * moments),
             "its moving average": lora if self.config.ema else 0,
@@ -271,15 +451,7 @@ class _Run:
         """Encode the prompts. With a cache they are encoded once, one by one: its FLOPs are 0."""
         model = self.config.model
         batch = 1 if model.text_cache else min(self.prompts, TEXT_BATCH)
-        lengths = [self.clip_tokens, self.clip_tokens, model.max_sequence_length]
-
-        def encode() -> None:
-            for encoder, length in zip(self.encoders, lengths, strict=False):  # T5 may be left out
-                ids = torch.empty(batch, length, dtype=torch.long, device="meta")
-                with torch.no_grad():
-                    encoder(ids, output_hidden_states=True)
-
-        meter = measure(encode, self.device_type)
+        meter = self.encoded(batch)
         visiting = size_of(*self.encoders) if model.offload_text_encoders else 0
         flops = 0.0 if model.text_cache else meter.flops / batch * self.prompts
         return Phase("text", self.stored_text + visiting + meter.peak, flops)
@@ -337,21 +509,9 @@ class _Run:
         flops = meter.flops - (0 if weighted else reference.flops)
         return Phase("update", peak, flops / batch * self.pairs)
 
-    def evaluation(self) -> Phase:  # sample held-out prompts by Euler steps, and decode them
-        config, sampling = self.config, self.config.evaluation_sampling
-        assert config.evaluation
-        batch = sampling.batch_size
-        forward = self._forward(batch, Source(STUDENT, sampling.guidance))
-        decoded = self._decode(batch)
-        images = config.evaluation.prompts * sum(task.evaluated for task in config.tasks)
-        images += sum((b.limit or BENCHMARK_PROMPTS) * b.images for b in config.watched)
-        flops = forward.flops * sampling.steps + decoded.flops
-        text = size([self._conditioning(batch + 1).embeds])
-        noise = batch * self.latent
-        peak = self.stored_labels + text + max(forward.peak, decoded.peak) + noise
-        return Phase("evaluation", peak, flops / batch * (images / self.processes))
-
-    # Single passes: their inputs are made before they are measured, as parts of the stored rollout
+    def evaluation(self) -> Phase:  # the held-out prompts of all tasks, and watched benchmarks
+        images = sum(count for _, count in scored(self.config).values())
+        return self.sampled(self.config.evaluation_sampling, images, STUDENT, self.stored_labels)
 
     def _teachers_forward(self, config: DistillationStage, batch: int) -> Meter:
         """A batch of the teacher with the highest peak; its FLOPs are the mean of all tasks'."""
@@ -360,33 +520,3 @@ class _Run:
         weighted = (meters[config.routing[t.name]].flops * t.weight for t in config.tasks)
         worst.flops = round(sum(weighted) / sum(task.weight for task in config.tasks))
         return worst
-
-    def _forward(self, batch: int, source: Source) -> Meter:
-        x, cond = self._latents(batch), self._conditioning(batch)
-
-        def forward() -> None:
-            with torch.no_grad(), self.backbone.adapter(source.adapter):
-                self.backbone.velocity(x, 0.5, cond, guidance=source.guidance)
-
-        return measure(forward, self.device_type)
-
-    def _decode(self, batch: int) -> Meter:
-        latents = self._latents(batch)
-        return measure(lambda: self.backbone.decode(latents, batch), self.device_type)
-
-    def _latents(self, rows: int) -> Tensor:  # [rows,C,h,w], float32
-        return torch.empty(rows, *self.backbone.latent_shape, device="meta")
-
-    def _conditioning(self, rows: int) -> Conditioning:  # each row has its own prompt
-        config = self.backbone.core.config
-        length = self.clip_tokens + self.config.model.max_sequence_length
-
-        def empty(*shape: int) -> Tensor:
-            return torch.empty(*shape, device="meta", dtype=self.dtype)
-
-        width, pooled = config.joint_attention_dim, config.pooled_projection_dim
-        index = torch.empty(rows, device="meta", dtype=torch.long)
-        return Conditioning(
-            empty(rows, length, width), empty(rows, pooled), index,
-            empty(1, length, width), empty(1, pooled),
-        )  # fmt: skip

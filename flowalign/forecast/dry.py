@@ -1,0 +1,169 @@
+"""`flowalign train --dry-run`: the plan of a run, from what is known before a weight is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from flowalign import recipe
+from flowalign.config import (
+    ConfigError,
+    DistillationStage,
+    EvalStage,
+    Job,
+    MergeStage,
+    OpdStage,
+    SftStage,
+    Stage,
+    TrainingStage,
+)
+from flowalign.data import PromptSampler, load_prompts
+from flowalign.forecast import plan
+from flowalign.forecast.architectures import find
+from flowalign.forecast.estimate import scored
+from flowalign.forecast.findings import show
+from flowalign.forecast.needs import needs
+from flowalign.parallel import state
+from flowalign.preflight import check_launch
+
+PROMPTS = 6  # of the first batch that are printed
+
+
+@dataclass(frozen=True)
+class Here:
+    """This machine as a `plan.Device`: the GPU that is there, and the processes of the launcher."""
+
+    gpus: int
+    gpu: str | None = None
+    memory: float | None = None
+    tflops: float | None = None
+
+
+def run(config: Job, home: Path, resume: bool) -> None:
+    """Print the plan of every stage. Writes nothing; ConfigError with what `train` would refuse."""
+    stages, problems = recipe.examine(config, home, state().num_processes, resume)
+    check_launch(state().num_processes)
+    if problems:
+        raise ConfigError(problems)
+    if not state().is_main_process:
+        return
+    here = Here(state().num_processes)
+    ranks = plan.ranks(stages)
+    forecasts = [plan.forecast(name, stage, here, ranks) for name, stage in stages.items()]
+    show(needs(stages, [f.estimate for f in forecasts if f.estimate]))
+    for number, forecast in enumerate(forecasts, 1):
+        stage = forecast.stage
+        print(f"\n[{number}/{len(stages)}] {forecast.name} ({stage.stage}) -> {stage.output}")
+        for text in _lines(stage, here.gpus):
+            print(f"  {text}")
+        forecast.hurry(here)
+        if forecast.times and forecast.estimate and forecast.estimate.device_type == "cpu":
+            forecast.source += " (a guess; `flowalign doctor` measures)"
+    print()
+    plan.total(forecasts)
+    print("Nothing was written, and no weight was loaded.")
+
+
+def _lines(stage: Stage, processes: int) -> Iterator[str]:
+    """The plan of a stage, a line each."""
+    for place, source in stage.inputs.items():
+        yield f"{place}: {source}"
+    if isinstance(stage, MergeStage):
+        yield f"merge: {len(stage.adapters)} adapters by {stage.method!r}"
+        return
+    yield from _shapes(stage)
+    if isinstance(stage, TrainingStage):
+        yield from _training(stage, processes)
+        yield from _first_batch(stage)
+    elif isinstance(stage, EvalStage):
+        yield from _evaluation(stage)
+
+
+def _shapes(stage: Stage) -> Iterator[str]:
+    """Of what passes through the model. B images, P prompts."""
+    model = stage.model
+    try:
+        architecture = find(model.id, model.revision)
+    except LookupError:
+        yield f"model: {model.id}, whose shapes are not known here"
+        return
+    transformer = architecture.transformer
+    factor = 2 ** (len(architecture.vae["block_out_channels"]) - 1)  # pixels a latent
+    latent = [transformer["in_channels"], model.height // factor, model.width // factor]
+    tokens = architecture.text[0]["max_position_embeddings"] + model.max_sequence_length
+    width, pooled = transformer["joint_attention_dim"], transformer["pooled_projection_dim"]
+    yield f"model: {model.id} in {model.dtype}, VAE in {model.vae_dtype}"
+    yield (
+        f"shapes: latents [B, {', '.join(map(str, latent))}] float32, images [B, 3, "
+        f"{model.height}, {model.width}], text [P, {tokens}, {width}] and [P, {pooled}] "
+        f"{model.dtype}"
+    )
+
+
+def _training(stage: TrainingStage, processes: int) -> Iterator[str]:
+    """Images, batches and updates of a process, and the evaluations."""
+    rollout, optimizer = stage.rollout, stage.optimizer
+    images = rollout.images // processes
+    batch = min(rollout.batch_size, images)
+    start, stop = rollout.trained
+    yield (
+        f"rollout: {rollout.prompts} prompts x {rollout.copies} images = {rollout.images}; each of "
+        f"{processes} process(es) samples {images}, in batches of B = {batch}; {rollout.steps} "
+        f"steps ({rollout.kind}) at guidance {rollout.guidance:g}"
+    )
+    states = f"steps {start} to {stop - 1}"
+    count = stop - start
+    if isinstance(stage, SftStage):
+        count, states = stage.sft.states, f"{stage.sft.states} noise levels"
+    elif isinstance(stage, OpdStage) and stage.student.states.select != "all":
+        count = stage.student.states.count
+        states = f"{count} of {states} ({stage.student.states.select})"
+    pairs = images * count // optimizer.updates_per_rollout
+    yield (
+        f"update: {states}; {optimizer.updates_per_rollout} optimizer step(s) a rollout, each on "
+        f"{pairs} (image, step) pairs a process, in micro-batches of "
+        f"{min(optimizer.micro_batch, pairs)}"
+    )
+    yield f"run: {stage.train.updates} rollouts, {stage.optimizer_steps} optimizer steps"
+    if stage.evaluation and stage.evaluates:
+        listed = ", ".join(f"{name} {count:g}" for name, (_, count) in scored(stage).items())
+        sampling = stage.evaluation_sampling
+        yield (
+            f"evaluation: every {stage.evaluation.every} rollouts, {sampling.steps} steps at "
+            f"guidance {sampling.guidance:g}; images: {listed}"
+        )
+
+
+def _evaluation(stage: EvalStage) -> Iterator[str]:
+    """Models, and images of each benchmark."""
+    listed = ", ".join(f"{name} {count:g}" for name, (_, count) in scored(stage).items())
+    sampling = stage.sampling
+    yield (
+        f"evaluation: {len(stage.models)} models ({', '.join(stage.models)}), {sampling.steps} "
+        f"steps at guidance {sampling.guidance:g}, batches of B = {sampling.batch_size}; images of "
+        f"all models: {listed}"
+    )
+
+
+def _first_batch(stage: TrainingStage) -> Iterator[str]:
+    """The prompts of the first rollout, with task, and teacher or reward."""
+    sampler = PromptSampler(
+        {task.name: load_prompts(task.prompts, task.name) for task in stage.tasks},
+        {task.name: task.weight for task in stage.tasks},
+        stage.rollout.prompts,
+        stage.seed,
+    )
+    batch, who = sampler.batch(0), _judges(stage)
+    yield "first batch of prompts (task, teacher or reward, prompt):"
+    for task, prompt in list(zip(batch.tasks, batch.prompts, strict=True))[:PROMPTS]:
+        yield f"  {task} | {who[task]} | {prompt}"
+    if len(batch) > PROMPTS:
+        yield f"  and {len(batch) - PROMPTS} more"
+
+
+def _judges(stage: TrainingStage) -> Mapping[str, str]:
+    """{task: the teacher that labels it, or the reward that it is learnt from}."""
+    if isinstance(stage, DistillationStage):
+        return {task: f"teacher {teacher}" for task, teacher in stage.routing.items()}
+    return {task.name: f"reward {task.reward.name}" for task in stage.tasks if task.reward}

@@ -1,0 +1,97 @@
+"""`flowalign train --dry-run`: the plan of a run, which writes nothing and loads no weight."""
+
+from pathlib import Path
+
+import fakes
+import pytest
+import torch
+import yaml
+from accelerate.state import AcceleratorState
+
+from flowalign import config
+from flowalign.cli import main
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state():
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def tree(folder: Path) -> dict[str, tuple[int, int]]:
+    """{path: (size, time of change)} of everything below."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        stat = path.stat()
+        found[str(path)] = (stat.st_size, stat.st_mtime_ns)
+    return found
+
+
+@pytest.fixture
+def recipe(random_model, tmp_path):
+    """The file of a recipe: a teacher, a merge, a student and a table."""
+    stage = fakes.settings(random_model, tmp_path / "run").model_dump(mode="json")
+    for key in ("output", "model"):
+        stage.pop(key)
+    student = fakes.distillation(random_model, tmp_path / "run", alone="odd").model_dump(
+        mode="json"
+    )
+    student["teachers"]["odd"]["adapter"] = "stage:one"
+    student["lora"] = {"init": "stage:merge"}
+    for key in ("output", "model"):
+        student.pop(key)
+    mark = {"name": "red", "prompts": stage["tasks"][0]["prompts"]}
+    data = {
+        "stage": "recipe",
+        "output": str(tmp_path / "all"),
+        "model": {"id": random_model, "height": 32, "width": 32, "max_sequence_length": 16},
+        "stages": {
+            "one": stage,
+            "merge": {"stage": "merge", "adapters": ["stage:one", "stage:one"]},
+            "two": student,
+            "table": {
+                "stage": "eval",
+                "models": {"base": None, "student": "stage:two"},
+                "benchmarks": [{**mark, "reward": {"name": "fakes:redness"}}],
+            },
+        },
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.dump(data, sort_keys=False))
+    return path
+
+
+def test_every_stage_is_told_and_nothing_is_written(recipe, capsys, monkeypatch):
+    monkeypatch.chdir(recipe.parent)
+    loaded = []
+    monkeypatch.setattr(torch.nn.Module, "load_state_dict", lambda *a, **k: loaded.append(a))
+    before = tree(recipe.parent)
+    assert main(["train", "--config", str(recipe), "--dry-run"]) == 0
+    assert tree(recipe.parent) == before and not loaded
+    printed = capsys.readouterr().out
+    for number, name in enumerate(("one (grpo)", "merge (merge)", "two (opd)", "table (eval)"), 1):
+        assert f"[{number}/4] {name}" in printed
+    assert fakes.PROMPTS[0] in printed and "teacher odd" in printed and "reward fakes" in printed
+    assert "latents [B, 16, 4, 4]" in printed and "│ sum " in printed
+
+
+@pytest.mark.parametrize("key", ["tasks.0.prompts=no.txt", "lora.init=nowhere", "optimizer.lrr=1"])
+def test_it_refuses_what_train_refuses(random_model, tmp_path, capsys, key):
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml(fakes.settings(random_model, tmp_path / "run")))
+    said = []
+    for more in ([], ["--dry-run"]):
+        assert main(["train", "--config", str(path), *more, key]) == 2
+        said.append(capsys.readouterr().err)
+    assert said[0] == said[1] and key.split("=")[0].rsplit(".", 1)[0] in said[0]
+
+
+def test_a_finished_run_is_continued_only_by_resume(random_model, tmp_path, capsys):
+    run = fakes.settings(random_model, tmp_path / "run")
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml(run))
+    (tmp_path / "run" / "checkpoints" / "update_000001").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text(config.to_yaml(run))
+    for command in (["doctor", "--no-model"], ["train", "--dry-run"]):
+        assert main([command[0], "--config", str(path), *command[1:]]) == 2
+        assert "output: " in "".join(capsys.readouterr())
+        assert main([command[0], "--config", str(path), *command[1:], "--resume"]) == 0
