@@ -2,13 +2,15 @@
 # Makes .venv with flowalign as editable and its dev tools; does nothing when that is done already.
 #   FLOWALIGN_PYTHON (or PYTHON)  interpreter, default python3
 #   FLOWALIGN_TORCH               what pip is asked for, default torch==2.13.0
+#   FLOWALIGN_LOCK                versions to install, default requirements.lock; /dev/null = the newest
 set -eu
 cd "$(dirname "$0")/.."
 python=${FLOWALIGN_PYTHON:-${PYTHON:-python3}}
 torch=${FLOWALIGN_TORCH:-torch==2.13.0}
+lock=${FLOWALIGN_LOCK:-requirements.lock}
 venv=.venv
 stamp=$venv/.flowalign-setup
-want=$(cat pyproject.toml scripts/setup.sh | cksum)
+want=$(cat pyproject.toml scripts/setup.sh "$lock" | cksum)
 
 [ -x $venv/bin/python ] && [ "$(cat $stamp 2>/dev/null)" = "$want" ] && exit 0
 
@@ -55,12 +57,17 @@ else
     fi
 fi
 torch_is() { $venv/bin/python -c "from importlib.metadata import version; v = version('torch').split('+')[0]; print($1)"; }
+locked() { # pip install, in the versions of the lock; without it where another Python or index lacks them
+    pip install --quiet --constraint "$lock" "$@" && return
+    say "WARNING: the versions of $lock cannot all be had here; taking the newest."
+    pip install --quiet "$@"
+}
 say "installing flowalign and its dev tools"
 # what an earlier checkout installed under the import name, which is another project's on PyPI
 $venv/bin/python -c 'from importlib.metadata import version; version("flowalign")' 2>/dev/null && pip uninstall --quiet --yes flowalign
-pip install --quiet -e '.[dev]' "torch==$(torch_is v)"
+locked -e '.[dev]' "torch==$(torch_is v)"
 # open_clip beside the environment, for tests/conftest.py: it needs torchvision, whose build on PyPI is
 # for CUDA, and a torchvision that cannot be imported stops transformers and diffusers
-pip install --quiet --upgrade --no-deps --target $venv/open_clip open-clip-torch ftfy wcwidth \
+locked --upgrade --no-deps --target $venv/open_clip open-clip-torch ftfy wcwidth \
     "torchvision==$(torch_is "f'0.{int(v.split(chr(46))[1]) + 15}.*'")"
 echo "$want" >$stamp

@@ -9,6 +9,7 @@ import fake_hub
 import pytest
 
 from flowalign import recipe
+from flowalign.cli import main
 from flowalign.config import (
     STAGES,
     GrpoStage,
@@ -220,3 +221,30 @@ def test_a_variant_has_keys_for_known_stages_only() -> None:
     for path in VARIANTS:
         for kind, keys in read(path).items():
             assert kind in STAGES and set(keys) <= MEMORY.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("data")
+def test_the_smoke_recipe_gets_through_every_stage(tmp_path: Path) -> None:
+    """As it stands, but on the tiny model, with its judge, in smaller batches."""
+    small = ["model={id: tiny, height: 64, width: 64, max_sequence_length: 16}"]
+    pick, read_text = "{name: pickscore, options: {model: tiny}}", "{name: ocr}"  # one worker
+    for stage, task, kind, reward in (
+        ("teacher_ocr", "ocr", "ocr", read_text),
+        ("teacher_pickscore", "preference", "pickscore_sfw", pick),
+    ):
+        prompts = f"prompts: data/{kind}_train.txt, validation: data/{kind}_val.txt"
+        small.append(f"stages.{stage}.tasks=[{{name: {task}, {prompts}, reward: {reward}}}]")
+        small.append(f"stages.{stage}.rollout.copies=2")
+    for place in ("student.tasks", "table.benchmarks"):
+        small += [f"stages.{place}.0.reward={read_text}", f"stages.{place}.1.reward={pick}"]
+    for name in ("teacher_ocr", "teacher_pickscore", "student"):
+        small += [f"stages.{name}.train.updates=1", f"stages.{name}.rollout.prompts=2"]
+    config = ROOT / "configs/sd35_medium/smoke.yaml"
+    assert main(["train", "--config", str(config), *small]) == 0
+    folder = Path("outputs/sd35_medium/smoke")
+    assert (folder / "table/table.md").is_file()
+    results = json.loads((folder / "table/results.json").read_text())
+    assert list(results["models"]) == [
+        "base", "teacher_ocr", "teacher_pickscore", "merge", "student"
+    ]  # fmt: skip
