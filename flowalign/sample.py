@@ -201,7 +201,7 @@ def recommended(model: str) -> tuple[int, float]:
 
 def sizes(model: str) -> tuple[int, int, int | None]:
     """(height, width, the largest side) in pixels of a model; the last is None if not known."""
-    from flowalign.doctor import architectures
+    from flowalign.forecast import architectures
 
     try:
         parts = architectures.find(model)
