@@ -1,7 +1,7 @@
 # Every target sets up .venv by itself (scripts/setup.sh); FLOWALIGN_PYTHON picks the interpreter.
 PY := .venv/bin/python
 
-.PHONY: test test-all test-long demo check docs lock setup clean
+.PHONY: test test-all test-long demo check docs notebooks lock setup clean
 
 # One worker a core, each with one thread (tests/conftest.py).
 PYTEST := $(PY) -m pytest -q -n logical --maxprocesses 8 --dist worksteal
@@ -27,6 +27,10 @@ check: setup
 # site/index.html, which opens without a server. The variable keeps a notice of the theme's makers quiet.
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
+# Runs notebooks/*.ipynb and saves their outputs, which readers on a web host see.
+notebooks: setup
+	$(PY) scripts/run_notebooks.py
 
 # What is installed in .venv, for setup.sh and Dockerfile.
 lock: setup

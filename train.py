@@ -2,7 +2,7 @@
 
 import sys
 
-from flowalign.train import main
+from flowalign.entry import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("train", "flowalign.train:main", sys.argv[1:]))

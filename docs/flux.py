@@ -72,9 +72,8 @@ class Flux(Backbone):
 
     @classmethod
     def load(cls, model: ModelConfig, device: torch.device | str = "cpu") -> Flux:
-        pipe = FluxPipeline.from_pretrained(
-            model.id, revision=model.revision, torch_dtype=DTYPES[model.dtype]
-        )
+        dtype = DTYPES[model.dtype]  # the key is torch_dtype before diffusers 0.40
+        pipe = FluxPipeline.from_pretrained(model.id, revision=model.revision, dtype=dtype)
         keys = {"height", "width", "max_sequence_length", "decode_batch"}
         return cls(pipe, **model.model_dump(include=keys), device=device, name=model.id)
 

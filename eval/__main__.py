@@ -2,7 +2,7 @@
 
 import sys
 
-from flowalign.eval.run import main
+from flowalign.entry import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("eval", "flowalign.eval.run:main", sys.argv[1:]))

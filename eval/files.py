@@ -1,4 +1,4 @@
-"""The files of an evaluation: results.json, table.md, report.html, grid_<benchmark>.png.
+"""The files of an evaluation: results.json, table.md, report.html, grid.png.
 
 Where nothing was judged, only results.json.
 """
@@ -13,18 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from flowalign.config import EvalStage, to_yaml
+from flowalign.data import spread, spread_text
 from flowalign.eval import report
 from flowalign.eval.compare import VERSION
 from flowalign.eval.fidelity import GROUPS
 from flowalign.eval.stats import AVERAGE, FIDELITY, part_of, to_json
-from flowalign.eval.suite import Benchmark, Judged, environment
+from flowalign.eval.suite import Benchmark, environment
 from flowalign.eval.table import Results, details, markdown, tables
 from flowalign.files import replacing
-from flowalign.pictures import pixels_of, side_by_side
+from flowalign.pictures import COLUMNS, Block, Row, comparison, pixels_of
 from flowalign.rewards import describe
 from flowalign.types import EvalRow
-
-SHOWN = 16  # prompts of a grid_<benchmark>.png
 
 
 def write(config: EvalStage, results: Results) -> str:
@@ -43,9 +42,8 @@ def write(config: EvalStage, results: Results) -> str:
         results, written, title=title, conditions=notes, config=to_yaml(config), model=model
     )
     _write(folder / "report.html", page)
-    for benchmark in results.benchmarks if config.report.images else ():
-        judged = {model: of[benchmark.name] for model, of in results.judged.items()}
-        draw(folder / f"grid_{benchmark.name}.png", benchmark, judged)
+    if config.report.images:
+        comparison(folder / "grid.png", blocks(results), title=f"{title}.")
     return short
 
 
@@ -140,16 +138,33 @@ def _dependent(benchmarks: Sequence[Benchmark]) -> Iterator[tuple[list[str], str
             yield [a, b], "share prompts"
 
 
-def draw(path: Path, benchmark: Benchmark, judged: Mapping[str, Judged]) -> None:
-    """The first image of each of a benchmark's first prompts: one row per model, with scores."""
-    part, copies = part_of(benchmark), benchmark.copies
-    title = f"{benchmark.name}: same prompts and noise, one row a model"
+def blocks(results: Results) -> list[Block]:
+    """grid.png: a block per image set, with the first image of some of the report's prompts."""
+    sets: dict[str, list[Benchmark]] = {}
+    for benchmark in results.benchmarks:
+        sets.setdefault(benchmark.source or benchmark.name, []).append(benchmark)
+    return [_block(name, judges, results) for name, judges in sets.items()]
+
+
+def _block(name: str, judges: Sequence[Benchmark], results: Results) -> Block:
+    first, copies = judges[0], judges[0].copies
+    kept = next(iter(results.judged.values()))[first.name].shown(copies)  # the same for all models
+    chosen = spread(len(kept), COLUMNS)
+    places = [kept[i] for i in chosen]
+    title = f"{name}: {spread_text(places, len(first.prompts))}"
     if copies > 1:
         title += f"; the first of {copies} images each"
-    pixels, captions = [], []
-    for model, images in judged.items():
-        first = range(0, min(len(images.pictures), SHOWN * copies), copies)
-        rows = [images.rows[i] for i in first]
-        pixels.append([pixels_of(images.pictures[i]) for i in first])
-        captions.append([f"{model}: {r.get(part, math.nan):.2f}\n{r['prompt']}" for r in rows])
-    side_by_side(path, pixels, captions, title=title)
+    rows = []
+    for model, judged in results.judged.items():
+        pictures, numbers = judged[first.name].pictures, results.scores(model)
+        images = [pixels_of(pictures[i * copies]) for i in chosen]
+        scores = {
+            judge.name: [
+                judged[judge.name].rows[place * copies].get(part_of(judge), math.nan)
+                for place in places
+            ]
+            for judge in judges
+        }
+        means = {judge.name: numbers[judge.name].mean for judge in judges}
+        rows.append(Row(model, images, scores, means))
+    return Block(title, [first.prompts.prompts[place] for place in places], rows)

@@ -1,6 +1,6 @@
 """report.html: an evaluation as one page without other files and without a network.
 
-The template `templates/report.html.j2` is the page; this module computes what it shows from
+The page is the template `templates/report.html.j2`; this module computes what it shows, from
 `Results`.
 """
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowalign import page
+from flowalign.data import spread_text
 from flowalign.eval import published
 from flowalign.eval.stats import FIELDS, headline_rows, part_of
 from flowalign.eval.suite import Benchmark
@@ -39,10 +40,10 @@ class Bar:
 class Cell:
     """An image with its score."""
 
-    source: str  # a data URI, "" if an earlier benchmark shows the image called `name`
+    source: str  # a data URI; "" = not kept, or an earlier benchmark shows the image called `name`
     name: str
     score: str
-    level: float | None  # 0 = the lowest score shown, 100 = the highest, None = no score
+    level: float | None  # 0 = the benchmark's lowest score, 100 = its highest, None = no score
     hint: str  # every part of the score
     reason: str  # what the score rests on
     failed: bool  # judged wrong; without a verdict: in the lower half of the scores, or no score
@@ -56,6 +57,7 @@ class Line:
     prompt: str
     tag: str
     disagree: bool  # what the function `disagree` says
+    pictured: bool  # whether its images were kept
     cells: list[list[Cell]]  # for each model one per image
 
 
@@ -71,6 +73,7 @@ def render(
     """The page. conditions: how the numbers were measured, one sentence each; config: YAML; model:
     the base model's id, which decides whether published numbers are shown."""
     grids = {benchmark.name: lines(results, benchmark) for benchmark in results.benchmarks}
+    rules = {name: _rule(of) for name, of in grids.items()}
     return page.render(
         "report.html.j2",
         title=title,
@@ -79,11 +82,18 @@ def render(
         tables=tables,
         models=list(results.judged),
         charts={benchmark.name: bars(results, benchmark) for benchmark in results.benchmarks},
-        grids={name: shown_lines for name, shown_lines in grids.items() if shown_lines},
+        grids=grids if any(rules.values()) else {},
+        rules=rules,
         copies={benchmark.name: benchmark.copies for benchmark in results.benchmarks},
         longest=LONGEST,
         published=published if published.concerns(model) else None,
     )
+
+
+def _rule(grid: Sequence[Line]) -> str:
+    """Which prompts are shown with images, in words; "" = none."""
+    pictured = [line.index for line in grid if line.pictured]
+    return spread_text(pictured, len(grid)) if pictured else ""
 
 
 def bars(results: Results, benchmark: Benchmark) -> dict[str, list[Bar]]:
@@ -104,42 +114,43 @@ def bars(results: Results, benchmark: Benchmark) -> dict[str, list[Bar]]:
 
 
 def lines(results: Results, benchmark: Benchmark) -> list[Line]:
-    """The prompts whose images were kept, each with its images by every model.
+    """Every prompt, with its scores, and with its images by every model where they were kept.
 
     An image that an earlier benchmark also judged is only named, so that the page holds it once.
     """
     judged = {model: of[benchmark.name] for model, of in results.judged.items()}
     copies, part, source = benchmark.copies, part_of(benchmark), benchmark.source or benchmark.name
     sharing = [b.name for b in results.benchmarks if (b.source or b.name) == source]
-    count = min(len(images.pictures) for images in judged.values())  # images, not prompts
-    scores = {m: [row.get(part, math.nan) for row in j.rows[:count]] for m, j in judged.items()}
+    first = next(iter(judged.values()))
+    kept = {place: i for i, place in enumerate(first.shown(copies))}  # the same for all models
+    scores = {model: [row.get(part, math.nan) for row in j.rows] for model, j in judged.items()}
     known = [score for values in scores.values() for score in values if math.isfinite(score)]
     low, high = min(known, default=0.0), max(known, default=0.0)
     result = []
-    for start in range(0, count, copies):
-        places = range(start, start + copies)
+    for place in range(len(first.rows) // copies):
         cells, means = [], []
         for model, images in judged.items():
-            row_cells = []
-            for i in places:
+            row_cells, own = [], range(place * copies, (place + 1) * copies)
+            for copy, i in enumerate(own):
                 # the first of the benchmarks that share images shows them
-                picture = images.pictures[i] if benchmark.name == sharing[0] else None
+                holds = place in kept and benchmark.name == sharing[0]
+                picture = images.pictures[kept[place] * copies + copy] if holds else None
                 name, score = f"{source}/{model}/{i}", scores[model][i]
                 row_cells.append(_cell(images.rows[i], picture, name, score, low, high))
-            valid = [scores[model][i] for i in places if math.isfinite(scores[model][i])]
+            valid = [scores[model][i] for i in own if math.isfinite(scores[model][i])]
             means.append(sum(valid) / len(valid) if valid else math.nan)
             cells.append(row_cells)
-        row = next(iter(judged.values())).rows[start]
+        row = first.rows[place * copies]
         tag = str(row["metadata"].get("tag", ""))
         differ = disagree(means, high - low)
-        result.append(Line(start // copies, row["prompt"], tag, differ, cells))
+        result.append(Line(place, row["prompt"], tag, differ, place in kept, cells))
     return result
 
 
 def disagree(scores: Sequence[float], spread: float) -> bool:
     """Whether models disagree on a prompt, by their mean scores over its images.
 
-    They do if the scores differ by more than half of the spread of all scores shown (any right and
+    They do if the scores differ by more than half of the spread of all scores (any right and
     wrong do, where there is one image), or if some models have none (NaN).
     """
     known = [score for score in scores if math.isfinite(score)]
@@ -156,7 +167,7 @@ def _cell(
         level = None
     elif high > low:
         level = 100 * (score - low) / (high - low)
-    else:  # all scores shown are equal: only a verdict can tell whether they are bad
+    else:  # all scores are equal: only a verdict can tell whether they are bad
         level = 0.0 if verdict == 0 else 100.0
     failed = level is None or (verdict == 0 if math.isfinite(verdict) else level < 50)
     source = ""

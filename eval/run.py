@@ -1,8 +1,8 @@
 """Score models on held-out prompts: `python -m flowalign.eval --config FILE [key.path=value ...]`.
 
 Writes into `output`: results.json, table.md, report.html (one page with tables and images), images/
-(with the scores of every image: `flowalign.eval.store`), one grid_<benchmark>.png per benchmark,
-and layouts/ where a benchmark asks for it. The same command continues a run that was killed.
+(with the scores of every image: `flowalign.eval.store`), grid.png (some images of every model) and
+layouts/ where a benchmark asks for it. The same command continues a run that was killed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return compare(argv[1:])
     args = parser().parse_args(argv)
-    from flowalign import parallel
+    from flowalign import parallel, results, rewards
     from flowalign.backbone import ModelError
     from flowalign.eval.store import StoreError
     from flowalign.eval.suite import EvaluationError
@@ -59,8 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         stopped=(EvaluationError,),
         interrupted="interrupted; no table was written. The same command continues from here.",
     )
+    rewards.look_beside(args.config)
     with status:
-        evaluate(load(args.config, args.overrides, stage=EvalStage, variant=args.variant))
+        config = load(args.config, args.overrides, stage=EvalStage, variant=args.variant)
+        evaluate(config)
+        if parallel.state().is_main_process:
+            print(results.summary(config), flush=True)
     return status.code
 
 

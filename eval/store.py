@@ -20,7 +20,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from torch import Tensor
 from flowalign import frozen
 from flowalign.backbone import Backbone
 from flowalign.config import EvalStage
+from flowalign.data import spread
 from flowalign.eval.stats import from_json, to_json
 from flowalign.files import replacing
 from flowalign.pictures import pixels_of, png
@@ -57,7 +58,8 @@ class Store:
     """The images of one model for one set of prompts, and the rows of those who judged them.
 
     images: what the images depend on, as JSON, with the list of `prompts`. scores {judge: what its
-    scores depend on}. kept: prompts whose images are written, None = all. rank: of this process.
+    scores depend on}. kept: places of the prompts whose images are written, None = all. rank: of
+    this process.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Store:
         images: Mapping[str, Any],
         scores: Mapping[str, Mapping[str, Any]],
         *,
-        kept: int | None = None,
+        kept: Container[int] | None = None,
         rank: int = 0,
     ) -> None:
         self.folder, self.images, self.kept = folder, dict(images), kept
@@ -91,7 +93,7 @@ class Store:
 
     def keeps(self, key: Key) -> bool:
         """Whether that image is to be written."""
-        return self.kept is None or key[0] < self.kept
+        return self.kept is None or key[0] in self.kept
 
     def save(self, key: Key, image: Tensor) -> None:
         """Write an image [3,H,W] if the store keeps it and it is finite."""
@@ -190,6 +192,7 @@ def open_stores(
     stores = {}
     for model, adapter in adapters.items():
         for images, depends in zip(sets, scores, strict=True):
+            shown = set(spread(len(images.prompts), config.report.images))
             content = {
                 "model": base,
                 "adapter": adapter,
@@ -201,7 +204,7 @@ def open_stores(
                 Path(config.output) / "images" / model / images.name,
                 content,
                 depends,
-                kept=None if config.keep_images or images.layout else config.report.images,
+                kept=None if config.keep_images or images.layout else shown,
                 rank=accelerator.process_index,
             )
     return stores

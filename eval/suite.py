@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from torch import Tensor
 from flowalign import rewards
 from flowalign.backbone import Backbone
 from flowalign.config import BenchmarkConfig, ConfigError, SamplingConfig
-from flowalign.data import load_prompts
+from flowalign.data import load_prompts, spread
 from flowalign.devices import current
 from flowalign.eval.layouts import check_layout
 from flowalign.eval.stats import average, headline_row, lost, part_of, rows_of
@@ -116,13 +116,15 @@ def generate(
     backbone: Backbone,
     prompts: PromptBatch,
     settings: SamplingConfig,
-    first: int = 0,
+    indices: Sequence[int] | None = None,
     copies: int = 1,
 ) -> Tensor:
     """Images [P*copies,3,H,W] in [0,1] of P prompts, deterministic (Euler ODE).
 
-    first: the place of prompts[0] in its set. The copies of a prompt follow one another.
+    indices: the places of the prompts in their set, on which their noise depends; None = the whole
+    set, or its beginning. The copies of a prompt follow one another.
     """
+    indices = range(len(prompts)) if indices is None else indices
     keys = places(len(prompts), copies)
     rollout = sample(
         backbone,
@@ -130,7 +132,7 @@ def generate(
         Schedule(backbone.sigmas(settings.steps), "ode", 0.0, None),
         guidance=settings.guidance,
         noise=Noise((settings.seed,)),
-        places=[(first + prompt, copy) for prompt, copy in keys],
+        places=[(indices[prompt], copy) for prompt, copy in keys],
         batch_size=settings.batch_size,
     )
     assert rollout.images is not None
@@ -156,15 +158,14 @@ def run(
     reasons: dict[str, str] = {}
     examples: list[Example] = []
     for images in sets:
-        every = -(-len(images.prompts) // shown) if shown else 1
-        keep = range(0, len(images.prompts) if shown else 0, every)
-        results = judge_set(backbone, images, settings, accelerator, keep=keep, seconds=seconds)
+        results = judge_set(backbone, images, settings, accelerator, keep=shown, seconds=seconds)
         for benchmark, judged in zip(images.judges, results, strict=True):
             rows += rows_of(benchmark, judged.rows)
             if reason := lost(benchmark, judged.rows, max_invalid_share):
                 reasons[benchmark.name] = reason
         if results:  # of several judges, the first says what its images are worth
-            kept = [row for row in results[0].rows if row["index"] in keep]
+            places = set(spread(len(images.prompts), shown))
+            kept = [row for row in results[0].rows if row["index"] in places]
             name, part = images.judges[0].name, part_of(images.judges[0])
             examples += [
                 Example(name, row["prompt"], row.get(part, math.nan), picture)
@@ -197,7 +198,7 @@ def environment() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Judged:
-    """The images of a benchmark: one row per image, in order, and the first few pictures.
+    """The images of a benchmark: one row per image, in order, and a few of the pictures.
 
     A row holds index (the place of its prompt), copy, prompt, metadata, value (NaN = invalid),
     reason (why it failed, or what the score rests on; None if the reward gives none) and the parts
@@ -205,8 +206,12 @@ class Judged:
     """
 
     rows: list[dict[str, Any]]
-    pictures: list[bytes]  # PNG files of the first rows
+    pictures: list[bytes]  # PNG files of the images of some prompts, evenly spaced: `shown`
     features: Tensor | None = None  # [N,D] on the CPU, if they were asked for
+
+    def shown(self, copies: int) -> list[int]:
+        """The places of the prompts with pictures, where there are `copies` images per prompt."""
+        return spread(len(self.rows) // copies, len(self.pictures) // copies)
 
 
 def judge_set(
@@ -215,7 +220,7 @@ def judge_set(
     settings: SamplingConfig,
     accelerator: Accelerator | None = None,
     *,
-    keep: int | Container[int] = 0,
+    keep: int = 0,
     features: Callable[[Tensor], Tensor] | None = None,
     advance: Callable[[int], None] | None = None,
     seconds: float | None = None,
@@ -224,18 +229,18 @@ def judge_set(
     """Sample the images of every prompt and score them: one result per judge, in their order.
 
     The result is the same on every process. A batch is scored while the next one is sampled; one
-    that takes a judge longer than `seconds` is invalid (None = wait for ever). keep: the prompts
-    whose pictures are kept, or how many. features: images [B,3,H,W] -> [B,D]. advance is called with the number of
-    images of each batch. store: what it holds is neither sampled nor scored again.
+    that takes a judge longer than `seconds` is invalid (None = wait for ever). keep: number of
+    prompts whose pictures are kept, evenly spaced. features: images [B,3,H,W] -> [B,D]. advance is
+    called with the number of images of each batch. store: what it holds is neither sampled nor
+    scored again.
     """
     world, rank = (accelerator.num_processes, accelerator.process_index) if accelerator else (1, 0)
-    scoring = _Scoring(images.judges, store, seconds)
-    keep = range(keep) if isinstance(keep, int) else keep
+    scoring, kept = _Scoring(images.judges, store, seconds), set(spread(len(images.prompts), keep))
     batches = []
     for prompts in _share(images, settings.batch_size, world, rank):
         keys = [(prompt, copy) for prompt in prompts for copy in range(images.copies)]
         unscored = scoring.unscored(keys)
-        shown = {key for key in keys if features or key[0] in keep}
+        shown = {key for key in keys if features or key[0] in kept}
         batches.append(_Batch(prompts, keys, unscored, shown.union(*unscored.values())))
     sampled = [batch for batch in batches if _is_sampled(batch, store)]
     extra = missing_steps(len(batches), backbone.sharded)  # asked before the first forward pass
@@ -248,7 +253,7 @@ def judge_set(
             sampled.pop(0)
         pixels = _pixels(backbone, images, settings, batch, store)
         scoring.submit(batch, pixels)
-        pictures += [png(pixels[key]) for key in batch.keys if key[0] in keep]
+        pictures += [png(pixels[key]) for key in batch.keys if key[0] in kept]
         if features:
             vectors.append(_vectors(torch.stack([pixels[key] for key in batch.keys]), features))
         if advance:
@@ -315,7 +320,7 @@ def _pixels(
         return pixels
     # the whole batch, so that the arithmetic is that of a run without interruption
     prompts = images.prompts.select(batch.prompts)
-    sampled = generate(backbone, prompts, settings, batch.prompts.start, images.copies)
+    sampled = generate(backbone, prompts, settings, batch.prompts, images.copies)
     for key, image in zip(batch.keys, eight_bits(sampled), strict=True):
         if key in missing:
             pixels[key] = image

@@ -1,15 +1,20 @@
-"""The `flowalign` command: init, train, eval, sample, merge, push, data, doctor and others."""
+"""The `flowalign` command, which runs one of COMMANDS."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import platform
 import sys
 from collections.abc import Sequence
-from importlib import import_module
+from pathlib import Path
+
+from flowalign import __version__, entry, packages
 
 COMMANDS = {
     "init": ("flowalign.init:main", "Write a config, with the meaning of its keys."),
     "train": ("flowalign.train:main", "Train from a config, as `accelerate launch train.py`."),
+    "watch": ("flowalign.watch:main", "One page that shows a run while it goes on."),
     "eval": ("flowalign.eval.run:main", "Score models on held-out prompts."),
     "sample": ("flowalign.sample:main", "Sample images with a model and an optional LoRA."),
     "merge": ("flowalign.cli:merge", "Merge LoRA adapters of one base into one."),
@@ -26,20 +31,36 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; exit status 2 for one that does not exist."""
+    """Run a command. Its exit status; 2 for what is refused, 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: flowalign COMMAND ...\n")
         for name, (_, text) in COMMANDS.items():
             print(f"  {name:14}{text}")
-        print("\n`flowalign COMMAND --help` tells more.")
+        print("\n`flowalign COMMAND --help` tells more, `flowalign --version` what is installed.")
         return 0
-    if argv[0] not in COMMANDS:
-        possible = ", ".join(COMMANDS)
-        print(f"flowalign: no command {argv[0]!r}; possible: {possible}", file=sys.stderr)
+    name, *rest = argv
+    if name == "--version":
+        print(version())
+        return 0
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        text = f"no command {name!r}.{hint} Possible: {', '.join(COMMANDS)}."
+        print(f"flowalign: {text}", file=sys.stderr)
         return 2
-    module, function = COMMANDS[argv[0]][0].split(":")  # imported only when it is asked for
-    return getattr(import_module(module), function)(list(argv[1:]))
+    return entry.run(name, COMMANDS[name][0], rest)
+
+
+def version() -> str:
+    """The versions that matter, and where this package lies."""
+    return ", ".join(
+        [
+            f"flowalign {__version__} ({Path(__file__).parent})",
+            *(f"{name} {packages.version(name)}" for name in ("torch", "diffusers")),
+            f"Python {platform.python_version()}",
+        ]
+    )
 
 
 def merge(argv: Sequence[str]) -> int:
@@ -55,11 +76,12 @@ def merge(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of what dare drops")
     parser.add_argument("--lines", nargs=2, type=float, metavar=("SHALLOW", "DEEP"))
     args = vars(parser.parse_args(argv))
+    from flowalign import results
     from flowalign.teachers import merge as merging
 
     try:
         print(merging.merge(args.pop("adapters"), out := args.pop("out"), **args))
-        print(f"\n{out}")
+        print(results.merged(out))
     except (ValueError, OSError) as error:
         print(f"flowalign merge: {error}", file=sys.stderr)
         return 2

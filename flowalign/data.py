@@ -8,13 +8,15 @@ import io
 import json
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
+from itertools import pairwise
 from math import lcm
 from pathlib import Path
 from typing import Any
 
+from flowalign import sources
 from flowalign.tiny import PROMPTS
 from flowalign.types import PromptBatch
 
@@ -68,6 +70,30 @@ def subset(prompts: PromptBatch, count: int) -> PromptBatch:
     return prompts.select(sorted(row for _, row in sorted(places)[:count]))
 
 
+def spread(total: int, count: int) -> list[int]:
+    """`count` of the places 0 to total - 1, evenly spaced from the first; all if there are fewer.
+
+    This chooses the prompts that pictures show: by their place alone, never by their scores.
+    """
+    count = min(count, total)
+    return [i * total // count for i in range(count)]
+
+
+def spread_text(places: Sequence[int], total: int) -> str:
+    """How many of `total` prompts these places are, and by which rule: "24 of 192, every 8th"."""
+    count, steps = len(places), {b - a for a, b in pairwise(places)}
+    if count == total:
+        return f"all {total} prompts"
+    if steps <= {1}:
+        return f"the first {count} of {total} prompts"
+    if len(steps) > 1:
+        return f"{count} of {total} prompts, evenly spaced"
+    (step,) = steps
+    teens = step % 100 in (11, 12, 13)
+    ending = "th" if teens else {1: "st", 2: "nd", 3: "rd"}.get(step % 10, "th")
+    return f"{count} of {total} prompts, every {step}{ending}"
+
+
 # Reading -----------------------------------------------------------------------------------------
 
 
@@ -77,16 +103,26 @@ def _locate(source: str) -> Path:
     path = PROMPTS / f"{source[5:]}.jsonl" if tiny else Path(source).expanduser()
     if path.is_file() or (path.is_dir() and not tiny):
         return path
+    missing = f"no prompt set {source!r}" + ("" if tiny else f" (looked at {path.absolute()})")
+    if commands := sources.commands(source):
+        raise PromptError(f"{missing}. Run {' or '.join(f'`{text}`' for text in commands)}.")
     present = sorted(p for p in path.parent.glob("*") if p.suffix in READERS)
     names = [f"tiny/{p.stem}" for p in present] if tiny else [str(p) for p in present]
-    near = difflib.get_close_matches(source, names, n=1)
+    near = difflib.get_close_matches(source, [n for n in names if not _other_part(n, source)], n=1)
     raise PromptError(
-        f"no prompt set {source!r}" + ("" if tiny else f" (looked at {path.absolute()})") + ". "
+        f"{missing}. "
         + (f"Did you mean {near[0]!r}? " if near else "")
         + (f"There are {', '.join(names[:12])}." if names else "There are no prompt files near.")
         + " Give a .txt, .jsonl or .csv file, a folder of .txt files, or tiny/NAME"
         + " (`flowalign data list` names the official sets)."
     )  # fmt: skip
+
+
+def _other_part(name: str, other: str) -> bool:
+    """Is one, by its name, a training set and the other a test set, say? Neither replaces the
+    other, however close their names are."""
+    part, another = (re.findall("train|test|val", Path(text).name) for text in (name, other))
+    return bool(part and another) and part != another
 
 
 def _text(path: Path) -> str:

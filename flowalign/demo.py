@@ -20,7 +20,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"Merging three teachers, then distilling them into one student: {CONFIG}", flush=True)
     status = train(["--config", str(CONFIG), f"output={args.output}", *args.overrides])
     if status == 0:
-        print(f"\nOpen {args.output / 'table' / 'report.html'}: same prompts and noise for all.")
+        table, student = args.output / "table", args.output / "student"
+        print("\nThe base model, three teachers, their merge and the student, on the same prompts:")
+        print(f"  {table / 'grid.png'}      some images of every task")
+        print(f"  {table / 'report.html'}   tables, more images, every score")
+        print(f"  {student / 'metrics.png'} how the student was trained")
     return status
 
 

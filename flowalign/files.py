@@ -1,13 +1,16 @@
-"""Files and folders that appear whole: written beside their place, then renamed into it."""
+"""Files and folders that appear whole: written beside their place, then renamed into it. And logs,
+which grow."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -35,3 +38,17 @@ def replacing(path: str | Path) -> Iterator[Path]:
         else:
             part.unlink(missing_ok=True)
         raise
+
+
+def read_lines(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a JSON-lines file that may be growing; [] if it is not there. Lines that are no
+    JSON object, such as a last one that is cut short, are left out."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    rows = []
+    for line in lines:
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]

@@ -3,7 +3,8 @@
 The rewards `remote` and `vlm` and `flowalign data fetch` use it. Lost connections, timeouts and the
 statuses 408, 429 and 5xx are tried again, after waits that double, with a jitter of a quarter, and
 that are at least the server's Retry-After and at most LONGEST_WAIT. Other statuses are final.
-The first failure of an address is logged at once, further ones after SAY_AGAIN seconds, which double.
+The first failure of an address is logged at once, further ones after SAY_AGAIN seconds and then
+more and more seldom.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from diffusers.optimization import get_scheduler
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from flowalign import checkpoint, metrics, parallel, samples, trackers
+from flowalign import checkpoint, metrics, parallel, snapshots, trackers
 from flowalign.alarm import Alarm
 from flowalign.backbone import Backbone
 from flowalign.config import TrainingStage
@@ -347,7 +347,7 @@ class Loop:
         """The table of an evaluation, and some of its images."""
         trackers.table(self.accelerator, "evaluation", report, self.update)
         if report.examples:
-            path = samples.write_examples(self.folder, self.update, report.examples)
+            path = snapshots.write_examples(self.folder, self.update, report.examples)
             trackers.image(self.accelerator, "held_out", path, self.update)
 
     def _keep_adapter(self, scores: Mapping[str, float]) -> None:
@@ -365,7 +365,7 @@ class Loop:
 
     def _draw(self, rollout: Rollout, notes: list[str]) -> None:
         if self.accelerator.is_main_process and rollout.images is not None:
-            path = samples.write_rollout(self.folder, self.update + 1, rollout, notes)
+            path = snapshots.write_rollout(self.folder, self.update + 1, rollout, notes)
             trackers.image(self.accelerator, "samples", path, self.update + 1)
 
     def _due(self, every: int, offset: int = 0) -> bool:

@@ -46,7 +46,9 @@ HEADLINE = "eval/headline"  # mean over the tasks' benchmarks; chooses the adapt
 LOST = "eval/lost"  # how many benchmarks lost too many images; such a line has no HEADLINE
 ALARMS = "alarms"
 
+STEP = "step_"  # begins what a step of the schedule is called after a "/"
+
 
 def step_label(step: int) -> str:
     """What a step of the schedule is called after a "/"; tasks are called by their names."""
-    return f"step_{step}"
+    return f"{STEP}{step}"

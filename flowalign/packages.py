@@ -13,7 +13,6 @@ import json
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlparse
 
 DISTRIBUTION = "flowalign-t2i"
 EXTRAS = {
@@ -51,7 +50,8 @@ def require(module: str, why: str) -> Any:
 def installed(module: str) -> bool:
     """Whether the module can be found, without importing it."""
     try:
-        return importlib.util.find_spec(module) is not None
+        spec = importlib.util.find_spec(module)
+        return spec is not None and spec.origin is not None  # a mere folder of the name has none
     except ValueError:  # it is there, and has no spec
         return True
 
@@ -71,9 +71,16 @@ def install_command(module: str) -> str:
     if module not in EXTRAS:
         return f"pip install {OTHERS.get(module, module)}"
     extra = f"[{EXTRAS[module]}]"
-    if _distribution(DISTRIBUTION):
+    ours = _distribution(DISTRIBUTION)
+    if ours and ours.read_text("WHEEL"):  # an egg-info that setuptools left in a checkout has none
         return f"pip install '{DISTRIBUTION}{extra}'"
     return f"pip install -e '{ROOT}{extra}'"
+
+
+def version(distribution: str) -> str:
+    """The version of a distribution, or "not installed"."""
+    found = _distribution(distribution)
+    return found.version if found else "not installed"
 
 
 def other_project() -> str | None:
@@ -91,15 +98,11 @@ def other_project() -> str | None:
 
 def _origin() -> str:
     """What pip is asked for to install this distribution again."""
-    ours = _distribution(DISTRIBUTION)
-    if ours is None:
+    if (ROOT / "pyproject.toml").is_file():
         return f"-e '{ROOT}'"
-    source = json.loads(ours.read_text("direct_url.json") or "{}")  # left out if from an index
-    url = urlparse(source.get("url", ""))
-    if url.scheme != "file":
-        return DISTRIBUTION if not source else f"'{source['url']}'"
-    editable = "-e " if source.get("dir_info", {}).get("editable") else ""
-    return f"{editable}'{unquote(url.path)}'"
+    ours = _distribution(DISTRIBUTION)
+    text = ours.read_text("direct_url.json") if ours else None  # none if it came from an index
+    return f"'{json.loads(text)['url']}'" if text else DISTRIBUTION
 
 
 def _distribution(name: str) -> Distribution | None:

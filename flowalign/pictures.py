@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import io
-import json
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,15 +18,18 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from flowalign import metrics
-from flowalign.files import replacing
+from flowalign.files import read_lines, replacing
 from flowalign.images import to_float, to_uint8
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 SMALL = 128  # pixels: narrower images are drawn with sharp pixels
 CAPTION = 24  # characters in a line of a caption
+NARROW = 14  # characters in a line above a column of a comparison
 COLUMNS = 8  # images in a row
+Curve = list[tuple[int, float]]  # (update, value), ...
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 
@@ -66,21 +71,122 @@ def grid(
     _save(_drawn(list(images), captions, min(COLUMNS, len(images)), title), path)
 
 
-def side_by_side(
-    path: Path,
-    models: Sequence[Sequence[Tensor]],
-    captions: Sequence[Sequence[str]],
-    *,
-    title: str = "",
-) -> None:
-    """A row per model, all on the same prompts and noise; models[m][n] is image n of model m."""
-    images, labels = [], []
-    for start in range(0, len(models[0]), COLUMNS):  # all rows wrap at the same prompt
-        part = slice(start, start + COLUMNS)
-        for row, texts in zip(models, captions, strict=True):
-            images += list(row[part])
-            labels += list(texts[part])
-    grid(path, images, labels, title=title)
+@dataclass(frozen=True)
+class Row:
+    """One model of a `Block`."""
+
+    name: str
+    images: Sequence[Tensor]  # [3,H,W] in [0,1], one per prompt
+    scores: Mapping[str, Sequence[float]]  # {judge: one per image, NaN = it has no score}
+    numbers: Mapping[str, float]  # {judge: its number for the whole set, NaN = it has none}
+
+    @property
+    def captions(self) -> list[str]:
+        """The scores of each image, one line per judge."""
+        return [
+            "\n".join(map(_number, scores)) for scores in zip(*self.scores.values(), strict=True)
+        ]
+
+    @property
+    def means(self) -> str:
+        """The means of the images shown, and the numbers for the whole set."""
+        lines = []
+        for judge, scores in self.scores.items():
+            known = [score for score in scores if math.isfinite(score)]
+            mean = _number(sum(known) / len(known)) if known else "–"
+            number = self.numbers[judge]
+            whole = f"\nall {_number(number)}" if math.isfinite(number) else ""
+            which = f"{judge}\n" if len(self.scores) > 1 else ""
+            lines.append(f"{which}shown {mean}{whole}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of a `comparison`: every model on the same prompts and seeds."""
+
+    title: str
+    prompts: Sequence[str]
+    rows: Sequence[Row]
+
+
+LEGEND = (
+    "Same prompts and seeds in every row. Below each image: its score. shown: the mean of these "
+    "images; all: the score of the whole set."
+)
+
+
+def comparison(path: Path, blocks: Sequence[Block], *, title: str = "") -> None:
+    """Write blocks below one another: a labelled row per model, a column per prompt.
+
+    The prompts stand above the first row of a block.
+    """
+    from matplotlib.figure import Figure
+
+    columns = max(len(block.prompts) for block in blocks)
+    width = max(4.0, LABEL + columns * (CELL + GAP))  # inches, as all lengths below
+    heads = textwrap.wrap(f"{title} {LEGEND}".strip(), int(12.5 * width))
+    height = 0.2 * len(heads) + 0.15 + sum(map(_height, blocks))
+    figure = Figure(figsize=(width, height), dpi=DPI)
+    figure.text(
+        0.1 / width, 1 - 0.1 / height, "\n".join(heads), fontsize=10, va="top", linespacing=1.3
+    )
+    top = height - 0.2 * len(heads) - 0.1
+    for block in blocks:
+        _draw(figure, block, top)
+        top -= _height(block)
+    _save(figure, path)
+
+
+LABEL, CELL, GAP, LINE = 1.5, 0.8, 0.07, 0.15  # inches: label, image, between, line of text
+DPI = 160  # an image of 64 pixels is drawn at twice its size
+
+
+def _lines(block: Block) -> tuple[int, int]:
+    """Lines of text: above the columns, and below an image."""
+    above = max(_wrapped(prompt, NARROW).count("\n") + 1 for prompt in block.prompts)
+    return above, max(len(row.scores) for row in block.rows)
+
+
+def _cell(block: Block) -> tuple[float, float]:
+    """Inches: the height of an image, and that of a row with its captions."""
+    first = block.rows[0].images[0]
+    image = CELL * first.shape[-2] / first.shape[-1]
+    return image, image + LINE * _lines(block)[1] + 0.06
+
+
+def _height(block: Block) -> float:
+    above, _ = _lines(block)
+    return 0.34 + LINE * above + len(block.rows) * _cell(block)[1] + 0.08
+
+
+def _draw(figure: Figure, block: Block, top: float) -> None:
+    """Draw a block below `top`, in inches from the lower edge."""
+    width, height = figure.get_size_inches()
+    (above, _), (image, pitch) = _lines(block), _cell(block)
+
+    def text(x: float, y: float, words: str, **style: Any) -> None:
+        figure.text(x / width, y / height, words, **style)
+
+    def left(column: int) -> float:
+        return LABEL + column * (CELL + GAP)
+
+    text(0.1, top - 0.08, block.title, fontsize=11.5, weight="bold", va="top")
+    top -= 0.32 + LINE * above
+    for column, prompt in enumerate(block.prompts):
+        words = _wrapped(prompt, NARROW)
+        text(left(column), top + 0.04, words, fontsize=8, va="bottom", linespacing=1.15)
+    for row in block.rows:
+        text(0.1, top - 0.08, row.name, fontsize=10.5, va="top")
+        text(0.1, top - 0.29, row.means, fontsize=9, va="top", color="0.35", linespacing=1.25)
+        for column, (pixels, caption) in enumerate(zip(row.images, row.captions, strict=True)):
+            place = (left(column) / width, (top - image) / height, CELL / width, image / height)
+            axis = figure.add_axes(place)
+            axis.axis("off")
+            _show(axis, _pixels(pixels))
+            text(left(column) + CELL / 2, top - image - 0.03, caption, fontsize=9, ha="center",
+                 va="top", linespacing=1.05)  # fmt: skip
+        top -= pitch
 
 
 def gallery(
@@ -115,9 +221,7 @@ def gallery(
                 )
 
     def caption(value: Any) -> str:
-        if isinstance(value, str):
-            return value
-        return f"{float(value):.2f}" if math.isfinite(value) else "failed"
+        return value if isinstance(value, str) else _number(float(value))
 
     places = [(row, name) for row in range(len(prompts)) for name in models]
     images = [models[name][row] for row, name in places]
@@ -153,9 +257,7 @@ def _drawn(
     for axis in axes.flat:
         axis.axis("off")
     for axis, image, caption in zip(axes.flat, images, captions, strict=False):
-        pixels = _pixels(image)
-        small = pixels.shape[1] < SMALL
-        axis.imshow(pixels, interpolation="nearest" if small else "antialiased")
+        _show(axis, _pixels(image))
         axis.set_title(_wrapped(caption), fontsize=7, y=-0.04, va="top", pad=0)
     for axis, head in zip(axes[0], heads, strict=False):
         axis.text(0.5, 1.04, head, fontsize=9, ha="center", va="bottom", transform=axis.transAxes)
@@ -170,8 +272,17 @@ def _drawn(
     return figure
 
 
-def _wrapped(caption: str) -> str:  # textwrap would drop its own line breaks
-    return "\n".join(textwrap.fill(line, CAPTION) for line in caption.split("\n"))
+def _number(score: float) -> str:
+    return f"{score:.2f}" if math.isfinite(score) else "failed"
+
+
+def _wrapped(caption: str, width: int = CAPTION) -> str:  # textwrap would drop its line breaks
+    return "\n".join(textwrap.fill(line, width) for line in caption.split("\n"))
+
+
+def _show(axis: Axes, pixels: np.ndarray) -> None:
+    small = pixels.shape[1] < SMALL
+    axis.imshow(pixels, interpolation="nearest" if small else "antialiased")
 
 
 def _pixels(image: Tensor | Image.Image) -> np.ndarray:
@@ -189,57 +300,153 @@ def _save(figure: Figure, path: Path) -> None:
 # The metrics of a run ----------------------------------------------------------------------------
 
 
-def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
-    """metrics.jsonl -> {name: [(update, value), ...]}."""
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        update = row.pop(metrics.UPDATE)
+def read_metrics(path: Path) -> dict[str, Curve]:
+    """metrics.jsonl, which may be growing -> {name: [(update, value), ...]}."""
+    curves: dict[str, Curve] = {}
+    for row in read_lines(path):
         for name, value in row.items():
-            if isinstance(value, int | float):
-                curves.setdefault(name, []).append((update, value))
+            if name != metrics.UPDATE and isinstance(value, int | float):
+                curves.setdefault(name, []).append((row[metrics.UPDATE], value))
     return curves
 
 
+def charts(curves: Mapping[str, Curve]) -> dict[str, str]:
+    """The panels of `metrics_plot`, each as the data URI of an SVG file: {title: source}."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    sources = {}
+    for panel in [panel for panel in _panels(curves) if panel.curves]:
+        figure = Figure(figsize=(3.5, 3.0), layout="constrained")
+        _plot(figure.subplots(), panel)
+        file = io.BytesIO()
+        with rc_context({"svg.fonttype": "none"}):  # text stays text, in the reader's font
+            figure.savefig(file, format="svg")
+        encoded = base64.b64encode(file.getvalue()).decode()
+        sources[panel.title] = f"data:image/svg+xml;base64,{encoded}"
+    return sources
+
+
 def metrics_plot(log: Path, path: Path, title: str = "") -> None:
-    """Plot the curves that show how a run went, of those that it logged."""
+    """Plot the curves that show how a run went, of those that it logged: a panel for each kind.
+
+    A run that trains some steps of the schedule at each update draws them anew every time, and the
+    distance to a teacher grows with the step. Such distances are drawn by step; or each is divided
+    by the median of all updates that drew the same steps, so that only equal steps are compared.
+    """
     from matplotlib.figure import Figure
 
     curves = read_metrics(log)
-    panels = _panels(curves) or {"loss": [metrics.LOSS]}  # sft, where nothing is evaluated
-    figure = Figure(figsize=(2.75 * len(panels), 2.8), dpi=110, layout="constrained")
-    axes = figure.subplots(1, len(panels), squeeze=False).flat
-    for axis, (label, names) in zip(axes, panels.items(), strict=True):
-        for name in names:
-            x, y = zip(*curves[name], strict=True)
-            marker = "o" if len(x) < 20 else ""  # a short run would be a bare line, or invisible
-            axis.plot(x, y, marker=marker, markersize=4, linewidth=1, label=name)
-        axis.set_title(label, fontsize=10)
-        axis.set_xlabel("rollouts", fontsize=9)
-        axis.tick_params(labelsize=8)
-        axis.grid(alpha=0.3)
-        if len(names) > 1:  # one curve has its name as the title
-            axis.legend([name.rsplit("/", 1)[-1] for name in names], fontsize=7)
+    panels = [panel for panel in _panels(curves) if panel.curves]
+    columns = 2 if len(panels) in (2, 4) else min(ACROSS, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(3.5 * columns, 3.3 * rows + 0.3), dpi=130, layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axis in axes:
+        axis.axis("off")
+    for axis, panel in zip(axes, panels, strict=False):
+        _plot(axis, panel)
     figure.suptitle(title, fontsize=11)
     _save(figure, path)
 
 
-def _panels(curves: Mapping[str, object]) -> dict[str, list[str]]:
-    """{panel: its curves}, of those that were logged."""
+ACROSS = 3  # panels in a row
+WINDOW = 9  # updates of a moving average
 
-    def by_step(prefix: str, steps: bool) -> list[str]:
+
+@dataclass(frozen=True)
+class _Panel:
+    """Curves {label: points} with one axis. noisy: a long curve is drawn as points, and a line that
+    is their moving average over WINDOW points."""
+
+    title: str
+    axis: str
+    curves: Mapping[str, Curve]
+    log: bool = False
+    noisy: bool = False
+
+
+def _plot(axis: Axes, panel: _Panel) -> None:
+    axis.axis("on")
+    about = "rollouts"
+    for label, points in panel.curves.items():
+        x, y = zip(*points, strict=True)
+        marker = "o" if len(x) < 20 else ""  # a short run would be a bare line, or invisible
+        line = y
+        if panel.noisy and len(x) > WINDOW:
+            line, about = _smooth(y), f"rollouts (line: mean of {WINDOW} points)"
+        (drawn,) = axis.plot(x, line, marker=marker, markersize=3, linewidth=1.2, label=label)
+        if line is not y:
+            axis.plot(x, y, ".", markersize=2.5, alpha=0.35, color=drawn.get_color())
+    axis.set_title(panel.title, fontsize=10)
+    axis.set_xlabel(about, fontsize=8)
+    axis.set_ylabel(panel.axis, fontsize=8)
+    axis.tick_params(labelsize=8)
+    axis.grid(alpha=0.3)
+    if panel.log:
+        axis.set_yscale("log")
+    if len(panel.curves) > 1:  # below the axes, so that it covers no point
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
+        axis.legend(**place, ncols=2 if len(panel.curves) < 5 else 4, fontsize=7, frameon=False)
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """The moving average over WINDOW values, fewer at the ends."""
+    reach = WINDOW // 2
+    parts = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
+    return [sum(part) / len(part) for part in parts]
+
+
+def _relative(curve: Curve, drawn: Mapping[int, frozenset[str]]) -> Curve:
+    """Each value divided by the median of those whose updates drew the same steps."""
+    alike: dict[frozenset[str], list[float]] = {}
+    for update, value in curve:
+        alike.setdefault(drawn.get(update, frozenset()), []).append(value)
+    usual = {steps: median(values) for steps, values in alike.items() if len(values) > 1}
+    pairs = [(update, value, usual.get(drawn.get(update, frozenset()))) for update, value in curve]
+    return [(update, value / middle) for update, value, middle in pairs if middle]
+
+
+def _panels(curves: Mapping[str, Curve]) -> list[_Panel]:
+    """One for each kind of number; without curves if none was logged."""
+
+    def named(*names: str) -> dict[str, Curve]:
+        return {name.rsplit("/", 1)[-1]: curves[name] for name in names if name in curves}
+
+    def below(prefix: str, steps: bool = False) -> dict[str, Curve]:
+        step = f"{prefix}{metrics.STEP}"
         names = [name for name in curves if name.startswith(prefix)]
-        return sorted(name for name in names if name.startswith(f"{prefix}step_") == steps)
+        return named(*sorted(name for name in names if name.startswith(step) == steps))
 
-    panels = {
-        "training reward": [metrics.REWARD],
-        "distillation": [metrics.DISTILL, metrics.ANCHOR],
-        "held-out score": [metrics.HEADLINE],
-        "KL to the base (drift)": [metrics.KL],
-        "KL to the teacher, by task": by_step(metrics.TEACHER_KL, False),
-        "by step": by_step(metrics.TEACHER_KL, True),
-        "gradient cosine": by_step(metrics.GRADIENT_COSINE, False),
-        "share": [metrics.KEPT_SHARE, metrics.CLIP_FRACTION, metrics.INVALID_SHARE],
-    }
-    logged = {label: [n for n in names if n in curves] for label, names in panels.items()}
-    return {label: names for label, names in logged.items() if names}
+    steps: dict[int, set[str]] = {}  # drawn at an update
+    for name, curve in below(metrics.WEIGHT, steps=True).items():
+        for update, _ in curve:
+            steps.setdefault(update, set()).add(name)
+    drawn = {update: frozenset(names) for update, names in steps.items()}
+    varying = len(set(drawn.values())) > 1
+
+    def distance(title: str, axis: str, found: Mapping[str, Curve]) -> _Panel:
+        if not varying:
+            return _Panel(title, axis, found)
+        scaled = {label: _relative(curve, drawn) for label, curve in found.items()}
+        known = {label: curve for label, curve in scaled.items() if curve}
+        return _Panel(title, "÷ median of updates with the same step", known, noisy=True)
+
+    panels = [
+        _Panel("training reward", "mean of the rollout", named(metrics.REWARD), noisy=True),
+        _Panel("held-out score", "mean of the tasks", named(metrics.HEADLINE)),
+        distance("distance to teacher and anchor", "loss", named(metrics.DISTILL, metrics.ANCHOR)),
+        _Panel("KL to the base (drift)", "KL per dimension", named(metrics.KL), noisy=True),
+        distance("KL to the teacher, by task", "KL per dimension", below(metrics.TEACHER_KL)),
+        _Panel("KL to the teacher, by step", "KL per dimension", below(metrics.TEACHER_KL, True),
+               log=True),
+        distance("velocity error, by task", "mean square", below(metrics.TEACHER_ERROR)),
+        _Panel("velocity error, by step", "mean square", below(metrics.TEACHER_ERROR, True),
+               log=True),
+        _Panel("gradients of two tasks", "cosine", below(metrics.GRADIENT_COSINE)),
+        _Panel("shares of the images", "share",
+               named(metrics.KEPT_SHARE, metrics.CLIP_FRACTION, metrics.INVALID_SHARE)),
+    ]  # fmt: skip
+    if any(panel.curves for panel in panels):
+        return panels
+    return [_Panel("loss", "loss", named(metrics.LOSS))]  # sft, where nothing is evaluated

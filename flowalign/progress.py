@@ -21,7 +21,7 @@ WINDOW = 20  # updates whose mean speed predicts the rest
 CLOCK = "%Y-%m-%d %H:%M:%S"  # of every line of a log
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 SHOWN = {
-    metrics.LOSS: "loss {:.3g}",
+    metrics.LOSS: "loss {:.3g}",  # where it is all there is
     metrics.REWARD: "reward {:.3f}",
     metrics.DISTILL: "distance {:.4f}",
     metrics.KL: "KL {:.2e}",
@@ -52,11 +52,10 @@ class Pace:
 class Progress:
     """Shows the updates of a run, and tells status.json; silent on all processes but the main one.
 
-    In a log that is no terminal an update is one plain line: when, where, figures, speed, time left.
+    In a log that is no terminal an update is one plain line: time, figures, speed, time left.
     """
 
     def __init__(self, config: TrainingStage, main: bool) -> None:
-        self.console = Console(stderr=True)
         self.main, self.total, self.folder = main, config.train.updates, Path(config.output)
         every = config.evaluation.every if config.evaluation else 0
         self.pace = Pace(max(WINDOW, every))  # an evaluation counts with its share
@@ -67,16 +66,14 @@ class Progress:
     @contextmanager
     def live(self, update: int) -> Iterator[None]:
         """Around the run, which starts after `update` updates."""
-        if not self.main:
-            yield
-            return
+        begun = {"update": update, "total": self.total}
         try:
-            with Heartbeat(self.folder, update=update, total=self.total) as self.heartbeat:
-                if self.console.is_terminal:
+            with Heartbeat(self.folder, self.main, **begun) as self.heartbeat:
+                if self.main and sys.stderr.isatty():
                     self.bar = Bar(
                         TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(),
                         TextColumn("{task.fields[left]}"), TextColumn("{task.fields[figures]}"),
-                        console=self.console,
+                        console=Console(stderr=True),
                     )  # fmt: skip
                     self.bar.add_task(
                         "update", total=self.total, completed=update, left="", figures=""
@@ -92,7 +89,10 @@ class Progress:
         """Show the metrics of an update, or of an evaluation."""
         if not self.main:
             return
-        line = "  ".join(text.format(values[k]) for k, text in SHOWN.items() if k in values)
+        shown = {key: text for key, text in SHOWN.items() if key in values}
+        if len(shown.keys() & {metrics.LOSS, metrics.REWARD, metrics.DISTILL}) > 1:
+            del shown[metrics.LOSS]  # a policy's is about 0 whatever it learns
+        line = "  ".join(text.format(values[key]) for key, text in shown.items())
         if metrics.HEADLINE in values:
             self.held_out = line
         elif metrics.LOST not in values:
@@ -111,8 +111,10 @@ class Progress:
             print(time.strftime(CLOCK), figures, file=sys.stderr, flush=True)
 
 
-def duration(seconds: float) -> str:
-    """A time span for people: 45 s, 12 min, 1 h 05 min, 2 d 3 h."""
+def duration(seconds: float, exact: bool = False) -> str:
+    """A time span for people: 45 s, 12 min, 1 h 05 min, 2 d 3 h. exact: 0.45 s, 4.5 s."""
+    if exact and seconds < 100:
+        return f"{seconds:.3g} s"
     minutes, hours = round(seconds / 60), round(seconds / 3600)
     if seconds < 100:
         return f"{seconds:.0f} s"
@@ -124,9 +126,12 @@ def duration(seconds: float) -> str:
 
 
 def quiet() -> None:
-    """Silence the loading bars of the libraries; errors and our own log stay."""
+    """Silence the loading bars of the libraries; errors and our own log stay. To be called before
+    the libraries are imported, since some warn at their import."""
     import logging
+    import warnings
 
+    warnings.filterwarnings("ignore", "IProgress not found")  # tqdm's, in notebooks
     from diffusers.utils import logging as diffusers_log
     from transformers.utils import logging as transformers_log
 

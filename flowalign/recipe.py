@@ -30,6 +30,7 @@ from flowalign.config import (
 )
 from flowalign.preflight import check_launch, world_problems
 from flowalign.publish.card import REPORT, write_card
+from flowalign.status import Heartbeat
 
 if TYPE_CHECKING:
     from flowalign.teachers.merge import MergeReport
@@ -43,11 +44,14 @@ def run(
     home: Path,
     train: Callable[[TrainingStage], object],
     evaluate: Callable[[EvalStage], object],
+    *,
+    record: bool = True,
 ) -> Path:
     """Run what is not finished; returns the output folder. home: where `use` files are looked for.
 
-    train and evaluate run one stage each; train resumes where there are checkpoints. Raises
-    ConfigError, before any stage runs, with everything that is wrong in any of them.
+    train and evaluate run one stage each; train resumes where there are checkpoints. record: keep
+    the recipe and its status in the folder. Raises ConfigError, before any stage runs, with
+    everything that is wrong in any of them.
     """
     from flowalign import parallel
 
@@ -56,28 +60,40 @@ def run(
     check_launch(state.num_processes)
     if problems := _problems(config, stages, problems, state.num_processes):
         raise ConfigError(problems)
-    show = print if state.is_main_process else (lambda *text, **how: None)
-    for number, (name, stage) in enumerate(stages.items(), 1):
-        head = f"[{number}/{len(stages)}] {name} ({stage.stage})"
-        if finished(stage):
-            show(f"{head}: finished before", flush=True)
-            continue
-        show(f"{head} -> {stage.output}", flush=True)
-        if isinstance(stage, TrainingStage):
-            train(stage)
-        elif isinstance(stage, MergeStage):
-            if state.is_main_process:
-                show(f"  {merged(stage).summary}", flush=True)
-        elif isinstance(stage, EvalStage):
-            evaluate(stage)
-        parallel.release()
-        if state.is_main_process:
-            inputs = {source: file_digest(source) for source in stage.inputs.values()}
-            done = {"config": stage.model_dump(mode="json"), "inputs": inputs}
-            with files.replacing(Path(stage.output) / DONE) as part:
-                part.write_text(json.dumps(done, indent=1))
-        state.wait_for_everyone()
-    return Path(config.output)
+    folder, main = Path(config.output), state.is_main_process
+    if main and record:
+        whole = {name: stage.model_dump(mode="json") for name, stage in stages.items()}
+        with files.replacing(folder / "config.yaml") as part:  # without the files that it uses
+            part.write_text(to_yaml(config.model_copy(update={"stages": whole})))
+    show = print if main else (lambda *text, **how: None)
+    with Heartbeat(folder, main and record, total=len(stages)) as heartbeat:
+        for number, (name, stage) in enumerate(stages.items(), 1):
+            heartbeat.say(update=number - 1, text=name)
+            head = f"[{number}/{len(stages)}] {name} ({stage.stage})"
+            if finished(stage):
+                show(f"{head}: finished before", flush=True)
+                continue
+            show(f"{head} -> {stage.output}", flush=True)
+            if isinstance(stage, TrainingStage):
+                train(stage)
+            elif isinstance(stage, MergeStage):
+                if main:
+                    show(f"  {merged(stage).summary}", flush=True)
+            elif isinstance(stage, EvalStage):
+                evaluate(stage)
+            parallel.release()
+            if main:
+                _mark_finished(stage)
+            state.wait_for_everyone()
+        heartbeat.say(update=len(stages))
+    return folder
+
+
+def _mark_finished(stage: Stage) -> None:
+    inputs = {source: file_digest(source) for source in stage.inputs.values()}
+    done = {"config": stage.model_dump(mode="json"), "inputs": inputs}
+    with files.replacing(Path(stage.output) / DONE) as part:
+        part.write_text(json.dumps(done, indent=1))
 
 
 def examine(

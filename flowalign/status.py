@@ -30,7 +30,8 @@ class Status:
     state: str = "running"  # or finished, stopped, interrupted
     began: float = 0.0
     heard: float = 0.0  # the last sign of life
-    text: str = ""  # what is being done, or why it stopped
+    text: str = ""  # what it is at: the stage of a recipe
+    reason: str = ""  # why it stopped
     update: int = 0
     total: int = 0
     seconds: float | None = None  # of an update, with its share of evaluations and checkpoints
@@ -45,35 +46,41 @@ class Heartbeat:
     """Keeps the two files of a folder up to date while a run is in the `with`.
 
     The thread is a daemon and dies with the process: a killed run stays "running", and its last
-    sign of life tells. A disk that is full does not end the run.
+    sign of life tells. A disk that is full does not end the run. active: whether this process is
+    the one that keeps them.
     """
 
-    def __init__(self, folder: Path, **values: Any) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, active: bool = True, **values: Any) -> None:
+        self.folder, self.active = folder, active
         self.status = Status(began=time.time(), **values)
         self._over, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._warnings = _Warnings(self)
 
     def __enter__(self) -> Heartbeat:
-        self.say()
-        logging.getLogger("flowalign").addHandler(self._warnings)
-        self._thread.start()
+        if self.active:
+            self.say()
+            logging.getLogger("flowalign").addHandler(self._warnings)
+            self._thread.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not self.active:
+            return
         logging.getLogger("flowalign").removeHandler(self._warnings)
         self._over.set()
         self._thread.join()  # its last word must not come after the end's
         if error is None:
-            self.say(state="finished", text="")
+            self.say(state="finished")
         elif isinstance(error, KeyboardInterrupt):
-            self.say(state="interrupted", text="Ctrl-C")
+            self.say(state="interrupted", reason="Ctrl-C")
         else:
-            self.say(state="stopped", text=str(error) or type(error).__name__)
+            self.say(state="stopped", reason=str(error) or type(error).__name__)
 
     def say(self, **values: Any) -> None:
         """Change fields of the status, and write it."""
+        if not self.active:
+            return
         with self._lock, suppress(OSError):
             self.status = replace(self.status, heard=time.time(), **values)
             with replacing(self.folder / STATUS) as part:
@@ -85,7 +92,7 @@ class Heartbeat:
 
 
 class _Warnings(logging.Handler):
-    """Appends what flowalign warns of: alarms, rewards that fail, evaluations that lost images."""
+    """Appends what flowalign warns of, with its time and update: alarms, rewards that fail."""
 
     def __init__(self, heartbeat: Heartbeat) -> None:
         super().__init__(logging.WARNING)
@@ -104,22 +111,3 @@ def read_status(folder: Path) -> Status | None:
         return Status(**json.loads((folder / STATUS).read_text()))
     except (OSError, ValueError, TypeError):  # also of another version
         return None
-
-
-def read_warnings(folder: Path) -> list[dict[str, Any]]:
-    """The rows of warnings.jsonl, oldest first: time, update, text."""
-    return read_lines(folder / WARNINGS)
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSON-lines file that is being written: a last line that is cut short, and a
-    file that is not there, do no harm."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    rows = []
-    for line in lines:
-        with suppress(ValueError):
-            rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict)]

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from flowalign.progress import quiet
 
     quiet()  # before diffusers is imported, which logs while it is
-    from flowalign import parallel
+    from flowalign import parallel, results, rewards
     from flowalign.backbone import ModelError
     from flowalign.eval.suite import EvaluationError
     from flowalign.loop import TrainingError
@@ -66,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stopped=(TrainingError, EvaluationError),
         interrupted="interrupted; continue from the last checkpoint with --resume",
     )
+    rewards.look_beside(args.config)
     with status:
         config = load(args.config, args.overrides, stage=Job, variant=args.variant)
         if args.dry_run:
@@ -74,20 +75,29 @@ def main(argv: Sequence[str] | None = None) -> int:
             dry.run(config, Path(args.config).parent, args.resume)
         else:
             run(config, Path(args.config).parent, args.resume)
+            if parallel.state().is_main_process:
+                print(results.summary(config), flush=True)
     return status.code
 
 
-def run(config: Job, home: Path, resume: bool) -> Path:
+def run(given: Job, home: Path, resume: bool) -> Path:
     """Whatever `flowalign train` can run. home: the folder of the config file."""
-    if isinstance(config, TrainingStage):
-        return train(config, resume=resume)
-    from flowalign import recipe
+    if isinstance(given, TrainingStage):
+        return train(given, resume=resume)
+    from flowalign import parallel, recipe, watch
     from flowalign.eval.run import evaluate
 
+    config = given
     if isinstance(config, MergeStage):
         config = recipe.alone(config)
     assert isinstance(config, RecipeStage)
-    return recipe.run(config, home, lambda stage: train(stage, resume=True), evaluate)
+    whole = isinstance(given, RecipeStage)
+    folder = recipe.run(
+        config, home, lambda stage: train(stage, resume=True), evaluate, record=whole
+    )
+    if whole and parallel.state().is_main_process:
+        watch.write(folder)  # the recipe's report
+    return folder
 
 
 def train(config: TrainingStage, *, resume: bool = False) -> Path:
@@ -95,7 +105,7 @@ def train(config: TrainingStage, *, resume: bool = False) -> Path:
 
     Raises ConfigError before any model is loaded, TrainingError if the run has to stop.
     """
-    from flowalign import parallel
+    from flowalign import parallel, watch
     from flowalign.determinism import deterministic
 
     processes = parallel.state(config).num_processes
@@ -122,6 +132,8 @@ def train(config: TrainingStage, *, resume: bool = False) -> Path:
         with report.live(loop.update):
             loop.run()
             finish(loop, config, rewards)
+        if main:
+            watch.write(folder)  # the run's report
         parallel.finish(loop.accelerator)
     return folder / "adapter"
 
@@ -272,7 +284,7 @@ def evaluator(
     accelerator: Accelerator,
 ) -> Callable[[], tuple[float, EvalReport]] | None:
     """What the loop calls to score the current adapter on held-out prompts."""
-    from flowalign import samples
+    from flowalign import snapshots
     from flowalign.eval import suite
 
     if config.evaluation is None or not config.evaluates:
@@ -285,7 +297,7 @@ def evaluator(
     def evaluate() -> tuple[float, EvalReport]:
         report = suite.run(
             backbone, sets, settings, accelerator,
-            seconds=seconds, max_invalid_share=share, shown=samples.HELD_OUT,
+            seconds=seconds, max_invalid_share=share, shown=snapshots.HELD_OUT,
         )  # fmt: skip
         return suite.headline(report, benchmarks), report
 
@@ -309,6 +321,7 @@ def held_out(config: TrainingStage, rewards: Mapping[str, Reward]) -> list[Bench
 def finish(loop: Loop, config: TrainingStage, rewards: Mapping[str, Reward]) -> None:
     """After the last update: the metrics plot, the model card and the before/after grid."""
     from flowalign import trackers
+    from flowalign.before_after import before_after
     from flowalign.pictures import metrics_plot
     from flowalign.publish.card import write_card
 
@@ -318,50 +331,6 @@ def finish(loop: Loop, config: TrainingStage, rewards: Mapping[str, Reward]) -> 
         write_card(folder, config, sys.argv)
     if config.evaluates and (main or loop.backbone.sharded):  # sharded: all must sample
         path = folder / "before_after.png" if main else None
-        compare(loop.backbone, config, rewards, path)
+        before_after(loop.backbone, config, held_out(config, rewards), path)
         if path:
             trackers.image(loop.accelerator, path.stem, path, loop.update)
-
-
-def compare(
-    backbone: Backbone,
-    config: TrainingStage,
-    rewards: Mapping[str, Reward],
-    path: Path | None,
-    count: int = 16,
-) -> None:
-    """Draw base and result on the same held-out prompts and seeds. path None: only sample."""
-    from flowalign import metrics
-    from flowalign.data import subset
-    from flowalign.eval.suite import generate
-    from flowalign.loop import STUDENT
-    from flowalign.pictures import read_metrics, side_by_side
-    from flowalign.rewards.scoring import Ahead, ByTask
-
-    settings = config.evaluation_sampling
-    backbone.replace_adapter(STUDENT, Path(config.output) / "adapter")
-    benchmark = held_out(config, rewards)[0]
-    prompts = subset(benchmark.prompts, count)
-    with backbone.base():
-        before = generate(backbone, prompts, settings)
-    after = generate(backbone, prompts, settings)
-    if path is None:
-        return
-    captions, scoring = [], Ahead(ByTask(rewards), config.train.score_seconds)
-    for images in (before, after):  # in a thread: a reward that hangs must not stop the run
-        scoring.submit(images, prompts)
-    for scores in scoring.answers():
-        value = scores.parts.get(benchmark.headline or "", scores.value)
-        captions.append(
-            [f"{p}\n{v:.2f}" for p, v in zip(prompts.prompts, value.tolist(), strict=True)]
-        )
-    scoring.forget()
-    headlines = read_metrics(path.parent / "metrics.jsonl")[metrics.HEADLINE]
-    (update, first), best = headlines[0], max(value for _, value in headlines)
-    # an evaluation of the base that lost images is not among them
-    change = f"{first:.3f} -> {best:.3f}" if update == 0 else f"{best:.3f}"
-    title = (
-        f"{path.parent.name}: base above, trained below, same prompts and noise. "
-        f"On all held-out prompts: {change}"
-    )
-    side_by_side(path, (list(before), list(after)), captions, title=title)

@@ -2,9 +2,10 @@
 
 A reward is any `flowalign.types.Reward`. A name is looked up, in this order, among the rewards
 registered in this process, the REWARDS table, the installed entry points of the group
-"flowalign.rewards", and last as a dotted path "package.module:attribute". The name stands for
-either a factory (a class or function that takes the options and returns a Reward), or a plain
-function (images, prompts, metadata, **options) -> Scores, which is itself the reward.
+"flowalign.rewards", and last as a dotted path "package.module:attribute". Its module is one that
+Python finds, else one in the current folder, else one beside the config. The name stands for either
+a factory (a class or function that takes the options and returns a Reward), or a plain function
+(images, prompts, metadata, **options) -> Scores, which is itself the reward.
 The annotations of a factory's options are checked when a config is read (`options.check_call`).
 A reward that computes with torch may take the option `device`; runs fill it in (`build_on`).
 A reward whose attribute `groupwise` is true is called with all images of one prompt at a time.
@@ -27,8 +28,10 @@ import functools
 import importlib
 import inspect
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -41,7 +44,7 @@ from flowalign.types import Metadata, Reward
 
 __all__ = [
     "REWARDS", "build", "build_on", "check", "check_prompts", "describe", "is_groupwise",
-    "leaves", "load",
+    "leaves", "load", "look_beside",
     "missing_packages", "names", "placed", "register", "score",
 ]  # fmt: skip
 
@@ -66,6 +69,7 @@ REWARDS: dict[str, str] = {
 }
 
 _registered: dict[str, Callable[..., Any]] = {}
+_beside: list[Path] = []  # folders of configs, the latest first
 _INPUTS = ["images", "prompts", "metadata"]  # a function that begins so is itself the reward
 
 
@@ -200,6 +204,12 @@ def describe(reward: Any) -> dict[str, Any]:
         return name | {"describe": f"{type(error).__name__}: {error}"}
 
 
+def look_beside(config: str | Path) -> None:
+    """Let dotted paths name modules that lie beside this config file. Commands call it."""
+    folder = Path(config).absolute().parent
+    _beside[:] = [folder, *(other for other in _beside if other != folder)]
+
+
 def load(path: str, what: str = "reward") -> Any:
     """The object at a dotted path "package.module:attribute".
 
@@ -207,6 +217,7 @@ def load(path: str, what: str = "reward") -> Any:
     ImportError that the module itself causes (a missing dependency) passes through.
     """
     module_name, _, attribute = path.partition(":")
+    _make_importable(module_name)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -214,8 +225,8 @@ def load(path: str, what: str = "reward") -> Any:
         if missing != module_name and not module_name.startswith(missing + "."):
             raise
         raise ValueError(
-            f"{what} {path!r}: there is no module {missing!r}. "
-            "Install it, or put its folder on PYTHONPATH."
+            f"{what} {path!r}: there is no module {missing!r}. Install it, or put it into the "
+            "current folder or beside the config."
         ) from error
     try:
         return functools.reduce(getattr, attribute.split("."), module)
@@ -224,6 +235,20 @@ def load(path: str, what: str = "reward") -> Any:
         raise ValueError(
             f"{what} {path!r}: {module_name} has no {attribute!r}{suggestion(attribute, have)}."
         ) from error
+
+
+def _make_importable(module: str) -> None:
+    """Where Python finds no such module, but the current folder or that of a config has one, put
+    that folder on the path, for whatever else it imports and for processes that are started. At
+    its end: a file of the user's must not hide a module that a library imports later."""
+    if installed(module.partition(".")[0]):
+        return
+    for folder in (Path.cwd(), *_beside):
+        file = folder.joinpath(*module.split("."))
+        if file.with_suffix(".py").is_file() or (file / "__init__.py").is_file():
+            sys.path.append(str(folder))
+            importlib.invalidate_caches()  # the file may be younger than Python's list of them
+            return
 
 
 def _find(name: str) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ from flowalign.losses import clip_fraction, kl_factors, policy_loss
 from flowalign.parallel import Means
 from flowalign.rewards.scoring import Ahead, ByTask
 from flowalign.rollout import Schedule
-from flowalign.samples import note
+from flowalign.snapshots import note
 from flowalign.types import PromptBatch, Reward, Rollout, Scores, StepLoss
 
 

@@ -20,6 +20,7 @@ from flowalign.config import (
     Stage,
     TrainingStage,
     load,
+    overlay,
     parse,
     read,
     to_yaml,
@@ -93,6 +94,12 @@ def test_overrides_reach_items_and_closed_sections() -> None:
     assert parse(raw(), ["evaluation=null"]).evaluation is None
 
 
+def test_an_item_of_a_list_is_reached_by_its_name() -> None:
+    tasks = [{**TASK, "name": name} for name in ("signs", "1", "photos")]
+    config = parse(raw(tasks=tasks), ["tasks.photos.weight=8", "tasks.1.weight=3"])
+    assert [task.weight for task in config.tasks] == [1, 3, 8]
+
+
 def test_overrides_leave_the_given_mapping_alone() -> None:
     data = raw(optimizer={"lr": 1e-4})
     parse(data, ["optimizer.lr=1", "tasks.0.weight=3"])
@@ -103,7 +110,8 @@ def test_a_wrong_override_is_refused() -> None:
     cases = {
         "optimizer.lr": "want key.path=value",
         ".lr=1": "want key.path=value",
-        "tasks.1.weight=2": "tasks has 1 items, from 0, and no '1'",
+        "tasks.1.weight=2": "tasks: no item '1'; it has 1 items, from 0, named ocr",
+        "tasks.orc.weight=2": "Did you mean 'ocr'?",
         "stage.x=2": "stage is the text 'grpo', which has no keys",
         "seed=[1": "the value is not YAML",
         "optimizer.rl=1": "optimizer.rl: unknown key. Did you mean `lr`?",
@@ -435,7 +443,8 @@ def test_four_bits_are_refused_where_they_cannot_be_had(
     rewards: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = parse(raw(model={"id": "tiny", "quantization": "nf4"}, evaluation=None))
-    for missing, text in ((None, "[gpu]"), (object(), "torch sees none")):
+    there = SimpleNamespace(origin="there")
+    for missing, text in ((None, "[gpu]"), (there, "torch sees none")):
         monkeypatch.setattr(
             "flowalign.packages.importlib.util.find_spec", lambda name, m=missing: m
         )
@@ -464,6 +473,31 @@ def test_a_file_is_laid_over_the_one_it_uses_section_by_section(tmp_path: Path) 
     found = read(tmp_path / "top.yaml")
     assert found["model"] == {"id": "tiny", "height": 32, "width": 32}
     assert found["evaluation"] is None and "use" not in found and found["output"] == "o"
+
+
+def test_a_layer_reaches_the_items_of_a_list_by_their_names(tmp_path: Path) -> None:
+    files(
+        tmp_path,
+        base="tasks: [{name: a, prompts: a.txt}, {name: b, prompts: b.txt, weight: 2}]\n",
+        top="use: base.yaml\ntasks: {b: {weight: 5}, 0: {weight: 3}}\n",
+        wrong="use: base.yaml\ntasks: {c: {weight: 5}}\n",
+    )
+    assert read(tmp_path / "top.yaml")["tasks"] == [
+        {"name": "a", "prompts": "a.txt", "weight": 3},
+        {"name": "b", "prompts": "b.txt", "weight": 5},
+    ]
+    with pytest.raises(ConfigError, match=r"wrong\.yaml: 1 problem\n  - tasks: no item 'c'.*a, b"):
+        read(tmp_path / "wrong.yaml")
+    options = {"gated": [1, 2]}  # a list without names is replaced, as any other value
+    assert overlay(options, {"gated": {"by": 1}}) == {"gated": {"by": 1}}
+
+
+def test_one_thing_that_is_wrong_in_many_places_is_one_line() -> None:
+    error = ConfigError(["a.prompts: no file x", "b: no file y", "c.prompts: no file x"], "run")
+    assert error.problems[2] == "c.prompts: no file x"
+    assert str(error) == "run: 2 problems\n  - a.prompts, c.prompts: no file x\n  - b: no file y"
+    (line,) = ConfigError([f"{place}: no file x" for place in "abcd"]).lines
+    assert line == "a, b and 2 more places: no file x"
 
 
 @pytest.mark.parametrize(
@@ -504,6 +538,7 @@ def test_a_variant_changes_the_stage_it_is_for_and_overrides_come_after(tmp_path
         ("grpo: 3", "grpo: got the whole number 3; want"),
         ("[1]", "got the list [1]; want"),
         ("grpo: {rolout: {}}", "rolout: unknown key. Did you mean `rollout`"),
+        ("grpo: {tasks: {orc: {weight: 2}}}", "tasks: no item 'orc'"),
     ],
 )
 def test_a_wrong_variant_is_refused(tmp_path: Path, text: str, said: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import flowalign.data
 from flowalign import train
-from flowalign.data import PromptError, PromptSampler, load_prompts, subset
+from flowalign.data import PromptError, PromptSampler, load_prompts, spread, spread_text, subset
 from flowalign.types import PromptBatch
 
 
@@ -114,6 +114,25 @@ def test_a_missing_set_names_its_nearest_neighbour(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").touch()
     with pytest.raises(PromptError, match=r"Did you mean '.*/train\.jsonl'"):
         load_prompts(tmp_path / "trian.jsonl", "t")
+
+
+def test_a_missing_set_that_a_command_writes_names_the_command(tmp_path: Path) -> None:
+    (tmp_path / "geneval_train.jsonl").touch()
+    for name, command in (
+        ("geneval_test.jsonl", "data fetch geneval"),
+        ("geneval_val.jsonl", "data generate geneval"),
+        ("t2i_compbench/color_val.txt", "data fetch t2i_compbench"),
+    ):
+        with pytest.raises(PromptError, match=f"`flowalign {command} --out {tmp_path}") as caught:
+            load_prompts(tmp_path / name, "t")
+        assert "Did you mean" not in str(caught.value)
+
+
+def test_a_training_set_is_no_replacement_for_a_test_set(tmp_path: Path) -> None:
+    (tmp_path / "signs_train.txt").touch()
+    with pytest.raises(PromptError) as caught:
+        load_prompts(tmp_path / "signs_test.txt", "t")
+    assert "Did you mean" not in str(caught.value) and "signs_train.txt" in str(caught.value)
 
 
 def test_tiny_names_a_set_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,3 +250,22 @@ def test_a_run_evaluates_every_tag_of_a_sorted_file(random_model: str, tmp_path:
     (mark,) = train.held_out(found, {"red": fakes.redness})
     tags = Counter(row["tag"] for row in mark.prompts.metadata)
     assert tags.keys() == GENEVAL_TAGS.keys() and min(tags.values()) >= 18
+
+
+@pytest.mark.parametrize(
+    ("total", "count", "places", "text"),
+    [
+        (192, 8, list(range(0, 192, 24)), "8 of 192 prompts, every 24th"),
+        (6, 3, [0, 2, 4], "3 of 6 prompts, every 2nd"),
+        (66, 3, [0, 22, 44], "3 of 66 prompts, every 22nd"),
+        (36, 3, [0, 12, 24], "3 of 36 prompts, every 12th"),
+        (10, 3, [0, 3, 6], "3 of 10 prompts, every 3rd"),
+        (10, 4, [0, 2, 5, 7], "4 of 10 prompts, evenly spaced"),
+        (4, 3, [0, 1, 2], "the first 3 of 4 prompts"),
+        (5, 1, [0], "the first 1 of 5 prompts"),
+        (3, 8, [0, 1, 2], "all 3 prompts"),
+    ],
+)
+def test_the_prompts_of_a_picture_are_chosen_by_their_place(total, count, places, text) -> None:
+    assert spread(total, count) == places
+    assert spread_text(places, total) == text

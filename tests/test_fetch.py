@@ -19,7 +19,7 @@ from flowalign.cli import main
 from flowalign.data import load_prompts
 from flowalign.prompts.fetch import FetchError, fetch
 from flowalign.prompts.held_out import digest
-from flowalign.prompts.sources import SOURCES, File, Source
+from flowalign.sources import SOURCES, File, Source, commands
 from flowalign.types import PromptBatch
 
 SETS = [parent / "shared" / "data" for parent in Path(__file__).resolve().parents]
@@ -287,3 +287,13 @@ def test_the_command_names_its_failure(site: Site, tmp_path: Path, monkeypatch, 
     assert "flowalign data: " in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["data", "fetch", "drawbnech"])
+
+
+def test_the_commands_that_write_a_file_are_known() -> None:
+    assert commands("data/ocr_test.txt") == ["flowalign data fetch ocr"]
+    assert commands("data/ocr_val.txt") == [
+        "flowalign data generate ocr",
+        "flowalign data fetch ocr_train",
+    ]
+    assert commands("sets/drawbench.txt") == ["flowalign data fetch drawbench --out sets"]
+    assert commands("data/mine.txt") == []

@@ -25,6 +25,7 @@ def fake(site: Path, name: str, version: str, entry: str, **files: str) -> None:
     folder = site / f"{name.replace('-', '_')}-{version}.dist-info"
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (folder / "WHEEL").write_text("Wheel-Version: 1.0")
     (folder / "entry_points.txt").write_text(f"[console_scripts]\nflowalign = {entry}\n")
     for file, text in files.items():
         (folder / file.replace("_json", ".json")).write_text(text)
@@ -55,6 +56,8 @@ def test_an_installed_distribution_is_asked_for_its_extra_by_name(site: Path) ->
 
 
 def test_a_checkout_that_is_not_installed_is_named_by_its_folder(site: Path) -> None:
+    (site / "flowalign_t2i.egg-info").mkdir()  # of a past build
+    (site / "flowalign_t2i.egg-info" / "PKG-INFO").write_text("Name: flowalign-t2i\nVersion: 0.1.0")
     assert packages.install_command("uvicorn") == f"pip install -e '{ROOT}[serve]'"
 
 
@@ -72,22 +75,19 @@ def test_another_project_of_the_import_name_is_noticed(site: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ours", "source"),
+    ("root", "files", "source"),
     [
-        (None, f"-e '{ROOT}'"),
-        ("", "flowalign-t2i"),
-        ('{"url": "file:///a%20b", "dir_info": {"editable": true}}', "-e '/a b'"),
-        ('{"url": "file:///a.whl", "archive_info": {}}', "'/a.whl'"),
-        ('{"url": "https://x/a.whl"}', "'https://x/a.whl'"),
+        (ROOT, {}, f"-e '{ROOT}'"),
+        (Path("/nowhere"), {}, "flowalign-t2i"),
+        (Path("/nowhere"), {"direct_url_json": '{"url": "file:///a.whl"}'}, "'file:///a.whl'"),
     ],
 )
 def test_the_remedy_installs_this_one_from_where_it_came(
-    site: Path, ours: str | None, source: str
+    site: Path, monkeypatch: pytest.MonkeyPatch, root: Path, files: dict[str, str], source: str
 ) -> None:
+    monkeypatch.setattr(packages, "ROOT", root)
     fake(site, "flowalign", "0.11", "flowalign:__main__.main")
-    if ours is not None:
-        files = {"direct_url_json": ours} if ours else {}
-        fake(site, packages.DISTRIBUTION, "0.1.0", packages.OURS, **files)
+    fake(site, packages.DISTRIBUTION, "0.1.0", packages.OURS, **files)
     problem = packages.other_project() or ""
     assert "0.11" in problem and str(site) in problem
     assert f"--no-deps {source}`" in problem

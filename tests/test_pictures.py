@@ -1,7 +1,9 @@
 """The gallery: every image in its place, under its model's name and beside its prompt."""
 
+import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,8 @@ import torch
 from PIL import Image
 
 import flowalign
-from flowalign.pictures import gallery, metrics_plot
+from flowalign import pictures
+from flowalign.pictures import Block, Row, comparison, gallery, metrics_plot
 
 COLOURS = torch.tensor(
     [[[220, 0, 0], [0, 180, 0], [0, 0, 240]], [[240, 200, 0], [0, 200, 200], [150, 0, 150]]]
@@ -97,3 +100,66 @@ def test_a_run_that_logs_nothing_but_its_loss_has_a_plot(tmp_path: Path):
     )
     metrics_plot(tmp_path / "metrics.jsonl", tmp_path / "metrics.png")
     assert (tmp_path / "metrics.png").stat().st_size > 1000
+
+
+# A comparison ------------------------------------------------------------------------------------
+
+
+def block(title: str, scores: list[float]) -> Block:
+    rows = [
+        Row(name, images, {"judge": scores}, {"judge": 0.25}) for name, images in models().items()
+    ]
+    return Block(title, PROMPTS, rows)
+
+
+def test_models_of_a_comparison_are_rows_and_blocks_stand_below_one_another(tmp_path: Path) -> None:
+    comparison(tmp_path / "one.png", [block("a", [0, 1, 0])], title="T")
+    comparison(tmp_path / "two.png", [block("a", [0, 1, 0]), block("b", [0, 1, 0])], title="T")
+    with Image.open(tmp_path / "one.png") as one, Image.open(tmp_path / "two.png") as two:
+        picture, taller = one.convert("RGB"), two.convert("RGB")
+    assert picture.width == taller.width and taller.height > 1.7 * picture.height
+    places = np.array([[place(picture, COLOURS[m, p]) for p in range(3)] for m in range(2)])
+    rows, columns = places[..., 0], places[..., 1]
+    assert np.ptp(rows, 1).max() < 2 and (np.diff(rows, axis=0) > 100).all()
+    assert np.ptp(columns, 0).max() < 2 and (np.diff(columns, axis=1) > 100).all()
+
+
+def test_a_row_has_the_mean_of_what_is_shown_and_the_number_of_the_whole_set() -> None:
+    row = Row("m", [], {"a": [0.5, float("nan"), 1.0]}, {"a": 0.25})
+    assert row.means == "shown 0.75\nall 0.25" and row.captions == ["0.50", "failed", "1.00"]
+    both = Row("m", [], {"a": [0.5], "b": [2.0]}, {"a": 0.25, "b": float("nan")})
+    assert both.means == "a\nshown 0.50\nall 0.25\nb\nshown 2.00"
+    assert both.captions == ["0.50\n2.00"]
+
+
+# The metrics -------------------------------------------------------------------------------------
+
+
+def drawn_steps(tmp_path: Path, *, anew: bool) -> dict[str, pictures._Panel]:
+    """A log whose distance halves over 40 updates, and is ten times larger at step 1."""
+    lines = []
+    for update in range(40):
+        step = update % 3 % 2 if anew else 0
+        size = (10 if step else 1) * 0.5 ** (update / 40)
+        lines.append({"update": update, f"weight/step_{step}": 1.0, "distill": size,
+                      "kl/task": size, f"kl/step_{step}": size})  # fmt: skip
+    log = tmp_path / "metrics.jsonl"
+    log.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    metrics_plot(log, tmp_path / "metrics.png", "title")
+    assert (tmp_path / "metrics.png").stat().st_size > 1000
+    return {panel.title: panel for panel in pictures._panels(pictures.read_metrics(log))}
+
+
+def test_a_distance_is_compared_with_that_of_the_same_step_only(tmp_path: Path) -> None:
+    panels = drawn_steps(tmp_path, anew=True)
+    for title, curve in (("distance to teacher and anchor", "distill"),
+                         ("KL to the teacher, by task", "task")):  # fmt: skip
+        values = [value for _, value in panels[title].curves[curve]]
+        assert len(values) == 40 and 1.3 < values[0] < 1.6 and 0.6 < values[-1] < 0.8
+        assert max(abs(b - a) for a, b in pairwise(values)) < 0.1  # a step does not show
+    assert list(panels["KL to the teacher, by step"].curves) == ["step_0", "step_1"]
+
+
+def test_a_distance_of_the_same_steps_is_drawn_as_it_is(tmp_path: Path) -> None:
+    panels = drawn_steps(tmp_path, anew=False)
+    assert panels["KL to the teacher, by task"].curves["task"][0] == (0, 1.0)

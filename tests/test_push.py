@@ -180,6 +180,17 @@ def test_an_adapter_of_stable_diffusion_has_the_licence_of_its_base(
     assert licence("tiny") == {"license": "apache-2.0"} and licence("me/sd") == {}
 
 
+def test_the_python_of_a_card_loads_the_adapter(trained: Path) -> None:
+    """With flowalign, and with diffusers alone."""
+    text = ModelCard.load(trained / "adapter" / "README.md").text
+    blocks = re.findall(r"```python\n(.+?)```", text, re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        names: dict[str, Any] = {}
+        exec(block, names)
+        assert names["pipe"].get_list_adapters()
+
+
 def test_a_card_names_the_licences_of_what_the_rewards_use() -> None:
     """Of the options that were given, and of the rewards that a reward is made of."""
     official = {"detector": "tiny", "reward": "official"}

@@ -204,6 +204,13 @@ def test_the_page_shows_every_kept_image_of_every_model(text: str, results: Resu
     assert {base64.b64decode(source.partition(",")[2]) for source in sources} == set(kept)
 
 
+def test_the_page_says_which_prompts_it_shows_and_has_the_scores_of_the_others(text: str):
+    assert text.count("the first 3 of 4 prompts") == 2  # one per benchmark
+    assert text.count("The scores of the other 1 prompts") == 2
+    others = text.split('class="others"')[1]
+    assert ">nothing<small>3, b<" in others and ">failed<" in others and "two stars" not in others
+
+
 def test_the_page_has_the_numbers_the_conditions_and_safe_text(text: str):
     for part in ("T &lt; 1", "Seed 7.", "stage: eval", "student − ocr", "2 images", "value 0.9"):
         assert part in text
@@ -213,8 +220,9 @@ def test_the_page_has_the_numbers_the_conditions_and_safe_text(text: str):
 
 def test_models_disagree_where_scores_are_far_apart_or_missing(results: Results):
     lines = report.lines(results, MARKS[0])
-    assert [line.disagree for line in lines] == [False, True, False]
-    assert [line.disagree for line in report.lines(results, MARKS[1])] == [True, False, False]
+    assert [line.disagree for line in lines] == [False, True, False, True]
+    grades = report.lines(results, MARKS[1])
+    assert [line.disagree for line in grades] == [True, False, False, False]
     assert report.disagree([0.5, NAN], 1) and not report.disagree([NAN, NAN], 1)
     assert not report.disagree([0.5, 0.5], 0)
     assert [cell.level for (cell,) in lines[1].cells] == [0, 100, 100]
@@ -300,7 +308,8 @@ def test_a_large_image_is_reduced_for_the_page(results: Results):
     large = png(torch.rand(3, 300, 600))
     rows = results.judged["base"]["ocr"].rows
     single = Results(MARKS[1:], {"base": {"ocr": Judged(rows, [large])}}, {})
-    (line,) = report.lines(single, MARKS[1])
+    line, *others = report.lines(single, MARKS[1])
+    assert [line.pictured, *(other.pictured for other in others)] == [True, False, False, False]
     assert len(base64.b64decode(line.cells[0][0].source.partition(",")[2])) < len(large) / 3
 
 
@@ -317,7 +326,8 @@ def test_published_numbers_stand_beside_the_model_that_they_are_of(results: Resu
 
 def test_a_verdict_is_told_apart_from_its_absence(results: Results):
     failed = [[cell.failed for (cell,) in line.cells] for line in report.lines(results, MARKS[0])]
-    assert failed == [[False, False, False], [True, False, False], [False, False, False]]
+    assert failed[:3] == [[False, False, False], [True, False, False], [False, False, False]]
+    assert failed[3] == [True, True, True]
     graded = [[cell.failed for (cell,) in line.cells] for line in report.lines(results, MARKS[1])]
     assert graded[0] == [True, True, False]  # of .1 to .9
     assert report.lines(results, MARKS[0])[0].cells[0][0].reason == "saw <1>"
@@ -336,29 +346,31 @@ def browse(text: str, folder: Path, chosen: str) -> str:
 
 @needs_chromium
 @pytest.mark.parametrize(
-    ("chosen", "shown"),
+    ("chosen", "shown", "pictured"),
     [
-        ("", 6),
-        ("benchmark=ocr", 3),
-        ("failed=base&benchmark=geneval", 1),
-        ("search=RED", 2),
-        ("disagree=yes&benchmark=geneval", 1),
-        ("search=nothing+like+it", 0),
+        ("", 8, 6),
+        ("benchmark=ocr", 4, 3),
+        ("failed=base&benchmark=geneval", 2, 1),
+        ("search=RED", 2, 2),
+        ("disagree=yes&benchmark=geneval", 2, 1),
+        ("search=nothing+like+it", 0, 0),
     ],
 )
 def test_a_browser_filters_and_shows_every_image_without_a_network(
-    text: str, tmp_path: Path, chosen: str, shown: int
+    text: str, tmp_path: Path, chosen: str, shown: int, pictured: int
 ):
     """The view that the address asks for; images that load have a width."""
     html = browse(text, tmp_path, chosen)
-    assert f'<span id="count">{shown} prompts</span>' in html
+    assert f'<span id="count">{shown} prompts, {pictured} with images</span>' in html
     assert "<title>18</title>" in html
 
 
 @needs_chromium
 def test_a_browser_shows_an_image_to_every_judge_and_a_failure_among_copies(tmp_path: Path):
     html = browse(page(shared(), "tiny"), tmp_path, "failed=base&benchmark=x_right")
-    assert '<span id="count">2 prompts</span>' in html  # one image of the first, both of the second
+    assert (
+        '<span id="count">2 prompts, 2 with images</span>' in html
+    )  # one image of the first, both of the second
     assert "<title>16</title>" in html
 
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -111,3 +112,31 @@ def test_the_base_is_in_the_middle(tmp_path: Path) -> None:
     for key in (("geneval", "overall"), ("ocr", "reward")):
         assert 0.35 <= found[key]["mean"] <= 0.65
         assert found[key]["n"] >= 500
+
+
+@pytest.mark.slow
+def test_the_demo_leaves_the_pictures_that_it_names_and_readmes_are_drawn_from_it(
+    tmp_path: Path,
+) -> None:
+    """In small: one rollout of 8 images, and 9 prompts per task, of which 8 are shown."""
+    limits = ", ".join(f"benchmarks.{i}.limit=9" for i in range(3))
+    small = ["stages.student.train.updates=1", "stages.student.rollout={prompts: 8}",
+             "stages.student.optimizer={updates_per_rollout: 1}",
+             f"stages.table.set=[{limits}]", "stages.table.fidelity=null"]  # fmt: skip
+    done = command("flowalign.cli", "demo", "--output", f"{tmp_path}/demo", *small)
+    assert done.returncode == 0, done.stderr
+    named = [Path(word) for word in done.stdout.split() if word.startswith(f"{tmp_path}/demo/")]
+    files = {path for path in named if path.suffix in (".png", ".html")}
+    assert {path.name for path in files} == {"grid.png", "report.html", "metrics.png"}
+    for path in files:
+        assert path.stat().st_size > 10_000
+    page = (tmp_path / "demo" / "table" / "report.html").read_text()
+    assert "all 9 prompts" in page
+    results = json.loads((tmp_path / "demo" / "table" / "results.json").read_text())
+    block = runpy.run_path(str(ROOT / "scripts" / "docs" / "pictures.py"))["block"]
+    drawn = block(tmp_path / "demo" / "table", results, "ocr")
+    assert [row.name for row in drawn.rows][1:] == ["OCR teacher", "merge of the three", "student"]
+    for row in drawn.rows:
+        assert len(row.images) == len(drawn.prompts) == 8
+    model = next(row for row in results["models"]["flow_opd"]["rows"] if row["benchmark"] == "ocr")
+    assert drawn.rows[3].numbers["ocr"] == pytest.approx(model["mean"])

@@ -20,7 +20,7 @@ from browser import dom, needs_chromium
 from flowalign.config import STAGES, Section
 
 ROOT = documents.ROOT
-INCLUDED = re.compile("^(--8<-- |::: )", re.MULTILINE)  # filled in by the build
+INCLUDED = re.compile("^(--8<-- |::: |<!-- README)", re.MULTILINE)  # filled in by the build
 
 
 @pytest.fixture(scope="session")
@@ -81,6 +81,15 @@ def test_the_site_reads_a_page_as_github_does(site: Path) -> None:
         }
         counted = {tag: len(re.findall(rf"<{tag}\b", article)) for tag in wanted}
         assert counted == wanted, name
+
+
+@pytest.mark.slow
+def test_the_first_page_begins_as_readme_does(site: Path) -> None:
+    page = squeezed("".join(Resources((site / "index.html").read_text(encoding="utf-8")).text))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## ")[0]
+    plain = re.sub(r"!\[.*?\]\(.*?\)|\]\(.*?\)|[*#\[]|^\d\. ", "", readme, flags=re.MULTILINE)
+    for paragraph in plain.split("\n\n"):
+        assert squeezed(paragraph) in page, paragraph
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def benchmark(images: int = 1, reward: Any = None) -> Benchmark:
     return Benchmark("x", batch, reward or Watched(), images)
 
 
-def store(folder: Path, *, rank: int = 0, kept: int | None = None, **scores: Any) -> Store:
+def store(folder: Path, *, rank: int = 0, kept: set[int] | None = None, **scores: Any) -> Store:
     result = Store(folder, {"seed": 7}, {"x": scores}, rank=rank, kept=kept)
     result.check()
     result.prepare()
@@ -89,7 +89,9 @@ def test_a_copy_has_its_own_noise_and_the_first_is_that_of_a_run_with_one(backbo
     assert places == [(p, c) for p in range(5) for c in range(3)]
     assert [row["prompt"] for row in three.rows] == [p for p in PROMPTS for _ in range(3)]
     assert [row["value"] for row in three.rows[::3]] == [row["value"] for row in one.rows]
-    assert len(three.pictures) == 6 and three.pictures[::3] == one.pictures[:2]
+    assert (
+        len(three.pictures) == 6 and three.pictures[::3] == one.pictures[0:3:2]
+    )  # prompts 0 and 2
     assert len({row["value"] for row in three.rows}) == 15
 
 
@@ -217,10 +219,10 @@ def test_without_its_images_a_store_samples_only_what_has_no_row(
 ):
     monkeypatch.setattr(Watched, "stop", 3)
     with pytest.raises(KeyboardInterrupt):
-        judge(backbone, benchmark(), store=store(tmp_path / "s", kept=1))
+        judge(backbone, benchmark(), store=store(tmp_path / "s", kept={0}))
     assert [path.name for path in tmp_path.glob("s/*.png")] == ["00000_0.png"]
     sampled.clear()
-    again = judge(backbone, benchmark(), store=store(tmp_path / "s", kept=1))
+    again = judge(backbone, benchmark(), store=store(tmp_path / "s", kept={0}))
     assert sampled == PROMPTS[4:] and again.rows == judge(backbone, benchmark()).rows
 
 

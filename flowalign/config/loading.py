@@ -9,7 +9,9 @@ texts of the command line. The layers of a recipe's stage are: the file that its
 keys beside `use`, the recipe's model, the recipe's variant, the recipe's output and seed (a seed
 beside `use` stays), the texts of its `set`. The command line of a recipe changes the recipe, so it
 reaches a stage as one of the keys beside `use`: `stages.NAME.train.updates=3`.
-A text replaces what is at its path, even a whole section; items of a list are named by index.
+A text replaces what is at its path, even a whole section. An item of a list is named by its `name`
+or its index (`benchmarks.geneval.limit=8`, `benchmarks.0.limit=8`), and so it is in a layer:
+`tasks: {ocr: {weight: 2}}` over a list of tasks changes the one that is named ocr.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ def load(
         if problems:
             raise ConfigError(problems, str(variant))
         kind = str(data.get("stage"))
-        data = overlay(data, {"variant": keys} if kind == "recipe" else keys.get(kind, {}))
+        keys = {"variant": keys} if kind == "recipe" else keys.get(kind, {})
+        data = overlay(data, keys, source=str(variant))
     return parse(data, overrides, source=str(path), stage=stage)
 
 
@@ -86,19 +89,53 @@ def read(path: str | Path, above: Sequence[Path] = ()) -> Any:
     if (path.parent / name).resolve() in (chain := [*above, path.resolve()]):
         raise ConfigError([f"use: {name} leads back to itself. Break the circle."], str(path))
     base = read(path.parent / name, chain)
-    return overlay(base if isinstance(base, Mapping) else {}, own)
+    return overlay(base if isinstance(base, Mapping) else {}, own, source=str(path))
 
 
-def overlay(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """The layers, each laid over those before it, section by section."""
+def overlay(*layers: Mapping[str, Any], source: str = "config", place: str = "") -> dict[str, Any]:
+    """The layers, each laid over those before it, section by section; keys over a list of items
+    with names change these items. ConfigError for an item that is not in the list.
+
+    source, place: of the last layer, for the error: its file, and where the layers lie in it.
+    """
     whole: dict[str, Any] = {}
     for layer in layers:
         for key, value in layer.items():
-            old = whole.get(key)
-            if isinstance(old, Mapping) and isinstance(value, Mapping):
-                value = overlay(old, value)
+            old, where = whole.get(key), f"{place}{key}"
+            if isinstance(value, Mapping) and isinstance(old, Mapping):
+                value = overlay(old, value, source=source, place=f"{where}.")
+            elif isinstance(value, Mapping) and isinstance(old, list) and old and all(_names(old)):
+                items = {str(index): item for index, item in enumerate(old)}
+                own = {}
+                for name, item in value.items():
+                    if (index := _index(old, str(name))) is None:
+                        raise ConfigError([f"{where}: {_no_item(old, str(name))}"], source)
+                    own[str(index)] = item
+                value = [*overlay(items, own, source=source, place=f"{where}.").values()]
             whole[key] = value
     return whole
+
+
+def _names(items: Sequence[Any]) -> list[str | None]:
+    """The name of each item; None for one that has none."""
+    return [item.get("name") if isinstance(item, Mapping) else None for item in items]
+
+
+def _index(items: Sequence[Any], key: str) -> int | None:
+    """The place of the item with this index, or else with this name; None if there is none."""
+    if key.isdecimal() and int(key) < len(items):
+        return int(key)
+    names = _names(items)
+    return names.index(key) if key in names else None
+
+
+def _no_item(items: Sequence[Any], key: str) -> str:
+    """What is said of a key that names no item of a list."""
+    names = [str(name) for name in _names(items) if name is not None]
+    close = close_to(key, names)
+    possible = f", named {', '.join(names)}" if names else ""
+    hint = f" Did you mean {close!r}?" if close else ""
+    return f"no item {key!r}; it has {len(items)} items, from 0{possible}.{hint}"
 
 
 def assignments(texts: Sequence[str]) -> dict[str, Any]:
@@ -190,9 +227,9 @@ def _assign(data: dict[str, Any], text: str) -> str | None:
         name, last = ".".join(keys[:depth]), depth == len(keys) - 1
         place: Any = key
         if isinstance(here, list):
-            if not key.isdecimal() or int(key) >= len(here):
-                return f"override {text!r}: {name} has {len(here)} items, from 0, and no {key!r}."
-            place = int(key)
+            place = _index(here, key)
+            if place is None:
+                return f"override {text!r}: {name}: {_no_item(here, key)}"
         elif not isinstance(here, dict):
             return f"override {text!r}: {name} is {_shown(here)}, which has no keys."
         elif not last and here.get(key) is None:  # a section that is off or not given

@@ -50,12 +50,23 @@ ADAPTER = "pytorch_lora_weights.safetensors"  # what an adapter folder holds
 
 
 class ConfigError(ValueError):
-    """A config that cannot be run; `problems` holds one text for each thing wrong with it."""
+    """A config that cannot be run; `problems` holds one text for each place where it is wrong, and
+    `lines` one for each thing that is: a file that is missing in many places is one line."""
 
     def __init__(self, problems: Sequence[str], source: str = "config") -> None:
         self.problems = list(problems)
-        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        super().__init__("\n  - ".join([f"{source}: {count}", *self.problems]))
+        places: dict[str, list[str]] = {}  # by what is wrong there
+        for problem in self.problems:
+            place, colon, text = problem.partition(": ")
+            places.setdefault(colon + text, []).append(place)
+        self.lines = [_places(where) + text for text, where in places.items()]
+        count = "1 problem" if len(self.lines) == 1 else f"{len(self.lines)} problems"
+        super().__init__("\n  - ".join([f"{source}: {count}", *self.lines]))
+
+
+def _places(names: Sequence[str]) -> str:
+    shown, more = (names, 0) if len(names) <= 3 else (names[:2], len(names) - 2)
+    return ", ".join(shown) + (f" and {more} more places" if more else "")
 
 
 def close_to(word: str, possible: Iterable[str], cutoff: float = 0.6) -> str | None:
@@ -367,8 +378,9 @@ class TrainConfig(Section):
     """With several processes, the run ends when one has waited this long for another; null = longer
     than all calls of a reward that hangs can take (30 days if score_seconds is null)."""
     trackers: list[Literal["tensorboard", "wandb"]] = ["tensorboard"]
-    """Where accelerate logs metrics, the config and sample grids. TensorBoard's files are in
-    <output>/tensorboard. A W&B run has the name of the output folder."""
+    """Where accelerate logs metrics, the config, sample grids and the tables of evaluations.
+    TensorBoard's files are in <output>/tensorboard. A W&B run has the name of the output folder; a
+    run that is resumed goes on in the same W&B run."""
     project: str = Field(default="flowalign", min_length=1)
     """Name of the project in the trackers."""
 
@@ -816,7 +828,7 @@ class ReportConfig(Section):
     title: str | None = Field(default=None, examples=["Flow-OPD on the tiny world"])
     """Its heading; null = the name of the base model."""
     images: Annotated[int, Field(ge=0)] = 24
-    """Number of first prompts of a benchmark whose images are shown."""
+    """Number of prompts of a benchmark whose images are shown, evenly spaced over the set."""
 
 
 class EvalStage(Stage):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flowalign import recipe
+from flowalign import recipe, rewards
 from flowalign.config import EvalStage, Stage, TrainingStage, assignments, load
 from flowalign.doctor import reward
 from flowalign.forecast.findings import Finding, fault, healthy, note, ok, show
@@ -39,6 +39,7 @@ def main(argv: Sequence[str]) -> int:
     log.setLevel(logging.ERROR)  # the findings say what failed
     try:
         if args.config:
+            rewards.look_beside(args.config)
             return examine(args)
         health = reward.diagnose(args.reward, assignments(args.options), args.count, args.size)
     except (ValueError, ImportError, OSError) as error:

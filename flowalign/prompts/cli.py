@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from flowalign.files import replacing
-
-DEFAULTS = {"geneval": (50_000, "data/geneval_train.jsonl"), "ocr": (20_000, "data/ocr_train.txt")}
+from flowalign.sources import GENERATED, SOURCES, validation_file
 
 
 def generate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Write training and validation prompts of our own, without the official test prompts."""
-    count, out = DEFAULTS[args.kind]
+    count, out = GENERATED[args.kind]
     lines_of = {"geneval": _geneval, "ocr": _ocr}[args.kind]
     training, validation, summary = lines_of(args.count or count, args)
     path = Path(args.out or out)
@@ -36,11 +35,6 @@ def generate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
             part.write_bytes(content)
     print(f"{summary}\n{path}\n{beside}: {len(validation)} others to validate with")
     return 0
-
-
-def validation_file(path: Path) -> Path:
-    """Where the validation prompts of a training set lie: x_val beside x_train, or beside x."""
-    return path.with_name(f"{path.stem.removesuffix('_train')}_val{path.suffix}")
 
 
 Sets = tuple[list[str], list[str], str]  # lines of the training and the validation set, a summary
@@ -88,7 +82,6 @@ def _ocr(count: int, args: argparse.Namespace) -> Sets:
 def fetch(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Get official sets from where they are published, with licence and checksum."""
     from flowalign.prompts.fetch import fetch as get
-    from flowalign.prompts.sources import SOURCES
 
     for number, name in enumerate(args.names):
         print(("\n" if number else "") + f"{name}: ", end="")
@@ -98,8 +91,6 @@ def fetch(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 def show(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """List the official sets: size, licence, source, checksums."""
-    from flowalign.prompts.sources import SOURCES
-
     for name, source in SOURCES.items():
         print(f"{name}: {source.prompts}")
         print(f"    {source.page}\n    licence: {source.licence}")
@@ -134,8 +125,6 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from flowalign.prompts.sources import SOURCES
-
     parser = argparse.ArgumentParser("flowalign data", description=(__doc__ or "").strip())
     commands = parser.add_subparsers(required=True, metavar="generate | fetch | list | check")
 
@@ -145,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         return made
 
     made = command("generate", generate)
-    made.add_argument("kind", choices=list(DEFAULTS))
+    made.add_argument("kind", choices=list(GENERATED))
     made.add_argument("--count", type=int, help="prompts (default: 50000 geneval, 20000 ocr)")
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--out", help="default: data/geneval_train.jsonl, data/ocr_train.txt; the "

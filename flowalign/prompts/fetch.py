@@ -21,7 +21,7 @@ from flowalign.files import replacing
 from flowalign.http import Client, Refused
 from flowalign.prompts.geneval import same_picture
 from flowalign.prompts.held_out import GENEVAL, OCR, digest
-from flowalign.prompts.sources import File, Source
+from flowalign.sources import File, Source
 from flowalign.types import PromptBatch
 
 MAX_BYTES = 64 * 2**20  # the largest, dpg_bench.csv, has 7.4 MB

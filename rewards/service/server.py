@@ -13,7 +13,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import uvicorn
@@ -23,7 +22,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from flowalign.images import to_float
-from flowalign.packages import DISTRIBUTION
+from flowalign.packages import DISTRIBUTION, version
 from flowalign.rewards import describe
 from flowalign.rewards.scoring import Worker, score
 from flowalign.rewards.service import wire
@@ -95,16 +94,12 @@ class _Routes:
     async def info(self, request: Request) -> Response:
         """What is served."""
         self._check_token(request)
-        try:
-            release = version(DISTRIBUTION)
-        except PackageNotFoundError:  # run from a clone
-            release = "not installed"
         settings = self.settings
         more = {"queue": settings.queue, "seconds": settings.max_seconds}
         return JSONResponse(
             {
                 "version": wire.VERSION,
-                "flowalign": release,
+                "flowalign": version(DISTRIBUTION),
                 "reward": settings.name,
                 "options": json.loads(json.dumps(settings.options, default=str)),
                 "describe": describe(self.reward),

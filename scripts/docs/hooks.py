@@ -7,18 +7,25 @@ from __future__ import annotations
 import html
 import posixpath
 import re
+from pathlib import Path
 from typing import Any
 
 from latex2mathml.converter import convert
 
+INTRODUCTION = "<!-- README.md up to its first section -->"
 NEEDS = re.compile(r"^<!-- needs: (.+?) -->$", re.MULTILINE)
+FLAG = re.compile(r'(<span class="w"> </span>|<code>)(--?[\w-]+)')
 FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
 IMAGE = re.compile(r'(?<!">)<img [^>]*src="([^"]+)"[^>]*>')
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(((?:\.\./)+[^)\s]+)\)")
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Show what a block of commands needs; a link to a file outside docs/ becomes its name."""
+    """Fill in the introduction; show what a block of commands needs; a link to a file outside docs/
+    becomes its name."""
+    readme = Path(config.docs_dir).with_name("README.md").read_text(encoding="utf-8")
+    introduction = readme.partition("\n## ")[0].replace("](docs/", "](")
+    markdown = markdown.replace(INTRODUCTION, introduction)
     folder = posixpath.dirname(posixpath.join("docs", page.file.src_uri))
 
     def named(link: re.Match[str]) -> str:
@@ -30,8 +37,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
     """LaTeX to MathML. Browsers draw it themselves; MathJax and KaTeX would need a network. A value
-    and its error stay on one line. An image opens in full size, since a phone shows it small."""
+    and its error stay on one line, and so does a flag of a command. An image opens in full size,
+    since a phone shows it small."""
     html = html.replace(" ± ", "\u00a0±\u00a0")
+    html = FLAG.sub(r'\1<span class="flag">\2</span>', html)
     html = IMAGE.sub(r'<a href="\1">\g<0></a>', html)
     return FORMULA.sub(lambda formula: mathml(formula[2]), html)
 

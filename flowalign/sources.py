@@ -1,4 +1,4 @@
-"""The official prompt sets, as sources.yaml lists them."""
+"""The prompt sets that `flowalign data` writes: official ones (sources.yaml) and our own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 import yaml
 
 RAW = "https://raw.githubusercontent.com"
+DATA = Path("data")  # the folder that commands write to
+GENERATED = {"geneval": (50_000, "data/geneval_train.jsonl"), "ocr": (20_000, "data/ocr_train.txt")}
+"""What `flowalign data generate` makes: {kind: (number of prompts, training set)}."""
 
 
 @dataclass(frozen=True)
@@ -55,3 +58,28 @@ def _load() -> dict[str, Source]:
 
 
 SOURCES: dict[str, Source] = _load()
+
+
+def validation_file(path: Path) -> Path:
+    """Where the validation prompts of a training set lie: x_val beside x_train, or beside x."""
+    return path.with_name(f"{path.stem.removesuffix('_train')}_val{path.suffix}")
+
+
+def commands(source: str | Path) -> list[str]:
+    """The commands that write this file, our own sets first; [] for a file that none of them
+    writes."""
+    path, found = Path(source), []
+    for kind, (_, training) in GENERATED.items():
+        default = Path(training)
+        out = path.with_name(default.name)
+        if path.name in (default.name, validation_file(default).name):
+            to = "" if out == default else f" --out {out}"
+            found.append(f"flowalign data generate {kind}{to}")
+    for name, official in SOURCES.items():
+        for file in {f.name for f in official.files} | {f.validation for f in official.files}:
+            parts = Path(file).parts
+            if parts and path.parts[-len(parts) :] == parts:
+                folder = Path(*path.parts[: -len(parts)])
+                to = "" if folder == DATA else f" --out {folder}"
+                found.append(f"flowalign data fetch {name}{to}")
+    return found

@@ -11,7 +11,7 @@ import base64
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -87,10 +87,21 @@ def _webp(image: Tensor) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-def newest(run: Path, kind: str) -> tuple[int, list[dict[str, Any]]] | None:
-    """(update, rows) of the newest samples of a run that can be read; None if there are none.
-    kind: TRAINING or EVALUATION."""
-    for path in sorted((run / "samples").glob(f"{kind}*.json"), reverse=True):
+Kept = tuple[int, list[dict[str, Any]]]  # update, rows
+
+
+def newest(run: Path, kind: str) -> Kept | None:
+    """The newest samples of a run that can be read; None if there are none. kind: TRAINING or
+    EVALUATION."""
+    return next(_kept(run, kind, reverse=True), None)
+
+
+def oldest(run: Path, kind: str) -> Kept | None:
+    """The oldest."""
+    return next(_kept(run, kind, reverse=False), None)
+
+
+def _kept(run: Path, kind: str, reverse: bool) -> Iterator[Kept]:
+    for path in sorted((run / "samples").glob(f"{kind}*.json"), reverse=reverse):
         with suppress(OSError, ValueError):
-            return int(path.stem.removeprefix(kind)), json.loads(path.read_text("utf-8"))
-    return None
+            yield int(path.stem.removeprefix(kind)), json.loads(path.read_text("utf-8"))

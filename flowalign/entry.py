@@ -1,0 +1,61 @@
+"""Around every command: what it refuses at once, how it ends early, and what stays off stderr."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+
+from flowalign import packages
+
+LEVELS = {  # read by the libraries when they are imported; processes that are started inherit them
+    "TRANSFORMERS_VERBOSITY": "error",
+    "DIFFUSERS_VERBOSITY": "error",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+LIBRARIES = (
+    "accelerate", "bitsandbytes", "deepspeed", "diffusers", "fastapi", "huggingface_hub",
+    "open_clip", "peft", "starlette", "torch", "torchvision", "transformers", "triton", "uvicorn",
+    "xformers",
+)  # fmt: skip
+
+
+def run(name: str, target: str, argv: Sequence[str]) -> int:
+    """Run the command `flowalign NAME`; its exit status. 2 where another project has our import
+    name or a package is missing, 130 after Ctrl-C, each with one line on stderr.
+
+    target: "module:function", from arguments to exit status. It is imported here, late.
+    """
+    if problem := packages.other_project():
+        print(f"flowalign: {problem}", file=sys.stderr)
+        return 2
+    module, function = target.split(":")
+    try:
+        with silenced():
+            return getattr(import_module(module), function)(list(argv))
+    except packages.MissingPackage as error:
+        print(f"flowalign {name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"flowalign {name}: interrupted", file=sys.stderr)
+        return 130  # as a shell reports SIGINT: 128 + 2
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Inside the `with`, notices and Python warnings of these libraries are not shown. Errors are,
+    and warnings of any other code: ours, and the user's rewards. Enter it before the libraries are
+    imported. What the environment, `python -W` or an earlier filter says comes first."""
+    added = [name for name in LEVELS if name not in os.environ]
+    os.environ.update({name: LEVELS[name] for name in added})
+    try:
+        with warnings.catch_warnings():
+            module = rf"({'|'.join(LIBRARIES)})(\.|$)"
+            warnings.filterwarnings("ignore", module=module, append=True)
+            yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)

@@ -1,0 +1,219 @@
+"""The `flowalign` command as its script runs it: sys.path begins with the script's folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import fakes
+import pytest
+from test_packages import fake
+
+from flowalign import __version__, cli, packages, rewards
+from flowalign.entry import silenced
+
+ROOT = Path(__file__).parent.parent
+REWARD = """
+import torch
+import warnings
+from flowalign.types import Scores
+
+def NAME(images, prompts, metadata):
+    warnings.warn("mine")
+    return Scores.of(images[:, 0].mean((1, 2)) + torch.arange(len(images)).to(images) / 100)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> list[str]:
+    """The command; started in a folder `here`, which is not on sys.path."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "here").mkdir()
+    path = tmp_path / "bin" / "flowalign"
+    path.write_text("import sys\nfrom flowalign.cli import main\nsys.exit(main())\n")
+    return [sys.executable, str(path)]
+
+
+def run(command: list[str], folder: Path, *site: Path) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join(map(str, (ROOT, *site)))
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+# Dispatch --------------------------------------------------------------------------------------
+
+
+def test_a_wrong_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["trian"]) == 2
+    assert "'train'" in capsys.readouterr().err
+
+
+def test_the_version_names_what_matters_and_where_it_lies(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["--version"]) == 0
+    said = capsys.readouterr().out
+    assert f"flowalign {__version__} ({ROOT / 'flowalign'})" in said
+    assert f"torch {packages.version('torch')}" in said and "diffusers" in said
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(KeyboardInterrupt(), 130), (packages.MissingPackage("no x"), 2)]
+)
+def test_what_ends_a_command_early_is_one_line(
+    error: BaseException,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(argv: object) -> int:
+        raise error
+
+    monkeypatch.setattr("flowalign.prompts.cli.main", fail)
+    assert cli.main(["data", "list"]) == status
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_served_reward_with_one_line(script: list[str], tmp_path: Path) -> None:
+    command = [*script, "serve-reward", "geneval", "detector=tiny", "--port", "0"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as server:
+        assert server.stdout and "serving reward" in server.stdout.readline()
+        server.send_signal(signal.SIGINT)
+        _, said = server.communicate(timeout=60)
+    assert server.returncode == 130
+    assert len(said.splitlines()) == 1
+
+
+# PyPI's other flowalign ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "how", ["flowalign data", "-m flowalign.cli data", "train.py", "-m flowalign.eval"]
+)
+def test_another_project_of_the_same_name_is_refused(
+    script: list[str], tmp_path: Path, how: str
+) -> None:
+    fake(tmp_path / "site", "flowalign", "0.11", "flowalign:__main__.main")
+    (tmp_path / "site" / "flowalign").mkdir()
+    (tmp_path / "site" / "flowalign" / "__init__.py").write_text("")
+    first, *rest = how.split()
+    command = {"flowalign": script, "train.py": [sys.executable, str(ROOT / "train.py")]}
+    command = [*command.get(first, [sys.executable, first]), *rest]
+    done = run([*command, "--help"], tmp_path / "here", tmp_path / "site")
+    assert done.returncode == 2 and not done.stdout
+    assert "pip uninstall flowalign" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+# Rewards beside you ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What looking for a module changes is put back."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(rewards, "_beside", [])
+
+
+def test_a_module_in_the_current_folder_comes_before_one_beside_the_config(
+    clean: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("here", "config"):
+        (tmp_path / folder).mkdir()
+        for name in ("my_first", "json"):  # json: Python's own is not replaced
+            (tmp_path / folder / f"{name}.py").write_text(f"def at_{folder}(): ...")
+    (tmp_path / "config" / "my_second.py").write_text("def at_config(): ...")
+    monkeypatch.chdir(tmp_path / "here")
+    before = len(sys.path)
+    with pytest.raises(ValueError, match="no module 'my_second'"):
+        rewards.load("my_second:at_config")
+    rewards.look_beside(tmp_path / "config" / "run.yaml")
+    assert rewards.load("my_first:at_here") and rewards.load("my_second:at_config")
+    assert sys.path[before:] == [str(tmp_path / "here"), str(tmp_path / "config")]
+    with pytest.raises(ValueError, match="json has no 'at_here'"):
+        rewards.load("json:at_here")
+    for name in ("my_first", "my_second"):
+        sys.modules.pop(name)
+
+
+@pytest.mark.slow
+def test_every_command_finds_a_reward_here_or_beside_its_config(
+    script: list[str], random_model: str, tmp_path: Path
+) -> None:
+    here, beside = tmp_path / "here", tmp_path / "run"
+    (here / "my_near.py").write_text(REWARD.replace("NAME", "near"))
+    config = fakes.settings(random_model, beside / "output", "train.updates=1")
+    (beside / "my_far.py").write_text(REWARD.replace("NAME", "far"))
+    raw = config.model_dump(mode="json")
+    raw["tasks"][0]["reward"] = {"name": "my_far:far"}
+    (beside / "train.yaml").write_text(json.dumps(raw))
+
+    done = run([*script, "doctor", "--reward", "my_near:near", "--count", "4"], here)
+    assert "reward my_near:near" in done.stdout, done.stderr
+    done = run([*script, "train", "--config", "../run/train.yaml"], here)
+    assert done.returncode == 0, done.stderr
+    assert "UserWarning: mine" in done.stderr  # of the user's code: not silenced
+    done = run([*script, "doctor", "--no-model", "--config", "../run/train.yaml"], here)
+    assert "my_far" not in done.stdout, done.stdout
+    prompts = raw["tasks"][0]["prompts"]
+    benchmark = {"name": "red", "prompts": prompts, "reward": {"name": "my_far:far"}}
+    keys = {"stage": "eval", "output": "e", "model": raw["model"], "models": {"base": None}}
+    (beside / "eval.yaml").write_text(json.dumps({**keys, "benchmarks": [benchmark]}))
+    done = run([*script, "eval", "--config", "../run/eval.yaml", "sampling.steps=2"], here)
+    assert done.returncode == 0, done.stderr
+
+
+# Noise -----------------------------------------------------------------------------------------
+
+
+def warning_of(module: str) -> list[str]:
+    """What a warning that comes from this module shows in a command."""
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.resetwarnings()  # as Python starts
+        with silenced():
+            warnings.warn_explicit("x", UserWarning, f"{module}.py", 1, module=module)
+    return [str(warning.message) for warning in shown]
+
+
+def test_warnings_of_libraries_are_not_shown_and_others_are() -> None:
+    assert warning_of("transformers.models.clip") == []
+    assert warning_of("torch") == []
+    for module in ("torchy", "my_rewards", "flowalign.loop"):
+        assert warning_of(module) == ["x"]
+
+
+def test_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIFFUSERS_VERBOSITY", "info")
+    monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
+    before = dict(os.environ)
+    with silenced():
+        assert os.environ["TRANSFORMERS_VERBOSITY"] == "error"
+        assert os.environ["DIFFUSERS_VERBOSITY"] == "info"  # the user's
+    assert dict(os.environ) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "--help"],
+        ["merge", "tiny/ocr", "tiny/geneval", "--out", "merged"],
+        ["doctor", "--reward", "geneval", "--count", "4"],
+        ["sample", "a star"],
+    ],
+    ids=" ".join,
+)
+def test_stderr_is_empty_where_nothing_is_wrong(
+    script: list[str], tmp_path: Path, arguments: list[str]
+) -> None:
+    done = run([*script, *arguments], tmp_path / "here")
+    assert done.returncode == 0 and done.stderr == "", done.stderr

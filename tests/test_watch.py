@@ -1,0 +1,229 @@
+"""`flowalign watch`: what its page shows of a run that goes on, ends, dies, or is none."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import threading
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pytest
+import torch
+import yaml
+
+from flowalign import snapshots, train, watch
+from flowalign.config import to_yaml
+from flowalign.pictures import png
+from flowalign.progress import Progress, duration
+from flowalign.status import SILENCE, Heartbeat, Status, read_status
+from flowalign.types import Example
+
+PROMPT = '<b>a sign</b> that says "A&B"'
+
+
+class Page(HTMLParser):
+    """The tags of a page with their attributes, and its text."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def all(self, name: str, key: str) -> list[str | None]:
+        return [attributes.get(key) for tag, attributes in self.tags if tag == name]
+
+    @property
+    def states(self) -> list[str]:
+        found = [(attributes.get("class") or "").split() for _, attributes in self.tags]
+        return [words[1] for words in found if words[:1] == ["state"]]
+
+
+def run(folder: Path, **status: Any) -> Path:
+    """The files of a GRPO run of which five of ten updates are done."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(to_yaml(fakes.settings("tiny", folder, "train.updates=10")))
+    rows = [{"update": n, "reward": n / 10, "kl": 1e-4, "images_per_second": 2.5} for n in range(6)]
+    lines = [json.dumps(row) for row in rows]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + '\n{"update": 6, "rew')  # cut short
+    values = {"heard": time.time(), "update": 5, "total": 10, "seconds": 60.0, **status}
+    (folder / "status.json").write_text(json.dumps(vars(Status(began=time.time() - 300, **values))))
+    return folder
+
+
+def page(folder: Path, *options: str) -> Page:
+    assert watch.main([str(folder), "--once", *options]) == 0
+    return Page(folder / watch.PAGE)
+
+
+# The page ----------------------------------------------------------------------------------------
+
+
+def test_a_run_that_goes_on(tmp_path: Path) -> None:
+    shown = page(run(tmp_path / "run"), "--every", "7")
+    assert shown.states == ["running"]
+    assert "update 5 of 10" in shown.text and "about 5 min left" in shown.text
+    assert "reward0.500" in shown.text  # a line that is cut short does not count
+    assert [a for t, a in shown.tags if t == "meta" and a.get("http-equiv") == "refresh"] == [
+        {"http-equiv": "refresh", "content": "7"}
+    ]
+
+
+def test_it_is_one_file_without_a_network(tmp_path: Path) -> None:
+    folder = run(tmp_path / "run")
+    keep_images(folder, 0.5)
+    shown = page(folder)
+    sources = shown.all("img", "src")
+    assert len(sources) > 2 and all(source and source.startswith("data:") for source in sources)
+    assert not shown.all("link", "href") and not shown.all("script", "src")
+
+
+def keep_images(folder: Path, *scores: float) -> None:
+    """As an evaluation after five updates."""
+    picture = png(torch.rand(3, 32, 32))
+    snapshots.write_examples(
+        folder, 5, [Example("ocr", PROMPT, score, picture) for score in scores]
+    )
+
+
+def test_samples_stand_with_their_prompts_and_rewards_and_texts_are_escaped(tmp_path: Path) -> None:
+    folder = run(tmp_path / "run")
+    keep_images(folder, 0.25, float("nan"))
+    (folder / "samples" / "held_out_000009.json").write_text('[{"prompt": "cut sh')
+    shown = page(folder)
+    assert PROMPT in shown.text and "0.25failed" in re.sub(r"\s", "", shown.text)
+    assert "at update 5." in shown.text and ("b", {}) not in shown.tags
+
+
+def test_a_run_that_was_killed_was_last_heard_minutes_ago(tmp_path: Path) -> None:
+    shown = page(run(tmp_path / "run", heard=time.time() - SILENCE - 420))
+    assert shown.states == ["dead"]
+    assert "last heard 10 min ago" in shown.text and "--resume" in shown.text
+
+
+def test_a_run_that_stopped_says_why_and_its_page_rests(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(RuntimeError), Heartbeat(run(folder), update=5, total=10):
+        logging.getLogger("flowalign.rewards").warning("the judge %s", "is <gone>")
+        assert page(folder).states == ["running"]
+        raise RuntimeError("no <reward> left")
+    shown = page(folder)
+    assert shown.states == ["stopped"] and "no <reward> left" in shown.text
+    assert "the judge is <gone>" in shown.text and "update 5" in shown.text
+    assert not any(a.get("http-equiv") == "refresh" for _, a in shown.tags)
+
+
+def test_the_stages_of_a_recipe_have_their_states(tmp_path: Path) -> None:
+    names = ["done", "now", "later"]
+    recipe = {
+        "stage": "recipe",
+        "output": str(tmp_path),
+        "stages": {name: {"stage": "grpo"} for name in names},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.dump(recipe, sort_keys=False))
+    now = time.time()
+    status = Status(began=now, heard=now, text="now", update=1, total=3)
+    (tmp_path / "status.json").write_text(json.dumps(vars(status)))
+    run(tmp_path / "done")
+    (tmp_path / "done" / "done.json").write_text("{}")
+    run(tmp_path / "now")
+    shown = page(tmp_path)
+    assert shown.states[:4] == ["running", "finished", "running", "waiting"]
+    assert "1 of 3 stages done" in shown.text and "about 5 min left" in shown.text
+
+
+@pytest.mark.parametrize("content", [None, "", "a: 1", "{"])
+def test_a_folder_that_is_no_run_is_refused(
+    tmp_path: Path, content: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "inside")
+    if content is not None:
+        (tmp_path / "config.yaml").write_text(content)
+    assert watch.main([str(tmp_path)]) == 2
+    assert str(tmp_path / "inside") in capsys.readouterr().err
+    assert not (tmp_path / watch.PAGE).exists()
+    assert watch.main([str(tmp_path / "nowhere")]) == 2
+
+
+# With the run ------------------------------------------------------------------------------------
+
+
+def test_it_ends_with_the_run(tmp_path: Path) -> None:
+    folder, out = run(tmp_path / "run"), tmp_path / "elsewhere" / "page.html"
+    codes: list[int] = []
+    given = [str(folder), "--every", "0.05", "--out", str(out)]
+    with Heartbeat(folder, update=5, total=10):
+        thread = threading.Thread(target=lambda: codes.append(watch.main(given)))
+        thread.start()
+        while not out.exists():
+            time.sleep(0.01)
+        thread.join(0.3)
+        assert thread.is_alive() and Page(out).states == ["running"]
+    thread.join(20)
+    assert codes == [0] and Page(out).states == ["finished"]
+
+
+def test_the_page_of_a_finished_run_is_its_report(random_model: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    config = fakes.settings(
+        random_model, folder, "train.updates=2", "train.sample_every=1",
+        "evaluation={every: 2, prompts: 8}", "tasks.0.validation=tiny/ocr_val",
+    )  # fmt: skip
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    fakes.AcceleratorState._reset_state(reset_partial_state=True)
+    assert train.main(["--config", str(tmp_path / "config.yaml")]) == 0
+    shown = Page(folder / watch.PAGE)
+    assert shown.states == ["finished"] and "update 2 of 2" in shown.text
+    kinds = [(source or "")[:16] for source in shown.all("img", "src")]
+    # two prompts of four copies; eight held-out prompts at updates 0 and 2; before and after
+    assert kinds.count("data:image/webp;") == 2 * 4 + 8 * 2
+    assert kinds.count("data:image/png;b") == 1 and kinds.count("data:image/svg+x") >= 3
+
+
+# What the run leaves -----------------------------------------------------------------------------
+
+
+def test_a_heartbeat_tells_what_became_of_a_run(tmp_path: Path) -> None:
+    for error, state in ((None, "finished"), (KeyboardInterrupt(), "interrupted")):
+        try:
+            with Heartbeat(tmp_path):
+                assert (read_status(tmp_path) or Status("none")).state == "running"
+                if error:
+                    raise error
+        except KeyboardInterrupt:
+            pass
+        assert (read_status(tmp_path) or Status("none")).state == state
+    assert [thread for thread in threading.enumerate() if thread.name == "heartbeat"] == []
+
+
+def test_a_log_that_is_no_terminal_has_time_speed_and_eta_and_no_colours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    progress = Progress(fakes.settings("tiny", tmp_path, "train.updates=100"), main=True)
+    with progress.live(0):
+        for update in (1, 2):
+            progress.update(update, {"reward": 0.5, "loss": 1e-9, "seconds/update": 90.0})
+    first, second = capsys.readouterr().err.splitlines()
+    moment = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+    assert re.fullmatch(
+        rf"{moment} update 1/100  reward 0\.500  90 s/update  ETA 2 h 28 min", first
+    )
+    assert re.fullmatch(rf"{moment} update 2/100  .* s/update  ETA \d+ s", second)
+
+
+def test_a_time_span_is_short_and_has_its_unit() -> None:
+    spans = {0.4: "0 s", 99: "99 s", 150: "2 min", 5900: "98 min", 6000: "1 h 40 min",
+             3600 * 47.2: "47 h 12 min", 3600 * 50: "2 d 2 h"}  # fmt: skip
+    assert {seconds: duration(seconds) for seconds in spans} == spans
