@@ -1,4 +1,4 @@
-"""requirements.lock, setup.sh and Dockerfile install one set of versions, which pyproject.toml allows."""
+"""requirements.lock, setup.sh and Dockerfile: one set of versions, which pyproject.toml allows."""
 
 import re
 import shutil
