@@ -96,7 +96,8 @@ def examine(args: argparse.Namespace) -> int:
             print(f"\n{forecast.name} ({forecast.stage.stage})")
             findings, pace = _examine_stage(forecast, args, ranks, bool(problems), pace)
             sound &= healthy(findings)
-    plan.total(forecasts)
+    if len(forecasts) > 1:
+        plan.total(forecasts)
     print("no fault was found" if sound else "faults were found")
     return 2 if problems else 0 if sound else 1
 
