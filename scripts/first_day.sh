@@ -92,7 +92,7 @@ quick_start() { # README and docs/quickstart.md
     step flowalign train --config configs/tiny/student_flow_opd.yaml $SHORT train.updates=3 --resume
     step flowalign watch outputs/tiny/student_flow_opd
     step python -m flowalign.eval --config configs/tiny/eval.yaml models.student=outputs/tiny/student_flow_opd/adapter $FEW
-    leaves outputs/tiny/eval/{table.md,results.json,report.html,images,grid_ocr.png}
+    leaves outputs/tiny/eval/{table.md,results.json,report.html,images}
     step flowalign push outputs/tiny/student_flow_opd --repo me/student --results outputs/tiny/eval/results.json --dry-run
     step python -m flowalign.eval --config configs/tiny/eval.yaml models.ocr=tiny/ocr $FEW
     step python -m flowalign.eval --config configs/tiny/eval.yaml output=outputs/tiny/eval_base $FEW

@@ -307,7 +307,9 @@ def hub() -> Iterator[fake_hub.Hub]:
 
 
 @pytest.fixture
-def at_home(monkeypatch: pytest.MonkeyPatch, home: Path, hub: fake_hub.Hub) -> None:
+def at_home(
+    monkeypatch: pytest.MonkeyPatch, home: Path, hub: fake_hub.Hub, clip_extra: None
+) -> None:
     """There, with that Hub, and with the example of a plugin importable."""
     monkeypatch.chdir(home)
     fake_hub.go_online(hub, monkeypatch, home / "hub")
