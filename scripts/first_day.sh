@@ -103,7 +103,7 @@ quick_start() { # README and docs/quickstart.md
     step flowalign demo stages.student.train.updates=1 stages.student.rollout.prompts=4 "stages.table.set=[${FEW// /, }]"
     leaves outputs/demo/table/report.html
     block python 1 README.md >mine/load.py
-    step python mine/load.py
+    step env TRANSFORMERS_VERBOSITY=error python mine/load.py # libraries may log in a program of one's own
 }
 
 own_runs() { # three configs that are written from the docs: an own reward's teacher, a student of two, an evaluation
