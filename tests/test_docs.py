@@ -59,6 +59,7 @@ ELSEWHERE = {  # run by another test, on the way to what that shows
         "test_init.py"
     ),
     "pip install docs/rewards/example": "test_plugins.py",
+    "python tests/verdicts.py": "test_verdicts.py",
     "flowalign doctor --reward sharpness scale=20": "test_plugins.py",
     "flowalign eval compare outputs/tiny/eval/results.json other/results.json "
     "--models base student": "test_compare.py",
