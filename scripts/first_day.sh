@@ -92,7 +92,7 @@ quick_start() { # README and docs/quickstart.md
     step flowalign train --config configs/tiny/student_flow_opd.yaml $SHORT train.updates=3 --resume
     step flowalign watch outputs/tiny/student_flow_opd
     step python -m flowalign.eval --config configs/tiny/eval.yaml models.student=outputs/tiny/student_flow_opd/adapter $FEW
-    leaves outputs/tiny/eval/{table.md,results.json,report.html,images,grid_ocr.png}
+    leaves outputs/tiny/eval/{table.md,results.json,report.html,images}
     step flowalign push outputs/tiny/student_flow_opd --repo me/student --results outputs/tiny/eval/results.json --dry-run
     step python -m flowalign.eval --config configs/tiny/eval.yaml models.ocr=tiny/ocr $FEW
     step python -m flowalign.eval --config configs/tiny/eval.yaml output=outputs/tiny/eval_base $FEW
@@ -103,7 +103,7 @@ quick_start() { # README and docs/quickstart.md
     step flowalign demo stages.student.train.updates=1 stages.student.rollout.prompts=4 "stages.table.set=[${FEW// /, }]"
     leaves outputs/demo/table/report.html
     block python 1 README.md >mine/load.py
-    step python mine/load.py
+    step env TRANSFORMERS_VERBOSITY=error python mine/load.py # libraries may log in a program of one's own
 }
 
 own_runs() { # three configs that are written from the docs: an own reward's teacher, a student of two, an evaluation

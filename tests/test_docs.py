@@ -59,6 +59,7 @@ ELSEWHERE = {  # run by another test, on the way to what that shows
         "test_init.py"
     ),
     "pip install docs/rewards/example": "test_plugins.py",
+    "python tests/verdicts.py": "test_verdicts.py",
     "flowalign doctor --reward sharpness scale=20": "test_plugins.py",
     "flowalign eval compare outputs/tiny/eval/results.json other/results.json "
     "--models base student": "test_compare.py",
@@ -307,7 +308,9 @@ def hub() -> Iterator[fake_hub.Hub]:
 
 
 @pytest.fixture
-def at_home(monkeypatch: pytest.MonkeyPatch, home: Path, hub: fake_hub.Hub) -> None:
+def at_home(
+    monkeypatch: pytest.MonkeyPatch, home: Path, hub: fake_hub.Hub, clip_extra: None
+) -> None:
     """There, with that Hub, and with the example of a plugin importable."""
     monkeypatch.chdir(home)
     fake_hub.go_online(hub, monkeypatch, home / "hub")
