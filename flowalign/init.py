@@ -167,8 +167,9 @@ def answers(args: argparse.Namespace) -> Answers:
             )
     if args.prompts and args.stage == "eval" and not args.reward:
         raise ValueError("--prompts: say what scores their images, too: --reward, one for each.")
-    teachers = {}
-    for number, text in enumerate(args.teachers or (), 1):
+    teachers: dict[str, str] = {}
+    given: list[str] = args.teachers or []
+    for number, text in enumerate(given, 1):
         name, equals, adapter = text.partition("=")
         if not equals:
             if args.stage not in ("merge", "eval"):
@@ -377,7 +378,8 @@ def lines(section: type[Section], data: Mapping[str, Any], told: set[Any]) -> It
         if key not in data:
             continue
         kind = _kind(field.annotation)
-        inner = kind if _is_section(kind) else next(filter(_is_section, get_args(kind)), None)
+        sections = (part for part in (kind, *get_args(kind)) if _is_section(part))
+        inner: type[Section] | None = next(sections, None)
         if (section, key) not in told:
             told.add((section, key))
             of_section = (inner.__doc__ or "").partition("\n\n")[0] if inner else ""
@@ -385,9 +387,8 @@ def lines(section: type[Section], data: Mapping[str, Any], told: set[Any]) -> It
             yield from (f"# {line}" for line in textwrap.wrap(meaning, WIDTH - 10))
         value = data[key]
         if key == "stages":  # of a recipe
-            rows = _named(
-                value, {name: STAGES[part["stage"]] for name, part in value.items()}, told
-            )
+            kinds = {name: STAGES[part["stage"]] for name, part in value.items()}
+            rows = _named(value, kinds, told)
         elif inner is None or value is None:
             yield f"{key}: {_inline(value)}"
             continue
@@ -396,7 +397,7 @@ def lines(section: type[Section], data: Mapping[str, Any], told: set[Any]) -> It
         elif inner is kind:
             rows = lines(inner, value, told)
         else:
-            rows = _named(value, dict.fromkeys(value, inner), told)
+            rows = _named(value, {name: inner for name in value}, told)
         yield f"{key}:"
         yield from _indented(rows)
 

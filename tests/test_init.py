@@ -46,6 +46,7 @@ def test_every_stage_gives_a_config_that_loads(stage: str, model: str, capsys: A
     assert "own.yaml" in printed and "flowalign doctor --config own.yaml" in printed
 
 
+@pytest.mark.usefixtures("clip_extra")
 @pytest.mark.parametrize("model", ["tiny", MEDIUM])
 def test_every_stage_of_a_recipe_is_sound(
     model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

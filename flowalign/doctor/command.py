@@ -86,7 +86,7 @@ def examine(args: argparse.Namespace) -> int:
         named(args.gpu)  # refuse another name before anything is said
     show(_environment())
     stages, problems = recipe.examine(root, Path(args.config).parent, args.gpus, args.resume)
-    show(map(fault, ConfigError(problems).lines))  # as `train` says them
+    show(map(fault, ConfigError(problems).lines))
     ranks = plan.ranks(stages)
     forecasts = [plan.forecast(name, stage, args, ranks) for name, stage in stages.items()]
     show(needs(stages, [f.estimate for f in forecasts if f.estimate]))

