@@ -15,7 +15,7 @@ from flowalign.config import TrainingStage
 from flowalign.data import spread, spread_text
 from flowalign.images import eight_bits
 from flowalign.loop import STUDENT
-from flowalign.pictures import COLUMNS, Block, Row, comparison, read_metrics
+from flowalign.pictures import COLUMNS, Block, Curve, Row, comparison, read_metrics
 from flowalign.rewards.scoring import Ahead, score
 from flowalign.types import PromptBatch, Reward, Scores
 
@@ -61,15 +61,19 @@ def before_after(
             scoring.submit(images, batch, partial(_score, benchmark.reward))
     answers = scoring.answers()
     curves, blocks = read_metrics(path.with_name("metrics.jsonl")), []
+    headlines = dict(curves.get(metrics.HEADLINE, ()))  # without evaluations that lost images
+    kept = max(headlines, key=lambda update: headlines[update], default=0)
+    states = (("before", before, 0), (f"after update {kept}", after, kept))
     for i, benchmark in enumerate(benchmarks):
         rows = [
-            _row(benchmark, name, images[i], next(answers), _number(curves, benchmark, first))
-            for name, images, first in (("before", before, True), ("after", after, False))
+            _row(benchmark, name, images[i], next(answers), _number(curves, benchmark, update))
+            for name, images, update in states
         ]
         title = f"{benchmark.name}: {spread_text(places[i], len(benchmark.prompts))}"
         blocks.append(Block(title, prompts[i].prompts, rows))
     scoring.forget()
-    title = f"{path.parent.name}: before (from {begin or 'the base model'}) and after training."
+    start = begin or "the base model"
+    title = f"{path.parent.name}: before training ({start}), and the adapter that was kept."
     comparison(path, blocks, title=title)
 
 
@@ -82,15 +86,8 @@ def _row(benchmark: Benchmark, name: str, images: Tensor, scores: Scores, number
     return Row(name, list(images), {benchmark.name: values}, {benchmark.name: number})
 
 
-def _number(
-    curves: Mapping[str, Sequence[tuple[int, float]]], benchmark: Benchmark, first: bool
-) -> float:
-    """The benchmark's number at the first evaluation, if that came before any update, or at the
-    best one, whose adapter was kept; NaN if there is none."""
-    headlines = dict(curves.get(metrics.HEADLINE, ()))
-    update = 0 if first else max(headlines, key=lambda update: headlines[update], default=0)
-    if update not in headlines:  # an evaluation that lost images is not among them
-        return math.nan
+def _number(curves: Mapping[str, Curve], benchmark: Benchmark, update: int) -> float:
+    """The benchmark's number at the evaluation after `update`; NaN if there is none."""
     for metric in ("overall", benchmark.headline or "reward"):  # as stats.headline_row chooses
         if curve := curves.get(f"{metrics.EVAL}{benchmark.name}/{metric}"):
             return dict(curve).get(update, math.nan)

@@ -10,6 +10,7 @@ from flowalign.config import RecipeStage, Stage
 
 PLACES = {  # below the folder of a run, in the order in which they are of use
     "report": "report.html",
+    "grid": "grid.png",
     "table": "table.md",
     "numbers": "results.json",
     "page": "watch.html",
@@ -23,7 +24,7 @@ PLACES = {  # below the folder of a run, in the order in which they are of use
     "images": "images",
     "config": "config.yaml",
 }
-PARTS = ("report", "adapter")  # what is named of a stage of a recipe
+PARTS = ("report", "grid", "adapter")  # what is named of a stage of a recipe
 PAGES = ("report", "page")
 
 

@@ -43,9 +43,8 @@ from flowalign.rewards.scoring import score
 from flowalign.types import Metadata, Reward
 
 __all__ = [
-    "REWARDS", "build", "build_on", "check", "check_prompts", "describe", "is_groupwise",
-    "leaves", "load", "look_beside",
-    "missing_packages", "names", "placed", "register", "score",
+    "REWARDS", "build", "build_on", "check", "check_prompts", "describe", "is_groupwise", "leaves",
+    "load", "look_beside", "missing_packages", "names", "placed", "register", "score",
 ]  # fmt: skip
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])

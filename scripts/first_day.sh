@@ -62,7 +62,7 @@ block() { # LANGUAGE N FILE: the Nth block of a language in a document
 
 # A fresh clone, and an environment ----------------------------------------------------------------
 lane=i number=0
-git clone -q "$root" flowalign && cd flowalign && mkdir mine || exit 2
+git clone -q -c advice.detachedHead=false "$root" flowalign && cd flowalign && mkdir mine || exit 2
 [ -z "$(git -C "$root" status --porcelain -uno)" ] || echo "note: changes that are not committed are not tried"
 if [ -n "${FIRST_DAY_PYTHON:-}" ]; then
     export PATH="$(dirname "$FIRST_DAY_PYTHON"):$PATH" PYTHONPATH="$PWD"
@@ -76,6 +76,7 @@ export HF_HUB_OFFLINE=1 # no step may ask the Hub
 
 quick_start() { # README and docs/quickstart.md
     step flowalign
+    step flowalign --version
     step flowalign sample 'a red sign that says "CAT"' 'a photo of three stars' --guidance 1
     step flowalign sample 'a red sign that says "CAT"' 'a photo of three stars' --guidance 1 --lora tiny/ocr
     leaves samples.png
@@ -89,6 +90,7 @@ quick_start() { # README and docs/quickstart.md
     mistake flowalign train --config configs/tiny/teacher_ocr.yaml
     step flowalign train --config configs/tiny/student_flow_opd.yaml $SHORT
     step flowalign train --config configs/tiny/student_flow_opd.yaml $SHORT train.updates=3 --resume
+    step flowalign watch outputs/tiny/student_flow_opd
     step python -m flowalign.eval --config configs/tiny/eval.yaml models.student=outputs/tiny/student_flow_opd/adapter $FEW
     leaves outputs/tiny/eval/{table.md,results.json,report.html,images,grid_ocr.png}
     step flowalign push outputs/tiny/student_flow_opd --repo me/student --results outputs/tiny/eval/results.json --dry-run
@@ -109,6 +111,9 @@ own_runs() { # three configs that are written from the docs: an own reward's tea
     block python 2 README.md >mine/my_rewards.py
     printf '%s\n' 'a red sign that says "CAT"' 'a blue sign that says "DOG"' 'a green sign that says "POND"' >mine/train.txt
     printf '%s\n' 'a red sign that says "DOG"' 'a blue sign that says "TEA"' >mine/test.txt
+    cp mine/train.txt my.txt
+    step flowalign init --stage grpo --model tiny --reward ocr --prompts my.txt --out my.yaml
+    run 0 flowalign train --config my.yaml --dry-run # names a folder that it does not write
     cat >mine/teacher.yaml <<'YAML'
 stage: grpo
 output: runs/teacher_red
@@ -171,6 +176,8 @@ mistakes() { # each is refused before anything is written
     mistake flowalign doctor --reward geneval treshold=1
     mistake flowalign serve-reward pickscor
     mistake flowalign push mine --repo me/red
+    mistake flowalign watch runs/nobody
+    mistake flowalign init --stage grpo --reward orc --out mine/init.yaml --yes
     mistake flowalign data check data/nothing.txt
     if [ -e runs/x ]; then fail "a refused command wrote runs/x"; fi
 }

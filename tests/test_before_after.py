@@ -56,7 +56,7 @@ def test_every_task_has_a_row_before_and_one_after(
         name = block.title.split(":")[0]
         numbers = [whole[update][f"eval/{name}/reward"] for update in (0, best)]
         assert [row.numbers[name] for row in block.rows] == numbers
-        assert [row.name for row in block.rows] == ["before", "after"]
+        assert [row.name for row in block.rows] == ["before", f"after update {best}"]
 
 
 def test_the_images_are_those_that_were_scored(

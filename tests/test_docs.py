@@ -65,7 +65,9 @@ ELSEWHERE = {  # run by another test, on the way to what that shows
 }
 PLUGINS = {"sharpness": "flowalign_sharpness:Sharpness"}  # by entry points of docs/rewards/example
 # What a test does not have, or takes longer than five minutes.
-NEEDS = re.compile(r"network|GPU|C compiler|C\+\+ compiler|hour|(\d|nine) minutes|reward-server")
+NEEDS = re.compile(
+    r"network|GPU|chromium|C compiler|C\+\+ compiler|hour|(\d|nine) minutes|reward-server"
+)
 PLACEHOLDER = re.compile(
     r"(?<![a-zA-Z])[A-Z]{4,}(?![a-z])|=[A-Z]$|\.\.\.|^\["
 )  # a synopsis has one

@@ -326,7 +326,8 @@ def test_the_command_writes_results_table_and_grid(
     assert models["base"]["fidelity"] is None
     table = (folder / "table.md").read_text()
     assert "| base − fresh | +0.00000 ± ? (n 1 of 2) | +0.00000 ± ? (n 1 of 2) |" in table
-    assert table.startswith(capsys.readouterr().out.strip())
+    printed, _, _ = capsys.readouterr().out.partition("\nResults:")
+    assert table.startswith(printed.strip())
     assert (folder / "grid.png").stat().st_size > 1000
     assert "base − fresh" in (folder / "report.html").read_text()
     shown = sorted(str(path.relative_to(folder)) for path in folder.glob("images/**/*.png"))

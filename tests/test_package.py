@@ -19,6 +19,7 @@ PURE = ("flowalign.sde", "flowalign.credit", "flowalign.losses")
 WIRING = (
     "flowalign.train",
     "flowalign.cli",
+    "flowalign.before_after",
     "flowalign.demo",
     "flowalign.doctor",
     "flowalign.forecast",

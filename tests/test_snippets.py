@@ -128,7 +128,10 @@ def test_every_config_in_a_document_is_one_that_a_command_takes(
     assert {"grpo", "opd", "eval"} <= set(stages)
 
 
-def test_a_wrong_config_is_refused(tmp_path: Path, hub: fake_hub.Hub) -> None:
+def test_a_wrong_config_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: fake_hub.Hub
+) -> None:
+    monkeypatch.chdir(tmp_path)
     for text in (
         "reward: {name: ocr, option: {}}",
         "reward: {name: ocr, options: {rul: strict}}",

@@ -14,6 +14,8 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
 from torch import Tensor, nn
 
+from flowalign.packages import hint, installed
+
 
 def use_backend(transformer: nn.Module, name: str) -> None:
     """Let every attention layer use a backend of diffusers, which raises if it is not installed."""
@@ -28,6 +30,8 @@ def unavailable(name: str) -> str | None:
     from the Hub (its name ends with _hub) is not asked for."""
     if name.endswith("_hub"):
         return None
+    if name == "xformers" and not installed(name):
+        return f"xformers is not installed. {hint(name)}"
     with torch.device("meta"):  # diffusers asks for a model: the smallest one
         transformer = SD3Transformer2DModel(num_layers=1, num_attention_heads=1)
     try:

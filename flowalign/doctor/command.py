@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flowalign import recipe, rewards
-from flowalign.config import EvalStage, Stage, TrainingStage, assignments, load
+from flowalign.config import ConfigError, EvalStage, Stage, TrainingStage, assignments, load
 from flowalign.doctor import reward
 from flowalign.forecast.findings import Finding, fault, healthy, note, ok, show
 from flowalign.forecast.gpus import GPUS, named
@@ -86,7 +86,7 @@ def examine(args: argparse.Namespace) -> int:
         named(args.gpu)  # refuse another name before anything is said
     show(_environment())
     stages, problems = recipe.examine(root, Path(args.config).parent, args.gpus, args.resume)
-    show(map(fault, problems))
+    show(map(fault, ConfigError(problems).lines))
     ranks = plan.ranks(stages)
     forecasts = [plan.forecast(name, stage, args, ranks) for name, stage in stages.items()]
     show(needs(stages, [f.estimate for f in forecasts if f.estimate]))
@@ -96,7 +96,8 @@ def examine(args: argparse.Namespace) -> int:
             print(f"\n{forecast.name} ({forecast.stage.stage})")
             findings, pace = _examine_stage(forecast, args, ranks, bool(problems), pace)
             sound &= healthy(findings)
-    plan.total(forecasts)
+    if len(forecasts) > 1:
+        plan.total(forecasts)
     print("no fault was found" if sound else "faults were found")
     return 2 if problems else 0 if sound else 1
 

@@ -23,7 +23,10 @@ __all__ = ["NoRun", "PAGE", "View", "look", "main", "write"]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 the run is over, or the page was written once; 2 no run; 130 interrupted."""
-    parser = argparse.ArgumentParser("flowalign watch", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        "flowalign watch",
+        description="Write one page that shows a run while it goes on, and end with it.",
+    )
     parser.add_argument("run", type=Path, help="the output folder of a run or a recipe")
     parser.add_argument("--out", type=Path, help=f"the page; default: RUN/{PAGE}")
     parser.add_argument("--once", action="store_true", help="write the page once, and end")
