@@ -136,6 +136,8 @@ def arguments(command: list[str]) -> tuple[str, argparse.Namespace] | None:
             spec = importlib.util.find_spec(f"{rest[1]}.__main__")
         assert spec and spec.origin
         return rest[1], parsed(lambda: script(spec.origin or "", rest[2:]))
+    if not rest[1:] and "argparse" not in (ROOT / rest[0]).read_text(encoding="utf-8"):
+        return None
     return rest[0], parsed(lambda: script(str(ROOT / rest[0]), rest[1:]))
 
 

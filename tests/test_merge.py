@@ -283,7 +283,7 @@ def test_the_command_merges_and_refuses(
     assert main(command) == 0
     out = capsys.readouterr().out
     assert "| transformer_blocks.0.attn.to_q | 10 | 0.00e+00 |" in out
-    assert out.splitlines()[-1] == str(tmp_path / "out")
+    assert str(tmp_path / "out") in out.splitlines()[-1]
     assert set(read_lora(tmp_path / "out").ranks.values()) == {10}  # --out is the adapter itself
     assert main(command) == 2
     assert "already holds an adapter" in capsys.readouterr().err
