@@ -45,6 +45,9 @@ from flowalign.config import (
 )
 from flowalign.preflight import adapter_folder, check_world
 
+# what configs ask for counts as installed
+pytestmark = pytest.mark.usefixtures("clip_extra")
+
 ROOT = documents.ROOT
 SHORT = {  # run here, as they stand
     "flowalign eval compare outputs/tiny/eval/results.json other/results.json",
