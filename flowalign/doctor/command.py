@@ -23,7 +23,7 @@ from flowalign.progress import quiet
 
 if TYPE_CHECKING:
     from flowalign.forecast.pace import Pace
-    from flowalign.forecast.plan import Forecast
+    from flowalign.forecast.plan import Device, Forecast
 
 CPU_MODEL = 2**31  # bytes of the largest model that a CPU samples from
 PACKAGES = (DISTRIBUTION, "torch", "diffusers", "transformers", "accelerate", "peft")
@@ -88,13 +88,14 @@ def examine(args: argparse.Namespace) -> int:
     stages, problems = recipe.examine(root, Path(args.config).parent, args.gpus, args.resume)
     show(map(fault, ConfigError(problems).lines))
     ranks = plan.ranks(stages)
-    forecasts = [plan.forecast(name, stage, args, ranks) for name, stage in stages.items()]
+    device = plan.Device(args.gpus, args.gpu, args.memory, args.tflops)
+    forecasts = [plan.forecast(name, stage, device, ranks) for name, stage in stages.items()]
     show(needs(stages, [f.estimate for f in forecasts if f.estimate]))
     sound, pace = not problems, None
     for forecast in forecasts:
         if isinstance(forecast.stage, TrainingStage | EvalStage):
             print(f"\n{forecast.name} ({forecast.stage.stage})")
-            findings, pace = _examine_stage(forecast, args, ranks, bool(problems), pace)
+            findings, pace = _examine_stage(forecast, device, args.no_model, ranks, problems, pace)
             sound &= healthy(findings)
     if len(forecasts) > 1:
         plan.total(forecasts)
@@ -119,29 +120,32 @@ def _environment() -> Iterator[Finding]:
 
 def _examine_stage(
     forecast: Forecast,
-    args: argparse.Namespace,
+    device: Device,
+    no_model: bool,
     ranks: Mapping[str, int],
-    refused: bool,
+    refused: Sequence[str],
     pace: Pace | None,
 ) -> tuple[list[Finding], Pace | None]:
     """Print the findings of a stage; they, and the pace of it or of the stages before.
 
-    refused: only a prediction is made. pace: what was measured in an earlier stage.
+    refused: what `train` refuses; if anything, only a prediction is made. pace: what was measured
+    in an earlier stage.
     """
     from flowalign.doctor import live, plan
     from flowalign.forecast.architectures import local_folder
 
     config, estimate = forecast.stage, forecast.estimate
     assert isinstance(config, TrainingStage | EvalStage)
-    examined = not refused and isinstance(config, TrainingStage)
-    findings = plan.examine(config) if examined else []
+    findings = []
+    if isinstance(config, TrainingStage) and not refused:
+        findings = plan.examine(config)
     show(findings)
     missing = [place for place, source in config.inputs.items() if source in ranks]
     large = estimate is not None and estimate.resident > CPU_MODEL
     reason = ""
     if refused or not healthy(findings):
         reason = "fix the faults above first"
-    elif args.no_model:
+    elif no_model:
         reason = "--no-model"
     elif local_folder(config.model.id, config.model.revision) is None:
         reason = f"{config.model.id} is not on this machine (train downloads it)"
@@ -156,6 +160,6 @@ def _examine_stage(
         show(result.findings)
         findings += result.findings
         pace = result.pace or pace
-    last = list(forecast.conclude(args, pace))
+    last = list(forecast.conclude(device, pace))
     show(last)
     return [*findings, *last], pace

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from flowalign import recipe
@@ -30,16 +29,6 @@ from flowalign.preflight import check_launch
 PROMPTS = 6  # of the first batch that are printed
 
 
-@dataclass(frozen=True)
-class Here:
-    """This machine as a `plan.Device`: the GPU that is there, and the processes of the launcher."""
-
-    gpus: int
-    gpu: str | None = None
-    memory: float | None = None
-    tflops: float | None = None
-
-
 def run(config: Job, home: Path, resume: bool) -> None:
     """Print the plan of every stage. Writes nothing; ConfigError with what `train` would refuse."""
     stages, problems = recipe.examine(config, home, state().num_processes, resume)
@@ -48,7 +37,7 @@ def run(config: Job, home: Path, resume: bool) -> None:
         raise ConfigError(problems)
     if not state().is_main_process:
         return
-    here = Here(state().num_processes)
+    here = plan.Device(state().num_processes)
     ranks = plan.ranks(stages)
     forecasts = [plan.forecast(name, stage, here, ranks) for name, stage in stages.items()]
     show(needs(stages, [f.estimate for f in forecasts if f.estimate]))

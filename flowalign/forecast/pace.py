@@ -59,7 +59,7 @@ class Pace:
 
     def seconds(self, estimate: Estimate) -> dict[str, float]:
         """{kind of phase: seconds of an update}, without rewards."""
-        kinds = dict.fromkeys(("sampling", "labels", "learning"), 0.0)
+        kinds: dict[str, float] = dict.fromkeys(("sampling", "labels", "learning"), 0.0)
         for phase in estimate.phases:
             kind = GROUP[phase.name]
             kinds[kind] += phase.flops / getattr(self, kind)

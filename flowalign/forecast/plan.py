@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -18,13 +17,15 @@ from flowalign.forecast.gpus import DEFAULT, GPUS, Gpu, named, present
 from flowalign.forecast.pace import Pace, Times, times
 
 
-class Device(Protocol):
-    """What a run is planned for, as the command line gives it."""
+@dataclass(frozen=True)
+class Device:
+    """What a run is planned for: the number of GPUs, and where it is not what is here, their name
+    in GPUS, their memory in GiB and their rate in TFLOP/s."""
 
-    gpu: str | None  # a name of GPUS; None = the one that is there
     gpus: int
-    memory: float | None  # GiB
-    tflops: float | None
+    gpu: str | None = None
+    memory: float | None = None
+    tflops: float | None = None
 
 
 @dataclass
