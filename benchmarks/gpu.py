@@ -390,8 +390,9 @@ def run_all(
 HEAD = """# On a GPU
 
 <!-- needs: torch 2.11 or newer, a GPU of 48 GB or more, 20 GB of disk, nine minutes -->
-
-    python benchmarks/gpu.py
+```bash
+python benchmarks/gpu.py
+```
 
 This command runs the GPU tests, every stage on the tiny model, and updates of Flow-OPD on the exact
 architecture of Stable Diffusion 3.5 Medium with random weights. Those updates use 8 images of 512

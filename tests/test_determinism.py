@@ -6,8 +6,10 @@ from typing import Any
 import fakes
 import pytest
 import torch
+from diffusers.models import attention_dispatch
 
 from flowalign import train
+from flowalign.backbone.attention import unavailable
 from flowalign.config import ConfigError
 from flowalign.determinism import deterministic
 from flowalign.preflight import check_world
@@ -59,14 +61,22 @@ def refused(config: Any) -> str:
     return ""
 
 
+def test_a_check_leaves_the_attention_of_other_models_alone(tmp_path: Path) -> None:
+    before = attention_dispatch._AttentionBackendRegistry.get_active_backend()
+    refused(fakes.settings("tiny", tmp_path / "run", "model.attention=_native_math"))
+    assert attention_dispatch._AttentionBackendRegistry.get_active_backend() == before
+
+
 def test_attention_whose_backward_pass_varies_is_refused(tmp_path: Path) -> None:
     fits = {"null": True, "native": True, "_native_math": True, "_native_efficient": True,
             "_native_cudnn": False, "flash": False, "xformers": False, "sage": False}  # fmt: skip
     for backend, repeatable in fits.items():
         given = [ON, f"model.attention={backend}"]
         problem = refused(fakes.settings("tiny", tmp_path / "run", *given))
-        assert ("model.attention" in problem) != repeatable, backend
-        assert refused(fakes.settings("tiny", tmp_path / "run", given[1])) == "", backend
+        missing = unavailable(backend) if backend != "null" else None
+        assert ("is not the same" in problem) != repeatable, backend
+        without = refused(fakes.settings("tiny", tmp_path / "run", given[1]))
+        assert ("model.attention" in without) == bool(missing), backend
 
 
 def test_on_a_gpu_cublas_must_have_been_told(
