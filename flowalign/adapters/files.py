@@ -91,7 +91,9 @@ def shipped() -> list[str]:
 def _meant(source: str) -> str | None:
     """The adapter that a source without one probably means; None if none comes to mind."""
     if source.startswith("tiny/"):
-        return next(iter(difflib.get_close_matches(source, shipped(), n=1)), None)
+        names = {name.removeprefix("tiny/"): name for name in shipped()}
+        close = difflib.get_close_matches(source.removeprefix("tiny/"), names, n=1)
+        return names[close[0]] if close else None
     folder = adapter_folder(source)
     if (folder / "adapter" / ADAPTER).is_file():  # the folder of the run was named
         return str(Path(source) / "adapter")
