@@ -32,6 +32,7 @@ from safetensors.torch import load_file
 from test_package import CONFIGS
 
 from flowalign import cli, recipe, rewards
+from flowalign.adapters.files import adapter_folder
 from flowalign.config import (
     ADAPTER,
     EvalStage,
@@ -43,7 +44,7 @@ from flowalign.config import (
     assignments,
     load,
 )
-from flowalign.preflight import adapter_folder, check_world
+from flowalign.preflight import check_world
 
 # what configs ask for counts as installed
 pytestmark = pytest.mark.usefixtures("clip_extra")
