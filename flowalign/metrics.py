@@ -52,3 +52,25 @@ STEP = "step_"  # begins what a step of the schedule is called after a "/"
 def step_label(step: int) -> str:
     """What a step of the schedule is called after a "/"; tasks are called by their names."""
     return f"{STEP}{step}"
+
+
+# What a curve means, in a sentence below it; see `meaning`.
+MEANINGS = {
+    REWARD: "reward: the mean reward of the training images; should rise.",
+    HEADLINE: "headline: the mean of the held-out scores; the adapter of its best value is kept.",
+    DISTILL: "distill: the distance to the teachers; should fall.",
+    ANCHOR: "anchor: the distance to the anchor; should stay small.",
+    KL: "kl: how far the model has moved from the base; it grows slowly, and a jump is a warning.",
+    TEACHER_KL: "The distance to the teacher; should fall for every curve.",
+    TEACHER_ERROR: "The distance to the teacher; should fall for every curve.",
+    GRADIENT_COSINE: "Cosine of two tasks' gradients: below 0 the tasks pull against each other.",
+    KEPT_SHARE: "kept_share: the share of images that count (advantage not 0); near 1 is good.",
+    CLIP_FRACTION: "clip_fraction: the share of clipped policy ratios; should be below 0.5.",
+    INVALID_SHARE: "invalid_share: the share of images without a reward; should be 0.",
+    LOSS: "loss: what the optimizer lowers; should fall.",
+}
+
+
+def meaning(name: str) -> str:
+    """What a metric means, in a sentence; "" for one that needs none."""
+    return MEANINGS.get(name) or MEANINGS.get(name[: name.find("/") + 1], "")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -310,12 +311,21 @@ def read_metrics(path: Path) -> dict[str, Curve]:
     return curves
 
 
-def charts(curves: Mapping[str, Curve]) -> dict[str, str]:
-    """The panels of `metrics_plot`, each as the data URI of an SVG file: {title: source}."""
+@dataclass(frozen=True)
+class Chart:
+    """A panel of `metrics_plot`. source: the data URI of an SVG file. about: what is good."""
+
+    title: str
+    source: str
+    about: str
+
+
+def charts(curves: Mapping[str, Curve]) -> list[Chart]:
+    """The panels of `metrics_plot`, each as a picture of its own."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    sources = {}
+    drawn = []
     for panel in [panel for panel in _panels(curves) if panel.curves]:
         figure = Figure(figsize=(3.5, 3.0), layout="constrained")
         _plot(figure.subplots(), panel)
@@ -323,8 +333,8 @@ def charts(curves: Mapping[str, Curve]) -> dict[str, str]:
         with rc_context({"svg.fonttype": "none"}):  # text stays text, in the reader's font
             figure.savefig(file, format="svg")
         encoded = base64.b64encode(file.getvalue()).decode()
-        sources[panel.title] = f"data:image/svg+xml;base64,{encoded}"
-    return sources
+        drawn.append(Chart(panel.title, f"data:image/svg+xml;base64,{encoded}", panel.about))
+    return drawn
 
 
 def metrics_plot(log: Path, path: Path, title: str = "") -> None:
@@ -352,16 +362,19 @@ def metrics_plot(log: Path, path: Path, title: str = "") -> None:
 
 ACROSS = 3  # panels in a row
 WINDOW = 9  # updates of a moving average
+# Of the first, second, ... curve of a panel: equal curves are all seen. (marker, its size, dashes)
+STYLES = (("o", 4.0, "-"), ("x", 6.0, "--"), ("s", 2.0, ":"), ("+", 8.0, "-."))
 
 
 @dataclass(frozen=True)
 class _Panel:
-    """Curves {label: points} with one axis. noisy: a long curve is drawn as points, and a line that
-    is their moving average over WINDOW points."""
+    """Curves {label: points} with one axis. about: what is good. noisy: a long curve is drawn as
+    points, and a line that is their moving average over WINDOW points."""
 
     title: str
     axis: str
     curves: Mapping[str, Curve]
+    about: str
     log: bool = False
     noisy: bool = False
 
@@ -369,13 +382,21 @@ class _Panel:
 def _plot(axis: Axes, panel: _Panel) -> None:
     axis.axis("on")
     about = "rollouts"
-    for label, points in panel.curves.items():
+    styles = itertools.cycle(STYLES if len(panel.curves) <= len(STYLES) else STYLES[:1])
+    for (label, points), (marker, size, dashes) in zip(panel.curves.items(), styles, strict=False):
         x, y = zip(*points, strict=True)
-        marker = "o" if len(x) < 20 else ""  # a short run would be a bare line, or invisible
         line = y
         if panel.noisy and len(x) > WINDOW:
             line, about = _smooth(y), f"rollouts (line: mean of {WINDOW} points)"
-        (drawn,) = axis.plot(x, line, marker=marker, markersize=3, linewidth=1.2, label=label)
+        (drawn,) = axis.plot(
+            x,
+            line,
+            linestyle=dashes,
+            linewidth=1.2,
+            marker=marker if len(x) < 20 else "",  # a short run would be a bare line, or invisible
+            markersize=size,
+            label=label if any(y) else f"{label}: 0 throughout",
+        )
         if line is not y:
             axis.plot(x, y, ".", markersize=2.5, alpha=0.35, color=drawn.get_color())
     axis.set_title(panel.title, fontsize=10)
@@ -410,43 +431,48 @@ def _relative(curve: Curve, drawn: Mapping[int, frozenset[str]]) -> Curve:
 def _panels(curves: Mapping[str, Curve]) -> list[_Panel]:
     """One for each kind of number; without curves if none was logged."""
 
-    def named(*names: str) -> dict[str, Curve]:
-        return {name.rsplit("/", 1)[-1]: curves[name] for name in names if name in curves}
-
-    def below(prefix: str, steps: bool = False) -> dict[str, Curve]:
+    def below(prefix: str, steps: bool = False) -> list[str]:
         step = f"{prefix}{metrics.STEP}"
         names = [name for name in curves if name.startswith(prefix)]
-        return named(*sorted(name for name in names if name.startswith(step) == steps))
+        return sorted(name for name in names if name.startswith(step) == steps)
+
+    def panel(title: str, axis: str, names: Sequence[str], **style: bool) -> _Panel:
+        logged = [name for name in names if name in curves]
+        about = " ".join(dict.fromkeys(map(metrics.meaning, logged)))
+        labelled = {name.rsplit("/", 1)[-1]: curves[name] for name in logged}
+        return _Panel(title, axis, labelled, about, **style)
 
     steps: dict[int, set[str]] = {}  # drawn at an update
-    for name, curve in below(metrics.WEIGHT, steps=True).items():
-        for update, _ in curve:
+    for name in below(metrics.WEIGHT, steps=True):
+        for update, _ in curves[name]:
             steps.setdefault(update, set()).add(name)
     drawn = {update: frozenset(names) for update, names in steps.items()}
     varying = len(set(drawn.values())) > 1
 
-    def distance(title: str, axis: str, found: Mapping[str, Curve]) -> _Panel:
+    def distance(title: str, axis: str, names: Sequence[str]) -> _Panel:
+        plain = panel(title, axis, names)
         if not varying:
-            return _Panel(title, axis, found)
-        scaled = {label: _relative(curve, drawn) for label, curve in found.items()}
+            return plain
+        scaled = {label: _relative(curve, drawn) for label, curve in plain.curves.items()}
         known = {label: curve for label, curve in scaled.items() if curve}
-        return _Panel(title, "÷ median of updates with the same step", known, noisy=True)
+        axis = "÷ median of updates with the same step"
+        return replace(plain, axis=axis, curves=known, noisy=True)
 
+    shares = [metrics.KEPT_SHARE, metrics.CLIP_FRACTION, metrics.INVALID_SHARE]
     panels = [
-        _Panel("training reward", "mean of the rollout", named(metrics.REWARD), noisy=True),
-        _Panel("held-out score", "mean of the tasks", named(metrics.HEADLINE)),
-        distance("distance to teacher and anchor", "loss", named(metrics.DISTILL, metrics.ANCHOR)),
-        _Panel("KL to the base (drift)", "KL per dimension", named(metrics.KL), noisy=True),
+        panel("training reward", "mean of the rollout", [metrics.REWARD], noisy=True),
+        panel("held-out score", "mean of the tasks", [metrics.HEADLINE]),
+        distance("distance to teacher and anchor", "loss", [metrics.DISTILL, metrics.ANCHOR]),
+        panel("KL to the base (drift)", "KL per dimension", [metrics.KL], noisy=True),
         distance("KL to the teacher, by task", "KL per dimension", below(metrics.TEACHER_KL)),
-        _Panel("KL to the teacher, by step", "KL per dimension", below(metrics.TEACHER_KL, True),
-               log=True),
+        panel("KL to the teacher, by step", "KL per dimension", below(metrics.TEACHER_KL, True),
+              log=True),
         distance("velocity error, by task", "mean square", below(metrics.TEACHER_ERROR)),
-        _Panel("velocity error, by step", "mean square", below(metrics.TEACHER_ERROR, True),
-               log=True),
-        _Panel("gradients of two tasks", "cosine", below(metrics.GRADIENT_COSINE)),
-        _Panel("shares of the images", "share",
-               named(metrics.KEPT_SHARE, metrics.CLIP_FRACTION, metrics.INVALID_SHARE)),
+        panel("velocity error, by step", "mean square", below(metrics.TEACHER_ERROR, True),
+              log=True),
+        panel("gradients of two tasks", "cosine", below(metrics.GRADIENT_COSINE)),
+        panel("shares of the images", "share", shares),
     ]  # fmt: skip
-    if any(panel.curves for panel in panels):
+    if any(shown.curves for shown in panels):
         return panels
-    return [_Panel("loss", "loss", named(metrics.LOSS))]  # sft, where nothing is evaluated
+    return [panel("loss", "loss", [metrics.LOSS])]  # sft, where nothing is evaluated

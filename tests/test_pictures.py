@@ -1,5 +1,6 @@
 """The gallery: every image in its place, under its model's name and beside its prompt."""
 
+import base64
 import json
 import subprocess
 import sys
@@ -163,3 +164,29 @@ def test_a_distance_is_compared_with_that_of_the_same_step_only(tmp_path: Path) 
 def test_a_distance_of_the_same_steps_is_drawn_as_it_is(tmp_path: Path) -> None:
     panels = drawn_steps(tmp_path, anew=False)
     assert panels["KL to the teacher, by task"].curves["task"][0] == (0, 1.0)
+
+
+@pytest.mark.parametrize("updates", [5, 40])
+def test_curves_that_are_equal_are_all_seen(tmp_path: Path, updates: int) -> None:
+    rows = [{"update": n, "clip_fraction": 0.0, "invalid_share": 0.0} for n in range(updates)]
+    log = tmp_path / "metrics.jsonl"
+    log.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    metrics_plot(log, tmp_path / "metrics.png")
+    picture = np.asarray(Image.open(tmp_path / "metrics.png").convert("RGB")).astype(int)
+    axes = picture[: picture.shape[0] * 3 // 4]  # the legend is below
+    for colour in ((0x1F, 0x77, 0xB4), (0xFF, 0x7F, 0x0E)):  # matplotlib's first two
+        assert (np.abs(axes - colour).sum(-1) < 20).sum() > 30
+    (chart,) = pictures.charts(pictures.read_metrics(log))
+    text = base64.b64decode(chart.source.partition(",")[2]).decode()
+    assert text.count(": 0 throughout") >= 2
+
+
+def test_every_panel_says_what_is_good(tmp_path: Path) -> None:
+    names = ["reward", "eval/headline", "distill", "anchor", "kl", "kl/a", "kl/step_0",
+             "velocity_error/a", "velocity_error/step_0", "gradient_cosine/a~b", "kept_share",
+             "clip_fraction", "invalid_share"]  # fmt: skip
+    found = pictures.charts({name: [(0, 1.0), (1, 0.5)] for name in names})
+    assert len(found) == 10 and all(chart.about.endswith(".") for chart in found)
+    assert all(f"{name}: " in found[-1].about for name in names[-3:])
+    (loss,) = pictures.charts({"loss": [(0, 1.0), (1, 0.5)]})
+    assert loss.about

@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from flowalign import snapshots, train, watch
+from flowalign import metrics, snapshots, train, watch
 from flowalign.config import to_yaml
 from flowalign.pictures import png
 from flowalign.progress import Progress, duration
@@ -74,6 +74,7 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
     shown = page(run(tmp_path / "run"), "--every", "7")
     assert shown.states == ["running"]
     assert "update 5 of 10" in shown.text and "about 5 min left" in shown.text
+    assert metrics.MEANINGS[metrics.REWARD] in shown.text
     assert "reward0.500" in shown.text  # a line that is cut short does not count
     assert [a for t, a in shown.tags if t == "meta" and a.get("http-equiv") == "refresh"] == [
         {"http-equiv": "refresh", "content": "7"}

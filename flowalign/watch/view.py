@@ -15,7 +15,7 @@ from typing import Any
 from flowalign import metrics, snapshots
 from flowalign.config import ConfigError, read
 from flowalign.files import read_lines
-from flowalign.pictures import charts, read_metrics
+from flowalign.pictures import Chart, charts, read_metrics
 from flowalign.progress import duration
 from flowalign.recipe import DONE
 from flowalign.status import WARNINGS, Status, read_status
@@ -57,7 +57,7 @@ class View:
     status: Status
     about: str  # what is going on, in a sentence
     facts: list[tuple[str, str]] = field(default_factory=list)
-    curves: Mapping[str, str] = field(default_factory=dict)  # title -> source of a picture
+    curves: list[Chart] = field(default_factory=list)
     rollout: list[Prompt] = field(default_factory=list)
     held_out: list[Prompt] = field(default_factory=list)
     drawn: int = 0  # update of `rollout`
