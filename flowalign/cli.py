@@ -6,6 +6,7 @@ import argparse
 import difflib
 import platform
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -77,9 +78,20 @@ def merge(argv: Sequence[str]) -> int:
     parser.add_argument("--lines", nargs=2, type=float, metavar=("SHALLOW", "DEEP"))
     args = vars(parser.parse_args(argv))
     from flowalign import results
+    from flowalign.adapters.files import read_lora
+    from flowalign.status import read_status
     from flowalign.teachers import merge as merging
 
     try:
+        for source in args["adapters"]:
+            status = read_status(read_lora(source, newest=True).file.parent.parent)
+            if status and status.state == "running" and not status.silent(time.time()):
+                print(
+                    f"flowalign merge: warning: the run of {source} goes on (update "
+                    f"{status.update} of {status.total}): this is the best adapter up to now. "
+                    "Merge again when the run has ended.",
+                    file=sys.stderr,
+                )
         print(merging.merge(args.pop("adapters"), out := args.pop("out"), **args))
         print(results.merged(out))
     except (ValueError, OSError) as error:

@@ -15,10 +15,9 @@ import torch
 
 from flowalign import determinism, packages
 from flowalign.adapters import hub
-from flowalign.adapters.files import AdapterError, adapter_folder, read_lora
+from flowalign.adapters.files import AdapterError, read_lora
 from flowalign.config.loading import load
 from flowalign.config.schema import (
-    ADAPTER,
     ConfigError,
     EvalStage,
     LoraConfig,
@@ -201,21 +200,8 @@ def _adapter_problems(config: Stage, pending: Collection[str]) -> Iterator[str]:
             continue
         try:
             base = read_lora(source, newest=True).base
-        except hub.HubError as error:
+        except (AdapterError, hub.HubError) as error:
             yield f"{place}: {error}"
-        except AdapterError as error:
-            folder = adapter_folder(source)
-            if (folder / "adapter" / ADAPTER).is_file():  # the folder of the run was named
-                yield f"{place}: {source!r}: {error}; did you mean {Path(source) / 'adapter'}?"
-            elif (folder.parent / ADAPTER).is_file():  # a merge's, as if it were a run's
-                yield f"{place}: {source!r}: no such folder; did you mean {Path(source).parent}?"
-            elif folder.exists() or hub.is_id(source):
-                yield f"{place}: {source!r}: {error}"
-            else:
-                yield (
-                    f"{place}: {source!r}: no such folder, so no {ADAPTER}; training writes one to "
-                    "<output>/adapter; null is the base model."
-                )
         else:
             if base not in (None, config.model.id):
                 yield (

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from flowalign.config import RecipeStage, Stage
+from flowalign import metrics
+from flowalign.config import RecipeStage, Stage, TrainingStage
+from flowalign.files import read_lines
 
 PLACES = {  # below the folder of a run, in the order in which they are of use
     "report": "report.html",
@@ -28,15 +32,62 @@ PARTS = ("report", "grid", "adapter")  # what is named of a stage of a recipe
 PAGES = ("report", "page")
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Which evaluation chose the adapter of a run, and its held-out score; the same of the last."""
+
+    update: int
+    score: float
+    last: int
+    last_score: float
+
+    def __str__(self) -> str:
+        last = "" if self.update == self.last else f"; the last: {self.last_score:.3f}"
+        return f"update {self.update} of {self.last} (held-out {self.score:.3f}{last})"
+
+
+def kept(folder: Path) -> Kept | None:
+    """Of the run in a folder; None if no evaluation chose its adapter."""
+    try:
+        best = json.loads((folder / "adapter" / "scores.json").read_text())
+    except (OSError, ValueError):
+        return None
+    headlines = [row for row in read_lines(folder / "metrics.jsonl") if metrics.HEADLINE in row]
+    if not best or not headlines:
+        return None
+    last = headlines[-1]
+    return Kept(best["update"], best["headline"], last[metrics.UPDATE], last[metrics.HEADLINE])
+
+
+def untrained(config: TrainingStage) -> str | None:
+    """A warning if the adapter of a run that was trained is the one that it began with."""
+    chosen = kept(Path(config.output))
+    if chosen is None or chosen.update or not chosen.last:
+        return None
+    assert config.evaluation
+    return (
+        f"the adapter that is kept is that of {chosen}: nothing that was learnt is in it, it "
+        f"equals {config.lora.init or 'the base model'}. No later evaluation scored higher. Train "
+        "longer, lower optimizer.lr, or score more than evaluation.prompts = "
+        f"{config.evaluation.prompts} a task, if noise decides. To keep the last adapter instead, "
+        "give the command again with --resume evaluation=null."
+    )
+
+
 def summary(config: Stage) -> str:
-    """Where the results of a stage lie, one line each, and what comes next. Only what is there."""
-    folder = Path(config.output)
+    """Which adapter was kept, where the results of a stage lie, one line each, and what comes next.
+    Only what is there."""
+    folder, chosen = Path(config.output), {}
     places = _found(folder)
+    if isinstance(config, TrainingStage):
+        chosen = {"kept": kept(folder)}
     if isinstance(config, RecipeStage):
         for name in config.stages:
             stage = _found(folder / name)
+            chosen[f"{name}: kept"] = kept(folder / name)
             places |= {f"{name}: {kind}": stage[kind] for kind in PARTS if kind in stage}
-    return _text(places, list(_next(places)))
+    lines = [f"\n{what}: {which}" for what, which in chosen.items() if which]
+    return "".join([*lines, "\n" * bool(lines), _text(places, list(_next(places)))])
 
 
 def merged(adapter: str | Path) -> str:

@@ -41,6 +41,10 @@ class Status:
         """Seconds to the end; None if the speed is not known."""
         return None if self.seconds is None else self.seconds * (self.total - self.update)
 
+    def silent(self, now: float) -> bool:
+        """Whether it runs by its own account, and gave no sign of life for SILENCE seconds."""
+        return self.state == "running" and now - self.heard > SILENCE
+
 
 class Heartbeat:
     """Keeps the two files of a folder up to date while a run is in the `with`.

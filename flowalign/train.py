@@ -319,14 +319,17 @@ def held_out(config: TrainingStage, rewards: Mapping[str, Reward]) -> list[Bench
 
 
 def finish(loop: Loop, config: TrainingStage, rewards: Mapping[str, Reward]) -> None:
-    """After the last update: the metrics plot, the model card and the before/after grid."""
-    from flowalign import trackers
+    """After the last update: a warning if it was in vain, the metrics plot, the model card and the
+    before/after grid."""
+    from flowalign import results, trackers
     from flowalign.before_after import before_after
     from flowalign.pictures import metrics_plot
     from flowalign.publish.card import write_card
 
     folder, main = Path(config.output), loop.accelerator.is_main_process
     if main:
+        if warning := results.untrained(config):
+            log.warning(warning)
         metrics_plot(folder / "metrics.jsonl", folder / "metrics.png", title=folder.name)
         write_card(folder, config, sys.argv)
     if config.evaluates and (main or loop.backbone.sharded):  # sharded: all must sample

@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,12 +20,20 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import flowalign
-from flowalign.adapters.files import AdapterError, file_digest, read_lora, write_lora
+from flowalign import cli
+from flowalign.adapters.files import (
+    AdapterError,
+    adapter_folder,
+    file_digest,
+    read_lora,
+    write_lora,
+)
 from flowalign.backbone import Backbone
 from flowalign.config import ConfigError, OpdStage
 from flowalign.preflight import check_world
 from flowalign.teachers.bank import Bank, Member
 from flowalign.teachers.merge import merge
+from flowalign.tiny import TEACHERS
 
 PATTERNS = {  # regular expressions and endings, as peft reads them
     "rank_pattern": {r"transformer_blocks\.0\.attn\.to_[qk]": 2, "attn.to_out.0": 5},
@@ -336,6 +345,25 @@ def test_folders_without_an_adapter_are_refused(tmp_path: Path) -> None:
         made(folder)
         with pytest.raises(AdapterError, match=seen):
             read_lora(folder)
+
+
+def test_a_source_that_is_nearly_an_adapter_gets_the_name_of_the_one_that_was_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(adapter_folder("tiny/ocr"), "runs/blue/adapter")
+    meant = {"runs/blue": "runs/blue/adapter", "tiny/orc": "tiny/ocr",
+             "runs/blue/adapter/adapter": "runs/blue/adapter"}  # fmt: skip
+    for source, adapter in meant.items():
+        for words in (["sample", "a star", "--lora", source], ["merge", source, "--out", "sum"]):
+            assert cli.main(words) == 2
+            error = capsys.readouterr().err
+            assert repr(source) in error and f"did you mean {adapter}?" in error
+            assert str(TEACHERS) not in error
+        with pytest.raises(AdapterError, match="did you mean"):
+            flowalign.load(lora=source)
+    with pytest.raises(AdapterError, match="tiny/geneval, tiny/ocr, tiny/preference"):
+        read_lora("tiny/zzz")
 
 
 def test_a_description_of_another_adapter_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 """Merging adds whole weight updates, exactly where it can, and refuses what does not fit."""
 
+import json
+import shutil
+import time
 from pathlib import Path
 
 import fakes
@@ -12,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flowalign.adapters.files import read_lora, write_lora
 from flowalign.backbone import Backbone
 from flowalign.cli import main
+from flowalign.status import SILENCE, STATUS
 from flowalign.teachers.merge import Factors, merge, merge_layer
 
 SHAPES = [(4, 4.0, 1), (6, 12.0, 2)]  # rank, alpha, seed
@@ -265,7 +269,7 @@ def test_adapters_that_do_not_fit_are_refused(random_model: str, tmp_path: Path)
         (few, "adapt different layers"),
         (tmp_path / "wide", "so their bases differ"),
         (tmp_path / "dora", "no plain LoRA"),
-        (tmp_path / "nothing", "holds no pytorch_lora_weights.safetensors"),
+        (tmp_path / "nothing", "no such folder, so no pytorch_lora_weights"),
     ):
         with pytest.raises(ValueError, match=message):
             merge([one, folder], tmp_path / "out")
@@ -287,3 +291,19 @@ def test_the_command_merges_and_refuses(
     assert set(read_lora(tmp_path / "out").ranks.values()) == {10}  # --out is the adapter itself
     assert main(command) == 2
     assert "already holds an adapter" in capsys.readouterr().err
+
+
+def test_an_adapter_whose_run_goes_on_is_merged_with_a_warning(
+    teachers: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = tmp_path / "run" / "adapter"
+    shutil.copytree(teachers[0], adapter)
+    now = time.time()
+    for number, (state, heard, warned) in enumerate(
+        [("running", now, True), ("running", now - SILENCE - 9, False), ("finished", now, False)]
+    ):
+        status = {"state": state, "heard": heard, "update": 3, "total": 9}
+        (adapter.parent / STATUS).write_text(json.dumps(status))
+        assert main(["merge", str(adapter), "--out", str(tmp_path / f"out{number}")]) == 0
+        error = capsys.readouterr().err
+        assert ("update 3 of 9" in error) == warned and (str(adapter) in error) == warned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import fakes
 import pytest
 import yaml
 
-from flowalign import cli, sample, train
+from flowalign import cli, metrics, results, sample, train
 from flowalign.config import to_yaml
+from flowalign.status import WARNINGS
 
 
 def places(text: str) -> dict[str, Path]:
@@ -80,3 +82,38 @@ def test_a_recipe_an_evaluation_and_a_merge_name_theirs(
 
     assert cli.main(["merge", *teachers.values(), "--out", str(tmp_path / "sum")]) == 0
     assert "adapter" in capsys.readouterr().out.partition("Results:")[2]
+
+
+def test_a_run_says_which_adapter_was_kept_and_warns_if_it_is_the_one_it_began_with(
+    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    config = fakes.settings(
+        random_model, folder, "train.updates=2", "evaluation={every: 1, prompts: 2}",
+        "tasks.0.validation=tiny/ocr_val", "optimizer.lr=1e-30",  # nothing changes: the first stays
+    )  # fmt: skip
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    given = ["--config", str(tmp_path / "config.yaml")]
+    fakes.AcceleratorState._reset_state(reset_partial_state=True)
+    assert train.main(given) == 0
+    assert "kept: update 0 of 2 (held-out " in capsys.readouterr().out
+    warnings = [json.loads(line)["text"] for line in (folder / WARNINGS).read_text().splitlines()]
+    (warning,) = [text for text in warnings if "update 0 of 2" in text]
+    assert "optimizer.lr" in warning and "the base model" in warning
+
+    command = warning.partition("with --resume ")[2].rstrip(".")  # what it advises works
+    fakes.AcceleratorState._reset_state(reset_partial_state=True)
+    assert train.main([*given, "--resume", command]) == 0
+    assert "kept:" not in capsys.readouterr().out
+    assert (folder / WARNINGS).read_text().count("update 0 of 2") == 1
+
+
+def test_what_was_kept_has_the_last_score_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    best = {"headline": 0.592, "update": 4}
+    (tmp_path / "adapter" / "scores.json").write_text(json.dumps(best))
+    rows = [{"update": 4, metrics.HEADLINE: 0.592}, {"update": 12, metrics.HEADLINE: 0.566}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert str(results.kept(tmp_path)) == "update 4 of 12 (held-out 0.592; the last: 0.566)"
+    (tmp_path / "adapter" / "scores.json").write_text("{}")  # without an evaluation
+    assert results.kept(tmp_path) is None

@@ -9,6 +9,7 @@ come out in one form: weights by layer, `<layer>.lora_A.weight` [r,in] and `<lay
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import logging
@@ -80,6 +81,40 @@ def adapter_folder(source: str | Path, *, newest: bool = False) -> Path:
     if hub.is_id(str(source)):
         return hub.download(str(source), newest=newest)
     return Path(source).expanduser()
+
+
+def shipped() -> list[str]:
+    """The names of the adapters that come with the package."""
+    return sorted(f"tiny/{file.parent.name}" for file in TEACHERS.glob(f"*/{ADAPTER}"))
+
+
+def _meant(source: str) -> str | None:
+    """The adapter that a source without one probably means; None if none comes to mind."""
+    if source.startswith("tiny/"):
+        names = {name.removeprefix("tiny/"): name for name in shipped()}
+        close = difflib.get_close_matches(source.removeprefix("tiny/"), names, n=1)
+        return names[close[0]] if close else None
+    folder = adapter_folder(source)
+    if (folder / "adapter" / ADAPTER).is_file():  # the folder of the run was named
+        return str(Path(source) / "adapter")
+    if not folder.exists() and (folder.parent / ADAPTER).is_file():  # a merge's, as if a run's
+        return str(Path(source).parent)
+    return None
+
+
+def _refusal(source: str, error: AdapterError) -> str:
+    """What was wrong with a source, by the name that the user gave it, and what was meant."""
+    ships = source.startswith("tiny/")  # before the question whether it is a Hub id, as above
+    if hub.is_id(source) and not ships:
+        return f"{source!r}: {error}"
+    meant, reason = _meant(source), str(error)
+    if not adapter_folder(source).exists():
+        reason = "no such adapter ships with flowalign" if ships else "no such folder"
+        if not meant and ships:
+            reason += f"; there are {', '.join(shipped())}"
+        elif not meant:
+            reason += f", so no {ADAPTER}; training writes one to <output>/adapter"
+    return f"{source!r}: {reason}" + (f"; did you mean {meant}?" if meant else "")
 
 
 def adapter_file(folder: Path) -> Path:
@@ -174,7 +209,14 @@ def read_lora(source: str | Path | Lora, *, newest: bool = False) -> Lora:
     """
     if isinstance(source, Lora):
         return source
-    file = adapter_file(adapter_folder(source, newest=newest))
+    try:
+        return _read(adapter_file(adapter_folder(source, newest=newest)))
+    except AdapterError as error:
+        raise AdapterError(_refusal(str(source), error)) from error
+
+
+def _read(file: Path) -> Lora:
+    """The head of a file."""
     try:
         with safe_open(file, framework="pt") as opened:
             head = opened.metadata() or {}

@@ -18,7 +18,7 @@ from flowalign.files import read_lines
 from flowalign.pictures import charts, read_metrics
 from flowalign.progress import duration
 from flowalign.recipe import DONE
-from flowalign.status import SILENCE, WARNINGS, Status, read_status
+from flowalign.status import WARNINGS, Status, read_status
 
 OVER = ("finished", "stopped", "interrupted")
 NEWEST = 20  # warnings that are shown
@@ -117,9 +117,7 @@ def _view(
     status = read_status(folder) or _guessed(folder, config, rows, recipe)
     if done:
         status = replace(status, state="finished", heard=done, began=min(status.began, done))
-    state = status.state
-    if state == "running" and now - status.heard > SILENCE:
-        state = "dead"
+    state = "dead" if status.silent(now) else status.state
     curves = read_metrics(folder / "metrics.jsonl")
     rollout = snapshots.newest(folder, snapshots.TRAINING)
     warnings = read_lines(folder / WARNINGS)[::-1][:NEWEST]
