@@ -16,9 +16,11 @@ from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 import yaml
+from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
 
 from flowalign.config import STAGES, ConfigError, Stage, assignments, load, read
-from flowalign.config.schema import Section, command
+from flowalign.config.schema import LoraConfig, Section, command
 from flowalign.files import replacing
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -74,6 +76,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="held-out prompts, one per reward or teacher; without them evaluation is off",
     )
+    parser.add_argument(
+        "--all", action="store_true", help="write every key, those at their defaults, too"
+    )
     parser.add_argument("--out", type=Path, help="file to write; default: STAGE.yaml")
     parser.add_argument("--force", action="store_true", help="replace a file that is there")
     parser.add_argument("--yes", action="store_true", help="ask nothing, use the defaults")
@@ -87,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sys.stdin.isatty() and not args.yes:
             ask(args)
         wanted = answers(args)
-        notes = write(wanted, args.force)
+        notes = write(wanted, args.force, args.all)
     except (ValueError, OSError) as error:  # of the config, a reward, a file
         print(f"flowalign init: {error}", file=sys.stderr)
         return 2
@@ -346,18 +351,22 @@ def _short(reward: str) -> str:
 # The file ----------------------------------------------------------------------------------------
 
 
-def write(wanted: Answers, force: bool) -> list[str]:
-    """Write the config, read it back as `train` does; returns what its reader should know."""
+def write(wanted: Answers, force: bool, every: bool = False) -> list[str]:
+    """Write the config, read it back as `train` does; returns what its reader should know. every:
+    also write the keys at their defaults."""
     if wanted.out.exists() and not force:
         raise ValueError(f"--out: {wanted.out} is there already. Name another, or give --force.")
     data = build(wanted)
-    head = [
-        f"# {command(wanted.stage)} --config {wanted.out}",
-        "# Written by `flowalign init`: the keys that matter most, each under its meaning.",
-        "# The others keep their defaults (docs/configs.md).",
-        "",
-    ]
-    text = "\n".join([*head, *lines(STAGES[wanted.stage], data, set())]) + "\n"
+    if every:
+        about = ["# Written by `flowalign init --all`: every key, under its meaning."]
+    else:
+        about = [
+            "# Written by `flowalign init`: the keys that matter most, each under its meaning.",
+            "# The others keep their defaults. To see them all: "
+            f"flowalign init --stage {wanted.stage} --all",
+        ]
+    head = [f"# {command(wanted.stage)} --config {wanted.out}", *about, ""]
+    text = "\n".join([*head, *lines(STAGES[wanted.stage], data, set(), every)]) + "\n"
     try:
         with replacing(wanted.out) as part:
             part.write_text(text, encoding="utf-8")
@@ -371,43 +380,72 @@ def write(wanted: Answers, force: bool) -> list[str]:
     ] * off
 
 
-def lines(section: type[Section], data: Mapping[str, Any], told: set[Any]) -> Iterator[str]:
+def lines(
+    section: type[Section], data: Mapping[str, Any], told: set[Any], every: bool = False
+) -> Iterator[str]:
     """The keys of a section as YAML, each under its meaning, in the schema's order. told: keys
-    whose meaning stands above already."""
+    whose meaning stands above already. every: also those that data lacks, at their defaults."""
     for key, field in section.model_fields.items():
-        if key not in data:
+        if key not in data and (field.is_required() or not every):
             continue
-        kind = _kind(field.annotation)
-        sections = (part for part in (kind, *get_args(kind)) if _is_section(part))
-        inner: type[Section] | None = next(sections, None)
+        inner = _section_in(field.annotation)
         if (section, key) not in told:
             told.add((section, key))
             of_section = (inner.__doc__ or "").partition("\n\n")[0] if inner else ""
             meaning = " ".join((field.description or of_section).split())
             yield from (f"# {line}" for line in textwrap.wrap(meaning, WIDTH - 10))
-        value = data[key]
-        if key == "stages":  # of a recipe
-            kinds = {name: STAGES[part["stage"]] for name, part in value.items()}
-            rows = _named(value, kinds, told)
-        elif inner is None or value is None:
-            yield f"{key}: {_inline(value)}"
+        if key in data:
+            yield from _entry(key, field, data[key], told, every)
             continue
-        elif isinstance(value, list):
-            rows = (row for item in value for row in _item(lines(inner, item, told)))
-        elif inner is kind:
-            rows = lines(inner, value, told)
-        else:
-            rows = _named(value, {name: inner for name in value}, told)
-        yield f"{key}:"
-        yield from _indented(rows)
+        default = to_jsonable_python(field.get_default(call_default_factory=True))
+        entry = _entry(key, field, default, told, every)
+        yield from _commented(entry) if _not_its_own(section, key, data) else entry
+
+
+def _not_its_own(section: type[Section], key: str, data: Mapping[str, Any]) -> bool:
+    """Whether a key that data lacks comes from elsewhere, so that its default must not be set: what
+    an adapter to start from brings, and the seed of a recipe."""
+    if section is LoraConfig:
+        return data.get("init") is not None
+    return key == "seed" and issubclass(section, Stage) and "output" not in data
+
+
+def _entry(key: str, field: FieldInfo, value: Any, told: set[Any], every: bool) -> Iterator[str]:
+    """A key and its value. With every, what an empty section may hold follows as a comment."""
+    inner, kind = _section_in(field.annotation), _kind(field.annotation)
+    if key == "stages":  # of a recipe
+        kinds = {name: STAGES[part["stage"]] for name, part in value.items()}
+        rows = _named(value, kinds, told, every)
+    elif inner is None or not value:
+        yield f"{key}: {_inline(value)}"
+        if every and inner and not any(section is inner for section, _ in told):
+            yield from _commented(_example(key, inner, get_origin(kind) is list, told))
+        return
+    elif isinstance(value, list):
+        rows = (row for item in value for row in _item(lines(inner, item, told, every)))
+    elif inner is kind:
+        rows = lines(inner, value, told, every)
+    else:
+        rows = _named(value, {name: inner for name in value}, told, every)
+    yield f"{key}:"
+    yield from _indented(rows)
+
+
+def _example(key: str, inner: type[Section], listed: bool, told: set[Any]) -> Iterator[str]:
+    """A section that the config has not, with examples of what it needs."""
+    fields = inner.model_fields.items()
+    needed = {name: f.examples[0] for name, f in fields if f.is_required() and f.examples}
+    rows = lines(inner, needed, told, every=True)
+    yield f"{key}:"
+    yield from _indented(_item(rows) if listed else rows)
 
 
 def _named(
-    parts: Mapping[str, Any], sections: Mapping[str, type[Section]], told: set[Any]
+    parts: Mapping[str, Any], sections: Mapping[str, type[Section]], told: set[Any], every: bool
 ) -> Iterator[str]:
     for name, part in parts.items():
         yield f"{name}:"
-        yield from _indented(lines(sections[name], part, told))
+        yield from _indented(lines(sections[name], part, told, every))
 
 
 def _item(rows: Iterator[str]) -> Iterator[str]:
@@ -427,6 +465,10 @@ def _indented(rows: Iterator[str]) -> Iterator[str]:
     return (f"  {row}" for row in rows)
 
 
+def _commented(rows: Iterator[str]) -> Iterator[str]:
+    return (f"# {row}" for row in rows)
+
+
 def _inline(value: Any) -> str:
     text = yaml.safe_dump([value], default_flow_style=True, sort_keys=False, width=10**6)
     return text.strip()[1:-1]
@@ -439,5 +481,10 @@ def _kind(annotation: Any) -> Any:
     return annotation
 
 
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Section)
+def _section_in(annotation: Any) -> type[Section] | None:
+    """The section that a key holds: one, a list of them, or several by name."""
+    kind = _kind(annotation)
+    for part in (kind, *get_args(kind)):
+        if isinstance(part, type) and issubclass(part, Section):
+            return part
+    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 import os
 import sys
@@ -82,9 +83,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(given: Job, home: Path, resume: bool) -> Path:
     """Whatever `flowalign train` can run. home: the folder of the config file."""
+    from flowalign import parallel
+
     if isinstance(given, TrainingStage):
+        if resume and parallel.state(given).is_main_process and (text := anew(Path(given.output))):
+            log.warning(text)
         return train(given, resume=resume)
-    from flowalign import parallel, recipe, watch
+    from flowalign import recipe, watch
     from flowalign.eval.run import evaluate
 
     config = given
@@ -98,6 +103,19 @@ def run(given: Job, home: Path, resume: bool) -> Path:
     if whole and parallel.state().is_main_process:
         watch.write(folder)  # the recipe's report
     return folder
+
+
+def anew(folder: Path) -> str:
+    """Why --resume starts from the first update, "" if there is a checkpoint. A folder that does
+    not exist may be mistyped: one beside it with a similar name and checkpoints is named."""
+    if any(folder.glob("checkpoints/update_*")):
+        return ""
+    text = f"--resume: no checkpoint in {folder}/checkpoints. The run starts from its first update."
+    if not folder.exists():
+        runs = {path.parents[1].name for path in folder.parent.glob("*/checkpoints/update_*")}
+        for name in difflib.get_close_matches(folder.name, sorted(runs), n=1, cutoff=0.8):
+            text += f" {folder.parent / name} has checkpoints: did you mean it?"
+    return text
 
 
 def train(config: TrainingStage, *, resume: bool = False) -> Path:
@@ -126,8 +144,8 @@ def train(config: TrainingStage, *, resume: bool = False) -> Path:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "config.yaml").write_text(to_yaml(config))
         loop.accelerator.wait_for_everyone()
-        if resume and not loop.resume():
-            log.info("no checkpoint under %s: starting anew", folder)
+        if resume:
+            loop.resume()
         _hint_threads(loop.accelerator)
         with report.live(loop.update):
             loop.run()

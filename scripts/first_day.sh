@@ -68,9 +68,9 @@ if [ -n "${FIRST_DAY_PYTHON:-}" ]; then
     export PATH="$(dirname "$FIRST_DAY_PYTHON"):$PATH" PYTHONPATH="$PWD"
 else
     python3 -m venv "$work/venv" && export PATH="$work/venv/bin:$PATH" || exit 2
-    step pip install -q --disable-pip-version-check "${FLOWALIGN_TORCH:-torch==2.13.0}"
-    step pip install -q --disable-pip-version-check -e .
-    [ "${FIRST_DAY_NOTEBOOKS:-0}" = 0 ] || step pip install -q --disable-pip-version-check nbclient ipykernel
+    step pip install -qq --disable-pip-version-check "${FLOWALIGN_TORCH:-torch==2.13.0}"
+    step pip install -qq --disable-pip-version-check -e .
+    [ "${FIRST_DAY_NOTEBOOKS:-0}" = 0 ] || step pip install -qq --disable-pip-version-check nbclient ipykernel
 fi
 export HF_HUB_OFFLINE=1 # no step may ask the Hub
 

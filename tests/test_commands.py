@@ -85,11 +85,20 @@ def test_what_ends_a_command_early_is_one_line(
 def test_ctrl_c_ends_a_served_reward_with_one_line(script: list[str], tmp_path: Path) -> None:
     command = [*script, "serve-reward", "geneval", "detector=tiny", "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as server:
-        assert server.stdout and "serving reward" in server.stdout.readline()
-        server.send_signal(signal.SIGINT)
-        _, said = server.communicate(timeout=60)
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background
+    ) as server:  # ignores it, and so do the processes that it starts
+        try:
+            assert server.stdout and "serving reward" in server.stdout.readline()
+            server.send_signal(signal.SIGINT)
+            _, said = server.communicate(timeout=60)
+        finally:
+            server.kill()
     assert server.returncode == 130
     assert len(said.splitlines()) == 1
 

@@ -8,7 +8,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from flowalign import config
-from flowalign.forecast import budget
+from flowalign.config.schema import RewardConfig
+from flowalign.forecast import budget, costs
 from flowalign.forecast.architectures import ARCHITECTURES, build, find
 from flowalign.forecast.estimate import predict
 from flowalign.forecast.meter import Meter, measure, size_of
@@ -190,3 +191,18 @@ def test_the_config_of_a_stage_needs_no_adapter_to_be_there(small):
     found = memory.settings(small[0], Path("nowhere"), "opd", size=128)
     assert isinstance(found, config.OpdStage)
     assert "LoRAs of 2 teachers" in predict(found).parts
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "files"),
+    [
+        ("math:hypot", {}, {}),  # a function of the user's
+        ("math:hypot", {"model": "me/judge"}, None),
+        ("pickscore", {"model": "me/judge"}, None),
+        ("hpsv3", {}, None),
+        ("ocr", {}, {}),
+    ],
+)
+def test_a_reward_of_the_users_own_downloads_nothing_that_it_does_not_name(name, options, files):
+    reward = RewardConfig(name=name, options=options)
+    assert list(costs.files_of(reward)) == [(name, files)]

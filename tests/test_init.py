@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import documents
 import fake_hub
@@ -82,6 +82,52 @@ def test_the_comments_are_the_meanings_of_the_schema() -> None:
             assert " ".join(meaning.split()) in comments
         assert comments.count("`tiny` (ships with the package), a folder, or a Hub id.") == 1
         assert max(map(len, (x for x in text.splitlines() if "#" in x))) <= 100
+
+
+def every_field(section: type[Section]) -> set[tuple[str, str]]:
+    """(key, its meaning) of a section and of the sections in it."""
+    found: set[tuple[str, str]] = set()
+    for key, field in section.model_fields.items():
+        found.add((key, " ".join((field.description or "").split())))
+        for inner in sections_in(field.annotation):
+            found |= every_field(inner)
+    return found
+
+
+def sections_in(annotation: Any) -> list[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [found for part in get_args(annotation) for found in sections_in(part)]
+
+
+def without_marks(text: str) -> str:
+    """The text of all comments, as one line."""
+    return " ".join(" ".join(re.findall(r"^[\s#-]*# *(.*)$", text, re.M)).split())
+
+
+@pytest.mark.parametrize("model", ["tiny", MEDIUM])
+@pytest.mark.parametrize("stage", STAGES)
+def test_all_writes_every_key_with_its_default_and_meaning(stage: str, model: str) -> None:
+    words = ["--stage", stage, "--model", model]
+    short, full = written(*words), written(*words, "--all")
+    text = Path("own.yaml").read_text()
+    comments = without_marks(text)
+    kinds = [STAGES[stage]]
+    if isinstance(full, RecipeStage):
+        kinds += [STAGES[part["stage"]] for part in full.stages.values()]
+    for key, meaning in set().union(*map(every_field, kinds)):
+        assert re.search(rf"^[\s#-]*{key}:", text, re.M), key
+        assert meaning in comments, key
+    if not isinstance(full, RecipeStage):
+        assert full == short
+        return
+    assert isinstance(short, RecipeStage) and list(full.stages) == list(short.stages)
+    for name, part in full.stages.items():
+        given = {"output": "x", "model": short.model}
+        kind = STAGES[part["stage"]]
+        assert kind(**part, **given) == kind(**short.stages[name], **given)
+        assert "seed" not in part  # the recipe gives it
+    assert full.stages["student"]["lora"] == {"init": "stage:merge"}  # the rest would be ignored
 
 
 def test_own_prompts_and_a_reward() -> None:

@@ -425,6 +425,23 @@ def test_a_larger_limit_goes_on_and_a_smaller_one_takes_the_first(config: Path, 
     assert main(command) == 0 and sampled == [] and files(out) == whole
 
 
+def test_a_run_says_what_it_leaves_out_of_the_table_that_it_replaces(
+    config: Path, sampled: list[str], caplog: pytest.LogCaptureFixture
+):
+    def warned(*words: str) -> list[str]:
+        caplog.clear()
+        assert main(["--config", str(config), *words]) == 0
+        return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+    assert warned() == []
+    sampled.clear()
+    (text,) = warned("benchmarks.0.limit=4", "models={base: null}")
+    assert "5 prompts of red where this run has 4 (limit=5" in text and "model tuned" in text
+    assert warned() == [] and sampled == []  # more than before is no loss
+    (text,) = warned("benchmarks.0.name=blue")
+    assert "benchmark red" in text
+
+
 def test_a_larger_limit_keeps_the_images_of_a_batch_that_was_not_full(
     config: Path, sampled: list[str]
 ):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from flowalign import rewards
 from flowalign.config.schema import RewardConfig
@@ -49,18 +50,26 @@ FREE = Cost()  # the tiny models ship with the package and cost next to nothing
 
 
 def files_of(reward: RewardConfig) -> Iterator[tuple[str, Mapping[str, float] | None]]:
-    """(name, {file: GB}) of every reward that it is made of; None where they are not known."""
-    for name, cost in of_reward(reward):
-        yield name, {} if name in WITHOUT_FILES else cost and cost.files
+    """(name, {file: GB}) of every reward that it is made of; None where they are not known.
+
+    A reward of the user's own has files only if its options name a model.
+    """
+    for name, options in rewards.leaves(reward.name, reward.options):
+        cost = _cost(name, options)
+        own = name not in rewards.REWARDS and not OWN & options.keys()
+        yield name, {} if own or name in WITHOUT_FILES else cost and cost.files
 
 
 def of_reward(reward: RewardConfig) -> Iterator[tuple[str, Cost | None]]:
     """(name, cost) of every reward that it is made of; None where the cost is not known."""
     for name, options in rewards.leaves(reward.name, reward.options):
-        if "tiny" in (options.get("model"), options.get("detector", "tiny" * (name == "geneval"))):
-            yield name, FREE
-        elif OWN & options.keys():  # another model than the table's, or another image size
-            yield name, None
-        else:
-            cost = COSTS.get(name)
-            yield name, cost and replace(cost, seconds=cost.seconds / options.get("workers", 1))
+        yield name, _cost(name, options)
+
+
+def _cost(name: str, options: Mapping[str, Any]) -> Cost | None:
+    if "tiny" in (options.get("model"), options.get("detector", "tiny" * (name == "geneval"))):
+        return FREE
+    if OWN & options.keys():  # another model than the table's, or another image size
+        return None
+    cost = COSTS.get(name)
+    return cost and replace(cost, seconds=cost.seconds / options.get("workers", 1))
