@@ -4,8 +4,8 @@
 
 These must be equal: the version of the file, the sampler (steps, guidance, seed, size), and for
 each benchmark the reward with its engine and options, the prompts and the images per prompt. If a
-smaller `limit` left one with the first prompts of the other, these are compared. The base model, its dtype and the versions of
-libraries may differ; different versions are printed.
+smaller `limit` left one with the first prompts of the other, these are compared. The base model,
+its dtype and the versions of libraries may differ; different versions are printed.
 """
 
 from __future__ import annotations
