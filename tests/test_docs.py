@@ -202,7 +202,7 @@ def checked(command: Command) -> None:
         or words[1:] == ["eval", "compare"]
         or (command.inline and words[-1].startswith("--"))  # `flowalign sample --lora` in a text
     ):
-        assert words[1] in cli.COMMANDS
+        assert words[1] in (*cli.COMMANDS, "--version")
     elif words[1:2] == ["-m"] and len(words) == 3:  # the name of a command, as above
         assert importlib.util.find_spec(words[2])
     elif name == "python" and words[1] != "-m" and vague(command):
