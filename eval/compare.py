@@ -3,8 +3,9 @@
     flowalign eval compare a/results.json b/results.json [--models base student]
 
 These must be equal: the version of the file, the sampler (steps, guidance, seed, size), and for
-each benchmark the reward with its engine and options, the prompts and the images per prompt. The
-base model, its dtype and the versions of libraries may differ; different versions are printed.
+each benchmark the reward with its engine and options, the prompts and the images per prompt. If a
+smaller `limit` left one with the first prompts of the other, these are compared. The base model,
+its dtype and the versions of libraries may differ; different versions are printed.
 """
 
 from __future__ import annotations
@@ -87,17 +88,20 @@ def differences(
         for key in sorted({*a, *b}):
             if a.get(key) != b.get(key):
                 problems.append(f"{name}: {key} is {a.get(key)!r} and {b.get(key)!r}")
-        a, b = (
-            # the first files have no `copy`: there was one image per prompt
-            [
-                (row["index"], row.get("copy", 0), row["prompt"], json.dumps(row["metadata"]))
-                for row in rows
-            ]
-            for rows in (model["images"][name] for model in models)
-        )
-        if a != b:
-            problems.append(f"{name}: other prompts ({len(a)} and {len(b)} images)")
+        a, b = (list(map(key_of, model["images"][name])) for model in models)
+        count = min(len(a), len(b))  # a smaller `limit` takes the first prompts
+        if a[:count] != b[:count] or not count:
+            problems.append(
+                f"{name}: other prompts ({len(a)} and {len(b)} images); they compare if one has "
+                "the first prompts of the other, as a smaller `limit` leaves them"
+            )
     return problems
+
+
+def key_of(row: Mapping[str, Any]) -> tuple[int, int, str, str]:
+    """What makes two images comparable: index, copy, prompt, metadata."""
+    # the first files have no `copy`: there was one image per prompt
+    return row["index"], row.get("copy", 0), row["prompt"], json.dumps(row["metadata"])
 
 
 def compare(
@@ -113,6 +117,8 @@ def compare(
             column = Column(name, about.get("headline"))
             a = list(map(stats.from_json, first["models"][names[0]]["images"][name]))
             b = list(map(stats.from_json, second["models"][names[1]]["images"][name]))
+            count = min(len(a), len(b))  # the shared ones, which come first
+            a, b = a[:count], b[:count]
             result[name] = Difference(stats.difference(column, a, b), stats.chance(column, a, b))
     return result
 
@@ -148,7 +154,12 @@ def main(argv: Sequence[str]) -> int:
         print(f"flowalign eval compare: {error}", file=sys.stderr)
         return 2
     print(markdown(result, names), end="")
-    a, b = (d["models"][name]["environment"] for d, name in zip(documents, names, strict=True))
+    models = [d["models"][name] for d, name in zip(documents, names, strict=True)]
+    for name in result:
+        a, b = (len(model["images"][name]) for model in models)
+        if a != b:
+            print(f"note: {name}: {min(a, b)} of {a} and {b} images are shared; only they count")
+    a, b = (model["environment"] for model in models)
     for name in sorted({*a, *b}):
         if a.get(name) != b.get(name):
             print(f"note: {name} is {a.get(name)} and {b.get(name)}", file=sys.stderr)

@@ -35,8 +35,8 @@ def write(config: EvalStage, results: Results) -> str:
     content = to_json(document(config, results, versions))  # JSON has no NaN
     if gone := left_out(folder / "results.json", content):
         log.warning(
-            "%s had more than this run: %s. Table, report and results.json are written anew without "
-            "them. Their scores are kept, and a run that names them again uses them.",
+            "%s had more than this run: %s. Table, report and results.json are replaced. "
+            "Those scores are kept, and a run that names them again uses them.",
             folder / "results.json", ", ".join(gone),
         )  # fmt: skip
     _write(folder / "results.json", json.dumps(content, allow_nan=False, indent=1))

@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -59,10 +60,8 @@ def changed(change) -> list[str]:
             lambda d: images(d)[2].update(prompt="x"),
             "ocr: other prompts",
         ),
-        (
-            lambda d: images(d).pop(),
-            "ocr: other prompts (6 and 5 images)",
-        ),
+        (lambda d: images(d).pop(0), "ocr: other prompts (6 and 5 images)"),
+        (lambda d: images(d).clear(), "ocr: other prompts (6 and 0 images)"),
         (lambda d: d["benchmarks"].update(x=d["benchmarks"].pop("ocr")), "no benchmark in common"),
     ],
 )
@@ -73,6 +72,19 @@ def test_what_differs_is_named(change, said: str):
 def test_what_changes_no_score_may_differ():
     assert changed(lambda d: d["models"]["base"]["settings"].update(batch_size=32)) == []
     assert changed(lambda d: d["models"]["base"]["environment"].update(torch="2.14")) == []
+
+
+def test_of_a_smaller_limit_the_shared_prompts_are_compared(tmp_path, capsys):
+    """Whichever of the two has it; the first prompts, as `limit` takes them."""
+    paths = [str(tmp_path / name) for name in ("all.json", "few.json")]
+    for path, results in zip(paths, (document(BASE), document(BETTER[:3])), strict=True):
+        Path(path).write_text(json.dumps(results))
+    assert main(["compare", *paths]) == 0
+    said = capsys.readouterr().out
+    assert "| +0.1000 ± 0.0000 |" in said and "3 of 6 and 3 images are shared" in said
+    assert main(["compare", *reversed(paths)]) == 0
+    said = capsys.readouterr().out
+    assert "| -0.1000 ± 0.0000 |" in said and "3 of 3 and 6 images are shared" in said
 
 
 def test_the_command(tmp_path, capsys):

@@ -51,7 +51,8 @@ pytestmark = pytest.mark.usefixtures("clip_extra")
 
 ROOT = documents.ROOT
 SHORT = {  # run here, as they stand
-    "flowalign eval compare outputs/tiny/eval/results.json other/results.json",
+    "flowalign eval compare outputs/tiny/eval/results.json outputs/tiny/eval/results.json "
+    "--models base student",
     "python scripts/paddle_models_from_rapidocr.py paddle_models",
 }
 SHORT_BEGINNINGS = (  # of what is too long to repeat
@@ -65,13 +66,11 @@ ELSEWHERE = {  # run by another test, on the way to what that shows
     "pip install docs/rewards/example": "test_plugins.py",
     "python tests/verdicts.py": "test_verdicts.py",
     "flowalign doctor --reward sharpness scale=20": "test_plugins.py",
-    "flowalign eval compare outputs/tiny/eval/results.json other/results.json "
-    "--models base student": "test_compare.py",
 }
 PLUGINS = {"sharpness": "flowalign_sharpness:Sharpness"}  # by entry points of docs/rewards/example
 # What a test does not have, or takes longer than five minutes.
 NEEDS = re.compile(
-    r"network|GPU|chromium|C compiler|C\+\+ compiler|hour|(\d|nine) minutes|reward-server"
+    r"network|GPU|chromium|C compiler|C\+\+ compiler|hour|(\d|nine|ten) minutes|reward-server"
 )
 PLACEHOLDER = re.compile(
     r"(?<![a-zA-Z])[A-Z]{4,}(?![a-z])|=[A-Z]$|\.\.\.|^\["
@@ -103,6 +102,14 @@ def test_every_link_leads_somewhere() -> None:
         elif anchor and file in PAGES and anchor not in documents.anchors(file):
             broken.append(f"{page_id(page)}:{line}: {target}: no heading {anchor!r}")
     assert broken == []
+
+
+def test_no_page_has_a_place_that_was_never_filled() -> None:
+    """A line that is one bare upper-case word, such as TABLE."""
+    found = []
+    for page, text in documents.pages().items():
+        found += [f"{page_id(page)}: {word}" for word in re.findall(r"^[A-Z_]{3,}$", text, re.M)]
+    assert found == []
 
 
 # Commands --------------------------------------------------------------------------------------
@@ -196,7 +203,7 @@ def checked(command: Command) -> None:
         or words[1:] == ["eval", "compare"]
         or (command.inline and words[-1].startswith("--"))  # `flowalign sample --lora` in a text
     ):
-        assert words[1] in cli.COMMANDS
+        assert words[1] in (*cli.COMMANDS, "--version")
     elif words[1:2] == ["-m"] and len(words) == 3:  # the name of a command, as above
         assert importlib.util.find_spec(words[2])
     elif name == "python" and words[1] != "-m" and vague(command):
@@ -395,14 +402,27 @@ def test_every_command_is_run_by_a_test_or_says_what_it_needs() -> None:
     assert all((ROOT / "tests" / file).is_file() for file in ELSEWHERE.values())
 
 
+def evaluated() -> dict[str, set[str]]:
+    """{results.json: the models in it} that the evaluations of the quickstart leave behind."""
+    files: dict[str, set[str]] = {}
+    for command in documents.commands(ROOT / "docs/quickstart.md"):
+        if "flowalign.eval" in command.words and not vague(command):
+            _, given = arguments(list(command.words)) or ("", argparse.Namespace())
+            config = load(ROOT / given.config, tuple(given.overrides), stage=EvalStage)
+            files[f"{config.output}/results.json"] = set(config.models)
+    return files
+
+
 @pytest.mark.slow
 def test_the_short_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each once, in a folder with the results and the pickle that they read."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
-    for path in ("outputs/tiny/eval/results.json", "other/results.json", "results.json"):
+    for path, models in (*evaluated().items(), ("results.json", {"base"})):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(test_compare.document(test_compare.BASE)))
+        results = test_compare.document(test_compare.BASE)
+        results["models"] = dict.fromkeys(models, results["models"]["base"])
+        Path(path).write_text(json.dumps(results))
     torch.save({"layer.lora_A.weight": torch.ones(1, 2)}, "adapter_model.bin")
     commands = {str(command): list(command.words) for command in COMMANDS if short(command)}
     assert commands.keys() >= SHORT and len(commands) == len(SHORT) + len(SHORT_BEGINNINGS)
