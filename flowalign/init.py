@@ -145,6 +145,8 @@ def ask(args: argparse.Namespace) -> None:
     if args.teachers is None and args.stage in USED["teachers"]:
         shipped = _answer("adapters, as NAME=FOLDER (empty: those of the shipped config)", "")
         args.teachers = shipped.split() or None
+    if args.reward is None and args.stage == "recipe" and args.teachers:
+        args.reward = _answer("rewards, one per teacher (empty: by its name)", "").split() or None
     if args.prompts is None and args.stage in USED["validation"]:
         files = _answer("files of prompts, one per task (empty: those of the shipped config)", "")
         args.prompts = files.split() or None
@@ -250,12 +252,15 @@ def _recipe(wanted: Answers) -> dict[str, Any]:
     shared = ("model", "output", "seed", "stage")
     student = {key: value for key, value in student.items() if key not in shared}
     table = {key: value for key, value in _eval(wanted).items() if key not in shared}
+    unscored = [task["name"] for task in student["tasks"] if "reward" not in task]
+    if unscored:
+        raise ValueError(
+            f"--reward: missing for {', '.join(unscored)}. Give one for each of the "
+            f"{len(teachers)} teachers, in their order; it scores the images of the table."
+        )
     if wanted.teachers or wanted.prompts or wanted.rewards:  # not of prompts that are trained on
-        table["benchmarks"] = [
-            {"name": task["name"], "prompts": task["validation"], "reward": task["reward"]}
-            for task in student["tasks"]
-            if {"validation", "reward"} <= task.keys()
-        ]
+        found = (_benchmark(wanted, task) for task in student["tasks"])
+        table["benchmarks"] = [benchmark for benchmark in found if benchmark]
     models = {"base": None} | teachers
     stages: dict[str, Any] = {}
     if len(teachers) > 1:
@@ -267,6 +272,50 @@ def _recipe(wanted: Answers) -> dict[str, Any]:
         models["student"] = "stage:student"
         stages["table"] = {"stage": "eval", **table, "models": models}
     return {"seed": 0, "stages": stages}
+
+
+def _benchmark(wanted: Answers, task: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A task on its test prompts, else on its validation prompts; None without either."""
+    own = {"name": task["name"], "reward": task["reward"]}
+    tasks = read(wanted.family / "student_flow_opd.yaml")["tasks"]
+    shipped = {part["validation"]: part["name"] for part in tasks}
+    for benchmark in read(wanted.family / "eval.yaml")["benchmarks"]:
+        if benchmark["name"] == shipped.get(task.get("validation")):
+            return benchmark | own
+    test = _test_file(Path(task["prompts"]))
+    prompts = str(test) if test.is_file() else task.get("validation")
+    return own | {"prompts": prompts} if prompts else None
+
+
+def _test_file(path: Path) -> Path:
+    """Where the test prompts of a training set are looked for: x_test beside x_train, or x."""
+    return path.with_name(f"{path.stem.removesuffix('_train')}_test{path.suffix}")
+
+
+def _notes(data: Mapping[str, Any]) -> Iterator[str]:
+    """What the reader of a config should know: what is not evaluated, and what not fairly."""
+    stages = data.get("stages", {})
+    student = stages.get("student", data)
+    off = student.get("evaluation", "on") is None
+    if off:
+        needs = "every task a reward and held-out prompts (--reward, --validation)"
+        yield f"evaluation is off, so the last weights are kept; to choose the best, give {needs}."
+    if data["stage"] != "recipe":
+        return
+    rows = {part["name"]: part for part in stages.get("table", {}).get("benchmarks", [])}
+    for task in student["tasks"]:
+        name, test = task["name"], _test_file(Path(task["prompts"]))
+        if name not in rows:
+            yield (
+                f"the task {name} is not scored in the table: it has neither test nor validation "
+                f"prompts. Write {test} and run init again, or give --validation."
+            )
+        elif rows[name]["prompts"] == task.get("validation"):
+            chosen = "" if off else ", which also choose the adapter"
+            yield (
+                f"the table scores {name} on its validation prompts, {task['validation']}{chosen}. "
+                f"For a fair table write {test} and run init again."
+            )
 
 
 def _eval(wanted: Answers) -> dict[str, Any]:
@@ -365,19 +414,17 @@ def write(wanted: Answers, force: bool, every: bool = False) -> list[str]:
             "# The others keep their defaults. To see them all: "
             f"flowalign init --stage {wanted.stage} --all",
         ]
+    notes = list(_notes(data))
+    about += [f"# {line}" for note in notes for line in textwrap.wrap(f"Note: {note}", WIDTH - 2)]
     head = [f"# {command(wanted.stage)} --config {wanted.out}", *about, ""]
     text = "\n".join([*head, *lines(STAGES[wanted.stage], data, set(), every)]) + "\n"
     try:
         with replacing(wanted.out) as part:
             part.write_text(text, encoding="utf-8")
-            config = load(part, stage=Stage)
+            load(part, stage=Stage)
     except ConfigError as error:
         raise ConfigError(error.problems, str(wanted.out)) from None
-    off = getattr(config, "evaluation", "on") is None
-    needs = "every task a reward and held-out prompts (--reward, --validation)"
-    return [
-        f"evaluation is off, so the last weights are kept; to choose the best, give {needs}"
-    ] * off
+    return notes
 
 
 def lines(

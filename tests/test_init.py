@@ -158,17 +158,37 @@ def test_own_teachers() -> None:
     assert config.models == {"base": None, "a": "runs/a/adapter", "x": "runs/b/adapter"}
 
 
-def test_a_recipe_of_own_teachers_scores_no_prompts_that_it_trains_on() -> None:
+def test_a_recipe_of_own_teachers_scores_no_prompts_that_it_trains_on(capsys: Any) -> None:
     for name in ("a.txt", "b.txt", "b_val.txt"):
         Path(name).write_text('a sign that says "KITE"\n')
     words = ["--stage", "recipe", "--teachers", "a=me/a", "b=me/b", "--reward", "ocr", "ocr"]
-    config = written(*words, "--prompts", "a.txt", "b.txt")
-    (benchmark,) = config.stages["table"]["benchmarks"]
+    words += ["--prompts", "a.txt", "b.txt"]
+    (benchmark,) = written(*words).stages["table"]["benchmarks"]
     assert benchmark["prompts"] == "b_val.txt"
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note:")]
+    assert any("validation" in note and "b_val.txt" in note for note in notes)
+    assert any("not scored" in note and " a " in note for note in notes)
+    head = without_marks(Path("own.yaml").read_text().partition("\n\n")[0])
+    assert "b_val.txt" in head and "not scored" in head
+    Path("b_test.txt").write_text('a sign that says "LAMP"\n')  # found beside, as validation is
+    (benchmark,) = written(*words).stages["table"]["benchmarks"]
+    assert benchmark["prompts"] == "b_test.txt"
+    assert "b_val.txt" not in Path("own.yaml").read_text().partition("\n\n")[0]
     assert list(written("--stage", "recipe", "--teachers", "ocr=me/a").stages) == [
         "student",
         "table",
     ]
+
+
+@pytest.mark.parametrize("model, of", [("tiny", "tiny/ocr_test"), (MEDIUM, "data/ocr_test.txt")])
+def test_the_table_of_a_recipe_is_of_test_prompts(model: str, of: str, capsys: Any) -> None:
+    words = ["--stage", "recipe", "--model", model, "--teachers", "ocr=me/a", "blue=me/b"]
+    config = written(*words, "--reward", "ocr", "ocr")
+    table = config.stages["table"]["benchmarks"]
+    assert [(part["name"], part["prompts"]) for part in table] == [("ocr", of), ("blue", of)]
+    assert "note:" not in capsys.readouterr().out
+    tasks = config.stages["student"]["tasks"]
+    assert not {task[key] for task in tasks for key in ("prompts", "validation")} & {of}
 
 
 @pytest.mark.parametrize(
@@ -185,6 +205,7 @@ def test_a_recipe_of_own_teachers_scores_no_prompts_that_it_trains_on() -> None:
         (["--stage", "eval", "--validation", "a.txt"], "--validation"),
         (["--stage", "opd", "--teachers", "runs/a"], "NAME=ADAPTER"),
         (["--stage", "opd", "--prompts", "a.txt"], "--prompts"),
+        (["--stage", "recipe", "--teachers", "ocr=tiny/ocr", "blue=a/b"], "--reward"),
         (["--stage", "opd", "--teachers", "a b=c"], "teachers"),
         (["--stage", "merge", "--teachers", "tiny/ocr"], "adapters"),
     ],
