@@ -69,7 +69,7 @@ if [ -n "${FIRST_DAY_PYTHON:-}" ]; then
 else
     python3 -m venv "$work/venv" && export PATH="$work/venv/bin:$PATH" || exit 2
     step pip install -qq --disable-pip-version-check "${FLOWALIGN_TORCH:-torch==2.13.0}"
-    step pip install -qq --disable-pip-version-check -e .
+    step pip install -qq --disable-pip-version-check -e '.[serve]'
     [ "${FIRST_DAY_NOTEBOOKS:-0}" = 0 ] || step pip install -qq --disable-pip-version-check nbclient ipykernel
 fi
 export HF_HUB_OFFLINE=1 # no step may ask the Hub

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 ended, 1 no reward could be loaded or no port be had, 2 refused."""
+    """Exit status: 0 ended, 1 no reward could be loaded or no port be had, 2 refused, or a package
+    is missing."""
     try:
         from flowalign.rewards.service.server import Settings, server
     except ModuleNotFoundError as error:
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"flowalign serve-reward: this needs fastapi and uvicorn ({error}). {hint('uvicorn')}",
             file=sys.stderr,
         )
-        return 1
+        return 2
     args = _parser(Settings("")).parse_intermixed_args(argv)  # NAME --port 8000 key=value
     try:
         options = parse_options(args.options, args.pairs)
