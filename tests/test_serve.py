@@ -209,7 +209,7 @@ def test_the_command_refuses_what_cannot_be_served(capsys, monkeypatch) -> None:
 def test_without_fastapi_it_says_what_to_install(capsys, monkeypatch) -> None:
     monkeypatch.delitem(sys.modules, server.__name__)
     monkeypatch.setitem(sys.modules, "fastapi", None)
-    assert main(["serve-reward", "ocr"]) == 1
+    assert main(["serve-reward", "ocr"]) == 2
     assert "[serve]" in capsys.readouterr().err
 
 
