@@ -14,13 +14,15 @@ from typing import Any
 
 
 @contextmanager
-def replacing(path: str | Path) -> Iterator[Path]:
+def replacing(path: str | Path, *, durable: bool = False) -> Iterator[Path]:
     """A path to write a file or a folder to. When the block ends, it becomes `path` by one rename.
 
     A killed process leaves the old file or none, never half of one. If the block raises, what it
     wrote is removed and `path` stays as it was. The folder of `path` is made if it is missing. A
-    folder can take the place of nothing or of an empty folder only (OSError otherwise). The disk's
-    own cache is not flushed, so a power cut may still lose the newest version.
+    folder can take the place of nothing or of an empty folder only (OSError otherwise).
+
+    durable: when this returns, `path` survives a power cut: its bytes and its name are on the disk
+    itself (`flush`). That costs milliseconds, so it is for what cannot be made again.
 
         with replacing(folder / "results.json") as part:
             part.write_text(text)
@@ -31,13 +33,38 @@ def replacing(path: str | Path) -> Iterator[Path]:
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
     try:
         yield part
+        if durable:
+            flush(part)
         os.replace(part, path)
+        if durable:
+            _flush_names(path.parent)
     except BaseException:
         if part.is_dir():
             shutil.rmtree(part, ignore_errors=True)
         else:
             part.unlink(missing_ok=True)
         raise
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or a folder with all that is in it, is on the disk itself."""
+    if path.is_dir():
+        for inner in path.iterdir():
+            flush(inner)
+        _flush_names(path)
+        return
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _flush_names(folder: Path) -> None:
+    """The same for the names in a folder. Some file systems cannot; they keep their own order."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:

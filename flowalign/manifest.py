@@ -1,0 +1,114 @@
+"""manifest.json: what a folder held when it was finished, so that damage is seen before it is used.
+
+A checkpoint, an adapter and a finished stage have one. `seal` writes it last; `check` compares the
+folder with it. It tells damage, not malice: whoever can write the folder can write its manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from flowalign import files
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+class Damaged(ValueError):
+    """A folder that is not what its manifest says, or has none: what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """files: {path below the folder, with slashes: (bytes, SHA-256)}. about: what the folder
+    depends on, as JSON."""
+
+    files: Mapping[str, tuple[int, str]]
+    about: Mapping[str, Any]
+
+
+def seal(
+    folder: str | Path, about: Mapping[str, Any], names: Iterable[str] | None = None
+) -> Manifest:
+    """Write the manifest of a folder, after its files are on the disk itself.
+
+    names: the files that it vouches for, below the folder; None = all that are there.
+    """
+    folder = Path(folder)
+    if names is None:
+        found = (path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+        names = (path.relative_to(folder).as_posix() for path in found)
+    listed = {}
+    for name in sorted(names):
+        path = folder / name
+        files.flush(path)
+        listed[name] = (path.stat().st_size, digest(path))
+    content = {"format": FORMAT, "files": listed, "about": dict(about)}
+    with files.replacing(folder / MANIFEST, durable=True) as part:
+        part.write_text(json.dumps({"sha256": _own_digest(content), **content}, indent=1))
+    return Manifest(listed, dict(about))
+
+
+def read(folder: str | Path) -> Manifest:
+    """The manifest of a folder, without a look at the files; Damaged if it is missing or broken."""
+    path = Path(folder) / MANIFEST
+    try:
+        content = json.loads(path.read_bytes())
+        said = content.pop("sha256")
+        if said != _own_digest(content):
+            raise ValueError("it does not have the digest that it says")
+        if content["format"] != FORMAT:
+            raise Damaged(f"{MANIFEST} has format {content['format']!r}; want {FORMAT}")
+        listed = {name: (size, text) for name, (size, text) in content["files"].items()}
+        return Manifest(listed, content["about"])
+    except FileNotFoundError:
+        raise Damaged(f"{MANIFEST} is missing") from None
+    except Damaged:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{MANIFEST} cannot be read ({error})") from None
+
+
+def check(folder: str | Path) -> Manifest:
+    """The manifest of a folder whose files are as it says; Damaged with what is wrong otherwise.
+
+    Files that the manifest does not name are not looked at.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise Damaged("it is no folder")
+    manifest = read(folder)
+    for name, (size, sha256) in manifest.files.items():
+        place = PurePosixPath(name)
+        if place.is_absolute() or ".." in place.parts:
+            raise Damaged(f"{MANIFEST} names {name!r}, which lies outside of the folder")
+        path = folder / name
+        try:
+            now = path.stat().st_size
+            if now != size:
+                raise Damaged(f"{name} has {now} bytes, and had {size}")
+            if digest(path) != sha256:
+                raise Damaged(f"{name} has changed: its SHA-256 is another")
+        except FileNotFoundError:
+            raise Damaged(f"{name} is missing") from None
+        except OSError as error:
+            raise Damaged(f"{name} cannot be read ({error.strerror or error})") from None
+    return manifest
+
+
+def digest(path: str | Path) -> str:
+    """SHA-256 of a file."""
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _own_digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
