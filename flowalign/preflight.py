@@ -193,19 +193,20 @@ def _sharing_problems(config: TrainingStage, num_processes: int) -> Iterator[str
 
 
 def _adapter_problems(config: Stage, pending: Collection[str]) -> Iterator[str]:
-    """Adapters that are not there, cannot be read, or say that they belong to another base. Those
-    on the Hub are downloaded."""
+    """Adapters that are not there, cannot be read, hold NaN, or say that they belong to another
+    base. Those on the Hub are downloaded."""
     for place, source in config.inputs.items():
         if source in pending:
             continue
         try:
-            base = read_lora(source, newest=True).base
+            lora = read_lora(source, newest=True)
+            lora.check_values()
         except (AdapterError, hub.HubError) as error:
             yield f"{place}: {error}"
         else:
-            if base not in (None, config.model.id):
+            if lora.base not in (None, config.model.id):
                 yield (
-                    f"{place}: {source!r} was trained on {base!r}, and model.id is "
+                    f"{place}: {source!r} was trained on {lora.base!r}, and model.id is "
                     f"{config.model.id!r}. Name an adapter of this base, or that base as model.id."
                 )
 

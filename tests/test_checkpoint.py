@@ -74,6 +74,18 @@ def test_two_updates_and_two_more_are_four(
     assert_same(state(run(random_model, tmp_path / "run", resume=True)), whole)
 
 
+def test_so_they_are_where_a_reward_keeps_what_it_knows_of_prompts(
+    random_model: str, tmp_path: Path
+) -> None:
+    pick = [
+        "tasks.0.reward={name: pickscore, options: {model: tiny}}", "rollout.prompts=7",
+        "rollout.copies=2", "rollout.batch_size=14",
+    ]  # fmt: skip
+    once = state(run(random_model, tmp_path / "once" / "run", *pick))
+    run(random_model, tmp_path / "run", *pick, "train.updates=2")
+    assert_same(state(run(random_model, tmp_path / "run", *pick, resume=True)), once)
+
+
 def test_so_they_are_with_evaluations_and_several_steps_a_rollout(
     random_model: str, tmp_path: Path
 ) -> None:

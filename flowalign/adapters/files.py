@@ -13,6 +13,7 @@ import difflib
 import hashlib
 import json
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -177,16 +178,30 @@ class Lora:
     @cached_property
     def weights(self) -> dict[str, Tensor]:
         """{`<layer>.lora_A.weight`: [r,in], `<layer>.lora_B.weight`: [out,r]} on the CPU, in the
-        file's dtype. A warning says where alpha is an assumption."""
-        from safetensors.torch import load_file
-
+        file's dtype. A warning says where alpha is an assumption. Raises AdapterError for NaN and
+        infinity."""
         if not self.describes_alpha:
             log.warning(
                 "%s names no alpha; it is taken to be the rank (scale 1), as diffusers does. If it "
                 "was trained with another, put peft's %s beside it.", self.file, PEFT_CONFIG
             )  # fmt: skip
+        return self._finite_weights()
+
+    def check_values(self) -> None:
+        """Read the weights and keep none. Raises AdapterError for NaN and infinity."""
+        self._finite_weights()
+
+    def _finite_weights(self) -> dict[str, Tensor]:
+        from safetensors.torch import load_file
+
         renamed = _renamed(load_file(self.file))
-        return {name: value for name, value in renamed.items() if not name.endswith(".alpha")}
+        weights = {name: value for name, value in renamed.items() if not name.endswith(".alpha")}
+        if broken := not_finite(weights):
+            raise AdapterError(
+                f"{self.file}: {broken}. The adapter diverged in its training, or its file is "
+                "damaged. Use an earlier one, or train it again with a lower learning rate."
+            )
+        return weights
 
     @cached_property
     def digest(self) -> str:
@@ -248,6 +263,11 @@ def _read(file: Path) -> Lora:
         raise AdapterError(f"{file} says its alpha twice: as weights, and in its description")
     else:
         alphas = _alphas(file, ranks, config)
+    if broken := [layer for layer, alpha in alphas.items() if not math.isfinite(alpha)]:
+        raise AdapterError(
+            f"{file}: alpha of {broken[0]} is {alphas[broken[0]]}, which scales its update. Write "
+            "the number that it was trained with."
+        )
     known, length = config or {}, head.get(TEXT_LENGTH, "")
     rslora, named = bool(known.get("use_rslora")), known.get("base_model_name_or_path")
     return Lora(
@@ -359,6 +379,17 @@ def _alphas(file: Path, ranks: Mapping[str, int], config: Mapping[str, Any]) -> 
     return {layer: of(layer, "lora_alpha", "alpha_pattern") for layer in ranks}
 
 
+def not_finite(weights: Mapping[str, Tensor]) -> str:
+    """What is wrong with weights that hold NaN or infinity: how many, and where; "" if none do."""
+    import torch
+
+    count, first = 0, ""
+    for name, weight in weights.items():
+        bad = int((~torch.isfinite(weight.detach().float())).sum())  # float: 8-bit types have none
+        count, first = count + bad, first or (name if bad else "")
+    return f"{count} of its weights are NaN or infinite, the first in {first}" if count else ""
+
+
 def file_digest(source: str | Path) -> str | None:
     """SHA-256 of the files of an adapter as they are; None where there are none."""
     try:
@@ -398,10 +429,13 @@ def write_lora(
     text_length: int | None = None,
 ) -> None:
     """Write a LoRA as `pipe.load_lora_weights` takes it. metadata: as in `Lora`. text_length:
-    tokens of the T5 encoder in its training, for `flowalign.load` (None = not known)."""
+    tokens of the T5 encoder in its training, for `flowalign.load` (None = not known). Raises
+    AdapterError for NaN and infinity, before anything is written."""
     from diffusers import StableDiffusion3Pipeline
     from safetensors.torch import load_file, save_file
 
+    if broken := not_finite(layers):
+        raise AdapterError(f"an adapter for {folder} is not written: {broken}.")
     StableDiffusion3Pipeline.save_lora_weights(
         folder,
         transformer_lora_layers=dict(layers),
