@@ -31,6 +31,7 @@ from flowalign.types import Metadata, Scores
 
 VERSION = 2  # 1 had a tensor per image, raw or PNG
 TOKEN = "FLOWALIGN_REWARD_TOKEN"  # the environment variable that holds the token
+PREFIX = "FLOWALIGN_"  # of all variables that a config may name
 CONTENT_TYPE = "application/x-safetensors"
 # Of the safetensors header. Two tensors take 200 bytes, and the library would parse up to 100 MB.
 _HEADER_BYTES = 16 * 1024
@@ -272,12 +273,21 @@ def read_token(environment: Mapping[str, str], name: str = TOKEN) -> str | None:
 # Options of rewards that are asked over HTTP ------------------------------------------------------
 
 
-def _is_set(name: str | None) -> str | None:
-    if name is not None and read_token(os.environ, name) is None:
+def _may_be_sent(name: str | None) -> str | None:
+    if name is None:
+        return None
+    if not re.fullmatch(PREFIX + r"\w+", name, re.ASCII):
+        # A config names the server, too: a stranger's could have any secret sent to any place.
+        own = PREFIX + re.sub(r"\W", "", name, flags=re.ASCII)[:50]
+        raise ValueError(
+            f"a config may only have variables sent whose names begin with {PREFIX}. Export it "
+            f'under such a name, as in `export {own}="$..."`, and give that.'
+        )
+    if read_token(os.environ, name) is None:
         raise ValueError("that variable is not set here, or empty. Export it, or leave this out.")
     return name
 
 
-TokenEnv = Annotated[str | None, AfterValidator(_is_set)]
+TokenEnv = Annotated[str | None, AfterValidator(_may_be_sent)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False, description="seconds")]
 Retries = Annotated[int, Field(ge=0, description="further attempts")]
