@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from flowalign.http import beginning
+from flowalign.printable import shown
 from flowalign.types import Rollout, Source
 
 SHOWN = 120  # characters of a prompt in a message
@@ -36,7 +36,7 @@ DIVERGED = f"The student has diverged. Lower optimizer.lr, {NARROW}"
 
 def place(rollout: Rollout, row: int, step: int | None) -> str:
     """An image of a rollout, and a step of its schedule if it is known, for a message."""
-    task, prompt = rollout.batch.tasks[row], beginning(rollout.batch.prompts[row], SHOWN)
+    task, prompt = rollout.batch.tasks[row], shown(rollout.batch.prompts[row], SHOWN)
     when = "" if step is None else f"at step {step} (sigma {float(rollout.sigmas[step]):.3f}), "
     return f"{when}task {task!r}, prompt {prompt!r}"
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -25,13 +26,23 @@ from diffusers.optimization import get_scheduler
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from flowalign import checkpoint, finite, metrics, parallel, snapshots, trackers
+from flowalign import (
+    checkpoint,
+    finite,
+    history,
+    kept,
+    metrics,
+    parallel,
+    resume,
+    snapshots,
+    trackers,
+)
 from flowalign.alarm import Alarm
 from flowalign.backbone import Backbone
-from flowalign.config import TrainingStage
+from flowalign.config import ConfigError, TrainingStage
 from flowalign.data import PromptSampler
 from flowalign.ema import MovingAverage
-from flowalign.files import replacing, to_json
+from flowalign.files import to_json
 from flowalign.finite import Fault, Skips
 from flowalign.parallel import Means
 from flowalign.rollout import Noise, OnImages, Schedule, sample, shard
@@ -168,7 +179,12 @@ class Loop:
         self.prompts, self.algorithm, self.evaluate = prompts, algorithm, evaluate
         self.on_update = on_update
         self.folder = Path(config.output)
-        self.checkpoints = checkpoint.Checkpoints(self.folder / "checkpoints", config.train.keep)
+        self.checkpoints = checkpoint.Checkpoints(self.folder, config.train.keep)
+        self.identity = {
+            **resume.identity(config),
+            "processes": accelerator.num_processes,
+            "base": backbone.fingerprint(),
+        }
         self.parameters = backbone.adapter_parameters(STUDENT)
         inner = optimizer(config, self.parameters)
         self.parallel = parallel.of(accelerator)
@@ -460,14 +476,14 @@ class Loop:
     def _keep_adapter(self, scores: Mapping[str, float]) -> None:
         self._check_finite(self.parameters, "the adapter")
         if self.accelerator.is_main_process:
-            self.backbone.save_adapter(STUDENT, self.folder / "adapter")
-            (self.folder / "adapter" / "scores.json").write_text(json.dumps(to_json(scores)))
+            save = partial(self.backbone.save_adapter, STUDENT)
+            kept.write(self.folder, save, scores)
 
     def _log(self, values: Mapping[str, float]) -> None:
         if self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with open(self.folder / "metrics.jsonl", "a") as file:
-                row = to_json({metrics.UPDATE: self.update, **values})
+            row = to_json({metrics.UPDATE: self.update, **values})
+            with open(self.folder / history.LOG, "a") as file:
                 file.write(json.dumps(row, allow_nan=False) + "\n")
             self.on_update(self.update, values)
         self.accelerator.log(dict(values), step=self.update)
@@ -487,7 +503,9 @@ class Loop:
         return {"adapter": self.parameters, **average}
 
     def save(self) -> Path:
-        """A complete checkpoint of this moment."""
+        """A complete checkpoint of this moment. Raises OSError on all processes if it cannot be
+        written; the older ones are then as they were."""
+        copies = {history.LOG: self.folder / history.LOG, **(self._kept() if self.best else {})}
         scaler = self.accelerator.scaler
         states = {
             "optimizer": self.parallel.optimizer_state(self.optimizer),
@@ -498,15 +516,55 @@ class Loop:
         done = {"steps": self.steps, "evaluated": self.evaluated, "best": self.best}
         progress = {**done, "alarm": to_json(self.alarm.state())}
         return self.checkpoints.save(
-            self.update, self.accelerator, tensors=self._tensors(), states=states, progress=progress
+            self.update,
+            tensors=self._tensors(),
+            states=states,
+            progress=progress,
+            about=self.identity,
+            copies=copies,
         )
 
-    def resume(self) -> bool:
-        """Continue from the newest complete checkpoint; False if there is none."""
-        folder = self.checkpoints.latest()
-        if folder is None:
+    def _kept(self) -> dict[str, Path]:
+        """{name in a checkpoint: the adapter that is kept}. A damaged one is restored from the last
+        checkpoint."""
+        if self.accelerator.is_main_process and (reason := kept.wrong(self.folder, self.best)):
+            place, latest = self.folder / kept.ADAPTER, self.checkpoints.latest()
+            lost = self.best["update"]
+            self.best = dict(kept.restore(self.folder, latest)) if latest else {}
+            log.warning(
+                "%s: %s, so that of update %d is lost. The best one is now that of update %s.",
+                place, reason, lost, self.best.get("update", "(none: the next one evaluated)"),
+            )  # fmt: skip
+        return {kept.COPY: self.folder / kept.ADAPTER} if self.best else {}
+
+    def begin(self) -> None:
+        """Start anew: an earlier attempt may have ended before its first checkpoint."""
+        if self.accelerator.is_main_process:
+            history.clear(self.folder)
+        self.accelerator.wait_for_everyone()
+
+    def resume(self, *, any_world: bool = False) -> bool:
+        """Continue from the newest sound checkpoint; False if there is none. The main process looks
+        for it and tells the others. Raises ConfigError if none can be used, or if the base model or
+        the number of processes is another. any_world: that number may be another."""
+        found = parallel.from_main(lambda: resume.newest(self.folder, self.config))
+        if found.folder is None and not found.skipped:
             return False
-        states, progress = checkpoint.load(folder, self.accelerator.process_index, self._tensors())
+        world = self.accelerator.num_processes
+        problems = [*resume.against(self.config, found, world, any_world=any_world)]
+        if found.folder and found.about["base"] != self.identity["base"]:
+            problems.append(
+                f"model.id: the weights of {self.config.model.id!r} have changed since "
+                f"{found.folder} was written. Put those back, or choose another `output`."
+            )
+        if problems or found.folder is None:
+            raise ConfigError(problems)
+        if self.accelerator.is_main_process:
+            for text in resume.warnings(found, self.identity):
+                log.warning(text)
+        states, progress = checkpoint.load(
+            found.folder, self.accelerator.process_index, self._tensors()
+        )
         self.parallel.load_optimizer_state(self.optimizer, states["optimizer"])
         self.lr.load_state_dict(states["lr"])
         if self.accelerator.scaler and states["scaler"]:
@@ -514,22 +572,18 @@ class Loop:
         self.update, self.steps = progress["update"], progress["steps"]
         self.evaluated, self.best = progress["evaluated"], progress["best"]
         self.alarm.load(progress["alarm"])
-        self._cut_log()
+        if self.accelerator.is_main_process:
+            self._go_back(found.folder)
+        self.accelerator.wait_for_everyone()
         return True
 
-    def _cut_log(self) -> None:
-        """Drop log lines after the checkpoint, and one that a kill cut short: they come again."""
-        path = self.folder / "metrics.jsonl"
-        if not (self.accelerator.is_main_process and path.exists()):
-            return
-        kept = []
-        for line in path.read_text().splitlines(keepends=True):
-            row = json.loads(line) if line.endswith("}\n") else {metrics.UPDATE: math.inf}
-            evaluation = any(name.startswith(metrics.EVAL) for name in row)
-            done = self.evaluated if evaluation else self.update
-            kept += [line] if row[metrics.UPDATE] <= done else []
-        with replacing(path) as part:
-            part.write_text("".join(kept))
+    def _go_back(self, folder: Path) -> None:
+        """Make the run's folder what it was when a checkpoint was written."""
+        if wrong := history.go_back(self.folder, folder, self.update, self.evaluated):
+            log.warning("%s: %s. It is restored.", self.folder / history.LOG, wrong)
+        if self.best and (wrong := kept.wrong(self.folder, self.best)):
+            kept.restore(self.folder, folder)
+            log.warning("%s: %s. It is restored.", self.folder / kept.ADAPTER, wrong)
 
 
 @contextmanager

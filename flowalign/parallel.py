@@ -12,16 +12,22 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import AutocastKwargs, DistributedType, ProjectConfiguration, gather_object
+from accelerate.utils import (
+    AutocastKwargs,
+    DistributedType,
+    ProjectConfiguration,
+    broadcast_object_list,
+    gather_object,
+)
 from accelerate.utils.memory import clear_device_cache
 from packaging.version import Version
 from torch import nn
@@ -32,6 +38,7 @@ from flowalign.config import ConfigError, Stage, TrainingStage
 from flowalign.timeouts import group_timeout
 
 log = logging.getLogger("flowalign")
+T = TypeVar("T")
 
 ADAPTERS = r".*\.lora_[AB]\..*"  # what peft calls the modules of all adapters
 # What `accelerate launch` sets -> the DistributedType that is then expected.
@@ -199,6 +206,25 @@ def _deepspeed_problems(config: TrainingStage, settings: Any) -> Iterator[str]:
         )
     if config.optimizer.name != "adamw":
         yield f"optimizer.name: {config.optimizer.name!r} does not go with DeepSpeed. Use 'adamw'."
+
+
+def from_main(function: Callable[[], T]) -> T:
+    """What a function returns on the main process, on every process; all must call it. An error
+    there is raised on all: an OSError, such as of a full disk, as it is, any other elsewhere as a
+    RuntimeError."""
+    told: list[Any] = [None, None]  # result, error
+    if PartialState().is_main_process:
+        try:
+            told[0] = function()
+        except OSError as error:
+            told[1] = error
+        except Exception as error:
+            broadcast_object_list([None, RuntimeError(f"on the main process: {error}")])
+            raise
+    broadcast_object_list(told)
+    if told[1] is not None:
+        raise told[1]
+    return told[0]
 
 
 def missing_steps(count: int, lockstep: bool) -> int:

@@ -181,17 +181,20 @@ class Choosy:
 
 
 class Interrupting:
-    """Noisy redness that is interrupted by the user at its n-th call."""
+    """Noisy redness that is interrupted by the user at its n-th call. once: a file that is then
+    written, after which it is no longer."""
 
-    def __init__(self, call: int) -> None:
-        self.call, self.calls = call, 0
+    def __init__(self, call: int, once: str | None = None) -> None:
+        self.call, self.calls, self.once = call, 0, Path(once) if once else None
 
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> Scores:
         self.calls += 1
         found = noisy_redness(images, prompts, metadata)
-        if self.calls == self.call:
+        if self.calls == self.call and not (self.once and self.once.exists()):
+            if self.once:
+                self.once.touch()
             raise KeyboardInterrupt
         return found
 

@@ -422,7 +422,7 @@ def test_an_adapter_with_numbers_that_are_none_is_refused_wherever_it_is_named(
 ) -> None:
     bad = str(spoilt(tmp_path / "bad", how))
     (layer,) = {key.rsplit(".lora_", 1)[0] for key in HALVES}
-    name = layer.removeprefix("transformer.")
+    name = "lora_alpha" if how == "alpha" else layer.removeprefix("transformer.")
     opd = fakes.distillation(random_model, tmp_path / "run", alone="even")
     start = fakes.settings(random_model, tmp_path / "run", f"lora.init={bad}")
     taught = {"even": {"adapter": bad}}
