@@ -227,7 +227,9 @@ class Loop:
                         metrics.IMAGES_PER_SECOND: images / (done - began),
                     }
                     self.update += 1
-                    self.alarm.update(values)
+                    for text in self.alarm.update(values):
+                        if self.accelerator.is_main_process:
+                            log.warning("update %d: %s", self.update, text)
                     self._log(values)
                     self._mark_whole()
                 self._check_skips()
