@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -180,11 +182,17 @@ class Choosy:
         return Scores.of(torch.where(flat, 0.0, found.value), **parts)
 
 
-class Interrupting:
-    """Noisy redness that is interrupted by the user at its n-th call."""
+def press(number: int = signal.SIGINT) -> None:
+    """Signal this process, as Ctrl-C does; returns when its main thread has seen it."""
+    os.kill(os.getpid(), number)
+    time.sleep(0.5)  # in a reward's thread, the main one needs a moment
 
-    def __init__(self, call: int) -> None:
-        self.call, self.calls = call, 0
+
+class Interrupting:
+    """Noisy redness that has its process signalled at its n-th call: by default, as by Ctrl-C."""
+
+    def __init__(self, call: int, number: int = signal.SIGINT) -> None:
+        self.call, self.number, self.calls = call, number, 0
 
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
@@ -192,7 +200,7 @@ class Interrupting:
         self.calls += 1
         found = noisy_redness(images, prompts, metadata)
         if self.calls == self.call:
-            raise KeyboardInterrupt
+            press(self.number)
         return found
 
 
