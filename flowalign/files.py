@@ -4,10 +4,11 @@ which grow."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -87,3 +88,12 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
         with suppress(ValueError):
             rows.append(json.loads(line))
     return [row for row in rows if isinstance(row, dict)]
+
+
+def to_json(value: Any) -> Any:
+    """The same value for JSON, which has no NaN and no infinity: they become null."""
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

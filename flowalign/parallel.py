@@ -275,9 +275,11 @@ class Parallel:
     step's last micro-batch averages the gradients.
 
     lockstep: all processes must run the same number of micro-batches (`missing_steps`).
+    steps_itself: the last backward pass takes the optimizer step, so that none can be left out.
     """
 
     lockstep = False
+    steps_itself = False
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -358,6 +360,7 @@ class Zero2(Parallel):
     """
 
     lockstep = True
+    steps_itself = True
 
     def prepare(
         self, config: TrainingStage, backbone: Backbone, optimizer: torch.optim.Optimizer

@@ -370,6 +370,9 @@ class TrainConfig(Section):
     rewards as well. See flowalign.determinism."""
     max_invalid_share: Share = 0.5
     """The run stops when a larger share of a rollout could not be scored."""
+    max_skipped: Count = 5
+    """An optimizer step is skipped if its loss or gradient is NaN or infinite. The run stops after
+    so many updates in a row without a step."""
     score_while_sampling: bool = True
     """Score a batch of images while the next is sampled (not groupwise rewards)."""
     score_seconds: Positive | None = 1800.0
