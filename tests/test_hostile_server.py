@@ -142,7 +142,14 @@ def test_an_answer_that_is_cut_off_is_not_taken_for_a_whole_one():
 
 
 def test_redirects_end_and_so_do_those_that_lead_astray():
-    for location in ("/again", "http://[::x]/", "ftp://x", "//", "http://\x80.example", "x" * 60_000):
+    for location in (
+        "/again",
+        "http://[::x]/",
+        "ftp://x",
+        "//",
+        "http://\x80.example",
+        "x" * 60_000,
+    ):
         answer = response(b"", f"location: {location}", status="302 there")
         with saying(lambda answer=answer: [answer]) as server:
             with Client(timeout=2, retries=0, redirects=True) as client:
