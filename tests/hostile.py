@@ -59,7 +59,7 @@ class Hostile:
 
 
 @contextmanager
-def saying(talk: Talk = lambda: [], pause: float = 0.0) -> Iterator[Hostile]:
+def saying(talk: Talk = list, pause: float = 0.0) -> Iterator[Hostile]:
     """A server that says the pieces of `talk()` to whoever asks, `pause` seconds apart."""
     server = Hostile(talk, pause)
     try:
