@@ -5,7 +5,6 @@ from pathlib import Path
 
 import fakes
 import pytest
-import torch
 from accelerate.state import AcceleratorState
 from test_doctor import of_the_batch  # noqa: F401 (a reward that is planted by its name)
 
