@@ -41,7 +41,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """`compare A B`, or an evaluation.
 
-    Exit status: 0 done, 1 too many images have no score, 2 refused, 130 interrupted.
+    Exit status: 0 done, 1 too many images have no score, 2 refused; interrupted, 130 by Ctrl-C, 143
+    by SIGTERM, 75 by SIGUSR1.
     """
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] == "compare":
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     status = parallel.ExitStatus(  # docs/evaluation.md documents the statuses
         refused=(ConfigError, ModelError, StoreError),
         stopped=(EvaluationError,),
-        interrupted="interrupted; no table was written. The same command continues from here.",
+        interrupted="no table was written. The same command continues from here.",
     )
     rewards.look_beside(args.config)
     with status:

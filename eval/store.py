@@ -140,6 +140,10 @@ class Rows:
                 rows.setdefault((index, row["copy"]), row)
         return rows
 
+    def judged(self) -> set[Key]:
+        """The images that were judged before, whatever came of it."""
+        return {(row["index"], row["copy"]) for row in self.all()}
+
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add rows of this process; they are in the file when this returns."""
         lines = [json.dumps(to_json(row), allow_nan=False) for row in rows]

@@ -14,12 +14,15 @@ from typing import Any
 
 
 @contextmanager
-def replacing(path: str | Path, *, durable: bool = False) -> Iterator[Path]:
+def replacing(path: str | Path, *, durable: bool = False, swap: bool = False) -> Iterator[Path]:
     """A path to write a file or a folder to. When the block ends, it becomes `path` by one rename.
 
     A killed process leaves the old file or none, never half of one. If the block raises, what it
     wrote is removed and `path` stays as it was. The folder of `path` is made if it is missing. A
     folder can take the place of nothing or of an empty folder only (OSError otherwise).
+
+    swap: it can take the place of any. The old one is renamed first, so that a kill between the two
+    leaves neither: for a folder that can be made again.
 
     durable: when this returns, `path` survives a power cut: its bytes and its name are on the disk
     itself (`flush`). That costs milliseconds, so it is for what cannot be made again.
@@ -35,9 +38,14 @@ def replacing(path: str | Path, *, durable: bool = False) -> Iterator[Path]:
         yield part
         if durable:
             flush(part)
+        old = part.with_suffix(".old")
+        if swap and path.exists():
+            os.replace(path, old)
         os.replace(part, path)
         if durable:
             _flush_names(path.parent)
+        if old.exists():
+            shutil.rmtree(old, ignore_errors=True)
     except BaseException:
         if part.is_dir():
             shutil.rmtree(part, ignore_errors=True)

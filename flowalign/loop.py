@@ -10,30 +10,39 @@ from __future__ import annotations
 import json
 import logging
 import math
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from diffusers.optimization import get_scheduler
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from flowalign import checkpoint, metrics, parallel, snapshots, trackers
+from flowalign import (
+    checkpoint,
+    history,
+    kept,
+    metrics,
+    parallel,
+    resume,
+    snapshots,
+    trackers,
+)
 from flowalign.alarm import Alarm
 from flowalign.backbone import Backbone
-from flowalign.config import TrainingStage
+from flowalign.config import ConfigError, TrainingStage
 from flowalign.data import PromptSampler
 from flowalign.ema import MovingAverage
-from flowalign.files import replacing
 from flowalign.parallel import Means
 from flowalign.rollout import Noise, OnImages, Schedule, sample, shard
+from flowalign.stopping import Clock, Interrupted, Requests
 from flowalign.types import Conditioning, EvalReport, Rollout, Source, StepLoss
 
 log = logging.getLogger("flowalign")
@@ -153,12 +162,18 @@ class Loop:
         algorithm: Algorithm[Any],
         evaluate: Callable[[], tuple[float, EvalReport]] | None = None,
         on_update: Callable[[int, Mapping[str, float]], None] = lambda update, values: None,
+        clock: Clock | None = None,
     ) -> None:
         self.config, self.backbone, self.accelerator = config, backbone, accelerator
         self.prompts, self.algorithm, self.evaluate = prompts, algorithm, evaluate
         self.on_update = on_update
         self.folder = Path(config.output)
-        self.checkpoints = checkpoint.Checkpoints(self.folder / "checkpoints", config.train.keep)
+        self.checkpoints = checkpoint.Checkpoints(self.folder, config.train.keep)
+        self.identity = {
+            **resume.identity(config),
+            "processes": accelerator.num_processes,
+            "base": backbone.fingerprint(),
+        }
         self.parameters = backbone.adapter_parameters(STUDENT)
         inner = optimizer(config, self.parameters)
         self.parallel = parallel.of(accelerator)
@@ -170,60 +185,80 @@ class Loop:
         self.evaluated = -1  # update of the last evaluation
         self.best: dict[str, float] = {}  # headline and update of the adapter that is kept
         self.alarm = Alarm()
+        several = accelerator.num_processes > 1
+        clock = clock or Clock(time.monotonic(), config.train.max_minutes)
+        self.requests = Requests(gather_object if several else None, clock)
 
     # The main path -----------------------------------------------------------------------------
 
     def run(self) -> None:
-        """To the configured end. Ctrl-C leaves a checkpoint of the last whole update. (Processes
-        are interrupted at different points: a run of several keeps only those already written.)"""
-        train = self.config.train
+        """To the configured end. A signal, or the clock, ends it earlier and leaves a checkpoint of
+        the last whole update (`flowalign.stopping`)."""
         self._mark_whole()
-        try:
-            self._evaluate()
-            while self.update < train.updates:
-                began = time.perf_counter()
-                rollout = self.rollout(self.update)
-                sampled = time.perf_counter()
-                prepared = self.algorithm.prepare(rollout, self.update)
-                scored = time.perf_counter()
-                with interrupts_held():  # an update is learnt as a whole, or not at all
-                    self._whole = False
-                    values = {**prepared.metrics, **self.learn(prepared)}
-                    if self._due(train.sample_every, offset=1):
-                        self._draw(rollout, prepared.notes)
-                    done = time.perf_counter()
-                    images = len(rollout) * self.accelerator.num_processes  # an equal shard each
-                    values |= {
-                        metrics.SECONDS_ROLLOUT: sampled - began,
-                        metrics.SECONDS_SCORE: scored - sampled,
-                        metrics.SECONDS_UPDATE: done - scored,
-                        metrics.IMAGES_PER_SECOND: images / (done - began),
-                    }
-                    self.update += 1
-                    self.alarm.update(values)
-                    self._log(values)
-                    self._mark_whole()
+        with self.requests:
+            try:
                 self._evaluate()
-                if self.update == train.updates or self._due(train.checkpoint_every):
-                    self.save()
-        except KeyboardInterrupt:
-            if self._whole and self.accelerator.num_processes == 1:
-                checkpoint.set_rng(self._rng)
-                self.save()
-            raise
+                self._updates()
+            except KeyboardInterrupt as error:
+                self._save_interrupted(error)
+                raise
         if self.evaluate is None:
             with self.averaged():
                 self._keep_adapter({})
-        elif self.evaluated != self.update == train.updates:  # it was due, and did not count
+        elif self.evaluated != self.update == self.config.train.updates:  # due, and not counted
             raise TrainingError(
                 f"update {self.update}: the last evaluation lost too many images (the warnings say "
                 "why), so it is not known whether its adapter is the best. Fix the reward and run "
                 "again with --resume: only the evaluation is taken again."
             )
 
+    def _updates(self) -> None:
+        train = self.config.train
+        longest: float | None = None  # seconds from one update to the next; at least one is done
+        while self.update < train.updates:
+            self.requests.meet(longest)
+            began = time.perf_counter()
+            rollout = self.rollout(self.update)
+            sampled = time.perf_counter()
+            prepared = self.algorithm.prepare(rollout, self.update)
+            scored = time.perf_counter()
+            with self.requests.whole():  # an update is learnt as a whole, or not at all
+                self._whole = False
+                values = {**prepared.metrics, **self.learn(prepared)}
+                if self._due(train.sample_every, offset=1):
+                    self._draw(rollout, prepared.notes)
+                done = time.perf_counter()
+                images = len(rollout) * self.accelerator.num_processes  # an equal shard each
+                values |= {
+                    metrics.SECONDS_ROLLOUT: sampled - began,
+                    metrics.SECONDS_SCORE: scored - sampled,
+                    metrics.SECONDS_UPDATE: done - scored,
+                    metrics.IMAGES_PER_SECOND: images / (done - began),
+                }
+                self.update += 1
+                self.alarm.update(values)
+                self._log(values)
+                self._mark_whole()
+            self._evaluate()
+            if self.update == train.updates or self._due(train.checkpoint_every):
+                with self.requests.whole():
+                    self.save()
+            longest = max(longest or 0.0, time.perf_counter() - began)
+
     def _mark_whole(self) -> None:
-        self._rng = checkpoint.get_rng()  # Ctrl-C puts these back: nothing is half done here
+        self._rng = checkpoint.get_rng()  # an interrupt puts these back: nothing is half done here
         self._whole = True
+
+    def _save_interrupted(self, error: KeyboardInterrupt) -> None:
+        """A checkpoint of the last whole update, unless the processes are at different points."""
+        alone = self.accelerator.num_processes == 1
+        if not self._whole or not (alone or self.requests.agreed):
+            return
+        checkpoint.set_rng(self._rng)
+        folder = self.save()
+        if isinstance(error, Interrupted):
+            main = self.accelerator.is_main_process
+            error.note = f"wrote checkpoint {folder}; --resume continues from it" if main else ""
 
     def rollout(self, update: int) -> Rollout:
         """The trajectories of this process for an update: a function of seed, update, weights."""
@@ -319,9 +354,10 @@ class Loop:
             return
         if self.update != self.config.train.updates and not self._due(settings.every):
             return
+        self.requests.meet()  # it may take many minutes
         with self.averaged():
             headline, report = self.evaluate()
-            with interrupts_held():
+            with self.requests.whole():
                 main = self.accelerator.is_main_process
                 known = [row for row in report.rows if row.benchmark not in report.lost]
                 rows = {f"{r.benchmark}/{r.metric}": (r.mean, r.stderr) for r in known}
@@ -353,13 +389,13 @@ class Loop:
 
     def _keep_adapter(self, scores: Mapping[str, float]) -> None:
         if self.accelerator.is_main_process:
-            self.backbone.save_adapter(STUDENT, self.folder / "adapter")
-            (self.folder / "adapter" / "scores.json").write_text(json.dumps(dict(scores)))
+            save = partial(self.backbone.save_adapter, STUDENT)
+            kept.write(self.folder, save, scores)
 
     def _log(self, values: Mapping[str, float]) -> None:
         if self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with open(self.folder / "metrics.jsonl", "a") as file:
+            with open(self.folder / history.LOG, "a") as file:
                 file.write(json.dumps({metrics.UPDATE: self.update, **values}) + "\n")
             self.on_update(self.update, values)
         self.accelerator.log(dict(values), step=self.update)
@@ -380,7 +416,9 @@ class Loop:
         return {"adapter": self.parameters, **average}
 
     def save(self) -> Path:
-        """A complete checkpoint of this moment."""
+        """A complete checkpoint of this moment. Raises OSError on all processes if it cannot be
+        written; the older ones are then as they were."""
+        copies = {history.LOG: self.folder / history.LOG, **(self._kept() if self.best else {})}
         scaler = self.accelerator.scaler
         states = {
             "optimizer": self.parallel.optimizer_state(self.optimizer),
@@ -390,15 +428,55 @@ class Loop:
         done = {"steps": self.steps, "evaluated": self.evaluated, "best": self.best}
         progress = {**done, "alarm": self.alarm.state()}
         return self.checkpoints.save(
-            self.update, self.accelerator, tensors=self._tensors(), states=states, progress=progress
+            self.update,
+            tensors=self._tensors(),
+            states=states,
+            progress=progress,
+            about=self.identity,
+            copies=copies,
         )
 
-    def resume(self) -> bool:
-        """Continue from the newest complete checkpoint; False if there is none."""
-        folder = self.checkpoints.latest()
-        if folder is None:
+    def _kept(self) -> dict[str, Path]:
+        """{name in a checkpoint: the adapter that is kept}. A damaged one is restored from the last
+        checkpoint."""
+        if self.accelerator.is_main_process and (reason := kept.wrong(self.folder, self.best)):
+            place, latest = self.folder / kept.ADAPTER, self.checkpoints.latest()
+            lost = self.best["update"]
+            self.best = dict(kept.restore(self.folder, latest)) if latest else {}
+            log.warning(
+                "%s: %s, so that of update %d is lost. The best one is now that of update %s.",
+                place, reason, lost, self.best.get("update", "(none: the next one evaluated)"),
+            )  # fmt: skip
+        return {kept.COPY: self.folder / kept.ADAPTER} if self.best else {}
+
+    def begin(self) -> None:
+        """Start anew: an earlier attempt may have ended before its first checkpoint."""
+        if self.accelerator.is_main_process:
+            history.clear(self.folder)
+        self.accelerator.wait_for_everyone()
+
+    def resume(self, *, any_world: bool = False) -> bool:
+        """Continue from the newest sound checkpoint; False if there is none. The main process looks
+        for it and tells the others. Raises ConfigError if none can be used, or if the base model or
+        the number of processes is another. any_world: that number may be another."""
+        found = parallel.from_main(lambda: resume.newest(self.folder, self.config))
+        if found.folder is None and not found.skipped:
             return False
-        states, progress = checkpoint.load(folder, self.accelerator.process_index, self._tensors())
+        world = self.accelerator.num_processes
+        problems = [*resume.against(self.config, found, world, any_world=any_world)]
+        if found.folder and found.about["base"] != self.identity["base"]:
+            problems.append(
+                f"model.id: the weights of {self.config.model.id!r} have changed since "
+                f"{found.folder} was written. Put those back, or choose another `output`."
+            )
+        if problems or found.folder is None:
+            raise ConfigError(problems)
+        if self.accelerator.is_main_process:
+            for text in resume.warnings(found, self.identity):
+                log.warning(text)
+        states, progress = checkpoint.load(
+            found.folder, self.accelerator.process_index, self._tensors()
+        )
         self.parallel.load_optimizer_state(self.optimizer, states["optimizer"])
         self.lr.load_state_dict(states["lr"])
         if self.accelerator.scaler and states["scaler"]:
@@ -406,44 +484,18 @@ class Loop:
         self.update, self.steps = progress["update"], progress["steps"]
         self.evaluated, self.best = progress["evaluated"], progress["best"]
         self.alarm.load(progress["alarm"])
-        self._cut_log()
+        if self.accelerator.is_main_process:
+            self._go_back(found.folder)
+        self.accelerator.wait_for_everyone()
         return True
 
-    def _cut_log(self) -> None:
-        """Drop log lines after the checkpoint, and one that a kill cut short: they come again."""
-        path = self.folder / "metrics.jsonl"
-        if not (self.accelerator.is_main_process and path.exists()):
-            return
-        kept = []
-        for line in path.read_text().splitlines(keepends=True):
-            row = json.loads(line) if line.endswith("}\n") else {metrics.UPDATE: math.inf}
-            evaluation = any(name.startswith(metrics.EVAL) for name in row)
-            done = self.evaluated if evaluation else self.update
-            kept += [line] if row[metrics.UPDATE] <= done else []
-        with replacing(path) as part:
-            part.write_text("".join(kept))
-
-
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """A Ctrl-C inside the `with` takes effect at its end; a second one at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread is interrupted, and only it may set a handler
-        return
-    caught: list[int] = []
-
-    def hold(number: int, frame: object) -> None:
-        if caught:
-            raise KeyboardInterrupt
-        caught.append(number)
-
-    before = signal.signal(signal.SIGINT, hold)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if caught:
-        raise KeyboardInterrupt
+    def _go_back(self, folder: Path) -> None:
+        """Make the run's folder what it was when a checkpoint was written."""
+        if wrong := history.go_back(self.folder, folder, self.update, self.evaluated):
+            log.warning("%s: %s. It is restored.", self.folder / history.LOG, wrong)
+        if self.best and (wrong := kept.wrong(self.folder, self.best)):
+            kept.restore(self.folder, folder)
+            log.warning("%s: %s. It is restored.", self.folder / kept.ADAPTER, wrong)
 
 
 def optimizer(config: TrainingStage, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

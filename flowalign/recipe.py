@@ -46,19 +46,21 @@ def run(
     evaluate: Callable[[EvalStage], object],
     *,
     record: bool = True,
+    any_world: bool = False,
 ) -> Path:
     """Run what is not finished; returns the output folder. home: where `use` files are looked for.
 
     train and evaluate run one stage each; train resumes where there are checkpoints. record: keep
-    the recipe and its status in the folder. Raises ConfigError, before any stage runs, with
-    everything that is wrong in any of them.
+    the recipe and its status in the folder. any_world: checkpoints may be of another number of
+    processes. Raises ConfigError, before any stage runs, with everything that is wrong in any of
+    them.
     """
     from flowalign import parallel
 
     stages, problems = _read_stages(config, home)
     state = parallel.state(*stages.values())  # one group of processes serves all stages
     check_launch(state.num_processes)
-    if problems := _problems(config, stages, problems, state.num_processes):
+    if problems := _problems(config, stages, problems, state.num_processes, any_world):
         raise ConfigError(problems)
     folder, main = Path(config.output), state.is_main_process
     if main and record:
@@ -97,18 +99,22 @@ def _mark_finished(stage: Stage) -> None:
 
 
 def examine(
-    config: Stage, home: Path, num_processes: int = 1, resume: bool = False
+    config: Stage,
+    home: Path,
+    num_processes: int = 1,
+    resume: bool = False,
+    any_world: bool = False,
 ) -> tuple[dict[str, Stage], list[str]]:
     """The config of every stage that can be read, by name, and everything that keeps the whole
     from starting here: what `train` and `eval` refuse. A stage that is no recipe is named by its
-    folder. resume: as for `train`."""
+    folder. resume, any_world: as for `train`."""
     if isinstance(config, MergeStage):
         config = alone(config)
     if not isinstance(config, RecipeStage):
-        problems = world_problems(config, num_processes, resume=resume)
+        problems = world_problems(config, num_processes, resume=resume, any_world=any_world)
         return {Path(config.output).name: config}, problems
     stages, problems = _read_stages(config, home)
-    return stages, _problems(config, stages, problems, num_processes)
+    return stages, _problems(config, stages, problems, num_processes, any_world)
 
 
 def plan(config: RecipeStage, home: Path, num_processes: int = 1) -> dict[str, Stage]:
@@ -190,7 +196,11 @@ def _adapter_of(config: RecipeStage, name: str) -> str:
 
 
 def _problems(
-    config: RecipeStage, stages: Mapping[str, Stage], problems: Sequence[str], num_processes: int
+    config: RecipeStage,
+    stages: Mapping[str, Stage],
+    problems: Sequence[str],
+    num_processes: int,
+    any_world: bool,
 ) -> list[str]:
     """These problems, and whatever else keeps the stages from running."""
     problems = list(problems)
@@ -199,7 +209,7 @@ def _problems(
         if name in stages:
             stage = stages[name]
             resume = None if finished(stage) else True
-            found = world_problems(stage, num_processes, pending, resume)
+            found = world_problems(stage, num_processes, pending, resume, any_world)
             problems += [f"stages.{name}.{text}" for text in found]
         pending.append(_adapter_of(config, name))  # of a wrong stage, too, which is blamed once
     dtypes = {n: s.model.dtype for n, s in stages.items() if isinstance(s, TrainingStage)}

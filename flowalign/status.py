@@ -79,7 +79,7 @@ class Heartbeat:
         if error is None:
             self.say(state="finished")
         elif isinstance(error, KeyboardInterrupt):
-            self.say(state="interrupted", reason="Ctrl-C")
+            self.say(state="interrupted", reason=str(error) or "Ctrl-C")
         else:
             self.say(state="stopped", reason=str(error) or type(error).__name__)
 

@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+import math
 import shutil
 import warnings
 from collections.abc import Callable
@@ -29,8 +30,9 @@ from flowalign.adapters.files import (
     write_lora,
 )
 from flowalign.backbone import Backbone
-from flowalign.config import ConfigError, OpdStage
+from flowalign.config import ConfigError, OpdStage, parse
 from flowalign.preflight import check_world
+from flowalign.publish.push import gather
 from flowalign.teachers.bank import Bank, Member
 from flowalign.teachers.merge import merge
 from flowalign.tiny import TEACHERS
@@ -398,3 +400,62 @@ def test_a_check_reads_heads_and_tells_another_base_from_another_machine(
     far, dora = caught.value.problems
     assert far.startswith("teachers.far: ") and f"was trained on '{large}'" in far
     assert dora.startswith("teachers.dora: ") and "use_dora = True" in dora
+
+
+# Numbers that are none ---------------------------------------------------------------------------
+
+
+def spoilt(folder: Path, how: str) -> Path:
+    """An adapter with one NaN, one infinity, or an alpha that is none."""
+    described(folder, **({"lora_alpha": math.nan} if how == "alpha" else {}))
+    file = folder / "adapter_model.safetensors"
+    weights = load_file(file)
+    if how != "alpha":
+        weights[sorted(weights)[1]][0, 0] = float(how)
+    save_file({key: value.to(torch.bfloat16) for key, value in weights.items()}, file)
+    return folder
+
+
+@pytest.mark.parametrize("how", ["nan", "-inf", "alpha"])
+def test_an_adapter_with_numbers_that_are_none_is_refused_wherever_it_is_named(
+    how: str, random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = str(spoilt(tmp_path / "bad", how))
+    (layer,) = {key.rsplit(".lora_", 1)[0] for key in HALVES}
+    name = "lora_alpha" if how == "alpha" else layer.removeprefix("transformer.")
+    opd = fakes.distillation(random_model, tmp_path / "run", alone="even")
+    start = fakes.settings(random_model, tmp_path / "run", f"lora.init={bad}")
+    taught = {"even": {"adapter": bad}}
+    anchored = {"adapter": bad, "weight": 0.1}
+    raw = opd.model_dump(mode="json")
+    for config, place in (
+        (start, "lora.init"),
+        (parse(raw | {"teachers": taught}), "teachers.even"),
+        (parse(raw | {"anchor": anchored}), "anchor.adapter"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            check_world(config, 1)
+        (problem,) = caught.value.problems
+        assert problem.startswith(f"{place}: ") and name in problem
+    with pytest.raises(AdapterError, match=name):
+        flowalign.load("/nonexistent", bad)  # before the model is looked for
+    with pytest.raises(AdapterError, match=name):
+        gather(Path(bad), "me/it", force=True)
+    assert cli.main(["merge", bad, bad, "--out", str(tmp_path / "out")]) == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_that_is_not_finite_is_not_written(
+    random_model: str, tmp_path: Path, backbone: Backbone
+) -> None:
+    backbone.add_adapter("diverged", rank=2, alpha=2.0, targets=fakes.TARGETS)
+    backbone.save_adapter("diverged", tmp_path / "a")
+    before = {path: path.read_bytes() for path in (tmp_path / "a").iterdir()}
+    backbone.adapter_parameters("diverged")[3].data[0, 0] = math.inf
+    with pytest.raises(AdapterError, match="lora_B"):
+        backbone.save_adapter("diverged", tmp_path / "a")
+    assert {path: path.read_bytes() for path in (tmp_path / "a").iterdir()} == before
+    huge = described(tmp_path / "huge", lora_alpha=1e30)  # finite, but not what it is merged to
+    with pytest.raises(AdapterError, match="not written"):
+        merge([huge], tmp_path / "out", weights=[1e30])
+    assert not (tmp_path / "out").exists()

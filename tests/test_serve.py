@@ -82,7 +82,7 @@ def test_reasons_lose_their_paths():
         ("C:\\Users\\me\\w.bin", "<path>"),
         ("'/a/b'", "'<path>'"),
         ("3/4 of 1/2/3, and/or", "3/4 of 1/2/3, and/or"),
-        ("x" * 900, "x" * 500),
+        ("x" * 900, "x" * 500 + "..."),
     ):
         assert server.clean(reason) == shown, reason
 
@@ -112,8 +112,7 @@ def test_what_is_not_wanted_is_refused_unread():
         announced = start + b"content-length: 99999999\r\n\r\n"
         streamed = start + b"transfer-encoding: chunked\r\n\r\n" + b"2000\r\n" + bytes(8192)
         assert raw(url, announced).startswith(b"HTTP/1.1 413")
-        assert raw(url, streamed, b"\r\n2000\r\n" + bytes(8192) + b"\r\n2000\r\n" + bytes(8192)
-                   ).startswith(b"HTTP/1.1 413")  # fmt: skip
+        assert raw(url, streamed).startswith(b"HTTP/1.1 411")
         assert raw(url, start + b"x: " + b"y" * 70_000).startswith(b"HTTP/1.1 400")
         assert raw(url, b"\x16\x03\x01 nonsense\r\n\r\n").startswith(b"HTTP/1.1 400")
         cut = start + b"content-length: 500\r\n\r\nabc"

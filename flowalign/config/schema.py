@@ -381,6 +381,10 @@ class TrainConfig(Section):
     timeout_seconds: Positive | None = Field(default=None, examples=[7200.0])
     """With several processes, the run ends when one has waited this long for another; null = longer
     than all calls of a reward that hangs can take (30 days if score_seconds is null)."""
+    max_minutes: Positive | None = Field(default=None, examples=[1430.0])
+    """For a queue: the run ends with a checkpoint and exit status 75 before an update that would
+    probably end later than this many minutes after the command's start. One update is always
+    done. A recipe has a key of its own, `max_minutes`, for all its stages together."""
     trackers: list[Literal["tensorboard", "wandb"]] = ["tensorboard"]
     """Where accelerate logs metrics, the config, sample grids and the tables of evaluations.
     TensorBoard's files are in <output>/tensorboard. A W&B run has the name of the output folder; a
@@ -812,6 +816,8 @@ class RecipeStage(Job):
     """{name: keys of a stage's config}. They are laid over the file that `use` names (relative to
     this one); `set` lists changes as on the command line. A value `stage:NAME` is the adapter of an
     earlier stage."""
+    max_minutes: Positive | None = Field(default=None, examples=[1430.0])
+    """As `train.max_minutes`, in place of those of its stages."""
     variant: Variant = Field(default={}, examples=[{"grpo": {"rollout": {"batch_size": 4}}}])
     """{kind of stage: keys laid over all stages of that kind}: the same recipe for other hardware.
     `--variant FILE` on the command line sets it."""

@@ -187,7 +187,11 @@ def _download(url: str) -> bytes:
     """All that an address sends. Raises FetchError."""
     try:
         with Client(
-            timeout=60.0, connect_timeout=10.0, max_bytes=MAX_BYTES, redirects=True
+            timeout=60.0,
+            connect_timeout=10.0,
+            total=600.0,
+            max_bytes=MAX_BYTES,
+            redirects=True,
         ) as client:
             answer = client.request("GET", url)
     except (OSError, Refused) as error:
