@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -53,6 +55,24 @@ def replacing(path: str | Path, *, durable: bool = False, swap: bool = False) ->
         else:
             part.unlink(missing_ok=True)
         raise
+
+
+LEFTOVER = re.compile(r"\..+\.[0-9a-f]{12}\.(part|old)")  # what `replacing` writes to
+PAGE_SECONDS = 60.0  # that `flowalign watch`, perhaps on another machine, needs for its page
+
+
+def remove_leftovers(folder: str | Path) -> None:
+    """Remove, in a folder and below it, what killed processes were about to write (`replacing`).
+    For a run at its start, in its own folder: nobody else may be writing there, but watch."""
+    for path in sorted(Path(folder).rglob(".*"), reverse=True):  # what is inside comes first
+        with suppress(FileNotFoundError):
+            shown = path.name.startswith(".watch.html.")
+            if not LEFTOVER.fullmatch(path.name):
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif not shown or time.time() - path.stat().st_mtime > PAGE_SECONDS:
+                path.unlink()
 
 
 def flush(path: Path) -> None:

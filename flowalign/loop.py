@@ -491,7 +491,8 @@ class Loop:
         """The table of an evaluation, and some of its images."""
         trackers.table(self.accelerator, "evaluation", report, self.update)
         if report.examples:
-            path = snapshots.write_examples(self.folder, self.update, report.examples)
+            keep = self.config.train.keep_samples
+            path = snapshots.write_examples(self.folder, self.update, report.examples, keep)
             trackers.image(self.accelerator, "held_out", path, self.update)
 
     def _keep_adapter(self, scores: Mapping[str, float]) -> None:
@@ -511,7 +512,8 @@ class Loop:
 
     def _draw(self, rollout: Rollout, notes: list[str]) -> None:
         if self.accelerator.is_main_process and rollout.images is not None:
-            path = snapshots.write_rollout(self.folder, self.update + 1, rollout, notes)
+            keep = self.config.train.keep_samples
+            path = snapshots.write_rollout(self.folder, self.update + 1, rollout, notes, keep)
             trackers.image(self.accelerator, "samples", path, self.update + 1)
 
     def _due(self, every: int, offset: int = 0) -> bool:

@@ -67,6 +67,8 @@ def run(
         whole = {name: stage.model_dump(mode="json") for name, stage in stages.items()}
         with files.replacing(folder / "config.yaml") as part:  # without the files that it uses
             part.write_text(to_yaml(config.model_copy(update={"stages": whole})))
+    for place in ([folder] if record else [s.output for s in stages.values()]) if main else ():
+        files.remove_leftovers(place)
     show = print if main else (lambda *text, **how: None)
     with Heartbeat(folder, main and record, total=len(stages)) as heartbeat:
         for number, (name, stage) in enumerate(stages.items(), 1):

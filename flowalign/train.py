@@ -150,6 +150,8 @@ def train(
         log.info("not evaluated, without `validation` and `reward`: %s%s", unscored, last)
     with deterministic(config.train.deterministic):
         loop, report, rewards = wire(config, clock)
+        if main:
+            files.remove_leftovers(folder)
         if not (resume and loop.resume(any_world=any_world)):
             loop.begin()
         if main:

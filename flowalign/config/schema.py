@@ -386,6 +386,10 @@ class TrainConfig(Section):
     """Number of newest checkpoints that are kept."""
     sample_every: Many = 20
     """Rollouts between two sample grids."""
+    keep_samples: Count | None = Field(default=200, examples=[50])
+    """Number of newest sample grids in <output>/samples that are kept, of rollouts and of
+    evaluations each; the oldest one stays, too. null = keep all. What else grows with a run:
+    metrics.jsonl by a line an update (about 0.5 KB), and the trackers' files."""
     deterministic: bool = False
     """The same run gives the same bits on a GPU as well, also after a resume. Backward passes are
     slower, attention is torch's own, and an operation without a deterministic form raises, in
