@@ -10,11 +10,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from diffusers.optimization import get_scheduler
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
@@ -46,6 +45,7 @@ from flowalign.files import to_json
 from flowalign.finite import Fault, Skips
 from flowalign.parallel import Means
 from flowalign.rollout import Noise, OnImages, Schedule, sample, shard
+from flowalign.stopping import Clock, Interrupted, Requests
 from flowalign.types import Conditioning, EvalReport, Rollout, Source, StepLoss
 
 log = logging.getLogger("flowalign")
@@ -174,6 +174,7 @@ class Loop:
         algorithm: Algorithm[Any],
         evaluate: Callable[[], tuple[float, EvalReport]] | None = None,
         on_update: Callable[[int, Mapping[str, float]], None] = lambda update, values: None,
+        clock: Clock | None = None,
     ) -> None:
         self.config, self.backbone, self.accelerator = config, backbone, accelerator
         self.prompts, self.algorithm, self.evaluate = prompts, algorithm, evaluate
@@ -197,65 +198,84 @@ class Loop:
         self.best: dict[str, float] = {}  # headline and update of the adapter that is kept
         self.alarm = Alarm()
         self.skips = Skips(config.train.max_skipped)
+        several = accelerator.num_processes > 1
+        clock = clock or Clock(time.monotonic(), config.train.max_minutes)
+        self.requests = Requests(gather_object if several else None, clock)
 
     # The main path -----------------------------------------------------------------------------
 
     def run(self) -> None:
-        """To the configured end. Ctrl-C leaves a checkpoint of the last whole update. (Processes
-        are interrupted at different points: a run of several keeps only those already written.)"""
-        train = self.config.train
+        """To the configured end. A signal, or the clock, ends it earlier and leaves a checkpoint of
+        the last whole update (`flowalign.stopping`)."""
         self._mark_whole()
-        try:
-            self._evaluate()
-            while self.update < train.updates:
-                began = time.perf_counter()
-                rollout = self.rollout(self.update)
-                sampled = time.perf_counter()
-                prepared = self.prepare(rollout)
-                scored = time.perf_counter()
-                with interrupts_held():  # an update is learnt as a whole, or not at all
-                    self._whole = False
-                    values = self.learn(prepared)
-                    if isinstance(prepared, Prepared) and self._due(train.sample_every, offset=1):
-                        self._draw(rollout, prepared.notes)
-                    done = time.perf_counter()
-                    images = len(rollout) * self.accelerator.num_processes  # an equal shard each
-                    values |= {
-                        metrics.SECONDS_ROLLOUT: sampled - began,
-                        metrics.SECONDS_SCORE: scored - sampled,
-                        metrics.SECONDS_UPDATE: done - scored,
-                        metrics.IMAGES_PER_SECOND: images / (done - began),
-                    }
-                    self.update += 1
-                    for text in self.alarm.update(values):
-                        if self.accelerator.is_main_process:
-                            log.warning("update %d: %s", self.update, text)
-                    self._log(values)
-                    self._mark_whole()
-                self._check_skips()
+        with self.requests:
+            try:
                 self._evaluate()
-                if self.update == train.updates or self.skips.saves(
-                    self._due(train.checkpoint_every)
-                ):
-                    self.save()
-        except KeyboardInterrupt:
-            if self._whole and self.accelerator.num_processes == 1:
-                checkpoint.set_rng(self._rng)
-                self.save()
-            raise
+                self._updates()
+            except KeyboardInterrupt as error:
+                self._save_interrupted(error)
+                raise
         if self.evaluate is None:
             with self.averaged():
                 self._keep_adapter({})
-        elif self.evaluated != self.update == train.updates:  # it was due, and did not count
+        elif self.evaluated != self.update == self.config.train.updates:  # due, and not counted
             raise TrainingError(
                 f"update {self.update}: the last evaluation lost too many images (the warnings say "
                 "why), so it is not known whether its adapter is the best. Fix the reward and run "
                 "again with --resume: only the evaluation is taken again."
             )
 
+    def _updates(self) -> None:
+        train = self.config.train
+        longest: float | None = None  # seconds from one update to the next; at least one is done
+        while self.update < train.updates:
+            self.requests.meet(longest)
+            began = time.perf_counter()
+            rollout = self.rollout(self.update)
+            sampled = time.perf_counter()
+            prepared = self.prepare(rollout)
+            scored = time.perf_counter()
+            with self.requests.whole():  # an update is learnt as a whole, or not at all
+                self._whole = False
+                values = self.learn(prepared)
+                if isinstance(prepared, Prepared) and self._due(train.sample_every, offset=1):
+                    self._draw(rollout, prepared.notes)
+                done = time.perf_counter()
+                images = len(rollout) * self.accelerator.num_processes  # an equal shard each
+                values |= {
+                    metrics.SECONDS_ROLLOUT: sampled - began,
+                    metrics.SECONDS_SCORE: scored - sampled,
+                    metrics.SECONDS_UPDATE: done - scored,
+                    metrics.IMAGES_PER_SECOND: images / (done - began),
+                }
+                self.update += 1
+                for text in self.alarm.update(values):
+                    if self.accelerator.is_main_process:
+                        log.warning("update %d: %s", self.update, text)
+                self._log(values)
+                self._mark_whole()
+            self._check_skips()
+            self._evaluate()
+            due = self._due(train.checkpoint_every)
+            if self.update == train.updates or self.skips.saves(due):
+                with self.requests.whole():
+                    self.save()
+            longest = max(longest or 0.0, time.perf_counter() - began)
+
     def _mark_whole(self) -> None:
-        self._rng = checkpoint.get_rng()  # Ctrl-C puts these back: nothing is half done here
+        self._rng = checkpoint.get_rng()  # an interrupt puts these back: nothing is half done here
         self._whole = True
+
+    def _save_interrupted(self, error: KeyboardInterrupt) -> None:
+        """A checkpoint of the last whole update, unless the processes are at different points."""
+        alone = self.accelerator.num_processes == 1
+        if not self._whole or not (alone or self.requests.agreed):
+            return
+        checkpoint.set_rng(self._rng)
+        folder = self.save()
+        if isinstance(error, Interrupted):
+            main = self.accelerator.is_main_process
+            error.note = f"wrote checkpoint {folder}; --resume continues from it" if main else ""
 
     def rollout(self, update: int) -> Rollout:
         """The trajectories of this process for an update: a function of seed, update, weights."""
@@ -444,9 +464,10 @@ class Loop:
             return
         if self.update != self.config.train.updates and not self._due(settings.every):
             return
+        self.requests.meet()  # it may take many minutes
         with self.averaged():
             headline, report = self.evaluate()
-            with interrupts_held():
+            with self.requests.whole():
                 main = self.accelerator.is_main_process
                 known = [row for row in report.rows if row.benchmark not in report.lost]
                 rows = {f"{r.benchmark}/{r.metric}": (r.mean, r.stderr) for r in known}
@@ -472,7 +493,8 @@ class Loop:
         """The table of an evaluation, and some of its images."""
         trackers.table(self.accelerator, "evaluation", report, self.update)
         if report.examples:
-            path = snapshots.write_examples(self.folder, self.update, report.examples)
+            keep = self.config.train.keep_samples
+            path = snapshots.write_examples(self.folder, self.update, report.examples, keep)
             trackers.image(self.accelerator, "held_out", path, self.update)
 
     def _keep_adapter(self, scores: Mapping[str, float]) -> None:
@@ -492,7 +514,8 @@ class Loop:
 
     def _draw(self, rollout: Rollout, notes: list[str]) -> None:
         if self.accelerator.is_main_process and rollout.images is not None:
-            path = snapshots.write_rollout(self.folder, self.update + 1, rollout, notes)
+            keep = self.config.train.keep_samples
+            path = snapshots.write_rollout(self.folder, self.update + 1, rollout, notes, keep)
             trackers.image(self.accelerator, "samples", path, self.update + 1)
 
     def _due(self, every: int, offset: int = 0) -> bool:
@@ -586,28 +609,6 @@ class Loop:
         if self.best and (wrong := kept.wrong(self.folder, self.best)):
             kept.restore(self.folder, folder)
             log.warning("%s: %s. It is restored.", self.folder / kept.ADAPTER, wrong)
-
-
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """A Ctrl-C inside the `with` takes effect at its end; a second one at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread is interrupted, and only it may set a handler
-        return
-    caught: list[int] = []
-
-    def hold(number: int, frame: object) -> None:
-        if caught:
-            raise KeyboardInterrupt
-        caught.append(number)
-
-    before = signal.signal(signal.SIGINT, hold)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if caught:
-        raise KeyboardInterrupt
 
 
 def optimizer(config: TrainingStage, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
