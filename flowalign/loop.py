@@ -221,8 +221,8 @@ class Loop:
         elif self.evaluated != self.update == self.config.train.updates:  # due, and not counted
             raise TrainingError(
                 f"update {self.update}: the last evaluation lost too many images (the warnings say "
-                "why), so it is not known whether its adapter is the best. Fix the reward and run "
-                "again with --resume: only the evaluation is taken again."
+                "why), so it is not known whether its adapter is the best. Fix what they name and "
+                "run again with --resume: only the evaluation is taken again."
             )
 
     def _updates(self) -> None:
