@@ -138,7 +138,6 @@ def prepare(base: Path) -> None:
     sys.path.append(str(ROOT / "tests"))
     import fakes
 
-    quiet()
     fakes.pipeline().save_pretrained(base / "model")
     fakes.teachers(str(base / "model"), base)
     (base / "prompts.txt").write_text("\n".join(TRAINED))
@@ -350,6 +349,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     base = (args.folder or Path(tempfile.mkdtemp(prefix="kill_test_"))).resolve()
     base.mkdir(parents=True, exist_ok=True)
+    quiet()
     torch.set_num_threads(1)  # threads do not survive a fork
     if os.fork() == 0:  # what computes is no process that others are forked from
         prepare(base)
