@@ -227,11 +227,14 @@ def launched(scenario: Scenario, number: int, seconds: float, whom: str) -> Chai
     seconds after the first update. whom: all processes, the launcher, or one rank."""
     folder = scenario.folder / f"launched_{number}"
     folder.mkdir()
-    process = _command(scenario, folder, again=False)
+    process, ranks = _command(scenario, folder, again=False), []
     while not (folder / OUT / "metrics.jsonl").exists() and process.poll() is None:
         time.sleep(0.05)
     time.sleep(seconds)
-    ranks = psutil.Process(process.pid).children(recursive=True)
+    with suppress(psutil.NoSuchProcess):
+        ranks = psutil.Process(process.pid).children(recursive=True)
+    if process.poll() is not None:  # it was faster
+        return _ended(scenario, folder, [], [process.returncode])
     victims = {"launcher": [process], "rank": ranks[-1:], "all": [process, *ranks]}[whom]
     for victim in victims:
         with suppress(psutil.NoSuchProcess, ProcessLookupError):
@@ -305,7 +308,7 @@ def test(
                 whom = rng.choice(
                     ["launcher", "rank", "all"] if scenario.processes > 1 else ["all"]
                 )
-                job = pool.submit(launched, scenario, number, rng.uniform(0, 3), whom)
+                job = pool.submit(launched, scenario, number, rng.uniform(0, 1.5), whom)
             else:
                 row = rng.randint(1, IN_A_ROW)
                 plan = [planned(rng, *counts[scenario], often[scenario]) for _ in range(row)]
