@@ -224,11 +224,11 @@ def chain(scenario: Scenario, number: int, kills: Sequence[Kill]) -> Chain:
 
 def launched(scenario: Scenario, number: int, seconds: float, whom: str) -> Chain:
     """The same by the real command (of two processes: by accelerate launch), with one kill some
-    seconds after the first update. whom: all processes, the launcher, or one rank."""
+    seconds after the first file. whom: all processes, the launcher, or one rank."""
     folder = scenario.folder / f"launched_{number}"
     folder.mkdir()
     process, ranks = _command(scenario, folder, again=False), []
-    while not (folder / OUT / "metrics.jsonl").exists() and process.poll() is None:
+    while process.poll() is None and not any(names for *_, names in os.walk(folder / OUT)):
         time.sleep(0.05)
     time.sleep(seconds)
     with suppress(psutil.NoSuchProcess):
@@ -308,7 +308,9 @@ def test(
                 whom = rng.choice(
                     ["launcher", "rank", "all"] if scenario.processes > 1 else ["all"]
                 )
-                job = pool.submit(launched, scenario, number, rng.uniform(0, 1.5), whom)
+                job = pool.submit(
+                    launched, scenario, number, rng.uniform(0, 2 * counts[scenario][1] / 3), whom
+                )
             else:
                 row = rng.randint(1, IN_A_ROW)
                 plan = [planned(rng, *counts[scenario], often[scenario]) for _ in range(row)]
