@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -35,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flowalign.backbone import Backbone
 from flowalign.config import ConfigError, Stage, TrainingStage
+from flowalign.stopping import CODES, Interrupted
 from flowalign.timeouts import group_timeout
 
 log = logging.getLogger("flowalign")
@@ -117,11 +119,11 @@ Errors = tuple[type[Exception], ...]
 
 @dataclass
 class ExitStatus:
-    """Around the work of a command; `code`: 0 done, 1 it had to stop, 2 it was refused, 130
-    interrupted.
+    """Around the work of a command; `code`: 0 done, 1 it had to stop, 2 it was refused, 130, 143 or
+    75 interrupted (`flowalign.stopping`).
 
     refused, stopped: the errors of which only the text is printed; any other is raised on.
-    interrupted: what is printed after Ctrl-C.
+    interrupted: how to go on after an interrupt, where the work itself does not say.
     """
 
     refused: Errors
@@ -142,8 +144,11 @@ class ExitStatus:
             print(f"stopped: {error}", file=sys.stderr)
             self.code = 1
         elif isinstance(error, KeyboardInterrupt):
-            print(self.interrupted, file=sys.stderr)
-            self.code = 130  # as a shell reports SIGINT: 128 + 2
+            known = isinstance(error, Interrupted)
+            note = error.note if known and error.note is not None else self.interrupted
+            if note:
+                print(f"interrupted ({str(error) or 'SIGINT'}): {note}", file=sys.stderr)
+            self.code = error.code if known else CODES[signal.SIGINT]
         return error is None or self.code != 0
 
 
@@ -270,9 +275,11 @@ class Parallel:
     step's last micro-batch averages the gradients.
 
     lockstep: all processes must run the same number of micro-batches (`missing_steps`).
+    steps_itself: the last backward pass takes the optimizer step, so that none can be left out.
     """
 
     lockstep = False
+    steps_itself = False
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -353,6 +360,7 @@ class Zero2(Parallel):
     """
 
     lockstep = True
+    steps_itself = True
 
     def prepare(
         self, config: TrainingStage, backbone: Backbone, optimizer: torch.optim.Optimizer

@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from flowalign.config import (
 )
 from flowalign.preflight import check_launch, check_world, group_problems, start
 from flowalign.resume import anew
+from flowalign.stopping import Clock
 
 if TYPE_CHECKING:  # --help need not import diffusers
     import torch
@@ -55,7 +57,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 1 the run had to stop, 2 the config is refused, 130 interrupted."""
+    """Exit status: 0 done, 1 the run had to stop, 2 the config is refused; interrupted, 130 by
+    Ctrl-C, 143 by SIGTERM, and 75 by SIGUSR1 or the clock."""
+    began = time.monotonic()
     args = parser().parse_args(argv)
     from flowalign.progress import quiet
 
@@ -68,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     status = parallel.ExitStatus(
         refused=(ConfigError, ModelError),
         stopped=(TrainingError, EvaluationError),
-        interrupted="interrupted; continue from the last checkpoint with --resume",
+        interrupted="--resume continues from the last checkpoint, if there is one",
     )
     rewards.look_beside(args.config)
     with status:
@@ -78,21 +82,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             dry.run(config, Path(args.config).parent, args.resume, args.allow_world_change)
         else:
-            run(config, Path(args.config).parent, args.resume, args.allow_world_change)
+            run(config, Path(args.config).parent, args.resume, began, args.allow_world_change)
             if parallel.state().is_main_process:
                 print(results.summary(config), flush=True)
     return status.code
 
 
-def run(given: Job, home: Path, resume: bool, any_world: bool = False) -> Path:
+def run(
+    given: Job,
+    home: Path,
+    resume: bool,
+    began: float | None = None,
+    any_world: bool = False,
+) -> Path:
     """Whatever `flowalign train` can run. home: the folder of the config file. resume, any_world:
-    `--resume` and `--allow-world-change`; a recipe always resumes."""
+    `--resume` and `--allow-world-change`; a recipe always resumes. began: as a Clock has it; None = now."""
+    began = time.monotonic() if began is None else began
     from flowalign import parallel
 
     if isinstance(given, TrainingStage):
         if resume and parallel.state(given).is_main_process and (text := anew(Path(given.output))):
             log.warning(text)
-        return train(given, resume=resume, any_world=any_world)
+        clock = Clock(began, given.train.max_minutes)
+        return train(given, resume=resume, any_world=any_world, clock=clock)
     from flowalign import recipe, watch
     from flowalign.eval.run import evaluate
 
@@ -101,24 +113,32 @@ def run(given: Job, home: Path, resume: bool, any_world: bool = False) -> Path:
         config = recipe.alone(config)
     assert isinstance(config, RecipeStage)
     whole = isinstance(given, RecipeStage)
-    folder = recipe.run(
-        config,
-        home,
-        lambda stage: train(stage, resume=True, any_world=any_world),
-        evaluate,
-        record=whole,
-        any_world=any_world,
-    )
+    limit, name = config.max_minutes, "max_minutes"
+
+    def train_stage(stage: TrainingStage) -> Path:
+        own = Clock(began, stage.train.max_minutes)
+        clock = Clock(began, limit, name) if limit else own
+        return train(stage, resume=True, any_world=any_world, clock=clock)
+
+    folder = recipe.run(config, home, train_stage, evaluate, record=whole, any_world=any_world)
     if whole and parallel.state().is_main_process:
         watch.write(folder)  # the recipe's report
     return folder
 
 
-def train(config: TrainingStage, *, resume: bool = False, any_world: bool = False) -> Path:
+def train(
+    config: TrainingStage,
+    *,
+    resume: bool = False,
+    any_world: bool = False,
+    clock: Clock | None = None,
+) -> Path:
     """Train one stage to its end; returns the folder of the resulting adapter. resume: go on from
     the newest sound checkpoint; any_world: which another number of processes may have written.
 
-    Raises ConfigError before any model is loaded, TrainingError if the run has to stop.
+    clock: how long it may take; None = train.max_minutes from the first update on. Raises
+    ConfigError before any model is loaded, TrainingError if the run has to stop, Interrupted if it
+    is asked to.
     """
     from flowalign import parallel, watch
     from flowalign.determinism import deterministic
@@ -136,7 +156,9 @@ def train(config: TrainingStage, *, resume: bool = False, any_world: bool = Fals
         last = "" if config.evaluates else "; the adapter of the last update is kept"
         log.info("not evaluated, without `validation` and `reward`: %s%s", unscored, last)
     with deterministic(config.train.deterministic):
-        loop, report, rewards = wire(config)
+        loop, report, rewards = wire(config, clock)
+        if main:
+            files.remove_leftovers(folder)
         if not (resume and loop.resume(any_world=any_world)):
             loop.begin()
         if main:
@@ -169,7 +191,9 @@ def _hint_threads(accelerator: Accelerator) -> None:
 # The parts of a run ------------------------------------------------------------------------------
 
 
-def wire(config: TrainingStage) -> tuple[Loop, Progress, dict[str, Reward]]:
+def wire(
+    config: TrainingStage, clock: Clock | None = None
+) -> tuple[Loop, Progress, dict[str, Reward]]:
     """Build every part of a run from its config -> the loop, its display, its rewards."""
     from accelerate.utils import set_seed
 
@@ -201,6 +225,7 @@ def wire(config: TrainingStage) -> tuple[Loop, Progress, dict[str, Reward]]:
         algorithm(config, backbone, built, accelerator),
         evaluator(config, backbone, built, accelerator),
         progress.update,
+        clock,
     )
     trackers.begin(accelerator, config)
     for place, scale in config.mixtures.items() if accelerator.is_main_process else ():

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from flowalign.checkpoint import Checkpoints, get_rng, set_rng
 from flowalign.config import ConfigError
-from flowalign.loop import Loop, Pairs, interrupts_held
+from flowalign.loop import Loop, Pairs
+from flowalign.stopping import CODES, Interrupted
 from flowalign.types import StepLoss
 
 EVALUATED = ["evaluation={every: 2, prompts: 2}"]
@@ -109,20 +110,23 @@ def test_what_a_kill_left_half_written_is_ignored(
     assert not part.exists()
 
 
-def interrupted(model: str, folder: Path, call: int, *overrides: str) -> Any:
-    """The state of a run that was interrupted at this call of its reward, and resumed."""
-    options = f"tasks.0.reward.options={{call: {call}, once: {folder / 'interrupted'}}}"
+def interrupted(model: str, folder: Path, call: int, *overrides: str, number: int = 2) -> Any:
+    """The state of a run that was signalled at this call of its reward, and resumed."""
+    once = f"once: {folder / 'interrupted'}"
+    options = f"tasks.0.reward.options={{call: {call}, {once}, number: {number}}}"
     given = [options, *overrides]
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Interrupted):
         run(model, folder / "run", *given, reward="Interrupting")
     saved = [p.name for p in Checkpoints(folder / "run", 3).all()]
     return saved, state(run(model, folder / "run", *given, reward="Interrupting", resume=True))
 
 
-def test_ctrl_c_in_a_rollout_leaves_the_last_update(
-    random_model: str, tmp_path: Path, whole: dict[str, Any]
+@pytest.mark.parametrize("number", sorted(CODES))
+def test_a_signal_in_a_rollout_leaves_the_last_update(
+    random_model: str, tmp_path: Path, whole: dict[str, Any], number: int
 ) -> None:
-    saved, end = interrupted(random_model, tmp_path, 3, "train.checkpoint_every=100")
+    often = "train.checkpoint_every=100"
+    saved, end = interrupted(random_model, tmp_path, 3, often, number=number)
     assert saved == ["update_000002"]
     assert_same(end, whole)
 
@@ -154,17 +158,6 @@ def test_ctrl_c_while_learning_lets_the_update_end(
     latest = loop.checkpoints.latest()
     assert latest is not None and latest.name == "update_000003"
     assert_same(state(run(random_model, tmp_path / "run", resume=True)), whole)
-
-
-def test_a_second_ctrl_c_does_not_wait() -> None:
-    before, reached = signal.getsignal(signal.SIGINT), []
-    with pytest.raises(KeyboardInterrupt), interrupts_held():
-        signal.raise_signal(signal.SIGINT)
-        reached.append(1)
-        signal.raise_signal(signal.SIGINT)
-        reached.append(2)
-    assert reached == [1]
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.parametrize("keep", [1, 2])
