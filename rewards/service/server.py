@@ -169,10 +169,7 @@ class _Routes:
             raise WireError(408, f"the body did not come within {seconds:g} s.") from None
 
     def _score(self, rows: wire.Request) -> Scores:
-        try:
-            scores = score(self.reward, to_float(rows.pixels), rows.prompts, rows.metadata)
-        except (KeyboardInterrupt, SystemExit) as error:  # it would end the server's event loop
-            raise RuntimeError(f"the reward raised {type(error).__name__}") from error
+        scores = score(self.reward, to_float(rows.pixels), rows.prompts, rows.metadata)
         return replace(scores, reasons={row: clean(text) for row, text in scores.reasons.items()})
 
 
