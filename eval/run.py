@@ -75,7 +75,7 @@ def evaluate(config: EvalStage) -> Path:
     Raises ConfigError before any image is sampled, EvaluationError if more than
     `max_invalid_share` of a benchmark's images have no score.
     """
-    from flowalign import parallel
+    from flowalign import files, parallel
     from flowalign.backbone import Backbone
     from flowalign.eval.fidelity import load_reference
     from flowalign.eval.files import write
@@ -89,6 +89,9 @@ def evaluate(config: EvalStage) -> Path:
     accelerator = parallel.accelerator(config)
     check_launch(accelerator.num_processes)
     check_world(config, accelerator.num_processes)
+    if accelerator.is_main_process:
+        files.remove_leftovers(config.output)
+    accelerator.wait_for_everyone()
     size = (config.model.height, config.model.width)
     sets = build_sets(config.benchmarks, "benchmarks", accelerator.device, size)
     reference = load_reference(config, sets, accelerator.device)

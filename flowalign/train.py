@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import logging
 import os
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowalign import files
 from flowalign.config import (
     ConfigError,
     GrpoStage,
@@ -26,6 +26,7 @@ from flowalign.config import (
     to_yaml,
 )
 from flowalign.preflight import check_launch, check_world, group_problems, start
+from flowalign.resume import anew
 from flowalign.stopping import Clock
 
 if TYPE_CHECKING:  # --help need not import diffusers
@@ -47,6 +48,8 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("flowalign train", description="Train from a config file.")
     parser.add_argument("--config", required=True, help="a YAML file, such as configs/tiny/...")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
+    help = "resume with another number of processes, though the last digits then differ"
+    parser.add_argument("--allow-world-change", action="store_true", help=help)
     parser.add_argument("--dry-run", action="store_true", help="print the plan; write nothing")
     parser.add_argument("--variant", help="a YAML file of keys by stage: other hardware")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change the config")
@@ -77,23 +80,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.dry_run:
             from flowalign.forecast import dry
 
-            dry.run(config, Path(args.config).parent, args.resume)
+            dry.run(config, Path(args.config).parent, args.resume, args.allow_world_change)
         else:
-            run(config, Path(args.config).parent, args.resume, began)
+            run(config, Path(args.config).parent, args.resume, began, args.allow_world_change)
             if parallel.state().is_main_process:
                 print(results.summary(config), flush=True)
     return status.code
 
 
-def run(given: Job, home: Path, resume: bool, began: float) -> Path:
-    """Whatever `flowalign train` can run. home: the folder of the config file. began: as a Clock
-    has it."""
+def run(
+    given: Job,
+    home: Path,
+    resume: bool,
+    began: float | None = None,
+    any_world: bool = False,
+) -> Path:
+    """Whatever `flowalign train` can run. home: the folder of the config file. resume, any_world:
+    `--resume` and `--allow-world-change`; a recipe always resumes. began: as a Clock has it; None = now."""
+    began = time.monotonic() if began is None else began
     from flowalign import parallel
 
     if isinstance(given, TrainingStage):
         if resume and parallel.state(given).is_main_process and (text := anew(Path(given.output))):
             log.warning(text)
-        return train(given, resume=resume, clock=Clock(began, given.train.max_minutes))
+        clock = Clock(began, given.train.max_minutes)
+        return train(given, resume=resume, any_world=any_world, clock=clock)
     from flowalign import recipe, watch
     from flowalign.eval.run import evaluate
 
@@ -106,29 +117,24 @@ def run(given: Job, home: Path, resume: bool, began: float) -> Path:
 
     def train_stage(stage: TrainingStage) -> Path:
         own = Clock(began, stage.train.max_minutes)
-        return train(stage, resume=True, clock=Clock(began, limit, name) if limit else own)
+        clock = Clock(began, limit, name) if limit else own
+        return train(stage, resume=True, any_world=any_world, clock=clock)
 
-    folder = recipe.run(config, home, train_stage, evaluate, record=whole)
+    folder = recipe.run(config, home, train_stage, evaluate, record=whole, any_world=any_world)
     if whole and parallel.state().is_main_process:
         watch.write(folder)  # the recipe's report
     return folder
 
 
-def anew(folder: Path) -> str:
-    """Why --resume starts from the first update, "" if there is a checkpoint. A folder that does
-    not exist may be mistyped: one beside it with a similar name and checkpoints is named."""
-    if any(folder.glob("checkpoints/update_*")):
-        return ""
-    text = f"--resume: no checkpoint in {folder}/checkpoints. The run starts from its first update."
-    if not folder.exists():
-        runs = {path.parents[1].name for path in folder.parent.glob("*/checkpoints/update_*")}
-        for name in difflib.get_close_matches(folder.name, sorted(runs), n=1, cutoff=0.8):
-            text += f" {folder.parent / name} has checkpoints: did you mean it?"
-    return text
-
-
-def train(config: TrainingStage, *, resume: bool = False, clock: Clock | None = None) -> Path:
-    """Train one stage to its end; returns the folder of the resulting adapter.
+def train(
+    config: TrainingStage,
+    *,
+    resume: bool = False,
+    any_world: bool = False,
+    clock: Clock | None = None,
+) -> Path:
+    """Train one stage to its end; returns the folder of the resulting adapter. resume: go on from
+    the newest sound checkpoint; any_world: which another number of processes may have written.
 
     clock: how long it may take; None = train.max_minutes from the first update on. Raises
     ConfigError before any model is loaded, TrainingError if the run has to stop, Interrupted if it
@@ -139,7 +145,7 @@ def train(config: TrainingStage, *, resume: bool = False, clock: Clock | None = 
 
     processes = parallel.state(config).num_processes
     check_launch(processes)
-    check_world(config, processes, resume=resume)
+    check_world(config, processes, resume=resume, any_world=any_world)
     folder, main = Path(config.output), parallel.state().is_main_process
     if main and (begin := start(config.lora)):
         log.info(begin.text)
@@ -152,11 +158,13 @@ def train(config: TrainingStage, *, resume: bool = False, clock: Clock | None = 
     with deterministic(config.train.deterministic):
         loop, report, rewards = wire(config, clock)
         if main:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.yaml").write_text(to_yaml(config))
+            files.remove_leftovers(folder)
+        if not (resume and loop.resume(any_world=any_world)):
+            loop.begin()
+        if main:
+            with files.replacing(folder / "config.yaml", durable=True) as part:
+                part.write_text(to_yaml(config))
         loop.accelerator.wait_for_everyone()
-        if resume:
-            loop.resume()
         _hint_threads(loop.accelerator)
         with report.live(loop.update):
             loop.run()

@@ -190,17 +190,21 @@ def press(number: int = signal.SIGINT) -> None:
 
 
 class Interrupting:
-    """Noisy redness that has its process signalled at its n-th call: by default, as by Ctrl-C."""
+    """Noisy redness that has its process signalled at its n-th call: by default, as by Ctrl-C.
+    once: a file that is then written, after which it is no longer."""
 
-    def __init__(self, call: int, number: int = signal.SIGINT) -> None:
+    def __init__(self, call: int, once: str | None = None, number: int = signal.SIGINT) -> None:
         self.call, self.number, self.calls = call, number, 0
+        self.once = Path(once) if once else None
 
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> Scores:
         self.calls += 1
         found = noisy_redness(images, prompts, metadata)
-        if self.calls == self.call:
+        if self.calls == self.call and not (self.once and self.once.exists()):
+            if self.once:
+                self.once.touch()
             press(self.number)
         return found
 

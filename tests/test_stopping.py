@@ -223,7 +223,7 @@ def wait_for(folder: Path, process: subprocess.Popen[str], processes: int) -> li
 
 def assert_saved(folder: Path, said: str, reason: str) -> Path:
     """The only checkpoint, which the command names; the log and the status agree."""
-    (saved,) = Checkpoints(folder / "run" / "checkpoints", 3).all()
+    (saved,) = Checkpoints(folder / "run", 3).all()
     assert f"wrote checkpoint {saved}" in said and "Traceback" not in said
     status = read_status(folder / "run")
     assert status and (status.state, status.reason) == ("interrupted", reason)
