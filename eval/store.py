@@ -32,8 +32,8 @@ from flowalign import frozen
 from flowalign.backbone import Backbone
 from flowalign.config import EvalStage
 from flowalign.data import spread
-from flowalign.eval.stats import from_json, to_json
-from flowalign.files import replacing
+from flowalign.eval.stats import from_json
+from flowalign.files import replacing, to_json
 from flowalign.pictures import pixels_of, png
 from flowalign.rewards import describe
 from flowalign.types import PromptBatch

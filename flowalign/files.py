@@ -4,12 +4,13 @@ which grow."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -106,3 +107,26 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
         with suppress(ValueError):
             rows.append(json.loads(line))
     return [row for row in rows if isinstance(row, dict)]
+
+
+def to_json(value: Any) -> Any:
+    """The same value for JSON, which has no NaN and no infinity: they become null."""
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def impossible(path: str) -> str:
+    """Why no file can have this path, to be read after it; "" if one can. Python raises a different
+    error for each of these, and at a different call."""
+    if "\0" in path:
+        return "holds the character NUL, which no path can hold"
+    if any(len(os.fsencode(part)) > 255 for part in Path(path).parts) or len(path) > 4000:
+        return "is longer than any path"
+    try:
+        Path(path).expanduser()
+    except RuntimeError:
+        return "names the home of a user whom this machine does not know"
+    return ""

@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from flowalign import (
     checkpoint,
+    finite,
     history,
     kept,
     metrics,
@@ -40,6 +41,8 @@ from flowalign.backbone import Backbone
 from flowalign.config import ConfigError, TrainingStage
 from flowalign.data import PromptSampler
 from flowalign.ema import MovingAverage
+from flowalign.files import to_json
+from flowalign.finite import Fault, Skips
 from flowalign.parallel import Means
 from flowalign.rollout import Noise, OnImages, Schedule, sample, shard
 from flowalign.stopping import Clock, Interrupted, Requests
@@ -52,6 +55,15 @@ STUDENT = "student"  # name of the adapter that is trained
 
 class TrainingError(RuntimeError):
     """A run that must stop: what happened, and what to do."""
+
+
+class NotFinite(TrainingError):
+    """Numbers of an update that are NaN or infinite, on every process: there is nothing to learn
+    from it. The loop leaves the update out; many in a row end the run."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(f"{fault}. {fault.remedy}.")
+        self.fault = fault
 
 
 @dataclass(frozen=True)
@@ -185,6 +197,7 @@ class Loop:
         self.evaluated = -1  # update of the last evaluation
         self.best: dict[str, float] = {}  # headline and update of the adapter that is kept
         self.alarm = Alarm()
+        self.skips = Skips(config.train.max_skipped)
         several = accelerator.num_processes > 1
         clock = clock or Clock(time.monotonic(), config.train.max_minutes)
         self.requests = Requests(gather_object if several else None, clock)
@@ -220,12 +233,12 @@ class Loop:
             began = time.perf_counter()
             rollout = self.rollout(self.update)
             sampled = time.perf_counter()
-            prepared = self.algorithm.prepare(rollout, self.update)
+            prepared = self.prepare(rollout)
             scored = time.perf_counter()
             with self.requests.whole():  # an update is learnt as a whole, or not at all
                 self._whole = False
-                values = {**prepared.metrics, **self.learn(prepared)}
-                if self._due(train.sample_every, offset=1):
+                values = self.learn(prepared)
+                if isinstance(prepared, Prepared) and self._due(train.sample_every, offset=1):
                     self._draw(rollout, prepared.notes)
                 done = time.perf_counter()
                 images = len(rollout) * self.accelerator.num_processes  # an equal shard each
@@ -239,8 +252,10 @@ class Loop:
                 self.alarm.update(values)
                 self._log(values)
                 self._mark_whole()
+            self._check_skips()
             self._evaluate()
-            if self.update == train.updates or self._due(train.checkpoint_every):
+            due = self._due(train.checkpoint_every)
+            if self.update == train.updates or self.skips.saves(due):
                 with self.requests.whole():
                     self.save()
             longest = max(longest or 0.0, time.perf_counter() - began)
@@ -285,34 +300,77 @@ class Loop:
             on_images=self.algorithm.on_images,
         )
 
-    def learn(self, prepared: Prepared) -> dict[str, float]:
+    def prepare(self, rollout: Rollout) -> Prepared | Fault:
+        """What the algorithm makes of a rollout; or, on every process, the fault that a state or a
+        label of one of them has. A diverged student is not the reward's fault, nor the teacher's:
+        neither is asked about states that are not finite."""
+        sources = self.algorithm.sources(rollout.batch.tasks)
+        if fault := finite.of_all(finite.fault_of_rollout(rollout, sources)):
+            return fault
+        try:
+            return self.algorithm.prepare(rollout, self.update)
+        except NotFinite as error:
+            return error.fault
+
+    def learn(self, prepared: Prepared | Fault) -> dict[str, float]:
         """The optimizer steps of one rollout, each on an equal share of its images (`shard`).
 
         The loss of a step is the mean over all pairs of its share; images that are not kept count
-        as 0. Returns what was measured, as means over all processes.
+        as 0. A step whose loss or gradient is not finite on one process is left out on all.
+        Returns what was measured, as means over all processes, without what was not finite.
         """
-        rollout, means = prepared.rollout, Means()
-        share = len(rollout) // self.config.optimizer.updates_per_rollout
-        count = share * len(rollout.steps)
-        size = min(self.config.optimizer.micro_batch, count)
-        for start in range(0, share * self.config.optimizer.updates_per_rollout, share):
-            keep = torch.zeros(len(rollout), dtype=torch.bool)
+        steps = self.config.optimizer.updates_per_rollout
+        if isinstance(prepared, Fault):
+            self._note_skips(prepared, steps)
+            return {metrics.SKIPPED: steps}
+        means, skipped, fault = Means(), 0, None
+        share = len(prepared.rollout) // steps
+        for start in range(0, share * steps, share):
+            keep = torch.zeros(len(prepared.rollout), dtype=torch.bool)
             keep[start : start + share] = prepared.keep[start : start + share].cpu()
             if not keep.any():  # every process must take part in the gradient's reduction
                 keep[start] = True
-            batches = math.ceil(int(keep.sum()) * len(rollout.steps) / size)
-            batches += parallel.missing_steps(batches, self.parallel.lockstep)
-            for i, (pairs, weight) in enumerate(filled(pairs_of(rollout, keep, size), batches)):
-                with self.parallel.learning(self.backbone.transformer, last=i == batches - 1):
-                    step = self.algorithm.loss(pairs, self.velocity(pairs), prepared)
-                    # its share of the mean over the step's pairs; the backward passes add up
-                    self.accelerator.backward(step.total * (weight * len(pairs.rows) / count))
-                values = {metrics.LOSS: float(step.total.detach()), **step.metrics}
-                for name, value in values.items() if weight else ():
-                    means.add(name, value, step.counts.get(name, len(pairs.rows)))
+            own = self._accumulate(prepared, keep, share, means)
             means.add(metrics.LEARNING_RATE, float(self.lr.get_last_lr()[0]))
-            means.add(metrics.GRADIENT_NORM, self._descend())
-        return means.over_processes()
+            norm, taken = self._descend()
+            if math.isfinite(norm):
+                means.add(metrics.GRADIENT_NORM, norm)
+            if not taken:
+                skipped += 1
+                rows = keep.nonzero().flatten().tolist()
+                fault = fault or finite.of_all(own) or self._overflow(prepared.rollout, rows)
+        self._note_skips(fault, skipped)
+        return {**prepared.metrics, **means.over_processes(), metrics.SKIPPED: skipped}
+
+    def _accumulate(
+        self, prepared: Prepared, keep: Tensor, share: int, means: Means
+    ) -> Fault | None:
+        """The gradient of an optimizer step's pairs, in micro-batches; the first loss of this
+        process that is not finite."""
+        rollout, fault = prepared.rollout, None
+        count = share * len(rollout.steps)
+        size = min(self.config.optimizer.micro_batch, count)
+        batches = math.ceil(int(keep.sum()) * len(rollout.steps) / size)
+        batches += parallel.missing_steps(batches, self.parallel.lockstep)
+        for i, (pairs, weight) in enumerate(filled(pairs_of(rollout, keep, size), batches)):
+            with self.parallel.learning(self.backbone.transformer, last=i == batches - 1):
+                velocity = self.velocity(pairs)
+                step = self.algorithm.loss(pairs, velocity, prepared)
+                # an infinite velocity may have a clipped, finite loss; asked together: one wait
+                sound = torch.isfinite(velocity).all()
+                loss, sound = torch.stack([step.total.detach().float(), sound.float()]).tolist()
+                # its share of the mean over the step's pairs; the backward passes add up
+                part = weight * len(pairs.rows) / count
+                if not (sound and math.isfinite(loss)):
+                    part = math.nan  # a gradient that no process takes, as theirs is the mean
+                    fault = fault or finite.fault_of_pairs(
+                        velocity, rollout, pairs.rows, pairs.steps
+                    )
+                self.accelerator.backward(step.total * part)
+            for name, value in {metrics.LOSS: loss, **step.metrics}.items() if weight else ():
+                if math.isfinite(value):
+                    means.add(name, value, step.counts.get(name, len(pairs.rows)))
+        return fault
 
     def velocity(self, pairs: Pairs) -> Tensor:
         """The student's velocity [b,C,h,w] at the pairs, with gradient."""
@@ -321,25 +379,75 @@ class Loop:
             x, sigma, pairs.conditioning, guidance=guidance, rows=pairs.size
         )
 
-    def _descend(self) -> float:
-        """One optimizer step; returns the norm of the gradient before clipping."""
+    def _descend(self) -> tuple[float, bool]:
+        """One optimizer step, if the gradient is finite: its norm before clipping, and whether the
+        step was taken. All processes agree, as the gradient is the mean of theirs."""
         self.parallel.average(self.parameters)
         limit = self.config.optimizer.max_grad_norm
         norm = self.accelerator.clip_grad_norm_(self.parameters, limit)
         norm = math.nan if norm is None else float(norm)
-        # under float16 the scaler skips such a step and lowers its scale
-        if not math.isfinite(norm) and self.accelerator.scaler is None:
+        taken = math.isfinite(norm)
+        if not taken and self.parallel.steps_itself:
             raise TrainingError(
-                f"update {self.update}: the gradient is not finite. The last checkpoint is "
-                f"{self.checkpoints.latest()}; lower optimizer.lr, or use bfloat16 for float16."
+                f"update {self.update}: the gradient is not finite, and DeepSpeed has taken the "
+                f"step. {finite.DIVERGED}. {self._last_good()}"
             )
-        self.optimizer.step()
+        if taken or self.accelerator.scaler:  # it leaves such a step out, and lowers its scale
+            self.optimizer.step()
+            taken = taken and not self.optimizer.step_was_skipped
         self.optimizer.zero_grad(set_to_none=True)
-        self.lr.step()
-        self.steps += 1
-        if self.ema:
-            self.ema.step(self.parameters, self.steps)
-        return norm
+        if taken:
+            self.lr.step()
+            self.steps += 1
+            if self.ema:
+                self.ema.step(self.parameters, self.steps)
+        return norm, taken
+
+    # Numbers that go wrong ---------------------------------------------------------------------
+
+    def _overflow(self, rollout: Rollout, rows: list[int]) -> Fault | None:
+        """The fault of a gradient that is not finite though the losses are. None under float16,
+        where that is how the loss scale finds its place, until the scale is used up."""
+        scaler = self.accelerator.scaler
+        if scaler and scaler.get_scale() >= finite.LEAST_SCALE:
+            return None
+        return finite.of_all(finite.fault_of_gradient(rollout, rows))
+
+    def _note_skips(self, fault: Fault | None, skipped: int) -> None:
+        """After an update: how many of its optimizer steps were skipped, and why the first was."""
+        steps = self.config.optimizer.updates_per_rollout
+        self.skips.note(fault if skipped == steps else None)
+        if fault and self.accelerator.is_main_process:
+            log.warning(
+                "update %d: %d of %d optimizer steps skipped, as %s",
+                self.update + 1, skipped, steps, fault,
+            )  # fmt: skip
+
+    def _check_skips(self) -> None:
+        """Raise TrainingError after too many updates in a row without an optimizer step, and at the
+        end of a run that took none."""
+        reason, none = self.skips.reason, self.update == self.config.train.updates > self.steps == 0
+        if none and not self.skips.first and self.accelerator.is_main_process:
+            log.warning("no optimizer step was taken: float16's loss scale was falling all along")
+        elif none and not reason:
+            reason = f"no optimizer step was taken: {self.skips.first}"
+        if reason and self.skips.first:
+            raise TrainingError(
+                f"update {self.update}: {reason}. {self.skips.first.remedy}. {self._last_good()}"
+            )
+
+    def _check_finite(self, values: Any, whose: str) -> None:
+        """Raise TrainingError where tensors, at any depth, hold NaN: they are not to be written."""
+        if not finite.whole(values):
+            raise TrainingError(
+                f"update {self.update}: {whose} holds NaN or infinity, and is not written. "
+                f"{finite.DIVERGED}. {self._last_good()}"
+            )
+
+    def _last_good(self) -> str:
+        """Where the run was sound; while updates are skipped, no checkpoint is written."""
+        latest = self.checkpoints.latest()
+        return f"The last good checkpoint is {latest}." if latest else "There is no checkpoint."
 
     # Evaluation, log and pictures --------------------------------------------------------------
 
@@ -388,6 +496,7 @@ class Loop:
             trackers.image(self.accelerator, "held_out", path, self.update)
 
     def _keep_adapter(self, scores: Mapping[str, float]) -> None:
+        self._check_finite(self.parameters, "the adapter")
         if self.accelerator.is_main_process:
             save = partial(self.backbone.save_adapter, STUDENT)
             kept.write(self.folder, save, scores)
@@ -395,8 +504,9 @@ class Loop:
     def _log(self, values: Mapping[str, float]) -> None:
         if self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
+            row = to_json({metrics.UPDATE: self.update, **values})
             with open(self.folder / history.LOG, "a") as file:
-                file.write(json.dumps({metrics.UPDATE: self.update, **values}) + "\n")
+                file.write(json.dumps(row, allow_nan=False) + "\n")
             self.on_update(self.update, values)
         self.accelerator.log(dict(values), step=self.update)
 
@@ -425,8 +535,9 @@ class Loop:
             "lr": self.lr.state_dict(),
             "scaler": scaler.state_dict() if scaler else {},
         }
+        self._check_finite([self._tensors(), states], "the run's state")
         done = {"steps": self.steps, "evaluated": self.evaluated, "best": self.best}
-        progress = {**done, "alarm": self.alarm.state()}
+        progress = {**done, "alarm": to_json(self.alarm.state())}
         return self.checkpoints.save(
             self.update,
             tensors=self._tensors(),

@@ -13,6 +13,7 @@ import math
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -134,7 +135,7 @@ class ExitStatus:
     def __enter__(self) -> ExitStatus:
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         if error is None:
             part()
         elif isinstance(error, self.refused):
@@ -149,6 +150,14 @@ class ExitStatus:
             if note:
                 print(f"interrupted ({str(error) or 'SIGINT'}): {note}", file=sys.stderr)
             self.code = error.code if known else CODES[signal.SIGINT]
+        elif isinstance(error, SystemExit):  # of a plugin: we never exit while we work
+            *_, last = traceback.extract_tb(trace)
+            print(
+                f"stopped: {last.filename}, line {last.lineno}, called exit({error.code!r}). Code "
+                "that is part of a run must raise an error instead.",
+                file=sys.stderr,
+            )
+            self.code = 1
         return error is None or self.code != 0
 
 
@@ -275,9 +284,11 @@ class Parallel:
     step's last micro-batch averages the gradients.
 
     lockstep: all processes must run the same number of micro-batches (`missing_steps`).
+    steps_itself: the last backward pass takes the optimizer step, so that none can be left out.
     """
 
     lockstep = False
+    steps_itself = False
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -358,6 +369,7 @@ class Zero2(Parallel):
     """
 
     lockstep = True
+    steps_itself = True
 
     def prepare(
         self, config: TrainingStage, backbone: Backbone, optimizer: torch.optim.Optimizer

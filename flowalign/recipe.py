@@ -161,6 +161,8 @@ def _read_stage(config: RecipeStage, name: str, home: Path, adapters: Mapping[st
         raise ConfigError([f"use: got {use!r}; want the name of a YAML file."])
     if not isinstance(changes, list) or not all(isinstance(text, str) for text in changes):
         raise ConfigError([f"set: got {changes!r}; want a list of texts, key.path=value."])
+    if moved := [text for text in changes if text.partition("=")[0].strip() == "output"]:
+        raise ConfigError([f"set: {moved[0]!r}, but a stage writes below the recipe's output."])
     base = {} if use is None else read(home / use)
     data = overlay(base if isinstance(base, Mapping) else {}, own)
     kind = str(data.get("stage"))

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flowalign.files import replacing
+from flowalign.files import replacing, to_json
 
 STATUS = "status.json"
 WARNINGS = "warnings.jsonl"
@@ -90,7 +90,7 @@ class Heartbeat:
         with self._lock, suppress(OSError):
             self.status = replace(self.status, heard=time.time(), **values)
             with replacing(self.folder / STATUS) as part:
-                part.write_text(json.dumps(asdict(self.status)))
+                part.write_text(json.dumps(to_json(asdict(self.status))))
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT):

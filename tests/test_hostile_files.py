@@ -1,10 +1,11 @@
-"""Adapters that a stranger made: they are read, or refused with AdapterError, in time.
+"""Adapters and models that a stranger made: they are read, or refused, in time.
 
 `-m long` runs the same properties on ten times as many inputs.
 """
 
 import copy
 import json
+import shutil
 import struct
 import time
 from collections.abc import Iterator
@@ -18,10 +19,13 @@ import torch
 from diffusers import SD3Transformer2DModel
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save, save_file
+from safetensors.torch import load_file, save, save_file
 
+import flowalign
+from flowalign import rewards
 from flowalign.adapters.files import ADAPTER, PEFT_CONFIG, AdapterError, read_lora
-from flowalign.backbone import put_lora
+from flowalign.backbone import ModelError, load_pipeline, put_lora
+from flowalign.tiny import PREFERENCE
 
 SECONDS = 5
 LAYER = "transformer_blocks.0.attn.to_q"
@@ -329,3 +333,49 @@ def test_a_number_of_tokens_that_no_pipeline_takes_is_refused(length: str, tmp_p
     save_file(HALVES, tmp_path / ADAPTER, metadata={"flowalign_max_sequence_length": length})
     with pytest.raises(AdapterError, match="flowalign_max_sequence_length"):
         read_lora(tmp_path)
+
+
+# Models ------------------------------------------------------------------------------------------
+
+
+class Planted:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("transformer", "diffusion_pytorch_model.bin"),
+        ("vae", "diffusion_pytorch_model.bin"),
+        ("text_encoder_3", "pytorch_model.bin"),
+    ],
+)
+def test_a_part_of_a_model_that_is_a_pickle_is_refused(
+    part: str, name: str, random_model: str, tmp_path: Path
+) -> None:
+    """Also one that torch's weights_only would load."""
+    folder = shutil.copytree(random_model, tmp_path / "model")
+    (file,) = (folder / part).glob("*.safetensors")
+    harmless = load_file(file)
+    file.unlink()
+    for content in (harmless, Planted(tmp_path / "planted")):
+        torch.save(content, folder / part / name)
+        with pytest.raises(ModelError, match=f"{part}/{name} is a pickle.*convert"):
+            load_pipeline(str(folder))
+        with pytest.raises(OSError, match="safetensors"):
+            flowalign.load(str(folder))
+    assert not (tmp_path / "planted").exists()
+
+
+def test_a_preference_model_that_is_a_pickle_is_refused(tmp_path: Path) -> None:
+    folder = shutil.copytree(PREFERENCE, tmp_path / "clip")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(OSError, match="a pickle .* convert"):
+        rewards.build("pickscore", model=str(folder))

@@ -24,10 +24,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
+from flowalign import manifest, tensors
 from flowalign.adapters import description, hub
 from flowalign.adapters.description import AdapterError
 from flowalign.config.schema import ADAPTER
 from flowalign.files import replacing
+from flowalign.manifest import Damaged, Foreign
 from flowalign.printable import shown
 from flowalign.tiny import TEACHERS
 
@@ -196,13 +198,7 @@ class Lora:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the weights and of `metadata`, whatever the format of the file."""
-        import torch
-
-        digest = hashlib.sha256(json.dumps(self.metadata, sort_keys=True).encode())
-        for name, weight in sorted(self.weights.items()):
-            digest.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
-            digest.update(weight.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+        return tensors.digest(self.weights, json.dumps(self.metadata, sort_keys=True))
 
 
 def read_lora(source: str | Path | Lora, *, newest: bool = False) -> Lora:
@@ -215,9 +211,25 @@ def read_lora(source: str | Path | Lora, *, newest: bool = False) -> Lora:
     if isinstance(source, Lora):
         return source
     try:
-        return _read(adapter_file(adapter_folder(source, newest=newest)))
+        file = adapter_file(adapter_folder(source, newest=newest))
+        _check_manifest(file)
+        return _read(file)
     except AdapterError as error:
         raise AdapterError(_refusal(str(source), error)) from error
+
+
+def _check_manifest(file: Path) -> None:
+    """Refuse an adapter that is not what the manifest in its folder says. Without one, or where the
+    manifest.json is another program's, nothing is known."""
+    try:
+        manifest.check(file.parent, [file.name, PEFT_CONFIG])
+    except Foreign:
+        return
+    except Damaged as error:
+        raise AdapterError(
+            f"{file.parent} is damaged: {error}. Copy or download it again; of a run, --resume "
+            "restores it. If the change is yours, remove its manifest.json."
+        ) from None
 
 
 def _read(file: Path) -> Lora:
@@ -427,11 +439,14 @@ def write_lora(
     *,
     text_length: int | None = None,
 ) -> None:
-    """Write a LoRA as `pipe.load_lora_weights` takes it. metadata: as in `Lora`. text_length:
-    tokens of the T5 encoder in its training, for `flowalign.load` (None = not known). Raises
-    AdapterError for NaN and infinity, before anything is written."""
+    """Write a LoRA as `pipe.load_lora_weights` takes it, and a manifest of it.
+
+    The same LoRA has the same bytes. metadata: as in `Lora`. text_length: tokens of the T5 encoder
+    in its training, for `flowalign.load` (None = not known). Raises AdapterError for NaN and
+    infinity, before anything is written.
+    """
     from diffusers import StableDiffusion3Pipeline
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
 
     if broken := not_finite(layers):
         raise AdapterError(f"an adapter for {folder} is not written: {broken}.")
@@ -440,11 +455,12 @@ def write_lora(
         transformer_lora_layers=dict(layers),
         transformer_lora_adapter_metadata=dict(metadata),
     )
-    if text_length is None:
-        return
-    # diffusers takes no other entries for the head, so the file is written once more
+    # diffusers takes no other entries for the head and leaves their order to chance
     file = Path(folder) / ADAPTER
     with safe_open(file, framework="numpy") as opened:
         head = opened.metadata() or {}
+    if text_length is not None:
+        head[TEXT_LENGTH] = str(text_length)
     with replacing(file) as part:
-        save_file(load_file(file), part, metadata={**head, TEXT_LENGTH: str(text_length)})
+        tensors.save(load_file(file), part, head)
+    manifest.seal(folder, {}, [ADAPTER])
