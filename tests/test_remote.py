@@ -136,7 +136,9 @@ def test_what_will_not_pass_is_not_tried_again_and_says_why(monkeypatch):
         scores = score(Remote(url, token_env="FLOWALIGN_MY_TOKEN"), IMAGES, PROMPTS, METADATA)
         assert not scores.valid.any() and "401" in scores.reasons[9]
         monkeypatch.setenv("FLOWALIGN_MY_TOKEN", "right")
-        assert bool(Remote(url, token_env="FLOWALIGN_MY_TOKEN")(IMAGES, PROMPTS, METADATA).valid.all())
+        assert bool(
+            Remote(url, token_env="FLOWALIGN_MY_TOKEN")(IMAGES, PROMPTS, METADATA).valid.all()
+        )
 
 
 def test_sides_of_different_versions_refuse_each_other():
