@@ -42,8 +42,8 @@ from flowalign import frozen, manifest
 from flowalign.backbone import Backbone
 from flowalign.config import EvalStage
 from flowalign.data import spread
-from flowalign.eval.stats import from_json, to_json
-from flowalign.files import replacing
+from flowalign.eval.stats import from_json
+from flowalign.files import replacing, to_json
 from flowalign.pictures import pixels_of, png
 from flowalign.printable import shown
 from flowalign.rewards import describe

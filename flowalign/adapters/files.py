@@ -402,10 +402,10 @@ def not_finite(weights: Mapping[str, Tensor]) -> str:
 
 
 def file_digest(source: str | Path) -> str | None:
-    """SHA-256 of the files of an adapter as they are; None where there are none."""
+    """SHA-256 of the files of an adapter as they are; None where there are none to be had."""
     try:
         file = adapter_file(adapter_folder(source))
-    except AdapterError:
+    except (AdapterError, hub.HubError):
         return None
     files = [file, file.parent / PEFT_CONFIG]
     return hashlib.sha256(b"".join(f.read_bytes() for f in files if f.is_file())).hexdigest()

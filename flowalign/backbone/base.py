@@ -25,6 +25,7 @@ from flowalign.backbone.attention import use_backend
 from flowalign.backbone.precision import compute_in_the_bases_dtype, lora_layers
 from flowalign.backbone.sd3 import dynamic_shift, load_pipeline, scheduler_sigmas
 from flowalign.config import ModelConfig
+from flowalign.frozen import fingerprint
 from flowalign.text import TextEncoder
 from flowalign.types import Conditioning
 
@@ -111,6 +112,12 @@ class Backbone:
         keys = {"height", "width", "max_sequence_length", "decode_batch", "text_cache"}
         options = model.model_dump(include=keys | {"offload_text_encoders"})
         return cls(pipe, **options, device=device, dtype=DTYPES[model.dtype], name=model.id)
+
+    def fingerprint(self) -> str:
+        """Tells this base from another, whatever adapters lie on it: of the weights of all parts of
+        the pipeline. To be asked before the transformer is sharded."""
+        parts = self.pipe.components.values()
+        return fingerprint(part for part in parts if isinstance(part, nn.Module))
 
     # Sampling ----------------------------------------------------------------------------------
 

@@ -171,9 +171,14 @@ class _Routes:
             # Allocated once, not grown. An announced byte takes no memory before it comes.
             body, at = np.empty(self._length(request), np.uint8), 0
             async for chunk in request.stream():
+                if at + len(chunk) > len(body):
+                    break
                 body[at : at + len(chunk)] = np.frombuffer(chunk, np.uint8)
                 at += len(chunk)
-            return body
+            else:
+                if at == len(body):
+                    return body
+            raise WireError(400, "the body is not as long as its content-length says.")
 
         seconds = self.settings.read_seconds
         try:
@@ -260,7 +265,7 @@ class _TimedHead(asyncio.Protocol):
     for.
     """
 
-    def __init__(self, inner: asyncio.Protocol, seconds: float, connections: _Connections) -> None:
+    def __init__(self, inner: Any, seconds: float, connections: _Connections) -> None:
         self.inner, self.seconds, self.head = inner, seconds, b""
         self.connections = connections
 
@@ -278,6 +283,10 @@ class _TimedHead(asyncio.Protocol):
                 self.head = b""
                 self.connections.heard(self)
         self.inner.data_received(data)
+        if self.transport.is_closing() and self.inner.cycle is not None:
+            # A body that is no HTTP was answered 400 just now. The application's own answer would
+            # be an error in the log, a stack trace for each such request.
+            self.inner.cycle.disconnected = True
 
     def _late(self) -> None:
         self.transport.write(
