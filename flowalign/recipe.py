@@ -97,18 +97,22 @@ def _mark_finished(stage: Stage) -> None:
 
 
 def examine(
-    config: Stage, home: Path, num_processes: int = 1, resume: bool = False
+    config: Stage,
+    home: Path,
+    num_processes: int = 1,
+    resume: bool = False,
+    trust: bool = True,
 ) -> tuple[dict[str, Stage], list[str]]:
     """The config of every stage that can be read, by name, and everything that keeps the whole
     from starting here: what `train` and `eval` refuse. A stage that is no recipe is named by its
-    folder. resume: as for `train`."""
+    folder. resume: as for `train`. trust: as for `world_problems`."""
     if isinstance(config, MergeStage):
         config = alone(config)
     if not isinstance(config, RecipeStage):
-        problems = world_problems(config, num_processes, resume=resume)
+        problems = world_problems(config, num_processes, resume=resume, trust=trust)
         return {Path(config.output).name: config}, problems
     stages, problems = _read_stages(config, home)
-    return stages, _problems(config, stages, problems, num_processes)
+    return stages, _problems(config, stages, problems, num_processes, trust)
 
 
 def plan(config: RecipeStage, home: Path, num_processes: int = 1) -> dict[str, Stage]:
@@ -192,7 +196,11 @@ def _adapter_of(config: RecipeStage, name: str) -> str:
 
 
 def _problems(
-    config: RecipeStage, stages: Mapping[str, Stage], problems: Sequence[str], num_processes: int
+    config: RecipeStage,
+    stages: Mapping[str, Stage],
+    problems: Sequence[str],
+    num_processes: int,
+    trust: bool = True,
 ) -> list[str]:
     """These problems, and whatever else keeps the stages from running."""
     problems = list(problems)
@@ -201,7 +209,7 @@ def _problems(
         if name in stages:
             stage = stages[name]
             resume = None if finished(stage) else True
-            found = world_problems(stage, num_processes, pending, resume)
+            found = world_problems(stage, num_processes, pending, resume, trust)
             problems += [f"stages.{name}.{text}" for text in found]
         pending.append(_adapter_of(config, name))  # of a wrong stage, too, which is blamed once
     dtypes = {n: s.model.dtype for n, s in stages.items() if isinstance(s, TrainingStage)}

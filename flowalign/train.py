@@ -46,6 +46,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", required=True, help="a YAML file, such as configs/tiny/...")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="print the plan; write nothing")
+    help = "dry run: also import the code that the config names, to check it"
+    parser.add_argument("--trust", action="store_true", help=help)
     parser.add_argument("--variant", help="a YAML file of keys by stage: other hardware")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change the config")
     return parser
@@ -73,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.dry_run:
             from flowalign.forecast import dry
 
-            dry.run(config, Path(args.config).parent, args.resume)
+            dry.run(config, Path(args.config).parent, args.resume, args.trust)
         else:
             run(config, Path(args.config).parent, args.resume)
             if parallel.state().is_main_process:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flowalign.rewards import load, placed
 from flowalign.rewards.geneval_judge import Verdict, judge, partial_credit
-from flowalign.rewards.options import Count, Device, Number, check_call, checked
+from flowalign.rewards.options import Count, Device, Number, check_call, checked, makes
 from flowalign.types import Detections, Detector, Metadata, Scores
 
 DETECTORS: dict[str, str] = {
@@ -184,4 +184,10 @@ def build_detector(
 
 
 def _factory(detector: str) -> Callable[..., Detector]:
-    return load(DETECTORS.get(detector, detector), "detector")
+    factory = load(DETECTORS.get(detector, detector), "detector")
+    if not makes(factory, 1):
+        raise ValueError(
+            f"detector {detector!r} is no detector, and was not called. Name a class whose objects "
+            "are called with images, or a function that says `-> Detector` (flowalign.types)."
+        )
+    return factory
