@@ -386,12 +386,19 @@ class TrainConfig(Section):
     """Number of newest checkpoints that are kept."""
     sample_every: Many = 20
     """Rollouts between two sample grids."""
+    keep_samples: Count | None = Field(default=200, examples=[50])
+    """Number of newest sample grids in <output>/samples that are kept, of rollouts and of
+    evaluations each; the oldest one stays, too. null = keep all. What else grows with a run:
+    metrics.jsonl by a line an update (about 0.5 KB), and the trackers' files."""
     deterministic: bool = False
     """The same run gives the same bits on a GPU as well, also after a resume. Backward passes are
     slower, attention is torch's own, and an operation without a deterministic form raises, in
     rewards as well. See flowalign.determinism."""
     max_invalid_share: Share = 0.5
     """The run stops when a larger share of a rollout could not be scored."""
+    max_skipped: Count = 5
+    """An optimizer step is skipped if its loss or gradient is NaN or infinite. The run stops after
+    so many updates in a row without a step."""
     score_while_sampling: bool = True
     """Score a batch of images while the next is sampled (not groupwise rewards)."""
     score_seconds: Seconds | None = 1800.0
@@ -399,6 +406,10 @@ class TrainConfig(Section):
     timeout_seconds: Seconds | None = Field(default=None, examples=[7200.0])
     """With several processes, the run ends when one has waited this long for another; null = longer
     than all calls of a reward that hangs can take (30 days if score_seconds is null)."""
+    max_minutes: Positive | None = Field(default=None, examples=[1430.0])
+    """For a queue: the run ends with a checkpoint and exit status 75 before an update that would
+    probably end later than this many minutes after the command's start. One update is always
+    done. A recipe has a key of its own, `max_minutes`, for all its stages together."""
     trackers: list[Literal["tensorboard", "wandb"]] = ["tensorboard"]
     """Where accelerate logs metrics, the config, sample grids and the tables of evaluations.
     TensorBoard's files are in <output>/tensorboard. A W&B run has the name of the output folder; a
@@ -832,6 +843,8 @@ class RecipeStage(Job):
     """{name: keys of a stage's config}. They are laid over the file that `use` names (relative to
     this one); `set` lists changes as on the command line. A value `stage:NAME` is the adapter of an
     earlier stage."""
+    max_minutes: Positive | None = Field(default=None, examples=[1430.0])
+    """As `train.max_minutes`, in place of those of its stages."""
     variant: Variant = Field(default={}, examples=[{"grpo": {"rollout": {"batch_size": 4}}}])
     """{kind of stage: keys laid over all stages of that kind}: the same recipe for other hardware.
     `--variant FILE` on the command line sets it."""

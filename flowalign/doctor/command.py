@@ -65,6 +65,8 @@ def parser() -> argparse.ArgumentParser:
     help = "config: run the code that it names (module:name), and look beside it for that code"
     parser.add_argument("--trust", action="store_true", help=help)
     parser.add_argument("--resume", action="store_true", help="as `train --resume` would run")
+    help = "as `train --allow-world-change` would run"
+    parser.add_argument("--allow-world-change", action="store_true", help=help)
     parser.add_argument("--gpu", help=f"plan for this GPU: {', '.join(GPUS)}")
     help = "GPUs of the run (default 1)"
     parser.add_argument("--gpus", "--processes", type=int, default=1, dest="gpus", help=help)
@@ -89,8 +91,8 @@ def examine(args: argparse.Namespace) -> int:
     if args.gpu:
         named(args.gpu)  # refuse another name before anything is said
     show(_environment())
-    home = Path(args.config).parent
-    stages, problems = recipe.examine(root, home, args.gpus, args.resume, args.trust)
+    home, any_world = Path(args.config).parent, args.allow_world_change
+    stages, problems = recipe.examine(root, home, args.gpus, args.resume, any_world, args.trust)
     show(map(fault, ConfigError(problems).lines))
     if not args.trust:
         show(map(note, unexamined(stages)))

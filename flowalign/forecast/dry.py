@@ -29,10 +29,10 @@ from flowalign.preflight import check_launch, unexamined
 PROMPTS = 6  # of the first batch that are printed
 
 
-def run(config: Job, home: Path, resume: bool, trust: bool = True) -> None:
+def run(config: Job, home: Path, resume: bool, any_world: bool = False, trust: bool = True) -> None:
     """Print the plan of every stage. Writes nothing; ConfigError with what `train` would refuse.
     trust: as for `flowalign.preflight.world_problems`."""
-    stages, problems = recipe.examine(config, home, state().num_processes, resume, trust)
+    stages, problems = recipe.examine(config, home, state().num_processes, resume, any_world, trust)
     check_launch(state().num_processes)
     if problems:
         raise ConfigError(problems)
