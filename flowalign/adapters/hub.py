@@ -3,7 +3,7 @@
 An adapter is `owner/name`, `owner/name@revision` or `owner/name@revision/folder`, which is how
 huggingface_hub spells paths. A folder inside a repository needs the revision before it, so that a
 mistyped local path is not looked for on the Hub. Tokens are left to huggingface_hub (`hf auth
-login`): none is read, written or shown here. This module imports nothing of flowalign.
+login`): none is read, written or shown here.
 """
 
 from __future__ import annotations
@@ -12,14 +12,18 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
 from typing import cast
+
+from flowalign.printable import shown
 
 _NAME = r"[A-Za-z0-9_][\w.-]*"
 _REPOSITORY = rf"(?P<repository>{_NAME}/{_NAME})"
 _REVISION = rf"@(?P<revision>refs/(?:pr|convert)/{_NAME}|{_NAME})"
 _FOLDER = re.compile(rf"{_REPOSITORY}(?:{_REVISION}(?P<path>(?:/{_NAME})*))?")
 _FILE = re.compile(rf"{_REPOSITORY}(?P<path>(?:/[^/@]+)+)(?:@(?P<revision>.+))?")
+MAX_BYTES = 8 * 2**30  # of an adapter's files; a LoRA of rank 256 of SD3.5-L has about 1.5 GB
 LOGIN = "`hf auth login` with a token of yours"
 
 
@@ -63,8 +67,9 @@ def download(source: str, *, newest: bool = False) -> Path:
     It holds the .safetensors and .json files and the card, nothing of the folders below. newest:
     ask the Hub even if the cache has the adapter. Raises HubError.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.hf_api import RepoFile
 
     address = HubAddress.parse(source)
     if address is None:
@@ -84,6 +89,29 @@ def download(source: str, *, newest: bool = False) -> Path:
         )
         return Path(snapshot) / address.path
 
+    def check_size(*names: str) -> None:
+        """Raise HubError if these files have more than MAX_BYTES together, before any comes."""
+        try:
+            revision = address.revision
+            tree = [*HfApi().list_repo_tree(address.repository, revision=revision, recursive=True)]
+        except (_http_error(), OSError):
+            return  # offline, gated, missing: the download says so, or takes the cache
+        wanted = [
+            file
+            for file in tree
+            if isinstance(file, RepoFile)
+            and PurePosixPath(file.path).parent == PurePosixPath(address.path)
+            and any(fnmatch(PurePosixPath(file.path).name, name) for name in names)
+        ]
+        if (size := sum(file.size for file in wanted)) > MAX_BYTES:
+            largest = max(wanted, key=lambda file: file.size)
+            raise HubError(
+                f"cannot download {source!r}: its files have {size / 2**30:.1f} GiB together "
+                f"({shown(largest.path, 100)} {largest.size / 2**30:.1f}), and an adapter may have "
+                f"{MAX_BYTES / 2**30:g}. If you want it all the same, download it with `hf "
+                "download`, and give the folder."
+            )
+
     small, everything = ("*.json", "README.md"), ("*.json", "README.md", "*.safetensors")
     with explained(f"cannot download {source!r}", address.repository):
         if not newest:
@@ -91,10 +119,19 @@ def download(source: str, *, newest: bool = False) -> Path:
                 return get(*everything, local=True)
         # The small files come first: with model_index.json it is a whole pipeline, which the caller
         # refuses, and its gigabytes stay where they are.
+        check_size(*small)
         folder = get(*small, local=False)
         if not (folder / "model_index.json").is_file():
+            check_size(*everything)
             folder = get(*everything, local=False)
     return folder
+
+
+def _http_error() -> type[Exception]:
+    """The base of the errors of huggingface_hub's HTTP: 0.x is built on requests, 1.x on httpx."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return cast("type[Exception]", HfHubHTTPError.__base__)
 
 
 @contextmanager
@@ -102,13 +139,11 @@ def explained(what: str, repository: str) -> Iterator[None]:
     """HubError for whatever huggingface_hub raises inside. what: begins the message."""
     from huggingface_hub import errors
 
-    # huggingface_hub 0.x is built on requests, 1.x on httpx: the base of both libraries' errors
-    http = cast("type[Exception]", errors.HfHubHTTPError.__base__)
     try:
         yield
     except HubError:
         raise
-    except (http, OSError, errors.HFValidationError) as error:
+    except (_http_error(), OSError, errors.HFValidationError) as error:
         page = f"https://huggingface.co/{repository}"
         first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         status = getattr(getattr(error, "response", None), "status_code", None)
