@@ -9,7 +9,7 @@ login`): none is read, written or shown here.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -67,9 +67,8 @@ def download(source: str, *, newest: bool = False) -> Path:
     It holds the .safetensors and .json files and the card, nothing of the folders below. newest:
     ask the Hub even if the cache has the adapter. Raises HubError.
     """
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
-    from huggingface_hub.hf_api import RepoFile
 
     address = HubAddress.parse(source)
     if address is None:
@@ -89,29 +88,6 @@ def download(source: str, *, newest: bool = False) -> Path:
         )
         return Path(snapshot) / address.path
 
-    def check_size(*names: str) -> None:
-        """Raise HubError if these files have more than MAX_BYTES together, before any comes."""
-        try:
-            revision = address.revision
-            tree = [*HfApi().list_repo_tree(address.repository, revision=revision, recursive=True)]
-        except (_http_error(), OSError):
-            return  # offline, gated, missing: the download says so, or takes the cache
-        wanted = [
-            file
-            for file in tree
-            if isinstance(file, RepoFile)
-            and PurePosixPath(file.path).parent == PurePosixPath(address.path)
-            and any(fnmatch(PurePosixPath(file.path).name, name) for name in names)
-        ]
-        if (size := sum(file.size for file in wanted)) > MAX_BYTES:
-            largest = max(wanted, key=lambda file: file.size)
-            raise HubError(
-                f"cannot download {source!r}: its files have {size / 2**30:.1f} GiB together "
-                f"({shown(largest.path, 100)} {largest.size / 2**30:.1f}), and an adapter may have "
-                f"{MAX_BYTES / 2**30:g}. If you want it all the same, download it with `hf "
-                "download`, and give the folder."
-            )
-
     small, everything = ("*.json", "README.md"), ("*.json", "README.md", "*.safetensors")
     with explained(f"cannot download {source!r}", address.repository):
         if not newest:
@@ -119,12 +95,39 @@ def download(source: str, *, newest: bool = False) -> Path:
                 return get(*everything, local=True)
         # The small files come first: with model_index.json it is a whole pipeline, which the caller
         # refuses, and its gigabytes stay where they are.
-        check_size(*small)
+        _check_size(source, address, small)
         folder = get(*small, local=False)
         if not (folder / "model_index.json").is_file():
-            check_size(*everything)
+            _check_size(source, address, everything)
             folder = get(*everything, local=False)
     return folder
+
+
+def _check_size(source: str, address: HubAddress, names: Sequence[str]) -> None:
+    """Raise HubError if an adapter's files of such names have more than MAX_BYTES together."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import RepoFile
+
+    listing = {"revision": address.revision, "recursive": True}
+    try:
+        tree = [*HfApi().list_repo_tree(address.repository, **listing)]
+    except (_http_error(), OSError):
+        return  # offline, gated, missing: the download says so, or takes the cache
+    files = [
+        file
+        for file in tree
+        if isinstance(file, RepoFile)
+        and PurePosixPath(file.path).parent == PurePosixPath(address.path)
+        and any(fnmatch(PurePosixPath(file.path).name, name) for name in names)
+    ]
+    if (size := sum(file.size for file in files)) > MAX_BYTES:
+        largest = max(files, key=lambda file: file.size)
+        raise HubError(
+            f"cannot download {source!r}: its files have {size / 2**30:.1f} GiB together "
+            f"({shown(largest.path, 100)} {largest.size / 2**30:.1f}), and an adapter may have "
+            f"{MAX_BYTES / 2**30:g}. If you want it all the same, download it with `hf download`, "
+            "and give the folder."
+        )
 
 
 def _http_error() -> type[Exception]:
