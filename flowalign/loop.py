@@ -25,7 +25,7 @@ from diffusers.optimization import get_scheduler
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from flowalign import checkpoint, metrics, parallel, snapshots, trackers
+from flowalign import checkpoint, metrics, parallel, ranks, snapshots, trackers
 from flowalign.alarm import Alarm
 from flowalign.backbone import Backbone
 from flowalign.config import TrainingStage
@@ -182,12 +182,15 @@ class Loop:
             self._evaluate()
             while self.update < train.updates:
                 began = time.perf_counter()
+                self._at("the rollout", offset=1)
                 rollout = self.rollout(self.update)
                 sampled = time.perf_counter()
+                self._at("scores and labels", offset=1)
                 prepared = self.algorithm.prepare(rollout, self.update)
                 scored = time.perf_counter()
                 with interrupts_held():  # an update is learnt as a whole, or not at all
                     self._whole = False
+                    self._at("the gradient", offset=1)
                     values = {**prepared.metrics, **self.learn(prepared)}
                     if self._due(train.sample_every, offset=1):
                         self._draw(rollout, prepared.notes)
@@ -319,6 +322,7 @@ class Loop:
             return
         if self.update != self.config.train.updates and not self._due(settings.every):
             return
+        self._at("the evaluation")
         with self.averaged():
             headline, report = self.evaluate()
             with interrupts_held():
@@ -371,6 +375,10 @@ class Loop:
     def _due(self, every: int, offset: int = 0) -> bool:
         return (self.update + offset) % every == 0
 
+    def _at(self, what: str, offset: int = 0) -> None:
+        """Say what this rank is at; other ranks name it if it is lost there."""
+        ranks.watch().at(what, self.update + offset)
+
     # Checkpoints -------------------------------------------------------------------------------
 
     def _tensors(self) -> dict[str, Any]:
@@ -379,6 +387,7 @@ class Loop:
 
     def save(self) -> Path:
         """A complete checkpoint of this moment."""
+        self._at("the checkpoint")
         scaler = self.accelerator.scaler
         states = {
             "optimizer": self.parallel.optimizer_state(self.optimizer),

@@ -86,6 +86,8 @@ def run(given: Job, home: Path, resume: bool) -> Path:
     from flowalign import parallel
 
     if isinstance(given, TrainingStage):
+        parallel.state(given)
+        resume = resume or parallel.restarted(Path(given.output))
         if resume and parallel.state(given).is_main_process and (text := anew(Path(given.output))):
             log.warning(text)
         return train(given, resume=resume)
@@ -123,7 +125,7 @@ def train(config: TrainingStage, *, resume: bool = False) -> Path:
 
     Raises ConfigError before any model is loaded, TrainingError if the run has to stop.
     """
-    from flowalign import parallel, watch
+    from flowalign import parallel, ranks, watch
     from flowalign.determinism import deterministic
 
     processes = parallel.state(config).num_processes
@@ -138,6 +140,8 @@ def train(config: TrainingStage, *, resume: bool = False) -> Path:
     if main and config.evaluation and unscored:
         last = "" if config.evaluates else "; the adapter of the last update is kept"
         log.info("not evaluated, without `validation` and `reward`: %s%s", unscored, last)
+    rank = ranks.watch()
+    rank.at("loading the models")
     with deterministic(config.train.deterministic):
         loop, report, rewards = wire(config)
         if main:
@@ -147,8 +151,9 @@ def train(config: TrainingStage, *, resume: bool = False) -> Path:
         if resume:
             loop.resume()
         _hint_threads(loop.accelerator)
-        with report.live(loop.update):
+        with report.live(loop.update), rank.explained():
             loop.run()
+            rank.at("pictures and model card")
             finish(loop, config, rewards)
         if main:
             watch.write(folder)  # the run's report
