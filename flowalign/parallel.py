@@ -57,7 +57,7 @@ def state(*configs: Stage) -> PartialState:
     """
     launched = int(os.environ.get("WORLD_SIZE") or 1)  # the group does not exist yet
     longest = max((group_timeout(config, launched) for config in configs), default=None)
-    options = {}
+    options: dict[str, Any] = _fresh_store()
     if longest is not None:  # the watch comes first: it names the rank that is waited for
         options["timeout"] = timedelta(seconds=longest + ranks.MARGIN)
     made = PartialState(cpu=not torch.accelerator.is_available(), **options)
@@ -65,10 +65,26 @@ def state(*configs: Stage) -> PartialState:
     return made
 
 
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # the launcher tells its ranks which attempt this is
+
+
+def _fresh_store() -> dict[str, Any]:
+    """What the group of restarted ranks is made with. Where the launcher's rendezvous is static, as
+    accelerate's is, torch gives them the store of the ranks before them, with addresses where
+    nobody listens any more. So the keys of each attempt have a prefix."""
+    attempt, world = (int(os.environ.get(key) or 0) for key in (RESTARTS, "WORLD_SIZE"))
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"  # takes no store
+    if not attempt or world < 2 or deepspeed or torch.distributed.is_initialized():
+        return {}
+    store, rank, size = next(torch.distributed.rendezvous("env://"))
+    prefixed = torch.distributed.PrefixStore(f"attempt_{attempt}", store)
+    return {"store": prefixed, "rank": rank, "world_size": size}
+
+
 def restarted(folder: Path) -> bool:
     """Whether the launcher has started these processes again (`--max-restarts`) after it began the
     run in this folder. A run that was refused has not begun. All processes must ask."""
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) == 0:
+    if int(os.environ.get(RESTARTS) or 0) == 0:
         return False
     status = read_status(folder)
     launcher = psutil.Process(os.getppid())
