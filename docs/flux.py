@@ -73,7 +73,9 @@ class Flux(Backbone):
     @classmethod
     def load(cls, model: ModelConfig, device: torch.device | str = "cpu") -> Flux:
         dtype = DTYPES[model.dtype]  # the key is torch_dtype before diffusers 0.40
-        pipe = FluxPipeline.from_pretrained(model.id, revision=model.revision, dtype=dtype)
+        pipe = FluxPipeline.from_pretrained(
+            model.id, revision=model.revision, use_safetensors=True, dtype=dtype
+        )
         keys = {"height", "width", "max_sequence_length", "decode_batch"}
         return cls(pipe, **model.model_dump(include=keys), device=device, name=model.id)
 

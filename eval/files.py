@@ -18,10 +18,10 @@ from flowalign.data import spread, spread_text
 from flowalign.eval import report
 from flowalign.eval.compare import VERSION, Incomparable, load
 from flowalign.eval.fidelity import GROUPS
-from flowalign.eval.stats import AVERAGE, FIDELITY, part_of, to_json
+from flowalign.eval.stats import AVERAGE, FIDELITY, part_of
 from flowalign.eval.suite import Benchmark, environment
 from flowalign.eval.table import Results, details, markdown, tables
-from flowalign.files import replacing
+from flowalign.files import replacing, to_json
 from flowalign.pictures import COLUMNS, Block, Row, comparison, pixels_of
 from flowalign.rewards import describe
 from flowalign.types import EvalRow

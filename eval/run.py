@@ -41,7 +41,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """`compare A B`, or an evaluation.
 
-    Exit status: 0 done, 1 too many images have no score, 2 refused, 130 interrupted.
+    Exit status: 0 done, 1 too many images have no score, 2 refused; interrupted, 130 by Ctrl-C, 143
+    by SIGTERM, 75 by SIGUSR1.
     """
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] == "compare":
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     status = parallel.ExitStatus(  # docs/evaluation.md documents the statuses
         refused=(ConfigError, ModelError, StoreError),
         stopped=(EvaluationError,),
-        interrupted="interrupted; no table was written. The same command continues from here.",
+        interrupted="no table was written. The same command continues from here.",
     )
     rewards.look_beside(args.config)
     with status:
@@ -74,7 +75,7 @@ def evaluate(config: EvalStage) -> Path:
     Raises ConfigError before any image is sampled, EvaluationError if more than
     `max_invalid_share` of a benchmark's images have no score.
     """
-    from flowalign import parallel, ranks
+    from flowalign import files, parallel, ranks
     from flowalign.backbone import Backbone
     from flowalign.eval.fidelity import load_reference
     from flowalign.eval.files import write
@@ -88,6 +89,9 @@ def evaluate(config: EvalStage) -> Path:
     accelerator = parallel.accelerator(config)
     check_launch(accelerator.num_processes)
     check_world(config, accelerator.num_processes)
+    if accelerator.is_main_process:
+        files.remove_leftovers(config.output)
+    accelerator.wait_for_everyone()
     ranks.watch().at("loading the models")
     size = (config.model.height, config.model.width)
     sets = build_sets(config.benchmarks, "benchmarks", accelerator.device, size)

@@ -142,15 +142,6 @@ def lost(benchmark: Named, images: Images, share: float) -> str:
     )
 
 
-def to_json(value: Any) -> Any:
-    """The same value for JSON, which has no NaN and no infinity: they become null."""
-    if isinstance(value, Mapping):
-        return {str(key): to_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_json(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def from_json(image: Mapping[str, Any]) -> dict[str, Any]:
     """An image's row from JSON: a score that is null there is NaN again."""
     return {k: math.nan if v is None and k not in FIELDS else v for k, v in image.items()}

@@ -32,8 +32,8 @@ from flowalign import frozen
 from flowalign.backbone import Backbone
 from flowalign.config import EvalStage
 from flowalign.data import spread
-from flowalign.eval.stats import from_json, to_json
-from flowalign.files import replacing
+from flowalign.eval.stats import from_json
+from flowalign.files import replacing, to_json
 from flowalign.pictures import pixels_of, png
 from flowalign.rewards import describe
 from flowalign.types import PromptBatch
@@ -139,6 +139,10 @@ class Rows:
             ):
                 rows.setdefault((index, row["copy"]), row)
         return rows
+
+    def judged(self) -> set[Key]:
+        """The images that were judged before, whatever came of it."""
+        return {(row["index"], row["copy"]) for row in self.all()}
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add rows of this process; they are in the file when this returns."""

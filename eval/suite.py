@@ -344,17 +344,22 @@ class _Scoring:
     ) -> None:
         self.judges, self.store = judges, store
         self.rows = {j.name: store.rows[j.name].read(j.prompts) if store else {} for j in judges}
+        self._judged = {j.name: store.rows[j.name].judged() if store else set() for j in judges}
         self._ahead = Ahead(seconds=seconds)
         self._submitted: list[tuple[Benchmark, list[Key]]] = []
 
     def unscored(self, keys: Sequence[Key]) -> dict[str, list[Key]]:
-        """{judge: the images without a row}."""
+        """{judge: the images of a batch without a row}. A batch that a kill cut off is judged as a
+        whole: a score's last bits depend on what is judged with it. Images that the reward failed
+        on are asked again by themselves, as judges may cost money."""
         missing = {}
         for judge in self.judges:
             missing[judge.name] = [key for key in keys if key not in self.rows[judge.name]]
             if getattr(judge.reward, "groupwise", False):  # all images of a prompt, or none
                 prompts = {prompt for prompt, _ in missing[judge.name]}
                 missing[judge.name] = [key for key in keys if key[0] in prompts]
+            elif not self._judged[judge.name].issuperset(missing[judge.name]):
+                missing[judge.name] = list(keys)
         return missing
 
     def submit(self, batch: _Batch, pixels: Mapping[Key, Tensor]) -> None:
@@ -379,7 +384,7 @@ class _Scoring:
         submitted, self._submitted = self._submitted, []
         for (judge, keys), scores in zip(submitted, self._ahead.answers(), strict=True):
             rows = self.rows[judge.name]
-            # a groupwise reward also scored images that had a row: the first row counts
+            # a whole batch or group also holds images that had a row: the first row counts
             fresh = [_row(judge, keys, scores, i) for i in range(len(keys)) if keys[i] not in rows]
             rows |= {(row["index"], row["copy"]): row for row in fresh}
             if self.store:

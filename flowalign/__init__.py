@@ -38,6 +38,9 @@ def load(
     from flowalign.backbone.pipeline import pipeline_class, text_length
 
     adapter = read_lora(lora, newest=True) if lora else None
+    if adapter:
+        adapter.check_values()
+    kw.setdefault("use_safetensors", True)  # else diffusers takes a pickle where it finds no other
     pipe = pipeline_class(text_length(model, adapter)).from_pretrained(resolve(model), **kw)
     if adapter:
         put_lora(pipe.transformer, "default_0", adapter)  # diffusers' name for a first one

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowalign import metrics
@@ -50,17 +50,21 @@ class Alarm:
         return fallen
 
     def state(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """Everything; an error that is not known is NaN."""
         return {"trained": self.trained, "watched": self.watched, "period": self.period}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go back to what `state` returned."""
-        self.trained = [(mean, error) for mean, error in state["trained"]]  # JSON has no tuples
+        self.trained = [_measured(pair) for pair in state["trained"]]
         self.watched = [
-            {name: (mean, error) for name, (mean, error) in report.items()}
-            for report in state["watched"]
+            {name: _measured(pair) for name, pair in report.items()} for report in state["watched"]
         ]
         self.period = list(state["period"])
+
+
+def _measured(pair: Sequence[float | None]) -> Measured:
+    mean, error = (math.nan if number is None else number for number in pair)  # of JSON
+    return mean, error
 
 
 def _beyond(low: Measured, high: Measured) -> bool:

@@ -1,4 +1,5 @@
-"""Atomic checkpoints and exact resume. A checkpoint is a folder that appears by one rename.
+"""Atomic checkpoints and exact resume. A checkpoint is a folder that appears by one rename, with a
+manifest that tells damage.
 
 Nothing is unpickled: tensors are safetensors, the optimizer is read with weights_only, the rest
 is JSON. Prompts and noise are pure functions of (seed, update), so their position is a number.
@@ -6,6 +7,7 @@ is JSON. Prompts and noise are pure functions of (seed, update), so their positi
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -17,24 +19,28 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
-from safetensors.torch import load_file, save_file
+from accelerate.utils import gather_object
+from safetensors.torch import load_file, save
 from torch import Tensor
 
+from flowalign import files, manifest
 from flowalign.devices import current
-
-PREFIX = "update_"
+from flowalign.manifest import Damaged
+from flowalign.parallel import from_main
+from flowalign.resume import CHECKPOINTS, checkpoints, name_of, update_of
 
 
 class Checkpoints:
-    """The checkpoints of a run: folder/update_000020, ..., the newest `keep` of them."""
+    """The checkpoints of a run: RUN/checkpoints/update_000020, ..., the newest `keep` of them."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder, self.keep = folder, keep
+    def __init__(self, run: Path, keep: int) -> None:
+        self.run, self.keep = run, keep
+        self.folder = run / CHECKPOINTS
 
     def all(self) -> list[Path]:
-        """Complete checkpoints, oldest first."""
-        return sorted(p for p in self.folder.glob(f"{PREFIX}*") if p.is_dir())
+        """Complete checkpoints, oldest first: their manifests can be read. Whether their files are
+        as these say, `flowalign.resume.newest` finds out."""
+        return [path for path in checkpoints(self.run) if _complete(path)]
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint, if any."""
@@ -43,60 +49,130 @@ class Checkpoints:
     def save(
         self,
         update: int,
-        accelerator: Accelerator,
         *,
         tensors: Mapping[str, Sequence[Tensor]],
         states: dict[str, Any],
         progress: dict[str, Any],
+        about: Mapping[str, Any] | None = None,
+        copies: Mapping[str, Path] | None = None,
     ) -> Path:
-        """Write one. tensors: lists of weights; states: state dicts; progress: for JSON."""
-        final = self.folder / f"{PREFIX}{update:06d}"  # six digits: names sort as numbers
-        part = self.folder / f".part_{update:06d}"
-        if accelerator.is_main_process:
-            for stale in self.folder.glob(".part_*"):  # of a run that was killed
-                shutil.rmtree(stale)
-            part.mkdir(parents=True)
-            for name, values in tensors.items():
-                rows = {str(i): v.detach().cpu().contiguous() for i, v in enumerate(values)}
-                save_file(rows, part / f"{name}.safetensors")
-            torch.save(states, part / "states.pt")
-            (part / "progress.json").write_text(json.dumps({"update": update, **progress}))
-        accelerator.wait_for_everyone()  # the folder is there
-        rng, index = get_rng(), accelerator.process_index
-        save_file(rng.tensors, part / f"rng_{index}.safetensors")
-        (part / f"rng_{index}.json").write_text(json.dumps(rng.rest))
-        accelerator.wait_for_everyone()  # every process has written its generators
-        if accelerator.is_main_process:
-            if final.exists():  # of this very state, from before the run was resumed
-                shutil.rmtree(part)
-            else:
-                os.replace(part, final)
-            for old in self.all()[: -self.keep]:
-                os.replace(old, part)  # it disappears at once, as it came
-                shutil.rmtree(part)
-        accelerator.wait_for_everyone()
+        """Write one; all processes must call it, and the main one writes.
+
+        tensors: lists of weights; states: state dicts; progress: for JSON; about: for the manifest;
+        copies: {name in it: file or folder of the run, which may be missing}. Raises OSError on all
+        processes, such as on a full disk; the older checkpoints are then as they were.
+        """
+        rngs: list[Rng] = gather_object([get_rng()])
+        final = self.folder / name_of(update)
+        said = {"update": update, **(about or {})}
+
+        def write() -> None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for stale in self.folder.glob(".*"):  # of a run that was killed
+                _remove(stale)
+            if _about(final) != said:  # else it is of this very state, from before a resume
+                if final.exists():
+                    _remove(final)
+                with files.replacing(final, durable=True) as part:
+                    part.mkdir()
+                    for name, source in (copies or {}).items():
+                        _copy(source, part / name)
+                    _write(part, tensors, states, {"update": update, **progress}, rngs)
+                    names = (path for path in part.rglob("*") if path.is_file())
+                    listed = [path.relative_to(part).as_posix() for path in names]
+                    manifest.seal(part, said, listed)
+            self._rotate(update)
+
+        from_main(write)
         return final
+
+    def _rotate(self, update: int) -> None:
+        """Remove what is older than the newest `keep`. Folders that claim to be newer than this
+        update were skipped by a resume, and do not count."""
+        complete = [path for path in self.all() if update_of(path) <= update]
+        oldest = update_of(complete[-self.keep :][0])
+        for old in checkpoints(self.run):
+            if update_of(old) < oldest:
+                aside = self.folder / f".{old.name}"
+                os.replace(old, aside)  # it disappears at once, as it came
+                _remove(aside)
+
+
+def _complete(folder: Path) -> bool:
+    try:
+        manifest.read(folder)
+    except Damaged:
+        return False
+    return True
+
+
+def _about(folder: Path) -> Mapping[str, Any] | None:
+    """What a sound checkpoint says of itself; None for a damaged one."""
+    try:
+        return manifest.check(folder).about
+    except Damaged:
+        return None
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _copy(source: Path, target: Path) -> None:
+    if source.is_dir():
+        shutil.copytree(source, target)
+    elif source.exists():
+        shutil.copyfile(source, target)
+
+
+def _write(
+    folder: Path,
+    tensors: Mapping[str, Sequence[Tensor]],
+    states: dict[str, Any],
+    progress: dict[str, Any],
+    rngs: Sequence[Rng],
+) -> None:
+    """The files of a checkpoint. All bytes pass through Python: a full disk is then an OSError, and
+    no error of torch's or safetensors' own."""
+    for name, values in tensors.items():
+        rows = {str(i): v.detach().cpu().contiguous() for i, v in enumerate(values)}
+        (folder / f"{name}.safetensors").write_bytes(save(rows))
+    buffer = io.BytesIO()
+    torch.save(states, buffer)
+    (folder / "states.pt").write_bytes(buffer.getbuffer())
+    (folder / "progress.json").write_text(json.dumps(progress))
+    for index, rng in enumerate(rngs):
+        (folder / f"rng_{index}.safetensors").write_bytes(save(rng.tensors))
+        (folder / f"rng_{index}.json").write_text(json.dumps(rng.rest))
 
 
 def load(
     folder: Path, process_index: int, tensors: Mapping[str, Sequence[Tensor]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read one back: fills `tensors` in place, restores the RNGs, returns states and progress."""
+    """Read back one that `flowalign.resume.newest` has checked: fills `tensors` in place, restores
+    the RNGs, returns states and progress. Nothing is changed if it does not fit (ValueError)."""
+    saved = {name: load_file(folder / f"{name}.safetensors") for name in tensors}
     for name, values in tensors.items():
-        saved = load_file(folder / f"{name}.safetensors")
-        if len(saved) != len(values):
+        shapes = [list(saved[name][key].shape) for key in sorted(saved[name], key=int)]
+        if shapes != [list(value.shape) for value in values]:
             raise ValueError(
-                f"{folder}/{name} holds {len(saved)} tensors, the run has {len(values)}: it is "
-                "of another config. Use another `output`, or delete its checkpoints."
+                f"{folder}/{name} holds {len(shapes)} tensors, the run has {len(values)} or others "
+                "in shape: it is of another config. Use another `output`, or delete its "
+                "checkpoints."
             )
+    # on the CPU: load_state_dict moves each part to its parameter's device
+    states = torch.load(folder / "states.pt", weights_only=True, map_location="cpu")
+    progress = json.loads((folder / "progress.json").read_text())
+    for name, values in tensors.items():
         for i, value in enumerate(values):
-            value.data.copy_(saved[str(i)])
+            value.data.copy_(saved[name][str(i)])
     rng = folder / f"rng_{process_index}.json"
     if rng.exists():  # else there are more processes than before: the new ones keep their own
         set_rng(Rng(load_file(rng.with_suffix(".safetensors")), json.loads(rng.read_text())))
-    # on the CPU: load_state_dict moves each part to its parameter's device
-    states = torch.load(folder / "states.pt", weights_only=True, map_location="cpu")
-    return states, json.loads((folder / "progress.json").read_text())
+    return states, progress
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ whatever order their threads finish, unless torch is set to its slower determini
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,6 +18,8 @@ from flowalign.config.schema import TrainingStage
 # torch's own backends, which follow its switch (it then avoids cuDNN's attention). The kernels of
 # other packages (flash-attn, xformers, sage) do not know of it.
 ATTENTION = (None, "native", "_native_math", "_native_flash", "_native_efficient")
+# torch's message (aten/src/ATen/Context.cpp, alertNotDeterministic)
+UNDETERMINED = re.compile(r"^(.+?) does not have a deterministic implementation")
 WORKSPACES = (":4096:8", ":16:8")  # of cuBLAS: the two that torch's reproducibility notes allow
 
 
@@ -41,8 +44,9 @@ def problems(config: TrainingStage) -> Iterator[str]:
 
 @contextmanager
 def deterministic(on: bool) -> Iterator[None]:
-    """If `on`: inside the `with`, an operation without a deterministic form raises. The switches
-    are global to the process; they are put back afterwards."""
+    """If `on`: inside the `with`, an operation without a deterministic form raises; outside, that
+    is a TrainingError that names it. The switches are global to the process; they are put back
+    afterwards."""
     if not on:
         yield
         return
@@ -54,6 +58,17 @@ def deterministic(on: bool) -> Iterator[None]:
     cudnn.deterministic, cudnn.benchmark = True, False  # benchmark picks kernels by their speed
     try:
         yield
+    except RuntimeError as error:
+        operation = UNDETERMINED.match(str(error))
+        if operation is None:
+            raise
+        from flowalign.loop import TrainingError  # only now: it imports diffusers
+
+        raise TrainingError(
+            f"train.deterministic: {operation[1]} has no deterministic form on this device, so two "
+            "runs could differ. Say train.deterministic=false; or leave out the model, reward or "
+            "model.attention that calls it."
+        ) from error
     finally:
         torch.use_deterministic_algorithms(was, warn_only=only_warned)
         cudnn.deterministic, cudnn.benchmark = before

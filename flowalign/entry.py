@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from importlib import import_module
 
 from flowalign import packages
+from flowalign.stopping import CODES, Interrupted, interruptible
 
 LEVELS = {  # read by the libraries when they are imported; processes that are started inherit them
     "TRANSFORMERS_VERBOSITY": "error",
@@ -25,7 +27,8 @@ LIBRARIES = (
 
 def run(name: str, target: str, argv: Sequence[str]) -> int:
     """Run the command `flowalign NAME`; its exit status. 2 where another project has our import
-    name or a package is missing, 130 after Ctrl-C, each with one line on stderr.
+    name or a package is missing, 130 after Ctrl-C, 143 after SIGTERM, 75 after SIGUSR1, each with
+    one line on stderr.
 
     target: "module:function", from arguments to exit status. It is imported here, late.
     """
@@ -34,14 +37,14 @@ def run(name: str, target: str, argv: Sequence[str]) -> int:
         return 2
     module, function = target.split(":")
     try:
-        with silenced():
+        with interruptible(), silenced():
             return getattr(import_module(module), function)(list(argv))
     except packages.MissingPackage as error:
         print(f"flowalign {name}: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(f"flowalign {name}: interrupted", file=sys.stderr)
-        return 130  # as a shell reports SIGINT: 128 + 2
+    except KeyboardInterrupt as error:
+        print(f"flowalign {name}: interrupted ({str(error) or 'SIGINT'})", file=sys.stderr)
+        return error.code if isinstance(error, Interrupted) else CODES[signal.SIGINT]
 
 
 @contextmanager

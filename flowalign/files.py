@@ -4,22 +4,28 @@ which grow."""
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import shutil
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 
 @contextmanager
-def replacing(path: str | Path, *, durable: bool = False) -> Iterator[Path]:
+def replacing(path: str | Path, *, durable: bool = False, swap: bool = False) -> Iterator[Path]:
     """A path to write a file or a folder to. When the block ends, it becomes `path` by one rename.
 
     A killed process leaves the old file or none, never half of one. If the block raises, what it
     wrote is removed and `path` stays as it was. The folder of `path` is made if it is missing. A
     folder can take the place of nothing or of an empty folder only (OSError otherwise).
+
+    swap: it can take the place of any. The old one is renamed first, so that a kill between the two
+    leaves neither: for a folder that can be made again.
 
     durable: when this returns, `path` survives a power cut: its bytes and its name are on the disk
     itself (`flush`). That costs milliseconds, so it is for what cannot be made again.
@@ -35,15 +41,38 @@ def replacing(path: str | Path, *, durable: bool = False) -> Iterator[Path]:
         yield part
         if durable:
             flush(part)
+        old = part.with_suffix(".old")
+        if swap and path.exists():
+            os.replace(path, old)
         os.replace(part, path)
         if durable:
             _flush_names(path.parent)
+        if old.exists():
+            shutil.rmtree(old, ignore_errors=True)
     except BaseException:
         if part.is_dir():
             shutil.rmtree(part, ignore_errors=True)
         else:
             part.unlink(missing_ok=True)
         raise
+
+
+LEFTOVER = re.compile(r"\..+\.[0-9a-f]{12}\.(part|old)")  # what `replacing` writes to
+PAGE_SECONDS = 60.0  # that `flowalign watch`, perhaps on another machine, needs for its page
+
+
+def remove_leftovers(folder: str | Path) -> None:
+    """Remove, in a folder and below it, what killed processes were about to write (`replacing`).
+    For a run at its start, in its own folder: nobody else may be writing there, but watch."""
+    for path in sorted(Path(folder).rglob(".*"), reverse=True):  # what is inside comes first
+        with suppress(FileNotFoundError):
+            shown = path.name.startswith(".watch.html.")
+            if not LEFTOVER.fullmatch(path.name):
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif not shown or time.time() - path.stat().st_mtime > PAGE_SECONDS:
+                path.unlink()
 
 
 def flush(path: Path) -> None:
@@ -79,3 +108,26 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
         with suppress(ValueError):
             rows.append(json.loads(line))
     return [row for row in rows if isinstance(row, dict)]
+
+
+def to_json(value: Any) -> Any:
+    """The same value for JSON, which has no NaN and no infinity: they become null."""
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def impossible(path: str) -> str:
+    """Why no file can have this path, to be read after it; "" if one can. Python raises a different
+    error for each of these, and at a different call."""
+    if "\0" in path:
+        return "holds the character NUL, which no path can hold"
+    if any(len(os.fsencode(part)) > 255 for part in Path(path).parts) or len(path) > 4000:
+        return "is longer than any path"
+    try:
+        Path(path).expanduser()
+    except RuntimeError:
+        return "names the home of a user whom this machine does not know"
+    return ""

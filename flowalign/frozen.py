@@ -75,10 +75,13 @@ class Placement:
 
 def fingerprint(modules: Iterable[nn.Module | None]) -> str:
     """SHA-256 of the first values of every weight: in a moment, what tells a model from one that
-    was trained on in the same folder."""
+    was trained on in the same folder. Adapters of peft do not count."""
     digest = hashlib.sha256()
     for module in modules:
         for name, weight in module.named_parameters() if module is not None else ():
+            if ".lora_" in name:
+                continue
+            name = name.replace(".base_layer.", ".")  # what peft calls a layer with an adapter
             first = weight.detach().flatten()[:FEW].float().cpu()
             digest.update(f"{name} {list(weight.shape)}".encode() + first.numpy().tobytes())
     return digest.hexdigest()

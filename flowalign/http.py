@@ -5,6 +5,10 @@ statuses 408, 429 and 5xx are tried again, after waits that double, with a jitte
 that are at least the server's Retry-After and at most LONGEST_WAIT. Other statuses are final.
 The first failure of an address is logged at once, further ones after SAY_AGAIN seconds and then
 more and more seldom.
+
+No server can hold or fill this process: the bytes of an answer, the seconds of an attempt and the
+number of redirects are limited. Compressed answers are refused, so nothing is inflated. What
+servers say is shown printable and cut.
 """
 
 from __future__ import annotations
@@ -14,23 +18,30 @@ import json
 import logging
 import math
 import random
+import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 import tenacity
 
+from flowalign.printable import shown
+
 log = logging.getLogger(__name__)
 
 LONGEST_WAIT = 60.0  # seconds between two attempts
 SAY_AGAIN, SELDOM = 30.0, 600.0  # seconds between two warnings about an address: first, longest
 UNREACHABLE = (ConnectionError, TimeoutError)  # no answer, for no fault of the request
+REDIRECTS = 5  # of one request
+_ERROR_BYTES = 64 * 2**10  # that are read of an answer without status 200
 _FINAL = (401, 403, 404)  # wrong token, URL or model name: every other request would fail too
 
 Item = TypeVar("Item")
@@ -59,10 +70,12 @@ class Client:
     """Connections to a service, for one batch of requests.
 
     timeout: seconds without a sign of life; connect_timeout: for a connection, by default the same.
+    total: seconds for an attempt, however lively; by default twice the timeout.
     deadline: seconds from now until all requests end. retries: further attempts at a request.
     backoff: seconds before the second attempt. max_bytes: of an answer.
     token: sent as `Authorization: Bearer`, to no other host, and cut out of every error text.
-    proxies: use those of the environment? redirects: follow them, but never from https to http?
+    proxies: use those of the environment? redirects: follow up to REDIRECTS of them, but never from
+        https to http?
     """
 
     def __init__(
@@ -70,6 +83,7 @@ class Client:
         *,
         timeout: float,
         connect_timeout: float | None = None,
+        total: float | None = None,
         deadline: float = math.inf,
         retries: int = 3,
         backoff: float = 0.5,
@@ -80,16 +94,23 @@ class Client:
         redirects: bool = False,
     ) -> None:
         self.timeout, self.connect_timeout = timeout, connect_timeout or timeout
+        self.total = total or 2 * timeout
         self.until = time.monotonic() + deadline
         self.retries, self.backoff, self.max_bytes, self.token = retries, backoff, max_bytes, token
+        self.redirects = redirects
         self.stopped = threading.Event()
         self.last: Exception | str = "the time for all requests is over"
         self._client = httpx.Client(
-            headers={**(headers or {}), **({"Authorization": f"Bearer {token}"} if token else {})},
+            headers={
+                "Accept-Encoding": "identity",
+                **(headers or {}),
+                **({"Authorization": f"Bearer {token}"} if token else {}),
+            },
             verify=_certificates(),
             trust_env=proxies,
-            follow_redirects=redirects,
-            limits=httpx.Limits(),  # no limit: `map` bounds what runs at once
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),  # none is kept
+            # `map` bounds how many connections are open. None is kept: see _Clock.
+            limits=httpx.Limits(max_keepalive_connections=0),
         )
 
     def __enter__(self) -> Client:
@@ -197,7 +218,7 @@ class Client:
 
     def clean(self, text: str) -> str:
         """The beginning of a text on one line, without the token, which a server may repeat."""
-        return beginning(text.replace(self.token, "***") if self.token else text)
+        return shown(text.replace(self.token, "***") if self.token else text)
 
     def _check_running(self) -> None:
         if time.monotonic() >= self.until:
@@ -209,36 +230,110 @@ class Client:
         """Raises _Again for what may pass, and what `request` raises for what will not."""
         self._check_running()
         tried.append(url := urls[len(tried) % len(urls)])
-        seconds = max(0.01, min(self.timeout, self.until - time.monotonic()))
+        left = max(0.01, self.until - time.monotonic())
+        seconds, clock = min(self.timeout, left), _Clock(min(self.total, left))
         timeout = httpx.Timeout(seconds, connect=min(seconds, self.connect_timeout))
+        request = self._client.build_request(
+            method, url, timeout=timeout, extensions={"trace": clock.trace}, **content
+        )
         try:
-            with self._client.stream(method, url, timeout=timeout, **content) as response:
-                for step in (*response.history, response):
-                    if url.startswith("https:") and step.url.scheme != "https":  # a downgrade
-                        raise Refused(200, f"{url} leads to {step.url}, which is not https.")
-                body = bytearray()
-                for piece in response.iter_bytes():
-                    body += piece
-                    if len(body) > self.max_bytes:
-                        raise Refused(200, f"{url} sends more than {self.max_bytes} bytes.")
-                    if time.monotonic() > self.until:  # httpx times each piece, not the sum
-                        raise httpx.ReadTimeout("the answer came too slowly")
-        except httpx.TimeoutException as error:
-            text = f"{url} gave no answer within {seconds:g} s ({type(error).__name__})"
-            raise _Again(TimeoutError(text)) from error
+            with clock:
+                response, body = self._receive(request)
+            if clock.over:  # a body of unknown length looks whole when it is cut off
+                raise httpx.ReadTimeout("cut off")
         except httpx.RequestError as error:
-            text = f"{url}: {type(error).__name__}: {self.clean(str(error))}"
+            kind = type(error).__name__
+            if clock.over or isinstance(error, httpx.TimeoutException):
+                waited = clock.seconds if clock.over else seconds
+                text = f"{url} gave no answer within {waited:g} s ({kind})"
+                raise _Again(TimeoutError(text)) from error
+            text = f"{url}: {kind}: {self.clean(str(error))}"
             raise _Again(ConnectionError(text)) from error
         status = response.status_code
         if status == 200:
-            return Answer(bytes(body), response.headers, tried[:-1], url)
-        text = f"{url} answered {status}: {self.clean(_message(bytes(body)))}"
+            return Answer(body, response.headers, tried[:-1], url)
+        text = f"{url} answered {status}: {self.clean(_message(body))}"
         if status in (408, 429) or status >= 500:
             cause = TimeoutError(text) if status in (408, 504) else ConnectionError(text)
             raise _Again(cause, response.headers.get("retry-after", ""))
         if status in _FINAL:
             raise ConnectionError(text)
         raise Refused(status, text)
+
+    def _receive(self, request: httpx.Request) -> tuple[httpx.Response, bytes]:
+        """The answer to a request and its redirects, and the body, or an error's beginning.
+
+        httpx itself would read the whole body of a redirect, and inflate a compressed one.
+        """
+        first = request.url
+        for _ in range(1 + REDIRECTS):
+            response = self._client.send(request, stream=True)
+            try:
+                if not self.redirects or response.next_request is None:
+                    return response, self._read(first, response)
+                request = response.next_request
+            finally:
+                response.close()
+            if first.scheme == "https" != request.url.scheme:
+                there = self.clean(str(request.url))
+                raise Refused(200, f"{first} leads to {there}, which is not https.")
+        raise Refused(200, f"{first} leads on more than {REDIRECTS} times.")
+
+    def _read(self, url: httpx.URL, response: httpx.Response) -> bytes:
+        """The body of an answer, as it was sent; the first _ERROR_BYTES of an error's."""
+        good = response.status_code == 200
+        encoding = response.headers.get("content-encoding", "identity").strip().lower()
+        if good and encoding not in ("", "identity"):
+            raise Refused(
+                200, f"{url} sends an answer encoded as {shown(encoding, 50)!r}, though only plain "
+                "ones are taken. Switch the compression off there."
+            )  # fmt: skip
+        body = bytearray()
+        for piece in response.iter_raw():
+            body += piece
+            if good and len(body) > self.max_bytes:
+                raise Refused(200, f"{url} sends more than {self.max_bytes} bytes.")
+            if not good and len(body) > _ERROR_BYTES:
+                return bytes(body[:_ERROR_BYTES])
+        return bytes(body)
+
+
+class _Clock:
+    """Ends the connection of an attempt after so many seconds, while `with` lasts.
+
+    httpx times each piece of what is sent and received, not their sum. So `trace`, which its
+    transport calls (https://www.encode.io/httpcore/extensions/#trace), keeps the newest connection,
+    and a timer shuts it down: whatever waits for it returns at once. A connection that an earlier
+    request left open would be unknown here, hence there is none.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.over = seconds, False
+        self._socket: socket.socket | None = None
+        self._timer = threading.Timer(seconds, self._end)
+        self._timer.daemon = True
+
+    def __enter__(self) -> None:
+        self._timer.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._timer.cancel()
+
+    def trace(self, event: str, info: Mapping[str, Any]) -> None:
+        if event.endswith(("connect_tcp.complete", "start_tls.complete")):
+            self._socket = info["return_value"].get_extra_info("socket")
+            if self.over:
+                self._shut()
+
+    def _end(self) -> None:
+        self.over = True
+        self._shut()
+
+    def _shut(self) -> None:
+        with suppress(OSError):  # closed already, or wrapped by TLS just now: `trace` sees that
+            if self._socket is not None:
+                # not the method of an SSLSocket, which would drop its state under a reading thread
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
 
 class _Again(Exception):
@@ -307,12 +402,6 @@ def _message(body: bytes) -> str:
         return str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, LookupError, TypeError, RecursionError):
         return text
-
-
-def beginning(text: str, length: int = 300) -> str:
-    """The beginning of a text, on one line, for a message."""
-    line = " ".join(text.split())
-    return line if len(line) <= length else f"{line[:length]}..."
 
 
 def check_url(option: str, url: Any, example: str) -> None:

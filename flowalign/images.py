@@ -18,7 +18,7 @@ def to_uint8(image: Tensor) -> np.ndarray:
 
 def to_float(pixels: Tensor) -> Tensor:
     """uint8 [B,3,H,W] -> float32 in [0,1]; `to_uint8` of it gives the same pixels back."""
-    return pixels.float() / 255
+    return pixels.to(torch.float32, copy=True).div_(255)  # in place: half the memory
 
 
 def eight_bits(images: Tensor) -> Tensor:

@@ -10,30 +10,43 @@ from __future__ import annotations
 import json
 import logging
 import math
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from diffusers.optimization import get_scheduler
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from flowalign import checkpoint, metrics, parallel, ranks, snapshots, trackers
+from flowalign import (
+    checkpoint,
+    finite,
+    history,
+    kept,
+    metrics,
+    parallel,
+    ranks,
+    resume,
+    snapshots,
+    trackers,
+)
 from flowalign.alarm import Alarm
 from flowalign.backbone import Backbone
-from flowalign.config import TrainingStage
+from flowalign.config import ConfigError, TrainingStage
 from flowalign.data import PromptSampler
 from flowalign.ema import MovingAverage
-from flowalign.files import replacing
+from flowalign.files import to_json
+from flowalign.finite import Fault, Skips
 from flowalign.parallel import Means
 from flowalign.rollout import Noise, OnImages, Schedule, sample, shard
+from flowalign.stopping import Clock, Interrupted, Requests
 from flowalign.types import Conditioning, EvalReport, Rollout, Source, StepLoss
 
 log = logging.getLogger("flowalign")
@@ -43,6 +56,15 @@ STUDENT = "student"  # name of the adapter that is trained
 
 class TrainingError(RuntimeError):
     """A run that must stop: what happened, and what to do."""
+
+
+class NotFinite(TrainingError):
+    """Numbers of an update that are NaN or infinite, on every process: there is nothing to learn
+    from it. The loop leaves the update out; many in a row end the run."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(f"{fault}. {fault.remedy}.")
+        self.fault = fault
 
 
 @dataclass(frozen=True)
@@ -153,12 +175,18 @@ class Loop:
         algorithm: Algorithm[Any],
         evaluate: Callable[[], tuple[float, EvalReport]] | None = None,
         on_update: Callable[[int, Mapping[str, float]], None] = lambda update, values: None,
+        clock: Clock | None = None,
     ) -> None:
         self.config, self.backbone, self.accelerator = config, backbone, accelerator
         self.prompts, self.algorithm, self.evaluate = prompts, algorithm, evaluate
         self.on_update = on_update
         self.folder = Path(config.output)
-        self.checkpoints = checkpoint.Checkpoints(self.folder / "checkpoints", config.train.keep)
+        self.checkpoints = checkpoint.Checkpoints(self.folder, config.train.keep)
+        self.identity = {
+            **resume.identity(config),
+            "processes": accelerator.num_processes,
+            "base": backbone.fingerprint(),
+        }
         self.parameters = backbone.adapter_parameters(STUDENT)
         inner = optimizer(config, self.parameters)
         self.parallel = parallel.of(accelerator)
@@ -170,63 +198,86 @@ class Loop:
         self.evaluated = -1  # update of the last evaluation
         self.best: dict[str, float] = {}  # headline and update of the adapter that is kept
         self.alarm = Alarm()
+        self.skips = Skips(config.train.max_skipped)
+        several = accelerator.num_processes > 1
+        clock = clock or Clock(time.monotonic(), config.train.max_minutes)
+        self.requests = Requests(gather_object if several else None, clock)
 
     # The main path -----------------------------------------------------------------------------
 
     def run(self) -> None:
-        """To the configured end. Ctrl-C leaves a checkpoint of the last whole update. (Processes
-        are interrupted at different points: a run of several keeps only those already written.)"""
-        train = self.config.train
+        """To the configured end. A signal, or the clock, ends it earlier and leaves a checkpoint of
+        the last whole update (`flowalign.stopping`)."""
         self._mark_whole()
-        try:
-            self._evaluate()
-            while self.update < train.updates:
-                began = time.perf_counter()
-                self._at("the rollout", offset=1)
-                rollout = self.rollout(self.update)
-                sampled = time.perf_counter()
-                self._at("scores and labels", offset=1)
-                prepared = self.algorithm.prepare(rollout, self.update)
-                scored = time.perf_counter()
-                with interrupts_held():  # an update is learnt as a whole, or not at all
-                    self._whole = False
-                    self._at("the gradient", offset=1)
-                    values = {**prepared.metrics, **self.learn(prepared)}
-                    if self._due(train.sample_every, offset=1):
-                        self._draw(rollout, prepared.notes)
-                    done = time.perf_counter()
-                    images = len(rollout) * self.accelerator.num_processes  # an equal shard each
-                    values |= {
-                        metrics.SECONDS_ROLLOUT: sampled - began,
-                        metrics.SECONDS_SCORE: scored - sampled,
-                        metrics.SECONDS_UPDATE: done - scored,
-                        metrics.IMAGES_PER_SECOND: images / (done - began),
-                    }
-                    self.update += 1
-                    self.alarm.update(values)
-                    self._log(values)
-                    self._mark_whole()
+        with self.requests:
+            try:
                 self._evaluate()
-                if self.update == train.updates or self._due(train.checkpoint_every):
-                    self.save()
-        except KeyboardInterrupt:
-            if self._whole and self.accelerator.num_processes == 1:
-                checkpoint.set_rng(self._rng)
-                self.save()
-            raise
+                self._updates()
+            except KeyboardInterrupt as error:
+                self._save_interrupted(error)
+                raise
         if self.evaluate is None:
             with self.averaged():
                 self._keep_adapter({})
-        elif self.evaluated != self.update == train.updates:  # it was due, and did not count
+        elif self.evaluated != self.update == self.config.train.updates:  # due, and not counted
             raise TrainingError(
                 f"update {self.update}: the last evaluation lost too many images (the warnings say "
                 "why), so it is not known whether its adapter is the best. Fix the reward and run "
                 "again with --resume: only the evaluation is taken again."
             )
 
+    def _updates(self) -> None:
+        train = self.config.train
+        longest: float | None = None  # seconds from one update to the next; at least one is done
+        while self.update < train.updates:
+            self.requests.meet(longest)
+            began = time.perf_counter()
+            self._at("the rollout", offset=1)
+            rollout = self.rollout(self.update)
+            sampled = time.perf_counter()
+            self._at("scores and labels", offset=1)
+            prepared = self.prepare(rollout)
+            scored = time.perf_counter()
+            with self.requests.whole():  # an update is learnt as a whole, or not at all
+                self._whole = False
+                self._at("the gradient", offset=1)
+                values = self.learn(prepared)
+                if isinstance(prepared, Prepared) and self._due(train.sample_every, offset=1):
+                    self._draw(rollout, prepared.notes)
+                done = time.perf_counter()
+                images = len(rollout) * self.accelerator.num_processes  # an equal shard each
+                values |= {
+                    metrics.SECONDS_ROLLOUT: sampled - began,
+                    metrics.SECONDS_SCORE: scored - sampled,
+                    metrics.SECONDS_UPDATE: done - scored,
+                    metrics.IMAGES_PER_SECOND: images / (done - began),
+                }
+                self.update += 1
+                self.alarm.update(values)
+                self._log(values)
+                self._mark_whole()
+            self._check_skips()
+            self._evaluate()
+            due = self._due(train.checkpoint_every)
+            if self.update == train.updates or self.skips.saves(due):
+                with self.requests.whole():
+                    self.save()
+            longest = max(longest or 0.0, time.perf_counter() - began)
+
     def _mark_whole(self) -> None:
-        self._rng = checkpoint.get_rng()  # Ctrl-C puts these back: nothing is half done here
+        self._rng = checkpoint.get_rng()  # an interrupt puts these back: nothing is half done here
         self._whole = True
+
+    def _save_interrupted(self, error: KeyboardInterrupt) -> None:
+        """A checkpoint of the last whole update, unless the processes are at different points."""
+        alone = self.accelerator.num_processes == 1
+        if not self._whole or not (alone or self.requests.agreed):
+            return
+        checkpoint.set_rng(self._rng)
+        folder = self.save()
+        if isinstance(error, Interrupted):
+            main = self.accelerator.is_main_process
+            error.note = f"wrote checkpoint {folder}; --resume continues from it" if main else ""
 
     def rollout(self, update: int) -> Rollout:
         """The trajectories of this process for an update: a function of seed, update, weights."""
@@ -253,34 +304,77 @@ class Loop:
             on_images=self.algorithm.on_images,
         )
 
-    def learn(self, prepared: Prepared) -> dict[str, float]:
+    def prepare(self, rollout: Rollout) -> Prepared | Fault:
+        """What the algorithm makes of a rollout; or, on every process, the fault that a state or a
+        label of one of them has. A diverged student is not the reward's fault, nor the teacher's:
+        neither is asked about states that are not finite."""
+        sources = self.algorithm.sources(rollout.batch.tasks)
+        if fault := finite.of_all(finite.fault_of_rollout(rollout, sources)):
+            return fault
+        try:
+            return self.algorithm.prepare(rollout, self.update)
+        except NotFinite as error:
+            return error.fault
+
+    def learn(self, prepared: Prepared | Fault) -> dict[str, float]:
         """The optimizer steps of one rollout, each on an equal share of its images (`shard`).
 
         The loss of a step is the mean over all pairs of its share; images that are not kept count
-        as 0. Returns what was measured, as means over all processes.
+        as 0. A step whose loss or gradient is not finite on one process is left out on all.
+        Returns what was measured, as means over all processes, without what was not finite.
         """
-        rollout, means = prepared.rollout, Means()
-        share = len(rollout) // self.config.optimizer.updates_per_rollout
-        count = share * len(rollout.steps)
-        size = min(self.config.optimizer.micro_batch, count)
-        for start in range(0, share * self.config.optimizer.updates_per_rollout, share):
-            keep = torch.zeros(len(rollout), dtype=torch.bool)
+        steps = self.config.optimizer.updates_per_rollout
+        if isinstance(prepared, Fault):
+            self._note_skips(prepared, steps)
+            return {metrics.SKIPPED: steps}
+        means, skipped, fault = Means(), 0, None
+        share = len(prepared.rollout) // steps
+        for start in range(0, share * steps, share):
+            keep = torch.zeros(len(prepared.rollout), dtype=torch.bool)
             keep[start : start + share] = prepared.keep[start : start + share].cpu()
             if not keep.any():  # every process must take part in the gradient's reduction
                 keep[start] = True
-            batches = math.ceil(int(keep.sum()) * len(rollout.steps) / size)
-            batches += parallel.missing_steps(batches, self.parallel.lockstep)
-            for i, (pairs, weight) in enumerate(filled(pairs_of(rollout, keep, size), batches)):
-                with self.parallel.learning(self.backbone.transformer, last=i == batches - 1):
-                    step = self.algorithm.loss(pairs, self.velocity(pairs), prepared)
-                    # its share of the mean over the step's pairs; the backward passes add up
-                    self.accelerator.backward(step.total * (weight * len(pairs.rows) / count))
-                values = {metrics.LOSS: float(step.total.detach()), **step.metrics}
-                for name, value in values.items() if weight else ():
-                    means.add(name, value, step.counts.get(name, len(pairs.rows)))
+            own = self._accumulate(prepared, keep, share, means)
             means.add(metrics.LEARNING_RATE, float(self.lr.get_last_lr()[0]))
-            means.add(metrics.GRADIENT_NORM, self._descend())
-        return means.over_processes()
+            norm, taken = self._descend()
+            if math.isfinite(norm):
+                means.add(metrics.GRADIENT_NORM, norm)
+            if not taken:
+                skipped += 1
+                rows = keep.nonzero().flatten().tolist()
+                fault = fault or finite.of_all(own) or self._overflow(prepared.rollout, rows)
+        self._note_skips(fault, skipped)
+        return {**prepared.metrics, **means.over_processes(), metrics.SKIPPED: skipped}
+
+    def _accumulate(
+        self, prepared: Prepared, keep: Tensor, share: int, means: Means
+    ) -> Fault | None:
+        """The gradient of an optimizer step's pairs, in micro-batches; the first loss of this
+        process that is not finite."""
+        rollout, fault = prepared.rollout, None
+        count = share * len(rollout.steps)
+        size = min(self.config.optimizer.micro_batch, count)
+        batches = math.ceil(int(keep.sum()) * len(rollout.steps) / size)
+        batches += parallel.missing_steps(batches, self.parallel.lockstep)
+        for i, (pairs, weight) in enumerate(filled(pairs_of(rollout, keep, size), batches)):
+            with self.parallel.learning(self.backbone.transformer, last=i == batches - 1):
+                velocity = self.velocity(pairs)
+                step = self.algorithm.loss(pairs, velocity, prepared)
+                # an infinite velocity may have a clipped, finite loss; asked together: one wait
+                sound = torch.isfinite(velocity).all()
+                loss, sound = torch.stack([step.total.detach().float(), sound.float()]).tolist()
+                # its share of the mean over the step's pairs; the backward passes add up
+                part = weight * len(pairs.rows) / count
+                if not (sound and math.isfinite(loss)):
+                    part = math.nan  # a gradient that no process takes, as theirs is the mean
+                    fault = fault or finite.fault_of_pairs(
+                        velocity, rollout, pairs.rows, pairs.steps
+                    )
+                self.accelerator.backward(step.total * part)
+            for name, value in {metrics.LOSS: loss, **step.metrics}.items() if weight else ():
+                if math.isfinite(value):
+                    means.add(name, value, step.counts.get(name, len(pairs.rows)))
+        return fault
 
     def velocity(self, pairs: Pairs) -> Tensor:
         """The student's velocity [b,C,h,w] at the pairs, with gradient."""
@@ -289,25 +383,75 @@ class Loop:
             x, sigma, pairs.conditioning, guidance=guidance, rows=pairs.size
         )
 
-    def _descend(self) -> float:
-        """One optimizer step; returns the norm of the gradient before clipping."""
+    def _descend(self) -> tuple[float, bool]:
+        """One optimizer step, if the gradient is finite: its norm before clipping, and whether the
+        step was taken. All processes agree, as the gradient is the mean of theirs."""
         self.parallel.average(self.parameters)
         limit = self.config.optimizer.max_grad_norm
         norm = self.accelerator.clip_grad_norm_(self.parameters, limit)
         norm = math.nan if norm is None else float(norm)
-        # under float16 the scaler skips such a step and lowers its scale
-        if not math.isfinite(norm) and self.accelerator.scaler is None:
+        taken = math.isfinite(norm)
+        if not taken and self.parallel.steps_itself:
             raise TrainingError(
-                f"update {self.update}: the gradient is not finite. The last checkpoint is "
-                f"{self.checkpoints.latest()}; lower optimizer.lr, or use bfloat16 for float16."
+                f"update {self.update}: the gradient is not finite, and DeepSpeed has taken the "
+                f"step. {finite.DIVERGED}. {self._last_good()}"
             )
-        self.optimizer.step()
+        if taken or self.accelerator.scaler:  # it leaves such a step out, and lowers its scale
+            self.optimizer.step()
+            taken = taken and not self.optimizer.step_was_skipped
         self.optimizer.zero_grad(set_to_none=True)
-        self.lr.step()
-        self.steps += 1
-        if self.ema:
-            self.ema.step(self.parameters, self.steps)
-        return norm
+        if taken:
+            self.lr.step()
+            self.steps += 1
+            if self.ema:
+                self.ema.step(self.parameters, self.steps)
+        return norm, taken
+
+    # Numbers that go wrong ---------------------------------------------------------------------
+
+    def _overflow(self, rollout: Rollout, rows: list[int]) -> Fault | None:
+        """The fault of a gradient that is not finite though the losses are. None under float16,
+        where that is how the loss scale finds its place, until the scale is used up."""
+        scaler = self.accelerator.scaler
+        if scaler and scaler.get_scale() >= finite.LEAST_SCALE:
+            return None
+        return finite.of_all(finite.fault_of_gradient(rollout, rows))
+
+    def _note_skips(self, fault: Fault | None, skipped: int) -> None:
+        """After an update: how many of its optimizer steps were skipped, and why the first was."""
+        steps = self.config.optimizer.updates_per_rollout
+        self.skips.note(fault if skipped == steps else None)
+        if fault and self.accelerator.is_main_process:
+            log.warning(
+                "update %d: %d of %d optimizer steps skipped, as %s",
+                self.update + 1, skipped, steps, fault,
+            )  # fmt: skip
+
+    def _check_skips(self) -> None:
+        """Raise TrainingError after too many updates in a row without an optimizer step, and at the
+        end of a run that took none."""
+        reason, none = self.skips.reason, self.update == self.config.train.updates > self.steps == 0
+        if none and not self.skips.first and self.accelerator.is_main_process:
+            log.warning("no optimizer step was taken: float16's loss scale was falling all along")
+        elif none and not reason:
+            reason = f"no optimizer step was taken: {self.skips.first}"
+        if reason and self.skips.first:
+            raise TrainingError(
+                f"update {self.update}: {reason}. {self.skips.first.remedy}. {self._last_good()}"
+            )
+
+    def _check_finite(self, values: Any, whose: str) -> None:
+        """Raise TrainingError where tensors, at any depth, hold NaN: they are not to be written."""
+        if not finite.whole(values):
+            raise TrainingError(
+                f"update {self.update}: {whose} holds NaN or infinity, and is not written. "
+                f"{finite.DIVERGED}. {self._last_good()}"
+            )
+
+    def _last_good(self) -> str:
+        """Where the run was sound; while updates are skipped, no checkpoint is written."""
+        latest = self.checkpoints.latest()
+        return f"The last good checkpoint is {latest}." if latest else "There is no checkpoint."
 
     # Evaluation, log and pictures --------------------------------------------------------------
 
@@ -322,10 +466,11 @@ class Loop:
             return
         if self.update != self.config.train.updates and not self._due(settings.every):
             return
+        self.requests.meet()  # it may take many minutes
         self._at("the evaluation")
         with self.averaged():
             headline, report = self.evaluate()
-            with interrupts_held():
+            with self.requests.whole():
                 main = self.accelerator.is_main_process
                 known = [row for row in report.rows if row.benchmark not in report.lost]
                 rows = {f"{r.benchmark}/{r.metric}": (r.mean, r.stderr) for r in known}
@@ -351,25 +496,29 @@ class Loop:
         """The table of an evaluation, and some of its images."""
         trackers.table(self.accelerator, "evaluation", report, self.update)
         if report.examples:
-            path = snapshots.write_examples(self.folder, self.update, report.examples)
+            keep = self.config.train.keep_samples
+            path = snapshots.write_examples(self.folder, self.update, report.examples, keep)
             trackers.image(self.accelerator, "held_out", path, self.update)
 
     def _keep_adapter(self, scores: Mapping[str, float]) -> None:
+        self._check_finite(self.parameters, "the adapter")
         if self.accelerator.is_main_process:
-            self.backbone.save_adapter(STUDENT, self.folder / "adapter")
-            (self.folder / "adapter" / "scores.json").write_text(json.dumps(dict(scores)))
+            save = partial(self.backbone.save_adapter, STUDENT)
+            kept.write(self.folder, save, scores)
 
     def _log(self, values: Mapping[str, float]) -> None:
         if self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with open(self.folder / "metrics.jsonl", "a") as file:
-                file.write(json.dumps({metrics.UPDATE: self.update, **values}) + "\n")
+            row = to_json({metrics.UPDATE: self.update, **values})
+            with open(self.folder / history.LOG, "a") as file:
+                file.write(json.dumps(row, allow_nan=False) + "\n")
             self.on_update(self.update, values)
         self.accelerator.log(dict(values), step=self.update)
 
     def _draw(self, rollout: Rollout, notes: list[str]) -> None:
         if self.accelerator.is_main_process and rollout.images is not None:
-            path = snapshots.write_rollout(self.folder, self.update + 1, rollout, notes)
+            keep = self.config.train.keep_samples
+            path = snapshots.write_rollout(self.folder, self.update + 1, rollout, notes, keep)
             trackers.image(self.accelerator, "samples", path, self.update + 1)
 
     def _due(self, every: int, offset: int = 0) -> bool:
@@ -386,26 +535,69 @@ class Loop:
         return {"adapter": self.parameters, **average}
 
     def save(self) -> Path:
-        """A complete checkpoint of this moment."""
+        """A complete checkpoint of this moment. Raises OSError on all processes if it cannot be
+        written; the older ones are then as they were."""
         self._at("the checkpoint")
+        copies = {history.LOG: self.folder / history.LOG, **(self._kept() if self.best else {})}
         scaler = self.accelerator.scaler
         states = {
             "optimizer": self.parallel.optimizer_state(self.optimizer),
             "lr": self.lr.state_dict(),
             "scaler": scaler.state_dict() if scaler else {},
         }
+        self._check_finite([self._tensors(), states], "the run's state")
         done = {"steps": self.steps, "evaluated": self.evaluated, "best": self.best}
-        progress = {**done, "alarm": self.alarm.state()}
+        progress = {**done, "alarm": to_json(self.alarm.state())}
         return self.checkpoints.save(
-            self.update, self.accelerator, tensors=self._tensors(), states=states, progress=progress
+            self.update,
+            tensors=self._tensors(),
+            states=states,
+            progress=progress,
+            about=self.identity,
+            copies=copies,
         )
 
-    def resume(self) -> bool:
-        """Continue from the newest complete checkpoint; False if there is none."""
-        folder = self.checkpoints.latest()
-        if folder is None:
+    def _kept(self) -> dict[str, Path]:
+        """{name in a checkpoint: the adapter that is kept}. A damaged one is restored from the last
+        checkpoint."""
+        if self.accelerator.is_main_process and (reason := kept.wrong(self.folder, self.best)):
+            place, latest = self.folder / kept.ADAPTER, self.checkpoints.latest()
+            lost = self.best["update"]
+            self.best = dict(kept.restore(self.folder, latest)) if latest else {}
+            log.warning(
+                "%s: %s, so that of update %d is lost. The best one is now that of update %s.",
+                place, reason, lost, self.best.get("update", "(none: the next one evaluated)"),
+            )  # fmt: skip
+        return {kept.COPY: self.folder / kept.ADAPTER} if self.best else {}
+
+    def begin(self) -> None:
+        """Start anew: an earlier attempt may have ended before its first checkpoint."""
+        if self.accelerator.is_main_process:
+            history.clear(self.folder)
+        self.accelerator.wait_for_everyone()
+
+    def resume(self, *, any_world: bool = False) -> bool:
+        """Continue from the newest sound checkpoint; False if there is none. The main process looks
+        for it and tells the others. Raises ConfigError if none can be used, or if the base model or
+        the number of processes is another. any_world: that number may be another."""
+        found = parallel.from_main(lambda: resume.newest(self.folder, self.config))
+        if found.folder is None and not found.skipped:
             return False
-        states, progress = checkpoint.load(folder, self.accelerator.process_index, self._tensors())
+        world = self.accelerator.num_processes
+        problems = [*resume.against(self.config, found, world, any_world=any_world)]
+        if found.folder and found.about["base"] != self.identity["base"]:
+            problems.append(
+                f"model.id: the weights of {self.config.model.id!r} have changed since "
+                f"{found.folder} was written. Put those back, or choose another `output`."
+            )
+        if problems or found.folder is None:
+            raise ConfigError(problems)
+        if self.accelerator.is_main_process:
+            for text in resume.warnings(found, self.identity):
+                log.warning(text)
+        states, progress = checkpoint.load(
+            found.folder, self.accelerator.process_index, self._tensors()
+        )
         self.parallel.load_optimizer_state(self.optimizer, states["optimizer"])
         self.lr.load_state_dict(states["lr"])
         if self.accelerator.scaler and states["scaler"]:
@@ -413,44 +605,18 @@ class Loop:
         self.update, self.steps = progress["update"], progress["steps"]
         self.evaluated, self.best = progress["evaluated"], progress["best"]
         self.alarm.load(progress["alarm"])
-        self._cut_log()
+        if self.accelerator.is_main_process:
+            self._go_back(found.folder)
+        self.accelerator.wait_for_everyone()
         return True
 
-    def _cut_log(self) -> None:
-        """Drop log lines after the checkpoint, and one that a kill cut short: they come again."""
-        path = self.folder / "metrics.jsonl"
-        if not (self.accelerator.is_main_process and path.exists()):
-            return
-        kept = []
-        for line in path.read_text().splitlines(keepends=True):
-            row = json.loads(line) if line.endswith("}\n") else {metrics.UPDATE: math.inf}
-            evaluation = any(name.startswith(metrics.EVAL) for name in row)
-            done = self.evaluated if evaluation else self.update
-            kept += [line] if row[metrics.UPDATE] <= done else []
-        with replacing(path) as part:
-            part.write_text("".join(kept))
-
-
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """A Ctrl-C inside the `with` takes effect at its end; a second one at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread is interrupted, and only it may set a handler
-        return
-    caught: list[int] = []
-
-    def hold(number: int, frame: object) -> None:
-        if caught:
-            raise KeyboardInterrupt
-        caught.append(number)
-
-    before = signal.signal(signal.SIGINT, hold)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if caught:
-        raise KeyboardInterrupt
+    def _go_back(self, folder: Path) -> None:
+        """Make the run's folder what it was when a checkpoint was written."""
+        if wrong := history.go_back(self.folder, folder, self.update, self.evaluated):
+            log.warning("%s: %s. It is restored.", self.folder / history.LOG, wrong)
+        if self.best and (wrong := kept.wrong(self.folder, self.best)):
+            kept.restore(self.folder, folder)
+            log.warning("%s: %s. It is restored.", self.folder / kept.ADAPTER, wrong)
 
 
 def optimizer(config: TrainingStage, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -21,6 +21,10 @@ FORMAT = 1
 
 class Damaged(ValueError):
     """A folder that is not what its manifest says, or has none: what is wrong with it."""
+
+
+class Foreign(Damaged):
+    """A folder without a manifest of ours: none, or another program's file of that name."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +52,15 @@ def seal(
         path = folder / name
         files.flush(path)
         listed[name] = (path.stat().st_size, digest(path))
-    content = {"format": FORMAT, "files": listed, "about": dict(about)}
     with files.replacing(folder / MANIFEST, durable=True) as part:
-        part.write_text(json.dumps({"sha256": _own_digest(content), **content}, indent=1))
+        part.write_text(text(listed, about))
     return Manifest(listed, dict(about))
+
+
+def text(listed: Mapping[str, tuple[int, str]], about: Mapping[str, Any]) -> str:
+    """The content of a manifest. listed: as in `Manifest`."""
+    content = {"format": FORMAT, "files": dict(listed), "about": dict(about)}
+    return json.dumps({"sha256": _own_digest(content), **content}, indent=1)
 
 
 def read(folder: str | Path) -> Manifest:
@@ -59,31 +68,35 @@ def read(folder: str | Path) -> Manifest:
     path = Path(folder) / MANIFEST
     try:
         content = json.loads(path.read_bytes())
+        if isinstance(content, dict) and not content.keys() & {"sha256", "format", "files"}:
+            raise Foreign(f"{MANIFEST} is another program's")
         said = content.pop("sha256")
         if said != _own_digest(content):
             raise ValueError("it does not have the digest that it says")
         if content["format"] != FORMAT:
             raise Damaged(f"{MANIFEST} has format {content['format']!r}; want {FORMAT}")
-        listed = {name: (size, text) for name, (size, text) in content["files"].items()}
+        listed = {name: (size, sha256) for name, (size, sha256) in content["files"].items()}
         return Manifest(listed, content["about"])
     except FileNotFoundError:
-        raise Damaged(f"{MANIFEST} is missing") from None
+        raise Foreign(f"{MANIFEST} is missing") from None
     except Damaged:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{MANIFEST} cannot be read ({error})") from None
 
 
-def check(folder: str | Path) -> Manifest:
+def check(folder: str | Path, names: Collection[str] | None = None) -> Manifest:
     """The manifest of a folder whose files are as it says; Damaged with what is wrong otherwise.
 
-    Files that the manifest does not name are not looked at.
+    Files that the manifest does not name are not looked at. names: look at no others (None = all).
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise Damaged("it is no folder")
     manifest = read(folder)
     for name, (size, sha256) in manifest.files.items():
+        if names is not None and name not in names:
+            continue
         place = PurePosixPath(name)
         if place.is_absolute() or ".." in place.parts:
             raise Damaged(f"{MANIFEST} names {name!r}, which lies outside of the folder")

@@ -13,6 +13,7 @@ UPDATE = "update"  # rollouts done when the line was written
 LOSS = "loss"
 LEARNING_RATE = "lr"
 GRADIENT_NORM = "grad_norm"  # before clipping
+SKIPPED = "skipped_steps"  # optimizer steps that were left out, as a number was NaN or infinite
 SECONDS_ROLLOUT = "seconds/rollout"
 SECONDS_SCORE = "seconds/score"  # rewards or labels, without what ran during the rollout
 SECONDS_UPDATE = "seconds/update"
@@ -67,6 +68,7 @@ MEANINGS = {
     KEPT_SHARE: "kept_share: the share of images that count (advantage not 0); near 1 is good.",
     CLIP_FRACTION: "clip_fraction: the share of clipped policy ratios; should be below 0.5.",
     INVALID_SHARE: "invalid_share: the share of images without a reward; should be 0.",
+    SKIPPED: "skipped_steps: optimizer steps left out for NaN or infinity; should be 0.",
     LOSS: "loss: what the optimizer lowers; should fall.",
 }
 

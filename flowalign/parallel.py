@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import math
 import os
+import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -38,9 +39,11 @@ from flowalign import ranks
 from flowalign.backbone import Backbone
 from flowalign.config import ConfigError, Stage, TrainingStage
 from flowalign.status import read_status
+from flowalign.stopping import CODES, Interrupted
 from flowalign.timeouts import group_timeout
 
 log = logging.getLogger("flowalign")
+T = TypeVar("T")
 
 ADAPTERS = r".*\.lora_[AB]\..*"  # what peft calls the modules of all adapters
 # What `accelerate launch` sets -> the DistributedType that is then expected.
@@ -151,11 +154,11 @@ Errors = tuple[type[Exception], ...]
 
 @dataclass
 class ExitStatus:
-    """Around the work of a command; `code`: 0 done, 1 it had to stop, 2 it was refused, 130
-    interrupted.
+    """Around the work of a command; `code`: 0 done, 1 it had to stop, 2 it was refused, 130, 143 or
+    75 interrupted (`flowalign.stopping`).
 
     refused, stopped: the errors of which only the text is printed; any other is raised on.
-    interrupted: what is printed after Ctrl-C.
+    interrupted: how to go on after an interrupt, where the work itself does not say.
     """
 
     refused: Errors
@@ -181,8 +184,11 @@ class ExitStatus:
             print(f"stopped: {error}", file=sys.stderr)
             self.code = 1
         elif isinstance(error, KeyboardInterrupt):
-            print(self.interrupted, file=sys.stderr)
-            self.code = 130  # as a shell reports SIGINT: 128 + 2
+            known = isinstance(error, Interrupted)
+            note = error.note if known and error.note is not None else self.interrupted
+            if note:
+                print(f"interrupted ({str(error) or 'SIGINT'}): {note}", file=sys.stderr)
+            self.code = error.code if known else CODES[signal.SIGINT]
         if error is not None:
             watch.leave(self.code or 1, f"{type(error).__name__}: {error}")
         return error is None or self.code != 0
@@ -249,6 +255,25 @@ def _deepspeed_problems(config: TrainingStage, settings: Any) -> Iterator[str]:
         yield f"optimizer.name: {config.optimizer.name!r} does not go with DeepSpeed. Use 'adamw'."
 
 
+def from_main(function: Callable[[], T]) -> T:
+    """What a function returns on the main process, on every process; all must call it. An error
+    there is raised on all: an OSError, such as of a full disk, as it is, any other elsewhere as a
+    RuntimeError."""
+    told: list[Any] = [None, None]  # result, error
+    if PartialState().is_main_process:
+        try:
+            told[0] = function()
+        except OSError as error:
+            told[1] = error
+        except Exception as error:
+            broadcast_object_list([None, RuntimeError(f"on the main process: {error}")])
+            raise
+    broadcast_object_list(told)
+    if told[1] is not None:
+        raise told[1]
+    return told[0]
+
+
 def missing_steps(count: int, lockstep: bool) -> int:
     """How many zero-weight batches this rank adds to its `count`, so that all ranks run the same
     number of steps. 0 unless `lockstep`; with it, all ranks must call this, before their first
@@ -292,9 +317,11 @@ class Parallel:
     step's last micro-batch averages the gradients.
 
     lockstep: all processes must run the same number of micro-batches (`missing_steps`).
+    steps_itself: the last backward pass takes the optimizer step, so that none can be left out.
     """
 
     lockstep = False
+    steps_itself = False
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -375,6 +402,7 @@ class Zero2(Parallel):
     """
 
     lockstep = True
+    steps_itself = True
 
     def prepare(
         self, config: TrainingStage, backbone: Backbone, optimizer: torch.optim.Optimizer

@@ -326,12 +326,13 @@ def charts(curves: Mapping[str, Curve]) -> list[Chart]:
     from matplotlib.figure import Figure
 
     drawn = []
+    style = {"svg.fonttype": "none", "svg.hashsalt": "flowalign"}  # text stays text; same names
     for panel in [panel for panel in _panels(curves) if panel.curves]:
         figure = Figure(figsize=(3.5, 3.0), layout="constrained")
         _plot(figure.subplots(), panel)
         file = io.BytesIO()
-        with rc_context({"svg.fonttype": "none"}):  # text stays text, in the reader's font
-            figure.savefig(file, format="svg")
+        with rc_context(style):
+            figure.savefig(file, format="svg", metadata={"Date": None})
         encoded = base64.b64encode(file.getvalue()).decode()
         drawn.append(Chart(panel.title, f"data:image/svg+xml;base64,{encoded}", panel.about))
     return drawn
@@ -362,6 +363,7 @@ def metrics_plot(log: Path, path: Path, title: str = "") -> None:
 
 ACROSS = 3  # panels in a row
 WINDOW = 9  # updates of a moving average
+POINTS = 800  # of a curve that are drawn, at most
 # Of the first, second, ... curve of a panel: equal curves are all seen. (marker, its size, dashes)
 STYLES = (("o", 4.0, "-"), ("x", 6.0, "--"), ("s", 2.0, ":"), ("+", 8.0, "-."))
 
@@ -384,7 +386,7 @@ def _plot(axis: Axes, panel: _Panel) -> None:
     about = "rollouts"
     styles = itertools.cycle(STYLES if len(panel.curves) <= len(STYLES) else STYLES[:1])
     for (label, points), (marker, size, dashes) in zip(panel.curves.items(), styles, strict=False):
-        x, y = zip(*points, strict=True)
+        x, y = zip(*_thinned(points), strict=True)
         line = y
         if panel.noisy and len(x) > WINDOW:
             line, about = _smooth(y), f"rollouts (line: mean of {WINDOW} points)"
@@ -409,6 +411,17 @@ def _plot(axis: Axes, panel: _Panel) -> None:
     if len(panel.curves) > 1:  # below the axes, so that it covers no point
         place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
         axis.legend(**place, ncols=2 if len(panel.curves) < 5 else 4, fontsize=7, frameon=False)
+
+
+def _thinned(points: Curve) -> Curve:
+    """At most about POINTS of them, with the first and the last one: of each stretch the lowest and
+    the highest, so that no peak is lost."""
+    if len(points) <= POINTS:
+        return points
+    size = math.ceil(2 * len(points) / POINTS)
+    stretches = (points[i : i + size] for i in range(1, len(points) - 1, size))
+    ends = (f(part, key=lambda point: point[1]) for part in stretches for f in (min, max))
+    return sorted({points[0], *ends, points[-1]})
 
 
 def _smooth(values: Sequence[float]) -> list[float]:

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from flowalign import determinism, packages
+from flowalign import resume as resuming
 from flowalign.adapters import hub
 from flowalign.adapters.files import AdapterError, read_lora
-from flowalign.config.loading import load
 from flowalign.config.schema import (
     ConfigError,
     EvalStage,
@@ -34,9 +34,10 @@ def check_world(
     num_processes: int,
     pending: Collection[str] = (),
     resume: bool | None = None,
+    any_world: bool = False,
 ) -> None:
     """Refuse what `world_problems` finds, as one ConfigError. Called before any model is loaded."""
-    if problems := world_problems(config, num_processes, pending, resume):
+    if problems := world_problems(config, num_processes, pending, resume, any_world):
         raise ConfigError(problems)
 
 
@@ -45,19 +46,23 @@ def world_problems(
     num_processes: int,
     pending: Collection[str] = (),
     resume: bool | None = None,
+    any_world: bool = False,
 ) -> list[str]:
     """What keeps a stage from starting here: missing packages, adapters, rewards and prompt sets,
     images that the processes cannot share, and a folder that holds another run.
 
     `train`, `eval` and `doctor` all ask this. pending: adapters that are not there yet, because an
     earlier stage of a recipe will write them. resume: whether the run is to continue what its
-    folder holds; None = the folder is not looked at.
+    folder holds; None = the folder is not looked at. any_world: also with another number of
+    processes.
     """
     problems = [*_package_problems(config), *_adapter_problems(config, pending)]
     if isinstance(config, TrainingStage):
         problems += [*_sharing_problems(config, num_processes), *determinism.problems(config)]
         if resume is not None:
-            problems += _folder_problems(Path(config.output), config, resume)
+            problems += resuming.problems(
+                config, num_processes, resume=resume, any_world=any_world, pending=pending
+            )
     problems += _scoring_problems(config, num_processes)
     if isinstance(config, EvalStage):
         problems += _fidelity_problems(config)
@@ -193,40 +198,22 @@ def _sharing_problems(config: TrainingStage, num_processes: int) -> Iterator[str
 
 
 def _adapter_problems(config: Stage, pending: Collection[str]) -> Iterator[str]:
-    """Adapters that are not there, cannot be read, or say that they belong to another base. Those
-    on the Hub are downloaded."""
+    """Adapters that are not there, cannot be read, hold NaN, or say that they belong to another
+    base. Those on the Hub are downloaded."""
     for place, source in config.inputs.items():
         if source in pending:
             continue
         try:
-            base = read_lora(source, newest=True).base
+            lora = read_lora(source, newest=True)
+            lora.check_values()
         except (AdapterError, hub.HubError) as error:
             yield f"{place}: {error}"
         else:
-            if base not in (None, config.model.id):
+            if lora.base not in (None, config.model.id):
                 yield (
-                    f"{place}: {source!r} was trained on {base!r}, and model.id is "
+                    f"{place}: {source!r} was trained on {lora.base!r}, and model.id is "
                     f"{config.model.id!r}. Name an adapter of this base, or that base as model.id."
                 )
-
-
-def _folder_problems(folder: Path, config: TrainingStage, resume: bool) -> Iterator[str]:
-    """A run that would be overwritten, or resumed with another config."""
-    saved = folder / "config.yaml"
-    if not resume and any((folder / "checkpoints").glob("update_*")):
-        yield (
-            f"output: {folder} holds the checkpoints of a run. Continue it with --resume, "
-            "choose another `output`, or delete the folder."
-        )
-    if resume and saved.exists():
-        free = {"train", "evaluation", "output"}  # such as train.updates: a run may be extended
-        old, new = load(saved).model_dump(exclude=free), config.model_dump(exclude=free)
-        changed = sorted(key for key in new if new[key] != old[key])
-        if changed:
-            yield (
-                f"--resume: {', '.join(changed)} differ from {saved}. A resumed run keeps its "
-                "config (but for train and evaluation); undo the change or choose another `output`."
-            )
 
 
 def _fidelity_problems(config: EvalStage) -> Iterator[str]:

@@ -46,25 +46,29 @@ def run(
     evaluate: Callable[[EvalStage], object],
     *,
     record: bool = True,
+    any_world: bool = False,
 ) -> Path:
     """Run what is not finished; returns the output folder. home: where `use` files are looked for.
 
     train and evaluate run one stage each; train resumes where there are checkpoints. record: keep
-    the recipe and its status in the folder. Raises ConfigError, before any stage runs, with
-    everything that is wrong in any of them.
+    the recipe and its status in the folder. any_world: checkpoints may be of another number of
+    processes. Raises ConfigError, before any stage runs, with everything that is wrong in any of
+    them.
     """
     from flowalign import parallel, ranks
 
     stages, problems = _read_stages(config, home)
     state = parallel.state(*stages.values())  # one group of processes serves all stages
     check_launch(state.num_processes)
-    if problems := _problems(config, stages, problems, state.num_processes):
+    if problems := _problems(config, stages, problems, state.num_processes, any_world):
         raise ConfigError(problems)
     folder, main = Path(config.output), state.is_main_process
     if main and record:
         whole = {name: stage.model_dump(mode="json") for name, stage in stages.items()}
         with files.replacing(folder / "config.yaml") as part:  # without the files that it uses
             part.write_text(to_yaml(config.model_copy(update={"stages": whole})))
+    for place in ([folder] if record else [s.output for s in stages.values()]) if main else ():
+        files.remove_leftovers(place)
     show = print if main else (lambda *text, **how: None)
     with Heartbeat(folder, main and record, total=len(stages)) as heartbeat:
         for number, (name, stage) in enumerate(stages.items(), 1):
@@ -98,18 +102,22 @@ def _mark_finished(stage: Stage) -> None:
 
 
 def examine(
-    config: Stage, home: Path, num_processes: int = 1, resume: bool = False
+    config: Stage,
+    home: Path,
+    num_processes: int = 1,
+    resume: bool = False,
+    any_world: bool = False,
 ) -> tuple[dict[str, Stage], list[str]]:
     """The config of every stage that can be read, by name, and everything that keeps the whole
     from starting here: what `train` and `eval` refuse. A stage that is no recipe is named by its
-    folder. resume: as for `train`."""
+    folder. resume, any_world: as for `train`."""
     if isinstance(config, MergeStage):
         config = alone(config)
     if not isinstance(config, RecipeStage):
-        problems = world_problems(config, num_processes, resume=resume)
+        problems = world_problems(config, num_processes, resume=resume, any_world=any_world)
         return {Path(config.output).name: config}, problems
     stages, problems = _read_stages(config, home)
-    return stages, _problems(config, stages, problems, num_processes)
+    return stages, _problems(config, stages, problems, num_processes, any_world)
 
 
 def plan(config: RecipeStage, home: Path, num_processes: int = 1) -> dict[str, Stage]:
@@ -154,6 +162,8 @@ def _read_stage(config: RecipeStage, name: str, home: Path, adapters: Mapping[st
         raise ConfigError([f"use: got {use!r}; want the name of a YAML file."])
     if not isinstance(changes, list) or not all(isinstance(text, str) for text in changes):
         raise ConfigError([f"set: got {changes!r}; want a list of texts, key.path=value."])
+    if moved := [text for text in changes if text.partition("=")[0].strip() == "output"]:
+        raise ConfigError([f"set: {moved[0]!r}, but a stage writes below the recipe's output."])
     base = {} if use is None else read(home / use)
     data = overlay(base if isinstance(base, Mapping) else {}, own)
     kind = str(data.get("stage"))
@@ -191,7 +201,11 @@ def _adapter_of(config: RecipeStage, name: str) -> str:
 
 
 def _problems(
-    config: RecipeStage, stages: Mapping[str, Stage], problems: Sequence[str], num_processes: int
+    config: RecipeStage,
+    stages: Mapping[str, Stage],
+    problems: Sequence[str],
+    num_processes: int,
+    any_world: bool,
 ) -> list[str]:
     """These problems, and whatever else keeps the stages from running."""
     problems = list(problems)
@@ -200,7 +214,7 @@ def _problems(
         if name in stages:
             stage = stages[name]
             resume = None if finished(stage) else True
-            found = world_problems(stage, num_processes, pending, resume)
+            found = world_problems(stage, num_processes, pending, resume, any_world)
             problems += [f"stages.{name}.{text}" for text in found]
         pending.append(_adapter_of(config, name))  # of a wrong stage, too, which is blamed once
     dtypes = {n: s.model.dtype for n, s in stages.items() if isinstance(s, TrainingStage)}

@@ -11,6 +11,7 @@ from pathlib import Path
 from flowalign import metrics
 from flowalign.config import RecipeStage, Stage, TrainingStage
 from flowalign.files import read_lines
+from flowalign.resume import checkpoints
 
 PLACES = {  # below the folder of a run, in the order in which they are of use
     "report": "report.html",
@@ -98,7 +99,7 @@ def merged(adapter: str | Path) -> str:
 def _found(folder: Path) -> dict[str, Path]:
     """What there is below the folder of a run: {what: path}."""
     places = {what: folder / name for what, name in PLACES.items()}
-    if newest := sorted((folder / "checkpoints").glob("update_*"))[-1:]:
+    if newest := checkpoints(folder)[-1:]:
         places["checkpoint"] = newest[0]
     return {what: path for what, path in places.items() if path.exists()}
 

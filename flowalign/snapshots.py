@@ -2,7 +2,7 @@
 
 samples/update_000020.png shows images of a rollout, samples/held_out_000020.png of an evaluation.
 The .json file beside a picture has a row an image: prompt, task, note (its reward, or its teacher)
-and the image as a small WebP file in base64.
+and the image as a small WebP file in base64. Of each kind the newest `keep` stay, and the oldest.
 """
 
 from __future__ import annotations
@@ -30,20 +30,26 @@ LONGEST = 256  # pixels of an image in the JSON file
 TRAINING, EVALUATION = "update_", "held_out_"  # what the names of the files begin with
 
 
-def write_rollout(folder: Path, update: int, rollout: Rollout, notes: Sequence[str]) -> Path:
+def write_rollout(
+    folder: Path, update: int, rollout: Rollout, notes: Sequence[str], keep: int | None = None
+) -> Path:
     """Keep some images of a rollout that has them; returns the picture. notes: one an image."""
     assert rollout.images is not None
     copies = int(rollout.copy.max()) + 1
     rows = list(range(0, len(rollout), max(1, copies // COPIES)))[:SHOWN]
     batch = rollout.batch.select(rows)
     images = list(rollout.images[rows])
-    return _write(folder, f"{TRAINING}{update:06d}", images, batch.prompts, batch.tasks,
+    path = _write(folder, f"{TRAINING}{update:06d}", images, batch.prompts, batch.tasks,
                   [notes[row] for row in rows])  # fmt: skip
+    _forget(folder, TRAINING, keep)
+    return path
 
 
-def write_examples(folder: Path, update: int, examples: Sequence[Example]) -> Path:
+def write_examples(
+    folder: Path, update: int, examples: Sequence[Example], keep: int | None = None
+) -> Path:
     """Keep the images that an evaluation shows; returns the picture."""
-    return _write(
+    path = _write(
         folder,
         f"{EVALUATION}{update:06d}",
         [pixels_of(example.picture) for example in examples],
@@ -51,6 +57,21 @@ def write_examples(folder: Path, update: int, examples: Sequence[Example]) -> Pa
         [example.benchmark for example in examples],
         [note(example.score) for example in examples],
     )
+    _forget(folder, EVALUATION, keep)
+    return path
+
+
+def _forget(folder: Path, kind: str, keep: int | None) -> None:
+    """Remove all samples of a kind but the oldest one and the newest `keep`; None = none."""
+    for old in _files(folder, kind)[1 : -keep if keep else 1]:
+        for path in (old, old.with_suffix(".json")):
+            path.unlink(missing_ok=True)
+
+
+def _files(run: Path, kind: str, suffix: str = ".png") -> list[Path]:
+    """The oldest first: six digits and more sort as numbers by their length."""
+    found = (run / "samples").glob(f"{kind}*{suffix}")
+    return sorted(found, key=lambda path: (len(path.name), path.name))
 
 
 def note(score: float) -> str:
@@ -102,6 +123,6 @@ def oldest(run: Path, kind: str) -> Kept | None:
 
 
 def _kept(run: Path, kind: str, reverse: bool) -> Iterator[Kept]:
-    for path in sorted((run / "samples").glob(f"{kind}*.json"), reverse=reverse):
+    for path in _files(run, kind, ".json")[:: -1 if reverse else 1]:
         with suppress(OSError, ValueError):
             yield int(path.stem.removeprefix(kind)), json.loads(path.read_text("utf-8"))

@@ -15,11 +15,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flowalign.files import replacing
+from flowalign.files import replacing, to_json
 
 STATUS = "status.json"
 WARNINGS = "warnings.jsonl"
 BEAT = 15.0  # seconds between two signs of life
+KEPT = 1000  # newest warnings that a run keeps, at least; twice as many at most
+LONGEST = 4000  # characters of a warning
 SILENCE = 180.0  # seconds without one after which a run counts as dead; shared disks lag
 
 
@@ -77,7 +79,7 @@ class Heartbeat:
         if error is None:
             self.say(state="finished")
         elif isinstance(error, KeyboardInterrupt):
-            self.say(state="interrupted", reason="Ctrl-C")
+            self.say(state="interrupted", reason=str(error) or "Ctrl-C")
         else:
             self.say(state="stopped", reason=str(error) or type(error).__name__)
 
@@ -88,7 +90,7 @@ class Heartbeat:
         with self._lock, suppress(OSError):
             self.status = replace(self.status, heard=time.time(), **values)
             with replacing(self.folder / STATUS) as part:
-                part.write_text(json.dumps(asdict(self.status)))
+                part.write_text(json.dumps(to_json(asdict(self.status))))
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT):
@@ -100,13 +102,26 @@ class _Warnings(logging.Handler):
 
     def __init__(self, heartbeat: Heartbeat) -> None:
         super().__init__(logging.WARNING)
-        self.heartbeat = heartbeat
+        self.heartbeat, self.path = heartbeat, heartbeat.folder / WARNINGS
+        self.lines: int | None = None  # of the file; None = not counted
 
     def emit(self, record: logging.LogRecord) -> None:
-        update = self.heartbeat.status.update
-        row = {"time": record.created, "update": update, "text": record.getMessage()}
-        with suppress(OSError), open(self.heartbeat.folder / WARNINGS, "a") as file:
-            file.write(json.dumps(row) + "\n")
+        text, update = record.getMessage()[:LONGEST], self.heartbeat.status.update
+        row = {"time": record.created, "update": update, "text": text}
+        with suppress(OSError):
+            if self.lines is None:
+                self.lines = len(self._read())
+            elif self.lines >= 2 * KEPT:
+                newest = self._read()[-KEPT:]
+                with replacing(self.path) as part:
+                    part.write_bytes(b"".join(newest))
+                self.lines = len(newest)
+            with open(self.path, "a") as file:
+                file.write(json.dumps(row) + "\n")
+            self.lines += 1
+
+    def _read(self) -> list[bytes]:
+        return self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
 
 
 def read_status(folder: Path) -> Status | None:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from diffusers import StableDiffusion3Pipeline
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from flowalign import tensors
 from flowalign.files import replacing
 from flowalign.frozen import Placement, fingerprint
 
+log = logging.getLogger("flowalign")
+
 BATCH = 32  # texts per forward pass: 1.5 GB of activations in T5-XXL
 HELD = 1024  # texts in the CPU's memory at most: 1.7 GB for Stable Diffusion 3.5 in 16 bits
+
+SHA256 = "sha256"  # in the head of a cached file
 
 Pair = tuple[Tensor, Tensor]  # embeddings [P,L,D] and pooled ones [P,E]; of one text [L,D], [E]
 
@@ -28,7 +33,8 @@ class TextEncoder:
     offload: they wait in the CPU's memory, and are on the device only while they encode. cache: a
     folder for their results, shared with later calls, other processes and other runs (None = no
     cache): <cache>/<encoders>/<text>.safetensors, both digests, so that other weights, lengths or
-    dtypes have files of their own.
+    dtypes have files of their own. A file carries a digest of its tensors and of both; one that is
+    not what it says is encoded again.
     """
 
     def __init__(
@@ -138,16 +144,31 @@ class TextEncoder:
             for prompt in prompts:  # each alone, so that its file does not depend on the batch
                 embeds, pooled = self._encode([prompt])
                 pair = embeds[0].cpu().contiguous(), pooled[0].cpu().contiguous()
+                whole = {"embeds": pair[0], "pooled": pair[1]}
                 with replacing(self._path(prompt)) as part:
-                    save_file({"embeds": pair[0], "pooled": pair[1]}, part)
+                    tensors.save(whole, part, {SHA256: self._sha256(prompt, whole)})
                 yield prompt, pair
 
     def _read(self, prompt: str) -> Pair | None:
+        """What the cache has of a text; None if it has none that can be used."""
+        path = self._path(prompt)
         try:
-            tensors = load_file(self._path(prompt))
-            return tensors["embeds"], tensors["pooled"]
-        except (OSError, SafetensorError, KeyError):  # missing or broken: it is encoded again
+            with safe_open(path, framework="pt") as file:
+                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                said = (file.metadata() or {}).get(SHA256)
+            if said == self._sha256(prompt, found):
+                return found["embeds"], found["pooled"]
+        except FileNotFoundError:
             return None
+        except (OSError, SafetensorError, ValueError, KeyError):
+            pass
+        log.warning("%s is damaged or of an older version; the text is encoded again.", path)
+        return None
+
+    def _sha256(self, prompt: str, whole: Mapping[str, Tensor]) -> str:
+        """Of the tensors, the encoders and the text: the file of another text does not fit."""
+        assert self.folder
+        return tensors.digest(whole, f"{self.folder.name} {_digest(prompt)}")
 
 
 def _digest(text: str) -> str:

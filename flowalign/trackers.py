@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from PIL import Image
 
 from flowalign.config import TrainingStage, to_yaml
+from flowalign.resume import checkpoints
 from flowalign.types import EvalReport
 
 WANDB_RUN = "wandb_run.txt"  # the id under which a resumed run goes on
@@ -42,7 +43,7 @@ def begin(accelerator: Accelerator, config: TrainingStage) -> None:
 def _wandb_run(folder: Path) -> dict[str, str]:
     """W&B's options of the run in a folder: a run that has checkpoints goes on under its id."""
     path = folder / WANDB_RUN
-    if path.is_file() and any((folder / "checkpoints").glob("update_*")):
+    if path.is_file() and checkpoints(folder):
         return {"id": path.read_text().strip(), "resume": "allow"}
     path.write_text(run := uuid.uuid4().hex[:8])
     return {"id": run}

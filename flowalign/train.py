@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowalign import files
 from flowalign.config import (
     ConfigError,
     GrpoStage,
@@ -25,6 +26,8 @@ from flowalign.config import (
     to_yaml,
 )
 from flowalign.preflight import check_launch, check_world, group_problems, start
+from flowalign.resume import anew
+from flowalign.stopping import Clock
 
 if TYPE_CHECKING:  # --help need not import diffusers
     import torch
@@ -45,6 +48,8 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("flowalign train", description="Train from a config file.")
     parser.add_argument("--config", required=True, help="a YAML file, such as configs/tiny/...")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
+    help = "resume with another number of processes, though the last digits then differ"
+    parser.add_argument("--allow-world-change", action="store_true", help=help)
     parser.add_argument("--dry-run", action="store_true", help="print the plan; write nothing")
     parser.add_argument("--variant", help="a YAML file of keys by stage: other hardware")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change the config")
@@ -52,7 +57,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 1 the run had to stop, 2 the config is refused, 130 interrupted."""
+    """Exit status: 0 done, 1 the run had to stop, 2 the config is refused; interrupted, 130 by
+    Ctrl-C, 143 by SIGTERM, and 75 by SIGUSR1 or the clock."""
+    began = time.monotonic()
     args = parser().parse_args(argv)
     from flowalign.progress import quiet
 
@@ -65,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     status = parallel.ExitStatus(
         refused=(ConfigError, ModelError),
         stopped=(TrainingError, EvaluationError),
-        interrupted="interrupted; continue from the last checkpoint with --resume",
+        interrupted="--resume continues from the last checkpoint, if there is one",
     )
     rewards.look_beside(args.config)
     with status:
@@ -73,16 +80,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.dry_run:
             from flowalign.forecast import dry
 
-            dry.run(config, Path(args.config).parent, args.resume)
+            dry.run(config, Path(args.config).parent, args.resume, args.allow_world_change)
         else:
-            run(config, Path(args.config).parent, args.resume)
+            run(config, Path(args.config).parent, args.resume, began, args.allow_world_change)
             if parallel.state().is_main_process:
                 print(results.summary(config), flush=True)
     return status.code
 
 
-def run(given: Job, home: Path, resume: bool) -> Path:
-    """Whatever `flowalign train` can run. home: the folder of the config file."""
+def run(given: Job, home: Path, resume: bool, began: float, any_world: bool = False) -> Path:
+    """Whatever `flowalign train` can run. home: the folder of the config file. resume, any_world:
+    `--resume` and `--allow-world-change`; a recipe always resumes. began: as a Clock has it."""
     from flowalign import parallel
 
     if isinstance(given, TrainingStage):
@@ -90,7 +98,8 @@ def run(given: Job, home: Path, resume: bool) -> Path:
         resume = resume or parallel.restarted(Path(given.output))
         if resume and parallel.state(given).is_main_process and (text := anew(Path(given.output))):
             log.warning(text)
-        return train(given, resume=resume)
+        clock = Clock(began, given.train.max_minutes)
+        return train(given, resume=resume, any_world=any_world, clock=clock)
     from flowalign import recipe, watch
     from flowalign.eval.run import evaluate
 
@@ -99,38 +108,39 @@ def run(given: Job, home: Path, resume: bool) -> Path:
         config = recipe.alone(config)
     assert isinstance(config, RecipeStage)
     whole = isinstance(given, RecipeStage)
-    folder = recipe.run(
-        config, home, lambda stage: train(stage, resume=True), evaluate, record=whole
-    )
+    limit, name = config.max_minutes, "max_minutes"
+
+    def train_stage(stage: TrainingStage) -> Path:
+        own = Clock(began, stage.train.max_minutes)
+        clock = Clock(began, limit, name) if limit else own
+        return train(stage, resume=True, any_world=any_world, clock=clock)
+
+    folder = recipe.run(config, home, train_stage, evaluate, record=whole, any_world=any_world)
     if whole and parallel.state().is_main_process:
         watch.write(folder)  # the recipe's report
     return folder
 
 
-def anew(folder: Path) -> str:
-    """Why --resume starts from the first update, "" if there is a checkpoint. A folder that does
-    not exist may be mistyped: one beside it with a similar name and checkpoints is named."""
-    if any(folder.glob("checkpoints/update_*")):
-        return ""
-    text = f"--resume: no checkpoint in {folder}/checkpoints. The run starts from its first update."
-    if not folder.exists():
-        runs = {path.parents[1].name for path in folder.parent.glob("*/checkpoints/update_*")}
-        for name in difflib.get_close_matches(folder.name, sorted(runs), n=1, cutoff=0.8):
-            text += f" {folder.parent / name} has checkpoints: did you mean it?"
-    return text
+def train(
+    config: TrainingStage,
+    *,
+    resume: bool = False,
+    any_world: bool = False,
+    clock: Clock | None = None,
+) -> Path:
+    """Train one stage to its end; returns the folder of the resulting adapter. resume: go on from
+    the newest sound checkpoint; any_world: which another number of processes may have written.
 
-
-def train(config: TrainingStage, *, resume: bool = False) -> Path:
-    """Train one stage to its end; returns the folder of the resulting adapter.
-
-    Raises ConfigError before any model is loaded, TrainingError if the run has to stop.
+    clock: how long it may take; None = train.max_minutes from the first update on. Raises
+    ConfigError before any model is loaded, TrainingError if the run has to stop, Interrupted if it
+    is asked to.
     """
     from flowalign import parallel, ranks, watch
     from flowalign.determinism import deterministic
 
     processes = parallel.state(config).num_processes
     check_launch(processes)
-    check_world(config, processes, resume=resume)
+    check_world(config, processes, resume=resume, any_world=any_world)
     folder, main = Path(config.output), parallel.state().is_main_process
     if main and (begin := start(config.lora)):
         log.info(begin.text)
@@ -143,13 +153,15 @@ def train(config: TrainingStage, *, resume: bool = False) -> Path:
     rank = ranks.watch()
     rank.at("loading the models")
     with deterministic(config.train.deterministic):
-        loop, report, rewards = wire(config)
+        loop, report, rewards = wire(config, clock)
         if main:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.yaml").write_text(to_yaml(config))
+            files.remove_leftovers(folder)
+        if not (resume and loop.resume(any_world=any_world)):
+            loop.begin()
+        if main:
+            with files.replacing(folder / "config.yaml", durable=True) as part:
+                part.write_text(to_yaml(config))
         loop.accelerator.wait_for_everyone()
-        if resume:
-            loop.resume()
         _hint_threads(loop.accelerator)
         with report.live(loop.update), rank.explained():
             loop.run()
@@ -177,7 +189,9 @@ def _hint_threads(accelerator: Accelerator) -> None:
 # The parts of a run ------------------------------------------------------------------------------
 
 
-def wire(config: TrainingStage) -> tuple[Loop, Progress, dict[str, Reward]]:
+def wire(
+    config: TrainingStage, clock: Clock | None = None
+) -> tuple[Loop, Progress, dict[str, Reward]]:
     """Build every part of a run from its config -> the loop, its display, its rewards."""
     from accelerate.utils import set_seed
 
@@ -209,6 +223,7 @@ def wire(config: TrainingStage) -> tuple[Loop, Progress, dict[str, Reward]]:
         algorithm(config, backbone, built, accelerator),
         evaluator(config, backbone, built, accelerator),
         progress.update,
+        clock,
     )
     trackers.begin(accelerator, config)
     for place, scale in config.mixtures.items() if accelerator.is_main_process else ():

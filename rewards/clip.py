@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 from transformers import AutoTokenizer, CLIPModel
 
-from flowalign.rewards import preprocess
+from flowalign.rewards import preprocess, weights
 from flowalign.rewards.options import pretrained
 from flowalign.rewards.towers import TwoTowers
 from flowalign.tiny import PREFERENCE
@@ -46,7 +46,7 @@ class Clip(TwoTowers):
         at: dict[str, Any] = {"revision": revision} if revision else {}
         # a revision is a commit of the model's repository, and names none in the processor's
         source, its = (name, at) if processor is None else (resolve(processor), {})
-        self.model = CLIPModel.from_pretrained(name, **at).float()
+        self.model = weights.from_safetensors(CLIPModel, name, **at).float()
         self.pixels = preprocess.ImageProcessor.from_pretrained(source, **its)
         self.tokenizer = AutoTokenizer.from_pretrained(source, **its)
         positions = self.model.text_model.embeddings.position_embedding.num_embeddings

@@ -21,6 +21,7 @@ from torch.nn.functional import interpolate, pad
 
 from flowalign.frozen import Placement
 from flowalign.images import to_uint8
+from flowalign.rewards import weights
 from flowalign.rewards.clip_colors import ClipColors, OpenClipWeights
 from flowalign.rewards.geneval_names import NAMES
 from flowalign.rewards.options import Count, Device, OpenClip, checked, pretrained
@@ -228,10 +229,14 @@ def _load(model: str, revision: str | None, dtype: torch.dtype) -> tuple[Any, An
             f"{first!r} to {last!r}; GenEval needs a mask2former with the {len(NAMES)} things of "
             f"COCO, in COCO's order. Use a ...-coco-instance model such as {MODEL}."
         )
-    loaded: Any = Mask2FormerForUniversalSegmentation.from_pretrained(
-        model, config=config, dtype=dtype, output_loading_info=True, **at
+    network, report = weights.from_safetensors(
+        Mask2FormerForUniversalSegmentation,
+        model,
+        config=config,
+        dtype=dtype,
+        output_loading_info=True,
+        **at,
     )
-    network, report = loaded
     missing = sorted(dict(network.named_parameters()).keys() & set(report["missing_keys"]))
     if missing:
         raise ValueError(

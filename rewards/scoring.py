@@ -9,9 +9,11 @@ import logging
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -181,20 +183,26 @@ class ByTask:
 # Beside the sampling ------------------------------------------------------------------------------
 
 
+Jobs = SimpleQueue[tuple[Future[Any], Callable[[], Any], Any] | None]  # None = the end
+
+
 class Worker:
     """Runs calls in the order of `submit`, one at a time: rewards are not thread safe.
 
-    The thread is a daemon, so a call that hangs does not keep the process alive. Whatever a call
-    raises, KeyboardInterrupt and SystemExit included, is raised by its future.
+    The thread is a daemon, so a call that hangs does not keep the process alive. It ends with
+    `close`, or when nobody has the worker any more. Whatever a call raises, KeyboardInterrupt and
+    SystemExit included, is raised by its future.
     The thread's current device is that of the thread that makes the worker. It works on a stream of
     its own: a call sees all that its submitter has started, and its result is complete.
     """
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any], Any] | None] = SimpleQueue()
-        self._beside = Beside()
-        self._since: float | None = None
-        threading.Thread(target=self._work, name="reward", daemon=True).start()
+        self._jobs: Jobs = SimpleQueue()
+        self._beside, self._clock = Beside(), _Clock()
+        # the thread does not hold the worker, or it would never be let go of
+        given = self._jobs, self._beside, self._clock
+        threading.Thread(target=_work, args=given, name="reward", daemon=True).start()
+        weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
         """The future result of a call; it can be cancelled until its turn comes."""
@@ -209,27 +217,35 @@ class Worker:
     @property
     def busy(self) -> float:
         """For how many seconds the current call has run; 0 if there is none."""
-        since = self._since  # read once: the thread may reset it in between
+        since = self._clock.since  # read once: the thread may reset it in between
         return 0.0 if since is None else time.monotonic() - since
 
-    def _work(self) -> None:
-        self._beside.enter()
-        while (job := self._jobs.get()) is not None:
-            future, call, mark = job
-            if not future.set_running_or_notify_cancel():
-                continue
-            self._since = time.monotonic()
-            try:
-                self._beside.follow(mark)
-                result = call()
-                self._beside.settle()
-            except BaseException as error:
-                self._since = None  # before the future is done: its reader may ask for `busy`
-                future.set_exception(error)
-            else:
-                self._since = None
-                future.set_result(result)
-            del job, future, call  # free the images before waiting for the next job
+
+@dataclass
+class _Clock:
+    since: float | None = None  # when the current call began
+
+
+def _work(jobs: Jobs, beside: Beside, clock: _Clock) -> None:
+    """What the thread of a Worker does."""
+    beside.enter()
+    while (job := jobs.get()) is not None:
+        future, call, mark = job
+        if not future.set_running_or_notify_cancel():
+            continue
+        clock.since = time.monotonic()
+        try:
+            beside.follow(mark)
+            result = call()
+            beside.settle()
+        except BaseException as error:
+            clock.since = None  # before the future is done: its reader may ask for `busy`
+            future.set_exception(error)
+        else:
+            clock.since = None
+            future.set_result(result)
+            del result
+        del job, future, call  # free the images before waiting for the next job
 
 
 class Ahead:

@@ -24,9 +24,9 @@ Answer = TypeVar("Answer")
 class TwoTowers:
     """An image tower and a text tower; a subclass says how they are called.
 
-    device: where they compute, None = the GPU if there is one. batch_size: images or prompts a
-    forward pass; it changes no result. offload: `flowalign.frozen.Placement`. text_cache:
-    how many prompts' vectors are kept, on the CPU; the least recently used go first.
+    device: where they compute, None = the GPU if there is one. batch_size: images a forward pass;
+    texts are encoded one by one. offload: `flowalign.frozen.Placement`. text_cache: how many
+    prompts' vectors are kept, on the CPU; the least recently used go first.
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class TwoTowers:
 
     @torch.no_grad()
     def text_features(self, prompts: Sequence[str]) -> Tensor:
-        """Unit vectors [P,D], float32. Kept vectors are reused; a prompt too long is cut."""
+        """Unit vectors [P,D], float32. Kept vectors are reused; a prompt too long is cut. A vector
+        depends on its prompt alone, to the bit: not on what else is asked, or was before."""
         vectors = self._texts.get(prompts, self._unit_vectors)
         empty = torch.empty(0, self.width)
         return (torch.stack(vectors) if vectors else empty).to(self.device)
@@ -70,12 +71,10 @@ class TwoTowers:
             return (self.image_features(images) * self.text_features(prompts)).sum(-1).cpu()
 
     def _unit_vectors(self, prompts: list[str]) -> list[Tensor]:
-        vectors = []
+        # each alone: the last bits of a row depend on the size of its batch, and which prompts are
+        # new together depends on what was kept, so that a resumed run would score otherwise
         with self.placement:
-            for start in range(0, len(prompts), self.batch_size):
-                texts = self._encode_texts(prompts[start : start + self.batch_size])
-                vectors += normalize(texts, dim=-1).cpu().unbind()
-        return vectors
+            return [normalize(self._encode_texts([p]), dim=-1)[0].cpu() for p in prompts]
 
     def _encode_images(self, pictures: list[np.ndarray]) -> Tensor:
         """uint8 pictures [H,W,3] -> [b,D], of any length."""

@@ -21,12 +21,16 @@ from PIL import Image
 from pydantic import Field
 from torch import Tensor
 
-from flowalign.http import Client, beginning, check_url
+from flowalign.http import Client, check_url
 from flowalign.images import to_uint8
+from flowalign.printable import shown
 from flowalign.rewards import load
 from flowalign.rewards.options import Count, checked, suggestion
 from flowalign.rewards.service.wire import Retries, Seconds, TokenEnv, read_token
 from flowalign.types import Metadata, Scores
+
+MAX_BYTES = 2**20  # of an answer
+_TOKEN_LENGTH = 32  # characters; most have fewer than 10
 
 
 @dataclass(frozen=True)
@@ -72,12 +76,12 @@ class Template:
         take the first; answers with one match are the same to both.)
         """
         scores = re.findall(self.pattern, answer)  # one group: the texts that it matched
-        shown = repr(beginning(answer, 160))
+        said = repr(shown(answer, 160))
         if not scores:
-            raise ValueError(f"no score in the answer {shown}")
+            raise ValueError(f"no score in the answer {said}")
         score = float(scores[-1])  # ValueError for a group that matches no number
         if not self.lowest <= score <= self.scale:
-            raise ValueError(f"a score outside {self.lowest:g} to {self.scale:g} in {shown}")
+            raise ValueError(f"a score outside {self.lowest:g} to {self.scale:g} in {said}")
         return score
 
 
@@ -243,15 +247,18 @@ class VLM:
             answer = client.request("POST", self.url, json=body).body
             try:
                 said = json.loads(answer)["choices"][0]["message"]["content"]
-            except (ValueError, LookupError, TypeError):
+            except (ValueError, LookupError, TypeError, RecursionError):
                 said = None  # as where a judge refuses: its content is null
             if not isinstance(said, str):
-                shown = client.clean(answer.decode("utf-8", "replace"))
-                raise ValueError(f"no text choices[0].message.content in the answer {shown!r}")
+                beginning = client.clean(answer.decode("utf-8", "replace"))
+                raise ValueError(f"no text choices[0].message.content in the answer {beginning!r}")
+            if len(said) > _TOKEN_LENGTH * self.max_tokens:  # more to search than was asked for
+                raise ValueError(f"an answer of {len(said)} characters: {shown(said, 160)!r}")
             return self.template.read(said)
 
         token = read_token(os.environ, self.token_env) if self.token_env else None
-        with Client(timeout=self.timeout, retries=self.retries, token=token) as client:
+        limits = {"timeout": self.timeout, "retries": self.retries, "max_bytes": MAX_BYTES}
+        with Client(**limits, token=token) as client:
             scores = client.map(ask, range(len(images)), self.concurrency)
         errors = {row: score for row, score in enumerate(scores) if isinstance(score, Exception)}
         reasons = {row: f"{type(error).__name__}: {error}" for row, error in errors.items()}

@@ -78,6 +78,24 @@ def read(path: Path) -> dict[str, Tensor]:
     return dict(weights)
 
 
+def from_safetensors(kind: Any, name: str, **options: Any) -> Any:
+    """`kind.from_pretrained(name, **options)` of a transformers class, of safetensors files only.
+
+    Raises OSError, saying how to go on, where there are none or they cannot be had.
+    """
+    try:
+        return kind.from_pretrained(name, use_safetensors=True, **options)
+    except OSError as error:
+        if "safetensors" not in str(error):
+            raise
+        raise OSError(
+            f"{name} has no weights as model.safetensors ({str(error).splitlines()[0][:200]}), and "
+            "a pickle (pytorch_model.bin) is not read: it could run code. If you trust it, convert "
+            f'it once: python -c "import transformers as t; m = t.{kind.__name__}.from_pretrained('
+            f"{name!r}); m.save_pretrained('NEW')\", and copy its other files to NEW."
+        ) from error
+
+
 def fit(model: nn.Module, weights: Mapping[str, Tensor], source: object) -> None:
     """Copy weights into a model that has exactly these names and shapes, else raise ValueError."""
     try:

@@ -12,15 +12,17 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from flowalign.backbone import Backbone
-from flowalign.loop import TrainingError
+from flowalign.finite import NARROW, Fault, of_all, place
+from flowalign.loop import NotFinite
 from flowalign.parallel import missing_steps
 from flowalign.rollout import batches
 from flowalign.types import Rollout, Source, TeacherLabel
 
 
-class LabelError(TrainingError):
+class LabelError(NotFinite):
     """A teacher that gives no usable label: which, where, and what to do."""
 
 
@@ -67,7 +69,8 @@ class Bank:
 
     @torch.no_grad()
     def __call__(self, rollout: Rollout) -> TeacherLabel:
-        """Labels of all trained states. Raises LabelError where a velocity is not finite."""
+        """Labels of all trained states. Raises LabelError, on all processes, where the velocity of
+        one is not finite."""
         names = self.route(rollout.batch.tasks)
         device, steps = rollout.states.device, len(rollout.steps)
         sigmas = rollout.sigmas[rollout.steps].to(device)
@@ -88,16 +91,22 @@ class Bank:
                         guidance=source.guidance,
                     )
                     velocity[row, column] = label.to(self.dtype)
-        finite = torch.isfinite(velocity).flatten(2).all(2)
-        if not bool(finite.all()):
-            row, column = (~finite).nonzero()[0].tolist()
-            raise LabelError(
-                f"teacher {names[row]!r} gives a velocity that is not finite at sigma "
-                f"{float(sigmas[column]):.3f} ({int((~finite).sum())} of {finite.numel()} states). "
-                "Its adapter may be broken, or fp16 too narrow for it: look at it alone, or use "
-                "bf16."
-            )
+        if fault := of_all(self._fault(rollout, velocity, names)):
+            raise LabelError(fault)
         return TeacherLabel(velocity, names)
+
+    def _fault(self, rollout: Rollout, velocity: Tensor, names: list[str]) -> Fault | None:
+        """The first label that is not finite."""
+        broken = (~torch.isfinite(velocity)).flatten(2).any(2)
+        if not bool(broken.any()):
+            return None
+        row, column = broken.nonzero()[0].tolist()
+        return Fault(
+            f"a label of teacher {names[row]!r}",
+            f"{place(rollout, row, rollout.steps[column])} ({int(broken.sum())} of "
+            f"{broken.numel()} states)",
+            f"Its adapter may be broken: look at it alone, {NARROW}",
+        )
 
     def route(self, tasks: list[str]) -> list[str]:
         """The teacher of each image. Raises ValueError for a task without a teacher."""

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -180,19 +182,29 @@ class Choosy:
         return Scores.of(torch.where(flat, 0.0, found.value), **parts)
 
 
-class Interrupting:
-    """Noisy redness that is interrupted by the user at its n-th call."""
+def press(number: int = signal.SIGINT) -> None:
+    """Signal this process, as Ctrl-C does; returns when its main thread has seen it."""
+    os.kill(os.getpid(), number)
+    time.sleep(0.5)  # in a reward's thread, the main one needs a moment
 
-    def __init__(self, call: int) -> None:
-        self.call, self.calls = call, 0
+
+class Interrupting:
+    """Noisy redness that has its process signalled at its n-th call: by default, as by Ctrl-C.
+    once: a file that is then written, after which it is no longer."""
+
+    def __init__(self, call: int, once: str | None = None, number: int = signal.SIGINT) -> None:
+        self.call, self.number, self.calls = call, number, 0
+        self.once = Path(once) if once else None
 
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> Scores:
         self.calls += 1
         found = noisy_redness(images, prompts, metadata)
-        if self.calls == self.call:
-            raise KeyboardInterrupt
+        if self.calls == self.call and not (self.once and self.once.exists()):
+            if self.once:
+                self.once.touch()
+            press(self.number)
         return found
 
 

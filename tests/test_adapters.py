@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+import math
 import shutil
 import warnings
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from torch.testing import assert_close
 import flowalign
 from flowalign import cli
 from flowalign.adapters.files import (
+    ADAPTER,
     AdapterError,
     adapter_folder,
     file_digest,
@@ -29,8 +31,10 @@ from flowalign.adapters.files import (
     write_lora,
 )
 from flowalign.backbone import Backbone
-from flowalign.config import ConfigError, OpdStage
+from flowalign.config import ConfigError, OpdStage, parse
+from flowalign.manifest import MANIFEST
 from flowalign.preflight import check_world
+from flowalign.publish.push import gather
 from flowalign.teachers.bank import Bank, Member
 from flowalign.teachers.merge import merge
 from flowalign.tiny import TEACHERS
@@ -398,3 +402,129 @@ def test_a_check_reads_heads_and_tells_another_base_from_another_machine(
     far, dora = caught.value.problems
     assert far.startswith("teachers.far: ") and f"was trained on '{large}'" in far
     assert dora.startswith("teachers.dora: ") and "use_dora = True" in dora
+
+
+# Numbers that are none ---------------------------------------------------------------------------
+
+
+def spoilt(folder: Path, how: str) -> Path:
+    """An adapter with one NaN, one infinity, or an alpha that is none."""
+    described(folder, **({"lora_alpha": math.nan} if how == "alpha" else {}))
+    file = folder / "adapter_model.safetensors"
+    weights = load_file(file)
+    if how != "alpha":
+        weights[sorted(weights)[1]][0, 0] = float(how)
+    save_file({key: value.to(torch.bfloat16) for key, value in weights.items()}, file)
+    return folder
+
+
+@pytest.mark.parametrize("how", ["nan", "-inf", "alpha"])
+def test_an_adapter_with_numbers_that_are_none_is_refused_wherever_it_is_named(
+    how: str, random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = str(spoilt(tmp_path / "bad", how))
+    (layer,) = {key.rsplit(".lora_", 1)[0] for key in HALVES}
+    name = "lora_alpha" if how == "alpha" else layer.removeprefix("transformer.")
+    opd = fakes.distillation(random_model, tmp_path / "run", alone="even")
+    start = fakes.settings(random_model, tmp_path / "run", f"lora.init={bad}")
+    taught = {"even": {"adapter": bad}}
+    anchored = {"adapter": bad, "weight": 0.1}
+    raw = opd.model_dump(mode="json")
+    for config, place in (
+        (start, "lora.init"),
+        (parse(raw | {"teachers": taught}), "teachers.even"),
+        (parse(raw | {"anchor": anchored}), "anchor.adapter"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            check_world(config, 1)
+        (problem,) = caught.value.problems
+        assert problem.startswith(f"{place}: ") and name in problem
+    with pytest.raises(AdapterError, match=name):
+        flowalign.load("/nonexistent", bad)  # before the model is looked for
+    with pytest.raises(AdapterError, match=name):
+        gather(Path(bad), "me/it", force=True)
+    assert cli.main(["merge", bad, bad, "--out", str(tmp_path / "out")]) == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_that_is_not_finite_is_not_written(
+    random_model: str, tmp_path: Path, backbone: Backbone
+) -> None:
+    backbone.add_adapter("diverged", rank=2, alpha=2.0, targets=fakes.TARGETS)
+    backbone.save_adapter("diverged", tmp_path / "a")
+    before = {path: path.read_bytes() for path in (tmp_path / "a").iterdir()}
+    backbone.adapter_parameters("diverged")[3].data[0, 0] = math.inf
+    with pytest.raises(AdapterError, match="lora_B"):
+        backbone.save_adapter("diverged", tmp_path / "a")
+    assert {path: path.read_bytes() for path in (tmp_path / "a").iterdir()} == before
+    huge = described(tmp_path / "huge", lora_alpha=1e30)  # finite, but not what it is merged to
+    with pytest.raises(AdapterError, match="not written"):
+        merge([huge], tmp_path / "out", weights=[1e30])
+    assert not (tmp_path / "out").exists()
+
+
+# Bytes -------------------------------------------------------------------------------------------
+
+
+def test_the_same_adapter_has_the_same_bytes(tmp_path: Path) -> None:
+    """safetensors writes the entries of a head in an order that differs from call to call."""
+    halves = {key.removeprefix("transformer."): value for key, value in HALVES.items()}
+    metadata = {"r": 2, "lora_alpha": 4, "base_model_name_or_path": "tiny"}
+    for number in range(8):
+        write_lora(tmp_path / str(number), halves, metadata, text_length=16)
+    content = {
+        tuple(file.read_bytes() for file in sorted((tmp_path / str(number)).iterdir()))
+        for number in range(8)
+    }
+    assert len(content) == 1 and len(content.pop()) == 2  # the weights and their manifest
+
+
+HARMS: dict[str, Callable[[bytes], bytes]] = {
+    "cut": lambda data: data[: len(data) // 2],
+    "emptied": lambda data: b"",
+    "head": lambda data: data[:20] + bytes([data[20] ^ 1]) + data[21:],
+    "middle": lambda data: data[:-60] + bytes([data[-60] ^ 1]) + data[-59:],
+    "tail": lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+}
+
+
+@pytest.mark.parametrize("name", [ADAPTER, MANIFEST])
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_damaged_adapter_is_refused(name: str, harm: str, tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    write_lora(folder, read_lora("tiny/ocr").weights, read_lora("tiny/ocr").metadata)
+    whole = (folder / name).read_bytes()
+    (folder / name).write_bytes(HARMS[harm](whole))
+    with pytest.raises(AdapterError, match=f"damaged.*{name}"):
+        read_lora(folder)
+    (folder / MANIFEST).unlink()  # the way out, if a change is wanted
+    (folder / name).write_bytes(whole)
+    (folder / MANIFEST).unlink(missing_ok=True)
+    read_lora(folder)
+    (folder / MANIFEST).write_text('{"manifest_version": 3, "name": "of another program"}')
+    read_lora(folder)
+
+
+def test_every_command_refuses_a_damaged_adapter_before_a_model_is_loaded(
+    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = tmp_path / "bad"
+    write_lora(bad, read_lora("tiny/ocr").weights, read_lora("tiny/ocr").metadata)
+    data = bytearray((bad / ADAPTER).read_bytes())
+    data[-100] ^= 1
+    (bad / ADAPTER).write_bytes(data)
+    (tmp_path / "prompts.txt").write_text("a sign")
+    nowhere = "model.id=/nonexistent"
+    tiny = Path(flowalign.__file__).parents[1] / "configs" / "tiny"
+    train = ["train", "--config", str(tiny / "teacher_ocr.yaml"), f"lora.init={bad}", nowhere]
+    score = ["eval", "--config", str(tiny / "eval.yaml"), f"models={{a: {bad}}}", nowhere]
+    draw = ["sample", "a star", "--lora", str(bad), "--model", "/nonexistent"]
+    for command in (
+        [*train, f"output={tmp_path / 'out'}"],
+        [*score, f"output={tmp_path / 'out'}"],
+        [*draw, "--out", str(tmp_path / "x.png")],
+        ["merge", str(bad), str(bad), "--out", str(tmp_path / "out")],
+    ):
+        assert cli.main(command) == 2
+        assert "damaged" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -79,6 +79,17 @@ def test_what_is_forgotten_is_not_collected():
     assert len(ahead.collect().value) == 2
 
 
+def test_the_thread_ends_with_the_one_who_asks():
+    before = set(threading.enumerate())  # other tests leave some that hang
+    ahead = Ahead(asking(fakes.redness))
+    submit_all(ahead)
+    ahead.collect()
+    (thread,) = set(threading.enumerate()) - before
+    del ahead
+    thread.join(5)
+    assert not thread.is_alive()
+
+
 def test_what_the_caller_must_hear_is_raised_where_it_collects():
     def interrupted(images: torch.Tensor, batch: PromptBatch) -> Scores:
         raise KeyboardInterrupt

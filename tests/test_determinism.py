@@ -1,5 +1,6 @@
 """train.deterministic: torch's own switch while a run lasts, and what cannot keep it is refused."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +8,13 @@ import fakes
 import pytest
 import torch
 from diffusers.models import attention_dispatch
+from safetensors.torch import load_file
 
 from flowalign import train
 from flowalign.backbone.attention import unavailable
 from flowalign.config import ConfigError
 from flowalign.determinism import deterministic
+from flowalign.loop import Loop, TrainingError
 from flowalign.preflight import check_world
 
 ON = "train.deterministic=true"
@@ -51,6 +54,43 @@ def test_an_error_puts_the_switches_back() -> None:
     with pytest.raises(KeyError), deterministic(True):
         raise KeyError
     assert flags() == before
+
+
+def test_an_operation_without_a_deterministic_form_stops_the_run_with_its_name(
+    random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Loop.velocity
+
+    def velocity(loop: Loop, pairs: Any) -> Any:
+        torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))  # torch has no other on any device
+        return real(loop, pairs)
+
+    monkeypatch.setattr(Loop, "velocity", velocity)
+    fakes.AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(TrainingError, match=r"train\.deterministic: put_ "):
+        train.train(fakes.settings(random_model, tmp_path / "run", ON))
+    assert not (tmp_path / "run" / "adapter").exists()
+
+
+def outcome(model: str, folder: Path, *given: str) -> tuple[bytes, list[dict[str, float]]]:
+    """The weights of a run's adapter, and its log without times."""
+    fakes.AcceleratorState._reset_state(reset_partial_state=True)
+    held_out = f"tasks.0.validation={folder.parent / 'prompts.txt'}"
+    evaluated = [held_out, "evaluation={every: 1, prompts: 4}"]
+    train.train(fakes.settings(model, folder, ON, "train.updates=2", *evaluated, *given))
+    (file,) = folder.glob("adapter/*.safetensors")
+    weights = {name: value.numpy().tobytes() for name, value in load_file(file).items()}
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return (
+        b"".join(weights[name] for name in sorted(weights)),
+        [{name: row[name] for name in row if "second" not in name} for row in rows],
+    )
+
+
+@pytest.mark.parametrize("given", [[], ["model.dtype=bfloat16", "rollout.guidance=4.5"]])
+def test_two_runs_are_equal_to_the_bit(random_model: str, tmp_path: Path, given: list[str]) -> None:
+    one, two = (outcome(random_model, tmp_path / name / "run", *given) for name in ("a", "b"))
+    assert one == two and len(one[1]) == 5
 
 
 def refused(config: Any) -> str:
@@ -97,12 +137,6 @@ def test_two_runs_on_a_gpu_are_equal_to_the_bit(
     random_model: str, tmp_path: Path, attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    given = [ON, "train.updates=2", f"model.attention={attention}", "model.dtype=bfloat16"]
-    found = []
-    for name in ("one", "two"):
-        fakes.AcceleratorState._reset_state(reset_partial_state=True)
-        folder = tmp_path / name / "run"
-        train.train(fakes.settings(random_model, folder, *given))
-        (weights,) = folder.glob("adapter/*.safetensors")
-        found.append(weights.read_bytes())
-    assert found[0] == found[1]
+    given = [f"model.attention={attention}", "model.dtype=bfloat16"]
+    one, two = (outcome(random_model, tmp_path / name / "run", *given) for name in ("a", "b"))
+    assert one == two

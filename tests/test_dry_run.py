@@ -8,7 +8,7 @@ import torch
 import yaml
 from accelerate.state import AcceleratorState
 
-from flowalign import config
+from flowalign import config, manifest, resume
 from flowalign.cli import main
 
 
@@ -89,7 +89,9 @@ def test_a_finished_run_is_continued_only_by_resume(random_model, tmp_path, caps
     run = fakes.settings(random_model, tmp_path / "run")
     path = tmp_path / "config.yaml"
     path.write_text(config.to_yaml(run))
-    (tmp_path / "run" / "checkpoints" / "update_000001").mkdir(parents=True)
+    saved = tmp_path / "run" / "checkpoints" / "update_000001"
+    saved.mkdir(parents=True)
+    manifest.seal(saved, {"update": 1, "processes": 1, **resume.identity(run)})
     (tmp_path / "run" / "config.yaml").write_text(config.to_yaml(run))
     for command in (["doctor", "--no-model"], ["train", "--dry-run"]):
         assert main([command[0], "--config", str(path), *command[1:]]) == 2

@@ -162,7 +162,7 @@ def test_no_way_leads_from_https_to_less(tmp_path: Path, monkeypatch: pytest.Mon
         return (
             httpx.Response(302, headers={"location": there})
             if there
-            else httpx.Response(200, content=TEXT)
+            else httpx.Response(200, stream=httpx.ByteStream(TEXT))
         )
 
     monkeypatch.setattr(httpx.HTTPTransport, "handle_request", answer)

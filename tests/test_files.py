@@ -1,10 +1,15 @@
 """files.py and images.py: a file appears whole or not at all, and pixels keep their 8 bits."""
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from flowalign import files
 from flowalign.files import replacing
 from flowalign.images import to_float, to_uint8
 
@@ -60,3 +65,29 @@ def test_pixels_are_rounded_and_come_back_as_they_were() -> None:
     assert to_uint8(image)[..., 0].ravel().tolist() == [0, 0, 1, 255]
     with pytest.raises(ValueError):
         to_uint8(torch.full((3, 2, 2), torch.nan))
+
+
+def test_leftovers_of_killed_writes_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    code = """
+import os, signal, sys
+from pathlib import Path
+from flowalign.files import replacing
+with replacing(Path(sys.argv[1]) / "a" / sys.argv[2]) as part:
+    part.mkdir() if sys.argv[2] == "folder" else None
+    (part / "file" if sys.argv[2] == "folder" else part).write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    (tmp_path / "a").mkdir()
+    for name in ("file.json", "folder", "watch.html"):
+        done = subprocess.run([sys.executable, "-c", code, str(tmp_path), name])
+        assert done.returncode == -signal.SIGKILL
+    kept = tmp_path / "a" / ".mine.part"  # another program's
+    kept.touch()
+    assert len(list((tmp_path / "a").iterdir())) == 4
+    files.remove_leftovers(tmp_path)
+    # `flowalign watch` may be at it on another machine
+    (page,) = set((tmp_path / "a").iterdir()) - {kept}
+    assert page.name.startswith(".watch.html.")
+    os.utime(page, (0, 0))
+    files.remove_leftovers(tmp_path)
+    assert list((tmp_path / "a").iterdir()) == [kept]

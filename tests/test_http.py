@@ -39,7 +39,10 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
             answer = answers[min(len(requests), len(answers)) - 1]
             if isinstance(answer, Exception):
                 raise answer
-            return httpx.Response(answer) if isinstance(answer, int) else answer
+            if isinstance(answer, int):
+                answer = httpx.Response(answer)
+            body = httpx.ByteStream(answer.content)  # not read yet, as from a network
+            return httpx.Response(answer.status_code, headers=answer.headers, stream=body)
 
         monkeypatch.setattr(httpx.HTTPTransport, "handle_request", handle)
         return requests

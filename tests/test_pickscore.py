@@ -79,6 +79,17 @@ def test_a_prompt_is_encoded_once_and_cut_where_the_model_ends(monkeypatch: pyte
     assert torch.equal(clip.text_features([long]), vectors[1:2])
 
 
+def test_a_text_has_the_same_vector_whatever_was_asked_with_it_or_before():
+    texts = [row["prompt"] for row, _ in held_out(14)]
+    together = Clip("tiny", device="cpu").text_features(texts)
+    resumed = Clip("tiny", device="cpu")
+    resumed.text_features(texts[:5])
+    assert torch.equal(resumed.text_features(texts), together)
+    assert torch.equal(resumed.text_features(texts[::-1]), together.flip(0))
+    alone = [Clip("tiny", device="cpu", text_cache=0).text_features([text]) for text in texts[:3]]
+    assert torch.equal(torch.cat(alone), together[:3])
+
+
 def test_an_image_that_is_broken_masks_only_itself():
     images = torch.rand(3, 3, 64, 64)
     images[1, 0, 0, 0] = float("nan")

@@ -24,6 +24,7 @@ from flowalign.adapters.files import ADAPTER, read_lora
 from flowalign.cli import main
 from flowalign.config import MergeStage, load, parse, to_yaml
 from flowalign.eval.run import main as evaluate
+from flowalign.manifest import MANIFEST
 from flowalign.preflight import check_world
 from flowalign.publish.card import CHOICES, command, judge, licence, write_card
 
@@ -76,7 +77,8 @@ def push(folder: Path, *options: object) -> int:
     return main(["push", str(folder), "--repo", "me/red", *map(str, options)])
 
 
-FILES = {ADAPTER, "README.md", "config.yaml", "metrics.png", "before_after.png", "samples.png"}
+FILES = {ADAPTER, MANIFEST, "README.md", "config.yaml"}
+FILES |= {"metrics.png", "before_after.png", "samples.png"}
 
 
 def test_what_is_listed_goes_up_and_loads_as_a_teacher(
@@ -93,7 +95,7 @@ def test_what_is_listed_goes_up_and_loads_as_a_teacher(
     sent = there.revisions["main"]
     assert set(sent) == FILES and there.private
     for name in FILES - {"README.md", "samples.png"}:
-        path = trained / ("adapter" if name == ADAPTER else "") / name
+        path = trained / ("adapter" if name in (ADAPTER, MANIFEST) else "") / name
         assert sent[name] == path.read_bytes()
     assert sent["samples.png"] == (trained / "samples" / "update_000004.png").read_bytes()
     config = fakes.distillation(random_model, trained.parent / "student", alone="even")

@@ -131,12 +131,14 @@ def test_what_may_pass_is_tried_again():
 
 def test_what_will_not_pass_is_not_tried_again_and_says_why(monkeypatch):
     reward = Flaky()
-    monkeypatch.setenv("MY_TOKEN", "not-it")
+    monkeypatch.setenv("FLOWALIGN_MY_TOKEN", "not-it")
     with served.serving(reward, token="right") as url:
-        scores = score(Remote(url, token_env="MY_TOKEN"), IMAGES, PROMPTS, METADATA)
+        scores = score(Remote(url, token_env="FLOWALIGN_MY_TOKEN"), IMAGES, PROMPTS, METADATA)
         assert not scores.valid.any() and "401" in scores.reasons[9]
-        monkeypatch.setenv("MY_TOKEN", "right")
-        assert bool(Remote(url, token_env="MY_TOKEN")(IMAGES, PROMPTS, METADATA).valid.all())
+        monkeypatch.setenv("FLOWALIGN_MY_TOKEN", "right")
+        assert bool(
+            Remote(url, token_env="FLOWALIGN_MY_TOKEN")(IMAGES, PROMPTS, METADATA).valid.all()
+        )
 
 
 def test_sides_of_different_versions_refuse_each_other():
@@ -287,7 +289,10 @@ def test_options_that_cannot_work_are_refused_without_asking_anybody():
         ({"urls": "http://host", "retries": -1}, "`retries`"),
         ({"urls": "http://host", "timeout": 0}, "`timeout`"),
         ({"urls": "http://host", "normalizer": float("inf")}, "`normalizer`"),
-        ({"urls": "http://host", "token_env": "NOT_SET_ANYWHERE"}, "NOT_SET_ANYWHERE"),
+        ({"urls": "http://host", "token_env": "FLOWALIGN_NOT_SET"}, "FLOWALIGN_NOT_SET"),
+        ({"urls": "http://host", "token_env": "HOME"}, "export FLOWALIGN_HOME"),
+        ({"urls": "http://host", "token_env": "flowalign_X"}, "`token_env`"),
+        ({"urls": "http://host", "token_env": "FLOWALIGN_X=\n"}, "`token_env`"),
         ({"urls": "http://host", "tiemout": 3}, "'timeout'"),
     ):
         with pytest.raises(ValueError) as caught:

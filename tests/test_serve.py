@@ -9,17 +9,22 @@ import socket
 import subprocess
 import sys
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 import served
 import torch
+from safetensors.numpy import save
 
 from flowalign.cli import main
 from flowalign.images import to_float
 from flowalign.rewards.service import command, server, wire
-from flowalign.rewards.service.wire import Limits
+from flowalign.rewards.service.wire import Limits, WireError
 
 IMAGES = to_float(torch.arange(4 * 3 * 8 * 8).view(4, 3, 8, 8).remainder(251).to(torch.uint8))
 PROMPTS, METADATA = ["a", "bb", "ccc", "dddd"], [{}, {"bonus": 3}, {}, {}]
@@ -28,7 +33,9 @@ BODY = wire.encode_request(IMAGES, PROMPTS, METADATA)
 
 
 def ask(url: str, body: bytes = BODY, **headers: str) -> httpx.Response:
-    answer = httpx.post(f"{url}/v1/score", content=body, headers=HEAD | headers, verify=False)
+    answer = httpx.post(
+        f"{url}/v1/score", content=body, headers=HEAD | headers, verify=False, timeout=60
+    )
     assert "Traceback" not in answer.text and "/home" not in answer.text
     return answer
 
@@ -82,7 +89,7 @@ def test_reasons_lose_their_paths():
         ("C:\\Users\\me\\w.bin", "<path>"),
         ("'/a/b'", "'<path>'"),
         ("3/4 of 1/2/3, and/or", "3/4 of 1/2/3, and/or"),
-        ("x" * 900, "x" * 500),
+        ("x" * 900, "x" * 500 + "..."),
     ):
         assert server.clean(reason) == shown, reason
 
@@ -112,8 +119,7 @@ def test_what_is_not_wanted_is_refused_unread():
         announced = start + b"content-length: 99999999\r\n\r\n"
         streamed = start + b"transfer-encoding: chunked\r\n\r\n" + b"2000\r\n" + bytes(8192)
         assert raw(url, announced).startswith(b"HTTP/1.1 413")
-        assert raw(url, streamed, b"\r\n2000\r\n" + bytes(8192) + b"\r\n2000\r\n" + bytes(8192)
-                   ).startswith(b"HTTP/1.1 413")  # fmt: skip
+        assert raw(url, streamed).startswith(b"HTTP/1.1 411")
         assert raw(url, start + b"x: " + b"y" * 70_000).startswith(b"HTTP/1.1 400")
         assert raw(url, b"\x16\x03\x01 nonsense\r\n\r\n").startswith(b"HTTP/1.1 400")
         cut = start + b"content-length: 500\r\n\r\nabc"
@@ -150,6 +156,52 @@ def test_an_unwanted_body_does_not_hold_the_connection():
     head = b"GET /v1/health HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n"
     with served.serving(served.exact) as url:
         assert raw(url, head, b"a", pause=0.05).startswith(b"HTTP/1.1 200")  # and it was closed
+
+
+def test_silent_connections_do_not_shut_others_out():
+    """Nobody needs a token to open a connection."""
+    with served.serving(served.exact) as url, ExitStack() as silent:
+        host, port = url.removeprefix("http://").split(":")
+        for number in range(400):
+            sender = silent.enter_context(socket.create_connection((host, int(port)), timeout=10))
+            if number % 2:
+                sender.sendall(b"POST /v1/score HTTP/1.1\r\nhost: x\r\n")  # half a head
+        for _ in range(5):
+            assert ask(url).status_code == 200
+            assert get(url, "health").status_code == 200
+
+
+def test_a_request_in_work_is_not_cut_off_by_silent_connections():
+    reward = served.Stuck()
+    with served.serving(reward) as url, ExitStack() as silent, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ask, url, one("hang"))
+        until = time.monotonic() + 5
+        while get(url, "health").json()["pending"] == 0 and time.monotonic() < until:
+            time.sleep(0.01)
+        host, port = url.removeprefix("http://").split(":")
+        for _ in range(300):
+            silent.enter_context(socket.create_connection((host, int(port)), timeout=10))
+        reward.go.set()
+        assert waiting.result().status_code == 200
+
+
+def test_no_answer_leads_to_the_host_that_the_caller_names():
+    with served.serving(served.exact) as url:
+        for path in ("score/", "info/", "health/"):
+            answer = httpx.get(f"{url}/v1/{path}", headers={"host": "evil.example"}, verify=False)
+            assert answer.status_code == 404 and "evil" not in str(answer.headers)
+
+
+def test_a_small_body_of_many_values_is_refused_before_they_are_built():
+    lists = b'{"version":2,"prompts":["a"],"metadata":[{"x":[' + b"[]," * 1_390_000 + b"[]]}]}"
+    body = save({"request": np.frombuffer(lists, np.uint8), "images": np.zeros((1, 4, 4, 3), "u1")})
+    tracemalloc.start()
+    began = time.monotonic()
+    with pytest.raises(WireError, match="values") as caught:
+        wire.decode_request(body, Limits())
+    seconds, peak = time.monotonic() - began, tracemalloc.get_traced_memory()[1] / len(body)
+    tracemalloc.stop()
+    assert caught.value.status == 400 and seconds < 1 and peak < 4, (seconds, peak)
 
 
 def test_a_call_that_hangs_takes_neither_health_nor_the_next_caller_with_it():
@@ -253,6 +305,40 @@ def test_serving_imports_nothing_that_an_old_environment_lacks():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.slow
+def test_memory_is_bounded_by_queue_and_size(capsys):
+    """As docs/rewards/remote.md states it. Prints the measured figures."""
+    megabytes, queue = 12, 6
+    side = int((megabytes * 2**20 / 6 - 4096) ** 0.5)
+    body = wire.encode_request(torch.zeros(2, 3, side, side), ["a", "b"], [{}, {}])
+    assert 0.9 < len(body) / 2**20 / megabytes <= 1
+    arguments = ["--max-bytes", str(megabytes * 2**20), "--queue", str(queue)]
+    exact = {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # freed memory goes back at once
+    process, url = served.process("served:corner", *arguments, environment=exact)
+    try:
+        small = wire.encode_request(torch.zeros(2, 3, 8, 8), ["a", "b"], [{}, {}])
+        assert ask(url, small).status_code == 200
+        before = peak_memory(process.pid)
+        with ThreadPoolExecutor(queue) as pool:
+            answers = list(pool.map(lambda _: ask(url, body).status_code, range(2 * queue)))
+        grown = (peak_memory(process.pid) - before) / megabytes
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout
+        process.stdout.close()
+    with capsys.disabled():
+        print(f"\nmemory: {grown:.1f} x max-bytes at queue {queue}")
+    assert set(answers) == {200}
+    assert grown <= queue + 16
+
+
+def peak_memory(pid: int) -> float:
+    """MiB of a process at most so far."""
+    (kilobytes,) = re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(kilobytes) / 1024
 
 
 @pytest.mark.slow

@@ -15,12 +15,17 @@ SCRIPTS = sorted((documents.ROOT / "scripts/slurm").glob("*.sh"))
 SRUN = """#!/bin/bash
 shift  # --kill-on-bad-exit=1
 [ -n "$FAKE_SRUN" ] && exec bash -c "$FAKE_SRUN"
+trap 'again=yes; kill -USR1 "${pids[@]}"' USR1
 for ((SLURM_NODEID = 0; SLURM_NODEID < SLURM_NNODES; SLURM_NODEID++)); do
     export SLURM_NODEID
     "$@" &
     pids+=($!)
 done
-for pid in "${pids[@]}"; do wait "$pid" || exit; done
+for pid in "${pids[@]}"; do
+    again=yes
+    while [ $again = yes ]; do again=no; wait "$pid"; status=$?; done
+    [ $status = 0 ] || exit $status
+done
 """
 SCONTROL = """#!/bin/bash
 [ "$1 $2" = "show hostnames" ] && printf '127.0.0.1\\nelsewhere\\n'
@@ -32,7 +37,7 @@ exit 0
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder like the root of the checkout, on a node of a job, with srun and scontrol."""
-    for name in ("configs", "train.py", "flowalign", "rewards", "teachers", "eval"):
+    for name in ("configs", "scripts", "train.py", "flowalign", "rewards", "teachers", "eval"):
         (tmp_path / name).symlink_to(documents.ROOT / name)
     commands = tmp_path / "bin"
     commands.mkdir()
@@ -84,20 +89,67 @@ def test_two_processes_train_and_go_on_when_requeued(
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_a_job_whose_time_is_nearly_over_is_requeued(
-    script: Path, node: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("step", "signalled", "requeued"),
+    [
+        ("trap 'exit 75' USR1; touch begun; while true; do sleep 0.1; done", True, True),
+        ("trap '' USR1; touch begun; sleep 1; exit 0", True, False),  # it was done in time
+        ("trap '' USR1; touch begun; sleep 1; exit 143", True, True),  # killed by the end
+        ("touch begun; exit 75", False, True),  # train.max_minutes
+        ("touch begun; exit 7", False, False),
+    ],
+)
+def test_a_job_that_is_not_finished_is_requeued(
+    script: Path,
+    node: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    step: str,
+    signalled: bool,
+    requeued: bool,
 ) -> None:
     monkeypatch.setenv("SLURM_NNODES", "1")
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")
-    monkeypatch.setenv("FAKE_SRUN", "touch begun; sleep 1; exit 7")
+    monkeypatch.setenv("FAKE_SRUN", step)
     job = subprocess.Popen([str(script), "--config", "x"], stdout=subprocess.PIPE, text=True)
     while not (node / "begun").exists():
         assert job.poll() is None
         time.sleep(0.02)
-    os.kill(job.pid, signal.SIGUSR1)
+    if signalled:
+        os.kill(job.pid, signal.SIGUSR1)
     shown, _ = job.communicate(timeout=60)
-    assert f"requeued {os.getpid()}" in shown
-    assert job.returncode == 7  # that of srun, which it waited for
+    assert (f"requeued {os.getpid()}" in shown) == requeued
+    assert (job.returncode != 0) == (step.split()[-1] != "0")  # that of srun
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_a_job_out_of_time_saves_and_is_requeued(
+    node: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    """SIGUSR1 passes the script, the launcher and one or two processes; the status comes back."""
+    monkeypatch.setenv("SLURM_NNODES", "1")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", str(processes))
+    script = documents.ROOT / "scripts/slurm/one_node.sh"
+    config = ["--config", "configs/tiny/teacher_ocr.yaml", "output=run", "evaluation=null"]
+    config += ["rollout.prompts=2", "rollout.copies=2", "rollout.steps=3", "rollout.window=[0,1]"]
+    config += ["train.checkpoint_every=100"]
+    job = subprocess.Popen(
+        [str(script), *config, "train.updates=500"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    while not (node / "run/metrics.jsonl").exists():
+        assert job.poll() is None
+        time.sleep(0.05)
+    os.kill(job.pid, signal.SIGUSR1)
+    shown, _ = job.communicate(timeout=120)
+    assert job.returncode == 75 and f"requeued {os.getpid()}" in shown, shown
+    (saved,) = (node / "run/checkpoints").iterdir()
+    done = int(saved.name.removeprefix("update_"))
+    assert f"wrote checkpoint run/checkpoints/{saved.name}" in shown
+    assert len(list(saved.glob("rng_*.json"))) == processes
+    assert updates(node / "run") == list(range(1, done + 1))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)

@@ -115,7 +115,7 @@ def test_every_config_in_a_document_is_one_that_a_command_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: fake_hub.Hub, clip_extra: None
 ) -> None:
     """No unknown key, no value out of range, no reward, prompt set or adapter that is refused."""
-    monkeypatch.setenv("JUDGE_KEY", "secret")  # as the page of vlm tells its reader
+    monkeypatch.setenv("FLOWALIGN_JUDGE_KEY", "secret")  # as the page of vlm tells its reader
     if importlib.util.find_spec("paddleocr") is None:  # the page of ocr says how to install it
         (tmp_path / "extra" / "paddleocr").mkdir(parents=True)
         (tmp_path / "extra" / "paddleocr" / "__init__.py").touch()

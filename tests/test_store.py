@@ -254,6 +254,21 @@ def test_a_torn_last_line_is_no_row_and_the_next_begins_on_its_own(
     assert Watched.asked == PROMPTS[4:] and rows.read_text() == whole
 
 
+def test_a_batch_that_was_cut_off_is_scored_as_a_whole_so_that_the_bits_are_the_same(
+    backbone: Backbone, tmp_path: Path
+):
+    from flowalign.rewards import build
+
+    mark = benchmark(reward=build("pickscore", model="tiny", device="cpu"))
+    whole = judge(backbone, mark, 5, store=store(tmp_path / "s"))
+    (rows,) = (tmp_path / "s").glob("scores_*/rows.0.jsonl")
+    lines = rows.read_text().splitlines(keepends=True)
+    for left in range(5):
+        rows.write_text("".join(lines[:left]))
+        again = judge(backbone, mark, 5, store=store(tmp_path / "s"))
+        assert [row["value"] for row in again.rows] == [row["value"] for row in whole.rows]
+
+
 # Through the command -----------------------------------------------------------------------------
 
 

@@ -288,10 +288,10 @@ def test_an_endpoint_that_dies_midway_keeps_what_it_answered(serve):
 
 
 def test_the_key_goes_in_the_header_and_into_no_message(serve, monkeypatch):
-    monkeypatch.setenv("JUDGE_KEY", "s3cret-key")
+    monkeypatch.setenv("FLOWALIGN_JUDGE_KEY", "s3cret-key")
     said = b"wrong key s3cret-key " + b"x" * 270 + b" s3cret-key"  # where it is cut: half a key
     judge = serve(lambda request: (401, said))
-    reward = VLM(judge.url, "m", image_size=None, token_env="JUDGE_KEY")
+    reward = VLM(judge.url, "m", image_size=None, token_env="FLOWALIGN_JUDGE_KEY")
     scores = score(reward, images(1), ["a"], [{}])
     assert judge.headers[0]["Authorization"] == "Bearer s3cret-key"
     assert "401: wrong key *** xxx" in scores.reasons[0] and len(judge.requests) == 1
@@ -300,11 +300,11 @@ def test_the_key_goes_in_the_header_and_into_no_message(serve, monkeypatch):
 
 def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(monkeypatch):
     for held in (None, "", "bad\nkey s3cret", "schlüssel s3cret"):
-        monkeypatch.delenv("JUDGE_KEY", raising=False)
+        monkeypatch.delenv("FLOWALIGN_JUDGE_KEY", raising=False)
         if held is not None:
-            monkeypatch.setenv("JUDGE_KEY", held)
-        with pytest.raises(ValueError, match="JUDGE_KEY") as caught:
-            check("vlm", {"url": "http://x/v1", "model": "m", "token_env": "JUDGE_KEY"})
+            monkeypatch.setenv("FLOWALIGN_JUDGE_KEY", held)
+        with pytest.raises(ValueError, match="FLOWALIGN_JUDGE_KEY") as caught:
+            check("vlm", {"url": "http://x/v1", "model": "m", "token_env": "FLOWALIGN_JUDGE_KEY"})
         assert "s3cret" not in str(caught.value)
 
 

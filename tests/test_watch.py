@@ -20,7 +20,7 @@ from flowalign import metrics, snapshots, train, watch
 from flowalign.config import to_yaml
 from flowalign.pictures import png
 from flowalign.progress import Progress, duration
-from flowalign.status import SILENCE, Heartbeat, Status, read_status
+from flowalign.status import KEPT, SILENCE, Heartbeat, Status, read_status
 from flowalign.types import Example
 
 PROMPT = '<b>a sign</b> that says "A&B"'
@@ -107,6 +107,51 @@ def test_samples_stand_with_their_prompts_and_rewards_and_texts_are_escaped(tmp_
     assert "at update 5." in shown.text and ("b", {}) not in shown.tags
 
 
+def test_a_warning_before_the_first_update_has_no_update(tmp_path: Path) -> None:
+    folder = run(tmp_path / "run")
+    row = {"time": 0.0, "update": 0, "text": "nothing yet"}
+    (folder / "warnings.jsonl").write_text(json.dumps(row) + "\n")
+    above = page(folder).text.partition("nothing yet")[0]
+    assert "update" not in above.partition("Warnings")[2]
+
+
+def test_a_page_of_a_long_run_has_a_bounded_size(tmp_path: Path) -> None:
+    folder = run(tmp_path / "run")
+    sizes = []
+    for count in (2_000, 20_000):
+        rows = [{"update": n, "reward": n % 7 / 10, "eval/headline": n / 9} for n in range(count)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        watch.write(folder)
+        sizes.append((folder / watch.PAGE).stat().st_size)
+    assert sizes[1] < 1.2 * sizes[0] < 1_000_000
+
+
+def test_the_newest_samples_are_kept_and_the_oldest(tmp_path: Path) -> None:
+    picture = png(torch.zeros(3, 8, 8))
+    for update in range(0, 100, 10):
+        rows = [Example("signs", PROMPT, 0.5, picture)]
+        snapshots.write_examples(tmp_path, update, rows, keep=3)
+    (tmp_path / "samples" / "update_000005.png").touch()  # of a rollout: another kind
+    names = sorted(path.name for path in (tmp_path / "samples").glob("held_out_*.json"))
+    kept = [0, 70, 80, 90]
+    assert names == [f"held_out_{update:06d}.json" for update in kept]
+    assert len(list((tmp_path / "samples").iterdir())) == 2 * len(kept) + 1
+    oldest = snapshots.oldest(tmp_path, snapshots.EVALUATION)
+    assert oldest and oldest[0] == 0
+
+
+def test_a_file_of_warnings_has_a_bounded_size(tmp_path: Path) -> None:
+    log = logging.getLogger("flowalign.rewards")
+    for _ in range(2):  # also of a run that was resumed
+        with Heartbeat(tmp_path, update=5, total=10):
+            for number in range(KEPT):
+                log.warning("number %d%s", number, "x" * 100_000 if number % 100 == 0 else "")
+    lines = (tmp_path / "warnings.jsonl").read_text().splitlines()
+    assert KEPT <= len(lines) <= 2 * KEPT
+    assert json.loads(lines[-1])["text"] == f"number {KEPT - 1}"
+    assert max(map(len, lines)) < 5_000
+
+
 def test_a_run_that_was_killed_was_last_heard_minutes_ago(tmp_path: Path) -> None:
     shown = page(run(tmp_path / "run", heard=time.time() - SILENCE - 420))
     assert shown.states == ["dead"]
@@ -121,7 +166,7 @@ def test_a_run_that_stopped_says_why_and_its_page_rests(tmp_path: Path) -> None:
         raise RuntimeError("no <reward> left")
     shown = page(folder)
     assert shown.states == ["stopped"] and "no <reward> left" in shown.text
-    assert "the judge is <gone>" in shown.text and "update 5" in shown.text
+    assert ", update 5the judge is <gone>" in shown.text  # two cells of a row
     assert not any(a.get("http-equiv") == "refresh" for _, a in shown.tags)
 
 

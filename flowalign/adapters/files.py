@@ -13,6 +13,7 @@ import difflib
 import hashlib
 import json
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -23,9 +24,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
-from flowalign.adapters import hub
+from flowalign import manifest, tensors
+from flowalign.adapters import description, hub
+from flowalign.adapters.description import AdapterError
 from flowalign.config.schema import ADAPTER
 from flowalign.files import replacing
+from flowalign.manifest import Damaged, Foreign
+from flowalign.printable import shown
 from flowalign.tiny import TEACHERS
 
 if TYPE_CHECKING:
@@ -41,17 +46,11 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 PREFIXES = ("base_model.model.", "transformer.")  # peft's, then diffusers'
 FACTOR = re.compile(r"(.+)\.lora_([AB])\.weight")
 OLD = re.compile(r".+lora\.(down|up)\.weight")  # diffusers' before it used peft
-DEFAULT = 8  # of r and lora_alpha in peft's LoraConfig
-
-# Entries of peft's LoraConfig that do not change a trained update: which layers were adapted (the
-# weights name them), how it was trained, sizes that only matter with a switch that is checked.
-WITHOUT_EFFECT = {
-    "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config",
-    "exclude_modules", "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform",
-    "loftq_config", "lora_dropout", "megatron_core", "peft_type", "peft_version",
-    "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
-}  # fmt: skip
-SCALING = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"}
+# Types of weights; alpha beside them may be a whole number, too.
+FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
+INTEGERS = {"U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64"}
+LONGEST_NAME = 500  # characters of a weight's name
+MOST_TOKENS = 512  # of the T5 encoder in diffusers' pipelines
 # Part of a weight's name -> what it is; the first that fits counts.
 KINDS = {
     "magnitude_vector": "DoRA", "dora_scale": "DoRA", "lora_embedding": "an embedding",
@@ -59,12 +58,6 @@ KINDS = {
     "lora_transformer_": "kohya's names", "lora_te": "a text encoder", ".bias": "a bias",
     "lora": "another method",
 }  # fmt: skip
-# Other initializations (pissa, olora, corda, loftq ...) change the base's weights, too.
-INITIALIZATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
-
-
-class AdapterError(ValueError):
-    """A folder that holds no adapter that can be read: what was seen, what is possible."""
 
 
 # Where it lies -----------------------------------------------------------------------------------
@@ -177,27 +170,35 @@ class Lora:
     @cached_property
     def weights(self) -> dict[str, Tensor]:
         """{`<layer>.lora_A.weight`: [r,in], `<layer>.lora_B.weight`: [out,r]} on the CPU, in the
-        file's dtype. A warning says where alpha is an assumption."""
-        from safetensors.torch import load_file
-
+        file's dtype. A warning says where alpha is an assumption. Raises AdapterError for NaN and
+        infinity."""
         if not self.describes_alpha:
             log.warning(
                 "%s names no alpha; it is taken to be the rank (scale 1), as diffusers does. If it "
                 "was trained with another, put peft's %s beside it.", self.file, PEFT_CONFIG
             )  # fmt: skip
+        return self._finite_weights()
+
+    def check_values(self) -> None:
+        """Read the weights and keep none. Raises AdapterError for NaN and infinity."""
+        self._finite_weights()
+
+    def _finite_weights(self) -> dict[str, Tensor]:
+        from safetensors.torch import load_file
+
         renamed = _renamed(load_file(self.file))
-        return {name: value for name, value in renamed.items() if not name.endswith(".alpha")}
+        weights = {name: value for name, value in renamed.items() if not name.endswith(".alpha")}
+        if broken := not_finite(weights):
+            raise AdapterError(
+                f"{self.file}: {broken}. The adapter diverged in its training, or its file is "
+                "damaged. Use an earlier one, or train it again with a lower learning rate."
+            )
+        return weights
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the weights and of `metadata`, whatever the format of the file."""
-        import torch
-
-        digest = hashlib.sha256(json.dumps(self.metadata, sort_keys=True).encode())
-        for name, weight in sorted(self.weights.items()):
-            digest.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
-            digest.update(weight.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+        return tensors.digest(self.weights, json.dumps(self.metadata, sort_keys=True))
 
 
 def read_lora(source: str | Path | Lora, *, newest: bool = False) -> Lora:
@@ -210,37 +211,41 @@ def read_lora(source: str | Path | Lora, *, newest: bool = False) -> Lora:
     if isinstance(source, Lora):
         return source
     try:
-        return _read(adapter_file(adapter_folder(source, newest=newest)))
+        file = adapter_file(adapter_folder(source, newest=newest))
+        _check_manifest(file)
+        return _read(file)
     except AdapterError as error:
         raise AdapterError(_refusal(str(source), error)) from error
 
 
+def _check_manifest(file: Path) -> None:
+    """Refuse an adapter that is not what the manifest in its folder says. Without one, or where the
+    manifest.json is another program's, nothing is known."""
+    try:
+        manifest.check(file.parent, [file.name, PEFT_CONFIG])
+    except Foreign:
+        return
+    except Damaged as error:
+        raise AdapterError(
+            f"{file.parent} is damaged: {error}. Copy or download it again; of a run, --resume "
+            "restores it. If the change is yours, remove its manifest.json."
+        ) from None
+
+
 def _read(file: Path) -> Lora:
     """The head of a file."""
-    try:
-        with safe_open(file, framework="pt") as opened:
-            head = opened.metadata() or {}
-            keys = list(opened.offset_keys())  # in the order in which load_file gives them
-            _check_keys(file, keys)
-            shapes, stored = {}, {}
-            for name, key in _renamed(dict(zip(keys, keys, strict=True))).items():
-                if name.endswith(".alpha"):
-                    stored[name.removesuffix(".alpha")] = float(opened.get_tensor(key))
-                else:
-                    shapes[name] = opened.get_slice(key).get_shape()
-    except SafetensorError as error:
-        raise AdapterError(f"{file} is not a safetensors file ({error})") from error
+    head, shapes, stored = _head(file)
     beside = file.parent / PEFT_CONFIG
     config, base = None, None
     if text := head.get("lora_adapter_metadata"):
-        config = {_inner(key): value for key, value in _parsed(text, file).items()}
+        config = {_inner(key): value for key, value in description.parse(text, file).items()}
+        description.check(config, file)
         base = config.get("base_model_name_or_path")
     elif beside.is_file():
-        config = _parsed(beside.read_text(encoding="utf-8"), beside)
+        config = description.parse(_text(beside), beside)
+        description.check(config, beside)
         name = config.get("base_model_name_or_path")
-        base = name if isinstance(name, str) and hub.is_id(name) else None
-    if config is not None:
-        _check_config(file, config)
+        base = name if name and hub.is_id(name) else None
     ranks = _ranks(file, shapes)
     if config is None:
         alphas = {layer: stored.get(layer, rank) for layer, rank in ranks.items()}
@@ -248,7 +253,7 @@ def _read(file: Path) -> Lora:
         raise AdapterError(f"{file} says its alpha twice: as weights, and in its description")
     else:
         alphas = _alphas(file, ranks, config)
-    known, length = config or {}, head.get(TEXT_LENGTH, "")
+    known = config or {}
     rslora, named = bool(known.get("use_rslora")), known.get("base_model_name_or_path")
     return Lora(
         file,
@@ -256,20 +261,63 @@ def _read(file: Path) -> Lora:
         ranks,
         alphas,
         base,
-        text_length=int(length) if length.isdecimal() else None,
+        text_length=_text_length(file, head),
         describes_alpha=config is not None or bool(stored),
     )
 
 
-def _parsed(text: str, file: Path) -> dict[str, Any]:
+def _head(file: Path) -> tuple[dict[str, str], dict[str, list[int]], dict[str, float]]:
+    """What a file says before its weights: (entries of its head, {name of a weight: shape}, {layer:
+    alpha} of those that lie beside the weights)."""
+    shapes, stored = {}, {}
     try:
-        description = json.loads(text)
-    except ValueError as error:
-        raise AdapterError(f"the description of {file} is not JSON ({error})") from error
-    if not isinstance(description, dict):
-        kind = type(description).__name__
-        raise AdapterError(f"the description of {file} is {kind}, not a mapping")
-    return description
+        with safe_open(file, framework="pt") as opened:
+            head = opened.metadata() or {}
+            keys = list(opened.offset_keys())  # in the order in which load_file gives them
+            _check_keys(file, keys)
+            names = _renamed(dict(zip(keys, keys, strict=True)))
+            if len(names) < len(keys):
+                raise AdapterError(f"{file} holds two weights of one layer, under two prefixes")
+            for name, key in names.items():
+                part = opened.get_slice(key)
+                shape, kind = part.get_shape(), part.get_dtype()
+                alpha = name.endswith(".alpha")
+                if kind not in (FLOATS | INTEGERS if alpha else FLOATS):
+                    raise AdapterError(f"{file} holds {key} as {kind}, which is no LoRA's weight")
+                if not alpha:
+                    shapes[name] = shape
+                    continue
+                value = float(opened.get_tensor(key)) if math.prod(shape) == 1 else math.nan
+                if not 0 < value < math.inf:
+                    raise AdapterError(
+                        f"{file}: {key} is {value:g} of shape {shown(str(shape), 80)}; alpha is "
+                        "one number above 0. Download the adapter again."
+                    )
+                stored[name.removesuffix(".alpha")] = value
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(f"{file} is not a safetensors file ({shown(str(error))})") from error
+    return head, shapes, stored
+
+
+def _text(file: Path) -> str:
+    """A description beside the weights."""
+    try:
+        with open(file, encoding="utf-8") as opened:
+            return opened.read(description.LONGEST + 1)  # `parse` refuses what is longer
+    except (OSError, UnicodeDecodeError) as error:
+        raise AdapterError(f"the description {file} cannot be read ({error})") from error
+
+
+def _text_length(file: Path, head: Mapping[str, str]) -> int | None:
+    """The T5 tokens that the head of a file names; None if it names none."""
+    text = head.get(TEXT_LENGTH, "")
+    if not text:
+        return None
+    if not re.fullmatch("[0-9]{1,4}", text) or not 1 <= int(text) <= MOST_TOKENS:
+        raise AdapterError(
+            f"{file} says {TEXT_LENGTH} = {shown(repr(text))}; want 1 to {MOST_TOKENS} tokens"
+        )
+    return int(text)
 
 
 def _inner(key: str) -> str:  # the name of a weight inside the transformer
@@ -289,6 +337,11 @@ def _renamed(entries: dict[str, T]) -> dict[str, T]:
 
 def _check_keys(file: Path, keys: Iterable[str]) -> None:
     """Refuse a file that holds anything but A, B and alpha of the transformer's layers."""
+    for key in keys:
+        if not key.isprintable() or len(key) > LONGEST_NAME:
+            raise AdapterError(
+                f"{file} holds a weight of the name {shown(repr(key))}, which is no layer's"
+            )
 
     def plain(key: str) -> bool:
         if key.endswith(".alpha"):
@@ -310,31 +363,15 @@ def _check_keys(file: Path, keys: Iterable[str]) -> None:
     )
 
 
-def _check_config(file: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a description with an entry that would change the update and is not read here."""
-    plain = WITHOUT_EFFECT | SCALING | {"bias", "init_lora_weights"}
-    others = [name for name, value in config.items() if name not in plain and value]
-    if str(config.get("peft_type") or "LORA").rsplit(".")[-1].upper() != "LORA":
-        others.append("peft_type")
-    if config.get("bias", "none") != "none":
-        others.append("bias")
-    if config.get("init_lora_weights") not in INITIALIZATIONS:
-        others.append("init_lora_weights")
-    if others:
-        entries = ", ".join(f"{name} = {config[name]!r}" for name in others)
-        raise AdapterError(
-            f"{file} is no plain LoRA: its description has {entries}. What that does is not read "
-            "here; train without it, or let peft convert the adapter to a plain LoRA."
-        )
-
-
 def _ranks(file: Path, shapes: Mapping[str, list[int]]) -> dict[str, int]:
     """{layer: rank}; AdapterError where A and B do not make up an update."""
     ranks = {}
     for layer in dict.fromkeys(key.rsplit(".lora_", 1)[0] for key in shapes):
-        down, up = (shapes.get(f"{layer}.lora_{half}.weight") for half in "AB")
-        if down is None or up is None or down[:1] != up[1:2]:
-            raise AdapterError(f"{file}: A and B of {layer} are {down}, {up}: no update")
+        down, up = (shapes.get(f"{layer}.lora_{half}.weight", []) for half in "AB")
+        # of a linear layer [r,in] and [out,r]; of a convolution two axes more
+        if not (len(down) == len(up) in (2, 4) and down[0] == up[1] and all(down + up)):
+            seen = ", ".join(shown(str(shape or None), 80) for shape in (down, up))
+            raise AdapterError(f"{file}: A and B of {layer} are {seen}: no update")
         ranks[layer] = down[0]
     if not ranks:
         raise AdapterError(f"{file} holds no weights")
@@ -342,28 +379,33 @@ def _ranks(file: Path, shapes: Mapping[str, list[int]]) -> dict[str, int]:
 
 
 def _alphas(file: Path, ranks: Mapping[str, int], config: Mapping[str, Any]) -> dict[str, float]:
-    """{layer: alpha} as peft reads its own description."""
-    from peft.utils.other import get_pattern_key
-
-    def of(layer: str, usual: str, pattern: str) -> Any:
-        special = config.get(pattern) or {}  # {regular expression for the end of a name: value}
-        return special.get(get_pattern_key(list(special), layer), config.get(usual, DEFAULT))
-
+    """{layer: alpha} of a description that has these ranks."""
+    described, alphas = description.scaling(config, ranks, file)
     for layer, rank in ranks.items():
-        described = of(layer, "r", "rank_pattern")
-        if described != rank:
+        if described[layer] != rank:
             raise AdapterError(
-                f"{file}: {layer} has rank {rank}, and the description says {described}. They "
-                "belong to two adapters, or one of them was edited."
+                f"{file}: {layer} has rank {rank}, and the description says {described[layer]}. "
+                "They belong to two adapters, or one of them was edited."
             )
-    return {layer: of(layer, "lora_alpha", "alpha_pattern") for layer in ranks}
+    return alphas
+
+
+def not_finite(weights: Mapping[str, Tensor]) -> str:
+    """What is wrong with weights that hold NaN or infinity: how many, and where; "" if none do."""
+    import torch
+
+    count, first = 0, ""
+    for name, weight in weights.items():
+        bad = int((~torch.isfinite(weight.detach().float())).sum())  # float: 8-bit types have none
+        count, first = count + bad, first or (name if bad else "")
+    return f"{count} of its weights are NaN or infinite, the first in {first}" if count else ""
 
 
 def file_digest(source: str | Path) -> str | None:
-    """SHA-256 of the files of an adapter as they are; None where there are none."""
+    """SHA-256 of the files of an adapter as they are; None where there are none to be had."""
     try:
         file = adapter_file(adapter_folder(source))
-    except AdapterError:
+    except (AdapterError, hub.HubError):
         return None
     files = [file, file.parent / PEFT_CONFIG]
     return hashlib.sha256(b"".join(f.read_bytes() for f in files if f.is_file())).hexdigest()
@@ -397,21 +439,28 @@ def write_lora(
     *,
     text_length: int | None = None,
 ) -> None:
-    """Write a LoRA as `pipe.load_lora_weights` takes it. metadata: as in `Lora`. text_length:
-    tokens of the T5 encoder in its training, for `flowalign.load` (None = not known)."""
-    from diffusers import StableDiffusion3Pipeline
-    from safetensors.torch import load_file, save_file
+    """Write a LoRA as `pipe.load_lora_weights` takes it, and a manifest of it.
 
+    The same LoRA has the same bytes. metadata: as in `Lora`. text_length: tokens of the T5 encoder
+    in its training, for `flowalign.load` (None = not known). Raises AdapterError for NaN and
+    infinity, before anything is written.
+    """
+    from diffusers import StableDiffusion3Pipeline
+    from safetensors.torch import load_file
+
+    if broken := not_finite(layers):
+        raise AdapterError(f"an adapter for {folder} is not written: {broken}.")
     StableDiffusion3Pipeline.save_lora_weights(
         folder,
         transformer_lora_layers=dict(layers),
         transformer_lora_adapter_metadata=dict(metadata),
     )
-    if text_length is None:
-        return
-    # diffusers takes no other entries for the head, so the file is written once more
+    # diffusers takes no other entries for the head and leaves their order to chance
     file = Path(folder) / ADAPTER
     with safe_open(file, framework="numpy") as opened:
         head = opened.metadata() or {}
+    if text_length is not None:
+        head[TEXT_LENGTH] = str(text_length)
     with replacing(file) as part:
-        save_file(load_file(file), part, metadata={**head, TEXT_LENGTH: str(text_length)})
+        tensors.save(load_file(file), part, head)
+    manifest.seal(folder, {}, [ADAPTER])

@@ -25,6 +25,7 @@ from flowalign.backbone.attention import use_backend
 from flowalign.backbone.precision import compute_in_the_bases_dtype, lora_layers
 from flowalign.backbone.sd3 import dynamic_shift, load_pipeline, scheduler_sigmas
 from flowalign.config import ModelConfig
+from flowalign.frozen import fingerprint
 from flowalign.text import TextEncoder
 from flowalign.types import Conditioning
 
@@ -111,6 +112,12 @@ class Backbone:
         keys = {"height", "width", "max_sequence_length", "decode_batch", "text_cache"}
         options = model.model_dump(include=keys | {"offload_text_encoders"})
         return cls(pipe, **options, device=device, dtype=DTYPES[model.dtype], name=model.id)
+
+    def fingerprint(self) -> str:
+        """Tells this base from another, whatever adapters lie on it: of the weights of all parts of
+        the pipeline. To be asked before the transformer is sharded."""
+        parts = self.pipe.components.values()
+        return fingerprint(part for part in parts if isinstance(part, nn.Module))
 
     # Sampling ----------------------------------------------------------------------------------
 
@@ -352,12 +359,24 @@ def _check_fits(core: nn.Module, weights: Mapping[str, Tensor], source: str | Pa
     """Raise AdapterError unless the model has every layer of a LoRA, in its size."""
     layers = dict(core.named_modules())
     for key, value in weights.items():
-        layer, half = key.removesuffix(".weight").rsplit(".lora_", 1)
-        if layer not in layers:
-            raise AdapterError(f"{source} adapts {layer}, and the model has no such layer")
-        side, axis = ("in_features", 1) if half == "A" else ("out_features", 0)
-        own, size = value.shape[axis], getattr(layers[layer], side, value.shape[axis])
-        if size != own:
+        name, half = key.removesuffix(".weight").rsplit(".lora_", 1)
+        if name not in layers or {"base_layer", "lora_A", "lora_B"} & set(name.split(".")):
+            raise AdapterError(f"{source} adapts {name}, and the model has no such layer")
+        layer = layers[name]
+        if isinstance(layer, LoraLayer):  # it has another adapter already
+            layer = layer.get_base_layer()
+        if isinstance(layer, nn.Conv2d):
+            side, size = ("in_channels", "out_channels")[half == "B"], layer.kernel_size
+        elif hasattr(layer, "in_features") and hasattr(layer, "out_features"):
+            side, size = ("in_features", "out_features")[half == "B"], ()
+        else:
+            raise AdapterError(f"{source} adapts {name}, a {type(layer).__name__}: peft cannot")
+        axis, rest = (1, size) if half == "A" else (0, (1,) * len(size))
+        if (own := value.shape[axis]) != getattr(layer, side):
             raise AdapterError(
-                f"{source} adapts {layer} with {side} = {own}, and the model's has {size}"
+                f"{source} adapts {name} with {side} = {own}, and the model's has "
+                f"{getattr(layer, side)}"
             )
+        if value.shape[2:] != rest:
+            shape = list(value.shape)
+            raise AdapterError(f"{source} adapts {name}, a {type(layer).__name__}, with {shape}")

@@ -33,7 +33,9 @@ def load_pipeline(
     quantization: str | None = None,
     revision: str | None = None,
 ) -> StableDiffusion3Pipeline:
-    """A diffusers SD3 pipeline on the CPU. Raises ModelError if it cannot be loaded.
+    """A diffusers SD3 pipeline on the CPU, of safetensors files only.
+
+    Raises ModelError if it cannot be loaded.
 
     dtype: of all parts but the VAE. quantization: the transformer is stored in "nf4" or "fp8"
     instead, and computes in dtype.
@@ -51,6 +53,7 @@ def load_pipeline(
         pipe = StableDiffusion3Pipeline.from_pretrained(
             resolve(model),
             revision=revision,
+            use_safetensors=True,  # else diffusers takes a pickle where a part has no other file
             quantization_config=four_bits,
             **{key: {"default": dtype, "vae": vae_dtype}},
         )
@@ -69,6 +72,14 @@ class ModelError(OSError):
 
 def _why_not(model: str, error: Exception) -> str:
     folder = Path(resolve(model))
+    # the weights of a part: <part>/diffusion_pytorch_model.bin, <part>/pytorch_model.bin
+    pickles = sorted(folder.glob("*/*pytorch_model*.bin")) if folder.is_dir() else []
+    if pickles and "safetensors" in str(error):
+        return (
+            f"model.id {model!r}: {pickles[0]} is a pickle, and none is read: it could run code. "
+            'If you trust it, convert the folder once: python -c "import diffusers as d; '
+            f"d.StableDiffusion3Pipeline.from_pretrained({str(folder)!r}).save_pretrained('NEW')\""
+        )
     if not folder.exists():
         state = "there is no such folder, and the Hub did not give it"
     elif not (folder / "model_index.json").exists():

@@ -16,16 +16,18 @@ or its index (`benchmarks.geneval.limit=8`, `benchmarks.0.limit=8`), and so it i
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
+from yaml import YAMLError
 
+from flowalign import files
+from flowalign.config import safe_yaml
 from flowalign.config.schema import (
     RENAMED,
     STAGES,
@@ -39,6 +41,8 @@ from flowalign.config.schema import (
 )
 
 C = TypeVar("C", bound=Stage)
+CHAIN = 20  # files that use each other
+SHOWN = 50  # problems of one config; more are counted
 
 
 # Reading ---------------------------------------------------------------------------------------
@@ -72,13 +76,16 @@ def read(path: str | Path, above: Sequence[Path] = ()) -> Any:
     """What a YAML file holds, unchecked, laid over the file that its key `use` names (relative to
     it), if any; ConfigError if it is missing or not YAML. above: the files that led here."""
     path = Path(path)
+    if problem := files.impossible(str(path)):
+        raise ConfigError([f"no such file: its name {problem}."], _cut(str(path)))
     if not path.is_file():
         present = ", ".join(sorted(str(p) for p in path.parent.glob("*.yaml"))[:12])
         hint = f"there are {present}" if present else f"no .yaml lies in {path.parent.absolute()}"
         raise ConfigError([f"no such file; {hint}."], str(path))
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # a SafeLoader
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        with path.open(encoding="utf-8") as file:
+            data = safe_yaml.load(file.read(safe_yaml.LONGEST + 1))
+    except (YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError([f"not readable as YAML: {error}"], str(path)) from None
     if not isinstance(data, Mapping) or "use" not in data:
         return data
@@ -86,6 +93,10 @@ def read(path: str | Path, above: Sequence[Path] = ()) -> Any:
     name = own.pop("use")
     if not isinstance(name, str):
         raise ConfigError([f"use: got {_shown(name)}; want the name of a YAML file."], str(path))
+    if problem := files.impossible(name):
+        raise ConfigError([f"use: {_shown(name)} {problem}."], str(path))
+    if len(above) == CHAIN:
+        raise ConfigError([f"use: the last of {CHAIN} files in a chain names one more."], str(path))
     if (path.parent / name).resolve() in (chain := [*above, path.resolve()]):
         raise ConfigError([f"use: {name} leads back to itself. Break the circle."], str(path))
     base = read(path.parent / name, chain)
@@ -123,7 +134,7 @@ def _names(items: Sequence[Any]) -> list[str | None]:
 
 def _index(items: Sequence[Any], key: str) -> int | None:
     """The place of the item with this index, or else with this name; None if there is none."""
-    if key.isdecimal() and int(key) < len(items):
+    if key.isdecimal() and len(key) < 10 and int(key) < len(items):
         return int(key)
     names = _names(items)
     return names.index(key) if key in names else None
@@ -133,9 +144,9 @@ def _no_item(items: Sequence[Any], key: str) -> str:
     """What is said of a key that names no item of a list."""
     names = [str(name) for name in _names(items) if name is not None]
     close = close_to(key, names)
-    possible = f", named {', '.join(names)}" if names else ""
+    possible = f", named {', '.join(names[:12])}" if names else ""
     hint = f" Did you mean {close!r}?" if close else ""
-    return f"no item {key!r}; it has {len(items)} items, from 0{possible}.{hint}"
+    return f"no item {_cut(repr(key))}; it has {len(items)} items, from 0{possible}.{hint}"
 
 
 def assignments(texts: Sequence[str]) -> dict[str, Any]:
@@ -157,7 +168,7 @@ def parse(
     """The config in a mapping; every problem is collected into one ConfigError."""
     if not isinstance(data, Mapping):
         raise ConfigError([f"want keys and values at the top, got {_shown(data)}."], source)
-    data = deepcopy(dict(data))  # overrides are written into it
+    data = _copy(data)  # overrides are written into it
     problems = [problem for text in overrides if (problem := _assign(data, text))]
     possible = {name: kind for name, kind in STAGES.items() if issubclass(kind, stage)}
     listed, name = " or ".join(map(repr, possible)), data.get("stage")
@@ -175,53 +186,28 @@ def parse(
         shared = {kind: len(data.keys() & possible[kind].model_fields) for kind in possible}
         data["stage"] = name = close or max(shared, key=shared.__getitem__)
     config, wrong = _validate(possible[name], data)
-    if problems + wrong:
-        raise ConfigError(problems + wrong, source)
+    if wrong := problems + (wrong or list(_impossible(data))[:SHOWN]):
+        raise ConfigError(wrong, source)
     return config
 
 
 def to_yaml(config: Stage) -> str:
     """The whole config, defaults included; `parse` of it gives the same config."""
-    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML that reads 1e-4 as a number and refuses a key given twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """As SafeLoader, but the last of two equal keys does not silently win."""
-        keys = [k.value for k, _ in node.value if isinstance(k, yaml.ScalarNode)]
-        for key_node, _ in node.value:
-            if keys.count(key_node.value) > 1:
-                raise yaml.MarkedYAMLError(
-                    problem=f"the key {key_node.value!r} is given twice",
-                    problem_mark=key_node.start_mark,
-                )
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes the texts that _Loader would read as numbers."""
-
-
-for _class in (_Loader, _Dumper):  # YAML 1.1 reads 1e-4, without a dot, as text
-    _class.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+\Z"),
-        list("-+.0123456789"),
-    )
+    return safe_yaml.dump(config.model_dump(mode="json"), sort_keys=False)
 
 
 def _assign(data: dict[str, Any], text: str) -> str | None:
     """Write one `key.path=value` into the raw data; return what is wrong with it, if anything."""
     path, equals, value = text.partition("=")
     keys = path.strip().split(".")
-    if not equals or not all(keys):
-        return f"override {text!r}: want key.path=value, for example optimizer.lr=1e-4."
+    if not equals or not all(keys) or not path.isprintable():
+        return f"override {_cut(text)!r}: want key.path=value, for example optimizer.lr=1e-4."
+    if len(keys) > safe_yaml.DEEPEST:
+        return f"override {_cut(text)!r}: a path of {len(keys)} keys; no config is so deep."
     try:
-        parsed = yaml.load(value, Loader=_Loader)
-    except yaml.YAMLError as error:
-        return f"override {text!r}: the value is not YAML: {error}"
+        parsed = safe_yaml.load(value)
+    except YAMLError as error:
+        return f"override {_cut(text)!r}: the value is not YAML: {error}"
     here: Any = data
     for depth, key in enumerate(keys):
         name, last = ".".join(keys[:depth]), depth == len(keys) - 1
@@ -229,15 +215,48 @@ def _assign(data: dict[str, Any], text: str) -> str | None:
         if isinstance(here, list):
             place = _index(here, key)
             if place is None:
-                return f"override {text!r}: {name}: {_no_item(here, key)}"
+                return f"override {_cut(text)!r}: {name}: {_no_item(here, key)}"
         elif not isinstance(here, dict):
-            return f"override {text!r}: {name} is {_shown(here)}, which has no keys."
+            return f"override {_cut(text)!r}: {name} is {_shown(here)}, which has no keys."
         elif not last and here.get(key) is None:  # a section that is off or not given
             here[key] = {}
         if last:
             here[place] = parsed
         here = here[place]
     return None
+
+
+def _copy(value: Any, depth: int = 0) -> Any:
+    """The value with mappings and lists of its own; whole numbers as keys become texts, as they do
+    in every file that is written."""
+    if depth > 2 * safe_yaml.DEEPEST:
+        raise ConfigError([f"nested more than {depth - 1} levels deep."])
+    if isinstance(value, Mapping):
+        return {
+            str(key) if type(key) is int else key: _copy(item, depth + 1)  # true stays
+            for key, item in value.items()
+        }
+    return [_copy(item, depth + 1) for item in value] if isinstance(value, list) else value
+
+
+def _impossible(value: Any, place: str = "") -> Iterator[str]:
+    """What no file can hold, wherever the schema takes any value."""
+    where = _cut(place.removeprefix(".")) or "config"
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if isinstance(key, str) and not safe_yaml.IMPOSSIBLE.search(key):
+                yield from _impossible(item, f"{place}.{key}")
+            else:
+                yield f"{where}: the key {_cut(repr(key))}; want a text. Put it in quotes."
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _impossible(item, f"{place}.{index}")
+    elif isinstance(value, str) and (bad := safe_yaml.IMPOSSIBLE.search(value)):
+        yield f"{where}: the character {bad[0]!r} is not possible in a text."
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield f"{where}: got {value}; want a finite number."
+    elif isinstance(value, int) and abs(value) >= 10**30:
+        yield f"{where}: a whole number of more than 30 digits."
 
 
 # Explaining ------------------------------------------------------------------------------------
@@ -248,13 +267,16 @@ def _validate(kind: Any, data: Any) -> tuple[Any, list[str]]:
     try:
         return TypeAdapter(kind).validate_python(data, strict=True), []
     except ValidationError as error:
-        return None, [text for detail in error.errors() for text in _explain(detail, kind)]
+        details = error.errors()
+        problems = [text for detail in details[:SHOWN] for text in _explain(detail, kind)]
+        more = len(details) - SHOWN
+        return None, problems + ([f"config: {more} more problems of this kind"] if more > 0 else [])
 
 
 def _explain(error: Any, root: Any) -> list[str]:
     """One of pydantic's errors: where, what was seen, what is possible, what to do."""
     place = [part for part in error["loc"] if part != "[key]"]  # so pydantic marks a mapping's key
-    where, seen = ".".join(map(str, place)), error["input"]
+    where, seen = ".".join(_cut(str(part)) for part in place), error["input"]
     if error["type"] == "problems":  # of a section: see Section.problems
         return [f"{where}.{text}" if where else text for text in error["ctx"]["problems"]]
     where, name = where or "config", place[-1] if place else ""
@@ -291,7 +313,7 @@ def _example(info: Any) -> str:
     example = info.examples[0] if info.examples else default
     if example is None or isinstance(example, BaseModel):
         return ""
-    text = yaml.dump([example], Dumper=_Dumper, default_flow_style=True, width=1000)
+    text = safe_yaml.dump([example], default_flow_style=True, width=1000)
     return f" For example: {text.strip()[1:-1]}."
 
 
@@ -318,6 +340,8 @@ def _shown(value: Any) -> str:
     if value is None:
         return "nothing (null)"
     value = list(value) if isinstance(value, tuple) else value
-    text = repr(value)
-    text = text if len(text) <= 80 else text[:77] + "..."
-    return f"the {kinds.get(type(value), 'mapping')} {text}"
+    return f"the {kinds.get(type(value), 'mapping')} {_cut(repr(value))}"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:77]}..."

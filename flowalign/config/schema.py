@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -22,17 +23,33 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-FILE_NAMES = "letters, digits, _ and - only, as it stands in file names and tables"
+from flowalign import files
 
 
 def _file_name(name: str) -> str:
-    if not re.fullmatch(r"[\w-]+", name):
-        raise PydanticCustomError("file_name", FILE_NAMES)
+    if not re.fullmatch(r"[\w-]{1,60}", name):
+        raise PydanticCustomError(
+            "file_name",
+            "letters, digits, _ and - only, at most 60, as it stands in file names and tables",
+        )
     return name
 
 
-Count = Annotated[int, Field(ge=1)]
-Pixels = Annotated[int, Field(gt=0, multiple_of=16)]  # the VAE's factor 8, patches of 2
+def _path(text: str) -> str:
+    if problem := files.impossible(text):
+        raise PydanticCustomError("path", "a path; this one {problem}", {"problem": problem})
+    return text
+
+
+# The upper limits are far beyond any run. They keep a slip of the keyboard from filling the memory.
+Count = Annotated[int, Field(ge=1, le=100_000)]
+Many = Annotated[int, Field(ge=1, le=10_000_000)]  # of updates, prompts of a file
+Steps = Annotated[int, Field(ge=1, le=10_000)]
+Pixels = Annotated[int, Field(gt=0, le=8192, multiple_of=16)]  # the VAE's factor 8, patches of 2
+Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what numpy takes
+Seconds = Annotated[float, Field(gt=0, le=1e8)]  # 3 years; a timer of the system cannot hold more
+Place = Annotated[str, AfterValidator(_path)]  # a file, a folder or a Hub id
+LISTED = 200  # tasks, benchmarks, models, teachers, adapters or stages of one config
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -98,7 +115,7 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The base model."""
 
-    id: str = Field(examples=["tiny", "stabilityai/stable-diffusion-3.5-medium"])
+    id: Place = Field(examples=["tiny", "stabilityai/stable-diffusion-3.5-medium"])
     """`tiny` (ships with the package), a folder, or a Hub id."""
     revision: str | None = Field(default=None, examples=["main"])
     """Branch, tag or commit on the Hub."""
@@ -114,15 +131,15 @@ class ModelConfig(Section):
     """Pixels, a multiple of 16."""
     width: Pixels = 512
     """Pixels, a multiple of 16."""
-    max_sequence_length: Count = 128
+    max_sequence_length: Annotated[int, Field(ge=1, le=4096)] = 128
     """Tokens of the T5 encoder."""
-    text_cache: str | None = Field(default=None, examples=["outputs/text_cache"])
+    text_cache: Place | None = Field(default=None, examples=["outputs/text_cache"])
     """Folder that keeps encoded prompts for later runs with the same encoders; null = keep none.
     Stable Diffusion 3.5 needs 1.7 MB a prompt in 16 bits."""
     offload_text_encoders: bool = False
     """Keep the text encoders on the CPU, and move them to the GPU only to encode. Saves 11 GB with
     Stable Diffusion 3.5 in 16 bits."""
-    decode_batch: Count | None = Field(default=None, examples=[4])
+    decode_batch: Many | None = Field(default=None, examples=[4])
     """Images per forward pass of the VAE; null = all that were sampled at once."""
     attention: str | None = Field(default=None, examples=["native", "xformers", "flash"])
     """A diffusers attention backend; null = its default (SDPA)."""
@@ -135,13 +152,13 @@ class ModelConfig(Section):
 class LoraConfig(Section):
     """The adapter that is trained."""
 
-    rank: Count = 32
+    rank: Annotated[int, Field(ge=1, le=8192)] = 32
     """Rank r of the update (alpha / r) B A."""
     alpha: Positive = 64.0
     """Scale of the update, divided by the rank."""
-    targets: list[str] = Field(default=SD3_ATTENTION, min_length=1)
+    targets: list[str] = Field(default=SD3_ATTENTION, min_length=1, max_length=10_000)
     """Layers that are adapted, by the end of their names."""
-    init: str | None = Field(default=None, examples=["runs/teacher_ocr/adapter"])
+    init: Place | None = Field(default=None, examples=["runs/teacher_ocr/adapter"])
     """Adapter folder to start from; null = a fresh adapter (B = 0). It brings its own rank, scale
     and layers: rank, alpha and targets are ignored, with a warning if they were set."""
 
@@ -158,11 +175,11 @@ class RewardConfig(Section):
 class TaskConfig(Section):
     """A named group of prompts with its own reward or teacher."""
 
-    name: str = Field(min_length=1, examples=["ocr"])
+    name: FileName = Field(examples=["ocr"])
     """Its name in logs, and of its teacher if `teacher` is null."""
-    prompts: str = Field(examples=["tiny/ocr_train", "prompts/train.jsonl"])
+    prompts: Place = Field(examples=["tiny/ocr_train", "prompts/train.jsonl"])
     """Training prompts: a .txt, a .jsonl, or tiny/NAME."""
-    validation: str | None = Field(default=None, examples=["tiny/ocr_test", "prompts/test.jsonl"])
+    validation: Place | None = Field(default=None, examples=["tiny/ocr_test", "prompts/test.jsonl"])
     """Held-out prompts, in the same formats."""
     weight: Positive = 1.0
     """Share of every batch, relative to the other tasks."""
@@ -181,7 +198,7 @@ class TaskConfig(Section):
 class RolloutConfig(Section):
     """How trajectories are sampled for training."""
 
-    steps: Count = 10
+    steps: Steps = 10
     """Denoising steps T."""
     kind: Literal["sde", "cps", "ode"] = "sde"
     """How a step adds noise; see flowalign.sde."""
@@ -197,7 +214,7 @@ class RolloutConfig(Section):
     """P: distinct prompts per update, over all processes."""
     copies: Count = 16
     """K: images per prompt (group size). 1 is enough for distillation."""
-    batch_size: Count = 16
+    batch_size: Many = 16
     """Images per forward pass of a process."""
 
     @property
@@ -213,6 +230,11 @@ class RolloutConfig(Section):
     def problems(self) -> Iterator[str]:
         """A noise level that cps does not have; a window that holds no step to train."""
         start, stop = self.trained
+        if self.images > 1_000_000:
+            yield (
+                f"copies: {self.prompts} prompts x {self.copies} copies are {self.images} images "
+                "of an update; at most 1000000 are possible. Use fewer of either."
+            )
         if self.kind == "cps" and self.noise_level > 1:
             yield f"noise_level: got {self.noise_level}; kind 'cps' wants a value in (0, 1]."
         if self.window is None and self.steps == 1:
@@ -247,7 +269,7 @@ class GrpoConfig(Section):
 class TeacherConfig(Section):
     """A frozen velocity field on the same base."""
 
-    adapter: str | None = Field(examples=["runs/teacher_ocr/adapter"])
+    adapter: Place | None = Field(examples=["runs/teacher_ocr/adapter"])
     """Adapter folder or Hub id; null = the base itself."""
     guidance: NotNegative | None = Field(default=None, examples=[4.5])
     """Its CFG scale; null = that of the student. A larger scale is distilled into the student; with
@@ -294,9 +316,9 @@ class StudentConfig(Section):
     """Weight of a GRPO loss on the tasks' rewards (section grpo) added to the distillation."""
     label_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """dtype of the stored labels."""
-    label_batch: Count = 64
+    label_batch: Many = 64
     """(image, step) pairs per forward pass of the teachers."""
-    diagnose_every: Count = 10
+    diagnose_every: Many = 10
     """Rollouts between two measurements of the cosines between the tasks' gradients."""
 
     def problems(self) -> Iterator[str]:
@@ -313,7 +335,7 @@ class StudentConfig(Section):
 class SftConfig(Section):
     """Cold start: flow matching on images that the routed teachers sample."""
 
-    states: Count = 4
+    states: Steps = 4
     """Noise levels at which each image is trained."""
 
 
@@ -334,11 +356,11 @@ class OptimizerConfig(Section):
     """Added to the root of the second moment."""
     max_grad_norm: Positive = 1.0
     """The gradient's norm is clipped to this."""
-    warmup: Annotated[int, Field(ge=0)] = 0
+    warmup: Annotated[int, Field(ge=0, le=10_000_000)] = 0
     """Updates of linear warm-up."""
     updates_per_rollout: Count = 1
     """Optimizer steps per rollout, each on an equal share of its prompts."""
-    micro_batch: Count = 16
+    micro_batch: Many = 16
     """(image, step) pairs per forward and backward pass."""
 
 
@@ -348,7 +370,7 @@ class EmaConfig(Section):
     decay: Decay = 0.9
     """Share of the old average that is kept. After n optimizer steps it is at most n / (9 + n), so
     0.9 is reached after 80."""
-    every: Count = 8
+    every: Many = 8
     """Optimizer steps between two averagings. Before the first one, the adapter itself is evaluated
     and saved. Steps since the last one count in proportion."""
 
@@ -356,43 +378,54 @@ class EmaConfig(Section):
 class TrainConfig(Section):
     """Length and housekeeping of the run."""
 
-    updates: Count = 100
+    updates: Many = 100
     """Number of rollouts."""
-    checkpoint_every: Count = 20
+    checkpoint_every: Many = 20
     """Rollouts between two checkpoints."""
-    keep: Count = 3
+    keep: Many = 3
     """Number of newest checkpoints that are kept."""
-    sample_every: Count = 20
+    sample_every: Many = 20
     """Rollouts between two sample grids."""
+    keep_samples: Count | None = Field(default=200, examples=[50])
+    """Number of newest sample grids in <output>/samples that are kept, of rollouts and of
+    evaluations each; the oldest one stays, too. null = keep all. What else grows with a run:
+    metrics.jsonl by a line an update (about 0.5 KB), and the trackers' files."""
     deterministic: bool = False
     """The same run gives the same bits on a GPU as well, also after a resume. Backward passes are
     slower, attention is torch's own, and an operation without a deterministic form raises, in
     rewards as well. See flowalign.determinism."""
     max_invalid_share: Share = 0.5
     """The run stops when a larger share of a rollout could not be scored."""
+    max_skipped: Count = 5
+    """An optimizer step is skipped if its loss or gradient is NaN or infinite. The run stops after
+    so many updates in a row without a step."""
     score_while_sampling: bool = True
     """Score a batch of images while the next is sampled (not groupwise rewards)."""
-    score_seconds: Positive | None = 1800.0
+    score_seconds: Seconds | None = 1800.0
     """A batch of images is invalid if its reward takes longer; null = wait for ever."""
-    timeout_seconds: Positive | None = Field(default=None, examples=[7200.0])
+    timeout_seconds: Seconds | None = Field(default=None, examples=[7200.0])
     """With several processes, the run ends when one has waited this long for another; null = longer
     than all calls of a reward that hangs can take (30 days if score_seconds is null)."""
+    max_minutes: Positive | None = Field(default=None, examples=[1430.0])
+    """For a queue: the run ends with a checkpoint and exit status 75 before an update that would
+    probably end later than this many minutes after the command's start. One update is always
+    done. A recipe has a key of its own, `max_minutes`, for all its stages together."""
     trackers: list[Literal["tensorboard", "wandb"]] = ["tensorboard"]
     """Where accelerate logs metrics, the config, sample grids and the tables of evaluations.
     TensorBoard's files are in <output>/tensorboard. A W&B run has the name of the output folder; a
     run that is resumed goes on in the same W&B run."""
-    project: str = Field(default="flowalign", min_length=1)
-    """Name of the project in the trackers."""
+    project: str = Field(default="flowalign", pattern=r"^\w[\w .-]{0,99}$")
+    """Name of the project in the trackers; TensorBoard makes a folder of it."""
 
 
 class BenchmarkConfig(Section):
     """Held-out prompts and the rewards that score their images."""
 
-    name: str = Field(min_length=1, examples=["ocr"])
+    name: FileName = Field(examples=["ocr"])
     """Its name in tables and files."""
-    prompts: str = Field(examples=["tiny/ocr_test", "prompts/test.jsonl"])
+    prompts: Place = Field(examples=["tiny/ocr_test", "prompts/test.jsonl"])
     """A .txt, a .jsonl, or tiny/NAME."""
-    limit: Count | None = Field(default=None, examples=[128])
+    limit: Many | None = Field(default=None, examples=[128])
     """Only the first prompts of the file; null = all. A file that is sorted by tag starts with its
     first tags. A larger limit later reuses the images that are there."""
     images: Count = 1
@@ -434,36 +467,36 @@ class BenchmarkConfig(Section):
 class SamplingConfig(Section):
     """How images are sampled for an evaluation."""
 
-    steps: Count = 10
+    steps: Steps = 10
     """Denoising steps, without noise (Euler)."""
     guidance: NotNegative = 4.5
     """CFG scale; 1 = no unconditional pass."""
-    seed: int = 1234
+    seed: Seed = 1234
     """Seed of the initial noise, the same for every model."""
-    batch_size: Count = 32
+    batch_size: Many = 32
     """Images per forward pass of a process."""
 
 
 class EvaluationConfig(Section):
     """Evaluation on the validation prompts while training."""
 
-    every: Count = 20
+    every: Many = 20
     """Rollouts between two evaluations."""
-    prompts: Count = 128
+    prompts: Many = 128
     """At most this many prompts per task: a fixed subset of the file with every metadata `tag` in
     its proportion. A larger subset contains a smaller one."""
-    steps: Count | None = Field(default=None, examples=[40])
+    steps: Steps | None = Field(default=None, examples=[40])
     """Denoising steps; null = rollout.steps."""
     guidance: NotNegative | None = Field(default=None, examples=[4.5])
     """CFG scale; null = rollout.guidance."""
-    batch_size: Count | None = Field(default=None, examples=[16])
+    batch_size: Many | None = Field(default=None, examples=[16])
     """Images per forward pass; null = rollout.batch_size."""
-    seed: int = 1234
+    seed: Seed = 1234
     """Seed of the initial noise, the same at every evaluation."""
     max_invalid_share: Share = 0.05
     """An evaluation does not count if a larger share of a task's images could not be scored: it
     never selects the best adapter. The run stops if its last evaluation does not count."""
-    watch: list[BenchmarkConfig] = []
+    watch: list[BenchmarkConfig] = Field(default=[], max_length=LISTED)
     """Benchmarks that are scored but not trained on. A warning is logged when one falls."""
 
     def problems(self) -> Iterator[str]:
@@ -481,7 +514,7 @@ class Stage(Section):
 
     stage: str
     """What is done: a key of STAGES."""
-    output: str = Field(min_length=1, examples=["runs/teacher_ocr"])
+    output: Place = Field(min_length=1, examples=["runs/teacher_ocr"])
     """Folder of the run."""
     model: ModelConfig
 
@@ -498,10 +531,10 @@ class Job(Stage):
 class TrainingStage(Job):
     """A training run. What it learns from depends on the stage."""
 
-    seed: int = 0
+    seed: Seed = 0
     """Seed of prompts, noise and initial weights."""
     lora: LoraConfig = LoraConfig()
-    tasks: list[TaskConfig] = Field(min_length=1)
+    tasks: list[TaskConfig] = Field(min_length=1, max_length=LISTED)
     rollout: RolloutConfig = RolloutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     ema: EmaConfig | None = EmaConfig()
@@ -656,7 +689,7 @@ class DistillationStage(TrainingStage):
     """A student that learns from teachers: each task is routed to one of them."""
 
     teachers: dict[FileName, TeacherConfig] = Field(
-        min_length=1, examples=[{"ocr": {"adapter": "runs/ocr"}}]
+        min_length=1, max_length=LISTED, examples=[{"ocr": {"adapter": "runs/ocr"}}]
     )
     """Teachers by name."""
 
@@ -759,18 +792,20 @@ class MergeStage(Job):
 
     stage: Literal["merge"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Add weight updates."""
-    adapters: list[str] = Field(min_length=2, examples=[["runs/a/adapter", "runs/b/adapter"]])
+    adapters: list[Place] = Field(
+        min_length=2, max_length=LISTED, examples=[["runs/a/adapter", "runs/b/adapter"]]
+    )
     """Adapter folders or Hub ids."""
     weights: list[float] | None = Field(default=None, examples=[[0.5, 0.5]])
     """One per adapter; null = 1 each, the sum. 1/n each is the average."""
     method: Literal["concat", "svd", "ties", "dare"] = "concat"
     """concat is exact, and the ranks add. A student that starts from it has the summed rank."""
-    rank: Count | None = Field(default=None, examples=[32])
+    rank: Annotated[int, Field(ge=1, le=8192)] | None = Field(default=None, examples=[32])
     """Rank of the result (not for concat); null = the largest rank given. svd: at most their
     sum."""
     density: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of the entries that ties and dare keep."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the entries that dare drops."""
     lines: Annotated[tuple[float, float], _as_tuple] | None = Field(
         default=None, examples=[[0.5, 1]]
@@ -800,25 +835,31 @@ class RecipeStage(Job):
 
     stage: Literal["recipe"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Run other stages."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of every stage that sets none."""
     stages: dict[FileName, dict[str, Any]] = Field(
-        min_length=1, examples=[{"ocr": {"use": "teacher_ocr.yaml"}}]
+        min_length=1, max_length=LISTED, examples=[{"ocr": {"use": "teacher_ocr.yaml"}}]
     )
     """{name: keys of a stage's config}. They are laid over the file that `use` names (relative to
     this one); `set` lists changes as on the command line. A value `stage:NAME` is the adapter of an
     earlier stage."""
+    max_minutes: Positive | None = Field(default=None, examples=[1430.0])
+    """As `train.max_minutes`, in place of those of its stages."""
     variant: Variant = Field(default={}, examples=[{"grpo": {"rollout": {"batch_size": 4}}}])
     """{kind of stage: keys laid over all stages of that kind}: the same recipe for other hardware.
     `--variant FILE` on the command line sets it."""
+
+    def problems(self) -> Iterator[str]:
+        """Stages that would share a folder on some disks."""
+        yield from _same_names({f"stages.{name}": [name] for name in self.stages})
 
 
 class FidelityConfig(Section):
     """Fréchet distance between the features of the images and of reference images."""
 
-    features: str = Field(default="tiny", examples=["tiny", "my_features:dino"])
+    features: Place = Field(default="tiny", examples=["tiny", "my_features:dino"])
     """A CLIP (`tiny`, a folder, a Hub id), or package.module:function, [B,3,H,W] -> [B,D]."""
-    reference: str = Field(default="tiny", examples=["tiny", "data/coco_val2017"])
+    reference: Place = Field(default="tiny", examples=["tiny", "data/coco_val2017"])
     """`tiny` (scenes drawn from the benchmarks' own metadata), or a folder of images."""
 
 
@@ -836,19 +877,22 @@ class EvalStage(Stage):
 
     stage: Literal["eval"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Evaluate models."""
-    models: dict[FileName, str | None] = Field(
-        default={"base": None}, min_length=1, examples=[{"base": None, "ocr": "runs/ocr/adapter"}]
+    models: dict[FileName, Place | None] = Field(
+        default={"base": None},
+        min_length=1,
+        max_length=LISTED,
+        examples=[{"base": None, "ocr": "runs/ocr/adapter"}],
     )
     """{name: adapter folder, or null for the base model}. All are compared with the first."""
     compare: dict[str, list[str]] = Field(default={}, examples=[{"student": ["ocr", "merged"]}])
     """{name: other models that it is compared with}, besides the first."""
-    benchmarks: list[BenchmarkConfig] = Field(min_length=1)
+    benchmarks: list[BenchmarkConfig] = Field(min_length=1, max_length=LISTED)
     sampling: SamplingConfig = SamplingConfig()
     fidelity: FidelityConfig | None = None
     report: ReportConfig = ReportConfig()
-    score_seconds: Positive | None = 1800.0
+    score_seconds: Seconds | None = 1800.0
     """A batch of images is invalid if its reward takes longer; null = wait for ever."""
-    timeout_seconds: Positive | None = Field(default=None, examples=[7200.0])
+    timeout_seconds: Seconds | None = Field(default=None, examples=[7200.0])
     """As train.timeout_seconds of a training run."""
     max_invalid_share: Share = 0.05
     """The evaluation stops without a table if a larger share of a benchmark's images could not be
@@ -867,10 +911,9 @@ class EvalStage(Stage):
         places = {f"benchmarks.{i}": benchmark for i, benchmark in enumerate(self.benchmarks)}
         names = _same_names({place: [benchmark.name] for place, benchmark in places.items()})
         columns = _same_names({place: benchmark.judges for place, benchmark in places.items()})
+        yield from _same_names({f"models.{name}": [name] for name in self.models})
         yield from dict.fromkeys([*names, *columns])  # a single `reward` is in both: said once
         for place, benchmark in places.items():
-            if not re.fullmatch(r"[\w-]+", benchmark.name):
-                yield f"{place}.name: got {benchmark.name!r}; want {FILE_NAMES}."
             if benchmark.name in ("average", "fidelity"):
                 yield f"{place}.name: every table has its own column {benchmark.name!r}. Rename it."
         for name, others in self.compare.items():
@@ -890,14 +933,17 @@ def _given(adapters: Mapping[str, str | None]) -> dict[str, str]:
 
 def _same_names(names: Mapping[str, Iterable[str]]) -> Iterator[str]:
     """Names that are given at more than one place. names: {place in the config: names there}."""
-    places: dict[str, list[str]] = {}
+    places: dict[str, list[tuple[str, str]]] = {}
     for place, own in names.items():
         for name in own:
-            places.setdefault(name, []).append(place)
-    for name, where in places.items():
+            # A disk may take these for one: it ignores the case, or how an accent is written.
+            alike = unicodedata.normalize("NFKC", name).casefold()
+            places.setdefault(alike, []).append((place, name))
+    for where in places.values():
         if len(where) > 1:
-            text = f"all are named {name!r} in tables and logs. Give each its own name."
-            yield f"{', '.join(where)}: {text}"
+            listed = " and ".join(repr(name) for name in dict.fromkeys(name for _, name in where))
+            text = f"all are named {listed} in tables, logs and folders. Give each its own name."
+            yield f"{', '.join(place for place, _ in where)}: {text}"
 
 
 STAGES: dict[str, type[Stage]] = {  # by the value of `stage`

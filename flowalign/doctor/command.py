@@ -61,6 +61,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--variant", help="config: a YAML file of keys by stage: other hardware")
     parser.add_argument("--no-model", action="store_true", help="only checks without weights")
     parser.add_argument("--resume", action="store_true", help="as `train --resume` would run")
+    help = "as `train --allow-world-change` would run"
+    parser.add_argument("--allow-world-change", action="store_true", help=help)
     parser.add_argument("--gpu", help=f"plan for this GPU: {', '.join(GPUS)}")
     help = "GPUs of the run (default 1)"
     parser.add_argument("--gpus", "--processes", type=int, default=1, dest="gpus", help=help)
@@ -85,7 +87,8 @@ def examine(args: argparse.Namespace) -> int:
     if args.gpu:
         named(args.gpu)  # refuse another name before anything is said
     show(_environment())
-    stages, problems = recipe.examine(root, Path(args.config).parent, args.gpus, args.resume)
+    home, any_world = Path(args.config).parent, args.allow_world_change
+    stages, problems = recipe.examine(root, home, args.gpus, args.resume, any_world)
     show(map(fault, ConfigError(problems).lines))
     ranks = plan.ranks(stages)
     device = plan.Device(args.gpus, args.gpu, args.memory, args.tflops)

@@ -29,9 +29,9 @@ from flowalign.preflight import check_launch
 PROMPTS = 6  # of the first batch that are printed
 
 
-def run(config: Job, home: Path, resume: bool) -> None:
+def run(config: Job, home: Path, resume: bool, any_world: bool = False) -> None:
     """Print the plan of every stage. Writes nothing; ConfigError with what `train` would refuse."""
-    stages, problems = recipe.examine(config, home, state().num_processes, resume)
+    stages, problems = recipe.examine(config, home, state().num_processes, resume, any_world)
     check_launch(state().num_processes)
     if problems:
         raise ConfigError(problems)

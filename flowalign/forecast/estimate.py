@@ -109,7 +109,7 @@ class Estimate:
         evaluation = self.config.evaluation
         if evaluation is None or not self.config.evaluates:
             return 0
-        return len({*range(0, self.updates, evaluation.every), self.updates})
+        return len(range(0, self.updates, evaluation.every)) + 1
 
     def after(self, change: str) -> Estimate:
         """The prediction after a change of the config, "key.path=value"."""

@@ -25,6 +25,7 @@ from flowalign.sources import File, Source
 from flowalign.types import PromptBatch
 
 MAX_BYTES = 64 * 2**20  # the largest, dpg_bench.csv, has 7.4 MB
+SECONDS = 600.0  # for a file, further attempts included
 VALIDATION = 256  # prompts of a training set that are set aside
 FIRST = "of the first fetch, in its .source.json"
 
@@ -187,7 +188,12 @@ def _download(url: str) -> bytes:
     """All that an address sends. Raises FetchError."""
     try:
         with Client(
-            timeout=60.0, connect_timeout=10.0, max_bytes=MAX_BYTES, redirects=True
+            timeout=60.0,
+            connect_timeout=10.0,
+            total=SECONDS,
+            deadline=SECONDS,
+            max_bytes=MAX_BYTES,
+            redirects=True,
         ) as client:
             answer = client.request("GET", url)
     except (OSError, Refused) as error:

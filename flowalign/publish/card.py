@@ -24,6 +24,7 @@ from flowalign.config import (
     parse,
     to_yaml,
 )
+from flowalign.files import read_lines
 from flowalign.preflight import span
 
 if TYPE_CHECKING:
@@ -178,10 +179,10 @@ def judge(name: str, options: Mapping[str, Any]) -> str:
 
 
 def _evaluations(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's log that hold an evaluation."""
-    log = folder / "metrics.jsonl"
-    lines = log.read_text().splitlines() if log.is_file() else []
-    return [row for row in map(json.loads, lines) if metrics.HEADLINE in row]
+    """The lines of a run's log that hold an evaluation, without the numbers that are none."""
+    rows = read_lines(folder / "metrics.jsonl")
+    known = [{name: value for name, value in row.items() if value is not None} for row in rows]
+    return [row for row in known if metrics.HEADLINE in row]
 
 
 def _best(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

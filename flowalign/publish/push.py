@@ -1,8 +1,8 @@
 """Upload what training or a merge left to the Hugging Face Hub: `flowalign push FOLDER --repo ID`.
 
-These files go up, and no others: the adapter under the name it has, its card as README.md, the
-run's config, the plot of its metrics, the pictures of its samples. --dry-run lists them. They are
-all checked before the Hub is asked for anything.
+These files go up, and no others: the adapter under the name it has, a manifest of it, its card as
+README.md, the run's config, the plot of its metrics, the pictures of its samples. --dry-run lists
+them. They are all checked before the Hub is asked for anything.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flowalign import manifest
 from flowalign.adapters.files import PEFT_CONFIG, read_lora
 from flowalign.adapters.hub import HubAddress, HubError, explained
 
@@ -90,7 +91,9 @@ def gather(folder: Path, repo: str, *, results: Path | None = None, force: bool 
     if HubAddress.parse(repo) != HubAddress(repo):
         raise PushError(f"--repo {repo!r} is no name on the Hub; want owner/name.")
     adapter = folder / "adapter" if (folder / "adapter").is_dir() else folder
-    weights = read_lora(adapter).file
+    lora = read_lora(adapter)
+    lora.check_values()
+    weights = lora.file
     whole = folder.resolve()
     run = whole.parent if adapter is folder and whole.name == "adapter" else folder
     files: dict[str, Path | bytes] = {weights.name: weights}
@@ -111,6 +114,10 @@ def gather(folder: Path, repo: str, *, results: Path | None = None, force: bool 
         )
     _address(card, run, adapter, repo, files)
     files["README.md"] = str(card).encode()
+    # the folder's own may name files that stay here
+    sealed = [path for path in (weights, adapter / PEFT_CONFIG) if path.is_file()]
+    listed = {path.name: (path.stat().st_size, manifest.digest(path)) for path in sealed}
+    files[manifest.MANIFEST] = manifest.text(listed, {}).encode()
     _check_secrets(files)
     remarks = []
     if not card.data.get("base_model") and card.data.get("license") != "apache-2.0":

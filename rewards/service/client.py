@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -74,7 +74,8 @@ class Remote:
             retries=retries,
             backoff=backoff,
             token=read_token(os.environ, token_env or TOKEN),
-            headers={"content-type": wire.CONTENT_TYPE, "accept-encoding": "identity"},
+            max_bytes=wire.answer_bytes(batch_size),
+            headers={"content-type": wire.CONTENT_TYPE},
             proxies=False,  # images go to the named host and nowhere else
         )
 
@@ -100,9 +101,13 @@ class Remote:
                 log.warning("the others must do its work: %s", answer)
 
     def describe(self) -> dict[str, Any]:
-        """What the first server says of its reward; not where it is. Calls it, so it may raise."""
+        """What the first server says of its reward; not where it is.
+
+        Calls it: raises ConnectionError, TimeoutError or ValueError.
+        """
         with self._connect(retries=0, timeout=self.connect_timeout) as client:
-            served = json.loads(client.request("GET", f"{self.urls[0]}/v1/info").body)["describe"]
+            answer = client.request("GET", f"{self.urls[0]}/v1/info")
+            served = wire.decode_info(answer.body)
         return {"name": self.name, "served": served, "normalizer": self.normalizer}
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
@@ -117,7 +122,9 @@ class Remote:
                 body = wire.encode_request(images[rows], prompts[rows], metadata[rows])
                 answer = client.request("POST", *self._servers(chunk), content=body)
                 self._resting |= dict.fromkeys(answer.failed, time.monotonic() + REST)
-                return [(chunk, wire.decode_answer(answer.body, len(chunk)))]
+                scores = wire.decode_answer(answer.body, len(chunk))
+                reasons = {row: client.clean(text) for row, text in scores.reasons.items()}
+                return [(chunk, replace(scores, reasons=reasons))]
             except (WireError, Refused) as error:
                 if error.status in _SPLIT and len(chunk) > 1:  # 2 log2(B) requests a bad row
                     half = len(chunk) // 2

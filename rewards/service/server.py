@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -23,6 +24,7 @@ from starlette.requests import ClientDisconnect
 
 from flowalign.images import to_float
 from flowalign.packages import DISTRIBUTION, version
+from flowalign.printable import shown
 from flowalign.rewards import describe
 from flowalign.rewards.scoring import Worker, score
 from flowalign.rewards.service import wire
@@ -32,7 +34,8 @@ from flowalign.types import Reward, Scores
 log = logging.getLogger(__name__)
 
 _HEADER_BYTES = 16 * 1024  # of the head of a request
-_CONNECTIONS = 256  # more than can wait for the one worker; uvicorn answers further ones 503
+_CONNECTIONS = 256  # open at a time, more than can wait for the one worker
+_REASON = 500  # characters
 # An absolute path, which is not the caller's business: two or more names with slashes before them.
 _PATH = re.compile(r"(?<![\w.])(?:[A-Za-z]:)?[\\/](?:[\w.~@+-]+[\\/])+[\w.~@+-]*")
 
@@ -68,7 +71,8 @@ def app(reward: Reward, settings: Settings) -> FastAPI:
         return JSONResponse(content, error.status, more.get(error.status))
 
     routes = _Routes(reward, settings)
-    application = FastAPI(title="flowalign reward", openapi_url=None)  # no page that names routes
+    # no page that names the routes, and no answer that sends callers to the host that they name
+    application = FastAPI(title="flowalign reward", openapi_url=None, redirect_slashes=False)
     for kind in (WireError, ClientDisconnect, Exception):
         application.add_exception_handler(kind, refuse)
     application.add_route("/v1/health", routes.health, methods=["GET"])
@@ -83,6 +87,7 @@ class _Routes:
     def __init__(self, reward: Reward, settings: Settings) -> None:
         self.reward, self.settings, self.worker = reward, settings, Worker()
         self.pending = 0  # requests that are read, wait or are scored
+        self.decoding = asyncio.Lock()  # one at a time, as it takes four times a body's memory
 
     async def health(self, request: Request) -> Response:
         """200, or 503 while a call hangs; anybody may ask."""
@@ -119,7 +124,8 @@ class _Routes:
         self.pending += 1
         try:
             body = await self._read(request)
-            rows = await run_in_threadpool(wire.decode_request, body, self.settings.limits)
+            async with self.decoding:
+                rows = await run_in_threadpool(self._decode, body)
             del body  # not kept in memory while the request waits
             future = self.worker.submit(partial(self._score, rows))
             del rows
@@ -140,7 +146,9 @@ class _Routes:
             raise WireError(415, f"content-type {kind[:50]!r}; send {wire.CONTENT_TYPE}.")
         if headers.get("content-encoding", "identity").lower() != "identity":
             raise WireError(415, "send the body without content-encoding.")
-        self._check_length(int(headers.get("content-length", "0")))
+        if "content-length" not in headers:  # its end would be the sender's to choose
+            raise WireError(411, "send the content-length, and no transfer-encoding.")
+        self._length(request)
 
     def _check_token(self, request: Request) -> None:
         token = self.settings.token
@@ -149,24 +157,37 @@ class _Routes:
         if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
             raise WireError(401, "wrong or no token; send `Authorization: Bearer TOKEN`.")
 
-    def _check_length(self, length: int) -> None:
-        limit = self.settings.limits.bytes
+    def _length(self, request: Request) -> int:
+        """Bytes of the body, which h11 holds the sender to."""
+        length, limit = int(request.headers["content-length"]), self.settings.limits.bytes
         if length > limit:
-            raise WireError(413, f"the body has more than the {limit} bytes that are taken.")
+            raise WireError(413, f"the body has {length} bytes; at most {limit} are taken.")
+        return length
 
-    async def _read(self, request: Request) -> bytes:
-        async def collect() -> bytes:
-            body = bytearray()
+    async def _read(self, request: Request) -> np.ndarray:
+        """The body as uint8 [bytes]."""
+
+        async def collect() -> np.ndarray:
+            # Allocated once, not grown. An announced byte takes no memory before it comes.
+            body, at = np.empty(self._length(request), np.uint8), 0
             async for chunk in request.stream():
-                body += chunk
-                self._check_length(len(body))  # a chunked body announces no length
-            return bytes(body)
+                if at + len(chunk) > len(body):
+                    break
+                body[at : at + len(chunk)] = np.frombuffer(chunk, np.uint8)
+                at += len(chunk)
+            else:
+                if at == len(body):
+                    return body
+            raise WireError(400, "the body is not as long as its content-length says.")
 
         seconds = self.settings.read_seconds
         try:
             return await asyncio.wait_for(collect(), seconds)
         except asyncio.TimeoutError:  # before Python 3.11 not the built-in TimeoutError
             raise WireError(408, f"the body did not come within {seconds:g} s.") from None
+
+    def _decode(self, body: np.ndarray) -> wire.Request:
+        return wire.decode_request(body.tobytes(), self.settings.limits)
 
     def _score(self, rows: wire.Request) -> Scores:
         try:
@@ -177,8 +198,8 @@ class _Routes:
 
 
 def clean(reason: str) -> str:
-    """A reason as callers may see it: no absolute paths, and 500 characters of it."""
-    return _PATH.sub("<path>", reason)[:500]
+    """A reason as callers may see it: without absolute paths, printable, and its beginning."""
+    return shown(_PATH.sub("<path>", reason[: 10 * _REASON]), _REASON)
 
 
 # The server --------------------------------------------------------------------------------------
@@ -197,30 +218,62 @@ def server(reward: Reward, settings: Settings) -> uvicorn.Server:
         proxy_headers=False,  # a caller must not choose its own address
         server_header=False,
         headers=[("connection", "close")],  # one request each: see _TimedHead
-        limit_concurrency=_CONNECTIONS,
         h11_max_incomplete_event_size=_HEADER_BYTES,
         timeout_graceful_shutdown=5,  # seconds for the request being scored
     )
     config.load()  # chooses uvicorn's class for HTTP, of which ours holds an instance
-    http = config.http_protocol_class
-    config.http_protocol_class = lambda **given: _TimedHead(http(**given), settings.header_seconds)
+    http, connections = config.http_protocol_class, _Connections(_CONNECTIONS)
+    config.http_protocol_class = lambda **given: _TimedHead(
+        http(**given), settings.header_seconds, connections
+    )
     return uvicorn.Server(config)
+
+
+class _Connections:
+    """The open connections, at most `limit`. One more ends the one that has been without the head
+    of a request for longest: callers send theirs at once, and silent ones replace each other.
+
+    (uvicorn's own limit counts silent connections too, and answers everybody else 503.)
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.open: set[_TimedHead] = set()
+        self.silent: dict[_TimedHead, None] = {}  # those without a head, in the order they came in
+
+    def add(self, connection: _TimedHead) -> None:
+        self.open.add(connection)
+        self.silent[connection] = None
+        if len(self.open) > self.limit:
+            oldest = next(iter(self.silent))
+            self.remove(oldest)
+            oldest.transport.abort()
+
+    def heard(self, connection: _TimedHead) -> None:
+        """The head of its request has come."""
+        self.silent.pop(connection, None)
+
+    def remove(self, connection: _TimedHead) -> None:
+        self.open.discard(connection)
+        self.silent.pop(connection, None)
 
 
 class _TimedHead(asyncio.Protocol):
     """A protocol whose connection ends with 408 if the head of its request comes too late.
 
-    uvicorn itself waits for ever, so silent senders could take up all connections. A connection
-    carries one request, so there is one head to wait for.
+    uvicorn itself waits for ever. A connection carries one request, so there is one head to wait
+    for.
     """
 
-    def __init__(self, inner: asyncio.Protocol, seconds: float) -> None:
+    def __init__(self, inner: Any, seconds: float, connections: _Connections) -> None:
         self.inner, self.seconds, self.head = inner, seconds, b""
+        self.connections = connections
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
         self.timer = asyncio.get_running_loop().call_later(self.seconds, self._late)
         self.inner.connection_made(transport)
+        self.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
         if not self.timer.cancelled():
@@ -228,7 +281,12 @@ class _TimedHead(asyncio.Protocol):
             if re.search(rb"\n\r?\n", self.head):
                 self.timer.cancel()
                 self.head = b""
+                self.connections.heard(self)
         self.inner.data_received(data)
+        if self.transport.is_closing() and self.inner.cycle is not None:
+            # A body that is no HTTP was answered 400 just now. The application's own answer would
+            # be an error in the log, a stack trace for each such request.
+            self.inner.cycle.disconnected = True
 
     def _late(self) -> None:
         self.transport.write(
@@ -238,6 +296,7 @@ class _TimedHead(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.timer.cancel()
+        self.connections.remove(self)
         self.inner.connection_lost(exc)
 
     def eof_received(self) -> bool | None:

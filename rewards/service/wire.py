@@ -31,9 +31,12 @@ from flowalign.types import Metadata, Scores
 
 VERSION = 2  # 1 had a tensor per image, raw or PNG
 TOKEN = "FLOWALIGN_REWARD_TOKEN"  # the environment variable that holds the token
+PREFIX = "FLOWALIGN_"  # of all variables that a config may name
 CONTENT_TYPE = "application/x-safetensors"
 # Of the safetensors header. Two tensors take 200 bytes, and the library would parse up to 100 MB.
 _HEADER_BYTES = 16 * 1024
+PARTS = 64  # of an answer
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)  # never goes back
 
 
 class WireError(ValueError):
@@ -53,6 +56,7 @@ class Limits:
     bytes: int = 256 * 2**20  # of the body
     prompt: int = 10_000  # characters
     json: int = 4 * 2**20  # bytes of prompts and metadata
+    values: int = 100_000  # in that JSON: [] takes two bytes there, and 56 in memory
     depth: int = 16  # levels of nesting in the metadata
 
 
@@ -118,7 +122,7 @@ def _rows(data: bytes, limits: Limits) -> tuple[list[str], list[dict[str, Any]]]
     """Prompts and metadata of the tensor `request`."""
     if len(data) > limits.json:
         raise WireError(413, f"the JSON has {len(data)} bytes; at most {limits.json} are taken.")
-    document = _parse(data, 400, limits.depth)
+    document = _parse(data, 400, limits.depth, limits.values)
     if set(document) != {"version", "prompts", "metadata"}:
         raise WireError(422, f"keys {_some(document)}; send version, prompts and metadata.")
     prompts, metadata = document["prompts"], document["metadata"]
@@ -158,27 +162,39 @@ def encode_answer(reward: str, scores: Scores) -> bytes:
     return json.dumps(document, allow_nan=False).encode()
 
 
+def answer_bytes(count: int) -> int:
+    """How many bytes an answer about `count` images may have: some four times what it needs."""
+    return 64 * 2**10 + count * 16 * 2**10
+
+
 def decode_answer(body: bytes, count: int) -> Scores:
-    """The body of an answer about `count` images -> Scores. Raises WireError (502)."""
-    document = _parse(body, 502, depth=3)
+    """The body of an answer about `count` images -> Scores. Raises WireError (502).
+
+    Numbers that float32 cannot hold become NaN, and a row without a value is invalid. The reasons
+    are as the server sent them.
+    """
+    document = _parse(body, 502, depth=3, values=(PARTS + 4) * (count + 2))
     parts, valid, reasons = (document.get(key) for key in ("parts", "valid", "reasons"))
     if not isinstance(parts, dict) or not isinstance(reasons, dict):
         raise WireError(502, "`parts` or `reasons` of the answer is no object.")
+    if len(parts) > PARTS or not all(n.isprintable() and 0 < len(n) <= 100 for n in parts):
+        raise WireError(502, f"`parts` of the answer are not up to {PARTS} printable names.")
     if not isinstance(valid, list) or [type(v) for v in valid] != [bool] * count:
         raise WireError(502, f"`valid` of the answer is no list of {count} booleans.")
     rows = {str(row): row for row in range(count)}
     if not all(row in rows and isinstance(text, str) for row, text in reasons.items()):
         raise WireError(502, "`reasons` of the answer are not texts by row.")
+    value = _numbers("value", document.get("value"), count)
     return Scores(
-        _numbers("value", document.get("value"), count),
-        torch.tensor(valid, dtype=torch.bool),
+        value,
+        torch.tensor(valid, dtype=torch.bool) & torch.isfinite(value),
         {name: _numbers(name, part, count) for name, part in parts.items()},
         {rows[row]: text for row, text in reasons.items()},
     )
 
 
 def _numbers(name: str, values: Any, count: int) -> Tensor:
-    """float32 [count] of a list of numbers and nulls."""
+    """float32 [count] of a list of numbers and nulls; NaN for what float32 cannot hold."""
     name = f"`{name[:50]}` of the answer"
     if not isinstance(values, list) or len(values) != count:
         raise WireError(502, f"{name} is no list of {count} numbers.")
@@ -186,21 +202,39 @@ def _numbers(name: str, values: Any, count: int) -> Tensor:
         raise WireError(502, f"{name} holds something that is neither a number nor null.")
     try:
         numbers = [math.nan if v is None else float(v) for v in values]
-        return torch.tensor(numbers, dtype=torch.float32)
+        tensor = torch.tensor(numbers, dtype=torch.float32)
+        return tensor.masked_fill(~tensor.isfinite(), math.nan)
     except OverflowError as error:
         raise WireError(502, f"{name} holds a number that is too large.") from error
+
+
+def decode_info(body: bytes) -> dict[str, Any]:
+    """`describe` of the body of /v1/info: what the served reward says of itself.
+
+    Raises WireError (502).
+    """
+    described = _parse(body, 502, Limits.depth, Limits.values).get("describe")
+    if not isinstance(described, dict):
+        raise WireError(502, f"`describe` of the answer is a {type(described).__name__}.")
+    return described
 
 
 # JSON and the token ------------------------------------------------------------------------------
 
 
-def _parse(data: bytes, status: int, depth: int) -> dict[str, Any]:
-    """An object of strict JSON, of this version; `status` for whatever is none."""
+def _parse(data: bytes, status: int, depth: int, values: int) -> dict[str, Any]:
+    """An object of strict JSON, of this version; `status` for whatever is none.
+
+    depth, values: how many levels and how many values it may have.
+    """
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is no JSON; use null")
 
     try:
+        bare = _STRING.sub(b"", data)
+        if (count := sum(map(bare.count, (b",", b"[", b"{")))) > values:  # before they are built
+            raise ValueError(f"it has {count} values; at most {values} are taken")
         document = json.loads(data.decode(), parse_constant=refuse)
         level = [document]
         for _ in range(depth + 1):
@@ -239,12 +273,21 @@ def read_token(environment: Mapping[str, str], name: str = TOKEN) -> str | None:
 # Options of rewards that are asked over HTTP ------------------------------------------------------
 
 
-def _is_set(name: str | None) -> str | None:
-    if name is not None and read_token(os.environ, name) is None:
+def _may_be_sent(name: str | None) -> str | None:
+    if name is None:
+        return None
+    if not re.fullmatch(PREFIX + r"\w+", name, re.ASCII):
+        # A config names the server, too: a stranger's could have any secret sent to any place.
+        own = PREFIX + re.sub(r"\W", "", name, flags=re.ASCII)[:50]
+        raise ValueError(
+            f"a config may only have variables sent whose names begin with {PREFIX}. Export it "
+            f'under such a name, as in `export {own}="$..."`, and give that.'
+        )
+    if read_token(os.environ, name) is None:
         raise ValueError("that variable is not set here, or empty. Export it, or leave this out.")
     return name
 
 
-TokenEnv = Annotated[str | None, AfterValidator(_is_set)]
+TokenEnv = Annotated[str | None, AfterValidator(_may_be_sent)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False, description="seconds")]
 Retries = Annotated[int, Field(ge=0, description="further attempts")]

@@ -2,7 +2,9 @@
 # sbatch scripts/slurm/one_node.sh --config configs/sd35_medium/flow_opd.yaml
 # One node, a process per GPU. Arguments are those of train.py; change resources on sbatch's command line, as in
 # `sbatch --gpus-per-node=4 --time=8:00:00 ...`. Run it in the root of the checkout, where .venv is used if it exists.
-# A run that is preempted, requeued or out of time continues from its last checkpoint (train.checkpoint_every).
+# Two minutes before the time is over the run saves, ends with status 75 and is requeued; then it goes on from there. An
+# update must take less than that, or say `sbatch --signal=B:USR1@600`. A run that is killed goes on from its last
+# checkpoint (train.checkpoint_every).
 # FLOWALIGN_ACCELERATE names another file of configs/accelerate. Not yet run under a real Slurm.
 #SBATCH --job-name=flowalign
 #SBATCH --nodes=1
@@ -21,15 +23,18 @@ PATH="$PWD/.venv/bin:$PATH"
 gpus=${SLURM_GPUS_ON_NODE:?no GPU was asked for: sbatch --gpus-per-node=N}
 config=${FLOWALIGN_ACCELERATE:-configs/accelerate/ddp_8gpu.yaml}
 
-trap 'scontrol requeue "$SLURM_JOB_ID"' USR1 # two minutes before the time is over
-srun --kill-on-bad-exit=1 accelerate launch --config_file "$config" \
+asked=no again=yes
+trap 'asked=yes again=yes; kill -USR1 $step' USR1 # before the time is over; srun passes it on
+srun --kill-on-bad-exit=1 python scripts/slurm/launch.py --config_file "$config" \
     --num_processes "$gpus" --main_process_port $((20000 + SLURM_JOB_ID % 10000)) \
     --num_cpu_threads_per_process $((${SLURM_CPUS_PER_TASK:-$gpus} / gpus)) \
     train.py --resume "$@" &
-status=0
-wait $! || status=$?
-if kill -0 $! 2>/dev/null; then # it was the signal that ended the wait
-    status=0
-    wait $! || status=$?
+step=$!
+while [[ $again == yes ]]; do # a signal ends the wait, too
+    again=no status=0
+    wait $step || status=$?
+done
+if [[ $status == 75 || ($asked == yes && $status != 0) ]]; then
+    scontrol requeue "$SLURM_JOB_ID"
 fi
 exit $status

@@ -20,22 +20,25 @@ gpus=${SLURM_GPUS_ON_NODE:?no GPU was asked for: sbatch --gpus-per-node=N}
 config=${FLOWALIGN_ACCELERATE:-configs/accelerate/multi_node_ddp.yaml}
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 launch=(
-    accelerate launch --config_file "$config"
+    python scripts/slurm/launch.py --config_file "$config"
     --num_machines "$SLURM_NNODES" --num_processes $((SLURM_NNODES * gpus))
     --main_process_ip "${hosts%%$'\n'*}" --main_process_port $((20000 + SLURM_JOB_ID % 10000))
     --num_cpu_threads_per_process $((${SLURM_CPUS_PER_TASK:-$gpus} / gpus))
 )
 
-trap 'scontrol requeue "$SLURM_JOB_ID"' USR1 # two minutes before the time is over
+asked=no again=yes
+trap 'asked=yes again=yes; kill -USR1 $step' USR1 # before the time is over; srun passes it on
 # shellcheck disable=SC2016 # each node has its own SLURM_NODEID
 srun --kill-on-bad-exit=1 bash -c '
     count=$1 && shift
     exec "${@:1:count}" --machine_rank "$SLURM_NODEID" train.py --resume "${@:count+1}"
 ' launch ${#launch[@]} "${launch[@]}" "$@" &
-status=0
-wait $! || status=$?
-if kill -0 $! 2>/dev/null; then # it was the signal that ended the wait
-    status=0
-    wait $! || status=$?
+step=$!
+while [[ $again == yes ]]; do # a signal ends the wait, too
+    again=no status=0
+    wait $step || status=$?
+done
+if [[ $status == 75 || ($asked == yes && $status != 0) ]]; then
+    scontrol requeue "$SLURM_JOB_ID"
 fi
 exit $status

@@ -1,0 +1,159 @@
+"""Ending early: SIGINT, SIGTERM and SIGUSR1, and the clock of a queue.
+
+SIGTERM comes from `docker stop`, from Slurm at the end of a job's time and from torchrun. SIGUSR1
+is what Slurm is told to send some time before (`scripts/slurm/`).
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+UNFINISHED = 75  # EX_TEMPFAIL of sysexits.h: not finished, start the same command again
+CODES = {  # exit statuses; a shell reports a process that a signal ended by 128 + its number
+    signal.SIGINT: 128 + signal.SIGINT,
+    signal.SIGTERM: 128 + signal.SIGTERM,
+}
+if sys.platform != "win32":
+    CODES[signal.SIGUSR1] = UNFINISHED
+ECHO = 1.0  # seconds in which a signal that comes again is the same request: launchers repeat it
+
+
+class Interrupted(KeyboardInterrupt):
+    """A command is to end early. str() is what asked for it: "SIGTERM", "train.max_minutes".
+
+    code: the exit status. note: what was saved and how to go on; None if nobody has said, "" if
+    another process says it.
+    """
+
+    def __init__(self, reason: str, code: int) -> None:
+        super().__init__(reason)
+        self.code = code
+        self.note: str | None = None
+
+    @staticmethod
+    def by(number: int) -> Interrupted:
+        """By a signal."""
+        return Interrupted(signal.Signals(number).name, CODES[signal.Signals(number)])
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The time that a command has. began: time.monotonic() at its start; minutes: None = no limit.
+    name: the key of the config that sets the limit."""
+
+    began: float
+    minutes: float | None = None
+    name: str = "train.max_minutes"
+
+    def over(self, seconds: float) -> bool:
+        """Whether work of so many seconds would end past the limit."""
+        if self.minutes is None:
+            return False
+        return time.monotonic() + seconds > self.began + 60 * self.minutes
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Inside the `with`, a signal raises Interrupted in the main thread, wherever it is."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Interrupted.by(number)
+
+    before = _handle(stop)
+    try:
+        yield
+    finally:
+        _restore(before)
+
+
+class Requests:
+    """Requests to end a run early, inside its `with`.
+
+    One process raises Interrupted at once, or at the end of a `whole` block. Of several processes
+    none does so before all meet: then all raise it, whoever was asked. A second signal, more than
+    ECHO seconds after the first, raises it at once, wherever the process is.
+
+    gather: {what this process has} -> that of all processes, in their order; None for one process.
+    """
+
+    def __init__(self, gather: Callable[[list[Any]], list[Any]] | None, clock: Clock) -> None:
+        self.gather, self.clock = gather, clock
+        self.agreed = False  # all processes are leaving
+        self._first: tuple[int, float] | None = None  # the signal, and when it came
+        self._depth = 0  # of `whole` blocks
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Requests:
+        self._first, self._before = None, _handle(self._asked)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self.agreed:  # a launcher that sees the first of us leave sends SIGTERM to the others
+            for number in self._before:
+                signal.signal(number, signal.SIG_IGN)
+            return
+        _restore(self._before)
+        if error is None and self._first:  # it came after the last meeting
+            raise Interrupted.by(self._first[0])
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Around work that is done as a whole or not at all: a signal takes effect at its end."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+        if self._first and self.gather is None and not self._depth:
+            raise Interrupted.by(self._first[0])
+
+    def meet(self, seconds: float | None = None) -> None:
+        """A place where a run can end, which all processes reach: Interrupted if one was asked, or
+        if the next `seconds` of work would end past the clock's limit (None = do not ask it)."""
+        clock = self.clock
+        own = (str(Interrupted.by(self._first[0])), CODES[self._first[0]]) if self._first else None
+        if own is None and seconds is not None and clock.over(seconds):
+            own = f"{clock.name} = {clock.minutes:g}", UNFINISHED
+        for asked in self.gather([own]) if self.gather else [own]:
+            if asked:
+                self.agreed = self.gather is not None
+                raise Interrupted(*asked)
+
+    def _asked(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._first is None:
+            self._first = number, now
+            if self.gather is None and not self._depth:
+                raise Interrupted.by(number)
+        elif now - self._first[1] > ECHO:
+            raise Interrupted.by(number)
+
+
+def _handle(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:
+    """Set a handler of all our signals; those that were set before. An ignored signal stays
+    ignored, as SIGINT is in a background job."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}  # only the main thread is interrupted, and only it may set a handler
+    before = {number: signal.getsignal(number) for number in CODES}
+    before = {number: old for number, old in before.items() if old is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, handler)
+    return before
+
+
+def _restore(before: dict[signal.Signals, Any]) -> None:
+    for number, handler in before.items():
+        signal.signal(number, handler)

@@ -1,0 +1,381 @@
+"""Adapters and models that a stranger made: they are read, or refused, in time.
+
+`-m long` runs the same properties on ten times as many inputs.
+"""
+
+import copy
+import json
+import shutil
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unicodedata import category
+
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save, save_file
+
+import flowalign
+from flowalign import rewards
+from flowalign.adapters.files import ADAPTER, PEFT_CONFIG, AdapterError, read_lora
+from flowalign.backbone import ModelError, load_pipeline, put_lora
+from flowalign.tiny import PREFERENCE
+
+SECONDS = 5
+LAYER = "transformer_blocks.0.attn.to_q"
+HALVES = {
+    f"{LAYER}.lora_A.weight": torch.ones(2, 32),
+    f"{LAYER}.lora_B.weight": torch.ones(32, 2),
+}
+CATASTROPHES = [  # Python's own `re` needs years for each on a long name
+    r"(.+)+!?x",
+    r"((\w|\.)+)+0y",
+    r"(\w+\.?)+!",
+    r"([a-z_]+|\.|[0-9])*[0-9]*\.?Q",
+    r"(a|t|r|n|s|f|o|m|e|_|b|l|c|k|\.|0|q|.)*?(\w+)*b",  # `regex` does, too
+]
+
+
+def inputs(examples: int) -> Any:
+    """So many generated inputs, the same in each run; each has a limit of time."""
+    return settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=SECONDS * 1000,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def quick_and_long(examples: int) -> pytest.MarkDecorator:
+    """The number of inputs of a property: so many, and with `-m long` ten times as many."""
+    many = pytest.param(10 * examples, marks=pytest.mark.long)
+    return pytest.mark.parametrize("examples", [examples, many])
+
+
+@pytest.fixture(scope="module")
+def bare(random_model: str) -> SD3Transformer2DModel:
+    return SD3Transformer2DModel.from_pretrained(random_model, subfolder="transformer").eval()
+
+
+def harmless(text: str) -> bool:
+    """Whether a terminal shows all of a text and obeys none of it."""
+    return not any(category(letter) in ("Cc", "Cs", "Zl", "Zp") for letter in text)
+
+
+@contextmanager
+def nothing_else(folder: Path) -> Iterator[None]:
+    """Inside, no file comes or goes in a folder or beside it."""
+    before = sorted(folder.parent.rglob("*"))
+    yield
+    assert sorted(folder.parent.rglob("*")) == before
+
+
+def taken_or_refused(folder: Path, bare: SD3Transformer2DModel) -> bool:
+    """Whether an adapter goes onto a model; AdapterError is the only other way out."""
+    with nothing_else(folder):
+        try:
+            lora = read_lora(str(folder))
+            assert all(0 < scale < float("inf") for scale in lora.scales.values())
+            assert len(lora.digest) == 64
+            put_lora(copy.deepcopy(bare), "x", lora)
+        except AdapterError as error:
+            assert len(str(error)) < 3000 and harmless(str(error))
+            return False
+    return True
+
+
+# Descriptions ------------------------------------------------------------------------------------
+
+leaves = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8),
+    st.sampled_from([0, -1, 2, 10**9, 10**400, 1e308, float("nan"), "", "8", LAYER, f"^{LAYER}"]),
+)  # fmt: skip
+values = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner),
+    max_leaves=8,
+)
+patterns = st.one_of(
+    st.sampled_from([*CATASTROPHES, LAYER, f"^{LAYER}", "attn.to_q", ".*", "(", "[", "(?R)"]),
+    st.text(alphabet="()[]{}+*?.|\\^$ato_q0,9", max_size=24),
+)
+tables = st.dictionaries(patterns, leaves, max_size=4)
+descriptions = st.fixed_dictionaries(
+    {},
+    optional={
+        "r": st.just(2) | values,
+        "lora_alpha": st.just(4) | values,
+        "rank_pattern": tables | values,
+        "alpha_pattern": tables | values,
+        "use_rslora": st.booleans() | values,
+        "target_modules": st.lists(leaves) | values,
+        "base_model_name_or_path": st.text() | values,
+        "peft_type": st.just("LORA") | values,
+        "init_lora_weights": values,
+        "bias": st.just("none") | values,
+        "modules_to_save": st.none() | values,
+        "something": st.none() | values,
+    },
+)
+
+
+@quick_and_long(900)
+def test_any_description_is_read_or_refused(
+    examples: int, tmp_path: Path, bare: SD3Transformer2DModel
+) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+
+    @inputs(examples)
+    @given(description=descriptions, inside=st.booleans())
+    def check(description: dict[str, Any], inside: bool) -> None:
+        text = json.dumps(description)
+        head = {"lora_adapter_metadata": text} if inside else {}
+        (folder / PEFT_CONFIG).unlink(missing_ok=True)
+        save_file(HALVES, folder / ADAPTER, metadata=head)
+        if not inside:
+            (folder / PEFT_CONFIG).write_text(text)
+        taken_or_refused(folder, bare)
+
+    check()
+
+
+@pytest.mark.parametrize("name", ["rank_pattern", "alpha_pattern"])
+@pytest.mark.parametrize("pattern", CATASTROPHES)
+def test_a_pattern_that_never_ends_is_refused_in_time(
+    pattern: str, name: str, tmp_path: Path, bare: SD3Transformer2DModel
+) -> None:
+    layer = "transformer_blocks.0.attn." + "a_b." * 12 + "to_q"
+    halves = {key.replace(LAYER, layer): value for key, value in HALVES.items()}
+    save_file(halves, tmp_path / ADAPTER)
+    (tmp_path / PEFT_CONFIG).write_text(json.dumps({"r": 2, name: {pattern: 2}}))
+    start = time.monotonic()
+    with pytest.raises(AdapterError, match=f"{name}.*resolved" if pattern[-1] == "b" else "layer"):
+        put_lora(bare, "x", tmp_path)
+    assert time.monotonic() - start < SECONDS
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [
+        ("r", "2"), ("r", True), ("r", 2.0), ("r", 10**9), ("r", 0), ("lora_alpha", [4]),
+        ("lora_alpha", float("nan")), ("lora_alpha", -4), ("lora_alpha", 10**400),
+        ("lora_alpha", float("inf")), ("rank_pattern", ["to_q"]), ("rank_pattern", {"to_q": "2"}),
+        ("alpha_pattern", {"to_q": None}), ("target_modules", [1, 2]), ("use_rslora", "yes"),
+        ("base_model_name_or_path", 7), ("base_model_name_or_path", "a\x1b[2J"),
+        ("base_model_name_or_path", "\ud800"),
+    ],
+)  # fmt: skip
+def test_an_entry_of_a_wrong_type_is_named(entry: str, value: Any, tmp_path: Path) -> None:
+    save_file(HALVES, tmp_path / ADAPTER)
+    (tmp_path / PEFT_CONFIG).write_text(json.dumps({"r": 2, entry: value}))
+    with pytest.raises(AdapterError, match=entry if entry != "base_model_name_or_path" else "base"):
+        read_lora(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"[" * 100_000, b'{"r": ' * 50_000, b"\xff\xfe", b"", b'{"r": ' + b"9" * 5000 + b"}",
+     b'{"x": "' + b"x" * (1 << 23) + b'"}', b"[]", b"null"],
+    ids=["lists", "mappings", "no text", "empty", "digits", "long", "list", "null"],
+)  # fmt: skip
+def test_a_description_that_is_no_mapping_is_refused(content: bytes, tmp_path: Path) -> None:
+    save_file(HALVES, tmp_path / ADAPTER)
+    (tmp_path / PEFT_CONFIG).write_bytes(content)
+    with pytest.raises(AdapterError):
+        read_lora(tmp_path)
+
+
+# Files -------------------------------------------------------------------------------------------
+
+DTYPES = ["F32", "F16", "BF16", "F64", "I64", "I8", "BOOL", "U16", "F8_E4M3", "F8_E8M0", "F4",
+          "C64", "X", ""]  # fmt: skip
+names = st.one_of(
+    st.sampled_from(
+        [
+            *HALVES,
+            f"transformer.{LAYER}.lora_A.weight",
+            f"base_model.model.{LAYER}.lora_B.weight",
+            f"{LAYER}.alpha",
+            f"{LAYER}.base_layer.lora_A.weight",
+            f"{LAYER}.lora_A.x.lora_B.weight",
+            "transformer_blocks.0.lora_A.weight",
+            "pos_embed.proj.lora_A.weight",
+            "pos_embed.proj.lora_B.weight",
+            f"{LAYER}_lora.down.weight",
+            f"{LAYER}_lora.up.weight",
+            ".lora_A.weight",
+            "../../x.lora_A.weight",
+        ]
+    ),
+    st.text(max_size=8).map(lambda text: f"{text}.lora_A.weight"),
+    st.text(max_size=12),
+)
+shapes = st.one_of(
+    st.sampled_from([[2, 32], [32, 2], [2], [], [0, 32], [1], [2, 32, 1, 1], [2, 32, 1, 1, 1]]),
+    st.lists(st.integers(0, 40), max_size=5),
+    st.lists(st.sampled_from([2**31, 2**63, 2**64 - 1, -1, 1.5, None, "2"]), max_size=4),
+)
+entries = st.fixed_dictionaries(
+    {"dtype": st.sampled_from(DTYPES[:1] * 8 + DTYPES), "shape": shapes},
+    optional={"data_offsets": st.lists(st.integers(-1, 600), min_size=1, max_size=3)},
+)
+heads = st.lists(st.tuples(names, entries), min_size=1, max_size=5)
+
+
+def written(
+    head: list[tuple[str, dict[str, Any]]], metadata: Any, length: int | None, tail: int
+) -> bytes:
+    """A safetensors file with these entries, in which a name may come twice; offsets that are not
+    given are the right ones."""
+    parts, end = [], 0
+    for name, entry in head:
+        if "data_offsets" not in entry:
+            size = 4
+            for axis in entry["shape"]:
+                size *= axis if isinstance(axis, int) and 0 <= axis < 100 else 1
+            entry = {**entry, "data_offsets": [end, end + size]}
+            end += size
+        parts.append(f"{json.dumps(name)}: {json.dumps(entry)}")
+    if metadata is not None:
+        parts.append(f'"__metadata__": {json.dumps(metadata)}')
+    text = ("{" + ", ".join(parts) + "}").encode()
+    body = b"\x01" * min(max(end + tail, 0), 1 << 16)
+    return struct.pack("<Q", len(text) if length is None else length) + text + body
+
+
+@quick_and_long(900)
+def test_any_head_of_a_file_is_read_or_refused(
+    examples: int, tmp_path: Path, bare: SD3Transformer2DModel
+) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+
+    @inputs(examples)
+    @given(
+        head=heads,
+        metadata=st.none() | st.dictionaries(st.text(max_size=5), st.text(max_size=5)) | values,
+        length=st.none() | st.none() | st.sampled_from([0, 1, 7, 2**31, 2**63, 2**64 - 1]),
+        tail=st.just(0) | st.integers(-8, 8),
+    )
+    def check(head: Any, metadata: Any, length: int | None, tail: int) -> None:
+        (folder / ADAPTER).write_bytes(written(head, metadata, length, tail))
+        taken_or_refused(folder, bare)
+
+    check()
+
+
+WHOLE = save(
+    HALVES,
+    metadata={
+        "format": "pt",
+        "lora_adapter_metadata": json.dumps({"r": 2, "lora_alpha": 4, "rank_pattern": {}}),
+        "flowalign_max_sequence_length": "16",
+    },
+)
+
+
+@quick_and_long(400)
+def test_any_damage_to_a_head_is_refused_or_does_no_harm(
+    examples: int, tmp_path: Path, bare: SD3Transformer2DModel
+) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+
+    @inputs(examples)
+    @given(
+        start=st.integers(0, 420),
+        removed=st.integers(0, 24),
+        put=st.binary(max_size=24)
+        | st.sampled_from([b'"', b"{", b"[[[[", b"\\ud800", b"\x00" * 9]),
+    )
+    def check(start: int, removed: int, put: bytes) -> None:
+        (folder / ADAPTER).write_bytes(WHOLE[:start] + put + WHOLE[start + removed :])
+        taken_or_refused(folder, bare)
+
+    check()
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {key: value.int() for key, value in HALVES.items()},
+        {key: value.bool() for key, value in HALVES.items()},
+        {**HALVES, f"{LAYER}.lora_A.weight": torch.ones(2)},
+        {key: value[..., None, None, None] for key, value in HALVES.items()},
+        {key: value[..., None, None] for key, value in HALVES.items()},
+        {f"{LAYER}.lora_A.weight": torch.ones(0, 32), f"{LAYER}.lora_B.weight": torch.ones(32, 0)},
+        {**HALVES, f"transformer.{LAYER}.lora_A.weight": torch.zeros(2, 32)},
+        {key.replace("to_q", "to_q.x"): value for key, value in HALVES.items()},
+        {key.replace(".attn.to_q", ""): value for key, value in HALVES.items()},
+        {key.replace("to_q", "to_\x1b[2J"): value for key, value in HALVES.items()},
+        {**HALVES, f"{LAYER}.alpha": torch.tensor([1.0, 2.0])},
+        {**HALVES, f"{LAYER}.alpha": torch.tensor(float("nan"))},
+        {**HALVES, f"{LAYER}.alpha": torch.tensor(-1)},
+    ],
+)
+def test_weights_that_are_no_update_of_the_model_are_refused(
+    weights: dict[str, torch.Tensor], tmp_path: Path, bare: SD3Transformer2DModel
+) -> None:
+    save_file({key: value.contiguous() for key, value in weights.items()}, tmp_path / ADAPTER)
+    assert not taken_or_refused(tmp_path, bare)
+
+
+@pytest.mark.parametrize("length", ["0", "-1", "513", "9" * 5000, "x"])
+def test_a_number_of_tokens_that_no_pipeline_takes_is_refused(length: str, tmp_path: Path) -> None:
+    save_file(HALVES, tmp_path / ADAPTER, metadata={"flowalign_max_sequence_length": length})
+    with pytest.raises(AdapterError, match="flowalign_max_sequence_length"):
+        read_lora(tmp_path)
+
+
+# Models ------------------------------------------------------------------------------------------
+
+
+class Planted:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("transformer", "diffusion_pytorch_model.bin"),
+        ("vae", "diffusion_pytorch_model.bin"),
+        ("text_encoder_3", "pytorch_model.bin"),
+    ],
+)
+def test_a_part_of_a_model_that_is_a_pickle_is_refused(
+    part: str, name: str, random_model: str, tmp_path: Path
+) -> None:
+    """Also one that torch's weights_only would load."""
+    folder = shutil.copytree(random_model, tmp_path / "model")
+    (file,) = (folder / part).glob("*.safetensors")
+    harmless = load_file(file)
+    file.unlink()
+    for content in (harmless, Planted(tmp_path / "planted")):
+        torch.save(content, folder / part / name)
+        with pytest.raises(ModelError, match=f"{part}/{name} is a pickle.*convert"):
+            load_pipeline(str(folder))
+        with pytest.raises(OSError, match="safetensors"):
+            flowalign.load(str(folder))
+    assert not (tmp_path / "planted").exists()
+
+
+def test_a_preference_model_that_is_a_pickle_is_refused(tmp_path: Path) -> None:
+    folder = shutil.copytree(PREFERENCE, tmp_path / "clip")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(OSError, match="a pickle .* convert"):
+        rewards.build("pickscore", model=str(folder))

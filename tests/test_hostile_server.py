@@ -1,0 +1,190 @@
+"""Whatever a server sends, a caller neither hangs nor fills its memory. Real sockets."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hostile import response, saying
+
+from flowalign.http import Client, Refused
+from flowalign.prompts import fetch
+from flowalign.rewards import score
+from flowalign.rewards.service.client import Remote
+from flowalign.rewards.vlm import VLM
+
+IMAGE = torch.zeros(1, 3, 4, 4)
+BOMB = gzip.compress(bytes(2**26))
+LEAST = {"timeout": 0.5, "retries": 0}  # seconds; a reward's requests take at most twice that
+
+
+def head(*lines: str) -> bytes:
+    return response(b"", *lines, length=None)
+
+
+def endless_body() -> Iterator[bytes]:
+    yield head()
+    yield from itertools.repeat(bytes(2**16))
+
+
+def endless_chunks() -> Iterator[bytes]:
+    yield head("transfer-encoding: chunked")
+    yield from itertools.repeat(b"10000\r\n" + bytes(2**16) + b"\r\n")
+
+
+def endless_error() -> Iterator[bytes]:
+    yield response(b"", status="400 no", length=None)
+    yield from itertools.repeat(bytes(2**16))
+
+
+def endless_redirect() -> Iterator[bytes]:
+    yield response(b"", "location: /again", status="302 there", length=None)
+    yield from itertools.repeat(bytes(2**16))
+
+
+def endless_head() -> Iterator[bytes]:
+    yield b"HTTP/1.1 200 OK\r\nx: "
+    yield from itertools.repeat(b"x" * 2**16)
+
+
+def endless_hints() -> Iterator[bytes]:
+    yield from itertools.repeat(b"HTTP/1.1 103 Early Hints\r\nx: y\r\n\r\n")
+
+
+def bomb() -> Iterator[bytes]:
+    yield response(BOMB, "content-encoding: gzip")
+
+
+def bombs() -> Iterator[bytes]:
+    yield response(gzip.compress(BOMB), "content-encoding: gzip, gzip")
+
+
+def dripping_body() -> Iterator[bytes]:
+    yield head()
+    yield from itertools.repeat(b" ")
+
+
+def dripping_head() -> Iterator[bytes]:
+    yield b"HTTP/1.1 200 OK\r\nx: "
+    yield from itertools.repeat(b"x")
+
+
+def dripping_hints() -> Iterator[bytes]:
+    yield from itertools.repeat(b"HTTP/1.1 103 Early Hints\r\nx: y\r\n\r\n")
+
+
+def silent() -> Iterator[bytes]:
+    time.sleep(3)
+    yield b""
+
+
+FLOODS = [endless_body, endless_chunks, endless_error, endless_redirect, endless_head,
+          endless_hints, bomb, bombs]  # fmt: skip
+DRIPS = [dripping_body, dripping_head, dripping_hints, silent]
+
+
+def remote(url: str) -> None:
+    scores = score(Remote(url, **LEAST), IMAGE, ["a"], [{}])
+    assert not scores.valid.any() and len(scores.reasons[0]) < 500
+
+
+def vlm(url: str) -> None:
+    scores = score(VLM(f"{url}/v1", "judge", **LEAST), IMAGE, ["a"], [{}])
+    assert not scores.valid.any() and len(scores.reasons[0]) < 500
+
+
+def described(url: str) -> None:
+    with pytest.raises((ConnectionError, TimeoutError, ValueError)):
+        Remote(url, connect_timeout=0.5, **LEAST).describe()
+
+
+def downloaded(url: str) -> None:
+    limits = {"total": 1.0, "max_bytes": 2**20, "redirects": True}
+    with Client(**LEAST, **limits) as client:
+        with pytest.raises((ConnectionError, TimeoutError, Refused)):
+            client.request("GET", f"{url}/set.txt")
+
+
+CALLERS = [remote, vlm, described, downloaded]
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+@pytest.mark.parametrize("talk", FLOODS)
+def test_a_flood_is_cut_off(talk: Callable[[], Iterator[bytes]], caller: Callable[[str], None]):
+    tracemalloc.start()
+    with saying(talk) as server:
+        began = time.monotonic()
+        caller(server.url)
+        seconds, peak = time.monotonic() - began, tracemalloc.get_traced_memory()[1] / 2**20
+    tracemalloc.stop()
+    assert seconds < 4 and peak < 16, (seconds, peak)
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+@pytest.mark.parametrize("talk", DRIPS)
+def test_a_drip_is_cut_off(talk: Callable[[], Iterator[bytes]], caller: Callable[[str], None]):
+    with saying(talk, pause=0.05) as server:
+        began = time.monotonic()
+        caller(server.url)
+        assert time.monotonic() - began < 3
+
+
+def test_an_answer_that_is_cut_off_is_not_taken_for_a_whole_one():
+    """Without a length the end of the connection is that of the body."""
+    with saying(dripping_body, pause=0.05) as server, Client(timeout=5, total=0.3, retries=0) as c:
+        with pytest.raises(TimeoutError):
+            c.request("GET", server.url)
+
+
+def test_redirects_end_and_so_do_those_that_lead_astray():
+    for location in (
+        "/again",
+        "http://[::x]/",
+        "ftp://x",
+        "//",
+        "http://\x80.example",
+        "x" * 60_000,
+    ):
+        answer = response(b"", f"location: {location}", status="302 there")
+        with saying(lambda answer=answer: [answer]) as server:
+            with Client(timeout=2, retries=0, redirects=True) as client:
+                with pytest.raises((ConnectionError, Refused)) as caught:
+                    client.request("GET", server.url)
+            assert server.asked <= 6 and len(str(caught.value)) < 500, location
+
+
+def test_what_a_server_says_cannot_steer_a_terminal_or_fill_a_log(caplog):
+    texts = ["\x1b[2J\x1b]0;owned\x07" + "x" * 2**20, "\x9b31m\u202e"]
+    for text in texts:
+        answer = response(text.encode(), status="422 no")
+        with saying(lambda answer=answer: [answer]) as server:
+            for caller in (remote, vlm):
+                caller(server.url)
+    shown = "".join(record.getMessage() for record in caplog.records)
+    assert r"\x1b[2J" in shown and len(shown) < 5000
+    assert not set(shown) & set("\x1b\x07\x9b\u202e")
+
+
+def test_no_cookie_is_kept_and_none_is_sent():
+    answer = response(b"{}", "set-cookie: id=1; path=/", "set-cookie: " + "a=;" * 9999)
+    with saying(lambda: [answer]) as server, Client(timeout=5, retries=0) as client:
+        for _ in range(2):
+            assert client.request("GET", server.url).body == b"{}"
+        assert not client._client.cookies
+
+
+@pytest.mark.parametrize("talk", [endless_body, bomb, dripping_body])
+def test_the_fetch_of_prompts_is_bounded(talk, tmp_path, monkeypatch):
+    monkeypatch.setattr(fetch, "MAX_BYTES", 2**20)
+    monkeypatch.setattr(fetch, "SECONDS", 1.0)
+    monkeypatch.setattr("flowalign.http.LONGEST_WAIT", 0.01)
+    with saying(talk, pause=0.01 if talk is dripping_body else 0) as server:
+        began = time.monotonic()
+        with pytest.raises(fetch.FetchError):
+            fetch._download(f"{server.url}/set.txt")
+        assert time.monotonic() - began < 6

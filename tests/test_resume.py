@@ -1,0 +1,275 @@
+"""A checkpoint proves itself: what is damaged or foreign is skipped, and the end is the same."""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flowalign import checkpoint, manifest, resume, train
+from flowalign.checkpoint import Checkpoints
+from flowalign.config import ADAPTER, to_yaml
+
+Damage = Callable[[Path], object]
+EVALUATED = ["evaluation={every: 1, prompts: 2}", "train.checkpoint_every=1", "train.updates=3",
+             "train.sample_every=1"]  # fmt: skip
+
+
+def config_file(model: str, folder: Path, *overrides: str) -> Path:
+    held_out = f"tasks.0.validation={folder / 'prompts.txt'}"
+    given = fakes.settings(model, folder / "run", held_out, *EVALUATED, *overrides)
+    (folder / "config.yaml").write_text(to_yaml(given))
+    return folder / "config.yaml"
+
+
+def main(*argv: object) -> int:
+    fakes.AcceleratorState._reset_state(reset_partial_state=True)
+    return train.main([str(arg) for arg in argv])
+
+
+def end(run: Path) -> dict[str, Any]:
+    """What a run leaves, without seconds."""
+    manifest.check(run / "adapter")
+    weights = load_file(run / "adapter" / ADAPTER)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    adapter = {key: value.numpy().tobytes() for key, value in weights.items()}
+    samples = {p.name: p.read_bytes() for p in (run / "samples").glob("*.json")}
+    log = [{k: v for k, v in row.items() if "second" not in k} for row in rows]
+    scores = (run / "adapter" / "scores.json").read_text()
+    return {**adapter, **samples, "log": log, "scores": scores}
+
+
+@pytest.fixture(scope="module")
+def whole(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three updates with a checkpoint after each."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert main("--config", config_file(random_model, folder)) == 0
+    return folder
+
+
+@pytest.fixture
+def run(whole: Path, tmp_path: Path) -> Path:
+    """A copy of its folder, as if it had been killed at its end."""
+    return Path(shutil.copytree(whole / "run", tmp_path / "run"))
+
+
+def go(whole: Path, run: Path, *argv: str) -> int:
+    flags = sorted(argv)  # argparse wants the overrides last
+    return main("--config", whole / "config.yaml", *flags, f"output={run}")
+
+
+def flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, Damage] = {
+    "bit": lambda folder: flipped(folder / "ema.safetensors"),
+    "cut": lambda folder: (folder / "states.pt").write_bytes(b"PK"),
+    "missing": lambda folder: (folder / "rng_0.json").unlink(),
+    "no manifest": lambda folder: (folder / "manifest.json").unlink(),
+    "empty": lambda folder: (shutil.rmtree(folder), folder.mkdir())[1],
+    "mixed": lambda folder: shutil.copy(
+        folder.with_name("update_000002") / "states.pt", folder / "states.pt"
+    ),
+    "older one's": lambda folder: (
+        shutil.rmtree(folder),
+        shutil.copytree(folder.with_name("update_000002"), folder),
+    )[0],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_skipped_and_the_end_is_the_same(
+    whole: Path, run: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    newest = run / "checkpoints" / "update_000003"
+    DAMAGES[damage](newest)
+    shutil.copytree(newest.with_name("update_000001"), newest.with_name("update_000009.bak"))
+    newest.with_name("update_000010").touch()  # no folder
+    assert go(whole, run, "--resume") == 0
+    (said,) = [r.getMessage() for r in caplog.records if "is not used" in r.getMessage()]
+    assert str(newest) in said and "continues from update_000002" in said
+    assert end(run) == end(whole / "run")
+    manifest.check(newest)  # written again
+
+
+def test_without_a_sound_checkpoint_the_run_is_refused(
+    whole: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in resume.checkpoints(run):
+        (folder / "progress.json").write_text("{}")
+    before = end(run)
+    assert go(whole, run, "--resume") == 2
+    said = capsys.readouterr().err
+    assert "--resume: no checkpoint" in said and said.count("progress.json has 2 bytes") == 3
+    assert end(run) == before
+
+
+def test_a_checkpoint_of_an_earlier_version_says_so(
+    whole: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in resume.checkpoints(run):
+        (folder / "manifest.json").unlink()
+    assert go(whole, run, "--resume") == 2
+    assert "an earlier version of flowalign" in capsys.readouterr().err
+
+
+def test_another_config_is_refused_even_without_its_file(
+    whole: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "config.yaml").unlink()
+    assert go(whole, run, "--resume", "optimizer.lr=0.5") == 2
+    assert "--resume: optimizer differ" in capsys.readouterr().err
+
+
+def test_the_log_and_the_adapter_are_put_back(
+    whole: Path, run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.rmtree(run / "checkpoints" / "update_000003")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    lines[1] = lines[1][:9]
+    (run / "metrics.jsonl").write_text("\n".join([*lines, "[" * 99_999]))
+    flipped(run / "adapter" / ADAPTER)
+    (run / ".adapter.0123.part").mkdir()
+    (run / "samples" / "update_000012.png").touch()
+    assert go(whole, run, "--resume") == 0
+    said = [r.getMessage() for r in caplog.records]
+    assert any("metrics.jsonl: 1 of" in text for text in said)
+    assert any("adapter" in text and "SHA-256" in text for text in said)
+    assert end(run) == end(whole / "run")
+    assert not [*run.rglob(".*")] and not (run / "samples" / "update_000012.png").exists()
+
+
+def test_rows_after_the_checkpoint_are_cut_without_a_word(
+    whole: Path, run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.rmtree(run / "checkpoints" / "update_000003")
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"update": 3, "rewa')
+    assert go(whole, run, "--resume") == 0
+    assert not [r for r in caplog.records if "metrics.jsonl" in r.getMessage()]
+    assert end(run) == end(whole / "run")
+
+
+@pytest.mark.parametrize("flag", [["--resume"], []])
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(
+    whole: Path, run: Path, flag: list[str]
+) -> None:
+    shutil.rmtree(run / "checkpoints")
+    (run / "status.json").unlink()
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:2]) + '{"upd')
+    assert go(whole, run, *flag) == 0
+    assert end(run) == end(whole / "run")
+
+
+def test_the_log_of_another_run_is_refused(
+    whole: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(run / "checkpoints")
+    before = end(run)
+    for argv, said in (
+        ([], "goes to update 3, and there is no checkpoint"),
+        (["optimizer.lr=0.5"], "optimizer differ from"),
+        (["--resume", "optimizer.lr=0.5"], "optimizer differ from"),
+    ):
+        assert go(whole, run, *argv) == 2
+        assert said in capsys.readouterr().err
+    (run / "config.yaml").write_text("{")
+    assert go(whole, run) == 2
+    assert "no config.yaml beside it" in capsys.readouterr().err
+    assert end(run) == before
+
+
+def test_a_teacher_that_was_replaced_is_named(
+    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = fakes.distillation(random_model, tmp_path / "run", "train.updates=1")
+    (tmp_path / "config.yaml").write_text(to_yaml(given))
+    assert main("--config", tmp_path / "config.yaml") == 0
+    odd, even = (tmp_path / name / ADAPTER for name in ("odd", "even"))
+    shutil.move(odd, tmp_path / "before")
+    shutil.copy(even, odd)
+    assert main("--config", tmp_path / "config.yaml", "--resume", "train.updates=2") == 2
+    said = capsys.readouterr().err
+    assert "teachers.odd: " in said and "has changed" in said
+    shutil.move(tmp_path / "before", odd)
+    assert main("--config", tmp_path / "config.yaml", "--resume", "train.updates=2") == 0
+
+
+def test_a_base_model_that_was_replaced_is_named(
+    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(random_model, model)
+    path = config_file(str(model), tmp_path, "train.updates=1")
+    assert main("--config", path) == 0
+    (weights,) = (model / "transformer").glob("*.safetensors")
+    changed = {key: value + 1e-3 for key, value in load_file(weights).items()}
+    save_file(changed, weights, metadata={"format": "pt"})
+    assert main("--config", path, "--resume", "train.updates=2") == 2
+    assert "model.id: the weights of" in capsys.readouterr().err
+
+
+def test_another_version_is_a_warning(
+    whole: Path, run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for folder in resume.checkpoints(run):
+        sealed = manifest.read(folder)
+        manifest.seal(folder, {**sealed.about, "version": "0.0.9"}, sealed.files)
+    assert go(whole, run, "--resume") == 0
+    (said,) = [r for r in caplog.records if "written by flowalign 0.0.9" in r.getMessage()]
+    assert said.levelno == logging.WARNING
+
+
+def save(checkpoints: Checkpoints, update: int) -> Path:
+    weights = {"adapter": [torch.full((2,), float(update))]}
+    return checkpoints.save(update, tensors=weights, states={}, progress={})
+
+
+def test_a_disk_that_is_full_leaves_the_older_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path, 2)
+    kept = [save(checkpoints, 1), save(checkpoints, 2)]
+
+    def full(*args: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint.manifest, "seal", full)
+        with pytest.raises(OSError, match="No space left"):
+            save(checkpoints, 3)
+    assert sorted(checkpoints.folder.iterdir()) == kept
+    for folder in kept:
+        manifest.check(folder)
+    assert save(checkpoints, 3).is_dir()
+
+
+def test_what_is_in_the_way_of_a_checkpoint_is_replaced(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, 1)
+    save(checkpoints, 1)
+    (checkpoints.folder / "update_000002").mkdir()
+    (checkpoints.folder / "update_000003").touch()
+    for update in (2, 3):
+        manifest.check(save(checkpoints, update))
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["update_000003"]
+
+
+def test_rotation_keeps_a_sound_checkpoint_rather_than_one_that_claims_to_be_newer(
+    tmp_path: Path,
+) -> None:
+    checkpoints = Checkpoints(tmp_path, 1)
+    flipped(save(checkpoints, 7) / "adapter.safetensors")
+    save(checkpoints, 4)
+    save(checkpoints, 5)
+    assert [path.name for path in checkpoints.all()] == ["update_000005", "update_000007"]

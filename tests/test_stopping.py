@@ -1,0 +1,243 @@
+"""Signals and the clock: a run that is asked to end leaves a checkpoint, and goes on to the same
+numbers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pytest
+import yaml
+
+from flowalign import train
+from flowalign.checkpoint import Checkpoints
+from flowalign.config import to_yaml
+from flowalign.status import read_status
+from flowalign.stopping import CODES, ECHO, UNFINISHED, Clock, Interrupted, Requests, interruptible
+
+NUMBERS = sorted(CODES)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """The signals do what they do in a foreground process; afterwards as before."""
+    before = {number: signal.getsignal(number) for number in NUMBERS}
+    for number in NUMBERS:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+# Requests -------------------------------------------------------------------------------------
+
+
+def alone(minutes: float | None = None) -> Requests:
+    return Requests(None, Clock(time.monotonic(), minutes))
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_signal_is_raised_at_once_with_its_exit_status(number: int) -> None:
+    with pytest.raises(Interrupted) as seen, alone():
+        signal.raise_signal(number)
+        pytest.fail("it went on")
+    assert seen.value.code == (UNFINISHED if number == signal.SIGUSR1 else 128 + number)
+    assert str(seen.value) == signal.Signals(number).name
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_what_is_done_as_a_whole_is_done_first() -> None:
+    reached = []
+    with pytest.raises(Interrupted), alone() as requests:
+        with requests.whole(), requests.whole():
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)  # a launcher's echo
+            reached.append(1)
+        reached.append(2)
+    assert reached == [1]
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    reached = []
+    with pytest.raises(Interrupted), alone() as requests, requests.whole():
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(ECHO * 1.05)
+        reached.append(1)
+        signal.raise_signal(signal.SIGINT)
+        reached.append(2)
+    assert reached == [1]
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with interruptible(), alone():
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_several_processes_end_where_they_meet_whoever_was_asked() -> None:
+    other: list[Any] = [None]
+    requests = Requests(lambda own: [*own, *other], Clock(0.0))
+    with requests:
+        signal.raise_signal(signal.SIGTERM)  # noticed, and not raised here
+        with pytest.raises(Interrupted, match="SIGTERM"):
+            requests.meet()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # the launcher's, which follows
+    requests = Requests(lambda own: [*own, *other], Clock(0.0))
+    with requests:
+        requests.meet()
+        other = [("SIGUSR1", UNFINISHED)]
+        with pytest.raises(Interrupted, match="SIGUSR1"):
+            requests.meet()
+
+
+def test_the_clock_ends_what_would_end_too_late() -> None:
+    requests = alone(minutes=1)
+    requests.meet(50)
+    with pytest.raises(Interrupted, match="train.max_minutes = 1") as seen:
+        requests.meet(61)
+    assert seen.value.code == UNFINISHED
+
+
+# Runs -----------------------------------------------------------------------------------------
+
+
+class Called:
+    """Noisy redness that takes its time, and says in a file how often each process called it."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.calls = Path(folder), 0
+
+    def __call__(self, images: Any, prompts: Any, metadata: Any) -> Any:
+        self.calls += 1
+        (self.folder / f"pid_{os.getpid()}").write_text(str(self.calls))
+        time.sleep(0.2)
+        return fakes.noisy_redness(images, prompts, metadata)
+
+
+def config_file(model: str, folder: Path, reward: str, options: str, *words: str) -> str:
+    given = [f"tasks.0.reward.name={reward}", f"tasks.0.reward.options={options}",
+             "train.checkpoint_every=100", *words]  # fmt: skip
+    path = folder / "config.yaml"
+    path.write_text(to_yaml(fakes.settings(model, folder / "run", *given)))
+    return str(path)
+
+
+def started(*command: object) -> subprocess.Popen[str]:
+    paths = [str(fakes.ROOT), str(fakes.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    more = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        env=os.environ | more | {"ACCELERATE_USE_CPU": "true"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for(folder: Path, process: subprocess.Popen[str], processes: int) -> list[int]:
+    """Until so many processes are in their third call of the reward; their ids, as they began."""
+    limit = time.monotonic() + 120
+    while time.monotonic() < limit:
+        files = list(folder.glob("pid_*"))
+        if sum(int(path.read_text() or 0) >= 3 for path in files) == processes:
+            return sorted(int(path.name.removeprefix("pid_")) for path in files)
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.02)
+    raise AssertionError("the reward was not called")
+
+
+def assert_saved(folder: Path, said: str, reason: str) -> Path:
+    """The only checkpoint, which the command names; the log and the status agree."""
+    (saved,) = Checkpoints(folder / "run", 3).all()
+    assert f"wrote checkpoint {saved}" in said and "Traceback" not in said
+    status = read_status(folder / "run")
+    assert status and (status.state, status.reason) == ("interrupted", reason)
+    done = int(saved.name.removeprefix("update_"))
+    rows = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    assert [row["update"] for row in rows] == list(range(1, done + 1))
+    return saved
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_signal_ends_a_command_with_a_checkpoint_and_its_status(
+    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    options = f"{{call: 3, number: {number}}}"
+    path = config_file(random_model, tmp_path, "fakes:Interrupting", options)
+    assert train.main(["--config", path]) == CODES[signal.Signals(number)]
+    saved = assert_saved(tmp_path, capsys.readouterr().err, signal.Signals(number).name)
+    assert saved.name == "update_000002"
+
+
+def test_the_clock_ends_a_run_after_one_update_at_least(
+    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limit = "train.max_minutes=0.0001"
+    path = config_file(random_model, tmp_path, "fakes:noisy_redness", "{}", limit)
+    assert train.main(["--config", path]) == UNFINISHED
+    saved = assert_saved(tmp_path, capsys.readouterr().err, "train.max_minutes = 0.0001")
+    assert saved.name == "update_000001"
+    assert train.main(["--config", path, "--resume"]) == UNFINISHED
+    assert train.main(["--config", path, "--resume", "train.max_minutes=60"]) == 0
+
+
+@pytest.mark.slow
+def test_sigterm_ends_a_command_soon(random_model: str, tmp_path: Path) -> None:
+    path = config_file(random_model, tmp_path, "test_stopping:Called", f"{{folder: {tmp_path}}}")
+    process = started("train.py", "--config", path, "train.updates=1000")
+    wait_for(tmp_path, process, 1)
+    process.terminate()
+    began = time.monotonic()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 143 and time.monotonic() - began < 20
+    assert_saved(tmp_path, said, "SIGTERM")
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_ends_all_where_they_meet(
+    random_model: str, tmp_path: Path
+) -> None:
+    options = f"{{folder: {tmp_path}}}"
+    path = config_file(random_model, tmp_path, "test_stopping:Called", options)
+    process = started(
+        "scripts/slurm/launch.py", "--multi_gpu", "--num_processes", 2, "--num_machines", 1,
+        "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", 0,
+        "train.py", "--config", path, "train.updates=1000",
+    )  # fmt: skip
+    _, last = wait_for(tmp_path, process, 2)
+    os.kill(last, signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 143
+    saved = assert_saved(tmp_path, said.partition("Root Cause")[0], "SIGTERM")
+    assert len(list(saved.glob("rng_*.json"))) == 2
+    assert said.count("wrote checkpoint") == 1
+
+
+@pytest.mark.slow
+def test_an_evaluation_keeps_its_rows(random_model: str, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("\n".join(fakes.PROMPTS))
+    reward = {"name": "test_stopping:Called", "options": {"folder": str(tmp_path)}}
+    data = {
+        "stage": "eval",
+        "output": str(tmp_path / "run"),
+        "model": {"id": random_model, "height": 32, "width": 32, "max_sequence_length": 16},
+        "benchmarks": [{"name": "red", "prompts": str(tmp_path / "prompts.txt"), "reward": reward}],
+        "sampling": {"steps": 2, "guidance": 1.0, "batch_size": 1},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.dump(data))
+    process = started("-m", "flowalign.eval", "--config", path)
+    wait_for(tmp_path, process, 1)
+    process.terminate()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 143 and "Traceback" not in said
+    (rows,) = (tmp_path / "run").rglob("rows.0.jsonl")
+    assert [json.loads(line)["index"] for line in rows.read_text().splitlines()][:2] == [0, 1]
