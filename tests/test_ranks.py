@@ -4,6 +4,7 @@ launcher that may restart the ranks continues the run."""
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,8 +21,6 @@ from safetensors.torch import load_file
 from flowalign import parallel, ranks
 from flowalign.config import to_yaml
 from flowalign.status import STATUS, Heartbeat, Status, read_status
-
-PORT = 29600  # and the next ones: a port for each test
 
 
 class Troubled:
@@ -73,7 +72,9 @@ def config(folder: Path, model: str, how: str, *overrides: str, rank: int = 1) -
 class Ranks:
     """The ranks of a run that no launcher watches, as `srun` starts them."""
 
-    def __init__(self, path: Path, count: int, port: int, *argv: str) -> None:
+    def __init__(self, path: Path, count: int, *argv: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
         paths = [str(fakes.ROOT), str(fakes.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
         known = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1",
                  "ACCELERATE_USE_CPU": "true", "WORLD_SIZE": str(count),
@@ -121,9 +122,9 @@ def test_a_dead_rank_is_named_where_no_launcher_watches(
     random_model: str, tmp_path: Path, rank: int
 ) -> None:
     path = config(tmp_path, random_model, "kill", rank=rank)
-    with Ranks(path, 2, PORT + rank) as group:
+    with Ranks(path, 2) as group:
         codes, said = group.ends()
-    assert sorted(codes) == [-signal.SIGKILL, 1]
+    assert sorted(codes) == [-signal.SIGKILL, 1], said
     said_once(said, rank)
     if rank:  # rank 0 writes it
         status = read_status(tmp_path / "run")
@@ -134,9 +135,9 @@ def test_a_dead_rank_is_named_where_no_launcher_watches(
 def test_an_error_of_one_rank_ends_the_others_with_its_text(
     random_model: str, tmp_path: Path
 ) -> None:
-    with Ranks(config(tmp_path, random_model, "leave"), 2, PORT + 2) as group:
+    with Ranks(config(tmp_path, random_model, "leave"), 2) as group:
         codes, said = group.ends()
-    assert codes == [1, 1]
+    assert codes == [1, 1], said
     (line,) = [line for line in said.splitlines() if line.startswith("stopped: ")]
     assert "rank 1 (process " in line and "Unforeseen" in line
     assert said.count("Traceback") == 1  # its own
@@ -147,9 +148,9 @@ def test_a_rank_that_hangs_is_named_after_the_configured_time(
     random_model: str, tmp_path: Path
 ) -> None:
     path = config(tmp_path, random_model, "stop", "train.timeout_seconds=4")
-    with Ranks(path, 2, PORT + 3) as group:
+    with Ranks(path, 2) as group:
         codes, said = group.ends()
-        assert codes == [1]
+        assert codes == [1], said
         hung = group.processes[1]
         hung.send_signal(signal.SIGCONT)
         assert hung.wait(20) == 1  # it is told so, and does not go on alone
