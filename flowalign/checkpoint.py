@@ -62,7 +62,9 @@ class Checkpoints:
         copies: {name in it: file or folder of the run, which may be missing}. Raises OSError on all
         processes, such as on a full disk; the older checkpoints are then as they were.
         """
-        rngs: list[Rng] = gather_object([get_rng()])
+        own = get_rng()
+        # as bytes: gather_object fails to unpickle these tensors (torch 2.11)
+        rngs: list[tuple[bytes, str]] = gather_object([(save(own.tensors), json.dumps(own.rest))])
         final = self.folder / name_of(update)
         said = {"update": update, **(about or {})}
 
@@ -133,7 +135,7 @@ def _write(
     tensors: Mapping[str, Sequence[Tensor]],
     states: dict[str, Any],
     progress: dict[str, Any],
-    rngs: Sequence[Rng],
+    rngs: Sequence[tuple[bytes, str]],
 ) -> None:
     """The files of a checkpoint. All bytes pass through Python: a full disk is then an OSError, and
     no error of torch's or safetensors' own."""
@@ -144,9 +146,9 @@ def _write(
     torch.save(states, buffer)
     (folder / "states.pt").write_bytes(buffer.getbuffer())
     (folder / "progress.json").write_text(json.dumps(progress))
-    for index, rng in enumerate(rngs):
-        (folder / f"rng_{index}.safetensors").write_bytes(save(rng.tensors))
-        (folder / f"rng_{index}.json").write_text(json.dumps(rng.rest))
+    for index, (drawn, rest) in enumerate(rngs):
+        (folder / f"rng_{index}.safetensors").write_bytes(drawn)
+        (folder / f"rng_{index}.json").write_text(rest)
 
 
 def load(
