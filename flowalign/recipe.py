@@ -55,7 +55,7 @@ def run(
     processes. Raises ConfigError, before any stage runs, with everything that is wrong in any of
     them.
     """
-    from flowalign import parallel
+    from flowalign import parallel, ranks
 
     stages, problems = _read_stages(config, home)
     state = parallel.state(*stages.values())  # one group of processes serves all stages
@@ -73,6 +73,7 @@ def run(
     with Heartbeat(folder, main and record, total=len(stages)) as heartbeat:
         for number, (name, stage) in enumerate(stages.items(), 1):
             heartbeat.say(update=number - 1, text=name)
+            ranks.watch().at(f"stage {name}")
             head = f"[{number}/{len(stages)}] {name} ({stage.stage})"
             if finished(stage):
                 show(f"{head}: finished before", flush=True)
