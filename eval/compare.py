@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flowalign import manifest
 from flowalign.eval import stats
 from flowalign.eval.table import line
 from flowalign.types import EvalRow
@@ -44,10 +45,20 @@ class Difference(NamedTuple):
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """A results.json; Incomparable if it is none, or of another version."""
+    """A results.json; Incomparable if it is none, is damaged by the manifest beside it, or is of
+    another version."""
+    path = Path(path)
+    try:
+        manifest.check(path.parent, [path.name])
+    except manifest.Foreign:
+        pass
+    except manifest.Damaged as error:
+        raise Incomparable(
+            f"{path}: {error}. Run the evaluation again: what it has stored is not made again."
+        ) from None
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Incomparable(f"{path}: not a readable results.json ({error}).") from error
     # earlier files of version 1 lack some keys; whatever is missing counts as None
     version = document.get("version") if isinstance(document, dict) else None

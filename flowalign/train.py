@@ -96,10 +96,11 @@ def run(
     any_world: bool = False,
 ) -> Path:
     """Whatever `flowalign train` can run. home: the folder of the config file. resume, any_world:
-    `--resume` and `--allow-world-change`; a recipe always resumes. began: as a Clock has it; None = now."""
-    began = time.monotonic() if began is None else began
+    `--resume` and `--allow-world-change`; a recipe always resumes. began: as a Clock has it; None =
+    now."""
     from flowalign import parallel
 
+    began = time.monotonic() if began is None else began
     if isinstance(given, TrainingStage):
         if resume and parallel.state(given).is_main_process and (text := anew(Path(given.output))):
             log.warning(text)
