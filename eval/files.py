@@ -23,6 +23,7 @@ from flowalign.eval.stats import AVERAGE, FIDELITY, part_of
 from flowalign.eval.suite import Benchmark, environment
 from flowalign.eval.table import Results, details, markdown, tables
 from flowalign.files import replacing, to_json
+from flowalign.markdown import escaped
 from flowalign.pictures import COLUMNS, Block, Row, comparison, pixels_of
 from flowalign.rewards import describe
 from flowalign.types import EvalRow
@@ -53,7 +54,8 @@ def _write_all(config: EvalStage, results: Results) -> tuple[str, list[str]]:
         return "No benchmark has a reward: images only.\n", ["results.json"]
     written, notes = tables(results, config.compare), conditions(config, results, versions)
     short, long = "\n".join(map(markdown, written)), details(results.rows)
-    _write(folder / "table.md", f"{short}\nEvery metric:\n\n{long}\n{' '.join(notes)}\n")
+    said = escaped(" ".join(notes), length=10_000)
+    _write(folder / "table.md", f"{short}\nEvery metric:\n\n{long}\n{said}\n")
     model = config.model.id
     title = config.report.title or f"flowalign eval: {len(results.judged)} models on {model}"
     page = report.render(

@@ -123,7 +123,11 @@ def impossible(path: str) -> str:
     error for each of these, and at a different call."""
     if "\0" in path:
         return "holds the character NUL, which no path can hold"
-    if any(len(os.fsencode(part)) > 255 for part in Path(path).parts) or len(path) > 4000:
+    try:
+        longest = max((len(os.fsencode(part)) for part in Path(path).parts), default=0)
+    except UnicodeEncodeError:
+        return "holds half a character"
+    if longest > 255 or len(path) > 4000:
         return "is longer than any path"
     try:
         Path(path).expanduser()
