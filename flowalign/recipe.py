@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowalign import files
+from flowalign import files, lock
 from flowalign.adapters.files import file_digest
 from flowalign.config import (
     STAGES,
@@ -63,33 +63,34 @@ def run(
     if problems := _problems(config, stages, problems, state.num_processes, any_world):
         raise ConfigError(problems)
     folder, main = Path(config.output), state.is_main_process
-    if main and record:
-        whole = {name: stage.model_dump(mode="json") for name, stage in stages.items()}
-        with files.replacing(folder / "config.yaml") as part:  # without the files that it uses
-            part.write_text(to_yaml(config.model_copy(update={"stages": whole})))
-    for place in ([folder] if record else [s.output for s in stages.values()]) if main else ():
-        files.remove_leftovers(place)
-    show = print if main else (lambda *text, **how: None)
-    with Heartbeat(folder, main and record, total=len(stages)) as heartbeat:
-        for number, (name, stage) in enumerate(stages.items(), 1):
-            heartbeat.say(update=number - 1, text=name)
-            head = f"[{number}/{len(stages)}] {name} ({stage.stage})"
-            if finished(stage):
-                show(f"{head}: finished before", flush=True)
-                continue
-            show(f"{head} -> {stage.output}", flush=True)
-            if isinstance(stage, TrainingStage):
-                train(stage)
-            elif isinstance(stage, MergeStage):
+    with lock.holding(folder, main and record):
+        if main and record:
+            whole = {name: stage.model_dump(mode="json") for name, stage in stages.items()}
+            with files.replacing(folder / "config.yaml") as part:  # without the files that it uses
+                part.write_text(to_yaml(config.model_copy(update={"stages": whole})))
+        for place in ([folder] if record else [s.output for s in stages.values()]) if main else ():
+            files.remove_leftovers(place)
+        show = print if main else (lambda *text, **how: None)
+        with Heartbeat(folder, main and record, total=len(stages)) as heartbeat:
+            for number, (name, stage) in enumerate(stages.items(), 1):
+                heartbeat.say(update=number - 1, text=name)
+                head = f"[{number}/{len(stages)}] {name} ({stage.stage})"
+                if finished(stage):
+                    show(f"{head}: finished before", flush=True)
+                    continue
+                show(f"{head} -> {stage.output}", flush=True)
+                if isinstance(stage, TrainingStage):
+                    train(stage)
+                elif isinstance(stage, MergeStage):
+                    if main:
+                        show(f"  {merged(stage).summary}", flush=True)
+                elif isinstance(stage, EvalStage):
+                    evaluate(stage)
+                parallel.release()
                 if main:
-                    show(f"  {merged(stage).summary}", flush=True)
-            elif isinstance(stage, EvalStage):
-                evaluate(stage)
-            parallel.release()
-            if main:
-                _mark_finished(stage)
-            state.wait_for_everyone()
-        heartbeat.say(update=len(stages))
+                    _mark_finished(stage)
+                state.wait_for_everyone()
+            heartbeat.say(update=len(stages))
     return folder
 
 
@@ -254,10 +255,11 @@ def merged(stage: MergeStage) -> MergeReport:
     from flowalign.teachers import merge as merging
 
     folder = Path(stage.output)
-    shutil.rmtree(folder / "adapter", ignore_errors=True)  # of a merge that was killed
-    settings = stage.model_dump(exclude={"stage", "output", "model", "adapters"})
-    report = merging.merge(stage.adapters, folder / "adapter", **settings)
-    (folder / REPORT).write_text(f"{report}\n")
-    (folder / "config.yaml").write_text(to_yaml(stage))
-    write_card(folder, stage, sys.argv)
+    with lock.holding(folder):
+        shutil.rmtree(folder / "adapter", ignore_errors=True)  # of a merge that was killed
+        settings = stage.model_dump(exclude={"stage", "output", "model", "adapters"})
+        report = merging.merge(stage.adapters, folder / "adapter", **settings)
+        (folder / REPORT).write_text(f"{report}\n")
+        (folder / "config.yaml").write_text(to_yaml(stage))
+        write_card(folder, stage, sys.argv)
     return report

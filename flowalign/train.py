@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowalign import files
+from flowalign import files, lock
 from flowalign.config import (
     ConfigError,
     GrpoStage,
@@ -61,6 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Ctrl-C, 143 by SIGTERM, and 75 by SIGUSR1 or the clock."""
     began = time.monotonic()
     args = parser().parse_args(argv)
+    try:
+        config = load(args.config, args.overrides, stage=Job, variant=args.variant)
+        if not args.dry_run and int(os.environ.get("RANK") or 0) == 0:
+            lock.check(config.output)
+    except ConfigError as error:  # before the libraries are imported, which takes many seconds
+        print(error, file=sys.stderr)
+        return 2
     from flowalign.progress import quiet
 
     quiet()  # before diffusers is imported, which logs while it is
@@ -76,7 +83,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     rewards.look_beside(args.config)
     with status:
-        config = load(args.config, args.overrides, stage=Job, variant=args.variant)
         if args.dry_run:
             from flowalign.forecast import dry
 
@@ -96,7 +102,8 @@ def run(
     any_world: bool = False,
 ) -> Path:
     """Whatever `flowalign train` can run. home: the folder of the config file. resume, any_world:
-    `--resume` and `--allow-world-change`; a recipe always resumes. began: as a Clock has it; None = now."""
+    `--resume` and `--allow-world-change`; a recipe always resumes. began: as a Clock has it; None =
+    now."""
     began = time.monotonic() if began is None else began
     from flowalign import parallel
 
@@ -155,7 +162,7 @@ def train(
     if main and config.evaluation and unscored:
         last = "" if config.evaluates else "; the adapter of the last update is kept"
         log.info("not evaluated, without `validation` and `reward`: %s%s", unscored, last)
-    with deterministic(config.train.deterministic):
+    with lock.holding(folder, main), deterministic(config.train.deterministic):
         loop, report, rewards = wire(config, clock)
         if main:
             files.remove_leftovers(folder)
