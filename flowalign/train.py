@@ -51,6 +51,8 @@ def parser() -> argparse.ArgumentParser:
     help = "resume with another number of processes, though the last digits then differ"
     parser.add_argument("--allow-world-change", action="store_true", help=help)
     parser.add_argument("--dry-run", action="store_true", help="print the plan; write nothing")
+    help = "dry run: also import the code that the config names, to check it"
+    parser.add_argument("--trust", action="store_true", help=help)
     parser.add_argument("--variant", help="a YAML file of keys by stage: other hardware")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change the config")
     return parser
@@ -80,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.dry_run:
             from flowalign.forecast import dry
 
-            dry.run(config, Path(args.config).parent, args.resume, args.allow_world_change)
+            home, any_world = Path(args.config).parent, args.allow_world_change
+            dry.run(config, home, args.resume, any_world, args.trust)
         else:
             run(config, Path(args.config).parent, args.resume, began, args.allow_world_change)
             if parallel.state().is_main_process:
@@ -102,6 +105,8 @@ def run(
 
     began = time.monotonic() if began is None else began
     if isinstance(given, TrainingStage):
+        parallel.state(given)
+        resume = resume or parallel.restarted(Path(given.output))
         if resume and parallel.state(given).is_main_process and (text := anew(Path(given.output))):
             log.warning(text)
         clock = Clock(began, given.train.max_minutes)
@@ -141,7 +146,7 @@ def train(
     ConfigError before any model is loaded, TrainingError if the run has to stop, Interrupted if it
     is asked to.
     """
-    from flowalign import parallel, watch
+    from flowalign import parallel, ranks, watch
     from flowalign.determinism import deterministic
 
     processes = parallel.state(config).num_processes
@@ -156,6 +161,8 @@ def train(
     if main and config.evaluation and unscored:
         last = "" if config.evaluates else "; the adapter of the last update is kept"
         log.info("not evaluated, without `validation` and `reward`: %s%s", unscored, last)
+    rank = ranks.watch()
+    rank.at("loading the models")
     with deterministic(config.train.deterministic):
         loop, report, rewards = wire(config, clock)
         if main:
@@ -167,8 +174,9 @@ def train(
                 part.write_text(to_yaml(config))
         loop.accelerator.wait_for_everyone()
         _hint_threads(loop.accelerator)
-        with report.live(loop.update):
+        with report.live(loop.update), rank.explained():
             loop.run()
+            rank.at("pictures and model card")
             finish(loop, config, rewards)
         if main:
             watch.write(folder)  # the run's report

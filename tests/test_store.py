@@ -26,6 +26,7 @@ from flowalign.eval.compare import load as load_results
 from flowalign.eval.run import main
 from flowalign.eval.store import Store, fingerprint
 from flowalign.eval.suite import Benchmark, ImageSet
+from flowalign.stopping import Interrupted
 from flowalign.types import PromptBatch, Scores
 
 SMALL: dict[str, Any] = {"height": 32, "width": 32, "max_sequence_length": 16}
@@ -48,7 +49,7 @@ class Watched:
         if Watched.calls == Watched.stop:
             if Watched.how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            raise KeyboardInterrupt
+            raise Interrupted.by(signal.SIGINT)
         Watched.asked += prompts
         scores = fakes.redness(images, prompts, metadata)
         ill = torch.tensor([prompt in Watched.failing for prompt in prompts], device=images.device)
