@@ -160,11 +160,11 @@ class Rows:
             for number, line in enumerate(lines, 1):
                 try:
                     row = from_json(json.loads(line))
-                    _ = row["value"], row["index"], row["copy"], row["prompt"], row["metadata"]
-                except (ValueError, AttributeError, KeyError) as error:
+                    _ = row["copy"]
+                except (ValueError, KeyError, RecursionError) as error:
                     raise StoreError(
-                        f"{path}, line {number} is no row of scores ({error!r}). Delete that line, "
-                        "or its file."
+                        f"{path}, line {number} is no row of scores ({str(error)[:200]}). Delete "
+                        "that line, or its file."
                     ) from None
                 yield row
 
@@ -229,8 +229,11 @@ def read_record(folder: Path, record: Path) -> Any:
     if not folder.exists() or not any(folder.iterdir()):
         return None
     try:
-        return json.loads(record.read_bytes())
-    except (OSError, ValueError) as error:
+        content = json.loads(record.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError("it holds no settings")
+        return content
+    except (OSError, ValueError, RecursionError) as error:
         raise StoreError(
             f"{folder} is not empty, and has no readable {record.name} that says what its images "
             f"are ({type(error).__name__}). {REMEDY.format(folder)}"
