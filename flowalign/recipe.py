@@ -106,17 +106,20 @@ def examine(
     num_processes: int = 1,
     resume: bool = False,
     any_world: bool = False,
+    trust: bool = True,
 ) -> tuple[dict[str, Stage], list[str]]:
     """The config of every stage that can be read, by name, and everything that keeps the whole
     from starting here: what `train` and `eval` refuse. A stage that is no recipe is named by its
-    folder. resume, any_world: as for `train`."""
+    folder. resume, any_world: as for `train`. trust: as for `world_problems`."""
     if isinstance(config, MergeStage):
         config = alone(config)
     if not isinstance(config, RecipeStage):
-        problems = world_problems(config, num_processes, resume=resume, any_world=any_world)
+        problems = world_problems(
+            config, num_processes, resume=resume, any_world=any_world, trust=trust
+        )
         return {Path(config.output).name: config}, problems
     stages, problems = _read_stages(config, home)
-    return stages, _problems(config, stages, problems, num_processes, any_world)
+    return stages, _problems(config, stages, problems, num_processes, any_world, trust)
 
 
 def plan(config: RecipeStage, home: Path, num_processes: int = 1) -> dict[str, Stage]:
@@ -205,6 +208,7 @@ def _problems(
     problems: Sequence[str],
     num_processes: int,
     any_world: bool,
+    trust: bool = True,
 ) -> list[str]:
     """These problems, and whatever else keeps the stages from running."""
     problems = list(problems)
@@ -213,7 +217,7 @@ def _problems(
         if name in stages:
             stage = stages[name]
             resume = None if finished(stage) else True
-            found = world_problems(stage, num_processes, pending, resume, any_world)
+            found = world_problems(stage, num_processes, pending, resume, any_world, trust)
             problems += [f"stages.{name}.{text}" for text in found]
         pending.append(_adapter_of(config, name))  # of a wrong stage, too, which is blamed once
     dtypes = {n: s.model.dtype for n, s in stages.items() if isinstance(s, TrainingStage)}
