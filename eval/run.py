@@ -75,7 +75,7 @@ def evaluate(config: EvalStage) -> Path:
     Raises ConfigError before any image is sampled, EvaluationError if more than
     `max_invalid_share` of a benchmark's images have no score.
     """
-    from flowalign import files, parallel
+    from flowalign import files, parallel, ranks
     from flowalign.backbone import Backbone
     from flowalign.eval.fidelity import load_reference
     from flowalign.eval.files import write
@@ -92,6 +92,7 @@ def evaluate(config: EvalStage) -> Path:
     if accelerator.is_main_process:
         files.remove_leftovers(config.output)
     accelerator.wait_for_everyone()
+    ranks.watch().at("loading the models")
     size = (config.model.height, config.model.width)
     sets = build_sets(config.benchmarks, "benchmarks", accelerator.device, size)
     reference = load_reference(config, sets, accelerator.device)
@@ -107,6 +108,7 @@ def evaluate(config: EvalStage) -> Path:
     ]
     admit(stores.values(), exports, accelerator)  # the last check: from here on, it writes
     judged = score_models(backbone, config, sets, reference, accelerator, stores)
+    ranks.watch().at("the report")
     if accelerator.is_main_process:
         # of each image set one judge, so that fidelity counts every image once
         shared = [images.judges[0].name for images in sets if images.judges]
@@ -197,6 +199,7 @@ def score_models(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as Left
 
+    from flowalign import ranks
     from flowalign.eval.stats import headline_rows, lost
     from flowalign.eval.suite import EvaluationError, judge_set
 
@@ -208,6 +211,7 @@ def score_models(
         task = bar.add_task("images", total=total * len(config.models))
         for name, images in product(config.models, sets):
             bar.update(task, description=f"{name}: {images.name}")
+            ranks.watch().at(f"the evaluation of {name} on {images.name}")
             with using(backbone, config, name):
                 results = judge_set(
                     backbone,

@@ -32,6 +32,7 @@ from flowalign import (
     kept,
     metrics,
     parallel,
+    ranks,
     resume,
     snapshots,
     trackers,
@@ -231,12 +232,15 @@ class Loop:
         while self.update < train.updates:
             self.requests.meet(longest)
             began = time.perf_counter()
+            self._at("the rollout", offset=1)
             rollout = self.rollout(self.update)
             sampled = time.perf_counter()
+            self._at("scores and labels", offset=1)
             prepared = self.prepare(rollout)
             scored = time.perf_counter()
             with self.requests.whole():  # an update is learnt as a whole, or not at all
                 self._whole = False
+                self._at("the gradient", offset=1)
                 values = self.learn(prepared)
                 if isinstance(prepared, Prepared) and self._due(train.sample_every, offset=1):
                     self._draw(rollout, prepared.notes)
@@ -468,6 +472,7 @@ class Loop:
         if self.update != self.config.train.updates and not self._due(settings.every):
             return
         self.requests.meet()  # it may take many minutes
+        self._at("the evaluation")
         with self.averaged():
             headline, report = self.evaluate()
             with self.requests.whole():
@@ -524,6 +529,10 @@ class Loop:
     def _due(self, every: int, offset: int = 0) -> bool:
         return (self.update + offset) % every == 0
 
+    def _at(self, what: str, offset: int = 0) -> None:
+        """Say what this rank is at; other ranks name it if it is lost there."""
+        ranks.watch().at(what, self.update + offset)
+
     # Checkpoints -------------------------------------------------------------------------------
 
     def _tensors(self) -> dict[str, Any]:
@@ -533,6 +542,7 @@ class Loop:
     def save(self) -> Path:
         """A complete checkpoint of this moment. Raises OSError on all processes if it cannot be
         written; the older ones are then as they were."""
+        self._at("the checkpoint")
         copies = {history.LOG: self.folder / history.LOG, **(self._kept() if self.best else {})}
         scaler = self.accelerator.scaler
         states = {

@@ -105,6 +105,8 @@ def run(
 
     began = time.monotonic() if began is None else began
     if isinstance(given, TrainingStage):
+        parallel.state(given)
+        resume = resume or parallel.restarted(Path(given.output))
         if resume and parallel.state(given).is_main_process and (text := anew(Path(given.output))):
             log.warning(text)
         clock = Clock(began, given.train.max_minutes)
@@ -144,7 +146,7 @@ def train(
     ConfigError before any model is loaded, TrainingError if the run has to stop, Interrupted if it
     is asked to.
     """
-    from flowalign import parallel, watch
+    from flowalign import parallel, ranks, watch
     from flowalign.determinism import deterministic
 
     processes = parallel.state(config).num_processes
@@ -159,6 +161,8 @@ def train(
     if main and config.evaluation and unscored:
         last = "" if config.evaluates else "; the adapter of the last update is kept"
         log.info("not evaluated, without `validation` and `reward`: %s%s", unscored, last)
+    rank = ranks.watch()
+    rank.at("loading the models")
     with deterministic(config.train.deterministic):
         loop, report, rewards = wire(config, clock)
         if main:
@@ -170,8 +174,9 @@ def train(
                 part.write_text(to_yaml(config))
         loop.accelerator.wait_for_everyone()
         _hint_threads(loop.accelerator)
-        with report.live(loop.update):
+        with report.live(loop.update), rank.explained():
             loop.run()
+            rank.at("pictures and model card")
             finish(loop, config, rewards)
         if main:
             watch.write(folder)  # the run's report
