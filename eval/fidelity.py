@@ -185,7 +185,7 @@ def _scenes(metadata: Sequence[Mapping[str, Any]], seed: int) -> Iterator[Tensor
 
     try:
         yield from rendered(metadata, seed, SCENES).split(BATCH)
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(
             f"'tiny' needs prompts of the tiny world, and these are others ({error!r}). "
             "Name a folder of images."

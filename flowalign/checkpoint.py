@@ -12,6 +12,7 @@ import json
 import os
 import random
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,12 +144,22 @@ def _write(
         rows = {str(i): v.detach().cpu().contiguous() for i, v in enumerate(values)}
         (folder / f"{name}.safetensors").write_bytes(save(rows))
     buffer = io.BytesIO()
-    torch.save(states, buffer)
+    torch.save(_plain(states), buffer)
     (folder / "states.pt").write_bytes(buffer.getbuffer())
     (folder / "progress.json").write_text(json.dumps(progress))
     for index, (drawn, rest) in enumerate(rngs):
         (folder / f"rng_{index}.safetensors").write_bytes(drawn)
         (folder / f"rng_{index}.json").write_text(rest)
+
+
+def _plain(value: Any) -> Any:
+    """The same with equal texts as one object each: pickle writes an object once, so without this
+    the bytes would depend on whether the run was resumed."""
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_plain, value))
+    return sys.intern(value) if isinstance(value, str) else value
 
 
 def load(

@@ -6,21 +6,25 @@ import csv
 import difflib
 import io
 import json
+import math
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 from math import lcm
 from pathlib import Path
 from typing import Any
 
-from flowalign import sources
+from flowalign import files, sources
 from flowalign.tiny import PROMPTS
 from flowalign.types import PromptBatch
 
 Row = tuple[str, dict[str, Any]]  # a prompt, its metadata
+LARGEST = 2**29  # characters of a file, which is read as a whole
+LONGEST = 100_000  # characters of a prompt; text encoders read some 2,000
+DEEPEST = 50  # levels of nesting in metadata; GenEval has 4
 
 
 class PromptError(ValueError):
@@ -50,6 +54,12 @@ def load_prompts(source: str | Path, task: str) -> PromptBatch:
     if not rows:
         raise PromptError(f"{path} holds no prompts. Write one a line.")
     prompts, metadata = [prompt for prompt, _ in rows], [dict(rest) for _, rest in rows]
+    longest = max(range(len(prompts)), key=lambda row: len(prompts[row]))
+    if len(prompts[longest]) > LONGEST:
+        raise PromptError(
+            f"{path}: prompt {longest + 1} has {len(prompts[longest])} characters, of which no "
+            f"model reads more than {LONGEST}. Is it one prompt a line?"
+        )
     return PromptBatch(prompts, [task] * len(prompts), metadata)
 
 
@@ -100,13 +110,16 @@ def spread_text(places: Sequence[int], total: int) -> str:
 def _locate(source: str) -> Path:
     """The file or folder of a source; an error names the nearest name beside it."""
     tiny = source.startswith("tiny/") and not Path(source).suffix
+    if problem := files.impossible(source):
+        raise PromptError(f"no prompt set {source[:80]!r}: the path {problem}.")
     path = PROMPTS / f"{source[5:]}.jsonl" if tiny else Path(source).expanduser()
     if path.is_file() or (path.is_dir() and not tiny):
         return path
     missing = f"no prompt set {source!r}" + ("" if tiny else f" (looked at {path.absolute()})")
     if commands := sources.commands(source):
         raise PromptError(f"{missing}. Run {' or '.join(f'`{text}`' for text in commands)}.")
-    present = sorted(p for p in path.parent.glob("*") if p.suffix in READERS)
+    listed = islice(path.parent.glob("*"), 1000)  # to be compared with what was meant
+    present = sorted(p for p in listed if p.suffix in READERS)
     names = [f"tiny/{p.stem}" for p in present] if tiny else [str(p) for p in present]
     near = difflib.get_close_matches(source, [n for n in names if not _other_part(n, source)], n=1)
     raise PromptError(
@@ -129,9 +142,14 @@ def _text(path: Path) -> str:
     try:
         # newlines as they are: csv knows itself which of them end a row
         with path.open(encoding="utf-8-sig", newline="") as file:
-            return file.read()
+            text = file.read(LARGEST + 1)
     except UnicodeDecodeError as error:
         raise PromptError(f"{path} is not UTF-8 ({error}). Save it as UTF-8.") from None
+    except OSError as error:
+        raise PromptError(f"{path} cannot be read ({error}).") from None
+    if len(text) > LARGEST:
+        raise PromptError(f"{path} has more than {LARGEST} characters. Give a part of it.")
+    return text
 
 
 @lru_cache(maxsize=16)  # a start asks for each set several times: to check it, count it, use it
@@ -151,31 +169,65 @@ def _read_jsonl(path: Path, text: str) -> list[Row]:
     for number, line in _lines(text):
         where = f"{path}, line {number}"
         try:
-            row = json.loads(line)
+            row = json.loads(line, parse_constant=_not_finite, parse_float=_finite)
         except json.JSONDecodeError as error:
             raise PromptError(f"{where}: not JSON ({error.msg}, column {error.colno}).") from None
+        except RecursionError:
+            raise PromptError(f"{where}: nested too deeply.") from None
+        except ValueError as error:  # a number of thousands of digits, or one that is not finite
+            raise PromptError(f"{where}: {str(error).partition(';')[0]}.") from None
+        if problem := _unfit(row):
+            raise PromptError(f"{where}: {problem}.")
         if not isinstance(row, dict):
             kind = type(row).__name__
             raise PromptError(f'{where}: a {kind}; want an object, {{"prompt": "..."}}.')
         prompt = row.pop("prompt", None)
         if not isinstance(prompt, str) or not prompt.strip():
             raise PromptError(
-                f"{where}: the key `prompt` is {prompt!r}; want a non-empty text. "
-                f"The other keys are {sorted(row)}."
+                f"{where}: the key `prompt` is {repr(prompt)[:80]}; want a non-empty text. "
+                f"The other keys are {sorted(row)[:12]}."
             )
         rows.append((prompt, row))
     return rows
 
 
+def _not_finite(text: str) -> float:
+    raise ValueError(f"the number {text[:40]} is not finite, which JSON does not have")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _not_finite(text)
+
+
+def _unfit(value: Any, depth: int = 0) -> str:
+    """Why a value of JSON cannot be metadata, "" if it can: it is written, compared and shown."""
+    if isinstance(value, str):
+        half = re.search("[\ud800-\udfff]", value)
+        return f"{half[0]!r} is half a character" if half else ""
+    if not isinstance(value, dict | list):
+        return ""
+    if depth == DEEPEST:
+        return f"nested more than {DEEPEST} levels deep"
+    parts = chain(value, value.values()) if isinstance(value, dict) else value
+    return next(filter(None, (_unfit(part, depth + 1) for part in parts)), "")
+
+
 def _read_csv(path: Path, text: str) -> list[Row]:
     """A prompt a row; rows of one item_id are folded into one, with the columns that they share."""
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-    column = next((name for name in ("prompt", "text") if name in (reader.fieldnames or ())), None)
+    try:
+        header = list(reader.fieldnames or ())
+    except csv.Error as error:
+        raise PromptError(f"{path}: the header is not CSV ({error}).") from None
+    column = next((name for name in ("prompt", "text") if name in header), None)
     if column is None:
         raise PromptError(
-            f"{path} has the columns {reader.fieldnames or []}; want a header with `prompt` or "
+            f"{path} has the columns {str(header)[:200]}; want a header with `prompt` or "
             "`text`. Name the column of the prompts so."
         )
+    if len(set(header)) < len(header):
+        raise PromptError(f"{path}: two columns have one name: {str(header)[:200]}. Rename one.")
     rows: list[Row] = []
     places: dict[str, int] = {}  # of each item_id in rows
     try:
@@ -206,7 +258,7 @@ def _read_csv(path: Path, text: str) -> list[Row]:
 def _read_folder(path: Path) -> list[Row]:
     """A prompt a file; T2I-CompBench's files of many prompts must not become one prompt each."""
     rows: list[Row] = []
-    for file in sorted(path.glob("*.txt")):
+    for file in sorted(file for file in path.glob("*.txt") if file.is_file()):
         lines = _lines(_text(file))
         if len(lines) != 1:
             raise PromptError(

@@ -64,15 +64,14 @@ PAGE_SECONDS = 60.0  # that `flowalign watch`, perhaps on another machine, needs
 def remove_leftovers(folder: str | Path) -> None:
     """Remove, in a folder and below it, what killed processes were about to write (`replacing`).
     For a run at its start, in its own folder: nobody else may be writing there, but watch."""
-    for path in sorted(Path(folder).rglob(".*"), reverse=True):  # what is inside comes first
-        with suppress(FileNotFoundError):
-            shown = path.name.startswith(".watch.html.")
-            if not LEFTOVER.fullmatch(path.name):
-                continue
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            elif not shown or time.time() - path.stat().st_mtime > PAGE_SECONDS:
-                path.unlink()
+    for parent, folders, names in os.walk(folder):
+        for name in filter(LEFTOVER.fullmatch, folders):
+            shutil.rmtree(Path(parent, name), ignore_errors=True)
+        for path in (Path(parent, name) for name in names if LEFTOVER.fullmatch(name)):
+            with suppress(FileNotFoundError):
+                shown = path.name.startswith(".watch.html.")
+                if not shown or time.time() - path.stat().st_mtime > PAGE_SECONDS:
+                    path.unlink()
 
 
 def flush(path: Path) -> None:
@@ -124,7 +123,11 @@ def impossible(path: str) -> str:
     error for each of these, and at a different call."""
     if "\0" in path:
         return "holds the character NUL, which no path can hold"
-    if any(len(os.fsencode(part)) > 255 for part in Path(path).parts) or len(path) > 4000:
+    try:
+        longest = max((len(os.fsencode(part)) for part in Path(path).parts), default=0)
+    except UnicodeEncodeError:
+        return "holds half a character"
+    if longest > 255 or len(path) > 4000:
         return "is longer than any path"
     try:
         Path(path).expanduser()

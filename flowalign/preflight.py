@@ -47,6 +47,7 @@ def world_problems(
     pending: Collection[str] = (),
     resume: bool | None = None,
     any_world: bool = False,
+    trust: bool = True,
 ) -> list[str]:
     """What keeps a stage from starting here: missing packages, adapters, rewards and prompt sets,
     images that the processes cannot share, and a folder that holds another run.
@@ -54,7 +55,8 @@ def world_problems(
     `train`, `eval` and `doctor` all ask this. pending: adapters that are not there yet, because an
     earlier stage of a recipe will write them. resume: whether the run is to continue what its
     folder holds; None = the folder is not looked at. any_world: also with another number of
-    processes.
+    processes. trust: whether to run the code that the config names (`own_code`); without it, what
+    needs that code is not checked.
     """
     problems = [*_package_problems(config), *_adapter_problems(config, pending)]
     if isinstance(config, TrainingStage):
@@ -63,10 +65,35 @@ def world_problems(
             problems += resuming.problems(
                 config, num_processes, resume=resume, any_world=any_world, pending=pending
             )
-    problems += _scoring_problems(config, num_processes)
+    problems += _scoring_problems(config, num_processes, trust)
     if isinstance(config, EvalStage):
-        problems += _fidelity_problems(config)
+        problems += _fidelity_problems(config, trust)
     return problems
+
+
+def own_code(config: Stage) -> dict[str, list[str]]:
+    """{place in the config: the dotted paths there}: modules whose code runs where the stage is
+    checked or run. Nothing is imported here."""
+    import flowalign.rewards as rewards
+
+    paths = {
+        f"{place}.{key}": rewards.own_code(reward.name, reward.options)
+        for place, _, judges, _ in _scored(config)
+        for key, reward in judges.items()
+    }
+    if isinstance(config, EvalStage) and config.fidelity and ":" in config.fidelity.features:
+        paths["fidelity.features"] = [config.fidelity.features]
+    return {place: listed for place, listed in paths.items() if listed}
+
+
+def unexamined(stages: Mapping[str, Stage]) -> list[str]:
+    """What is said of `own_code` that is not run, one text each."""
+    return [
+        f"not examined: {place} of {name} names {', '.join(listed)}, which runs code. Read that "
+        "code, then say --trust."
+        for name, stage in stages.items()
+        for place, listed in own_code(stage).items()
+    ]
 
 
 def check_launch(num_processes: int) -> None:
@@ -84,7 +111,7 @@ def check_launch(num_processes: int) -> None:
         )
 
 
-def _scoring_problems(config: Stage, num_processes: int) -> Iterator[str]:
+def _scoring_problems(config: Stage, num_processes: int, trust: bool) -> Iterator[str]:
     """Rewards that cannot be built, or cannot judge the prompts; prompt sets that are not there."""
     import flowalign.rewards as rewards  # only here: importing a config needs no rewards
 
@@ -92,6 +119,8 @@ def _scoring_problems(config: Stage, num_processes: int) -> Iterator[str]:
     for place, name, judges, sources in _scored(config):
         sound: list[RewardConfig] = []
         for key, reward in judges.items():
+            if not trust and rewards.own_code(reward.name, reward.options):
+                continue
             try:
                 rewards.check(reward.name, reward.options)
                 missing = rewards.missing_packages(reward.name, reward.options)
@@ -216,11 +245,11 @@ def _adapter_problems(config: Stage, pending: Collection[str]) -> Iterator[str]:
                 )
 
 
-def _fidelity_problems(config: EvalStage) -> Iterator[str]:
+def _fidelity_problems(config: EvalStage, trust: bool) -> Iterator[str]:
     """Features that cannot be imported; a folder of reference images that holds none."""
     import flowalign.rewards as rewards
 
-    if config.fidelity and ":" in config.fidelity.features:
+    if trust and config.fidelity and ":" in config.fidelity.features:
         try:
             rewards.load(config.fidelity.features, "features")
         except (ValueError, ImportError) as error:

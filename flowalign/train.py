@@ -51,6 +51,8 @@ def parser() -> argparse.ArgumentParser:
     help = "resume with another number of processes, though the last digits then differ"
     parser.add_argument("--allow-world-change", action="store_true", help=help)
     parser.add_argument("--dry-run", action="store_true", help="print the plan; write nothing")
+    help = "dry run: also import the code that the config names, to check it"
+    parser.add_argument("--trust", action="store_true", help=help)
     parser.add_argument("--variant", help="a YAML file of keys by stage: other hardware")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change the config")
     return parser
@@ -80,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.dry_run:
             from flowalign.forecast import dry
 
-            dry.run(config, Path(args.config).parent, args.resume, args.allow_world_change)
+            home, any_world = Path(args.config).parent, args.allow_world_change
+            dry.run(config, home, args.resume, any_world, args.trust)
         else:
             run(config, Path(args.config).parent, args.resume, began, args.allow_world_change)
             if parallel.state().is_main_process:

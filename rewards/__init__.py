@@ -5,7 +5,10 @@ registered in this process, the REWARDS table, the installed entry points of the
 "flowalign.rewards", and last as a dotted path "package.module:attribute". Its module is one that
 Python finds, else one in the current folder, else one beside the config. The name stands for either
 a factory (a class or function that takes the options and returns a Reward), or a plain function
-(images, prompts, metadata, **options) -> Scores, which is itself the reward.
+(images, prompts, metadata, **options) -> Scores, which is itself the reward. At a dotted path a
+function is a factory only if its annotation says `-> Reward`: any other function of Python is
+refused, and not called. A dotted path runs the code of its module, so commands that only examine a
+config ask `own_code` first.
 The annotations of a factory's options are checked when a config is read (`options.check_call`).
 A reward that computes with torch may take the option `device`; runs fill it in (`build_on`).
 A reward whose attribute `groupwise` is true is called with all images of one prompt at a time.
@@ -38,13 +41,13 @@ import torch
 
 from flowalign.devices import resolve
 from flowalign.packages import installed
-from flowalign.rewards.options import check_call, suggestion
+from flowalign.rewards.options import check_call, makes, suggestion
 from flowalign.rewards.scoring import score
 from flowalign.types import Metadata, Reward
 
 __all__ = [
     "REWARDS", "build", "build_on", "check", "check_prompts", "describe", "is_groupwise", "leaves",
-    "load", "look_beside", "missing_packages", "names", "placed", "register", "score",
+    "load", "look_beside", "missing_packages", "names", "own_code", "placed", "register", "score",
 ]  # fmt: skip
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
@@ -158,14 +161,34 @@ def check_prompts(
         checker(prompts, metadata, **options)
 
 
-def leaves(name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def own_code(name: str, options: Mapping[str, Any]) -> list[str]:
+    """The dotted paths that a reward and its options name, at any depth. To check or to build it
+    runs the code of their modules; this runs none."""
+    paths = [] if _is_known(name) else [name] if _is_path(name) else []
+    todo: list[Any] = list(options.values())
+    while todo:
+        value = todo.pop()
+        if isinstance(value, Mapping):
+            todo += value.values()
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            todo += value
+        elif isinstance(value, str) and _is_path(value) and not _is_known(value):
+            paths.append(value)
+    return paths
+
+
+def leaves(
+    name: str, options: Mapping[str, Any], *, imports: bool = True
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, options) of the rewards that a composed one is made of, at any depth; of any other,
-    its own. Composed is what has a static method `made_of(**options)`, the components."""
-    made_of = getattr(_find(name), "made_of", None)
+    its own. Composed is what has a static method `made_of(**options)`, the components. imports:
+    whether to look for it in the code at a dotted path."""
+    known = imports or not _is_path(name) or _is_known(name)
+    made_of = getattr(_find(name), "made_of", None) if known else None
     if made_of is None:
         yield name, dict(options)
     for part in made_of(**options) if made_of else ():
-        yield from leaves(part["name"], part.get("options") or {})
+        yield from leaves(part["name"], part.get("options") or {}, imports=imports)
 
 
 def missing_packages(name: str, options: Mapping[str, Any]) -> list[str]:
@@ -216,6 +239,8 @@ def load(path: str, what: str = "reward") -> Any:
     ImportError that the module itself causes (a missing dependency) passes through.
     """
     module_name, _, attribute = path.partition(":")
+    if not _is_path(path):
+        raise ValueError(f"{what} {path!r} is no path of the form 'package.module:attribute'.")
     _make_importable(module_name)
     try:
         module = importlib.import_module(module_name)
@@ -264,12 +289,29 @@ def _find(name: str) -> Callable[..., Any]:
         factory = load(name)
         if not callable(factory):
             raise ValueError(f"reward {name!r} is a {type(factory).__name__}, not a callable.")
+        if not _is_reward(factory) and not makes(factory, len(_INPUTS)):
+            raise ValueError(
+                f"reward {name!r} is no reward, and was not called. Name a function "
+                f"({', '.join(_INPUTS)}) -> Scores, a class whose objects are called so, or a "
+                "function that says `-> Reward` (flowalign.types)."
+            )
         return factory
     raise ValueError(
         f"no reward {name!r}{suggestion(name, names())}; known are {names()}. Use one of them, "
         "register yours with @flowalign.rewards.register(name), or give its path as "
         "'package.module:attribute'."
     )
+
+
+def _is_known(name: str) -> bool:
+    """Whether a name is looked up in a table, and not as a path."""
+    return name in _registered or name in REWARDS or name in _entry_points()
+
+
+def _is_path(text: str) -> bool:
+    module, _, attribute = text.partition(":")
+    parts = [*module.split("."), *attribute.split(".")]
+    return all(part.isidentifier() for part in parts)
 
 
 def _entry_points() -> dict[str, EntryPoint]:

@@ -7,12 +7,12 @@ from contextlib import ExitStack
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, ValidationError, field_validator
 from torch import Tensor
 
 from flowalign.rewards import load, placed
 from flowalign.rewards.geneval_judge import Verdict, judge, partial_credit
-from flowalign.rewards.options import Count, Device, Number, check_call, checked
+from flowalign.rewards.options import Count, Device, Number, check_call, checked, makes
 from flowalign.types import Detections, Detector, Metadata, Scores
 
 DETECTORS: dict[str, str] = {
@@ -24,11 +24,41 @@ Share = Annotated[Number, Field(ge=0, description="a share of the objects' sizes
 Threshold = Annotated[float, Field(ge=0, lt=1, description="a score that a box must exceed")]
 
 
-class Clause(BaseModel, strict=True):
-    """An include clause of GenEval's metadata: a class, and how many of it."""
+class Exclusion(BaseModel, strict=True):
+    """An exclude clause of GenEval's metadata: a class, and the number that is too many of it."""
 
     name: str = Field(alias="class")
-    count: Count
+    count: Annotated[int, Field(ge=1, le=1000)]
+
+
+class Clause(Exclusion):
+    """An include clause: a class, how many of it, and what else its objects must show."""
+
+    color: str = ""
+    position: tuple[Literal["left of", "right of", "above", "below"], int] | None = None
+    """The relation, and the place of the clause that it refers to."""
+
+    @field_validator("position", mode="before")
+    @classmethod
+    def _given(cls, value: Any) -> Any:
+        if not isinstance(value, list | tuple):  # null, too: `judge` looks whether the key is there
+            raise ValueError("want a relation and the place of a clause, or leave it out")
+        return tuple(value)
+
+
+class Form(BaseModel, strict=True):
+    """What `judge` reads of the metadata; it can judge whatever has this form."""
+
+    include: list[Clause] = Field(min_length=1)
+    exclude: list[Exclusion] = []
+
+    @field_validator("include")
+    @classmethod
+    def _refer_backwards(cls, clauses: list[Clause]) -> list[Clause]:
+        for place, clause in enumerate(clauses):
+            if clause.position and not -place <= clause.position[1] < place:
+                raise ValueError("a position refers to a clause before its own")
+        return clauses
 
 
 @checked
@@ -110,17 +140,19 @@ class GenEval:
     @staticmethod
     def check_prompts(prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
         """Raise ValueError for the first prompt whose metadata is not in GenEval's form."""
-        clauses = TypeAdapter(Annotated[list[Clause], Field(min_length=1)])
         for number, (prompt, meta) in enumerate(zip(prompts, metadata, strict=True), 1):
+            read = {key: meta[key] for key in Form.model_fields if key in meta}
             try:
-                clauses.validate_python(meta.get("include"))
-            except ValidationError:
-                seen = f"`include` is {meta['include']!r}" if "include" in meta else "no `include`"
+                Form.model_validate(read)
+            except ValidationError as error:
+                first = error.errors()[0]
+                where, key = ".".join(map(str, first["loc"])), first["loc"][0]
+                seen = f"`{key}` is {_cut(meta[key])}" if key in meta else f"no `{key}`"
                 raise ValueError(
-                    f"number {number} of {len(prompts)}: prompt {prompt!r} has the metadata keys "
-                    f"{sorted(meta)}, {seen}; geneval judges by a list such as "
-                    '[{"class": "dog", "count": 2}]. Give a .jsonl whose lines hold it, or use '
-                    "another reward for this task."
+                    f"number {number} of {len(prompts)}: prompt {_cut(prompt)} has the metadata "
+                    f"keys {_cut(list(meta))}, {seen} ({where}: {first['msg']}); geneval judges "
+                    'by a list such as [{"class": "dog", "count": 2}]. Give a .jsonl whose lines '
+                    "hold it, or use another reward for this task."
                 ) from None
 
     def describe(self) -> dict[str, Any]:
@@ -183,5 +215,16 @@ def build_detector(
     return factory(**placed(factory, options or {}, device))
 
 
+def _cut(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
 def _factory(detector: str) -> Callable[..., Detector]:
-    return load(DETECTORS.get(detector, detector), "detector")
+    factory = load(DETECTORS.get(detector, detector), "detector")
+    if not makes(factory, 1):
+        raise ValueError(
+            f"detector {detector!r} is no detector, and was not called. Name a class whose objects "
+            "are called with images, or a function that says `-> Detector` (flowalign.types)."
+        )
+    return factory

@@ -129,6 +129,28 @@ def checked(owner: Class) -> Class:
     return owner
 
 
+def callable_with(function: Any, inputs: int) -> bool:
+    """Whether it can be called with so many values, by its signature. False where it has none."""
+    try:
+        inspect.signature(function).bind(*range(inputs))
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def makes(factory: Any, inputs: int) -> bool:
+    """Whether what it makes can be called with so many values, without calling it: it is a class
+    with such a `__call__`, or a function whose annotation promises an object of such a class."""
+    if inspect.isclass(factory):
+        own = [vars(base)["__call__"] for base in factory.__mro__ if "__call__" in vars(base)]
+        return bool(own) and callable_with(own[0], 1 + inputs)
+    try:
+        promised = get_type_hints(factory).get("return")
+    except Exception:  # names that exist for a type checker only, or an object without annotations
+        promised = None
+    return inspect.isclass(promised) and makes(promised, inputs)
+
+
 def suggestion(name: str, known: Iterable[str]) -> str:
     """` (did you mean 'x'?)`, or nothing where no known name is close."""
     close = difflib.get_close_matches(name, list(known), n=1)

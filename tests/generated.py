@@ -74,14 +74,19 @@ json_values = st.recursive(
 )
 
 
-def mutated(document: Any, draw: Callable[[st.SearchStrategy[Any]], Any], others: Any) -> Any:
+def mutated(
+    document: Any,
+    draw: Callable[[st.SearchStrategy[Any]], Any],
+    others: st.SearchStrategy[Any],
+    keys: st.SearchStrategy[Any] = texts,
+) -> Any:
     """A copy of a document of mappings and lists with one thing changed somewhere: a value is
-    replaced by one of `others`, left out, wrapped, doubled, or its key renamed."""
+    replaced by one of `others`, left out, wrapped, doubled, or its key becomes one of `keys`."""
     place = draw(st.sampled_from(sorted(places(document), key=repr)))
     change = draw(st.sampled_from(["replace", "replace", "drop", "wrap", "rename", "double"]))
     if not place:
         return draw(others)
-    return _changed(document, place, change, draw, others)
+    return _changed(document, place, change, draw, others, keys)
 
 
 def places(document: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -93,11 +98,13 @@ def places(document: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ..
             yield from places(document[key], (*above, key))
 
 
-def _changed(document: Any, place: tuple[Any, ...], change: str, draw: Any, others: Any) -> Any:
+def _changed(
+    document: Any, place: tuple[Any, ...], change: str, draw: Any, others: Any, keys: Any
+) -> Any:
     head, *rest = place
     copy = document.copy()
     if rest:
-        copy[head] = _changed(document[head], tuple(rest), change, draw, others)
+        copy[head] = _changed(document[head], tuple(rest), change, draw, others, keys)
     elif change == "replace":
         copy[head] = draw(others)
     elif change == "drop":
@@ -107,6 +114,6 @@ def _changed(document: Any, place: tuple[Any, ...], change: str, draw: Any, othe
     elif isinstance(copy, list):
         copy.append(copy[head])
     else:
-        key = draw(st.one_of(texts, scalars))
+        key = draw(keys)
         copy[key] = copy[head] if change == "double" else copy.pop(head)
     return copy

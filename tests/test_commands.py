@@ -168,7 +168,7 @@ def test_every_command_finds_a_reward_here_or_beside_its_config(
 
     done = run([*script, "doctor", "--reward", "my_near:near", "--count", "4"], here)
     assert "reward my_near:near" in done.stdout, done.stderr
-    done = run([*script, "doctor", "--no-model", "--config", "../run/train.yaml"], here)
+    done = run([*script, "doctor", "--no-model", "--trust", "--config", "../run/train.yaml"], here)
     assert done.returncode == 0, done.stdout
     done = run([*script, "train", "--config", "../run/train.yaml"], here)
     assert done.returncode == 0, done.stderr

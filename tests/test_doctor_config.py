@@ -283,7 +283,7 @@ def written(run, folder):
 
 def test_the_command_tells_all_and_ends_by_its_findings(random_model, tmp_path, capsys):
     path = written(fakes.settings(random_model, tmp_path / "run"), tmp_path)
-    assert main(["doctor", "--config", path]) == 0
+    assert main(["doctor", "--config", path, "--trust"]) == 0  # its reward is fakes:redness
     printed = capsys.readouterr().out
     for text in ("torch ", "device: ", "ratio: ", "peak in update", "-hours on 1 x"):
         assert text in printed

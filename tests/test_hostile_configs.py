@@ -205,11 +205,13 @@ SHIPPED = [read(path) for path in CONFIGS]
 @pytest.mark.slow
 @examples(2000)
 def test_a_changed_config_is_read_or_refused(count: int):
+    keys = st.one_of(texts, scalars)
+
     @st.composite
     def configs(draw: Any) -> Any:
         data = draw(st.sampled_from(SHIPPED))
         for _ in range(draw(st.integers(1, 4))):
-            data = mutated(data, draw, values) if isinstance(data, dict | list) else data
+            data = mutated(data, draw, values, keys) if isinstance(data, dict | list) else data
         return data
 
     holds(read_or_refused, count, data=configs())

@@ -19,6 +19,7 @@ from flowalign.doctor import reward
 from flowalign.forecast.findings import Finding, fault, healthy, note, ok, show
 from flowalign.forecast.gpus import GPUS, named
 from flowalign.packages import DISTRIBUTION
+from flowalign.preflight import own_code, unexamined
 from flowalign.progress import quiet
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ def main(argv: Sequence[str]) -> int:
     log.setLevel(logging.ERROR)  # the findings say what failed
     try:
         if args.config:
-            rewards.look_beside(args.config)
+            if args.trust:
+                rewards.look_beside(args.config)
             return examine(args)
         health = reward.diagnose(args.reward, assignments(args.options), args.count, args.size)
     except (ValueError, ImportError, OSError) as error:
@@ -60,6 +62,8 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--reward", help="a name, or package.module:attribute")
     parser.add_argument("--variant", help="config: a YAML file of keys by stage: other hardware")
     parser.add_argument("--no-model", action="store_true", help="only checks without weights")
+    help = "config: run the code that it names (module:name), and look beside it for that code"
+    parser.add_argument("--trust", action="store_true", help=help)
     parser.add_argument("--resume", action="store_true", help="as `train --resume` would run")
     help = "as `train --allow-world-change` would run"
     parser.add_argument("--allow-world-change", action="store_true", help=help)
@@ -88,8 +92,10 @@ def examine(args: argparse.Namespace) -> int:
         named(args.gpu)  # refuse another name before anything is said
     show(_environment())
     home, any_world = Path(args.config).parent, args.allow_world_change
-    stages, problems = recipe.examine(root, home, args.gpus, args.resume, any_world)
+    stages, problems = recipe.examine(root, home, args.gpus, args.resume, any_world, args.trust)
     show(map(fault, ConfigError(problems).lines))
+    if not args.trust:
+        show(map(note, unexamined(stages)))
     ranks = plan.ranks(stages)
     device = plan.Device(args.gpus, args.gpu, args.memory, args.tflops)
     forecasts = [plan.forecast(name, stage, device, ranks) for name, stage in stages.items()]
@@ -98,7 +104,10 @@ def examine(args: argparse.Namespace) -> int:
     for forecast in forecasts:
         if isinstance(forecast.stage, TrainingStage | EvalStage):
             print(f"\n{forecast.name} ({forecast.stage.stage})")
-            findings, pace = _examine_stage(forecast, device, args.no_model, ranks, problems, pace)
+            why = "--no-model" if args.no_model else ""
+            if not args.trust and own_code(forecast.stage):
+                why = why or "the config names code, and --trust is not given"
+            findings, pace = _examine_stage(forecast, device, why, ranks, problems, pace)
             sound &= healthy(findings)
     if len(forecasts) > 1:
         plan.total(forecasts)
@@ -124,15 +133,15 @@ def _environment() -> Iterator[Finding]:
 def _examine_stage(
     forecast: Forecast,
     device: Device,
-    no_model: bool,
+    without: str,
     ranks: Mapping[str, int],
     refused: Sequence[str],
     pace: Pace | None,
 ) -> tuple[list[Finding], Pace | None]:
     """Print the findings of a stage; they, and the pace of it or of the stages before.
 
-    refused: what `train` refuses; if anything, only a prediction is made. pace: what was measured
-    in an earlier stage.
+    without: why no image may be sampled, "" if it may. refused: what `train` refuses; if anything,
+    only a prediction is made. pace: what was measured in an earlier stage.
     """
     from flowalign.doctor import live, plan
     from flowalign.forecast.architectures import local_folder
@@ -148,8 +157,8 @@ def _examine_stage(
     reason = ""
     if refused or not healthy(findings):
         reason = "fix the faults above first"
-    elif no_model:
-        reason = "--no-model"
+    elif without:
+        reason = without
     elif local_folder(config.model.id, config.model.revision) is None:
         reason = f"{config.model.id} is not on this machine (train downloads it)"
     elif missing:

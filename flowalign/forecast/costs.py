@@ -54,7 +54,7 @@ def files_of(reward: RewardConfig) -> Iterator[tuple[str, Mapping[str, float] | 
 
     A reward of the user's own has files only if its options name a model.
     """
-    for name, options in rewards.leaves(reward.name, reward.options):
+    for name, options in rewards.leaves(reward.name, reward.options, imports=False):
         cost = _cost(name, options)
         own = name not in rewards.REWARDS and not OWN & options.keys()
         yield name, {} if own or name in WITHOUT_FILES else cost and cost.files
@@ -62,7 +62,7 @@ def files_of(reward: RewardConfig) -> Iterator[tuple[str, Mapping[str, float] | 
 
 def of_reward(reward: RewardConfig) -> Iterator[tuple[str, Cost | None]]:
     """(name, cost) of every reward that it is made of; None where the cost is not known."""
-    for name, options in rewards.leaves(reward.name, reward.options):
+    for name, options in rewards.leaves(reward.name, reward.options, imports=False):
         yield name, _cost(name, options)
 
 

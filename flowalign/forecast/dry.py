@@ -21,22 +21,25 @@ from flowalign.data import PromptSampler, load_prompts
 from flowalign.forecast import plan
 from flowalign.forecast.architectures import find
 from flowalign.forecast.estimate import scored
-from flowalign.forecast.findings import show
+from flowalign.forecast.findings import note, show
 from flowalign.forecast.needs import needs
 from flowalign.parallel import state
-from flowalign.preflight import check_launch
+from flowalign.preflight import check_launch, unexamined
 
 PROMPTS = 6  # of the first batch that are printed
 
 
-def run(config: Job, home: Path, resume: bool, any_world: bool = False) -> None:
-    """Print the plan of every stage. Writes nothing; ConfigError with what `train` would refuse."""
-    stages, problems = recipe.examine(config, home, state().num_processes, resume, any_world)
+def run(config: Job, home: Path, resume: bool, any_world: bool = False, trust: bool = True) -> None:
+    """Print the plan of every stage. Writes nothing; ConfigError with what `train` would refuse.
+    trust: as for `flowalign.preflight.world_problems`."""
+    stages, problems = recipe.examine(config, home, state().num_processes, resume, any_world, trust)
     check_launch(state().num_processes)
     if problems:
         raise ConfigError(problems)
     if not state().is_main_process:
         return
+    if not trust:
+        show(map(note, unexamined(stages)))
     here = plan.Device(state().num_processes)
     ranks = plan.ranks(stages)
     forecasts = [plan.forecast(name, stage, here, ranks) for name, stage in stages.items()]

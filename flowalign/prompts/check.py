@@ -11,7 +11,7 @@ from typing import Any
 from flowalign import rewards
 from flowalign.prompts.geneval import same_picture
 from flowalign.prompts.held_out import digest
-from flowalign.rewards.ocr import target_of
+from flowalign.rewards.ocr import normalize, target_of
 from flowalign.types import PromptBatch
 
 EXAMPLES = 3  # shown of each kind
@@ -106,6 +106,7 @@ def _quotes(findings: Findings, batch: PromptBatch) -> None:
     """More than one pair of quotes is no error, but the first two may be the wrong ones."""
     rows = zip(batch.prompts, batch.metadata, strict=True)
     several = [p for p, metadata in rows if p.count('"') > 2 and "target" not in metadata]
+    several = [p for p in several if normalize(p.split('"')[1])]  # else the reward refuses it
     if several:
         findings.fault(
             f"{len(several)} prompts have more than two straight double quotes, of which only the "
@@ -126,7 +127,8 @@ def _targets(batch: PromptBatch) -> list[str]:
     targets = []
     for prompt, metadata in zip(batch.prompts, batch.metadata, strict=True):
         with suppress(ValueError):
-            targets.append(metadata.get("target") or target_of(prompt))
+            target = metadata.get("target")
+            targets.append(target if isinstance(target, str) and target else target_of(prompt))
     return targets
 
 

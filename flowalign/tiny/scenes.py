@@ -154,6 +154,8 @@ def _cells(count: int, relation: str | None, rng: np.random.Generator) -> list[t
 def compose(metadata: Mapping[str, Any], rng: np.random.Generator) -> list[Item]:
     """Shapes that satisfy GenEval metadata exactly: its includes and nothing besides."""
     clauses = metadata["include"]
+    if sum(clause["count"] for clause in clauses) > len(CELLS):
+        raise ValueError(f"a scene has room for {len(CELLS)} shapes.")
     shapes = [c["class"] for c in clauses for _ in range(c["count"])]
     colors = []
     for clause in clauses:

@@ -1,0 +1,120 @@
+"""Whatever metadata GenEval's check accepts, the judge can judge, whatever was detected."""
+
+from typing import Any
+
+import pytest
+from generated import examples, holds, json_values, mutated
+from hypothesis import strategies as st
+
+from flowalign.data import load_prompts
+from flowalign.rewards.geneval import GenEval
+from flowalign.rewards.geneval_judge import COLORS, judge, partial_credit
+
+NAMES = ["dog", "cup", "red", "", "é"]
+WRONG = {
+    "a position that is no pair": [{"class": "dog", "count": 1, "position": "left of"}],
+    "a position without a place": [{"class": "dog", "count": 1, "position": ["left of"]}],
+    "a position of itself": [{"class": "dog", "count": 1, "position": ["left of", 0]}],
+    "a position before the first": [
+        {"class": "cup", "count": 1},
+        {"class": "dog", "count": 1, "position": ["left of", -2]},
+    ],
+    "a place that is no number": [
+        {"class": "cup", "count": 1},
+        {"class": "dog", "count": 1, "position": ["left of", "0"]},
+    ],
+    "no relation": [
+        {"class": "cup", "count": 1},
+        {"class": "dog", "count": 1, "position": ["beside", 0]},
+    ],
+    "a null position": [{"class": "dog", "count": 1, "position": None}],
+    "a list of colours": [{"class": "dog", "count": 1, "color": ["red"]}],
+    "a null colour": [{"class": "dog", "count": 1, "color": None}],
+    "a text as count": [{"class": "dog", "count": "1"}],
+    "no count": [{"class": "dog"}],
+    "a count of 0": [{"class": "dog", "count": 0}],
+    "a list as class": [{"class": ["dog"], "count": 1}],
+    "no list": {"class": "dog", "count": 1},
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_metadata_is_refused(kind: str):
+    with pytest.raises(ValueError, match="number 1 of 1"):
+        GenEval.check_prompts(["a"], [{"include": WRONG[kind]}])
+
+
+@pytest.mark.parametrize("exclude", [None, {}, [{"class": "dog"}], [1], "dog"])
+def test_wrong_exclusions_are_refused(exclude: Any):
+    with pytest.raises(ValueError, match="exclude"):
+        GenEval.check_prompts(
+            ["a"], [{"include": [{"class": "dog", "count": 1}], "exclude": exclude}]
+        )
+
+
+def test_a_long_prompt_does_not_fill_the_screen():
+    with pytest.raises(ValueError) as raised:
+        GenEval.check_prompts(["a" * 10**6], [{"include": "b" * 10**6}])
+    assert len(str(raised.value)) < 2000
+
+
+OFFICIAL = load_prompts("tiny/geneval_test", "t").metadata
+BOXES = [[0, 0, 9, 9, 0.9], [20, 0, 29, 9, 0.8], [0, 20, 9, 29, 0.5], [9, 9, 0, 0, 1], [0] * 5]
+boxes = st.lists(st.sampled_from(BOXES), max_size=4)
+
+
+@pytest.mark.slow
+@examples(800)
+def test_what_the_check_accepts_can_be_judged(count: int):
+    detections = st.dictionaries(st.sampled_from(NAMES), boxes, max_size=4)
+    clauses = st.fixed_dictionaries(
+        {"class": st.sampled_from(NAMES), "count": st.integers(0, 3)},
+        optional={
+            "color": st.sampled_from([*COLORS, "", None, 1]),
+            "position": st.one_of(
+                st.tuples(st.sampled_from(["left of", "above", "x", None]), st.integers(-3, 3)).map(
+                    list
+                ),
+                json_values,
+            ),
+        },
+    )
+
+    @st.composite
+    def metadata(draw: Any) -> Any:
+        if draw(st.booleans()):
+            found = draw(
+                st.fixed_dictionaries(
+                    {"include": st.lists(clauses, max_size=4)},
+                    optional={"exclude": st.lists(clauses, max_size=2), "tag": json_values},
+                )
+            )
+        else:
+            found = draw(st.sampled_from(OFFICIAL))
+        for _ in range(draw(st.integers(0, 2))):
+            found = mutated(found, draw, json_values) if isinstance(found, dict) else found
+        return found if isinstance(found, dict) else {"include": found}
+
+    accepted = 0
+
+    def judged_or_refused(meta: dict[str, Any], seen: dict[str, Any], color: str) -> None:
+        nonlocal accepted
+        try:
+            GenEval.check_prompts(["a"], [meta])
+        except ValueError:
+            return
+        accepted += 1
+        rules = {"threshold": 0.3, "max_overlap": 0.5}
+        judge(meta, seen, lambda name, index: color, **rules)
+        for variant in ("bounded", "published"):
+            partial_credit(meta, seen, lambda name, index: color, variant=variant, **rules)
+
+    holds(
+        judged_or_refused,
+        count,
+        meta=metadata(),
+        seen=detections,
+        color=st.sampled_from(COLORS),
+    )
+    assert accepted > count // 20  # else the property says nothing

@@ -1,0 +1,144 @@
+"""Prompt files that a stranger made: they are read, or refused with PromptError, in time."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from generated import examples, holds, json_values, nothing_else, texts
+from hypothesis import strategies as st
+
+from flowalign import cli, rewards
+from flowalign.data import PromptError, load_prompts, subset
+from flowalign.prompts.check import examine
+
+FILES = {  # each was a traceback, a hang, or silently something else
+    "deep JSON": ("a.jsonl", '{"prompt": "a", "x": ' + "[" * 100_000),
+    "rather deep JSON": ("a.jsonl", '{"prompt": "a", "x": ' + "[" * 300 + "]" * 300 + "}"),
+    "a number of 5,000 digits": ("a.jsonl", '{"prompt": "a", "x": ' + "9" * 5000 + "}"),
+    "not a number": ("a.jsonl", '{"prompt": "a", "x": NaN}'),
+    "an infinite number": ("a.jsonl", '{"prompt": "a", "x": 1e999}'),
+    "half a character": ("a.jsonl", '{"prompt": "\\ud800"}'),
+    "half a character as key": ("a.jsonl", '{"prompt": "a", "\\ud800": 1}'),
+    "a very long prompt": ("a.txt", "a" * 10**6),
+    "a header that does not end": ("a.csv", 'prompt,"te\nxt'),
+    "a header with quotes inside": ("a.csv", 'prompt,"a"b\nx,y\n'),
+    "a cell that does not end": ("a.csv", 'prompt\n"a'),
+    "a very long cell": ("a.csv", "prompt,b\na," + "x" * 200_000),
+    "one column twice": ("a.csv", "prompt,prompt\na,b\n"),
+    "no header": ("a.csv", ""),
+    "a header of NUL": ("a.csv", "\0"),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_no_prompts(kind: str, tmp_path: Path):
+    name, text = FILES[kind]
+    path = tmp_path / name
+    path.write_text(text)
+    began = time.monotonic()
+    with nothing_else(tmp_path), pytest.raises(PromptError) as raised:
+        load_prompts(path, "task")
+    assert time.monotonic() - began < 5
+    assert str(path) in str(raised.value) and len(str(raised.value)) < 2000
+    str(raised.value).encode()
+
+
+PATHS = ["~nouser/a.txt", "a\0b.txt", "x" * 300 + ".txt", "a/" * 3000, "/dev/zero", "/dev/stdin"]
+
+
+@pytest.mark.parametrize("path", PATHS, ids=range(len(PATHS)))
+def test_no_prompt_set(path: str):
+    with pytest.raises(PromptError):
+        load_prompts(path, "task")
+
+
+def test_a_pipe_is_no_prompt_set(tmp_path: Path):
+    """To open one waits for a writer, for ever."""
+    os.mkfifo(tmp_path / "a.txt")
+    for path in (tmp_path / "a.txt", tmp_path):
+        with pytest.raises(PromptError):
+            load_prompts(path, "task")
+
+
+def test_the_command_line_refuses_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "a.jsonl"
+    path.write_text(FILES["deep JSON"][1])
+    assert cli.main(["data", "check", str(path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_target_that_is_no_text_is_a_finding(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a \\"b\\"", "target": 3}')
+    batch = load_prompts(path, "task")
+    assert examine(batch, {"ocr": {}}, {"itself": batch}).faults
+
+
+# Properties ------------------------------------------------------------------------------------
+
+
+pieces = st.one_of(
+    texts,
+    st.sampled_from(
+        ["\n", "\r", "\r\n", '"', ",", "prompt", "text", "item_id", "{", "}", "[", ":"]
+    ),
+)
+lines = st.one_of(
+    st.lists(pieces, max_size=12).map("".join),
+    json_values.map(json.dumps),
+    st.fixed_dictionaries(
+        {"prompt": st.one_of(texts, json_values)}, optional={"target": json_values, "tag": texts}
+    ).map(json.dumps),
+    st.just('{"prompt": "a", "include": [{"class": "dog", "count": 1}]}'),
+    st.just('{"prompt": "a sign that says \\"b\\""}'),
+)
+written = st.one_of(
+    st.binary(max_size=60),
+    st.lists(lines, max_size=5).map(lambda rows: "\n".join(rows).encode(errors="surrogatepass")),
+    st.tuples(
+        st.sampled_from(["prompt,b\n", "item_id,text,q\n", "prompt\r\n"]), st.lists(pieces)
+    ).map(lambda parts: (parts[0] + "".join(parts[1])).encode(errors="surrogatepass")),
+)
+
+
+@pytest.mark.slow
+@examples(1200)
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".txt"])
+def test_a_file_is_read_or_refused(count: int, suffix: str, tmp_path: Path):
+    path = tmp_path / f"prompts{suffix}"
+    path.touch()
+
+    def read_or_refused(content: bytes) -> None:
+        path.write_bytes(content)
+        try:
+            batch = load_prompts(path, "task")
+        except PromptError as error:
+            str(error).encode()
+            return
+        assert all(prompt.strip() for prompt in batch.prompts)
+        json.dumps(batch.metadata, allow_nan=False).encode()
+        assert len(subset(batch, 2)) == min(2, len(batch))
+        for name in ("ocr", "geneval", "pickscore"):
+            try:
+                rewards.check_prompts(name, {}, batch.prompts, batch.metadata)
+            except ValueError as error:
+                assert str(error)
+        "\n".join(examine(batch, {"ocr": {}}, {"itself": batch}, 77).lines).encode()
+
+    holds(read_or_refused, count // 3, content=written)
+
+
+@pytest.mark.slow
+@examples(300)
+def test_a_path_is_read_or_refused(count: int):
+    paths = st.lists(st.one_of(texts, st.sampled_from(["/", ".", "tiny/", ".txt"])), max_size=5)
+
+    def read_or_refused(parts: list[str]) -> None:
+        try:
+            load_prompts("".join(parts), "task")
+        except PromptError as error:
+            assert len(str(error)) < 20_000
+
+    holds(read_or_refused, count, parts=paths)

@@ -1,0 +1,161 @@
+"""A config is code: what it names runs when it is trained or evaluated, and not before."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from accelerate.state import AcceleratorState
+
+from flowalign import cli, rewards
+from flowalign.config import parse, read
+from flowalign.preflight import own_code, world_problems
+
+ROOT = Path(__file__).parent.parent
+TRACE = "import pathlib; (pathlib.Path(__file__).parent / 'trace').touch()\n"
+REWARD = TRACE + "def red(images, prompts, metadata):\n    raise NotImplementedError\n"
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state(monkeypatch: pytest.MonkeyPatch):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def grpo(folder: Path, reward: dict[str, Any]) -> Path:
+    """The config of a run with this reward."""
+    data = read(ROOT / "configs/tiny/teacher_ocr.yaml") | {"output": str(folder / "run")}
+    data["tasks"][0]["reward"] = reward
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+def table(folder: Path, **keys: Any) -> Path:
+    """The config of an evaluation."""
+    data = read(ROOT / "configs/tiny/eval.yaml") | {"output": str(folder / "run")} | keys
+    path = folder / "eval.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+COMPOSED = {
+    "plain": {"name": "{module}:red"},
+    "in a sum": {"name": "weighted", "options": {"rewards": [{"name": "{module}:red"}]}},
+    "a detector": {"name": "geneval", "options": {"detector": "{module}:red"}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", COMPOSED)
+@pytest.mark.parametrize("command", [["doctor", "--no-model"], ["train", "--dry-run"]])
+def test_what_only_examines_runs_nothing(
+    kind: str, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    module = f"own_{kind}_{command[0]}".replace(" ", "_")
+    (tmp_path / f"{module}.py").write_text(REWARD)
+    spec = yaml.safe_load(yaml.safe_dump(COMPOSED[kind]).replace("{module}", module))
+    path = grpo(tmp_path, spec)
+    assert cli.main([*command, "--config", str(path)]) == 0
+    assert not (tmp_path / "trace").exists()
+    assert f"{module}:red" in capsys.readouterr().out
+    assert cli.main([*command, "--config", str(path), "--trust"]) == (2 * (kind == "a detector"))
+    assert (tmp_path / "trace").exists()
+
+
+def test_features_run_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "own_features.py").write_text(TRACE + "def dino(images): ...\n")
+    path = table(tmp_path, fidelity={"features": "own_features:dino"})
+    assert cli.main(["doctor", "--no-model", "--config", str(path)]) == 0
+    assert not (tmp_path / "trace").exists()
+    assert "own_features:dino" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_doctor_samples_nothing_for_code_that_it_may_not_run(tmp_path: Path, capsys):
+    (tmp_path / "own_sampled.py").write_text(REWARD)
+    assert cli.main(["doctor", "--config", str(grpo(tmp_path, {"name": "own_sampled:red"}))]) == 0
+    assert not (tmp_path / "trace").exists()
+    assert "no image was sampled" in capsys.readouterr().out
+
+
+def test_a_module_beside_the_config_replaces_no_package(tmp_path: Path):
+    for name in ("bitsandbytes", "wandb", "paddleocr", "open_clip"):
+        (tmp_path / f"{name}.py").write_text(TRACE)
+    assert cli.main(["doctor", "--no-model", "--config", str(grpo(tmp_path, {"name": "ocr"}))]) == 0
+    assert not (tmp_path / "trace").exists()
+
+
+def test_own_code_names_every_place():
+    data = read(ROOT / "configs/tiny/teacher_ocr.yaml")
+    data["tasks"][0]["reward"] = {
+        "name": "a.b:C",
+        "options": {
+            "inner": [{"x": ["d:e"]}],
+            "device": "cuda:1",
+            "url": "http://x",
+            "text": "a: b",
+        },
+    }
+    assert own_code(parse(data)) == {"tasks.0.reward": ["a.b:C", "d:e"]}
+
+
+NO_REWARDS = {
+    "os:system": {"command": "touch called"},
+    "subprocess:run": {"args": ["touch", "called"]},
+    "subprocess:Popen": {"args": ["touch", "called"]},
+    "builtins:exec": {"source": "open('called', 'w')"},
+    "builtins:open": {"file": "called", "mode": "w"},
+    "pathlib:Path.touch": {"self": "called"},
+    "os:mkdir": {"path": "called"},
+    "shutil:copy": {"src": "run.yaml", "dst": "called"},
+    "runpy:run_path": {"path_name": "evil.py"},
+    "flowalign.files:replacing": {"path": "called"},
+}
+
+
+@pytest.mark.parametrize("name", NO_REWARDS)
+def test_what_is_no_reward_is_refused_and_not_called(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "evil.py").write_text("open('called', 'w')")
+    options = NO_REWARDS[name]
+    path = grpo(tmp_path, {"name": name, "options": options})
+    assert cli.main(["train", "--config", str(path)]) == 2
+    assert "tasks.0.reward" in capsys.readouterr().err
+    for build in (rewards.check, lambda name, options: rewards.build(name, **options)):
+        with pytest.raises(ValueError, match="reward"):
+            build(name, options)
+    detector = {"detector": name, "detector_options": options}
+    with pytest.raises(ValueError, match="detector"):
+        rewards.build("geneval", **detector)
+    assert not (tmp_path / "called").exists()
+
+
+@pytest.mark.parametrize("path", ["", ":", "a:", ":b", ".a:b", "a/b:c", "a b:c", "a:b:c", "1:2"])
+def test_what_is_no_path_is_refused(path: str):
+    with pytest.raises(ValueError):
+        rewards.check(path, {})
+
+
+def test_a_function_that_promises_a_reward_is_a_factory(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_factory.py").write_text(
+        "from flowalign.types import Reward, Scores\n"
+        "class Red:\n"
+        "    def __call__(self, images, prompts, metadata): return Scores.of(images[:, 0, 0, 0])\n"
+        "def red(scale: float = 1.0) -> Reward: return Red()\n"
+        "def other(scale: float = 1.0): return Red()\n"
+    )
+    assert type(rewards.build("own_factory:red", scale=2.0)).__name__ == "Red"
+    with pytest.raises(ValueError, match="Reward"):
+        rewards.check("own_factory:other", {})
+
+
+def test_a_run_checks_the_code_that_it_will_run():
+    data = read(ROOT / "configs/tiny/teacher_ocr.yaml")
+    data["tasks"][0]["reward"] = {"name": "no_such_module:x"}
+    assert any("no_such_module" in text for text in world_problems(parse(data), 1))
+    assert not any("no_such_module" in text for text in world_problems(parse(data), 1, trust=False))
