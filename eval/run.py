@@ -8,6 +8,7 @@ layouts/ where a benchmark asks for it. The same command continues a run that wa
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -15,6 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flowalign import lock
 from flowalign.config import ConfigError, EvalStage, load
 from flowalign.preflight import check_launch, check_world
 from flowalign.printable import harmless
@@ -51,6 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return compare(argv[1:])
     args = parser().parse_args(argv)
+    try:
+        config = load(args.config, args.overrides, stage=EvalStage, variant=args.variant)
+        if int(os.environ.get("RANK") or 0) == 0:
+            lock.check(config.output)
+    except ConfigError as error:  # before the libraries are imported, which takes many seconds
+        print(error, file=sys.stderr)
+        return 2
     from flowalign import parallel, results, rewards
     from flowalign.backbone import ModelError
     from flowalign.eval.store import StoreError
@@ -63,7 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     rewards.look_beside(args.config)
     with status:
-        config = load(args.config, args.overrides, stage=EvalStage, variant=args.variant)
         evaluate(config)
         if parallel.state().is_main_process:
             print(results.summary(config), flush=True)
@@ -76,7 +84,21 @@ def evaluate(config: EvalStage) -> Path:
     Raises ConfigError before any image is sampled, EvaluationError if more than
     `max_invalid_share` of a benchmark's images have no score.
     """
-    from flowalign import files, parallel, ranks
+    from flowalign import parallel
+    from flowalign.progress import quiet
+
+    quiet()
+    accelerator = parallel.accelerator(config)
+    check_launch(accelerator.num_processes)
+    check_world(config, accelerator.num_processes)
+    with lock.holding(config.output, accelerator.is_main_process):
+        _evaluate(config, accelerator)
+    parallel.finish(accelerator)
+    return Path(config.output)
+
+
+def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
+    from flowalign import files, ranks
     from flowalign.backbone import Backbone
     from flowalign.eval.fidelity import load_reference
     from flowalign.eval.files import write
@@ -84,12 +106,7 @@ def evaluate(config: EvalStage) -> Path:
     from flowalign.eval.store import fingerprint, open_stores
     from flowalign.eval.suite import build_sets
     from flowalign.eval.table import Results
-    from flowalign.progress import quiet
 
-    quiet()
-    accelerator = parallel.accelerator(config)
-    check_launch(accelerator.num_processes)
-    check_world(config, accelerator.num_processes)
     if accelerator.is_main_process:
         files.remove_leftovers(config.output)
     accelerator.wait_for_everyone()
@@ -122,8 +139,6 @@ def evaluate(config: EvalStage) -> Path:
         for export in exports:
             export.write()
             print(f"{export.images.layout}: {export.folder}")
-    parallel.finish(accelerator)
-    return Path(config.output)
 
 
 def load_adapters(backbone: Backbone, config: EvalStage) -> dict[str, str | None]:
