@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowalign import files, manifest
+from flowalign import files, lock, manifest
 from flowalign.adapters.files import file_digest
 from flowalign.config import (
     STAGES,
@@ -64,7 +64,7 @@ def run(
     processes. Raises ConfigError, before any stage runs, with everything that is wrong in any of
     them.
     """
-    from flowalign import parallel, ranks
+    from flowalign import parallel
 
     stages, problems = _read_stages(config, home)
     state = parallel.state(*stages.values())  # one group of processes serves all stages
@@ -72,40 +72,54 @@ def run(
     if problems := _problems(config, stages, problems, state.num_processes, any_world):
         raise ConfigError(problems)
     folder, main = Path(config.output), state.is_main_process
-    if main and record:
-        whole = {name: stage.model_dump(mode="json") for name, stage in stages.items()}
-        with files.replacing(folder / "config.yaml") as part:  # without the files that it uses
-            part.write_text(to_yaml(config.model_copy(update={"stages": whole})))
-    for place in ([folder] if record else [s.output for s in stages.values()]) if main else ():
-        files.remove_leftovers(place)
-    show = print if main else (lambda *text, **how: None)
-    with Heartbeat(folder, main and record, total=len(stages)) as heartbeat:
-        for number, (name, stage) in enumerate(stages.items(), 1):
-            heartbeat.say(update=number - 1, text=name)
-            ranks.watch().at(f"stage {name}")
-            head = f"[{number}/{len(stages)}] {name} ({stage.stage})"
-            damage = damage_of(stage)
-            if damage is None:
-                if changed := _stale(stage, stages):  # by a damaged stage that ran again
-                    raise ConfigError(changed)
-                show(f"{head}: finished before", flush=True)
-                continue
-            if damage and main:
-                log.warning("%s was finished, and %s. It is run again.", stage.output, damage)
-            show(f"{head} -> {stage.output}", flush=True)
-            if isinstance(stage, TrainingStage):
-                train(stage)
-            elif isinstance(stage, MergeStage):
-                if main:
-                    show(f"  {merged(stage).summary}", flush=True)
-            elif isinstance(stage, EvalStage):
-                evaluate(stage)
-            parallel.release()
-            if main:
-                _mark_finished(stage)
-            state.wait_for_everyone()
-        heartbeat.say(update=len(stages))
+    with lock.holding(folder, main and record):
+        if main and record:
+            whole = {name: stage.model_dump(mode="json") for name, stage in stages.items()}
+            with files.replacing(folder / "config.yaml") as part:  # without the files that it uses
+                part.write_text(to_yaml(config.model_copy(update={"stages": whole})))
+        for place in ([folder] if record else [s.output for s in stages.values()]) if main else ():
+            files.remove_leftovers(place)
+        with Heartbeat(folder, main and record, total=len(stages)) as heartbeat:
+            _run_stages(stages, heartbeat, train, evaluate)
     return folder
+
+
+def _run_stages(
+    stages: Mapping[str, Stage],
+    heartbeat: Heartbeat,
+    train: Callable[[TrainingStage], object],
+    evaluate: Callable[[EvalStage], object],
+) -> None:
+    from flowalign import parallel, ranks
+
+    state = parallel.state()
+    main = state.is_main_process
+    show = print if main else (lambda *text, **how: None)
+    for number, (name, stage) in enumerate(stages.items(), 1):
+        heartbeat.say(update=number - 1, text=name)
+        ranks.watch().at(f"stage {name}")
+        head = f"[{number}/{len(stages)}] {name} ({stage.stage})"
+        damage = damage_of(stage)
+        if damage is None:
+            if changed := _stale(stage, stages):  # by a damaged stage that ran again
+                raise ConfigError(changed)
+            show(f"{head}: finished before", flush=True)
+            continue
+        if damage and main:
+            log.warning("%s was finished, and %s. It is run again.", stage.output, damage)
+        show(f"{head} -> {stage.output}", flush=True)
+        if isinstance(stage, TrainingStage):
+            train(stage)
+        elif isinstance(stage, MergeStage):
+            if main:
+                show(f"  {merged(stage).summary}", flush=True)
+        elif isinstance(stage, EvalStage):
+            evaluate(stage)
+        parallel.release()
+        if main:
+            _mark_finished(stage)
+        state.wait_for_everyone()
+    heartbeat.say(update=len(stages))
 
 
 def _mark_finished(stage: Stage) -> None:
@@ -289,10 +303,11 @@ def merged(stage: MergeStage) -> MergeReport:
     from flowalign.teachers import merge as merging
 
     folder = Path(stage.output)
-    shutil.rmtree(folder / "adapter", ignore_errors=True)  # of a merge that was killed
-    settings = stage.model_dump(exclude={"stage", "output", "model", "adapters"})
-    report = merging.merge(stage.adapters, folder / "adapter", **settings)
-    (folder / REPORT).write_text(f"{report}\n")
-    (folder / "config.yaml").write_text(to_yaml(stage))
-    write_card(folder, stage, sys.argv)
+    with lock.holding(folder):
+        shutil.rmtree(folder / "adapter", ignore_errors=True)  # of a merge that was killed
+        settings = stage.model_dump(exclude={"stage", "output", "model", "adapters"})
+        report = merging.merge(stage.adapters, folder / "adapter", **settings)
+        (folder / REPORT).write_text(f"{report}\n")
+        (folder / "config.yaml").write_text(to_yaml(stage))
+        write_card(folder, stage, sys.argv)
     return report

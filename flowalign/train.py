@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowalign import files
+from flowalign import files, lock
 from flowalign.config import (
     ConfigError,
     GrpoStage,
@@ -63,6 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Ctrl-C, 143 by SIGTERM, and 75 by SIGUSR1 or the clock."""
     began = time.monotonic()
     args = parser().parse_args(argv)
+    try:
+        config = load(args.config, args.overrides, stage=Job, variant=args.variant)
+        if not args.dry_run and int(os.environ.get("RANK") or 0) == 0:
+            lock.check(config.output)
+    except ConfigError as error:  # before the libraries are imported, which takes many seconds
+        print(error, file=sys.stderr)
+        return 2
     from flowalign.progress import quiet
 
     quiet()  # before diffusers is imported, which logs while it is
@@ -78,7 +85,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     rewards.look_beside(args.config)
     with status:
-        config = load(args.config, args.overrides, stage=Job, variant=args.variant)
         if args.dry_run:
             from flowalign.forecast import dry
 
@@ -163,7 +169,7 @@ def train(
         log.info("not evaluated, without `validation` and `reward`: %s%s", unscored, last)
     rank = ranks.watch()
     rank.at("loading the models")
-    with deterministic(config.train.deterministic):
+    with lock.holding(folder, main), deterministic(config.train.deterministic):
         loop, report, rewards = wire(config, clock)
         if main:
             files.remove_leftovers(folder)
