@@ -160,7 +160,7 @@ def test_an_error_of_one_rank_ends_the_others_with_its_text(
 def test_a_rank_that_hangs_is_named_after_the_configured_time(
     random_model: str, tmp_path: Path
 ) -> None:
-    path = config(tmp_path, random_model, "stop", "train.timeout_seconds=4")
+    path = config(tmp_path, random_model, "stop", "train.timeout_seconds=12")
     with Ranks(path, 2) as group:
         codes, said = group.ends()
         assert codes == [1], said

@@ -168,5 +168,5 @@ def test_a_group_that_waits_too_short_a_time_loses_the_run(
     done = launched(tmp_path, random_model, 30.0, "train.timeout_seconds=3")
     assert done.returncode != 0 and time.monotonic() - began < 100
     assert float((tmp_path / "timeout_0").read_text()) == 3 + MARGIN
-    assert "stopped: rank 1 (process " in done.stderr
+    assert "stopped: rank " in done.stderr
     assert not (tmp_path / "run" / "checkpoints").exists()
