@@ -2,7 +2,7 @@
 
 import sys
 
-from flowalign.entry import run
+from flowalign.entry import leaving, run
 
 if __name__ == "__main__":
-    sys.exit(run("train", "flowalign.train:main", sys.argv[1:]))
+    sys.exit(leaving(run("train", "flowalign.train:main", sys.argv[1:])))

@@ -138,7 +138,6 @@ def prepare(base: Path) -> None:
     sys.path.append(str(ROOT / "tests"))
     import fakes
 
-    quiet()
     fakes.pipeline().save_pretrained(base / "model")
     fakes.teachers(str(base / "model"), base)
     (base / "prompts.txt").write_text("\n".join(TRAINED))
@@ -225,14 +224,17 @@ def chain(scenario: Scenario, number: int, kills: Sequence[Kill]) -> Chain:
 
 def launched(scenario: Scenario, number: int, seconds: float, whom: str) -> Chain:
     """The same by the real command (of two processes: by accelerate launch), with one kill some
-    seconds after the first update. whom: all processes, the launcher, or one rank."""
+    seconds after the first file. whom: all processes, the launcher, or one rank."""
     folder = scenario.folder / f"launched_{number}"
     folder.mkdir()
-    process = _command(scenario, folder, again=False)
-    while not (folder / OUT / "metrics.jsonl").exists() and process.poll() is None:
+    process, ranks = _command(scenario, folder, again=False), []
+    while process.poll() is None and not any(names for *_, names in os.walk(folder / OUT)):
         time.sleep(0.05)
     time.sleep(seconds)
-    ranks = psutil.Process(process.pid).children(recursive=True)
+    with suppress(psutil.NoSuchProcess):
+        ranks = psutil.Process(process.pid).children(recursive=True)
+    if process.poll() is not None:  # it was faster
+        return _ended(scenario, folder, [], [process.returncode])
     victims = {"launcher": [process], "rank": ranks[-1:], "all": [process, *ranks]}[whom]
     for victim in victims:
         with suppress(psutil.NoSuchProcess, ProcessLookupError):
@@ -306,7 +308,9 @@ def test(
                 whom = rng.choice(
                     ["launcher", "rank", "all"] if scenario.processes > 1 else ["all"]
                 )
-                job = pool.submit(launched, scenario, number, rng.uniform(0, 3), whom)
+                job = pool.submit(
+                    launched, scenario, number, rng.uniform(0, 2 * counts[scenario][1] / 3), whom
+                )
             else:
                 row = rng.randint(1, IN_A_ROW)
                 plan = [planned(rng, *counts[scenario], often[scenario]) for _ in range(row)]
@@ -350,6 +354,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     base = (args.folder or Path(tempfile.mkdtemp(prefix="kill_test_"))).resolve()
     base.mkdir(parents=True, exist_ok=True)
+    quiet()
     torch.set_num_threads(1)  # threads do not survive a fork
     if os.fork() == 0:  # what computes is no process that others are forked from
         prepare(base)

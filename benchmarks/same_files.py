@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from flowalign.files import read_lines
 
 TIMES = {"seconds/rollout", "seconds/score", "seconds/update", "images_per_second"}
 EXCEPTIONS = {
     "metrics.jsonl": f"without {', '.join(sorted(TIMES))}: how fast the machine was",
+    "manifest.json": "without its own digest, and those of such metrics.jsonl and manifests in its "
+    "folder",
     "status.json": "without began, heard, seconds: the time of day, and how fast the machine was",
     "README.md": "without the command that it cites: the run was continued with --resume",
     "watch.html": "without dates, durations and warnings: for the same reasons as these",
     "warnings.jsonl": "each warning of the uninterrupted run is there; updates that were repeated "
     "warn again, and a resumed run says so",
-    "states.pt": "its content, tensors to the bit: pickle writes equal texts once, if they are one "
-    "object, or each time",
     "rows.*.jsonl": "the rows of all processes together, in any order: a continued evaluation "
     "shares the rest of the images anew",
 }
@@ -65,18 +63,20 @@ def _plain(path: Path) -> bytes:
     if path.name == "status.json":
         row = json.loads(content)
         return json.dumps({k: v for k, v in row.items() if k not in TIMED}).encode()
+    if path.name == "manifest.json":
+        row = json.loads(content)
+        for name in row["files"]:
+            if name.endswith(INSIDE):
+                row["files"][name] = "compared on its own"
+        return json.dumps({k: v for k, v in row.items() if k != "sha256"}).encode()
     if path.name == "README.md":
         return re.sub(rb"\n +(?:flowalign|accelerate launch) [^\n]*", b"", content)
-    if path.name == "states.pt":
-        return b"".join(_content(torch.load(path, weights_only=True)))
-    if path.suffix == ".safetensors":
-        size = 8 + int.from_bytes(content[:8], "little")
-        return json.dumps(json.loads(content[8:size]), sort_keys=True).encode() + content[size:]
     if path.name == "watch.html":
         return re.sub(rb"|".join(CLOCKS), b"", content, flags=re.DOTALL)
     return content
 
 
+INSIDE = ("metrics.jsonl", "manifest.json")
 TIMED = ("began", "heard", "seconds")
 DURATION = rb"[\d.]+ (?:s|min|h)(?: \d+ min)?"
 CLOCKS = (
@@ -85,22 +85,6 @@ CLOCKS = (
     rb"<div><dt>(?:an update takes|images per second)</dt>.*?</div>",
     rb"<h2>Warnings</h2>.*?</table></div>\n?",
 )
-
-
-def _content(value: Any) -> Iterator[bytes]:
-    """What a file of torch.save holds, in order."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield repr(key).encode()
-            yield from _content(item)
-    elif isinstance(value, list | tuple):
-        yield f"{type(value)} {len(value)}".encode()
-        for item in value:
-            yield from _content(item)
-    elif isinstance(value, torch.Tensor):
-        yield f"{value.dtype} {list(value.shape)}".encode() + value.numpy().tobytes()
-    else:
-        yield repr(value).encode()
 
 
 def _rows(folder: Path) -> list[str]:

@@ -147,10 +147,10 @@ def _listens(port: int) -> bool:
 def sample(name: str, process: psutil.Popen, folder: Path) -> dict[str, Any]:
     """A line of samples.jsonl."""
     disk = {False: 0, True: 0}
-    for path in folder.rglob("*"):
-        if path.name != "log":
+    for parent, _, names in os.walk(folder / "run"):
+        for path in (Path(parent, name) for name in names):
             with suppress(OSError):  # it has just been removed
-                growing = not set(GROWING).isdisjoint(path.relative_to(folder).parts)
+                growing = not set(GROWING).isdisjoint(path.parts)
                 disk[growing] += path.lstat().st_size
     with process.oneshot():
         return {

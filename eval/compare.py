@@ -19,8 +19,11 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, Field, ValidationError
 
+from flowalign import manifest
 from flowalign.eval import stats
 from flowalign.eval.table import line
+from flowalign.markdown import escaped
+from flowalign.printable import shown
 from flowalign.types import EvalRow
 
 VERSION = 1  # of results.json; raised whenever an older reader would misread a newer file
@@ -70,7 +73,17 @@ class Difference(NamedTuple):
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """A results.json; Incomparable if it is none, or of another version."""
+    """A results.json; Incomparable if it is none, is damaged by the manifest beside it, or is of
+    another version."""
+    path = Path(path)
+    try:
+        manifest.check(path.parent, [path.name])
+    except manifest.Foreign:
+        pass
+    except manifest.Damaged as error:
+        raise Incomparable(
+            f"{path}: {error}. Run the evaluation again: what it has stored is not made again."
+        ) from None
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -163,12 +176,13 @@ def compare(
 
 def markdown(differences: Mapping[str, Difference], names: tuple[str, str]) -> str:
     """A table: benchmark, difference ± standard error, interval, p, pairs."""
-    lines = [f"{names[1]} − {names[0]}, paired: same prompts and noise.", ""]
+    first, second = map(escaped, names)
+    lines = [f"{second} − {first}, paired: same prompts and noise.", ""]
     lines += [line("benchmark", "metric", "difference", "95 %", "p", "n"), "|" + "---|" * 6]
     for name, (row, p) in differences.items():
         gap = f"{row.mean:+.4f} ± {row.stderr:.4f}"
         ends = f"{row.low:+.4f} to {row.high:+.4f}"
-        lines.append(line(name, row.metric, gap, ends, f"{p:.4f}", str(row.n)))
+        lines.append(line(escaped(name), escaped(row.metric), gap, ends, f"{p:.4f}", str(row.n)))
     return "\n".join(lines) + "\n"
 
 
@@ -196,9 +210,11 @@ def main(argv: Sequence[str]) -> int:
     for name in result:
         a, b = (len(model["images"][name]) for model in models)
         if a != b:
-            print(f"note: {name}: {min(a, b)} of {a} and {b} images are shared; only they count")
+            shared = f"{min(a, b)} of {a} and {b} images are shared"
+            print(f"note: {shown(name)}: {shared}; only they count")
     a, b = (model.get("environment", {}) for model in models)
     for name in sorted({*a, *b}):
         if a.get(name) != b.get(name):
-            print(f"note: {name} is {a.get(name)} and {b.get(name)}", file=sys.stderr)
+            versions = shown(f"{name} is {a.get(name)} and {b.get(name)}")
+            print(f"note: {versions}", file=sys.stderr)
     return 0

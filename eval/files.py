@@ -1,4 +1,4 @@
-"""The files of an evaluation: results.json, table.md, report.html, grid.png.
+"""The files of an evaluation: results.json, table.md, report.html, grid.png, manifest.json.
 
 Where nothing was judged, only results.json.
 """
@@ -13,6 +13,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from flowalign import manifest
 from flowalign.config import EvalStage, to_yaml
 from flowalign.data import spread, spread_text
 from flowalign.eval import report
@@ -22,6 +23,7 @@ from flowalign.eval.stats import AVERAGE, FIDELITY, part_of
 from flowalign.eval.suite import Benchmark, environment
 from flowalign.eval.table import Results, details, markdown, tables
 from flowalign.files import replacing, to_json
+from flowalign.markdown import escaped
 from flowalign.pictures import COLUMNS, Block, Row, comparison, pixels_of
 from flowalign.rewards import describe
 from flowalign.types import EvalRow
@@ -30,7 +32,15 @@ log = logging.getLogger("flowalign")
 
 
 def write(config: EvalStage, results: Results) -> str:
-    """Write all files into config.output; returns the tables as Markdown, without the details."""
+    """Write all files into config.output, and their manifest; returns the tables as Markdown,
+    without the details."""
+    short, names = _write_all(config, results)
+    manifest.seal(config.output, {}, names)
+    return short
+
+
+def _write_all(config: EvalStage, results: Results) -> tuple[str, list[str]]:
+    """The tables, and the names of what was written."""
     folder, versions = Path(config.output), environment()
     content = to_json(document(config, results, versions))  # JSON has no NaN
     if gone := left_out(folder / "results.json", content):
@@ -41,19 +51,22 @@ def write(config: EvalStage, results: Results) -> str:
         )  # fmt: skip
     _write(folder / "results.json", json.dumps(content, allow_nan=False, indent=1))
     if not results.benchmarks:
-        return "No benchmark has a reward: images only.\n"
+        return "No benchmark has a reward: images only.\n", ["results.json"]
     written, notes = tables(results, config.compare), conditions(config, results, versions)
     short, long = "\n".join(map(markdown, written)), details(results.rows)
-    _write(folder / "table.md", f"{short}\nEvery metric:\n\n{long}\n{' '.join(notes)}\n")
+    said = escaped(" ".join(notes), length=10_000)
+    _write(folder / "table.md", f"{short}\nEvery metric:\n\n{long}\n{said}\n")
     model = config.model.id
     title = config.report.title or f"flowalign eval: {len(results.judged)} models on {model}"
     page = report.render(
         results, written, title=title, conditions=notes, config=to_yaml(config), model=model
     )
     _write(folder / "report.html", page)
+    names = ["results.json", "table.md", "report.html"]
     if config.report.images:
         comparison(folder / "grid.png", blocks(results), title=f"{title}.")
-    return short
+        names.append("grid.png")
+    return short, names
 
 
 def left_out(path: Path, now: Mapping[str, Any]) -> list[str]:

@@ -33,6 +33,7 @@ from flowalign.config import assignments
 from flowalign.files import replacing
 from flowalign.images import to_uint8
 from flowalign.pictures import pixels_of
+from flowalign.printable import shown
 from flowalign.rewards import check
 from flowalign.rewards.geneval import DETECTORS, GenEval, build_detector
 from flowalign.rewards.geneval_judge import judge, select, summarize
@@ -169,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def table(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     """The summary in the order of the official summary_scores.py, one line each."""
     lines = [
-        f"{tag:16} {accuracy:7.2%}  ({round(accuracy * summary['counts'][tag])} of "
+        f"{shown(tag):16} {accuracy:7.2%}  ({round(accuracy * summary['counts'][tag])} of "
         f"{summary['counts'][tag]} images)"
         for tag, accuracy in summary["tasks"].items()
     ]
@@ -242,9 +243,9 @@ def _numbered(paths: Iterable[Path], pattern: str, where: Path) -> list[Path]:
         raise FolderError(f"{where} holds nothing that is numbered. {LAYOUT}")
     numbers = [int(path.stem) for path in matching]
     if missing := sorted(set(range(numbers[-1] + 1)) - set(numbers)):
-        shown = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
+        some = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
         raise FolderError(
-            f"{where} goes to {matching[-1].name}, but number {shown} is missing ({len(missing)} "
+            f"{where} goes to {matching[-1].name}, but number {some} is missing ({len(missing)} "
             "in all). Missing ones would change the score: add them, or renumber the others."
         )
     for number, following in pairwise(numbers):

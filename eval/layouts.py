@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from flowalign.eval import geneval_folder
-from flowalign.eval.store import Store, StoreError, another_run, read_record, write_json
+from flowalign.eval.store import Store, StoreError, another_run, read_record, write_record
 from flowalign.eval.store import differences as what_differs
 from flowalign.files import replacing
 from flowalign.pictures import png
@@ -192,7 +192,7 @@ class Export:
         recorded = read_record(self.folder, self.record)
         if recorded is None or recorded == self.content:
             return
-        before, now = len(recorded["prompts"]), len(self.content["prompts"])
+        before, now = len(recorded.get("prompts", ())), len(self.content["prompts"])
         counts = f"there were {before} prompts there, and are {now} here"
         raise another_run(self.folder, what_differs(recorded, self.content) or [counts])
 
@@ -200,7 +200,7 @@ class Export:
         """Write the folder from the store, unless it exists; StoreError if an image is missing."""
         assert self.images.layout
         if read_record(self.folder, self.record) is None:
-            write_json(self.record, self.content)
+            write_record(self.record, self.content)
             images = map(self._load, range(len(self.images.prompts)))  # lazy: read one by one
             write_layout(self.images.layout, self.folder, self.images.prompts, images)
 

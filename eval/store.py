@@ -10,6 +10,10 @@
 A row is written after its image, so every row has been scored on an image that existed. A last line
 without its end was cut off by a kill and does not count. All processes share the folder.
 
+A line holds the SHA-256 of its row and of the image's file; both settings.json hold their own. What
+does not have the digest that it should is made again: a damaged line is scored, a damaged image is
+sampled and scored. An image that no row speaks of has the checksums of its PNG.
+
 A run with a larger or smaller `limit` is the same run, because the noise of an image depends on the
 place of its prompt. So is one with another batch size, apart from float rounding.
 """
@@ -17,35 +21,43 @@ place of its prompt. So is one with another batch size, apart from float roundin
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import logging
 import math
 import os
-from collections.abc import Container, Iterator, Mapping, Sequence
+import struct
+import zlib
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from PIL import Image
 from torch import Tensor
 
-from flowalign import frozen
+from flowalign import frozen, manifest
 from flowalign.backbone import Backbone
 from flowalign.config import EvalStage
 from flowalign.data import spread
 from flowalign.eval.stats import from_json
 from flowalign.files import replacing, to_json
 from flowalign.pictures import pixels_of, png
+from flowalign.printable import shown
 from flowalign.rewards import describe
 from flowalign.types import PromptBatch
 
 if TYPE_CHECKING:
     from flowalign.eval.suite import ImageSet
 
+log = logging.getLogger("flowalign")
+
 Key = tuple[int, int]  # an image: place of its prompt in the set, number of the copy
 SETTINGS = "settings.json"
 MODEL_KEYS = {"id", "revision", "dtype", "vae_dtype", "quantization", "height", "width"}
 MODEL_KEYS |= {"max_sequence_length"}  # keys of `model` that change an image
-
 
 REMEDY = "Give another `output`, or delete {} to start anew."
 
@@ -72,24 +84,75 @@ class Store:
         rank: int = 0,
     ) -> None:
         self.folder, self.images, self.kept = folder, dict(images), kept
-        self.rows = {judge: Rows(folder, depends, rank) for judge, depends in scores.items()}
+        # of another `limit` they are the same images
+        same = {name: value for name, value in images.items() if name != "prompts"}
+        self.rows = {judge: Rows(folder, same, depends, rank) for judge, depends in scores.items()}
+        self._damaged: set[Key] = set()  # images whose file does not count
+        self._digests: dict[Key, str | None] = {}  # of the images' files, None = there is none
 
     def check(self) -> None:
-        """StoreError for images that this run would not sample, or rows that cannot be read."""
-        recorded = read_record(self.folder, self.folder / SETTINGS)
+        """StoreError for images that this run would not sample."""
+        recorded = self._recorded()
         if recorded is not None and (problems := differences(recorded, self.images)):
             raise another_run(self.folder, problems)
-        for rows in self.rows.values():
-            list(rows.all())  # raises for a line that is no row
 
     def prepare(self) -> None:
         """Make the folders and record in them what they hold. For one process."""
-        recorded = read_record(self.folder, self.folder / SETTINGS) or {}
+        recorded = self._recorded() or {}
         # of a larger and a smaller `limit` the larger one describes the folder
         if len(recorded.get("prompts", ())) <= len(self.images.get("prompts", ())):
-            write_json(self.folder / SETTINGS, self.images)
+            write_record(self.folder / SETTINGS, self.images)
         for rows in self.rows.values():
-            write_json(rows.folder / SETTINGS, rows.scores)
+            rows.mend()
+            write_record(rows.folder / SETTINGS, rows.scores)
+
+    def _recorded(self) -> dict[str, Any] | None:
+        """What settings.json says. One that is damaged is made anew where a row proves that the
+        images are this run's; else it raises StoreError."""
+        try:
+            return read_record(self.folder, self.folder / SETTINGS)
+        except StoreError:
+            if not any(any(True for _ in rows.lines()) for rows in self.rows.values()):
+                raise
+            log.warning("%s is damaged. It is written anew.", self.folder / SETTINGS)
+            return None
+
+    def read(self, judges: Mapping[str, PromptBatch], keys: Collection[Key]) -> Scored:
+        """The rows of these images by all processes, as far as each was scored on the file that
+        is there, or on none that is kept; and from now on no image that is damaged counts.
+
+        judges {judge: its prompts with their metadata}.
+        """
+        wanted, vouched, doubted = set(keys), set(), set()
+        rows: dict[str, dict[Key, dict[str, Any]]] = {judge: {} for judge in judges}
+        asked: dict[str, set[Key]] = {judge: set() for judge in judges}
+        for judge, prompts in judges.items():
+            for line in self.rows[judge].lines():
+                if line.key not in wanted:
+                    continue
+                if line.image and self._digest(line.key) not in (line.image, None):
+                    doubted.add(line.key)
+                    continue
+                if line.image:
+                    vouched.add(line.key)
+                asked[judge].add(line.key)
+                if line.of(prompts) and math.isfinite(line.row["value"]):
+                    rows[judge].setdefault(line.key, line.row)
+        for key in wanted - vouched:
+            if self.has(key) and (key in doubted or not _is_whole(self._path(key))):
+                self._damaged.add(key)
+        if doubted or self._damaged:
+            several = sorted(doubted | self._damaged)
+            log.warning(
+                "%s: damaged, or not the files that were scored: %d images, such as %s. They are "
+                "made again.", self.folder, len(several), self._path(several[0]).name
+            )  # fmt: skip
+        return Scored(rows, asked)
+
+    def append(self, judge: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add rows of this process; they are in the file when this returns."""
+        images = [self._digest((row["index"], row["copy"])) for row in rows]
+        self.rows[judge].append(rows, images)
 
     def keeps(self, key: Key) -> bool:
         """Whether that image is to be written."""
@@ -98,75 +161,146 @@ class Store:
     def save(self, key: Key, image: Tensor) -> None:
         """Write an image [3,H,W] if the store keeps it and it is finite."""
         if self.keeps(key) and bool(image.isfinite().all()):
+            content = png(image)
             with replacing(self._path(key)) as part:
-                part.write_bytes(png(image))
+                part.write_bytes(content)
+            self._digests[key] = hashlib.sha256(content).hexdigest()
+            self._damaged.discard(key)
 
     def load(self, key: Key) -> Tensor | None:
         """The image [3,H,W] in [0,1], on the CPU; None if there is none that can be read."""
+        if key in self._damaged:
+            return None
         try:
             return pixels_of(self._path(key).read_bytes())
-        except (OSError, SyntaxError):  # PIL raises SyntaxError for a broken PNG
+        except BROKEN:
             return None
 
     def has(self, key: Key) -> bool:
-        """Whether the file of that image exists."""
-        return self._path(key).is_file()
+        """Whether there is a file of that image that counts."""
+        return key not in self._damaged and self._path(key).is_file()
+
+    def _digest(self, key: Key) -> str | None:
+        """SHA-256 of the file of an image; None where there is none."""
+        if key not in self._digests:
+            try:
+                self._digests[key] = manifest.digest(self._path(key))
+            except OSError:
+                self._digests[key] = None
+        return self._digests[key]
 
     def _path(self, key: Key) -> Path:
         return self.folder / f"{key[0]:05}_{key[1]}.png"
 
 
-class Rows:
-    """The rows of one way of scoring the images of a folder."""
+# What PIL raises for a broken PNG.
+BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)
 
-    def __init__(self, images: Path, scores: Mapping[str, Any], rank: int = 0) -> None:
-        text = json.dumps(scores, sort_keys=True, default=str)
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        self.folder, self.scores = images / f"scores_{digest[:12]}", scores
+
+def _is_whole(path: Path) -> bool:
+    """Whether the parts of a PNG file have their checksums; reading it does not look at all."""
+    try:
+        Image.open(io.BytesIO(path.read_bytes())).verify()
+    except BROKEN:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Of some images: rows {judge: {image: its valid row}}, and asked {judge: the images that it
+    was asked about before, whatever came of it}."""
+
+    rows: dict[str, dict[Key, dict[str, Any]]]
+    asked: dict[str, set[Key]]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row as it lies on disk. image: SHA-256 of the file that was scored; None = none is kept."""
+
+    row: dict[str, Any]
+    image: str | None
+
+    @property
+    def key(self) -> Key:
+        """Which image was scored."""
+        return self.row["index"], self.row["copy"]
+
+    def of(self, prompts: PromptBatch) -> bool:
+        """Whether it was scored for one of these prompts with its metadata."""
+        index = self.row["index"]
+        return (
+            0 <= index < len(prompts)
+            and self.row["prompt"] == prompts.prompts[index]
+            and self.row["metadata"] == prompts.metadata[index]
+        )
+
+
+class Rows:
+    """The rows of one way of scoring the images of a folder.
+
+    images, scores: what the images and the scores depend on. A row belongs to both.
+    """
+
+    def __init__(
+        self, folder: Path, images: Mapping[str, Any], scores: Mapping[str, Any], rank: int = 0
+    ) -> None:
+        self.folder, self.scores = folder / f"scores_{_sha256(scores)[:12]}", scores
+        self._about = _sha256([images, scores])
         self._own = self.folder / f"rows.{rank}.jsonl"
         self._complete = False  # whether that file is known to end with a complete line
 
-    def read(self, prompts: PromptBatch) -> dict[Key, dict[str, Any]]:
-        """The valid rows of all processes, one per image, of these prompts with their metadata."""
-        rows: dict[Key, dict[str, Any]] = {}
-        for row in self.all():
-            index = row["index"]
-            if (
-                math.isfinite(row["value"])  # else the reward is asked again
-                and 0 <= index < len(prompts)
-                and row["prompt"] == prompts.prompts[index]
-                and row["metadata"] == prompts.metadata[index]
-            ):
-                rows.setdefault((index, row["copy"]), row)
-        return rows
-
-    def judged(self) -> set[Key]:
-        """The images that were judged before, whatever came of it."""
-        return {(row["index"], row["copy"]) for row in self.all()}
-
-    def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add rows of this process; they are in the file when this returns."""
-        lines = [json.dumps(to_json(row), allow_nan=False) for row in rows]
+    def append(self, rows: Sequence[Mapping[str, Any]], images: Sequence[str | None]) -> None:
+        """Add rows of this process, with the digests of the images' files; they are in the file
+        when this returns."""
+        lines = [self._line(to_json(row), image) for row, image in zip(rows, images, strict=True)]
         if not self._complete and self._own.exists():  # drop a line that a kill cut off
             os.truncate(self._own, self._own.read_bytes().rfind(b"\n") + 1)
         self._complete = True
         with self._own.open("ab") as file:
             file.write("".join(f"{line}\n" for line in lines).encode())
 
-    def all(self) -> Iterator[dict[str, Any]]:
-        """The rows of all processes, also invalid ones; StoreError for a line that is no row."""
+    def lines(self) -> Iterator[Line]:
+        """The rows of all processes, also invalid ones; damaged ones are left out."""
+        for _, line in self._read():
+            if line is not None:
+                yield line
+
+    def mend(self) -> None:
+        """Remove damaged lines from the files, with a warning; their images are scored again."""
+        damaged = {path for path, line in self._read() if line is None}
+        for path in sorted(damaged):
+            lines = path.read_bytes().split(b"\n")
+            good = [line for line in lines[:-1] if self._parsed(line)]
+            log.warning(
+                "%s: %d of %d lines are damaged or of an older version. Their images are scored "
+                "again.", path, len(lines) - 1 - len(good), len(lines) - 1
+            )  # fmt: skip
+            with replacing(path) as part:
+                part.write_bytes(b"".join(line + b"\n" for line in good))
+
+    def _read(self) -> Iterator[tuple[Path, Line | None]]:
         for path in sorted(self.folder.glob("rows.*.jsonl")):
             *lines, _ = path.read_bytes().split(b"\n")  # the last one is empty or was cut off
-            for number, line in enumerate(lines, 1):
-                try:
-                    row = from_json(json.loads(line))
-                    _ = row["copy"]
-                except (ValueError, KeyError, RecursionError) as error:
-                    raise StoreError(
-                        f"{path}, line {number} is no row of scores ({str(error)[:200]}). Delete "
-                        "that line, or its file."
-                    ) from None
-                yield row
+            for line in lines:
+                yield path, self._parsed(line)
+
+    def _line(self, row: Any, image: str | None) -> str:
+        content = {"row": row, "image": image}
+        digest = _sha256([self._about, content])
+        return json.dumps({"sha256": digest, **content}, allow_nan=False)
+
+    def _parsed(self, line: bytes) -> Line | None:
+        """None for a line that is not what was written for these images and scores."""
+        try:
+            content = json.loads(line)
+            if content.pop("sha256") != _sha256([self._about, content]):
+                return None
+            row = {"copy": content["row"]["copy"], **from_json(content["row"])}  # not optional here
+            return Line(row, content["image"])
+        except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
+            return None
 
 
 def open_stores(
@@ -224,26 +358,34 @@ def fingerprint(backbone: Backbone) -> str:
 # What a folder holds -----------------------------------------------------------------------------
 
 
-def read_record(folder: Path, record: Path) -> Any:
+def read_record(folder: Path, record: Path) -> dict[str, Any] | None:
     """What a record says about a folder; None for an empty one, StoreError if it is unreadable."""
     if not folder.exists() or not any(folder.iterdir()):
         return None
     try:
         content = json.loads(record.read_bytes())
-        if not isinstance(content, dict):
-            raise ValueError("it holds no settings")
+        if content.pop("sha256") != _sha256(content):
+            raise ValueError("its digest is another")
         return content
-    except (OSError, ValueError, RecursionError) as error:
-        raise StoreError(
-            f"{folder} is not empty, and has no readable {record.name} that says what its images "
-            f"are ({type(error).__name__}). {REMEDY.format(folder)}"
-        ) from None
+    except KeyError:
+        reason = "it has no digest: it is damaged, or of an older version"
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+        reason = shown(str(error))
+    raise StoreError(
+        f"{folder} is not empty, and has no readable {record.name} that says what its images are "
+        f"({reason}). {REMEDY.format(folder)}"
+    )
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file atomically."""
+def write_record(path: Path, content: Mapping[str, Any]) -> None:
+    """Write such a record, with its digest."""
+    plain = json.loads(json.dumps(content, default=str))
     with replacing(path) as part:
-        part.write_text(json.dumps(content, indent=1))
+        part.write_text(json.dumps({"sha256": _sha256(plain), **plain}, indent=1))
+
+
+def _sha256(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def another_run(folder: Path, problems: Sequence[str]) -> StoreError:

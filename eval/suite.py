@@ -235,10 +235,14 @@ def judge_set(
     scored again.
     """
     world, rank = (accelerator.num_processes, accelerator.process_index) if accelerator else (1, 0)
-    scoring, kept = _Scoring(images.judges, store, seconds), set(spread(len(images.prompts), keep))
+    kept = set(spread(len(images.prompts), keep))
+    shares = {
+        prompts: [(prompt, copy) for prompt in prompts for copy in range(images.copies)]
+        for prompts in _share(images, settings.batch_size, world, rank)
+    }
+    scoring = _Scoring(images.judges, store, seconds, [k for keys in shares.values() for k in keys])
     batches = []
-    for prompts in _share(images, settings.batch_size, world, rank):
-        keys = [(prompt, copy) for prompt in prompts for copy in range(images.copies)]
+    for prompts, keys in shares.items():
         unscored = scoring.unscored(keys)
         shown = {key for key in keys if features or key[0] in kept}
         batches.append(_Batch(prompts, keys, unscored, shown.union(*unscored.values())))
@@ -340,11 +344,18 @@ class _Scoring:
     """The rows of each judge by image: those of the store, and those scored beside the sampling."""
 
     def __init__(
-        self, judges: Sequence[Benchmark], store: Store | None, seconds: float | None
+        self,
+        judges: Sequence[Benchmark],
+        store: Store | None,
+        seconds: float | None,
+        keys: Sequence[Key],
     ) -> None:
         self.judges, self.store = judges, store
-        self.rows = {j.name: store.rows[j.name].read(j.prompts) if store else {} for j in judges}
-        self._judged = {j.name: store.rows[j.name].judged() if store else set() for j in judges}
+        self.rows: dict[str, dict[Key, dict[str, Any]]] = {judge.name: {} for judge in judges}
+        self._judged: dict[str, set[Key]] = {judge.name: set() for judge in judges}
+        if store:
+            scored = store.read({judge.name: judge.prompts for judge in judges}, keys)
+            self.rows, self._judged = scored.rows, scored.asked
         self._ahead = Ahead(seconds=seconds)
         self._submitted: list[tuple[Benchmark, list[Key]]] = []
 
@@ -388,7 +399,7 @@ class _Scoring:
             fresh = [_row(judge, keys, scores, i) for i in range(len(keys)) if keys[i] not in rows]
             rows |= {(row["index"], row["copy"]): row for row in fresh}
             if self.store:
-                self.store.rows[judge.name].append(fresh)
+                self.store.append(judge.name, fresh)
 
 
 def _score(reward: Reward, images: Tensor, batch: PromptBatch) -> Scores:

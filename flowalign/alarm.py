@@ -1,4 +1,5 @@
-"""A warning when what is trained improves while what is held out falls: drift, reward hacking."""
+"""Warnings of a run about its own numbers: a divergence, and drift or reward hacking, where what is
+trained improves while what is held out falls."""
 
 from __future__ import annotations
 
@@ -11,6 +12,10 @@ from flowalign import metrics
 
 Measured = tuple[float, float]  # a mean and its standard error
 SURE = 2.0  # standard errors of a difference that count as a change
+COLLAPSED = 0.25  # a held-out reward below this share of the first one is a collapse
+LASTING = 5  # updates in a row that must look wrong
+CLIPPED = 0.5  # share of clipped policy ratios above which little is learnt
+FARTHER = 10.0  # times the first distance to the teachers, which should only fall
 
 
 class Alarm:
@@ -20,27 +25,55 @@ class Alarm:
         self.trained: list[Measured] = []  # one for each period between evaluations
         self.watched: list[dict[str, Measured]] = []  # one for each evaluation
         self.period: list[float] = []  # objectives since the last evaluation
+        self.first_distance: float | None = None  # to the teachers, or the loss of a cold start
+        self.lasting = {"clipped": 0, "farther": 0}  # updates in a row that look so
 
-    def update(self, values: Mapping[str, float]) -> None:
-        """Note the objective of an update, if it has one."""
+    def update(self, values: Mapping[str, float]) -> list[str]:
+        """Note an update. Returns a sentence when LASTING updates in a row had too many clipped
+        ratios, or were FARTHER from the teachers than the first one."""
         value = values.get(metrics.REWARD, -values.get(metrics.DISTILL, math.nan))
         self.period += [value] if math.isfinite(value) else []
+        clipped = values.get(metrics.CLIP_FRACTION, 0.0)
+        distance = values.get(metrics.DISTILL, values.get(metrics.LOSS, math.nan))
+        if metrics.REWARD in values and metrics.DISTILL not in values:
+            distance = math.nan  # the loss of a policy has no scale
+        if self.first_distance is None and math.isfinite(distance):
+            self.first_distance = distance
+        times = distance / self.first_distance if self.first_distance else math.nan
+        texts = {
+            "clipped": f"clip_fraction is {clipped:.2f}, and was above {CLIPPED:g} in {LASTING} "
+            "updates: most of the gradient is cut off",
+            "farther": f"the distance to the teachers is {times:.3g} times that of the first "
+            f"update, and was above {FARTHER:g} times in {LASTING} updates: the student diverges",
+        }
+        for name, wrong in {"clipped": clipped > CLIPPED, "farther": times > FARTHER}.items():
+            self.lasting[name] = self.lasting[name] + 1 if wrong else 0
+        remedy = ". Look at the samples; lower optimizer.lr, or updates_per_rollout"
+        return [texts[name] + remedy for name, count in self.lasting.items() if count == LASTING]
 
     def look(self, held_out: Mapping[str, Measured]) -> list[str]:
-        """A sentence for each number that fell from its best while training improved from the first
-        period to this one. Differences within SURE standard errors, or whose error is not known,
-        raise no alarm."""
+        """A sentence for each reward that collapsed since the first evaluation, and for each number
+        that fell from its best while training improved from the first period to this one.
+        Differences within SURE standard errors, or whose error is not known, raise no alarm."""
         if len(self.period) > 1:
             error = statistics.stdev(self.period) / math.sqrt(len(self.period))
             self.trained.append((statistics.fmean(self.period), error))
         self.period = []
         self.watched.append(dict(held_out))
-        if len(self.trained) < 2 or not _beyond(self.trained[0], self.trained[-1]):
-            return []
+        improved = len(self.trained) > 1 and _beyond(self.trained[0], self.trained[-1])
         fallen = []
         for name, now in held_out.items():
-            best = max((seen[name] for seen in self.watched[:-1] if name in seen), default=now)
-            if _beyond(now, best):
+            seen = [report[name] for report in self.watched if name in report]
+            first, best = seen[0], max(seen[:-1], default=now)
+            # of all its prompts: a tag of a few may well fall from one success to none
+            whole = name.rpartition("/")[2] == metrics.REWARD and first[0] > 0
+            if whole and now[0] < COLLAPSED * first[0] and _beyond(now, first):
+                fallen.append(
+                    f"held-out {name} collapsed from {first[0]:.3f} to {now[0]:.3f} (± "
+                    f"{now[1]:.3f}): the run has diverged, or learnt to please its reward alone. "
+                    "Look at the samples; lower optimizer.lr, or go back to an earlier adapter"
+                )
+            elif improved and _beyond(now, best):
                 fallen.append(
                     f"held-out {name} fell from {best[0]:.3f} to {now[0]:.3f} (± {now[1]:.3f}) "
                     f"while training improved from {self.trained[0][0]:.3g} to "
@@ -51,7 +84,7 @@ class Alarm:
 
     def state(self) -> dict[str, Any]:
         """Everything; an error that is not known is NaN."""
-        return {"trained": self.trained, "watched": self.watched, "period": self.period}
+        return dict(vars(self))
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go back to what `state` returned."""
@@ -60,6 +93,8 @@ class Alarm:
             {name: _measured(pair) for name, pair in report.items()} for report in state["watched"]
         ]
         self.period = list(state["period"])
+        self.first_distance = state["first_distance"]
+        self.lasting = dict(state["lasting"])
 
 
 def _measured(pair: Sequence[float | None]) -> Measured:

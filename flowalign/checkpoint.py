@@ -12,6 +12,7 @@ import json
 import os
 import random
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,9 @@ class Checkpoints:
         copies: {name in it: file or folder of the run, which may be missing}. Raises OSError on all
         processes, such as on a full disk; the older checkpoints are then as they were.
         """
-        rngs: list[Rng] = gather_object([get_rng()])
+        own = get_rng()
+        # as bytes: gather_object fails to unpickle these tensors (torch 2.11)
+        rngs: list[tuple[bytes, str]] = gather_object([(save(own.tensors), json.dumps(own.rest))])
         final = self.folder / name_of(update)
         said = {"update": update, **(about or {})}
 
@@ -133,7 +136,7 @@ def _write(
     tensors: Mapping[str, Sequence[Tensor]],
     states: dict[str, Any],
     progress: dict[str, Any],
-    rngs: Sequence[Rng],
+    rngs: Sequence[tuple[bytes, str]],
 ) -> None:
     """The files of a checkpoint. All bytes pass through Python: a full disk is then an OSError, and
     no error of torch's or safetensors' own."""
@@ -141,12 +144,22 @@ def _write(
         rows = {str(i): v.detach().cpu().contiguous() for i, v in enumerate(values)}
         (folder / f"{name}.safetensors").write_bytes(save(rows))
     buffer = io.BytesIO()
-    torch.save(states, buffer)
+    torch.save(_plain(states), buffer)
     (folder / "states.pt").write_bytes(buffer.getbuffer())
     (folder / "progress.json").write_text(json.dumps(progress))
-    for index, rng in enumerate(rngs):
-        (folder / f"rng_{index}.safetensors").write_bytes(save(rng.tensors))
-        (folder / f"rng_{index}.json").write_text(json.dumps(rng.rest))
+    for index, (drawn, rest) in enumerate(rngs):
+        (folder / f"rng_{index}.safetensors").write_bytes(drawn)
+        (folder / f"rng_{index}.json").write_text(rest)
+
+
+def _plain(value: Any) -> Any:
+    """The same with equal texts as one object each: pickle writes an object once, so without this
+    the bytes would depend on whether the run was resumed."""
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_plain, value))
+    return sys.intern(value) if isinstance(value, str) else value
 
 
 def load(

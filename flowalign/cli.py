@@ -32,8 +32,9 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Its exit status; 2 for what is refused, 130 after Ctrl-C."""
-    argv = sys.argv[1:] if argv is None else argv
+    """Run a command. Its exit status; 2 for what is refused, 130 after Ctrl-C. Without arguments
+    it is the whole of a process, which then ends."""
+    whole, argv = argv is None, sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: flowalign COMMAND ...\n")
         for name, (_, text) in COMMANDS.items():
@@ -50,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = f"no command {name!r}.{hint} Possible: {', '.join(COMMANDS)}."
         print(f"flowalign: {text}", file=sys.stderr)
         return 2
-    return entry.run(name, COMMANDS[name][0], rest)
+    status = entry.run(name, COMMANDS[name][0], rest)
+    return entry.leaving(status) if whole else status
 
 
 def version() -> str:

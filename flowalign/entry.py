@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -45,6 +46,22 @@ def run(name: str, target: str, argv: Sequence[str]) -> int:
     except KeyboardInterrupt as error:
         print(f"flowalign {name}: interrupted ({str(error) or 'SIGINT'})", file=sys.stderr)
         return error.code if isinstance(error, Interrupted) else CODES[signal.SIGINT]
+
+
+def leaving(status: int, seconds: float = 60.0) -> int:
+    """The status, with which the process is about to end. Python would wait for ever for a thread
+    that hangs in a reward's own pool: so many seconds from now the process ends without it."""
+
+    def abandon() -> None:
+        names = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+        print(f"flowalign: not waiting for threads that hang: {names}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(status)
+
+    timer = threading.Timer(seconds, abandon)
+    timer.daemon = True
+    timer.start()
+    return status
 
 
 @contextmanager

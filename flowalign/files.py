@@ -64,15 +64,14 @@ PAGE_SECONDS = 60.0  # that `flowalign watch`, perhaps on another machine, needs
 def remove_leftovers(folder: str | Path) -> None:
     """Remove, in a folder and below it, what killed processes were about to write (`replacing`).
     For a run at its start, in its own folder: nobody else may be writing there, but watch."""
-    for path in sorted(Path(folder).rglob(".*"), reverse=True):  # what is inside comes first
-        with suppress(FileNotFoundError):
-            shown = path.name.startswith(".watch.html.")
-            if not LEFTOVER.fullmatch(path.name):
-                continue
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            elif not shown or time.time() - path.stat().st_mtime > PAGE_SECONDS:
-                path.unlink()
+    for parent, folders, names in os.walk(folder):
+        for name in filter(LEFTOVER.fullmatch, folders):
+            shutil.rmtree(Path(parent, name), ignore_errors=True)
+        for path in (Path(parent, name) for name in names if LEFTOVER.fullmatch(name)):
+            with suppress(FileNotFoundError):
+                shown = path.name.startswith(".watch.html.")
+                if not shown or time.time() - path.stat().st_mtime > PAGE_SECONDS:
+                    path.unlink()
 
 
 def flush(path: Path) -> None:

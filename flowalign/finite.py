@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from flowalign.printable import shown
 from flowalign.types import Rollout, Source
@@ -79,10 +80,28 @@ def fault_of_pairs(velocity: Tensor, rollout: Rollout, rows: Tensor, steps: Tens
     return Fault(what, place(rollout, int(rows[first]), int(steps[first])) + share, DIVERGED)
 
 
-def fault_of_gradient(rollout: Rollout, rows: Sequence[int]) -> Fault:
-    """Of a gradient that is not finite though all losses are. rows: images of the step."""
-    share = f" or beside it ({len(rows)} images of an optimizer step)"
-    return Fault("the gradient", place(rollout, rows[0], None) + share, DIVERGED)
+@dataclass(frozen=True)
+class Accumulated:
+    """The gradient of this process after a micro-batch, without waiting for the device."""
+
+    rows: Tensor  # [b] of the micro-batch's pairs
+    steps: Tensor  # [b]
+    norm: Tensor  # of the sum of the gradients up to there
+
+    @staticmethod
+    def after(rows: Tensor, steps: Tensor, parameters: Sequence[Tensor]) -> Accumulated:
+        """The backward pass of these pairs."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        return Accumulated(rows, steps, get_total_norm(gradients))
+
+
+def fault_of_gradient(rollout: Rollout, passes: Sequence[Accumulated]) -> Fault | None:
+    """Of a gradient that is not finite though all losses are: the first such micro-batch."""
+    for batch in passes:
+        if not bool(torch.isfinite(batch.norm)):
+            where = place(rollout, int(batch.rows[0]), int(batch.steps[0]))
+            return Fault("the gradient", f"{where} or beside it", DIVERGED)
+    return None
 
 
 def of_all(fault: Fault | None) -> Fault | None:

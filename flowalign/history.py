@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from flowalign import files, metrics
 from flowalign.status import WARNINGS
@@ -37,17 +39,30 @@ def _cut(log: Path, copy: Path, evaluated: int) -> str:
     right = copy.read_bytes() if copy.exists() else b""
     now = log.read_bytes() if log.exists() else b""
     lines = right.splitlines(keepends=True)
+    rows = [_row(line) for line in lines]
     with files.replacing(log) as part:
-        part.write_bytes(b"".join(line for line in lines if not _repeated(line, evaluated)))
-    if now.startswith(right):
+        pairs = zip(lines, rows, strict=True)
+        kept = (line for line, row in pairs if row and not _repeated(row, evaluated))
+        part.write_bytes(b"".join(kept))
+    if now.startswith(right) and all(rows):
         return ""
-    pairs = zip_longest(lines, now.splitlines(keepends=True)[: len(lines)])
-    return f"{sum(a != b for a, b in pairs)} of {len(lines)} lines are damaged or missing"
+    there = now.splitlines(keepends=True)[: len(lines)]
+    wrong = sum(line != seen for line, seen in zip_longest(lines, there)) or rows.count(None)
+    return f"{wrong} of {len(lines)} lines are damaged or missing"
 
 
-def _repeated(line: bytes, evaluated: int) -> bool:
+def _row(line: bytes) -> dict[str, Any] | None:
+    """A line of the log; None for one that is damaged."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    sound = isinstance(row, dict) and isinstance(row.get(metrics.UPDATE), int)
+    return row if sound else None
+
+
+def _repeated(row: Mapping[str, Any], evaluated: int) -> bool:
     """Whether a line is of an evaluation that comes again."""
-    row = json.loads(line)
     return row[metrics.UPDATE] > evaluated and any(name.startswith(metrics.EVAL) for name in row)
 
 

@@ -42,7 +42,7 @@ from flowalign.config import ConfigError, TrainingStage
 from flowalign.data import PromptSampler
 from flowalign.ema import MovingAverage
 from flowalign.files import to_json
-from flowalign.finite import Fault, Skips
+from flowalign.finite import Accumulated, Fault, Skips
 from flowalign.parallel import Means
 from flowalign.rollout import Noise, OnImages, Schedule, sample, shard
 from flowalign.stopping import Clock, Interrupted, Requests
@@ -221,8 +221,8 @@ class Loop:
         elif self.evaluated != self.update == self.config.train.updates:  # due, and not counted
             raise TrainingError(
                 f"update {self.update}: the last evaluation lost too many images (the warnings say "
-                "why), so it is not known whether its adapter is the best. Fix the reward and run "
-                "again with --resume: only the evaluation is taken again."
+                "why), so it is not known whether its adapter is the best. Fix what they name and "
+                "run again with --resume: only the evaluation is taken again."
             )
 
     def _updates(self) -> None:
@@ -249,7 +249,9 @@ class Loop:
                     metrics.IMAGES_PER_SECOND: images / (done - began),
                 }
                 self.update += 1
-                self.alarm.update(values)
+                for text in self.alarm.update(values):
+                    if self.accelerator.is_main_process:
+                        log.warning("update %d: %s", self.update, text)
                 self._log(values)
                 self._mark_whole()
             self._check_skips()
@@ -330,24 +332,23 @@ class Loop:
             keep[start : start + share] = prepared.keep[start : start + share].cpu()
             if not keep.any():  # every process must take part in the gradient's reduction
                 keep[start] = True
-            own = self._accumulate(prepared, keep, share, means)
+            own, passes = self._accumulate(prepared, keep, share, means)
             means.add(metrics.LEARNING_RATE, float(self.lr.get_last_lr()[0]))
             norm, taken = self._descend()
             if math.isfinite(norm):
                 means.add(metrics.GRADIENT_NORM, norm)
             if not taken:
                 skipped += 1
-                rows = keep.nonzero().flatten().tolist()
-                fault = fault or finite.of_all(own) or self._overflow(prepared.rollout, rows)
+                fault = fault or finite.of_all(own) or self._overflow(prepared.rollout, passes)
         self._note_skips(fault, skipped)
         return {**prepared.metrics, **means.over_processes(), metrics.SKIPPED: skipped}
 
     def _accumulate(
         self, prepared: Prepared, keep: Tensor, share: int, means: Means
-    ) -> Fault | None:
-        """The gradient of an optimizer step's pairs, in micro-batches; the first loss of this
-        process that is not finite."""
-        rollout, fault = prepared.rollout, None
+    ) -> tuple[Fault | None, list[Accumulated]]:
+        """The gradient of an optimizer step's pairs, in micro-batches. Returns the first loss of
+        this process that is not finite, and the gradient after each micro-batch."""
+        rollout, fault, passes = prepared.rollout, None, []
         count = share * len(rollout.steps)
         size = min(self.config.optimizer.micro_batch, count)
         batches = math.ceil(int(keep.sum()) * len(rollout.steps) / size)
@@ -367,10 +368,11 @@ class Loop:
                         velocity, rollout, pairs.rows, pairs.steps
                     )
                 self.accelerator.backward(step.total * part)
+            passes.append(Accumulated.after(pairs.rows, pairs.steps, self.parameters))
             for name, value in {metrics.LOSS: loss, **step.metrics}.items() if weight else ():
                 if math.isfinite(value):
                     means.add(name, value, step.counts.get(name, len(pairs.rows)))
-        return fault
+        return fault, passes
 
     def velocity(self, pairs: Pairs) -> Tensor:
         """The student's velocity [b,C,h,w] at the pairs, with gradient."""
@@ -405,13 +407,16 @@ class Loop:
 
     # Numbers that go wrong ---------------------------------------------------------------------
 
-    def _overflow(self, rollout: Rollout, rows: list[int]) -> Fault | None:
+    def _overflow(self, rollout: Rollout, passes: list[Accumulated]) -> Fault | None:
         """The fault of a gradient that is not finite though the losses are. None under float16,
         where that is how the loss scale finds its place, until the scale is used up."""
         scaler = self.accelerator.scaler
         if scaler and scaler.get_scale() >= finite.LEAST_SCALE:
             return None
-        return finite.of_all(finite.fault_of_gradient(rollout, rows))
+        # the last backward pass also brings the gradients of the other processes
+        own = passes[:-1] if self.accelerator.num_processes > 1 else passes
+        last = Fault("the gradient", "in the last micro-batch of a process", finite.DIVERGED)
+        return finite.of_all(finite.fault_of_gradient(rollout, own)) or last
 
     def _note_skips(self, fault: Fault | None, skipped: int) -> None:
         """After an update: how many of its optimizer steps were skipped, and why the first was."""

@@ -13,6 +13,7 @@ import math
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -134,7 +135,7 @@ class ExitStatus:
     def __enter__(self) -> ExitStatus:
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         if error is None:
             part()
         elif isinstance(error, self.refused):
@@ -149,6 +150,14 @@ class ExitStatus:
             if note:
                 print(f"interrupted ({str(error) or 'SIGINT'}): {note}", file=sys.stderr)
             self.code = error.code if known else CODES[signal.SIGINT]
+        elif isinstance(error, SystemExit):  # of a plugin: we never exit while we work
+            *_, last = traceback.extract_tb(trace)
+            print(
+                f"stopped: {last.filename}, line {last.lineno}, called exit({error.code!r}). Code "
+                "that is part of a run must raise an error instead.",
+                file=sys.stderr,
+            )
+            self.code = 1
         return error is None or self.code != 0
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from flowalign import metrics
 from flowalign.files import read_lines, replacing
 from flowalign.images import to_float, to_uint8
+from flowalign.printable import shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 SMALL = 128  # pixels: narrower images are drawn with sharp pixels
 CAPTION = 24  # characters in a line of a caption
+LINES = 12  # of a caption before it is wrapped
 NARROW = 14  # characters in a line above a column of a comparison
 COLUMNS = 8  # images in a row
 Curve = list[tuple[int, float]]  # (update, value), ...
@@ -126,7 +128,7 @@ def comparison(path: Path, blocks: Sequence[Block], *, title: str = "") -> None:
 
     columns = max(len(block.prompts) for block in blocks)
     width = max(4.0, LABEL + columns * (CELL + GAP))  # inches, as all lengths below
-    heads = textwrap.wrap(f"{title} {LEGEND}".strip(), int(12.5 * width))
+    heads = textwrap.wrap(_plain(f"{title} {LEGEND}".strip()), int(12.5 * width))
     height = 0.2 * len(heads) + 0.15 + sum(map(_height, blocks))
     figure = Figure(figsize=(width, height), dpi=DPI)
     figure.text(
@@ -172,14 +174,16 @@ def _draw(figure: Figure, block: Block, top: float) -> None:
     def left(column: int) -> float:
         return LABEL + column * (CELL + GAP)
 
-    text(0.1, top - 0.08, block.title, fontsize=11.5, weight="bold", va="top")
+    text(0.1, top - 0.08, _plain(block.title), fontsize=11.5, weight="bold", va="top")
     top -= 0.32 + LINE * above
     for column, prompt in enumerate(block.prompts):
         words = _wrapped(prompt, NARROW)
         text(left(column), top + 0.04, words, fontsize=8, va="bottom", linespacing=1.15)
     for row in block.rows:
-        text(0.1, top - 0.08, row.name, fontsize=10.5, va="top")
-        text(0.1, top - 0.29, row.means, fontsize=9, va="top", color="0.35", linespacing=1.25)
+        text(0.1, top - 0.08, _plain(row.name), fontsize=10.5, va="top")
+        text(
+            0.1, top - 0.29, _plain(row.means), fontsize=9, va="top", color="0.35", linespacing=1.25
+        )
         for column, (pixels, caption) in enumerate(zip(row.images, row.captions, strict=True)):
             place = (left(column) / width, (top - image) / height, CELL / width, image / height)
             axis = figure.add_axes(place)
@@ -261,11 +265,13 @@ def _drawn(
         _show(axis, _pixels(image))
         axis.set_title(_wrapped(caption), fontsize=7, y=-0.04, va="top", pad=0)
     for axis, head in zip(axes[0], heads, strict=False):
-        axis.text(0.5, 1.04, head, fontsize=9, ha="center", va="bottom", transform=axis.transAxes)
+        axis.text(
+            0.5, 1.04, _plain(head), fontsize=9, ha="center", va="bottom", transform=axis.transAxes
+        )
     for axis, label in zip(axes[:, 0], sides, strict=False):
-        text = textwrap.fill(label, 19)
+        text = _wrapped(label, 19)
         axis.text(-0.06, 0.5, text, fontsize=8, ha="right", va="center", transform=axis.transAxes)
-    figure.suptitle(title, fontsize=11, y=1 - 0.1 / height, va="top")
+    figure.suptitle(_plain(title), fontsize=11, y=1 - 0.1 / height, va="top")
     figure.subplots_adjust(
         left=0.01 + margin / width, right=0.99, bottom=(gap - 0.12) / height,
         top=1 - (top + 0.05) / height if top else 0.99, hspace=gap / side, wspace=0.06,
@@ -278,7 +284,12 @@ def _number(score: float) -> str:
 
 
 def _wrapped(caption: str, width: int = CAPTION) -> str:  # textwrap would drop its line breaks
-    return "\n".join(textwrap.fill(line, width) for line in caption.split("\n"))
+    return "\n".join(textwrap.fill(line, width) for line in _plain(caption).split("\n"))
+
+
+def _plain(text: str) -> str:
+    """A text as matplotlib draws it: no formulas, no control characters, and not without end."""
+    return "\n".join(shown(line, 500) for line in text.split("\n")[:LINES]).replace("$", r"\$")
 
 
 def _show(axis: Axes, pixels: np.ndarray) -> None:
@@ -357,7 +368,7 @@ def metrics_plot(log: Path, path: Path, title: str = "") -> None:
         axis.axis("off")
     for axis, panel in zip(axes, panels, strict=False):
         _plot(axis, panel)
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(_plain(title), fontsize=11)
     _save(figure, path)
 
 
@@ -397,11 +408,11 @@ def _plot(axis: Axes, panel: _Panel) -> None:
             linewidth=1.2,
             marker=marker if len(x) < 20 else "",  # a short run would be a bare line, or invisible
             markersize=size,
-            label=label if any(y) else f"{label}: 0 throughout",
+            label=_plain(label if any(y) else f"{label}: 0 throughout"),
         )
         if line is not y:
             axis.plot(x, y, ".", markersize=2.5, alpha=0.35, color=drawn.get_color())
-    axis.set_title(panel.title, fontsize=10)
+    axis.set_title(_plain(panel.title), fontsize=10)
     axis.set_xlabel(about, fontsize=8)
     axis.set_ylabel(panel.axis, fontsize=8)
     axis.tick_params(labelsize=8)

@@ -91,11 +91,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status.code
 
 
-def run(given: Job, home: Path, resume: bool, began: float, any_world: bool = False) -> Path:
+def run(
+    given: Job,
+    home: Path,
+    resume: bool,
+    began: float | None = None,
+    any_world: bool = False,
+) -> Path:
     """Whatever `flowalign train` can run. home: the folder of the config file. resume, any_world:
-    `--resume` and `--allow-world-change`; a recipe always resumes. began: as a Clock has it."""
+    `--resume` and `--allow-world-change`; a recipe always resumes. began: as a Clock has it; None =
+    now."""
     from flowalign import parallel
 
+    began = time.monotonic() if began is None else began
     if isinstance(given, TrainingStage):
         if resume and parallel.state(given).is_main_process and (text := anew(Path(given.output))):
             log.warning(text)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from flowalign.devices import Beside
+from flowalign.stopping import Interrupted
 from flowalign.types import Metadata, PromptBatch, Reward, Scores
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,9 @@ def score(reward: Reward, images: Tensor, prompts: Sequence[str], metadata: Meta
     (ConnectionError, TimeoutError, ImportError) ends the call: the reward is not called again.
     An answer that is no Scores, or has a wrong length or dtype, makes all its images invalid; NaN
     and infinity make their image invalid. Each distinct reason is logged once a call.
-    Raises ValueError if the inputs differ in length; KeyboardInterrupt and SystemExit pass.
+    A reward that calls sys.exit has failed on its images, too: it must not end the run.
+    Raises ValueError if the inputs differ in length; Interrupted passes, and KeyboardInterrupt in
+    the main thread, which alone is interrupted.
     """
     count = len(images)
     if not count == len(prompts) == len(metadata):
@@ -105,7 +108,13 @@ def _retried(
 @torch.no_grad()
 def _checked(reward: Reward, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
     """One call with its answer checked: float32, on the CPU, NaN where invalid, with a reason."""
-    scores: Any = reward(images, prompts, metadata)
+    try:
+        scores: Any = reward(images, prompts, metadata)
+    except (SystemExit, KeyboardInterrupt) as error:
+        main = threading.current_thread() is threading.main_thread()
+        if isinstance(error, Interrupted) or (main and isinstance(error, KeyboardInterrupt)):
+            raise
+        raise RuntimeError(f"it raised {error!r}, which would have ended the run") from error
     count = len(images)
     if not isinstance(scores, Scores):
         kind = type(scores).__name__

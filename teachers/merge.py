@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flowalign.adapters.files import Lora, describe, read_lora, write_lora
 from flowalign.config import ADAPTER
+from flowalign.markdown import escaped
 
 METHODS = ("concat", "svd", "ties", "dare")
 BLOCK = re.compile(r"transformer_blocks\.(\d+)\.")
@@ -65,7 +66,10 @@ class MergeReport:
         )
 
     def __str__(self) -> str:
-        rows = [f"| {layer} | {self.ranks[layer]} | {e:.2e} |" for layer, e in self.errors.items()]
+        rows = [
+            f"| {escaped(layer)} | {self.ranks[layer]} | {error:.2e} |"
+            for layer, error in self.errors.items()
+        ]
         head = ["| layer | rank | relative error |", "|---|---|---|"]
         return "\n".join([self.summary, "", *head, *rows])
 

@@ -10,6 +10,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -183,9 +184,9 @@ class Choosy:
 
 
 def press(number: int = signal.SIGINT) -> None:
-    """Signal this process, as Ctrl-C does; returns when its main thread has seen it."""
-    os.kill(os.getpid(), number)
-    time.sleep(0.5)  # in a reward's thread, the main one needs a moment
+    """Signal the main thread, as Ctrl-C does; it has a moment to see it before this returns."""
+    signal.pthread_kill(threading.main_thread().ident or 0, number)
+    time.sleep(0.5)
 
 
 class Interrupting:

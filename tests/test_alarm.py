@@ -17,7 +17,7 @@ def told(rewards: list[list[float]], held_out: list[float], error: float = 0.01)
         state = json.loads(json.dumps(alarm.state()))
         alarm = Alarm()
         alarm.load(state)  # a resumed run says the same
-        found.append(len(alarm.look({"ocr": (score, error)})))
+        found.append(len(alarm.look({"ocr/reward": (score, error)})))
     return found
 
 
@@ -52,3 +52,39 @@ def test_a_distillation_improves_as_its_loss_falls() -> None:
             alarm.update({"distill": value})
         found = alarm.look({"ocr": (0.3, 0.01), "geneval": (0.5, 0.01)})
     assert len(found) == 1 and found[0].startswith("held-out ocr fell from 0.600 to 0.300")
+
+
+def spoken(rows: list[dict[str, float]]) -> list[int]:
+    """The updates, from 0, at which something is said of them; each run is resumed all along."""
+    alarm, said = Alarm(), []
+    for update, values in enumerate(rows):
+        said += [update] * len(alarm.update(values))
+        state = json.loads(json.dumps(alarm.state()))
+        alarm = Alarm()
+        alarm.load(state)
+    return said
+
+
+@pytest.mark.parametrize("held_out", [[0.58, 0.08], [0.58, 0.5, 0.03, 0.03]])
+def test_a_collapse_of_what_is_held_out_is_a_divergence(held_out: list[float]) -> None:
+    """As of a tiny teacher with lr 1e3: its training does not improve, either."""
+    rewards = [[0.0, 0.1, 0.0]] * (len(held_out) - 1)
+    alarms = told(rewards, held_out, error=0.07)
+    assert alarms == [int(score < 0.1) for score in held_out]
+    assert told(rewards, [-0.5, *[-9.0] * (len(held_out) - 1)])[-1] == 0  # of no known scale
+    assert told([[0.1]], [0.02, 0.0], error=0.02)[-1] == 0  # it was as good as nothing before
+    alarm = Alarm()  # nor a tag of two prompts, whose error is 0
+    assert not alarm.look({"geneval/counting": (1.0, 0.0)})
+    assert not alarm.look({"geneval/counting": (0.0, 0.0)})
+
+
+def test_ratios_that_stay_clipped_are_said_once() -> None:
+    rows = [{"reward": 0.1, "loss": 9.0, "clip_fraction": c} for c in [0.6] * 4 + [0.4] + [0.6] * 9]
+    assert spoken(rows) == [9]
+
+
+@pytest.mark.parametrize("name", ["distill", "loss"])
+def test_a_student_that_leaves_its_teachers_is_said_once(name: str) -> None:
+    rows = [0.2, 0.1, 0.3, math.nan, 1.9, *[3.0] * 7, 0.1, *[3.0] * 5]
+    assert spoken([{name: value} for value in rows]) == [9, 17]
+    assert spoken([{"reward": 0.1, "loss": value} for value in rows]) == []

@@ -75,6 +75,19 @@ def test_two_updates_and_two_more_are_four(
     assert_same(state(run(random_model, tmp_path / "run", resume=True)), whole)
 
 
+@pytest.mark.slow
+def test_their_checkpoints_are_equal_to_the_byte(random_model: str, tmp_path: Path) -> None:
+    run(random_model, tmp_path / "once" / "run")
+    run(random_model, tmp_path / "run", "train.updates=2")
+    run(random_model, tmp_path / "run", resume=True)
+    once, again = (
+        folder / "run" / "checkpoints" / "update_000004" for folder in (tmp_path / "once", tmp_path)
+    )
+    names = sorted(path.name for path in once.iterdir() if path.is_file())
+    for name in set(names) - {"manifest.json", "metrics.jsonl"}:  # they hold paths and seconds
+        assert (once / name).read_bytes() == (again / name).read_bytes(), name
+
+
 def test_so_they_are_where_a_reward_keeps_what_it_knows_of_prompts(
     random_model: str, tmp_path: Path
 ) -> None:

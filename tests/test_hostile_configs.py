@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from yaml import YAMLError
 
 from flowalign import cli, recipe
-from flowalign.config import ConfigError, RecipeStage, Stage, load, parse, read, safe_yaml, to_yaml
+from flowalign.config import (
+    ConfigError,
+    RecipeStage,
+    Stage,
+    load,
+    parse,
+    read,
+    safe_yaml,
+    to_yaml,
+)
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted(ROOT.glob("configs/tiny/*.yaml")) + sorted(ROOT.glob("configs/sd35_medium/*.yaml"))
@@ -137,6 +146,7 @@ BEYOND: dict[str, Callable[[], dict[str, Any]]] = {  # key: a config in which it
     "seed ": lambda: grpo(seed=2**32),
     "lora.rank": lambda: grpo(lora={"rank": 10**9}),
     "model.height": lambda: grpo(model={"height": 10**6}),
+    "tasks.0.weight": lambda: grpo(tasks=[grpo()["tasks"][0] | {"weight": 1e300}]),
     "rollout.steps": lambda: grpo(rollout={"steps": 10**7}),
     "rollout.prompts": lambda: grpo(rollout={"prompts": 10**9}),
     "rollout.copies": lambda: grpo(rollout={"prompts": 50_000, "copies": 50_000}),
@@ -183,6 +193,14 @@ def test_of_many_problems_the_first_are_shown():
         parse(grpo() | {f"key{i}": i for i in range(20_000)}, stage=Stage)
     assert len(raised.value.lines) < 100
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [["doctor", "--no-model"], ["train", "--dry-run"]])
+def test_more_pixels_than_the_model_has_positions_for(command: list[str], capsys):
+    path = str(ROOT / "configs/tiny/teacher_ocr.yaml")
+    assert cli.main([*command, "--config", path, "model.height=8192", "model.width=8192"]) == 2
+    assert "model.height" in capsys.readouterr().err
 
 
 # Properties ------------------------------------------------------------------------------------
@@ -264,3 +282,32 @@ def test_a_changed_override_is_taken_or_refused(count: int):
             str(error)
 
     holds(taken_or_refused, count, changes=overrides())
+
+
+@pytest.mark.slow
+@examples(100)
+def test_a_changed_config_is_examined(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As `doctor` and `train --dry-run` begin: with the files that it names, without its code."""
+    monkeypatch.chdir(ROOT)
+    tiny = [data for data in SHIPPED if data["model"]["id"] == "tiny"]
+    numbers = st.one_of(scalars, st.sampled_from([2, 10, 1000, 8192, 10**5, 10**7]))
+
+    @st.composite
+    def configs(draw: Any) -> Any:
+        data = draw(st.sampled_from(tiny))
+        for _ in range(draw(st.integers(1, 2))):
+            data = mutated(data, draw, numbers) if isinstance(data, dict) else data
+        return data if isinstance(data, dict) else {}
+
+    def examined_or_refused(data: dict[str, Any]) -> None:
+        data = data | {"output": str(tmp_path / "run")}
+        try:
+            config = parse(data, stage=Stage)
+        except ConfigError:
+            return
+        _, problems = recipe.examine(config, ROOT / "configs/tiny", 1, trust=False)
+        "\n".join(problems).encode()
+
+    with nothing_else(tmp_path):
+        examined_or_refused(tiny[0])  # imports diffusers, which no time limit is for
+        holds(examined_or_refused, count, data=configs())

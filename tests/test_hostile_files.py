@@ -8,8 +8,6 @@ import json
 import shutil
 import struct
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unicodedata import category
@@ -17,7 +15,7 @@ from unicodedata import category
 import pytest
 import torch
 from diffusers import SD3Transformer2DModel
-from hypothesis import HealthCheck, given, settings
+from generated import SECONDS, examples, holds, nothing_else
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
 
@@ -27,7 +25,6 @@ from flowalign.adapters.files import ADAPTER, PEFT_CONFIG, AdapterError, read_lo
 from flowalign.backbone import ModelError, load_pipeline, put_lora
 from flowalign.tiny import PREFERENCE
 
-SECONDS = 5
 LAYER = "transformer_blocks.0.attn.to_q"
 HALVES = {
     f"{LAYER}.lora_A.weight": torch.ones(2, 32),
@@ -42,23 +39,6 @@ CATASTROPHES = [  # Python's own `re` needs years for each on a long name
 ]
 
 
-def inputs(examples: int) -> Any:
-    """So many generated inputs, the same in each run; each has a limit of time."""
-    return settings(
-        max_examples=examples,
-        derandomize=True,
-        database=None,
-        deadline=SECONDS * 1000,
-        suppress_health_check=list(HealthCheck),
-    )
-
-
-def quick_and_long(examples: int) -> pytest.MarkDecorator:
-    """The number of inputs of a property: so many, and with `-m long` ten times as many."""
-    many = pytest.param(10 * examples, marks=pytest.mark.long)
-    return pytest.mark.parametrize("examples", [examples, many])
-
-
 @pytest.fixture(scope="module")
 def bare(random_model: str) -> SD3Transformer2DModel:
     return SD3Transformer2DModel.from_pretrained(random_model, subfolder="transformer").eval()
@@ -69,17 +49,9 @@ def harmless(text: str) -> bool:
     return not any(category(letter) in ("Cc", "Cs", "Zl", "Zp") for letter in text)
 
 
-@contextmanager
-def nothing_else(folder: Path) -> Iterator[None]:
-    """Inside, no file comes or goes in a folder or beside it."""
-    before = sorted(folder.parent.rglob("*"))
-    yield
-    assert sorted(folder.parent.rglob("*")) == before
-
-
 def taken_or_refused(folder: Path, bare: SD3Transformer2DModel) -> bool:
     """Whether an adapter goes onto a model; AdapterError is the only other way out."""
-    with nothing_else(folder):
+    with nothing_else(folder.parent):
         try:
             lora = read_lora(str(folder))
             assert all(0 < scale < float("inf") for scale in lora.scales.values())
@@ -126,15 +98,13 @@ descriptions = st.fixed_dictionaries(
 )
 
 
-@quick_and_long(900)
+@examples(900)
 def test_any_description_is_read_or_refused(
-    examples: int, tmp_path: Path, bare: SD3Transformer2DModel
+    count: int, tmp_path: Path, bare: SD3Transformer2DModel
 ) -> None:
     folder = tmp_path / "a"
     folder.mkdir()
 
-    @inputs(examples)
-    @given(description=descriptions, inside=st.booleans())
     def check(description: dict[str, Any], inside: bool) -> None:
         text = json.dumps(description)
         head = {"lora_adapter_metadata": text} if inside else {}
@@ -144,7 +114,12 @@ def test_any_description_is_read_or_refused(
             (folder / PEFT_CONFIG).write_text(text)
         taken_or_refused(folder, bare)
 
-    check()
+    holds(
+        check,
+        count,
+        description=descriptions,
+        inside=st.booleans(),
+    )
 
 
 @pytest.mark.parametrize("name", ["rank_pattern", "alpha_pattern"])
@@ -251,25 +226,25 @@ def written(
     return struct.pack("<Q", len(text) if length is None else length) + text + body
 
 
-@quick_and_long(900)
+@examples(900)
 def test_any_head_of_a_file_is_read_or_refused(
-    examples: int, tmp_path: Path, bare: SD3Transformer2DModel
+    count: int, tmp_path: Path, bare: SD3Transformer2DModel
 ) -> None:
     folder = tmp_path / "a"
     folder.mkdir()
 
-    @inputs(examples)
-    @given(
+    def check(head: Any, metadata: Any, length: int | None, tail: int) -> None:
+        (folder / ADAPTER).write_bytes(written(head, metadata, length, tail))
+        taken_or_refused(folder, bare)
+
+    holds(
+        check,
+        count,
         head=heads,
         metadata=st.none() | st.dictionaries(st.text(max_size=5), st.text(max_size=5)) | values,
         length=st.none() | st.none() | st.sampled_from([0, 1, 7, 2**31, 2**63, 2**64 - 1]),
         tail=st.just(0) | st.integers(-8, 8),
     )
-    def check(head: Any, metadata: Any, length: int | None, tail: int) -> None:
-        (folder / ADAPTER).write_bytes(written(head, metadata, length, tail))
-        taken_or_refused(folder, bare)
-
-    check()
 
 
 WHOLE = save(
@@ -282,25 +257,25 @@ WHOLE = save(
 )
 
 
-@quick_and_long(400)
+@examples(400)
 def test_any_damage_to_a_head_is_refused_or_does_no_harm(
-    examples: int, tmp_path: Path, bare: SD3Transformer2DModel
+    count: int, tmp_path: Path, bare: SD3Transformer2DModel
 ) -> None:
     folder = tmp_path / "a"
     folder.mkdir()
 
-    @inputs(examples)
-    @given(
+    def check(start: int, removed: int, put: bytes) -> None:
+        (folder / ADAPTER).write_bytes(WHOLE[:start] + put + WHOLE[start + removed :])
+        taken_or_refused(folder, bare)
+
+    holds(
+        check,
+        count,
         start=st.integers(0, 420),
         removed=st.integers(0, 24),
         put=st.binary(max_size=24)
         | st.sampled_from([b'"', b"{", b"[[[[", b"\\ud800", b"\x00" * 9]),
     )
-    def check(start: int, removed: int, put: bytes) -> None:
-        (folder / ADAPTER).write_bytes(WHOLE[:start] + put + WHOLE[start + removed :])
-        taken_or_refused(folder, bare)
-
-    check()
 
 
 @pytest.mark.parametrize(

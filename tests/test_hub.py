@@ -84,6 +84,22 @@ def test_a_whole_pipeline_is_refused_before_its_weights_are_fetched(online: fake
     assert online.downloads == ["model_index.json"]
 
 
+def test_an_adapter_that_would_fill_the_disk_is_not_fetched(
+    online: fake_hub.Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = sum(map(len, PEFT.values()))
+    online.put("me/lora", {**PEFT, "checkpoints/adapter_model.safetensors": bytes(size)})
+    online.put("me/large", {**PEFT, "other.safetensors": bytes(9)})
+    online.put("me/notes", {**PEFT, "notes.json": bytes(size)})
+    monkeypatch.setattr(hub, "MAX_BYTES", size)
+    read_lora("me/lora")
+    for name, fetched in (("large", {"README.md", "adapter_config.json"}), ("notes", set())):
+        online.downloads.clear()
+        with pytest.raises(hub.HubError, match="GiB"):
+            hub.download(f"me/{name}")
+        assert set(online.downloads) == fetched
+
+
 def test_a_check_says_what_is_wrong_with_each_id_and_loads_no_model(
     online: fake_hub.Hub, random_model: str, tmp_path: Path
 ) -> None:

@@ -1,6 +1,8 @@
 """Several judges of the same images, official folders from a config, images that nobody judges."""
 
 import json
+import signal
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from flowalign.eval import geneval_folder, suite
 from flowalign.eval.run import main
 from flowalign.eval.suite import Benchmark, ImageSet
 from flowalign.pictures import pixels_of
+from flowalign.stopping import Interrupted
 from flowalign.types import PromptBatch, Scores
 
 SMALL: dict[str, Any] = {"height": 32, "width": 32, "max_sequence_length": 16}
@@ -36,7 +39,7 @@ class Colour:
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> Scores:
         if Colour.stop(self.channel):
-            raise KeyboardInterrupt
+            raise Interrupted.by(signal.SIGINT)
         Colour.asked.setdefault(self.channel, []).extend(prompts)
         return Scores.of(images[:, "rgb".index(self.channel)].mean((1, 2)))
 
@@ -164,8 +167,6 @@ def test_judges_take_turns_and_one_that_hangs_costs_the_others_nothing(random_mo
             return scores
 
         return reward
-
-    import threading
 
     ended = threading.Event()
     batch = fakes.batch(3)

@@ -17,7 +17,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor
 
 from flowalign import config, parallel, train
-from flowalign.finite import Skips, fault_of_gradient
+from flowalign.finite import Fault, Skips
 from flowalign.loop import Loop, Pairs, TrainingError
 
 
@@ -93,18 +93,12 @@ def test_updates_skipped_in_a_row_stop_the_run_at_its_last_good_checkpoint(
 
 
 def test_a_checkpoint_that_is_due_waits_for_the_next_step_that_is_taken() -> None:
-    skips, fault = Skips(5), fault_of_gradient(rollout_of_one(), [0])
+    skips, fault = Skips(5), Fault("the loss", "here", "none")
     said = []
     for broken, due in [(0, 1), (1, 0), (1, 1), (1, 0), (0, 0), (0, 0), (1, 1), (0, 1), (0, 0)]:
         skips.note(fault if broken else None)
         said.append(skips.saves(bool(due)))
     assert said == [True, False, False, False, True, False, False, True, False]
-
-
-def rollout_of_one() -> Any:
-    from types import SimpleNamespace
-
-    return SimpleNamespace(batch=fakes.batch(1), sigmas=torch.tensor([1.0, 0.0]))
 
 
 @pytest.mark.parametrize("stage", ["grpo", "opd"])
@@ -150,6 +144,29 @@ def test_a_loss_and_a_gradient_are_named_where_nothing_before_them_is_wrong(
         with pytest.raises(TrainingError, match=f"no optimizer step.*{what}"):
             loop.run()
         assert torch.isfinite(weights(loop)).all()
+
+
+def test_a_gradient_is_traced_to_its_micro_batch(
+    random_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = ["optimizer.micro_batch=1", "train.updates=2"]
+    loop = fakes.wired(fakes.settings(random_model, tmp_path / "run", *given), moved=True)
+    real, passes = loop.velocity, []
+
+    def velocity(pairs: Pairs) -> Tensor:
+        passes.append((int(pairs.rows[0]), int(pairs.steps[0])))
+        found = real(pairs)
+        found.register_hook(lambda grad: grad * (math.nan if len(passes) == 6 else 1))
+        return found
+
+    loop.velocity = velocity  # pyright: ignore[reportAttributeAccessIssue]
+    with caplog.at_level(logging.WARNING, "flowalign"):
+        loop.run()
+    assert [row["skipped_steps"] for row in rows(loop)] == [1, 0]
+    row, step = passes[5]
+    (said,) = [r.getMessage() for r in caplog.records if "skipped" in r.getMessage()]
+    prompt = loop.rollout(0).batch.prompts[row]
+    assert f"gradient is NaN or infinite: at step {step} " in said and repr(prompt) in said
 
 
 def scaled(loop: Loop, scale: float) -> torch.amp.GradScaler:

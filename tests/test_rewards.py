@@ -21,7 +21,8 @@ from flowalign.rewards import (
     score,
 )
 from flowalign.rewards.geneval import GenEval
-from flowalign.types import Detections, Scores
+from flowalign.rewards.scoring import Ahead
+from flowalign.types import Detections, PromptBatch, Scores
 
 IMAGES = torch.tensor([0.1, 0.2, 0.3, 0.4]).view(4, 1, 1, 1).expand(4, 3, 2, 2)
 PROMPTS, METADATA = ["a", "b", "c", "d"], [{}, {}, {}, {}]
@@ -219,6 +220,18 @@ def test_keyboard_interrupt_passes_and_unequal_inputs_are_the_callers_fault():
         score(interrupted, IMAGES, PROMPTS, METADATA)
     with pytest.raises(ValueError, match="3 prompts"):
         score(Brightness(), IMAGES, PROMPTS[:3], METADATA)
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt("mine")])
+def test_a_reward_cannot_end_the_run(error):
+    def ending(images, prompts, metadata):
+        raise error
+
+    ahead = Ahead(lambda images, batch: score(ending, images, batch.prompts, batch.metadata))
+    ahead.submit(IMAGES, PromptBatch(PROMPTS, ["x"] * len(PROMPTS), METADATA))
+    scores = ahead.collect()
+    assert not scores.valid.any()
+    assert all(repr(error) in reason for reason in scores.reasons.values())
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import socket
@@ -79,7 +78,8 @@ def test_errors_are_per_image_and_say_nothing_about_the_machine():
         scores = wire.decode_answer(ask(url, body).content, 4)
         assert scores.valid.tolist() == [True, False, True, True]
         assert scores.reasons == {1: "FileNotFoundError: no file <path> for 3/4 of it"}
-        assert ask(url, one("worst")).status_code == 500  # SystemExit ends no server
+        worst = wire.decode_answer(ask(url, one("worst")).content, 1)
+        assert not worst.valid.any() and "SystemExit" in worst.reasons[0]  # and ends no server
         assert ask(url).status_code == 200
 
 
@@ -290,7 +290,7 @@ def test_the_command_serves_until_it_is_told_to_end():
         assert ask(url, authorization="Bearer abc").status_code == 200
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) in (0, -signal.SIGTERM)
+        assert process.wait(10) == 128 + signal.SIGTERM
         assert process.stdout
         process.stdout.close()
 
@@ -339,13 +339,3 @@ def peak_memory(pid: int) -> float:
     """MiB of a process at most so far."""
     (kilobytes,) = re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     return int(kilobytes) / 1024
-
-
-@pytest.mark.slow
-def test_hostile_requests_get_a_4xx_and_leave_no_trace():
-    """A few hundred of what benchmarks/fuzz_reward_server.py sends by the ten thousand."""
-    command = [sys.executable, str(served.ROOT / "benchmarks" / "fuzz_reward_server.py"),
-               "--requests", "300", "--slow", "8"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["wrong"] == 0

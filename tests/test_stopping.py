@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,6 +104,72 @@ def test_the_clock_ends_what_would_end_too_late() -> None:
     with pytest.raises(Interrupted, match="train.max_minutes = 1") as seen:
         requests.meet(61)
     assert seen.value.code == UNFINISHED
+
+
+# A reward that would end the run, or hold it -----------------------------------------------------
+
+
+class Quits:
+    """Redness that leaves at its n-th call."""
+
+    def __init__(self, call: int = 0) -> None:
+        self.call, self.calls = call, 0
+        if not call:
+            sys.exit(0)
+
+    def __call__(self, images: Any, prompts: Any, metadata: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.call:
+            sys.exit(0)
+        return fakes.redness(images, prompts, metadata)
+
+
+@pytest.mark.parametrize("option", ["{}", "{call: 2}"])
+def test_a_reward_that_exits_is_an_error(
+    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    words = ["train.max_invalid_share=0.0"]
+    path = config_file(random_model, tmp_path, "test_stopping:Quits", option, *words)
+    if option == "{}":
+        assert train.main(["--config", path]) == 1
+        assert "test_stopping.py" in capsys.readouterr().err
+    else:  # it failed on that call, and not on those that came after it, image by image
+        assert train.main(["--config", path]) == 0
+
+
+class Hangs:
+    """Redness that hangs from its n-th call on."""
+
+    def __init__(self, call: int) -> None:
+        self.call, self.calls = call, 0
+
+    def __call__(self, images: Any, prompts: Any, metadata: Any) -> Any:
+        self.calls += 1
+        if self.calls >= self.call:
+            threading.Event().wait()
+        return fakes.redness(images, prompts, metadata)
+
+
+def test_a_reward_that_hangs_holds_neither_the_last_picture_nor_the_end(
+    random_model: str, tmp_path: Path
+) -> None:
+    """Calls: evaluation, update, evaluation, and the two rows of before_after.png."""
+    words = [f"tasks.0.validation={tmp_path / 'prompts.txt'}", "evaluation={prompts: 2}"]
+    words += ["train.updates=1", "train.score_seconds=0.3"]
+    path = config_file(random_model, tmp_path, "test_stopping:Hangs", "{call: 4}", *words)
+    assert train.main(["--config", path]) == 0
+    assert (tmp_path / "run" / "before_after.png").is_file()
+
+
+def test_the_end_does_not_wait_for_a_pool_that_hangs() -> None:
+    code = """if True:
+        import sys, threading
+        from concurrent.futures import ThreadPoolExecutor
+        from flowalign import entry
+        ThreadPoolExecutor(1).submit(threading.Event().wait)
+        sys.exit(entry.leaving(7, 0.5))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30)
+    assert done.returncode == 7 and b"hang" in done.stderr
 
 
 # Runs -----------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +16,17 @@ import torch
 import yaml
 from torch import Tensor
 
+from flowalign import manifest
 from flowalign.adapters.files import read_lora
 from flowalign.backbone import Backbone, load_pipeline
 from flowalign.config import SD3_ATTENTION, EvalStage, SamplingConfig, load
 from flowalign.eval import suite
+from flowalign.eval.compare import Incomparable
+from flowalign.eval.compare import load as load_results
 from flowalign.eval.run import main
 from flowalign.eval.store import Store, fingerprint
 from flowalign.eval.suite import Benchmark, ImageSet
+from flowalign.stopping import Interrupted
 from flowalign.types import PromptBatch, Scores
 
 SMALL: dict[str, Any] = {"height": 32, "width": 32, "max_sequence_length": 16}
@@ -45,7 +49,7 @@ class Watched:
         if Watched.calls == Watched.stop:
             if Watched.how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            raise KeyboardInterrupt
+            raise Interrupted.by(signal.SIGINT)
         Watched.asked += prompts
         scores = fakes.redness(images, prompts, metadata)
         ill = torch.tensor([prompt in Watched.failing for prompt in prompts], device=images.device)
@@ -492,12 +496,111 @@ def test_changed_metadata_is_scored_again_on_the_same_images(config: Path, sampl
     assert tags == ["a", "a", "b", "b", *"aaaaaa"]
 
 
-def test_a_line_that_is_no_row_is_refused(config: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["--config", str(config), "models={base: null}"]) == 0
-    (rows,) = (config.parent / "out").rglob("rows.0.jsonl")
-    rows.write_text('{"index": 0}\n' + rows.read_text())
-    assert main(["--config", str(config), "models={base: null}"]) == 2
-    assert "rows.0.jsonl, line 1 is no row of scores" in capsys.readouterr().err
+def flipped(place: int) -> Callable[[bytes], bytes]:
+    """One bit of a file: at its head, in its middle (0), at its tail."""
+
+    def flip(data: bytes) -> bytes:
+        content = bytearray(data)
+        content[place or len(content) // 2] ^= 1
+        return bytes(content)
+
+    return flip
+
+
+HARMS: dict[str, Callable[[bytes], bytes | None]] = {
+    "cut": lambda data: data[: len(data) * 2 // 3],
+    "emptied": lambda data: b"",
+    "deleted": lambda data: None,
+    "head": flipped(4),
+    "middle": flipped(0),
+    "tail": flipped(-6),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_what_is_damaged_is_made_again_and_the_results_are_those_of_a_whole_run(
+    config: Path, harm: str, sampled: list[str], caplog: pytest.LogCaptureFixture
+):
+    """An image, rows and records, one after the other, and each time all that is left stands."""
+    command, out = ["--config", str(config), "models={base: null}"], config.parent / "out"
+    assert main(command) == 0
+    whole, folder = files(out), out / "images" / "base" / "red"
+    for name in ("00001_1.png", "rows.0.jsonl", "settings.json", "results.json", "report.html"):
+        (path,) = [*folder.glob(name), *folder.glob(f"*/{name}")][:1] or [out / name]
+        before = path.read_bytes()
+        content = HARMS[harm](before)
+        if content is None:
+            path.unlink()
+        else:
+            path.write_bytes(content)
+        if name == "results.json":
+            with pytest.raises(Incomparable):
+                load_results(path)
+        Watched.asked.clear()
+        sampled.clear()
+        caplog.clear()
+        assert main(command) == 0
+        assert files(out) == whole
+        assert path.read_bytes() == before or path.suffix == ".jsonl"  # rows may change places
+        if harm in ("head", "middle", "tail") and "re" not in name:
+            assert any(record.levelname == "WARNING" for record in caplog.records), name
+        if name == "00001_1.png":  # with its batch, so that the arithmetic is the same
+            assert sampled == PROMPTS[:2] and set(Watched.asked) <= set(PROMPTS[:2])
+        elif name != "rows.0.jsonl":
+            assert sampled == Watched.asked == []
+        manifest.check(out)
+
+
+def test_files_that_changed_places_are_seen(config: Path, sampled: list[str]):
+    """Images of two prompts; rows of two models; an older state of the rows."""
+    command, out = ["--config", str(config)], config.parent / "out"
+    assert main(command) == 0
+    whole = files(out)
+    base, tuned = (out / "images" / model / "red" for model in ("base", "tuned"))
+    (rows,) = base.rglob("rows.0.jsonl")
+    (others,) = tuned.rglob("rows.0.jsonl")
+    for first, second in (
+        (base / "00000_0.png", base / "00003_1.png"),
+        (base / "00000_0.png", tuned / "00000_0.png"),
+        (rows, others),
+    ):
+        a, b = first.read_bytes(), second.read_bytes()
+        first.write_bytes(b)
+        second.write_bytes(a)
+        assert main(command) == 0
+        assert files(out) == whole
+    rows.write_bytes(b"".join(rows.read_bytes().splitlines(keepends=True)[:4]))
+    assert main(command) == 0 and files(out) == whole
+    sampled.clear()
+    Watched.asked.clear()
+    assert main(command) == 0 and sampled == Watched.asked == []  # and now all is well
+
+
+def test_a_line_that_is_no_row_is_dropped_once(
+    config: Path, caplog: pytest.LogCaptureFixture, sampled: list[str]
+):
+    command = ["--config", str(config), "models={base: null}"]
+    assert main(command) == 0
+    whole, (rows,) = files(config.parent / "out"), (config.parent / "out").rglob("rows.0.jsonl")
+    before = rows.read_bytes()
+    rows.write_bytes(b'{"index": 0}\n[[[[\nnull\n\xff\n' + before)
+    for expected in (True, False):
+        caplog.clear()
+        assert main(command) == 0
+        assert ("4 of 14 lines" in caplog.text) is expected
+        assert files(config.parent / "out") == whole and rows.read_bytes() == before
+
+
+def test_records_of_another_run_are_not_taken_for_damaged_ones(
+    config: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Without a readable settings.json, only rows tell whose the images are."""
+    command, out = ["--config", str(config), "models={base: null}"], config.parent / "out"
+    assert main(command) == 0
+    whole = files(out)
+    (out / "images" / "base" / "red" / "settings.json").write_text("{")
+    assert main([*command, "sampling.seed=1"]) == 2
+    assert "settings.json" in capsys.readouterr().err and files(out) == whole
 
 
 def test_a_fingerprint_tells_weights_apart_and_a_digest_adapters(

@@ -3,23 +3,27 @@
 An adapter is `owner/name`, `owner/name@revision` or `owner/name@revision/folder`, which is how
 huggingface_hub spells paths. A folder inside a repository needs the revision before it, so that a
 mistyped local path is not looked for on the Hub. Tokens are left to huggingface_hub (`hf auth
-login`): none is read, written or shown here. This module imports nothing of flowalign.
+login`): none is read, written or shown here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
 from typing import cast
+
+from flowalign.printable import shown
 
 _NAME = r"[A-Za-z0-9_][\w.-]*"
 _REPOSITORY = rf"(?P<repository>{_NAME}/{_NAME})"
 _REVISION = rf"@(?P<revision>refs/(?:pr|convert)/{_NAME}|{_NAME})"
 _FOLDER = re.compile(rf"{_REPOSITORY}(?:{_REVISION}(?P<path>(?:/{_NAME})*))?")
 _FILE = re.compile(rf"{_REPOSITORY}(?P<path>(?:/[^/@]+)+)(?:@(?P<revision>.+))?")
+MAX_BYTES = 8 * 2**30  # of an adapter's files; a LoRA of rank 256 of SD3.5-L has about 1.5 GB
 LOGIN = "`hf auth login` with a token of yours"
 
 
@@ -91,10 +95,46 @@ def download(source: str, *, newest: bool = False) -> Path:
                 return get(*everything, local=True)
         # The small files come first: with model_index.json it is a whole pipeline, which the caller
         # refuses, and its gigabytes stay where they are.
+        _check_size(source, address, small)
         folder = get(*small, local=False)
         if not (folder / "model_index.json").is_file():
+            _check_size(source, address, everything)
             folder = get(*everything, local=False)
     return folder
+
+
+def _check_size(source: str, address: HubAddress, names: Sequence[str]) -> None:
+    """Raise HubError if an adapter's files of such names have more than MAX_BYTES together."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import RepoFile
+
+    listing = {"revision": address.revision, "recursive": True}
+    try:
+        tree = [*HfApi().list_repo_tree(address.repository, **listing)]
+    except (_http_error(), OSError):
+        return  # offline, gated, missing: the download says so, or takes the cache
+    files = [
+        file
+        for file in tree
+        if isinstance(file, RepoFile)
+        and PurePosixPath(file.path).parent == PurePosixPath(address.path)
+        and any(fnmatch(PurePosixPath(file.path).name, name) for name in names)
+    ]
+    if (size := sum(file.size for file in files)) > MAX_BYTES:
+        largest = max(files, key=lambda file: file.size)
+        raise HubError(
+            f"cannot download {source!r}: its files have {size / 2**30:.1f} GiB together "
+            f"({shown(largest.path, 100)} {largest.size / 2**30:.1f}), and an adapter may have "
+            f"{MAX_BYTES / 2**30:g}. If you want it all the same, download it with `hf download`, "
+            "and give the folder."
+        )
+
+
+def _http_error() -> type[Exception]:
+    """The base of the errors of huggingface_hub's HTTP: 0.x is built on requests, 1.x on httpx."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return cast("type[Exception]", HfHubHTTPError.__base__)
 
 
 @contextmanager
@@ -102,13 +142,11 @@ def explained(what: str, repository: str) -> Iterator[None]:
     """HubError for whatever huggingface_hub raises inside. what: begins the message."""
     from huggingface_hub import errors
 
-    # huggingface_hub 0.x is built on requests, 1.x on httpx: the base of both libraries' errors
-    http = cast("type[Exception]", errors.HfHubHTTPError.__base__)
     try:
         yield
     except HubError:
         raise
-    except (http, OSError, errors.HFValidationError) as error:
+    except (_http_error(), OSError, errors.HFValidationError) as error:
         page = f"https://huggingface.co/{repository}"
         first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         status = getattr(getattr(error, "response", None), "status_code", None)

@@ -25,7 +25,9 @@ from flowalign.config import (
     to_yaml,
 )
 from flowalign.files import read_lines
+from flowalign.markdown import block, code, escaped
 from flowalign.preflight import span
+from flowalign.printable import shown
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCard
@@ -108,22 +110,25 @@ def card(folder: Path, config: TrainingStage | MergeStage, made_by: str | None =
     return ModelCard.from_template(
         data,
         template_path=str(Path(__file__).with_name("card.md.j2")),
-        name=folder.name,
+        name=escaped(folder.name),
         version=__version__,
         base=base,
+        base_code=code(base),
+        base_text=json.dumps(base, ensure_ascii=False),
         stage=config.stage,
-        tasks=", ".join(tasks),
-        source=folder / "adapter",
+        tasks=", ".join(map(escaped, tasks)),
+        source_text=json.dumps(str(folder / "adapter"), ensure_ascii=False),
         lora=adapter,
         rank=span(adapter.ranks),
         scale=span(adapter.scales),
         scores_title=title,
         scores=scores,
         origins=origins(folder, config),
-        command=made_by,
+        # a line break in it would end its block
+        command=made_by if not made_by or made_by.isprintable() else shown(made_by, 2000),
         overruled=isinstance(config, TrainingStage) and config.lora.init,
         file=f"../{CONFIG}",
-        config=to_yaml(config),
+        config=block(to_yaml(config), "yaml"),
     )
 
 
@@ -145,20 +150,23 @@ def origins(folder: Path, config: TrainingStage | MergeStage) -> str:
     """The base, adapters and rewards of a run as a Markdown list, with their licences if known."""
     terms = licence(config.model.id)
     known = terms.get("license_link") or terms.get("license") or "see there"
-    lines = [f"base `{config.model.id}`; its licence holds for this adapter, too: {known}"]
-    lines += [f"{place}: `{source}`" for place, source in config.inputs.items()]
+    lines = [f"base {code(config.model.id)}; its licence holds for this adapter, too: {known}"]
+    lines += [f"{escaped(place)}: {code(source)}" for place, source in config.inputs.items()]
     if isinstance(config, TrainingStage):
         lines += [
-            f"guidance of {place}: {scale:g}, where the student is trained at "
+            f"guidance of {escaped(place)}: {scale:g}, where the student is trained at "
             f"{config.guidance:g}: a mixture of two scales"
             for place, scale in config.mixtures.items()
         ]
         use = "reward" if config.learns_from_rewards else "scored, but not trained, by the reward"
         for task in config.tasks:
             if task.reward and (config.learns_from_rewards or config.evaluation):
-                lines.append(f"{task.name}: {use} {judge(task.reward.name, task.reward.options)}")
+                lines.append(
+                    f"{escaped(task.name)}: {use} {judge(task.reward.name, task.reward.options)}"
+                )
     if (report := folder / REPORT).is_file():
-        lines.append(f"merged as: {report.read_text().splitlines()[0]}")
+        first = report.read_text(encoding="utf-8").partition("\n")[0]
+        lines.append(f"merged as: {escaped(first)}")
     return "\n".join(f"- {line}" for line in lines)
 
 
@@ -166,13 +174,17 @@ def judge(name: str, options: Mapping[str, Any]) -> str:
     """A reward with these options as Markdown, and the licences of what they use, if known."""
     components = [*options.get("rewards", ()), options.get("reward"), options.get("gate")]
     if specs := [spec for spec in components if isinstance(spec, Mapping)]:
-        return f"`{name}` of {', '.join(judge(s['name'], s.get('options') or {}) for s in specs)}"
+        return (
+            f"{code(name)} of {', '.join(judge(s['name'], s.get('options') or {}) for s in specs)}"
+        )
     option, default = CHOICES.get(name, MODEL)
     chosen = options.get(option, default)
     notes = [LICENSES[name]] if name in LICENSES else []
     if isinstance(chosen, str):
-        notes.append(f"{option} `{chosen}`" + (f": {CHOSEN[chosen]}" if chosen in CHOSEN else ""))
-    return f"`{name}`" + (f" ({'; '.join(notes)})" if notes else "")
+        notes.append(
+            f"{option} {code(chosen)}" + (f": {CHOSEN[chosen]}" if chosen in CHOSEN else "")
+        )
+    return code(name) + (f" ({'; '.join(notes)})" if notes else "")
 
 
 # Scores of the run -------------------------------------------------------------------------------
@@ -226,7 +238,7 @@ def score_table(rows: Sequence[Mapping[str, Any]], start: str) -> str:
     for name in first:
         if name.startswith(metrics.EVAL):
             cells = [f"{row.get(name, float('nan')):.3f}" for row in (first, best, last)]
-            table.append(f"| {name.removeprefix(metrics.EVAL)} | {' | '.join(cells)} |")
+            table.append(f"| {escaped(name.removeprefix(metrics.EVAL))} | {' | '.join(cells)} |")
     note = (
         f"Taken at updates {first['update']}, {best['update']} and {last['update']}; the best one "
         "was chosen by its headline on these very prompts."
@@ -284,17 +296,17 @@ def _results_table(document: Mapping[str, Any], name: str, config: EvalStage) ->
     first = next(iter(models))
     reference = {(row["benchmark"], row["metric"]): row for row in models[first]["rows"]}
     beside = [first] if first != name else []
-    columns = ["benchmark", "metric", *beside, "this adapter", "prompts"]
+    columns = ["benchmark", "metric", *map(escaped, beside), "this adapter", "prompts"]
     table = [columns, ["---"] * len(columns)]
     for row in models[name]["rows"]:
         key = (row["benchmark"], row["metric"])
         other = [_cell(reference.get(key)) for _ in beside]
-        table.append([*key, *other, _cell(row), str(row["n"])])
+        table.append([*map(escaped, key), *other, _cell(row), str(row["n"])])
     environment = models[name].get("environment") or {}
     versions = ", ".join(f"{package} {version}" for package, version in environment.items())
     note = (
         f"Mean ± standard error. {_sampling(config.sampling, config)}. "
-        f"Measured by `flowalign eval --config eval.yaml` with {versions}."
+        f"Measured by `flowalign eval --config eval.yaml` with {escaped(versions)}."
     )
     return "\n".join([*(f"| {' | '.join(cells)} |" for cells in table), "", note])
 

@@ -190,10 +190,7 @@ class _Routes:
         return wire.decode_request(body.tobytes(), self.settings.limits)
 
     def _score(self, rows: wire.Request) -> Scores:
-        try:
-            scores = score(self.reward, to_float(rows.pixels), rows.prompts, rows.metadata)
-        except (KeyboardInterrupt, SystemExit) as error:  # it would end the server's event loop
-            raise RuntimeError(f"the reward raised {type(error).__name__}") from error
+        scores = score(self.reward, to_float(rows.pixels), rows.prompts, rows.metadata)
         return replace(scores, reasons={row: clean(text) for row, text in scores.reasons.items()})
 
 

@@ -27,6 +27,7 @@ from safetensors.numpy import save
 from torch import Tensor
 
 from flowalign.images import to_uint8
+from flowalign.printable import shown
 from flowalign.types import Metadata, Scores
 
 VERSION = 2  # 1 had a tensor per image, raw or PNG
@@ -252,7 +253,7 @@ def _parse(data: bytes, status: int, depth: int, values: int) -> dict[str, Any]:
     if type(version) is not int or version != VERSION:
         raise WireError(
             status,
-            f"the other side speaks version {str(version)[:20]} of the wire format and this one "
+            f"the other side speaks version {shown(str(version), 20)} of the wire format, this one "
             f"{VERSION}; run the same release of flowalign on both.",
         )
     return document

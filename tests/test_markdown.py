@@ -1,0 +1,93 @@
+"""Texts of strangers in Markdown, HTML, captions and on terminals: shown, not obeyed."""
+
+import html
+import re
+from pathlib import Path
+
+import markdown_it
+import pytest
+from generated import examples, holds, texts
+from hypothesis import strategies as st
+from test_hostile_files import harmless
+
+from flowalign.eval import table
+from flowalign.eval.stats import rows_of
+from flowalign.markdown import block, code, escaped
+from flowalign.pictures import grid
+from flowalign.printable import shown
+from flowalign.types import EvalRow
+
+NASTY = [
+    "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "a | b", "**bold**", "_a_ b_c",
+    "[x](javascript:alert(1))", "![x](http://x/y.png)", "`code`", "``` \n# head", "~~gone~~",
+    "&lt;", "$x^2$", "\x1b[2J\x1b[31mred", "\u202eevil", "a\n\n# head", "a\r\n| b |", "\\", "\\|",
+    "<!-- ", "- x", "1. x", "| --- |", "http://x.y/<b>", "$\\frac{", "a\0b",
+]  # fmt: skip
+hostile = st.sampled_from(NASTY) | texts | st.text(alphabet="|`*_<>[]()!&$\\~# \n-ab", max_size=30)
+RENDERER = markdown_it.MarkdownIt("commonmark").enable(["table", "strikethrough"])
+
+
+def seen(page: str) -> str:
+    """The text of an HTML page, without its tags."""
+    return html.unescape(re.sub(r"<[^>]*>", "", page))
+
+
+def tags(page: str) -> set[str]:
+    return set(re.findall(r"<\s*([a-z0-9!]+)", page, re.IGNORECASE))
+
+
+@examples(200)
+def test_any_text_is_shown_by_markdown_as_it_is(count: int) -> None:
+    def check(text: str) -> None:
+        page = RENDERER.render(f"x {escaped(text)} y")
+        assert tags(page) == {"p"}
+        assert seen(page).split() == ["x", *shown(text, 500).split(), "y"]
+        page = RENDERER.render(f"x {code(text)} y")
+        assert tags(page) == {"p", "code"}
+        assert seen(page).split() == ["x", *shown(text, 500).split(), "y"]
+
+    holds(check, count, text=hostile)
+
+
+@examples(100)
+def test_any_text_stays_in_its_block_of_code(count: int) -> None:
+    def check(text: str) -> None:
+        page = RENDERER.render(f"{block(text, 'yaml')}\n\nafter")
+        assert page.endswith("</code></pre>\n<p>after</p>\n") and page.count("<code") == 1
+
+    holds(check, count, text=hostile.filter(lambda text: "\0" not in text and "\ud800" not in text))
+
+
+class Mark:
+    """A benchmark."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.headline = name, "correct"
+
+
+@examples(200)
+def test_a_table_has_its_rows_and_columns_whatever_names_and_tags_say(count: int) -> None:
+    """As of an evaluation whose prompts have these tags."""
+
+    def check(model: str, name: str, tag: str) -> None:
+        image = {"index": 0, "copy": 0, "prompt": tag, "metadata": {"tag": tag}}
+        images = [{**image, "index": i, "value": 0.5, "correct": 1.0} for i in range(2)]
+        rows = rows_of(Mark(name), images)
+        text = table.details({model: rows})
+        number = EvalRow(name, "m", 0.5, 0.1, 2)
+        text += "\n" + table.markdown(table.Table(f"{model}:", {model: {name: number}}, {name: 3}))
+        page = RENDERER.render(text)
+        assert tags(page) <= {"table", "thead", "tbody", "tr", "th", "td", "p"}
+        assert page.count("<tr>") == 1 + len(rows) + 3 and page.count("<td") == 4 * len(rows) + 4
+        assert shown(tag, 500).strip() in seen(page).replace("\xa0", " ") or not tag.strip()
+        assert harmless(text.replace("\n", ""))
+
+    holds(check, count, model=hostile, name=hostile, tag=hostile)
+
+
+@pytest.mark.parametrize("text", NASTY)
+def test_any_text_is_a_caption(text: str, tmp_path: Path) -> None:
+    import torch
+
+    grid(tmp_path / "x.png", torch.zeros(2, 3, 8, 8), [text, "b"], title=text)
+    assert (tmp_path / "x.png").stat().st_size > 500
