@@ -23,7 +23,7 @@ from flowalign import manifest
 from flowalign.eval import stats
 from flowalign.eval.table import line
 from flowalign.markdown import escaped
-from flowalign.printable import shown
+from flowalign.printable import harmless, shown
 from flowalign.types import EvalRow
 
 VERSION = 1  # of results.json; raised whenever an older reader would misread a newer file
@@ -203,7 +203,7 @@ def main(argv: Sequence[str]) -> int:
         )
         result = compare(*documents, names)
     except Incomparable as error:
-        print(f"flowalign eval compare: {error}", file=sys.stderr)
+        print(harmless(f"flowalign eval compare: {error}"), file=sys.stderr)
         return 2
     print(markdown(result, names), end="")
     models = [d["models"][name] for d, name in zip(documents, names, strict=True)]

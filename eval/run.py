@@ -8,6 +8,7 @@ layouts/ where a benchmark asks for it. The same command continues a run that wa
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -15,8 +16,10 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flowalign import lock
 from flowalign.config import ConfigError, EvalStage, load
 from flowalign.preflight import check_launch, check_world
+from flowalign.printable import harmless
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -50,6 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return compare(argv[1:])
     args = parser().parse_args(argv)
+    try:
+        config = load(args.config, args.overrides, stage=EvalStage, variant=args.variant)
+        if int(os.environ.get("RANK") or 0) == 0:
+            lock.check(config.output)
+    except ConfigError as error:  # before the libraries are imported, which takes many seconds
+        print(error, file=sys.stderr)
+        return 2
     from flowalign import parallel, results, rewards
     from flowalign.backbone import ModelError
     from flowalign.eval.store import StoreError
@@ -62,7 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     rewards.look_beside(args.config)
     with status:
-        config = load(args.config, args.overrides, stage=EvalStage, variant=args.variant)
         evaluate(config)
         if parallel.state().is_main_process:
             print(results.summary(config), flush=True)
@@ -75,7 +84,21 @@ def evaluate(config: EvalStage) -> Path:
     Raises ConfigError before any image is sampled, EvaluationError if more than
     `max_invalid_share` of a benchmark's images have no score.
     """
-    from flowalign import files, parallel
+    from flowalign import parallel
+    from flowalign.progress import quiet
+
+    quiet()
+    accelerator = parallel.accelerator(config)
+    check_launch(accelerator.num_processes)
+    check_world(config, accelerator.num_processes)
+    with lock.holding(config.output, accelerator.is_main_process):
+        _evaluate(config, accelerator)
+    parallel.finish(accelerator)
+    return Path(config.output)
+
+
+def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
+    from flowalign import files, ranks
     from flowalign.backbone import Backbone
     from flowalign.eval.fidelity import load_reference
     from flowalign.eval.files import write
@@ -83,15 +106,11 @@ def evaluate(config: EvalStage) -> Path:
     from flowalign.eval.store import fingerprint, open_stores
     from flowalign.eval.suite import build_sets
     from flowalign.eval.table import Results
-    from flowalign.progress import quiet
 
-    quiet()
-    accelerator = parallel.accelerator(config)
-    check_launch(accelerator.num_processes)
-    check_world(config, accelerator.num_processes)
     if accelerator.is_main_process:
         files.remove_leftovers(config.output)
     accelerator.wait_for_everyone()
+    ranks.watch().at("loading the models")
     size = (config.model.height, config.model.width)
     sets = build_sets(config.benchmarks, "benchmarks", accelerator.device, size)
     reference = load_reference(config, sets, accelerator.device)
@@ -107,6 +126,7 @@ def evaluate(config: EvalStage) -> Path:
     ]
     admit(stores.values(), exports, accelerator)  # the last check: from here on, it writes
     judged = score_models(backbone, config, sets, reference, accelerator, stores)
+    ranks.watch().at("the report")
     if accelerator.is_main_process:
         # of each image set one judge, so that fidelity counts every image once
         shared = [images.judges[0].name for images in sets if images.judges]
@@ -119,8 +139,6 @@ def evaluate(config: EvalStage) -> Path:
         for export in exports:
             export.write()
             print(f"{export.images.layout}: {export.folder}")
-    parallel.finish(accelerator)
-    return Path(config.output)
 
 
 def load_adapters(backbone: Backbone, config: EvalStage) -> dict[str, str | None]:
@@ -197,17 +215,20 @@ def score_models(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as Left
 
+    from flowalign import ranks
     from flowalign.eval.stats import headline_rows, lost
     from flowalign.eval.suite import EvaluationError, judge_set
 
     console = Console(stderr=True, quiet=not accelerator.is_main_process)
-    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), Left())
+    name_of = TextColumn("{task.description}", markup=False)
+    columns = (name_of, BarColumn(20), MofNCompleteColumn(), Left())
     judged: dict[str, dict[str, Judged]] = {name: {} for name in config.models}
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         total = sum(len(images.prompts) * images.copies for images in sets)
         task = bar.add_task("images", total=total * len(config.models))
         for name, images in product(config.models, sets):
-            bar.update(task, description=f"{name}: {images.name}")
+            bar.update(task, description=harmless(f"{name}: {images.name}"))
+            ranks.watch().at(f"the evaluation of {name} on {images.name}")
             with using(backbone, config, name):
                 results = judge_set(
                     backbone,
@@ -224,7 +245,7 @@ def score_models(
             for benchmark, result in zip(images.judges, results, strict=True):
                 judged[name][benchmark.name] = result
                 number = headline_rows(benchmark, result.rows)[0].mean
-                console.print(f"{name}: {benchmark.name} {number:.3f}")
+                console.print(harmless(f"{name}: {benchmark.name} {number:.3f}"), markup=False)
                 if reason := lost(benchmark, result.rows, config.max_invalid_share):
                     problems.append(f"{name}, {reason}")
             if problems:

@@ -16,14 +16,12 @@ from flowalign.status import WARNINGS
 LOG = "metrics.jsonl"  # of a run; each checkpoint has a copy
 SAMPLES = "samples"
 DRAWN = re.compile(r"[a-z_]+_(\d{6,})\.\w+")  # update_000020.png, held_out_000020.json
-LEFT = (".adapter.*", f".{LOG}.*", ".config.yaml.*", ".status.json.*", f"{SAMPLES}/.*")
 
 
 def go_back(run: Path, checkpoint: Path, update: int, evaluated: int) -> str:
     """Make log, samples and warnings those of a run that has just written this checkpoint. update,
     evaluated: rollouts done, and done at the last evaluation that counted; a later one is taken
     again. Returns what was wrong with the log up to there, "" if nothing was."""
-    _sweep(run)
     for path in (run / SAMPLES).glob("*"):
         if (match := DRAWN.fullmatch(path.name)) and int(match[1]) > update:
             path.unlink()
@@ -68,18 +66,7 @@ def _repeated(row: Mapping[str, Any], evaluated: int) -> bool:
 
 def clear(run: Path) -> None:
     """Remove what a run left that ended before its first checkpoint, so that it starts anew."""
-    _sweep(run)
     for name in (LOG, WARNINGS):
         (run / name).unlink(missing_ok=True)
     for name in (SAMPLES, "adapter"):
         shutil.rmtree(run / name, ignore_errors=True)
-
-
-def _sweep(run: Path) -> None:
-    """Remove what a kill left half written."""
-    for pattern in LEFT:
-        for path in run.glob(pattern):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()

@@ -32,6 +32,7 @@ from flowalign import (
     kept,
     metrics,
     parallel,
+    ranks,
     resume,
     snapshots,
     trackers,
@@ -231,12 +232,15 @@ class Loop:
         while self.update < train.updates:
             self.requests.meet(longest)
             began = time.perf_counter()
+            self._at("the rollout", offset=1)
             rollout = self.rollout(self.update)
             sampled = time.perf_counter()
+            self._at("scores and labels", offset=1)
             prepared = self.prepare(rollout)
             scored = time.perf_counter()
             with self.requests.whole():  # an update is learnt as a whole, or not at all
                 self._whole = False
+                self._at("the gradient", offset=1)
                 values = self.learn(prepared)
                 if isinstance(prepared, Prepared) and self._due(train.sample_every, offset=1):
                     self._draw(rollout, prepared.notes)
@@ -468,6 +472,7 @@ class Loop:
         if self.update != self.config.train.updates and not self._due(settings.every):
             return
         self.requests.meet()  # it may take many minutes
+        self._at("the evaluation")
         with self.averaged():
             headline, report = self.evaluate()
             with self.requests.whole():
@@ -502,9 +507,8 @@ class Loop:
 
     def _keep_adapter(self, scores: Mapping[str, float]) -> None:
         self._check_finite(self.parameters, "the adapter")
-        if self.accelerator.is_main_process:
-            save = partial(self.backbone.save_adapter, STUDENT)
-            kept.write(self.folder, save, scores)
+        save = partial(self.backbone.save_adapter, STUDENT)
+        parallel.from_main(lambda: kept.write(self.folder, save, scores))
 
     def _log(self, values: Mapping[str, float]) -> None:
         if self.accelerator.is_main_process:
@@ -524,6 +528,10 @@ class Loop:
     def _due(self, every: int, offset: int = 0) -> bool:
         return (self.update + offset) % every == 0
 
+    def _at(self, what: str, offset: int = 0) -> None:
+        """Say what this rank is at; other ranks name it if it is lost there."""
+        ranks.watch().at(what, self.update + offset)
+
     # Checkpoints -------------------------------------------------------------------------------
 
     def _tensors(self) -> dict[str, Any]:
@@ -533,7 +541,11 @@ class Loop:
     def save(self) -> Path:
         """A complete checkpoint of this moment. Raises OSError on all processes if it cannot be
         written; the older ones are then as they were."""
-        copies = {history.LOG: self.folder / history.LOG, **(self._kept() if self.best else {})}
+        self._at("the checkpoint")
+        self.best = parallel.from_main(self._sound_best)
+        copies = {history.LOG: self.folder / history.LOG}
+        if self.best:
+            copies[kept.COPY] = self.folder / kept.ADAPTER
         scaler = self.accelerator.scaler
         states = {
             "optimizer": self.parallel.optimizer_state(self.optimizer),
@@ -552,24 +564,22 @@ class Loop:
             copies=copies,
         )
 
-    def _kept(self) -> dict[str, Path]:
-        """{name in a checkpoint: the adapter that is kept}. A damaged one is restored from the last
-        checkpoint."""
-        if self.accelerator.is_main_process and (reason := kept.wrong(self.folder, self.best)):
-            place, latest = self.folder / kept.ADAPTER, self.checkpoints.latest()
-            lost = self.best["update"]
-            self.best = dict(kept.restore(self.folder, latest)) if latest else {}
-            log.warning(
-                "%s: %s, so that of update %d is lost. The best one is now that of update %s.",
-                place, reason, lost, self.best.get("update", "(none: the next one evaluated)"),
-            )  # fmt: skip
-        return {kept.COPY: self.folder / kept.ADAPTER} if self.best else {}
+    def _sound_best(self) -> dict[str, float]:
+        """Which adapter is kept. Where that was damaged since, the one of the last checkpoint."""
+        if not self.best or not (wrong := kept.wrong(self.folder, self.best)):
+            return self.best
+        latest = self.checkpoints.latest()
+        best = dict(kept.restore(self.folder, latest)) if latest else {}
+        log.warning(
+            "%s: %s, so that of update %d is lost. The best one is now that of update %s.",
+            self.folder / kept.ADAPTER, wrong, self.best["update"],
+            best.get("update", "(none: the next one evaluated)"),
+        )  # fmt: skip
+        return best
 
     def begin(self) -> None:
         """Start anew: an earlier attempt may have ended before its first checkpoint."""
-        if self.accelerator.is_main_process:
-            history.clear(self.folder)
-        self.accelerator.wait_for_everyone()
+        parallel.from_main(lambda: history.clear(self.folder))
 
     def resume(self, *, any_world: bool = False) -> bool:
         """Continue from the newest sound checkpoint; False if there is none. The main process looks
@@ -590,19 +600,19 @@ class Loop:
         if self.accelerator.is_main_process:
             for text in resume.warnings(found, self.identity):
                 log.warning(text)
-        states, progress = checkpoint.load(
-            found.folder, self.accelerator.process_index, self._tensors()
-        )
-        self.parallel.load_optimizer_state(self.optimizer, states["optimizer"])
+        rank, place = self.accelerator.process_index, found.folder
+        try:
+            states, progress = checkpoint.load(place, rank, self._tensors())
+            self.parallel.load_optimizer_state(self.optimizer, states["optimizer"])
+        except ValueError as error:  # it is whole, and of another strategy
+            raise ConfigError([f"--resume: {error}"]) from error
         self.lr.load_state_dict(states["lr"])
         if self.accelerator.scaler and states["scaler"]:
             self.accelerator.scaler.load_state_dict(states["scaler"])
         self.update, self.steps = progress["update"], progress["steps"]
         self.evaluated, self.best = progress["evaluated"], progress["best"]
         self.alarm.load(progress["alarm"])
-        if self.accelerator.is_main_process:
-            self._go_back(found.folder)
-        self.accelerator.wait_for_everyone()
+        parallel.from_main(lambda: self._go_back(place))
         return True
 
     def _go_back(self, folder: Path) -> None:
@@ -611,7 +621,8 @@ class Loop:
             log.warning("%s: %s. It is restored.", self.folder / history.LOG, wrong)
         if self.best and (wrong := kept.wrong(self.folder, self.best)):
             kept.restore(self.folder, folder)
-            log.warning("%s: %s. It is restored.", self.folder / kept.ADAPTER, wrong)
+            if wrong != kept.OTHER:  # that of a later update comes again
+                log.warning("%s: %s. It is restored.", self.folder / kept.ADAPTER, wrong)
 
 
 def optimizer(config: TrainingStage, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

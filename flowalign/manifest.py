@@ -37,22 +37,27 @@ class Manifest:
 
 
 def seal(
-    folder: str | Path, about: Mapping[str, Any], names: Iterable[str] | None = None
+    folder: str | Path,
+    about: Mapping[str, Any],
+    names: Iterable[str] | None = None,
+    *,
+    file: str = MANIFEST,
 ) -> Manifest:
     """Write the manifest of a folder, after its files are on the disk itself.
 
-    names: the files that it vouches for, below the folder; None = all that are there.
+    names: the files that it vouches for, below the folder; None = all that are there. file: the
+    name of the manifest, where a folder has several.
     """
     folder = Path(folder)
     if names is None:
-        found = (path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+        found = (path for path in folder.rglob("*") if path.is_file() and path.name != file)
         names = (path.relative_to(folder).as_posix() for path in found)
     listed = {}
     for name in sorted(names):
         path = folder / name
         files.flush(path)
         listed[name] = (path.stat().st_size, digest(path))
-    with files.replacing(folder / MANIFEST, durable=True) as part:
+    with files.replacing(folder / file, durable=True) as part:
         part.write_text(text(listed, about))
     return Manifest(listed, dict(about))
 
@@ -63,9 +68,9 @@ def text(listed: Mapping[str, tuple[int, str]], about: Mapping[str, Any]) -> str
     return json.dumps({"sha256": _own_digest(content), **content}, indent=1)
 
 
-def read(folder: str | Path) -> Manifest:
+def read(folder: str | Path, *, file: str = MANIFEST) -> Manifest:
     """The manifest of a folder, without a look at the files; Damaged if it is missing or broken."""
-    path = Path(folder) / MANIFEST
+    path = Path(folder) / file
     try:
         content = json.loads(path.read_bytes())
         if isinstance(content, dict) and not content.keys() & {"sha256", "format", "files"}:
@@ -74,7 +79,7 @@ def read(folder: str | Path) -> Manifest:
         if said != _own_digest(content):
             raise ValueError("it does not have the digest that it says")
         if content["format"] != FORMAT:
-            raise Damaged(f"{MANIFEST} has format {content['format']!r}; want {FORMAT}")
+            raise Damaged(f"{file} has format {content['format']!r}; want {FORMAT}")
         listed = {name: (size, sha256) for name, (size, sha256) in content["files"].items()}
         return Manifest(listed, content["about"])
     except FileNotFoundError:
@@ -82,10 +87,12 @@ def read(folder: str | Path) -> Manifest:
     except Damaged:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{MANIFEST} cannot be read ({error})") from None
+        raise Damaged(f"{file} cannot be read ({error})") from None
 
 
-def check(folder: str | Path, names: Collection[str] | None = None) -> Manifest:
+def check(
+    folder: str | Path, names: Collection[str] | None = None, *, file: str = MANIFEST
+) -> Manifest:
     """The manifest of a folder whose files are as it says; Damaged with what is wrong otherwise.
 
     Files that the manifest does not name are not looked at. names: look at no others (None = all).
@@ -93,13 +100,13 @@ def check(folder: str | Path, names: Collection[str] | None = None) -> Manifest:
     folder = Path(folder)
     if not folder.is_dir():
         raise Damaged("it is no folder")
-    manifest = read(folder)
+    manifest = read(folder, file=file)
     for name, (size, sha256) in manifest.files.items():
         if names is not None and name not in names:
             continue
         place = PurePosixPath(name)
         if place.is_absolute() or ".." in place.parts:
-            raise Damaged(f"{MANIFEST} names {name!r}, which lies outside of the folder")
+            raise Damaged(f"{file} names {name!r}, which lies outside of the folder")
         path = folder / name
         try:
             now = path.stat().st_size

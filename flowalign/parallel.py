@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import (
@@ -35,8 +36,11 @@ from packaging.version import Version
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from flowalign import ranks
 from flowalign.backbone import Backbone
 from flowalign.config import ConfigError, Stage, TrainingStage
+from flowalign.printable import harmless
+from flowalign.status import read_status
 from flowalign.stopping import CODES, Interrupted
 from flowalign.timeouts import group_timeout
 
@@ -52,13 +56,45 @@ def state(*configs: Stage) -> PartialState:
     """What accelerate knows of the processes. Ask it before an Accelerator is made: several
     processes on a machine without a GPU would each believe that they are alone.
 
-    The first call makes their group, whose timeout is the longest that the stages of these configs
-    need (`flowalign.timeouts`); later calls return that group.
+    The first call makes their group and the watch over its ranks (`flowalign.ranks`). The timeout
+    is the longest that the stages of these configs need (`flowalign.timeouts`). Later calls return
+    that group.
     """
     launched = int(os.environ.get("WORLD_SIZE") or 1)  # the group does not exist yet
     longest = max((group_timeout(config, launched) for config in configs), default=None)
-    options = {} if longest is None else {"timeout": timedelta(seconds=longest)}
-    return PartialState(cpu=not torch.accelerator.is_available(), **options)
+    options: dict[str, Any] = _fresh_store()
+    if longest is not None:  # the watch comes first: it names the rank that is waited for
+        options["timeout"] = timedelta(seconds=longest + ranks.MARGIN)
+    made = PartialState(cpu=not torch.accelerator.is_available(), **options)
+    ranks.watch().begin(longest)
+    return made
+
+
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # the launcher tells its ranks which attempt this is
+
+
+def _fresh_store() -> dict[str, Any]:
+    """What the group of restarted ranks is made with. Where the launcher's rendezvous is static, as
+    accelerate's is, torch gives them the store of the ranks before them, with addresses where
+    nobody listens any more. So the keys of each attempt have a prefix."""
+    attempt, world = (int(os.environ.get(key) or 0) for key in (RESTARTS, "WORLD_SIZE"))
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"  # takes no store
+    if not attempt or world < 2 or deepspeed or torch.distributed.is_initialized():
+        return {}
+    store, rank, size = next(torch.distributed.rendezvous("env://"))
+    prefixed = torch.distributed.PrefixStore(f"attempt_{attempt}", store)
+    return {"store": prefixed, "rank": rank, "world_size": size}
+
+
+def restarted(folder: Path) -> bool:
+    """Whether the launcher has started these processes again (`--max-restarts`) after it began the
+    run in this folder. A run that was refused has not begun. All processes must ask."""
+    if int(os.environ.get(RESTARTS) or 0) == 0:
+        return False
+    status = read_status(folder)
+    launcher = psutil.Process(os.getppid())
+    answers = [status is not None and status.began > launcher.create_time()]
+    return bool(broadcast_object_list(answers)[0])  # of rank 0, which wrote it
 
 
 def accelerator(config: Stage, **options: Any) -> Accelerator:
@@ -136,13 +172,18 @@ class ExitStatus:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        watch = ranks.watch()
         if error is None:
+            watch.leave()
             part()
+        elif isinstance(lost := watch.explain(error) or error, ranks.LostRank):
+            watch.tell(str(lost))
+            self.code = 1
         elif isinstance(error, self.refused):
-            print(error, file=sys.stderr)
+            print(harmless(str(error)), file=sys.stderr)
             self.code = 2
         elif isinstance(error, self.stopped):
-            print(f"stopped: {error}", file=sys.stderr)
+            print(harmless(f"stopped: {error}"), file=sys.stderr)
             self.code = 1
         elif isinstance(error, KeyboardInterrupt):
             known = isinstance(error, Interrupted)
@@ -158,6 +199,8 @@ class ExitStatus:
                 file=sys.stderr,
             )
             self.code = 1
+        if error is not None:
+            watch.leave(self.code or 1, f"{type(error).__name__}: {error}")
         return error is None or self.code != 0
 
 

@@ -1,19 +1,20 @@
 """A list of stages, each with its folder: teachers -> merge or sft -> student -> table.
 
 A recipe is checked as a whole before its first stage runs. A stage that is finished is skipped when
-the recipe is run again, and one that was killed continues from its last checkpoint.
+the recipe is run again, and one that was killed continues from its last checkpoint. A finished
+stage proves itself by a manifest; one that is damaged is run again, as if it had been killed.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowalign import files
+from flowalign import files, lock, manifest
 from flowalign.adapters.files import file_digest
 from flowalign.config import (
     STAGES,
@@ -28,6 +29,7 @@ from flowalign.config import (
     read,
     to_yaml,
 )
+from flowalign.manifest import Damaged
 from flowalign.preflight import check_launch, world_problems
 from flowalign.publish.card import REPORT, write_card
 from flowalign.status import Heartbeat
@@ -36,7 +38,14 @@ if TYPE_CHECKING:
     from flowalign.teachers.merge import MergeReport
 
 REFERENCE = "stage:"
-DONE = "done.json"  # what a finished stage leaves: its config, and the inputs it was made from
+# The manifest of a finished stage. It tells the stage's config and the inputs it was made from.
+DONE = "done.json"
+PROVED = (  # the files that it vouches for: what later stages and people read
+    "adapter/*.safetensors", "adapter/*.json", "config.yaml", "metrics.jsonl", "report.md",
+    "results.json", "table.md",
+)  # fmt: skip
+
+log = logging.getLogger("flowalign")
 
 
 def run(
@@ -63,41 +72,62 @@ def run(
     if problems := _problems(config, stages, problems, state.num_processes, any_world):
         raise ConfigError(problems)
     folder, main = Path(config.output), state.is_main_process
-    if main and record:
-        whole = {name: stage.model_dump(mode="json") for name, stage in stages.items()}
-        with files.replacing(folder / "config.yaml") as part:  # without the files that it uses
-            part.write_text(to_yaml(config.model_copy(update={"stages": whole})))
-    for place in ([folder] if record else [s.output for s in stages.values()]) if main else ():
-        files.remove_leftovers(place)
-    show = print if main else (lambda *text, **how: None)
-    with Heartbeat(folder, main and record, total=len(stages)) as heartbeat:
-        for number, (name, stage) in enumerate(stages.items(), 1):
-            heartbeat.say(update=number - 1, text=name)
-            head = f"[{number}/{len(stages)}] {name} ({stage.stage})"
-            if finished(stage):
-                show(f"{head}: finished before", flush=True)
-                continue
-            show(f"{head} -> {stage.output}", flush=True)
-            if isinstance(stage, TrainingStage):
-                train(stage)
-            elif isinstance(stage, MergeStage):
-                if main:
-                    show(f"  {merged(stage).summary}", flush=True)
-            elif isinstance(stage, EvalStage):
-                evaluate(stage)
-            parallel.release()
-            if main:
-                _mark_finished(stage)
-            state.wait_for_everyone()
-        heartbeat.say(update=len(stages))
+    with lock.holding(folder, main and record):
+        if main and record:
+            whole = {name: stage.model_dump(mode="json") for name, stage in stages.items()}
+            with files.replacing(folder / "config.yaml") as part:  # without the files that it uses
+                part.write_text(to_yaml(config.model_copy(update={"stages": whole})))
+        for place in ([folder] if record else [s.output for s in stages.values()]) if main else ():
+            files.remove_leftovers(place)
+        with Heartbeat(folder, main and record, total=len(stages)) as heartbeat:
+            _run_stages(stages, heartbeat, train, evaluate)
     return folder
+
+
+def _run_stages(
+    stages: Mapping[str, Stage],
+    heartbeat: Heartbeat,
+    train: Callable[[TrainingStage], object],
+    evaluate: Callable[[EvalStage], object],
+) -> None:
+    from flowalign import parallel, ranks
+
+    state = parallel.state()
+    main = state.is_main_process
+    show = print if main else (lambda *text, **how: None)
+    for number, (name, stage) in enumerate(stages.items(), 1):
+        heartbeat.say(update=number - 1, text=name)
+        ranks.watch().at(f"stage {name}")
+        head = f"[{number}/{len(stages)}] {name} ({stage.stage})"
+        damage = damage_of(stage)
+        if damage is None:
+            if changed := _stale(stage, stages):  # by a damaged stage that ran again
+                raise ConfigError(changed)
+            show(f"{head}: finished before", flush=True)
+            continue
+        if damage and main:
+            log.warning("%s was finished, and %s. It is run again.", stage.output, damage)
+        show(f"{head} -> {stage.output}", flush=True)
+        if isinstance(stage, TrainingStage):
+            train(stage)
+        elif isinstance(stage, MergeStage):
+            if main:
+                show(f"  {merged(stage).summary}", flush=True)
+        elif isinstance(stage, EvalStage):
+            evaluate(stage)
+        parallel.release()
+        if main:
+            _mark_finished(stage)
+        state.wait_for_everyone()
+    heartbeat.say(update=len(stages))
 
 
 def _mark_finished(stage: Stage) -> None:
     inputs = {source: file_digest(source) for source in stage.inputs.values()}
+    folder = Path(stage.output)
+    proved = [path.relative_to(folder).as_posix() for name in PROVED for path in folder.glob(name)]
     done = {"config": stage.model_dump(mode="json"), "inputs": inputs}
-    with files.replacing(Path(stage.output) / DONE) as part:
-        part.write_text(json.dumps(done, indent=1))
+    manifest.seal(folder, done, proved, file=DONE)
 
 
 def examine(
@@ -231,23 +261,38 @@ def _problems(
 
 
 def finished(stage: Stage) -> bool:
-    """Whether the stage has run to its end."""
-    return (Path(stage.output) / DONE).is_file()
+    """Whether the stage has run to its end, and what it left is as it was then."""
+    return damage_of(stage) is None
+
+
+def damage_of(stage: Stage) -> str | None:
+    """None for a finished stage, "" for one that is not, and what is damaged in one that was."""
+    if not (Path(stage.output) / DONE).exists():
+        return ""
+    try:
+        manifest.check(stage.output, file=DONE)
+    except Damaged as error:
+        return str(error)
+    return None
 
 
 def _stale(stage: Stage, stages: Mapping[str, Stage]) -> list[str]:
-    """A finished stage that is not what the recipe asks for now."""
+    """A finished stage that is not what the recipe asks for now. What it read of a damaged one is
+    compared when that one has been run again."""
+    damages = {str(Path(s.output) / "adapter"): damage_of(s) for s in stages.values()}
     if not finished(stage):
         return []
-    done = json.loads((Path(stage.output) / DONE).read_text())
+    done = manifest.read(stage.output, file=DONE).about
     again = f"Delete {stage.output} to run it again, or choose another `output`."
     now, then = stage.model_dump(mode="json"), done["config"]
     changed = sorted(key for key in now.keys() | then if now.get(key) != then.get(key))
     if changed:
         return [f"{stage.output}: finished with another {', '.join(changed)}. {again}"]
-    unready = {str(Path(s.output) / "adapter") for s in stages.values() if not finished(s)}
     for place, source in stage.inputs.items():
-        if source in unready or file_digest(source) != done["inputs"].get(source):
+        if damages.get(source):
+            continue
+        unready = damages.get(source) == ""
+        if unready or file_digest(source) != done["inputs"].get(source):
             return [f"{stage.output}: finished with another {place} ({source}). {again}"]
     return []
 
@@ -258,10 +303,11 @@ def merged(stage: MergeStage) -> MergeReport:
     from flowalign.teachers import merge as merging
 
     folder = Path(stage.output)
-    shutil.rmtree(folder / "adapter", ignore_errors=True)  # of a merge that was killed
-    settings = stage.model_dump(exclude={"stage", "output", "model", "adapters"})
-    report = merging.merge(stage.adapters, folder / "adapter", **settings)
-    (folder / REPORT).write_text(f"{report}\n")
-    (folder / "config.yaml").write_text(to_yaml(stage))
-    write_card(folder, stage, sys.argv)
+    with lock.holding(folder):
+        shutil.rmtree(folder / "adapter", ignore_errors=True)  # of a merge that was killed
+        settings = stage.model_dump(exclude={"stage", "output", "model", "adapters"})
+        report = merging.merge(stage.adapters, folder / "adapter", **settings)
+        (folder / REPORT).write_text(f"{report}\n")
+        (folder / "config.yaml").write_text(to_yaml(stage))
+        write_card(folder, stage, sys.argv)
     return report

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowalign import files
+from flowalign import files, lock
 from flowalign.config import (
     ConfigError,
     GrpoStage,
@@ -63,6 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Ctrl-C, 143 by SIGTERM, and 75 by SIGUSR1 or the clock."""
     began = time.monotonic()
     args = parser().parse_args(argv)
+    try:
+        config = load(args.config, args.overrides, stage=Job, variant=args.variant)
+        if not args.dry_run and int(os.environ.get("RANK") or 0) == 0:
+            lock.check(config.output)
+    except ConfigError as error:  # before the libraries are imported, which takes many seconds
+        print(error, file=sys.stderr)
+        return 2
     from flowalign.progress import quiet
 
     quiet()  # before diffusers is imported, which logs while it is
@@ -78,7 +85,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     rewards.look_beside(args.config)
     with status:
-        config = load(args.config, args.overrides, stage=Job, variant=args.variant)
         if args.dry_run:
             from flowalign.forecast import dry
 
@@ -105,6 +111,8 @@ def run(
 
     began = time.monotonic() if began is None else began
     if isinstance(given, TrainingStage):
+        parallel.state(given)
+        resume = resume or parallel.restarted(Path(given.output))
         if resume and parallel.state(given).is_main_process and (text := anew(Path(given.output))):
             log.warning(text)
         clock = Clock(began, given.train.max_minutes)
@@ -144,7 +152,7 @@ def train(
     ConfigError before any model is loaded, TrainingError if the run has to stop, Interrupted if it
     is asked to.
     """
-    from flowalign import parallel, watch
+    from flowalign import parallel, ranks, watch
     from flowalign.determinism import deterministic
 
     processes = parallel.state(config).num_processes
@@ -159,7 +167,9 @@ def train(
     if main and config.evaluation and unscored:
         last = "" if config.evaluates else "; the adapter of the last update is kept"
         log.info("not evaluated, without `validation` and `reward`: %s%s", unscored, last)
-    with deterministic(config.train.deterministic):
+    rank = ranks.watch()
+    rank.at("loading the models")
+    with lock.holding(folder, main), deterministic(config.train.deterministic):
         loop, report, rewards = wire(config, clock)
         if main:
             files.remove_leftovers(folder)
@@ -170,8 +180,9 @@ def train(
                 part.write_text(to_yaml(config))
         loop.accelerator.wait_for_everyone()
         _hint_threads(loop.accelerator)
-        with report.live(loop.update):
+        with report.live(loop.update), rank.explained():
             loop.run()
+            rank.at("pictures and model card")
             finish(loop, config, rewards)
         if main:
             watch.write(folder)  # the run's report

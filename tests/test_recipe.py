@@ -9,10 +9,10 @@ import fakes
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from torch.testing import assert_close
 
-from flowalign import recipe, train
+from flowalign import manifest, recipe, train
 from flowalign.backbone import base
 from flowalign.config import ADAPTER, ConfigError, EvalStage, Stage, TrainingStage
 
@@ -151,11 +151,36 @@ def test_a_recipe_runs_once_and_notices_what_changed(
     (changed,) = problems(path)
     assert "out/second: finished with another seed. Delete" in changed
     written(random_model, tmp_path)
-    done = json.loads((out / "merge" / "done.json").read_text())
-    done["inputs"][str(out / "first" / "adapter")] = "0" * 64
-    (out / "merge" / "done.json").write_text(json.dumps(done))
+    done = manifest.read(out / "merge", file="done.json")
+    inputs = {**done.about["inputs"], str(out / "first" / "adapter"): "0" * 64}
+    manifest.seal(out / "merge", {**done.about, "inputs": inputs}, done.files, file="done.json")
     (stale,) = problems(path)
     assert "out/merge: finished with another adapters.0" in stale
+
+
+@pytest.mark.parametrize("name", ["first/adapter/" + ADAPTER, "first/done.json", "merge/report.md"])
+def test_a_damaged_stage_is_run_again_and_the_others_stay(
+    random_model: str, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = written(random_model, tmp_path)
+    raw = yaml.safe_load(path.read_text())
+    raw["stages"] = {stage: raw["stages"][stage] for stage in ("first", "second", "merge")}
+    path.write_text(yaml.safe_dump(raw, sort_keys=False))
+    assert train.main(["--config", str(path)]) == 0
+    out = tmp_path / "out"
+    # read, not mapped: one of the files is about to be cut
+    before = {file: load(file.read_bytes()) for file in out.rglob(f"adapter/{ADAPTER}")}
+    sound = manifest.read(out / "second", file="done.json")
+    (out / name).write_text("garbage")
+    assert train.main(["--config", str(path)]) == 0
+    (said,) = [r.getMessage() for r in caplog.records if "It is run again" in r.getMessage()]
+    assert name.split("/")[0] in said and name.split("/")[-1] in said
+    for file, weights in before.items():
+        now = load_file(file)
+        assert now.keys() == weights.keys()
+        assert all((now[key] == weights[key]).all() for key in weights)
+    assert manifest.check(out / name.split("/")[0], file="done.json")
+    assert manifest.check(out / "second", file="done.json") == sound
 
 
 def test_a_killed_stage_continues_from_its_checkpoint(

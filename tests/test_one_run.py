@@ -1,0 +1,172 @@
+"""One run at a time in an output folder, which can be written."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import fakes
+import psutil
+import pytest
+import yaml
+
+from flowalign import lock, train
+from flowalign.config import ConfigError, to_yaml
+from flowalign.eval.run import main as evaluate
+from flowalign.lock import LOCK, OWNER
+from flowalign.status import SILENCE
+
+HOLD = (
+    "import sys, time; from flowalign import lock\nwith lock.holding(sys.argv[1]):\n  print()\n  "
+)
+
+
+def holder(folder: Path, then: str = "time.sleep(99)") -> subprocess.Popen[str]:
+    """Another process that holds the folder."""
+    command = [sys.executable, "-uc", f"{HOLD}{then}", str(folder)]
+    environment = os.environ | {"PYTHONPATH": str(fakes.ROOT)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout and process.stdout.readline() == "\n"
+    return process
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    assert process.stdout
+    process.stdout.close()
+
+
+def leave(folder: Path, silence: float = 0.0, **values: Any) -> None:
+    """What a run wrote that held the folder, by default this very process."""
+    here = psutil.Process()
+    owner = {"host": socket.gethostname(), "pid": here.pid, "started": here.create_time()}
+    (folder / OWNER).write_text(json.dumps(owner | {"since": time.time()} | values))
+    heard = time.time() - silence
+    os.utime(folder / OWNER, (heard, heard))
+
+
+# The lock ---------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_held_once_and_free_when_the_holder_is_killed(tmp_path: Path) -> None:
+    process = holder(tmp_path / "run")
+    try:
+        for refuse in (lock.check, lambda folder: lock.holding(folder).__enter__()):
+            with pytest.raises(ConfigError, match=f"output.*process {process.pid} on"):
+                refuse(tmp_path / "run")
+    finally:
+        end(process)
+    lock.check(tmp_path / "run")
+    with lock.holding(tmp_path / "run"), pytest.raises(ConfigError, match=str(os.getpid())):
+        lock.holding(tmp_path / "run").__enter__()
+    assert not any((tmp_path / "run").iterdir())
+    with lock.holding(tmp_path / "new" / "run"):
+        pass
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_another_machine_holds_is_refused_until_it_is_silent(tmp_path: Path) -> None:
+    leave(tmp_path, host="elsewhere")
+    with pytest.raises(ConfigError, match=f"elsewhere.*delete {tmp_path / OWNER}"):
+        lock.holding(tmp_path).__enter__()
+    leave(tmp_path, host="elsewhere", silence=SILENCE + 9)
+    with lock.holding(tmp_path):
+        assert json.loads((tmp_path / OWNER).read_text())["host"] == socket.gethostname()
+
+
+@pytest.mark.parametrize(
+    "left", [{"pid": 2**22 + 1}, {"started": 1.0}, {"started": "soon"}, {"pid": 10**30}]
+)
+def test_what_a_killed_run_left_does_not_hold(tmp_path: Path, left: dict[str, Any]) -> None:
+    """Its process is gone, its number belongs to another, or the file is damaged."""
+    leave(tmp_path, **left)
+    with lock.holding(tmp_path):
+        pass
+
+
+def test_without_locks_of_the_system_the_owners_file_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(self: Any) -> None:
+        raise OSError("no locks available")
+
+    monkeypatch.setattr("filelock.FileLock._acquire", missing)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"])
+    try:
+        leave(tmp_path, pid=process.pid, started=psutil.Process(process.pid).create_time())
+        with pytest.raises(ConfigError, match=f"process {process.pid}"):
+            lock.holding(tmp_path).__enter__()
+    finally:
+        process.kill()
+        process.wait()
+    with lock.holding(tmp_path):
+        pass
+
+
+# Commands ---------------------------------------------------------------------------------------
+
+
+def command(kind: str, model: str, output: Path) -> list[str]:
+    """The arguments of `train` or `eval` that write into a folder."""
+    found = fakes.settings(model, output.parent / "probe" / "run")
+    data = yaml.safe_load(to_yaml(found)) | {"output": str(output)}
+    prompts = data["tasks"][0]["prompts"]
+    if kind == "eval":
+        data = {key: data[key] for key in ("model", "output")} | {
+            "stage": "eval",
+            "benchmarks": [
+                {"name": "red", "prompts": prompts, "reward": {"name": "fakes:redness"}}
+            ],
+            "sampling": {"steps": 1, "guidance": 1.0},
+        }
+    elif kind == "recipe":
+        own = {key: data.pop(key) for key in ("model", "output")}
+        data = {"stage": "recipe", **own, "stages": {"one": data}}
+    path = output.parent / f"{kind}.yaml"
+    path.write_text(yaml.dump(data))
+    return ["--config", str(path)]
+
+
+@pytest.mark.parametrize("kind", ["train", "eval", "recipe"])
+def test_a_second_command_in_the_folder_is_refused(
+    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    process = holder(tmp_path / "run")
+    try:
+        given = command(kind, random_model, tmp_path / "run")
+        assert (evaluate if kind == "eval" else train.main)(given) == 2
+        assert f"process {process.pid}" in capsys.readouterr().err
+    finally:
+        end(process)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {LOCK, OWNER}
+
+
+@pytest.mark.parametrize("kind", ["train", "eval", "recipe"])
+@pytest.mark.parametrize("output", ["file", "file/run", "/proc/run"])
+def test_an_output_that_is_a_file_or_cannot_be_written_is_refused(
+    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, output: str
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    given = [*command(kind, random_model, tmp_path / "run"), f"output={tmp_path / output}"]
+    assert (evaluate if kind == "eval" else train.main)(given) == 2
+    assert "output" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.slow
+def test_it_is_refused_before_the_libraries_are_imported(random_model: str, tmp_path: Path) -> None:
+    given = command("train", random_model, tmp_path / "run")
+    code = "import sys; from flowalign.train import main; status = main(sys.argv[1:])\n"
+    code += "assert 'diffusers' not in sys.modules; sys.exit(status)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *given, "output=/proc/run"],
+        env=os.environ | {"PYTHONPATH": str(fakes.ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr

@@ -1,0 +1,256 @@
+"""A rank that dies or hangs, and a launcher that is killed, end the run soon and by name. A
+launcher that may restart the ranks continues the run."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import fakes
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flowalign import parallel, ranks
+from flowalign.config import to_yaml
+from flowalign.status import STATUS, Heartbeat, Status, read_status
+
+
+class Troubled:
+    """Noisy redness with which one rank gets into trouble at a call, while `fatal` lies there."""
+
+    def __init__(self, fatal: str, how: str, rank: int = 1, call: int = 2) -> None:
+        self.fatal, self.how, self.rank, self.call, self.calls = Path(fatal), how, rank, call, 0
+
+    def __call__(self, images: Any, prompts: Any, metadata: Any) -> Any:
+        self.calls += 1
+        own = self.rank == int(os.environ.get("RANK", "0"))
+        if own and self.how != "nothing" and self.calls == self.call and self.fatal.exists():
+            self.fatal.unlink()
+            self.trouble()
+        return fakes.noisy_redness(images, prompts, metadata)
+
+    def trouble(self) -> None:
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.how == "sleep":
+            time.sleep(600)
+        if self.how == "slow":
+            time.sleep(8)
+        if self.how == "orphan":
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(600)
+
+
+CRASH = """# train.py with a bug that only the last rank meets, at its second update
+import os, pathlib, sys
+from flowalign import loop, train
+
+learn = loop.Loop.learn
+
+def broken(self, prepared):
+    if self.update == 1 and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
+        pathlib.Path(__file__).with_name("fatal").unlink()
+        raise ZeroDivisionError("a bug of one rank")
+    return learn(self, prepared)
+
+loop.Loop.learn = broken
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def config(folder: Path, model: str, how: str, *overrides: str, rank: int = 1) -> Path:
+    """A small run with trouble ahead."""
+    folder.mkdir(exist_ok=True)
+    (folder / "fatal").touch()
+    options = f"tasks.0.reward.options={{fatal: {folder / 'fatal'}, how: {how}, rank: {rank}}}"
+    given = ["tasks.0.reward.name=test_ranks:Troubled", options, "rollout.prompts=4",
+             "train.checkpoint_every=1", *overrides]  # fmt: skip
+    path = folder / "config.yaml"
+    path.write_text(to_yaml(fakes.settings(model, folder / "run", *given)))
+    return path
+
+
+class Ranks:
+    """The ranks of a run that no launcher watches, as `srun` starts them."""
+
+    def __init__(self, path: Path, count: int, script: Path = fakes.ROOT / "train.py") -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        paths = [str(fakes.ROOT), str(fakes.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+        known = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1",
+                 "ACCELERATE_USE_CPU": "true", "WORLD_SIZE": str(count),
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, str(script), "--config", str(path)],
+                env=os.environ | known | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(count)
+        ]
+
+    def ends(self, seconds: float = 150) -> tuple[list[int], str]:
+        """Exit codes of those that are not stopped, and what all said."""
+        end, codes, said = time.monotonic() + seconds, [], ""
+        for process in self.processes:
+            if psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+                _, err = process.communicate(timeout=max(1, end - time.monotonic()))
+                codes.append(process.returncode)
+                said += err
+        return codes, said
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+
+def said_once(text: str, rank: int) -> None:
+    """One error, no traceback, the name of the rank and what it was at."""
+    (line,) = [line for line in text.splitlines() if line.startswith("stopped: ")]
+    assert line.startswith(f"stopped: rank {rank} (process ") and "update 2" in line, line
+    assert "Traceback" not in text and "pair.cc" not in text, text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_dead_rank_is_named_where_no_launcher_watches(
+    random_model: str, tmp_path: Path, rank: int
+) -> None:
+    path = config(tmp_path, random_model, "kill", rank=rank)
+    with Ranks(path, 2) as group:
+        codes, said = group.ends()
+    assert sorted(codes) == [-signal.SIGKILL, 1], said
+    said_once(said, rank)
+    if rank:  # rank 0 writes it
+        status = read_status(tmp_path / "run")
+        assert status and status.state == "stopped" and status.reason.startswith("rank 1 ")
+
+
+@pytest.mark.slow
+def test_an_error_of_one_rank_ends_the_others_with_its_text(
+    random_model: str, tmp_path: Path
+) -> None:
+    path, script = config(tmp_path, random_model, "nothing"), tmp_path / "train.py"
+    script.write_text(CRASH)
+    with Ranks(path, 2, script) as group:
+        codes, said = group.ends()
+    assert codes == [1, 1], said
+    (line,) = [line for line in said.splitlines() if line.startswith("stopped: ")]
+    assert "rank 1 (process " in line and "ZeroDivisionError" in line
+    assert said.count("Traceback") == 1  # its own
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_after_the_configured_time(
+    random_model: str, tmp_path: Path
+) -> None:
+    path = config(tmp_path, random_model, "stop", "train.timeout_seconds=4")
+    with Ranks(path, 2) as group:
+        codes, said = group.ends()
+        assert codes == [1], said
+        hung = group.processes[1]
+        hung.send_signal(signal.SIGCONT)
+        assert hung.wait(20) == 1  # it is told so, and does not go on alone
+    said_once(said, 1)
+
+
+def launcher(*command: object) -> subprocess.Popen[str]:
+    """`fakes.launch`, and no wait for its end."""
+    given = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+    given += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    paths = [str(fakes.ROOT), str(fakes.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    known = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "accelerate.commands.launch", *given, *map(str, command)],
+        env=os.environ | known | {"ACCELERATE_USE_CPU": "true"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_the_ranks_of_a_killed_launcher_end(random_model: str, tmp_path: Path) -> None:
+    path = config(tmp_path, random_model, "orphan")
+    process = launcher(fakes.ROOT / "train.py", "--config", path)
+    started: list[psutil.Process] = []
+    while process.poll() is None:
+        started = psutil.Process(process.pid).children(recursive=True) or started
+        time.sleep(0.1)
+    try:
+        assert process.returncode == -signal.SIGKILL and len(started) >= 2
+        _, alive = psutil.wait_procs(started, timeout=20)
+        assert not alive
+        _, said = process.communicate(timeout=20)
+        assert said.count("stopped: the launcher (process ") == 1
+    finally:
+        for child in started:
+            if child.is_running():
+                child.kill()
+
+
+def test_a_process_without_a_launcher_may_lose_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    alone = ranks.Watch()
+    alone.begin(1.0)
+    alone.at("the rollout", 3)
+    alone.leave()
+    assert alone._loop is None
+    assert alone.explain(RuntimeError("gloo: Connection closed by peer")) is None
+
+
+# The launcher starts the ranks again -------------------------------------------------------------
+
+
+def test_only_a_run_of_this_launcher_counts_as_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Heartbeat(tmp_path):
+        pass
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    assert not parallel.restarted(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert not parallel.restarted(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert parallel.restarted(tmp_path)
+    assert not parallel.restarted(tmp_path / "refused before it began")
+    old = Status(began=psutil.Process(os.getppid()).create_time() - 60)
+    (tmp_path / STATUS).write_text(json.dumps(asdict(old)))
+    assert not parallel.restarted(tmp_path)  # an older run
+
+
+@pytest.mark.slow
+def test_ranks_that_are_restarted_continue_to_the_same_adapter(
+    random_model: str, tmp_path: Path
+) -> None:
+    """The first run has a slow rank, which ends nothing and changes nothing."""
+    for how, folder in (("slow", tmp_path / "whole"), ("kill", tmp_path / "restarted")):
+        path = config(folder, random_model, how, "train.timeout_seconds=60")
+        done = fakes.launch("--max_restarts", 2, fakes.ROOT / "train.py", "--config", path)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert not (folder / "fatal").exists()
+    names = ("adapter/pytorch_lora_weights.safetensors", "metrics.jsonl")
+    rows = [len((tmp_path / name / "run" / names[1]).read_text().splitlines())
+            for name in ("whole", "restarted")]  # fmt: skip
+    assert rows == [4, 4]
+    whole, again = (
+        load_file(tmp_path / name / "run" / names[0]) for name in ("whole", "restarted")
+    )
+    assert whole.keys() == again.keys()
+    assert all(torch.equal(again[key], value) for key, value in whole.items())
