@@ -181,7 +181,7 @@ class TaskConfig(Section):
     """Training prompts: a .txt, a .jsonl, or tiny/NAME."""
     validation: Place | None = Field(default=None, examples=["tiny/ocr_test", "prompts/test.jsonl"])
     """Held-out prompts, in the same formats."""
-    weight: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
+    weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """Share of every batch, relative to the other tasks."""
     reward: RewardConfig | None = None
     """Scores its images. opd and sft use it, with `validation`, only to evaluate: a task without
