@@ -297,7 +297,8 @@ class Rows:
             content = json.loads(line)
             if content.pop("sha256") != _sha256([self._about, content]):
                 return None
-            return Line(from_json(content["row"]), content["image"])
+            row = {"copy": content["row"]["copy"], **from_json(content["row"])}  # not optional here
+            return Line(row, content["image"])
         except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
             return None
 

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from yaml import YAMLError
 
 from flowalign import cli, recipe
-from flowalign.config import ConfigError, RecipeStage, Stage, load, parse, read, safe_yaml, to_yaml
+from flowalign.config import (
+    ConfigError,
+    RecipeStage,
+    Stage,
+    load,
+    parse,
+    read,
+    safe_yaml,
+    to_yaml,
+)
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted(ROOT.glob("configs/tiny/*.yaml")) + sorted(ROOT.glob("configs/sd35_medium/*.yaml"))
@@ -75,10 +84,10 @@ NO_CONFIGS = {  # each was a traceback, a hang, or silently something else
 def test_no_config(name: str, tmp_path: Path):
     path = tmp_path / "run.yaml"
     path.write_text(NO_CONFIGS[name])
-    began = time.monotonic()
+    began = time.process_time()
     with nothing_else(tmp_path), pytest.raises(ConfigError) as raised:
         load(path, stage=Stage)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
     assert "run.yaml" in str(raised.value)
     assert len(str(raised.value)) < 2000
 
@@ -92,9 +101,9 @@ def test_the_command_line_refuses_it(name: str, tmp_path: Path, capsys):
 
 
 def test_twenty_thousand_keys_are_read_in_time():
-    began = time.monotonic()
+    began = time.process_time()
     assert len(safe_yaml.load("\n".join(f"k{i}: {i}" for i in range(20_000)))) == 20_000
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_a_key_given_twice_is_refused_under_a_merge_too():
@@ -137,6 +146,7 @@ BEYOND: dict[str, Callable[[], dict[str, Any]]] = {  # key: a config in which it
     "seed ": lambda: grpo(seed=2**32),
     "lora.rank": lambda: grpo(lora={"rank": 10**9}),
     "model.height": lambda: grpo(model={"height": 10**6}),
+    "tasks.0.weight": lambda: grpo(tasks=[grpo()["tasks"][0] | {"weight": 1e300}]),
     "rollout.steps": lambda: grpo(rollout={"steps": 10**7}),
     "rollout.prompts": lambda: grpo(rollout={"prompts": 10**9}),
     "rollout.copies": lambda: grpo(rollout={"prompts": 50_000, "copies": 50_000}),
@@ -178,11 +188,19 @@ def test_a_stage_stays_below_its_recipe(tmp_path: Path):
 
 
 def test_of_many_problems_the_first_are_shown():
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(ConfigError) as raised:
         parse(grpo() | {f"key{i}": i for i in range(20_000)}, stage=Stage)
     assert len(raised.value.lines) < 100
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [["doctor", "--no-model"], ["train", "--dry-run"]])
+def test_more_pixels_than_the_model_has_positions_for(command: list[str], capsys):
+    path = str(ROOT / "configs/tiny/teacher_ocr.yaml")
+    assert cli.main([*command, "--config", path, "model.height=8192", "model.width=8192"]) == 2
+    assert "model.height" in capsys.readouterr().err
 
 
 # Properties ------------------------------------------------------------------------------------
@@ -203,7 +221,7 @@ SHIPPED = [read(path) for path in CONFIGS]
 
 
 @pytest.mark.slow
-@examples(2000)
+@examples(1500)
 def test_a_changed_config_is_read_or_refused(count: int):
     keys = st.one_of(texts, scalars)
 
@@ -264,3 +282,32 @@ def test_a_changed_override_is_taken_or_refused(count: int):
             str(error)
 
     holds(taken_or_refused, count, changes=overrides())
+
+
+@pytest.mark.slow
+@examples(100)
+def test_a_changed_config_is_examined(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As `doctor` and `train --dry-run` begin: with the files that it names, without its code."""
+    monkeypatch.chdir(ROOT)
+    tiny = [data for data in SHIPPED if data["model"]["id"] == "tiny"]
+    numbers = st.one_of(scalars, st.sampled_from([2, 10, 1000, 8192, 10**5, 10**7]))
+
+    @st.composite
+    def configs(draw: Any) -> Any:
+        data = draw(st.sampled_from(tiny))
+        for _ in range(draw(st.integers(1, 2))):
+            data = mutated(data, draw, numbers) if isinstance(data, dict) else data
+        return data if isinstance(data, dict) else {}
+
+    def examined_or_refused(data: dict[str, Any]) -> None:
+        data = data | {"output": str(tmp_path / "run")}
+        try:
+            config = parse(data, stage=Stage)
+        except ConfigError:
+            return
+        _, problems = recipe.examine(config, ROOT / "configs/tiny", 1, trust=False)
+        "\n".join(problems).encode()
+
+    with nothing_else(tmp_path):
+        examined_or_refused(tiny[0])  # imports diffusers, which no time limit is for
+        holds(examined_or_refused, count, data=configs())

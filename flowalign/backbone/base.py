@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from flowalign.adapters.files import AdapterError, Lora, read_lora, write_lora
 from flowalign.backbone.attention import use_backend
 from flowalign.backbone.precision import compute_in_the_bases_dtype, lora_layers
-from flowalign.backbone.sd3 import dynamic_shift, load_pipeline, scheduler_sigmas
+from flowalign.backbone.sd3 import ModelError, dynamic_shift, load_pipeline, scheduler_sigmas
 from flowalign.config import ModelConfig
 from flowalign.frozen import fingerprint
 from flowalign.text import TextEncoder
@@ -86,6 +86,12 @@ class Backbone:
         if height % grid or width % grid:
             raise ValueError(
                 f"{height}x{width} pixels: height and width must be multiples of {grid}"
+            )
+        largest = grid * self.core.config.pos_embed_max_size
+        if max(height, width) > largest:
+            raise ModelError(
+                f"model.height, model.width: {height}x{width} pixels; this model has positions for "
+                f"{largest} at most. Use fewer."
             )
         self.latent_shape = (self.core.config.in_channels, height // factor, width // factor)
 

@@ -50,8 +50,8 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what numpy takes
 Seconds = Annotated[float, Field(gt=0, le=1e8)]  # 3 years; a timer of the system cannot hold more
 Place = Annotated[str, AfterValidator(_path)]  # a file, a folder or a Hub id
 LISTED = 200  # tasks, benchmarks, models, teachers, adapters or stages of one config
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, le=1e9)]
+NotNegative = Annotated[float, Field(ge=0, le=1e9)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 FileName = Annotated[str, AfterValidator(_file_name)]
@@ -131,7 +131,7 @@ class ModelConfig(Section):
     """Pixels, a multiple of 16."""
     width: Pixels = 512
     """Pixels, a multiple of 16."""
-    max_sequence_length: Annotated[int, Field(ge=1, le=4096)] = 128
+    max_sequence_length: Annotated[int, Field(ge=1, le=1024)] = 128
     """Tokens of the T5 encoder."""
     text_cache: Place | None = Field(default=None, examples=["outputs/text_cache"])
     """Folder that keeps encoded prompts for later runs with the same encoders; null = keep none.
@@ -181,7 +181,7 @@ class TaskConfig(Section):
     """Training prompts: a .txt, a .jsonl, or tiny/NAME."""
     validation: Place | None = Field(default=None, examples=["tiny/ocr_test", "prompts/test.jsonl"])
     """Held-out prompts, in the same formats."""
-    weight: Positive = 1.0
+    weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """Share of every batch, relative to the other tasks."""
     reward: RewardConfig | None = None
     """Scores its images. opd and sft use it, with `validation`, only to evaluate: a task without
