@@ -130,6 +130,7 @@ KINDS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "recipe": recipe,
     "eval": evaluation,
 }
+QUICK = ("grpo_1", "sft_2", "merge_1", "eval_2")
 ALONE = ("merge",)  # the work of one process, whoever else is there
 
 
@@ -348,7 +349,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", metavar="KIND_PROCESSES", help="such as grpo_2")
     parser.add_argument("--real", type=int, default=12, help="kills of real commands")
-    parser.add_argument("--quick", action="store_true", help="8 kills, none of a real command")
+    parser.add_argument("--quick", action="store_true", help=f"8 kills of {', '.join(QUICK)}")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--folder", type=Path, help="where the runs lie; default: a temporary one")
     args = parser.parse_args(argv)
@@ -360,14 +361,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         prepare(base)
         os._exit(0)
     os.wait()
-    first = Scenario(base, "recipe", 1)
+    first = Scenario(base, "grpo" if args.quick else "recipe", 1)
     reference(first)
     killing.preload(first.whole)
     shutil.rmtree(first.folder)
     names = [(kind, count) for kind in KINDS for count in (1, 2) if kind not in ALONE or count == 1]
     scenarios = [Scenario(base, *name) for name in names]
-    if args.only:
-        scenarios = [each for each in scenarios if each.folder.name in args.only]
+    if only := args.only or (QUICK if args.quick else []):
+        scenarios = [each for each in scenarios if each.folder.name in only]
     kills, real = (8, 0) if args.quick else (args.kills, args.real)
     began, chains = time.monotonic(), []
     for each in test(scenarios, kills, real, args.seed, args.workers):

@@ -13,8 +13,8 @@ from flowalign.files import read_lines
 TIMES = {"seconds/rollout", "seconds/score", "seconds/update", "images_per_second"}
 EXCEPTIONS = {
     "metrics.jsonl": f"without {', '.join(sorted(TIMES))}: how fast the machine was",
-    "manifest.json": "without its own digest, and those of such metrics.jsonl and manifests in its "
-    "folder",
+    "manifest.json, done.json": "without its own digest, and those of such metrics.jsonl and "
+    "manifests in its folder",
     "status.json": "without began, heard, seconds: the time of day, and how fast the machine was",
     "README.md": "without the command that it cites: the run was continued with --resume",
     "watch.html": "without dates, durations and warnings: for the same reasons as these",
@@ -63,7 +63,7 @@ def _plain(path: Path) -> bytes:
     if path.name == "status.json":
         row = json.loads(content)
         return json.dumps({k: v for k, v in row.items() if k not in TIMED}).encode()
-    if path.name == "manifest.json":
+    if path.name in ("manifest.json", "done.json"):
         row = json.loads(content)
         for name in row["files"]:
             if name.endswith(INSIDE):

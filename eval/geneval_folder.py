@@ -33,7 +33,7 @@ from flowalign.config import assignments
 from flowalign.files import replacing
 from flowalign.images import to_uint8
 from flowalign.pictures import pixels_of
-from flowalign.printable import shown
+from flowalign.printable import harmless, shown
 from flowalign.rewards import check
 from flowalign.rewards.geneval import DETECTORS, GenEval, build_detector
 from flowalign.rewards.geneval_judge import judge, select, summarize
@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         detector = build_detector(args.detector, assignments(args.option))
         rows = evaluate(args.folder, detector, args.out)
     except (ValueError, OSError, ImportError) as error:
-        print(f"geneval_folder: {error}", file=sys.stderr)
+        print(harmless(f"geneval_folder: {error}"), file=sys.stderr)
         return 2
     print(f"detector: {getattr(detector, 'name', args.detector)}")
     print(table(summarize(rows), rows))

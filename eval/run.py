@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from flowalign import lock
 from flowalign.config import ConfigError, EvalStage, load
 from flowalign.preflight import check_launch, check_world
+from flowalign.printable import harmless
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -219,13 +220,14 @@ def score_models(
     from flowalign.eval.suite import EvaluationError, judge_set
 
     console = Console(stderr=True, quiet=not accelerator.is_main_process)
-    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), Left())
+    name_of = TextColumn("{task.description}", markup=False)
+    columns = (name_of, BarColumn(20), MofNCompleteColumn(), Left())
     judged: dict[str, dict[str, Judged]] = {name: {} for name in config.models}
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         total = sum(len(images.prompts) * images.copies for images in sets)
         task = bar.add_task("images", total=total * len(config.models))
         for name, images in product(config.models, sets):
-            bar.update(task, description=f"{name}: {images.name}")
+            bar.update(task, description=harmless(f"{name}: {images.name}"))
             ranks.watch().at(f"the evaluation of {name} on {images.name}")
             with using(backbone, config, name):
                 results = judge_set(
@@ -243,7 +245,7 @@ def score_models(
             for benchmark, result in zip(images.judges, results, strict=True):
                 judged[name][benchmark.name] = result
                 number = headline_rows(benchmark, result.rows)[0].mean
-                console.print(f"{name}: {benchmark.name} {number:.3f}")
+                console.print(harmless(f"{name}: {benchmark.name} {number:.3f}"), markup=False)
                 if reason := lost(benchmark, result.rows, config.max_invalid_share):
                     problems.append(f"{name}, {reason}")
             if problems:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flowalign import __version__, entry, packages
+from flowalign.printable import harmless
 
 COMMANDS = {
     "init": ("flowalign.init:main", "Write a config, with the meaning of its keys."),
@@ -97,7 +98,7 @@ def merge(argv: Sequence[str]) -> int:
         print(merging.merge(args.pop("adapters"), out := args.pop("out"), **args))
         print(results.merged(out))
     except (ValueError, OSError) as error:
-        print(f"flowalign merge: {error}", file=sys.stderr)
+        print(harmless(f"flowalign merge: {error}"), file=sys.stderr)
         return 2
     return 0
 

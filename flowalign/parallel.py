@@ -39,6 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flowalign import disk, ranks
 from flowalign.backbone import Backbone
 from flowalign.config import ConfigError, Stage, TrainingStage
+from flowalign.printable import harmless
 from flowalign.status import read_status
 from flowalign.stopping import CODES, Interrupted
 from flowalign.timeouts import group_timeout
@@ -179,10 +180,10 @@ class ExitStatus:
             watch.tell(str(lost))
             self.code = 1
         elif isinstance(error, self.refused):
-            print(error, file=sys.stderr)
+            print(harmless(str(error)), file=sys.stderr)
             self.code = 2
         elif isinstance(error, self.stopped):
-            print(f"stopped: {error}", file=sys.stderr)
+            print(harmless(f"stopped: {error}"), file=sys.stderr)
             self.code = 1
         elif isinstance(error, Exception) and disk.is_full(error):
             print(

@@ -23,6 +23,12 @@ def shown(text: str, length: int = 300) -> str:
     return f"{escaped[:length]}..." if cut else escaped
 
 
+def harmless(text: str) -> str:
+    """A text of several lines, such as an error's, for a terminal or a log: the same characters are
+    escaped, and its line breaks stay."""
+    return "\n".join("".join(map(_escaped, line)) for line in text.split("\n"))
+
+
 def _escaped(character: str) -> str:
     if unicodedata.category(character) in _ESCAPED and character not in _JOINERS:
         return character.encode("unicode_escape").decode("ascii")

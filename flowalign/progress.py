@@ -15,6 +15,7 @@ from rich.progress import Progress as Bar
 
 from flowalign import metrics
 from flowalign.config import TrainingStage
+from flowalign.printable import harmless
 from flowalign.status import Heartbeat
 
 WINDOW = 20  # updates whose mean speed predicts the rest
@@ -135,7 +136,13 @@ def quiet() -> None:
     from diffusers.utils import logging as diffusers_log
     from transformers.utils import logging as transformers_log
 
-    logging.basicConfig(format=FORMAT, datefmt=CLOCK, level=logging.INFO)
+    class Plain(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            return harmless(super().format(record))  # reasons and prompts are foreign texts
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(Plain(FORMAT, CLOCK))
+    logging.basicConfig(handlers=[handler], level=logging.INFO)
     for name in ("httpx", "RapidOCR", "onnxruntime", "matplotlib", "PIL"):  # they log at INFO
         logging.getLogger(name).setLevel(logging.WARNING)
     for library in (diffusers_log, transformers_log):

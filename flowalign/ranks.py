@@ -121,7 +121,8 @@ class Watch:
         self._listener: socket.socket | None = None
         self._peers: dict[int, _Peer] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._known, self._told, self._over = threading.Event(), threading.Event(), False
+        self._known, self._told = threading.Event(), threading.Event()
+        self._over = self._finished = False  # this rank ends; it ends well
 
     # In the main thread --------------------------------------------------------------------------
 
@@ -190,6 +191,9 @@ class Watch:
             sent = asyncio.run_coroutine_threadsafe(self._send_last(message), self._loop)
             with suppress(FutureTimeout):
                 sent.result(2 * BEAT)
+        if code == 0:  # this process may make another group, which has its own watch
+            self._finished = True
+            watch.cache_clear()
 
     # In the thread -------------------------------------------------------------------------------
 
@@ -221,7 +225,9 @@ class Watch:
         elif self._hub:
             follower = asyncio.create_task(self._follow(*self._hub))
         last = time.monotonic()
-        while follower is None or not follower.done() or self._launcher or self.verdict:
+        while not self._finished:
+            if follower and follower.done() and not (self._launcher or self.verdict):
+                return  # rank 0 has left
             # a machine that sleeps, or a job that is suspended, is not late
             now = time.monotonic()
             self._look(min(now - last, 5 * BEAT))
@@ -261,7 +267,7 @@ class Watch:
         rank = peer.sign.rank
         self._peers[rank] = peer
         _keep_alive(peer.writer.get_extra_info("socket"))
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, TypeError):
             while line := await reader.readline():
                 self._take(peer, json.loads(line))
         del self._peers[rank]
@@ -304,7 +310,8 @@ class Watch:
 
     def _sign(self) -> Sign:
         with suppress(RuntimeError, ValueError, AttributeError):  # no group, or one without numbers
-            self._meetings = c10d._get_default_group()._get_sequence_number_for_group()
+            group: Any = c10d._get_default_group()  # Any: torch's stubs lack the method
+            self._meetings = group._get_sequence_number_for_group()
         return Sign(self.rank, socket.gethostname(), os.getpid(), self._place, self._meetings)
 
     # Judging -------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flowalign.printable import harmless
+
 if TYPE_CHECKING:  # --help need not import torch
     import torch
     from torch import Tensor
@@ -109,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = settle(args, lora)
         images = draw(args.prompts, plan, lora)
     except (ValueError, OSError) as error:
-        print(f"flowalign sample: {error}", file=sys.stderr)
+        print(harmless(f"flowalign sample: {error}"), file=sys.stderr)
         return 2
     except torch.OutOfMemoryError as error:
         first = str(error).partition(". ")[0]

@@ -1,16 +1,23 @@
 """Texts of strangers in Markdown, HTML, captions and on terminals: shown, not obeyed."""
 
 import html
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
+import fakes
 import markdown_it
 import pytest
+import yaml
 from generated import examples, holds, texts
 from hypothesis import strategies as st
 from test_hostile_files import harmless
 
 from flowalign.eval import table
+from flowalign.eval.run import main
 from flowalign.eval.stats import rows_of
 from flowalign.markdown import block, code, escaped
 from flowalign.pictures import grid
@@ -91,3 +98,65 @@ def test_any_text_is_a_caption(text: str, tmp_path: Path) -> None:
 
     grid(tmp_path / "x.png", torch.zeros(2, 3, 8, 8), [text, "b"], title=text)
     assert (tmp_path / "x.png").stat().st_size > 500
+
+
+def test_a_log_and_an_error_show_what_a_terminal_would_obey(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As a subprocess prints it: the handler of the log is made once per process."""
+    code = (
+        "import logging, sys; from flowalign.progress import quiet; quiet()\n"
+        "from flowalign.parallel import ExitStatus\n"
+        "logging.getLogger('flowalign').warning('a reason: %s', '\\x1b[2J\\x07\\r\\ud800')\n"
+        "with ExitStatus((ValueError,), (), '') as status: raise ValueError('x\\x1b[31m\\ny')\n"
+        "sys.exit(status.code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=100)
+    assert done.returncode == 2, done.stderr
+    said = done.stderr.decode()
+    assert r"a reason: \x1b[2J\x07\r\ud800" in said and "x\\x1b[31m\ny" in said
+    assert harmless(said.replace("\n", ""))
+
+
+def test_prompts_and_tags_of_a_stranger_leave_files_and_output_harmless(
+    random_model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An evaluation of them: the table, the page, the picture, and what the command prints."""
+    lines = [
+        {"prompt": f"{text} {i}", "tag": text} for i, text in enumerate(NASTY) if "\0" not in text
+    ]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    config = {
+        "stage": "eval",
+        "output": str(tmp_path / "out"),
+        "model": {"id": random_model, "height": 32, "width": 32, "max_sequence_length": 16},
+        "models": {"base": None},
+        "benchmarks": [
+            {
+                "name": "red",
+                "prompts": str(tmp_path / "p.jsonl"),
+                "reward": {"name": "test_markdown:Tagged"},
+            }
+        ],
+        "sampling": {"steps": 2, "guidance": 1.0, "batch_size": 32},
+        "report": {"images": 3, "title": "<b>x</b> \x1b[2J"},
+    }
+    (tmp_path / "eval.yaml").write_text(yaml.dump(config))
+    assert main(["--config", str(tmp_path / "eval.yaml")]) == 0
+    printed = capfd.readouterr()
+    out = tmp_path / "out"
+    for text in (printed.out, printed.err, (out / "table.md").read_text()):
+        assert harmless(text.replace("\n", "").replace("\r", ""))
+    allowed = {"table", "thead", "tbody", "tr", "th", "td", "p", "strong"}
+    assert tags(RENDERER.render((out / "table.md").read_text())) <= allowed
+    page = (out / "report.html").read_text()
+    assert page.count("<script") == 1 and "<img src=x" not in page and "<b>x</b>" not in page
+
+
+class Tagged:
+    """Redness with a headline, so that there is a number for each tag."""
+
+    headline = "red"
+
+    def __call__(self, images: Any, prompts: Any, metadata: Any) -> Any:
+        return fakes.redness(images, prompts, metadata)

@@ -138,7 +138,7 @@ def test_a_loss_and_a_gradient_are_named_where_nothing_before_them_is_wrong(
                 # NaN, while its gradient is 0
                 return type(found)(found.total.detach() * math.nan + 0 * found.total)
 
-            loop.algorithm.loss = loss
+            loop.algorithm.loss = loss  # pyright: ignore[reportAttributeAccessIssue]
         else:
             loop.parameters[0].register_hook(lambda grad: grad * math.inf)
         with pytest.raises(TrainingError, match=f"no optimizer step.*{what}"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flowalign import checkpoint, manifest, resume, train
+from flowalign import checkpoint, kept, manifest, resume, train
 from flowalign.checkpoint import Checkpoints
 from flowalign.config import ADAPTER, to_yaml
 
@@ -139,7 +139,7 @@ def test_the_log_and_the_adapter_are_put_back(
     lines[1] = lines[1][:9]
     (run / "metrics.jsonl").write_text("\n".join([*lines, "[" * 99_999]))
     flipped(run / "adapter" / ADAPTER)
-    (run / ".adapter.0123.part").mkdir()
+    (run / ".adapter.0123456789ab.part").mkdir()
     (run / "samples" / "update_000012.png").touch()
     assert go(whole, run, "--resume") == 0
     said = [r.getMessage() for r in caplog.records]
@@ -273,3 +273,64 @@ def test_rotation_keeps_a_sound_checkpoint_rather_than_one_that_claims_to_be_new
     save(checkpoints, 4)
     save(checkpoints, 5)
     assert [path.name for path in checkpoints.all()] == ["update_000005", "update_000007"]
+
+
+def test_another_number_of_processes_is_refused_unless_it_is_allowed(
+    whole: Path, run: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for folder in resume.checkpoints(run):
+        sealed = manifest.read(folder)
+        manifest.seal(folder, {**sealed.about, "processes": 2}, sealed.files)
+    assert go(whole, run, "--resume") == 2
+    assert "--resume: " in (said := capsys.readouterr().err) and "--allow-world-change" in said
+    assert go(whole, run, "--resume", "--allow-world-change") == 0
+    (text,) = [r.getMessage() for r in caplog.records if "--allow-world" in r.getMessage()]
+    assert "2 process(es)" in text and "last digits" in text
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_more_and_with_fewer_processes(
+    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To the numbers of one process, but for rounding (Adam's eps hides what it would blow up)."""
+    shared = ["evaluation=null", "optimizer.eps=1.0", "optimizer.lr=30.0"]
+    path = config_file(random_model, tmp_path, *shared)
+
+    def one(run: Path, *argv: str) -> int:
+        return main("--config", path, *sorted(argv), f"output={run}")
+
+    def two(run: Path, *argv: str) -> Any:
+        given = ["--config", path, *sorted(argv), f"output={run}"]
+        return fakes.launch(fakes.ROOT / "train.py", *given)
+
+    expected, fewer, more = (tmp_path / name for name in ("whole", "fewer", "more"))
+    assert one(expected, "train.updates=2") == 0
+    assert two(fewer, "train.updates=1").returncode == 0
+    assert one(fewer, "--resume", "train.updates=2") == 2
+    assert one(fewer, "--resume", "--allow-world-change", "train.updates=2") == 0
+    assert one(more, "train.updates=1") == 0
+    refused = two(more, "--resume", "train.updates=2")
+    assert refused.returncode != 0 and "--allow-world-change" in refused.stderr
+    assert two(more, "--resume", "--allow-world-change", "train.updates=2").returncode == 0
+    weights = load_file(expected / "adapter" / ADAPTER)
+    for run in (fewer, more):
+        found = load_file(run / "adapter" / ADAPTER)
+        for key, value in weights.items():
+            torch.testing.assert_close(found[key], value, rtol=0, atol=1e-5)
+
+
+def test_an_adapter_that_is_damaged_while_the_run_goes_on_is_restored_or_forgotten(
+    random_model: str, tmp_path: Path
+) -> None:
+    held_out = f"tasks.0.validation={tmp_path / 'prompts.txt'}"
+    given = [held_out, *EVALUATED, "train.updates=1"]
+    loop = fakes.wired(fakes.settings(random_model, tmp_path / "run", *given))
+    loop.run()
+    best = dict(loop.best)
+    shutil.rmtree(loop.folder / "adapter")
+    loop.save()
+    assert loop.best == best and kept.wrong(loop.folder, best) == ""
+    shutil.rmtree(loop.folder / "adapter")
+    shutil.rmtree(loop.checkpoints.folder)
+    loop.save()
+    assert loop.best == {}  # so that the next evaluation chooses

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
+from flowalign.printable import harmless
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -29,4 +31,5 @@ def show(findings: Iterable[Finding]) -> None:
 
     console = Console(highlight=False)
     for finding in findings:
-        console.print(f"{finding.level:>6}  {finding.text}", markup=False, soft_wrap=True)
+        text = harmless(f"{finding.level:>6}  {finding.text}")
+        console.print(text, markup=False, soft_wrap=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from flowalign.files import replacing
+from flowalign.printable import harmless
 from flowalign.sources import GENERATED, SOURCES, validation_file
 
 
@@ -120,7 +121,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     batch = load_prompts(args.set, "checked")
     against = {source: load_prompts(source, "other") for source in args.against}
     findings = examine(batch, {name: {} for name in args.reward}, against, args.tokens, count)
-    print("\n".join(findings.lines))
+    print(harmless("\n".join(findings.lines)))
     return 1 if findings.faults else 0
 
 

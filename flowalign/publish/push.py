@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from flowalign import manifest
 from flowalign.adapters.files import PEFT_CONFIG, read_lora
 from flowalign.adapters.hub import HubAddress, HubError, explained
+from flowalign.printable import harmless
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
@@ -74,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
         private = args.private or None  # None: what the owner's settings say
         print(send(upload, args.repo, private=private, revision=args.revision))
     except (ValueError, OSError) as error:
-        print(f"flowalign push: {error}", file=sys.stderr)
+        print(harmless(f"flowalign push: {error}"), file=sys.stderr)
         return 2
     return 0
 
