@@ -74,6 +74,18 @@ def remove_leftovers(folder: str | Path) -> None:
                     path.unlink()
 
 
+def append(path: Path, text: str) -> None:
+    """Add a text to a file, the whole of it or, where the disk is full, nothing."""
+    with open(path, "ab", buffering=0) as file:
+        size, left = file.tell(), memoryview(text.encode())
+        try:
+            while left:
+                left = left[file.write(left) :]
+        except OSError:
+            os.truncate(path, size)
+            raise
+
+
 def flush(path: Path) -> None:
     """Wait until a file, or a folder with all that is in it, is on the disk itself."""
     if path.is_dir():

@@ -27,6 +27,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from flowalign import (
     checkpoint,
+    disk,
+    files,
     finite,
     history,
     kept,
@@ -202,12 +204,25 @@ class Loop:
         several = accelerator.num_processes > 1
         clock = clock or Clock(time.monotonic(), config.train.max_minutes)
         self.requests = Requests(gather_object if several else None, clock)
+        self.spare = disk.Spare(self.folder, config.train.disk_full == "continue")
 
     # The main path -----------------------------------------------------------------------------
 
     def run(self) -> None:
         """To the configured end. A signal, or the clock, ends it earlier and leaves a checkpoint of
         the last whole update (`flowalign.stopping`)."""
+        try:
+            self._run()
+        except Exception as error:
+            if not disk.is_full(error):
+                raise
+            raise TrainingError(
+                f"update {self.update}: the disk of {self.folder} is full ({error}). The last "
+                f"checkpoint is {self.checkpoints.latest() or 'missing'}. Free some space, and run "
+                "again with --resume."
+            ) from error
+
+    def _run(self) -> None:
         self._mark_whole()
         with self.requests:
             try:
@@ -262,7 +277,7 @@ class Loop:
             self._evaluate()
             due = self._due(train.checkpoint_every)
             if self.update == train.updates or self.skips.saves(due):
-                with self.requests.whole():
+                with self.requests.whole(), self.spare.writing():
                     self.save()
             longest = max(longest or 0.0, time.perf_counter() - began)
 
@@ -499,11 +514,12 @@ class Loop:
 
     def _show(self, report: EvalReport) -> None:
         """The table of an evaluation, and some of its images."""
-        trackers.table(self.accelerator, "evaluation", report, self.update)
-        if report.examples:
-            keep = self.config.train.keep_samples
-            path = snapshots.write_examples(self.folder, self.update, report.examples, keep)
-            trackers.image(self.accelerator, "held_out", path, self.update)
+        with self.spare.writing():
+            trackers.table(self.accelerator, "evaluation", report, self.update)
+            if report.examples:
+                keep = self.config.train.keep_samples
+                path = snapshots.write_examples(self.folder, self.update, report.examples, keep)
+                trackers.image(self.accelerator, "held_out", path, self.update)
 
     def _keep_adapter(self, scores: Mapping[str, float]) -> None:
         self._check_finite(self.parameters, "the adapter")
@@ -514,16 +530,18 @@ class Loop:
         if self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
             row = to_json({metrics.UPDATE: self.update, **values})
-            with open(self.folder / history.LOG, "a") as file:
-                file.write(json.dumps(row, allow_nan=False) + "\n")
+            with self.spare.writing():
+                files.append(self.folder / history.LOG, json.dumps(row, allow_nan=False) + "\n")
             self.on_update(self.update, values)
-        self.accelerator.log(dict(values), step=self.update)
+        with self.spare.writing():
+            self.accelerator.log(dict(values), step=self.update)
 
     def _draw(self, rollout: Rollout, notes: list[str]) -> None:
         if self.accelerator.is_main_process and rollout.images is not None:
             keep = self.config.train.keep_samples
-            path = snapshots.write_rollout(self.folder, self.update + 1, rollout, notes, keep)
-            trackers.image(self.accelerator, "samples", path, self.update + 1)
+            with self.spare.writing():
+                path = snapshots.write_rollout(self.folder, self.update + 1, rollout, notes, keep)
+                trackers.image(self.accelerator, "samples", path, self.update + 1)
 
     def _due(self, every: int, offset: int = 0) -> bool:
         return (self.update + offset) % every == 0

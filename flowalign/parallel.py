@@ -36,7 +36,7 @@ from packaging.version import Version
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flowalign import ranks
+from flowalign import disk, ranks
 from flowalign.backbone import Backbone
 from flowalign.config import ConfigError, Stage, TrainingStage
 from flowalign.printable import harmless
@@ -184,6 +184,13 @@ class ExitStatus:
             self.code = 2
         elif isinstance(error, self.stopped):
             print(harmless(f"stopped: {error}"), file=sys.stderr)
+            self.code = 1
+        elif isinstance(error, Exception) and disk.is_full(error):
+            print(
+                f"stopped: the disk is full ({error}). What was finished is kept. Free some space, "
+                "and run the same command again, `train` with --resume.",
+                file=sys.stderr,
+            )
             self.code = 1
         elif isinstance(error, KeyboardInterrupt):
             known = isinstance(error, Interrupted)

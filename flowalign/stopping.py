@@ -124,13 +124,16 @@ class Requests:
         """A place where a run can end, which all processes reach: Interrupted if one was asked, or
         if the next `seconds` of work would end past the clock's limit (None = do not ask it)."""
         clock = self.clock
-        own = (str(Interrupted.by(self._first[0])), CODES[self._first[0]]) if self._first else None
-        if own is None and seconds is not None and clock.over(seconds):
+        own: tuple[str, int] | None = None  # why, and the exit status
+        if self._first:
+            asked = Interrupted.by(self._first[0])
+            own = str(asked), asked.code
+        elif seconds is not None and clock.over(seconds):
             own = f"{clock.name} = {clock.minutes:g}", UNFINISHED
-        for asked in self.gather([own]) if self.gather else [own]:
-            if asked:
-                self.agreed = self.gather is not None
-                raise Interrupted(*asked)
+        everyone: list[Any] = self.gather([own]) if self.gather else [own]
+        for reason, code in filter(None, everyone):
+            self.agreed = self.gather is not None
+            raise Interrupted(reason, code)
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -154,6 +154,7 @@ def train(
     """
     from flowalign import parallel, ranks, watch
     from flowalign.determinism import deterministic
+    from flowalign.forecast.room import check_room
 
     processes = parallel.state(config).num_processes
     check_launch(processes)
@@ -170,6 +171,8 @@ def train(
     rank = ranks.watch()
     rank.at("loading the models")
     with lock.holding(folder, main), deterministic(config.train.deterministic):
+        if main:
+            check_room(config)
         loop, report, rewards = wire(config, clock)
         if main:
             files.remove_leftovers(folder)

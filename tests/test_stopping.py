@@ -307,4 +307,5 @@ def test_an_evaluation_keeps_its_rows(random_model: str, tmp_path: Path) -> None
     _, said = process.communicate(timeout=60)
     assert process.returncode == 143 and "Traceback" not in said
     (rows,) = (tmp_path / "run").rglob("rows.0.jsonl")
-    assert [json.loads(line)["index"] for line in rows.read_text().splitlines()][:2] == [0, 1]
+    lines = rows.read_text().splitlines()
+    assert [json.loads(line)["row"]["index"] for line in lines][:2] == [0, 1]

@@ -406,6 +406,9 @@ class TrainConfig(Section):
     timeout_seconds: Seconds | None = Field(default=None, examples=[7200.0])
     """With several processes, the run ends when one has waited this long for another; null = longer
     than all calls of a reward that hangs can take (30 days if score_seconds is null)."""
+    disk_full: Literal["stop", "continue"] = "stop"
+    """What a run does when its disk is full: stop with its last checkpoint, or go on without
+    checkpoints, log and samples until there is room. Its adapter must be written."""
     max_minutes: Positive | None = Field(default=None, examples=[1430.0])
     """For a queue: the run ends with a checkpoint and exit status 75 before an update that would
     probably end later than this many minutes after the command's start. One update is always
