@@ -41,7 +41,7 @@ CASES = {
     "dead": Case("SIGKILL of the last rank, no launcher", "kill", -1, None),
     "dead_first": Case("SIGKILL of rank 0, no launcher", "kill", 0, None),
     "dead_launched": Case("SIGKILL of the last rank, accelerate launch", "kill", -1, 0),
-    "exception": Case("an exception on the last rank, no launcher", "leave", -1, None),
+    "exception": Case("an exception on the last rank, no launcher", "nothing", -1, None),
     "hung": Case(f"SIGSTOP of the last rank, limit {TIMEOUT} s, no launcher", "stop", -1, None),
     "hung_launched": Case(f"a reward of rank 0 sleeps, limit {TIMEOUT} s, accelerate launch",
                           "sleep", 0, 0),
@@ -53,10 +53,16 @@ CASES = {
 
 def started(case: Case, count: int, config: Path) -> list[subprocess.Popen[str]]:
     """The launcher, or all ranks where there is none."""
+    import test_ranks
+
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     known = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1",
              "ACCELERATE_USE_CPU": "true"}  # fmt: skip
-    train = [str(ROOT / "train.py"), "--config", str(config)]
+    script = ROOT / "train.py"
+    if case.how == "nothing":  # with the reward
+        script = config.with_name("train.py")
+        script.write_text(test_ranks.CRASH)
+    train = [str(script), "--config", str(config)]
     launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1",
               "--num_processes", str(count), "--mixed_precision", "no", "--dynamo_backend", "no",
               "--main_process_port", "0", "--max_restarts", str(case.restarts)]  # fmt: skip
@@ -96,7 +102,9 @@ def measured(case: Case, count: int, model: str, folder: Path) -> str:
             break
         time.sleep(0.1)
     seconds = time.monotonic() - trouble
-    codes = ["stopped" if p.poll() is None else str(p.returncode) for p in processes]
+    codes = [
+        str(process.wait()) if not stopped(process.pid) else "stopped" for process in processes
+    ]
     for process in filter(psutil.Process.is_running, family):
         process.kill()
     for process in processes:
@@ -115,6 +123,13 @@ def works(process: psutil.Process) -> bool:
     """Whether it is there, and not stopped."""
     try:
         return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def stopped(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() == psutil.STATUS_STOPPED
     except psutil.NoSuchProcess:
         return False
 

@@ -15,7 +15,9 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, Field, ValidationError
 
 from flowalign import manifest
 from flowalign.eval import stats
@@ -28,8 +30,32 @@ VERSION = 1  # of results.json; raised whenever an older reader would misread a 
 SAMPLER = ("steps", "guidance", "seed", "height", "width", "max_sequence_length")
 
 
+Name = Annotated[str, Field(pattern=r"^[\w-]{1,200}$")]  # of a model or a benchmark, in tables
+
+
 class Incomparable(ValueError):
     """Results that cannot be compared: what was seen, what is possible, what to do."""
+
+
+class _Model(BaseModel, strict=True):
+    """A model in results.json, as far as it is compared."""
+
+    settings: dict[str, Any]
+    environment: dict[str, Any] = {}
+    images: dict[str, list[dict[str, Any]]]
+
+
+class _About(BaseModel, strict=True):
+    """A benchmark in results.json, as far as it is compared."""
+
+    headline: str | None = None
+
+
+class _Document(BaseModel, strict=True):
+    """results.json, as far as it is compared."""
+
+    models: dict[Name, _Model] = Field(min_length=1)
+    benchmarks: dict[Name, _About]
 
 
 class Column(NamedTuple):
@@ -69,6 +95,18 @@ def load(path: str | Path) -> dict[str, Any]:
             f"{path}: results of version {version!r}, and this flowalign reads {VERSION}. Run the "
             "evaluation again with this version, or compare with the one that wrote it."
         )
+    try:
+        for model in _Document.model_validate(document).models.values():
+            for name in document["benchmarks"]:
+                list(map(stats.from_json, model.images[name]))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise Incomparable(f"{path}: {where[:200]}: {first['msg']}.") from None
+    except (KeyError, ValueError) as error:
+        raise Incomparable(
+            f"{path}: not the rows of its benchmarks ({str(error)[:200]})."
+        ) from None
     return document
 
 
@@ -174,7 +212,7 @@ def main(argv: Sequence[str]) -> int:
         if a != b:
             shared = f"{min(a, b)} of {a} and {b} images are shared"
             print(f"note: {shown(name)}: {shared}; only they count")
-    a, b = (model["environment"] for model in models)
+    a, b = (model.get("environment", {}) for model in models)
     for name in sorted({*a, *b}):
         if a.get(name) != b.get(name):
             versions = shown(f"{name} is {a.get(name)} and {b.get(name)}")

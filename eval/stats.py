@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
+from pydantic import BaseModel, Field, ValidationError
 
 from flowalign.eval import bootstrap
 from flowalign.eval.bootstrap import PromptScores
@@ -20,6 +21,7 @@ AVERAGE, FIDELITY = "average", "fidelity"  # columns of a table besides the benc
 FIELDS = ("index", "copy", "prompt", "metadata", "reason")  # of an image; the rest are its scores
 
 Images = Sequence[Mapping[str, Any]]
+Score = Annotated[float, Field(ge=-1e38, le=1e38)] | None  # what a float32 holds; null = invalid
 
 
 class Named(Protocol):
@@ -142,8 +144,27 @@ def lost(benchmark: Named, images: Images, share: float) -> str:
     )
 
 
+class _Image(BaseModel, strict=True, extra="allow", allow_inf_nan=False):
+    """An image's row in JSON."""
+
+    index: int = Field(ge=0, lt=2**31)
+    copy_: int = Field(default=0, alias="copy", ge=0, lt=2**31)
+    prompt: str
+    metadata: dict[str, Any]
+    reason: str | None = None
+    value: Score
+    __pydantic_extra__: dict[str, Score]  # the parts of its score
+
+
 def from_json(image: Mapping[str, Any]) -> dict[str, Any]:
-    """An image's row from JSON: a score that is null there is NaN again."""
+    """An image's row from JSON: a score that is null there is NaN again. Raises ValueError for what
+    is no row, with the first thing that is wrong."""
+    try:
+        _Image.model_validate(image)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the row"
+        raise ValueError(f"{where}: {first['msg']}") from None
     return {k: math.nan if v is None and k not in FIELDS else v for k, v in image.items()}
 
 

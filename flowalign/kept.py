@@ -17,6 +17,7 @@ from flowalign.manifest import Damaged
 ADAPTER = "adapter"  # below the folder of a run
 COPY = "kept"  # the same below a checkpoint, whose adapter.safetensors is what is being trained
 SCORES = "scores.json"  # which evaluation chose it
+OTHER = "it is that of another evaluation"
 
 
 def write(run: Path, save: Callable[[Path], None], scores: Mapping[str, float]) -> None:
@@ -36,7 +37,7 @@ def wrong(run: Path, scores: Mapping[str, float]) -> str:
         about = manifest.check(run / ADAPTER).about
     except Damaged as error:
         return str(error)
-    return "" if about.get("scores") == dict(scores) else "it is that of another evaluation"
+    return "" if about.get("scores") == dict(scores) else OTHER
 
 
 def restore(run: Path, checkpoint: Path) -> Mapping[str, float]:

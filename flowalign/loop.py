@@ -507,9 +507,8 @@ class Loop:
 
     def _keep_adapter(self, scores: Mapping[str, float]) -> None:
         self._check_finite(self.parameters, "the adapter")
-        if self.accelerator.is_main_process:
-            save = partial(self.backbone.save_adapter, STUDENT)
-            kept.write(self.folder, save, scores)
+        save = partial(self.backbone.save_adapter, STUDENT)
+        parallel.from_main(lambda: kept.write(self.folder, save, scores))
 
     def _log(self, values: Mapping[str, float]) -> None:
         if self.accelerator.is_main_process:
@@ -543,7 +542,10 @@ class Loop:
         """A complete checkpoint of this moment. Raises OSError on all processes if it cannot be
         written; the older ones are then as they were."""
         self._at("the checkpoint")
-        copies = {history.LOG: self.folder / history.LOG, **(self._kept() if self.best else {})}
+        self.best = parallel.from_main(self._sound_best)
+        copies = {history.LOG: self.folder / history.LOG}
+        if self.best:
+            copies[kept.COPY] = self.folder / kept.ADAPTER
         scaler = self.accelerator.scaler
         states = {
             "optimizer": self.parallel.optimizer_state(self.optimizer),
@@ -562,24 +564,22 @@ class Loop:
             copies=copies,
         )
 
-    def _kept(self) -> dict[str, Path]:
-        """{name in a checkpoint: the adapter that is kept}. A damaged one is restored from the last
-        checkpoint."""
-        if self.accelerator.is_main_process and (reason := kept.wrong(self.folder, self.best)):
-            place, latest = self.folder / kept.ADAPTER, self.checkpoints.latest()
-            lost = self.best["update"]
-            self.best = dict(kept.restore(self.folder, latest)) if latest else {}
-            log.warning(
-                "%s: %s, so that of update %d is lost. The best one is now that of update %s.",
-                place, reason, lost, self.best.get("update", "(none: the next one evaluated)"),
-            )  # fmt: skip
-        return {kept.COPY: self.folder / kept.ADAPTER} if self.best else {}
+    def _sound_best(self) -> dict[str, float]:
+        """Which adapter is kept. Where that was damaged since, the one of the last checkpoint."""
+        if not self.best or not (wrong := kept.wrong(self.folder, self.best)):
+            return self.best
+        latest = self.checkpoints.latest()
+        best = dict(kept.restore(self.folder, latest)) if latest else {}
+        log.warning(
+            "%s: %s, so that of update %d is lost. The best one is now that of update %s.",
+            self.folder / kept.ADAPTER, wrong, self.best["update"],
+            best.get("update", "(none: the next one evaluated)"),
+        )  # fmt: skip
+        return best
 
     def begin(self) -> None:
         """Start anew: an earlier attempt may have ended before its first checkpoint."""
-        if self.accelerator.is_main_process:
-            history.clear(self.folder)
-        self.accelerator.wait_for_everyone()
+        parallel.from_main(lambda: history.clear(self.folder))
 
     def resume(self, *, any_world: bool = False) -> bool:
         """Continue from the newest sound checkpoint; False if there is none. The main process looks
@@ -600,19 +600,19 @@ class Loop:
         if self.accelerator.is_main_process:
             for text in resume.warnings(found, self.identity):
                 log.warning(text)
-        states, progress = checkpoint.load(
-            found.folder, self.accelerator.process_index, self._tensors()
-        )
-        self.parallel.load_optimizer_state(self.optimizer, states["optimizer"])
+        rank, place = self.accelerator.process_index, found.folder
+        try:
+            states, progress = checkpoint.load(place, rank, self._tensors())
+            self.parallel.load_optimizer_state(self.optimizer, states["optimizer"])
+        except ValueError as error:  # it is whole, and of another strategy
+            raise ConfigError([f"--resume: {error}"]) from error
         self.lr.load_state_dict(states["lr"])
         if self.accelerator.scaler and states["scaler"]:
             self.accelerator.scaler.load_state_dict(states["scaler"])
         self.update, self.steps = progress["update"], progress["steps"]
         self.evaluated, self.best = progress["evaluated"], progress["best"]
         self.alarm.load(progress["alarm"])
-        if self.accelerator.is_main_process:
-            self._go_back(found.folder)
-        self.accelerator.wait_for_everyone()
+        parallel.from_main(lambda: self._go_back(place))
         return True
 
     def _go_back(self, folder: Path) -> None:
@@ -621,7 +621,8 @@ class Loop:
             log.warning("%s: %s. It is restored.", self.folder / history.LOG, wrong)
         if self.best and (wrong := kept.wrong(self.folder, self.best)):
             kept.restore(self.folder, folder)
-            log.warning("%s: %s. It is restored.", self.folder / kept.ADAPTER, wrong)
+            if wrong != kept.OTHER:  # that of a later update comes again
+                log.warning("%s: %s. It is restored.", self.folder / kept.ADAPTER, wrong)
 
 
 def optimizer(config: TrainingStage, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

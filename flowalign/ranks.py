@@ -267,7 +267,7 @@ class Watch:
         rank = peer.sign.rank
         self._peers[rank] = peer
         _keep_alive(peer.writer.get_extra_info("socket"))
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, TypeError):
             while line := await reader.readline():
                 self._take(peer, json.loads(line))
         del self._peers[rank]
@@ -310,7 +310,8 @@ class Watch:
 
     def _sign(self) -> Sign:
         with suppress(RuntimeError, ValueError, AttributeError):  # no group, or one without numbers
-            self._meetings = c10d._get_default_group()._get_sequence_number_for_group()
+            group: Any = c10d._get_default_group()  # Any: torch's stubs lack the method
+            self._meetings = group._get_sequence_number_for_group()
         return Sign(self.rank, socket.gethostname(), os.getpid(), self._place, self._meetings)
 
     # Judging -------------------------------------------------------------------------------------

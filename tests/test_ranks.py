@@ -32,7 +32,7 @@ class Troubled:
     def __call__(self, images: Any, prompts: Any, metadata: Any) -> Any:
         self.calls += 1
         own = self.rank == int(os.environ.get("RANK", "0"))
-        if own and self.calls == self.call and self.fatal.exists():
+        if own and self.how != "nothing" and self.calls == self.call and self.fatal.exists():
             self.fatal.unlink()
             self.trouble()
         return fakes.noisy_redness(images, prompts, metadata)
@@ -46,15 +46,26 @@ class Troubled:
             time.sleep(600)
         if self.how == "slow":
             time.sleep(8)
-        if self.how == "leave":
-            raise Unforeseen
         if self.how == "orphan":
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(600)
 
 
-class Unforeseen(BaseException):
-    """No reward's error, which would make its images invalid: it ends the process."""
+CRASH = """# train.py with a bug that only the last rank meets, at its second update
+import os, pathlib, sys
+from flowalign import loop, train
+
+learn = loop.Loop.learn
+
+def broken(self, prepared):
+    if self.update == 1 and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
+        pathlib.Path(__file__).with_name("fatal").unlink()
+        raise ZeroDivisionError("a bug of one rank")
+    return learn(self, prepared)
+
+loop.Loop.learn = broken
+sys.exit(train.main(sys.argv[1:]))
+"""
 
 
 def config(folder: Path, model: str, how: str, *overrides: str, rank: int = 1) -> Path:
@@ -72,7 +83,7 @@ def config(folder: Path, model: str, how: str, *overrides: str, rank: int = 1) -
 class Ranks:
     """The ranks of a run that no launcher watches, as `srun` starts them."""
 
-    def __init__(self, path: Path, count: int, *argv: str) -> None:
+    def __init__(self, path: Path, count: int, script: Path = fakes.ROOT / "train.py") -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         paths = [str(fakes.ROOT), str(fakes.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
@@ -81,7 +92,7 @@ class Ranks:
                  "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
         self.processes = [
             subprocess.Popen(
-                [sys.executable, str(fakes.ROOT / "train.py"), "--config", str(path), *argv],
+                [sys.executable, str(script), "--config", str(path)],
                 env=os.environ | known | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -135,11 +146,13 @@ def test_a_dead_rank_is_named_where_no_launcher_watches(
 def test_an_error_of_one_rank_ends_the_others_with_its_text(
     random_model: str, tmp_path: Path
 ) -> None:
-    with Ranks(config(tmp_path, random_model, "leave"), 2) as group:
+    path, script = config(tmp_path, random_model, "nothing"), tmp_path / "train.py"
+    script.write_text(CRASH)
+    with Ranks(path, 2, script) as group:
         codes, said = group.ends()
     assert codes == [1, 1], said
     (line,) = [line for line in said.splitlines() if line.startswith("stopped: ")]
-    assert "rank 1 (process " in line and "Unforeseen" in line
+    assert "rank 1 (process " in line and "ZeroDivisionError" in line
     assert said.count("Traceback") == 1  # its own
 
 

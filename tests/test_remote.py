@@ -47,7 +47,7 @@ class Flaky:
     def __call__(self, images, prompts, metadata) -> Scores:
         if self.refusals:
             self.refusals -= 1
-            raise SystemExit  # `score` lets it pass: the server answers 500
+            raise served.Lost
         time.sleep(self.pause)
         self.rows += len(images)
         return served.exact(images, prompts, metadata)
@@ -180,7 +180,7 @@ def test_what_was_scored_before_the_servers_died_is_kept():
 
     def dying(images, prompts, metadata):
         if reward.rows:
-            raise SystemExit
+            raise served.Lost
         return reward(images, prompts, metadata)
 
     with served.serving(dying) as url:
@@ -202,7 +202,7 @@ def test_a_dead_server_leaves_the_rotation_and_others_take_its_requests():
 
 def test_a_request_that_kills_whoever_scores_it_does_not_cost_the_others():
     with served.serving(served.Touchy()) as one, served.serving(served.Touchy()) as two:
-        prompts = [*PROMPTS[:3], "worst", *PROMPTS[4:]]
+        prompts = [*PROMPTS[:3], "fatal", *PROMPTS[4:]]
         scores = Remote([one, two], batch_size=2, **QUICK)(IMAGES, prompts, METADATA)
     assert [row for row in range(10) if not scores.valid[row]] == [2, 3]
     assert "answered 500" in scores.reasons[3]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flowalign import checkpoint, manifest, resume, train
+from flowalign import checkpoint, kept, manifest, resume, train
 from flowalign.checkpoint import Checkpoints
 from flowalign.config import ADAPTER, to_yaml
 
@@ -317,3 +317,20 @@ def test_a_run_goes_on_with_more_and_with_fewer_processes(
         found = load_file(run / "adapter" / ADAPTER)
         for key, value in weights.items():
             torch.testing.assert_close(found[key], value, rtol=0, atol=1e-5)
+
+
+def test_an_adapter_that_is_damaged_while_the_run_goes_on_is_restored_or_forgotten(
+    random_model: str, tmp_path: Path
+) -> None:
+    held_out = f"tasks.0.validation={tmp_path / 'prompts.txt'}"
+    given = [held_out, *EVALUATED, "train.updates=1"]
+    loop = fakes.wired(fakes.settings(random_model, tmp_path / "run", *given))
+    loop.run()
+    best = dict(loop.best)
+    shutil.rmtree(loop.folder / "adapter")
+    loop.save()
+    assert loop.best == best and kept.wrong(loop.folder, best) == ""
+    shutil.rmtree(loop.folder / "adapter")
+    shutil.rmtree(loop.checkpoints.folder)
+    loop.save()
+    assert loop.best == {}  # so that the next evaluation chooses

@@ -162,7 +162,7 @@ def test_silent_connections_do_not_shut_others_out():
     """Nobody needs a token to open a connection."""
     with served.serving(served.exact) as url, ExitStack() as silent:
         host, port = url.removeprefix("http://").split(":")
-        for number in range(400):
+        for number in range(300):
             sender = silent.enter_context(socket.create_connection((host, int(port)), timeout=10))
             if number % 2:
                 sender.sendall(b"POST /v1/score HTTP/1.1\r\nhost: x\r\n")  # half a head
@@ -197,7 +197,7 @@ def test_a_small_body_of_many_values_is_refused_before_they_are_built():
     body = save({"request": np.frombuffer(lists, np.uint8), "images": np.zeros((1, 4, 4, 3), "u1")})
     tracemalloc.start()
     began = time.monotonic()
-    with pytest.raises(WireError, match="values") as caught:
+    with pytest.raises(WireError, match="brackets") as caught:
         wire.decode_request(body, Limits())
     seconds, peak = time.monotonic() - began, tracemalloc.get_traced_memory()[1] / len(body)
     tracemalloc.stop()
@@ -308,6 +308,7 @@ def test_serving_imports_nothing_that_an_old_environment_lacks():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_memory_is_bounded_by_queue_and_size(capsys):
     """As docs/rewards/remote.md states it. Prints the measured figures."""
     megabytes, queue = 12, 6

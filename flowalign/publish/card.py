@@ -256,7 +256,7 @@ def add_results(card: ModelCard, document: Mapping[str, Any], path: Path, adapte
     is `adapter`, by the digest that the evaluation's images tell, else by its folder.
     """
     name = _name_of(document, path, adapter)
-    config = parse(document["config"], stage=EvalStage)
+    config = parse(document.get("config"), stage=EvalStage)
     assert isinstance(config, EvalStage)
     prompts = {benchmark.name: benchmark.prompts for benchmark in config.benchmarks}
     card.data["eval_results"] = [
@@ -274,7 +274,7 @@ def add_results(card: ModelCard, document: Mapping[str, Any], path: Path, adapte
 def _name_of(document: Mapping[str, Any], path: Path, adapter: Path) -> str:
     digest, others = read_lora(adapter).digest, []
     for name, model in document["models"].items():
-        source = model["adapter"]
+        source = model.get("adapter")
         if source is None:
             continue
         # of the adapter that sampled the images, as their folders say (eval/store.py)

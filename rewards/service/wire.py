@@ -57,7 +57,7 @@ class Limits:
     bytes: int = 256 * 2**20  # of the body
     prompt: int = 10_000  # characters
     json: int = 4 * 2**20  # bytes of prompts and metadata
-    values: int = 100_000  # in that JSON: [] takes two bytes there, and 56 in memory
+    values: int = 100_000  # commas and brackets in that JSON: [] takes 2 bytes, and 56 in memory
     depth: int = 16  # levels of nesting in the metadata
 
 
@@ -226,7 +226,7 @@ def decode_info(body: bytes) -> dict[str, Any]:
 def _parse(data: bytes, status: int, depth: int, values: int) -> dict[str, Any]:
     """An object of strict JSON, of this version; `status` for whatever is none.
 
-    depth, values: how many levels and how many values it may have.
+    depth, values: how many levels, and how many commas and brackets, it may have.
     """
 
     def refuse(constant: str) -> None:
@@ -235,7 +235,7 @@ def _parse(data: bytes, status: int, depth: int, values: int) -> dict[str, Any]:
     try:
         bare = _STRING.sub(b"", data)
         if (count := sum(map(bare.count, (b",", b"[", b"{")))) > values:  # before they are built
-            raise ValueError(f"it has {count} values; at most {values} are taken")
+            raise ValueError(f"it has {count} commas and brackets; at most {values} are taken")
         document = json.loads(data.decode(), parse_constant=refuse)
         level = [document]
         for _ in range(depth + 1):
