@@ -373,6 +373,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     began, chains = time.monotonic(), []
     for each in test(scenarios, kills, real, args.seed, args.workers):
         chains.append(each)
+        verdict = "DIFFERENT" if each.differing else "equal"
+        print(f"{each.scenario.folder.name}, {', '.join(each.phases)}: {verdict}", flush=True)
         if each.differing:
             print(
                 f"{each.folder}, killed at {each.phases}:", *each.differing, sep="\n  ", flush=True
