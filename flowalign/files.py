@@ -57,13 +57,14 @@ def replacing(path: str | Path, *, durable: bool = False, swap: bool = False) ->
         raise
 
 
-LEFTOVER = re.compile(r"\..+\.[0-9a-f]{12}\.(part|old)")  # what `replacing` writes to
+# What `replacing` writes to, and an old checkpoint that is being removed.
+LEFTOVER = re.compile(r"\..+\.[0-9a-f]{12}\.(part|old)|\.update_\d+")
 PAGE_SECONDS = 60.0  # that `flowalign watch`, perhaps on another machine, needs for its page
 
 
 def remove_leftovers(folder: str | Path) -> None:
-    """Remove, in a folder and below it, what killed processes were about to write (`replacing`).
-    For a run at its start, in its own folder: nobody else may be writing there, but watch."""
+    """Remove, in a folder and below it, what killed processes were about to write (`replacing`)
+    or to remove. For a run at its start, in its own folder: nobody else may be writing there, but watch."""
     for parent, folders, names in os.walk(folder):
         for name in filter(LEFTOVER.fullmatch, folders):
             shutil.rmtree(Path(parent, name), ignore_errors=True)

@@ -65,8 +65,9 @@ def _repeated(row: Mapping[str, Any], evaluated: int) -> bool:
 
 
 def clear(run: Path) -> None:
-    """Remove what a run left that ended before its first checkpoint, so that it starts anew."""
-    for name in (LOG, WARNINGS):
-        (run / name).unlink(missing_ok=True)
+    """Remove what a run left that ended before its first checkpoint, so that it starts anew. The
+    log goes last: it tells whose the rest is, should this be killed."""
     for name in (SAMPLES, "adapter"):
         shutil.rmtree(run / name, ignore_errors=True)
+    for name in (WARNINGS, LOG):
+        (run / name).unlink(missing_ok=True)

@@ -81,6 +81,7 @@ with replacing(Path(sys.argv[1]) / "a" / sys.argv[2]) as part:
     for name in ("file.json", "folder", "watch.html"):
         done = subprocess.run([sys.executable, "-c", code, str(tmp_path), name])
         assert done.returncode == -signal.SIGKILL
+    (tmp_path / "checkpoints" / ".update_000003" / "kept").mkdir(parents=True)
     kept = tmp_path / "a" / ".mine.part"  # another program's
     kept.touch()
     assert len(list((tmp_path / "a").iterdir())) == 4
@@ -91,3 +92,4 @@ with replacing(Path(sys.argv[1]) / "a" / sys.argv[2]) as part:
     os.utime(page, (0, 0))
     files.remove_leftovers(tmp_path)
     assert list((tmp_path / "a").iterdir()) == [kept]
+    assert not any((tmp_path / "checkpoints").iterdir())
