@@ -297,7 +297,8 @@ class Rows:
             content = json.loads(line)
             if content.pop("sha256") != _sha256([self._about, content]):
                 return None
-            row = {"copy": content["row"]["copy"], **from_json(content["row"])}  # not optional here
+            row = from_json(content["row"])  # in its order: results.json has the same bytes again
+            _ = row["copy"]  # not optional here
             return Line(row, content["image"])
         except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
             return None

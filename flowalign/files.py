@@ -64,7 +64,8 @@ PAGE_SECONDS = 60.0  # that `flowalign watch`, perhaps on another machine, needs
 
 def remove_leftovers(folder: str | Path) -> None:
     """Remove, in a folder and below it, what killed processes were about to write (`replacing`)
-    or to remove. For a run at its start, in its own folder: nobody else may be writing there, but watch."""
+    or to remove. For a run at its start, in its own folder: nobody else may be writing there, but
+    watch."""
     for parent, folders, names in os.walk(folder):
         for name in filter(LEFTOVER.fullmatch, folders):
             shutil.rmtree(Path(parent, name), ignore_errors=True)
