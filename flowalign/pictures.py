@@ -337,7 +337,8 @@ def charts(curves: Mapping[str, Curve]) -> list[Chart]:
     from matplotlib.figure import Figure
 
     drawn = []
-    style = {"svg.fonttype": "none", "svg.hashsalt": "flowalign"}  # text stays text; same names
+    # text stays text, and equal charts have equal names inside
+    style: Any = {"svg.fonttype": "none", "svg.hashsalt": "flowalign"}
     for panel in [panel for panel in _panels(curves) if panel.curves]:
         figure = Figure(figsize=(3.5, 3.0), layout="constrained")
         _plot(figure.subplots(), panel)
