@@ -337,12 +337,13 @@ def charts(curves: Mapping[str, Curve]) -> list[Chart]:
     from matplotlib.figure import Figure
 
     drawn = []
+    # text stays text, and equal charts have equal names inside
+    style: Any = {"svg.fonttype": "none", "svg.hashsalt": "flowalign"}
     for panel in [panel for panel in _panels(curves) if panel.curves]:
         figure = Figure(figsize=(3.5, 3.0), layout="constrained")
         _plot(figure.subplots(), panel)
         file = io.BytesIO()
-        # text stays text, in the reader's font; the same names in every file
-        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "flowalign"}):
+        with rc_context(style):
             figure.savefig(file, format="svg", metadata={"Date": None})
         encoded = base64.b64encode(file.getvalue()).decode()
         drawn.append(Chart(panel.title, f"data:image/svg+xml;base64,{encoded}", panel.about))

@@ -146,7 +146,7 @@ class GenEval:
                 Form.model_validate(read)
             except ValidationError as error:
                 first = error.errors()[0]
-                where, key = ".".join(map(str, first["loc"])), first["loc"][0]
+                where, key = ".".join(map(str, first["loc"])), str(first["loc"][0])
                 seen = f"`{key}` is {_cut(meta[key])}" if key in meta else f"no `{key}`"
                 raise ValueError(
                     f"number {number} of {len(prompts)}: prompt {_cut(prompt)} has the metadata "

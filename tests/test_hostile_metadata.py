@@ -105,7 +105,7 @@ def test_what_the_check_accepts_can_be_judged(count: int):
         except ValueError:
             return
         accepted += 1
-        rules = {"threshold": 0.3, "max_overlap": 0.5}
+        rules: Any = {"threshold": 0.3, "max_overlap": 0.5}
         judge(meta, seen, lambda name, index: color, **rules)
         for variant in ("bounded", "published"):
             partial_credit(meta, seen, lambda name, index: color, variant=variant, **rules)
