@@ -366,7 +366,7 @@ def read_record(folder: Path, record: Path) -> dict[str, Any] | None:
     try:
         content = json.loads(record.read_bytes())
         if content.pop("sha256") != _sha256(content):
-            raise ValueError("its digest is another")
+            raise ValueError("its digest differs")
         return content
     except KeyError:
         reason = "it has no digest: it is damaged, or of an older version"

@@ -113,7 +113,7 @@ def check(
             if now != size:
                 raise Damaged(f"{name} has {now} bytes, and had {size}")
             if digest(path) != sha256:
-                raise Damaged(f"{name} has changed: its SHA-256 is another")
+                raise Damaged(f"{name} has changed: its SHA-256 differs")
         except FileNotFoundError:
             raise Damaged(f"{name} is missing") from None
         except OSError as error:
