@@ -37,9 +37,11 @@ BELOW_REWARDS = (
     "flowalign.files",
     "flowalign.http",
     "flowalign.packages",
+    "flowalign.printable",
+    "flowalign.stopping",
     "flowalign.adapters.hub",
 )
-ASKING = ("_scoring_problems", "_fidelity_problems")
+ASKING = ("own_code", "_scoring_problems", "_fidelity_problems")
 HEAVY = ("diffusers", "transformers", "peft", "accelerate")
 CONFIGS = [  # one a run; those with an underscore are used by others, variants change others
     path
