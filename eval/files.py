@@ -155,7 +155,7 @@ def conditions(config: EvalStage, results: Results, versions: Mapping[str, str])
         if benchmark.layout:
             sentences.append(
                 f"The images of {benchmark.name} are also in the official layout of "
-                f"{benchmark.layout}: layouts/<model>/{benchmark.name}."
+                f"{benchmark.layout}: layouts/MODEL/{benchmark.name}."
             )
     if f:
         sentences.append(

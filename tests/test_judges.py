@@ -221,7 +221,7 @@ def test_layouts_and_judges_have_the_same_images(evaluate: Callable[..., int], t
     assert names == [f"{PROMPTS[i // 2]}_{i:06}.png" for i in range(10)]
     means = [row["value"] for row in rows(out)["x_red"]]
     assert kept(out)[:, 0].mean((1, 2)).tolist() == pytest.approx(means)
-    said = "The images of x are also in the official layout of t2i_compbench: layouts/<model>/x."
+    said = "The images of x are also in the official layout of t2i_compbench: layouts/MODEL/x."
     assert said in (out / "table.md").read_text()
 
 

@@ -110,6 +110,8 @@ def _check_size(source: str, address: HubAddress, names: Sequence[str]) -> None:
 
     listing = {"revision": address.revision, "recursive": True}
     try:
+        # asked once: without a network, the list of files would be asked for six times
+        HfApi().model_info(address.repository, revision=address.revision, timeout=10)
         tree = [*HfApi().list_repo_tree(address.repository, **listing)]
     except (_http_error(), OSError):
         return  # offline, gated, missing: the download says so, or takes the cache
@@ -134,7 +136,7 @@ def _http_error() -> type[Exception]:
     """The base of the errors of huggingface_hub's HTTP: 0.x is built on requests, 1.x on httpx."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    return cast("type[Exception]", HfHubHTTPError.__base__)
+    return cast("type[Exception]", HfHubHTTPError.__bases__[0])
 
 
 @contextmanager
