@@ -36,6 +36,7 @@ from flowalign.data import PromptError, load_prompts
 from flowalign.forecast.architectures import build, find
 from flowalign.forecast.meter import DeviceAttention, Meter, measure, rounded, size, size_of
 from flowalign.loop import STUDENT
+from flowalign.solvers import forwards
 from flowalign.student.opd import chosen
 from flowalign.text import BATCH as TEXT_BATCH
 from flowalign.types import Conditioning, Source
@@ -391,16 +392,18 @@ class _Run(_Shapes):
     def _steps(self, updates: Sequence[int]) -> tuple[int, float]:
         """Trained states of an image, and the mean number of forward passes of its rollout over
         these updates."""
-        config, steps = self.config, self.config.rollout.steps
-        window = list(range(*config.rollout.trained))
+        config, rollout = self.config, self.config.rollout
+        window, whole = list(range(*rollout.trained)), forwards(rollout.solver, rollout.steps)
         if isinstance(config, SftStage):
-            return config.sft.states, steps
+            return config.sft.states, whole
         if not isinstance(config, OpdStage):
-            return len(window), steps
+            return len(window), whole
         draws = [chosen(config.student.states, window, (config.seed, u)) for u in updates]
         if config.learns_from_rewards:  # images are decoded, so that the rollout runs to its end
-            return len(draws[0]), steps
-        return len(draws[0]), sum(draw[-1] + config.needs_actions for draw in draws) / len(draws)
+            return len(draws[0]), whole
+        taken = [draw[-1] + config.needs_actions for draw in draws]
+        passes = [forwards(rollout.solver, rollout.steps, count) for count in taken]
+        return len(draws[0]), sum(passes) / len(draws)
 
     # Memory ------------------------------------------------------------------------------------
 
