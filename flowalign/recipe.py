@@ -265,11 +265,6 @@ def _problems(
     return [text for stage in done for text in _stale(stage, adapters)]
 
 
-def finished(stage: Stage) -> bool:
-    """Whether the stage has run to its end, and what it left is as it was then."""
-    return damage_of(stage) is None
-
-
 def damage_of(stage: Stage) -> str | None:
     """None for a finished stage, "" for one that is not, and what is damaged in one that was."""
     if not (Path(stage.output) / DONE).exists():
