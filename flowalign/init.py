@@ -27,6 +27,8 @@ CONFIGS = Path(__file__).parent / "configs"
 WIDTH = 100
 ABOUT = {
     "grpo": "train a teacher on a reward",
+    "nft": "train a teacher on a reward, from clean images (DiffusionNFT)",
+    "awm": "train a teacher on a reward, from clean images (advantage weighted matching)",
     "opd": "train a student from teachers, by on-policy distillation",
     "sft": "train a student on images of its teachers",
     "merge": "merge adapters",
@@ -34,12 +36,12 @@ ABOUT = {
     "eval": "score models on held-out prompts",
 }
 
-
+TEACHERS = ("grpo", "nft", "awm")  # stages that learn from a reward
 USED = {  # options that say what a config holds, by the stages that have it
-    "reward": ("grpo", "opd", "sft", "recipe", "eval"),
+    "reward": (*TEACHERS, "opd", "sft", "recipe", "eval"),
     "teachers": ("opd", "sft", "recipe", "merge", "eval"),
-    "prompts": ("grpo", "opd", "sft", "recipe", "eval"),
-    "validation": ("grpo", "opd", "sft", "recipe"),
+    "prompts": (*TEACHERS, "opd", "sft", "recipe", "eval"),
+    "validation": (*TEACHERS, "opd", "sft", "recipe"),
 }
 
 
@@ -58,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         metavar="NAME",
         help="what scores the images, such as ocr, geneval or my_rewards:redness; one per task "
-        "(grpo, opd, sft) or benchmark (eval)",
+        "(grpo, nft, awm, opd, sft) or benchmark (eval)",
     )
     parser.add_argument(
         "--options", nargs="+", default=[], metavar="key=value", help="of a single --reward"
@@ -140,7 +142,7 @@ def ask(args: argparse.Namespace) -> None:
         if args.stage not in STAGES:
             print(f"  possible: {', '.join(STAGES)}")
     args.model = args.model or _answer("model (tiny, a folder or a Hub id)", "tiny")
-    if args.reward is None and args.stage == "grpo":
+    if args.reward is None and args.stage in TEACHERS:
         args.reward = _answer("reward", "ocr").split()
     if args.teachers is None and args.stage in USED["teachers"]:
         shipped = _answer("adapters, as NAME=FOLDER (empty: those of the shipped config)", "")
@@ -206,7 +208,7 @@ def answers(args: argparse.Namespace) -> Answers:
 
 def build(wanted: Answers) -> dict[str, Any]:
     """The raw config of some answers; ValueError for numbers of files that do not fit."""
-    makers = {"grpo": _grpo, "merge": _merge, "recipe": _recipe, "eval": _eval}
+    makers = {"merge": _merge, "recipe": _recipe, "eval": _eval} | dict.fromkeys(TEACHERS, _teacher)
     data = makers.get(wanted.stage, _student)(wanted)
     model = read(wanted.family / "eval.yaml")["model"] | data.get("model", {})
     return data | {
@@ -216,9 +218,12 @@ def build(wanted: Answers) -> dict[str, Any]:
     }
 
 
-def _grpo(wanted: Answers) -> dict[str, Any]:
+def _teacher(wanted: Answers) -> dict[str, Any]:
+    """Of the stages grpo, nft and awm: the shipped teacher of that stage and reward; of the stage
+    where no teacher of it has that reward."""
     rewards = wanted.rewards or ["ocr"]
     files = [wanted.family / "teacher_ocr.yaml", *sorted(wanted.family.glob("teacher_*.yaml"))]
+    files = [file for file in files if read(file)["stage"] == wanted.stage]
     shipped = {read(file)["tasks"][0]["reward"]["name"]: file for file in reversed(files)}
     data = read(shipped.get(rewards[0], files[0]))
     return _with_tasks(data, wanted, list(map(_short, rewards)), rewards)

@@ -76,11 +76,14 @@ def noised(rollout: Rollout, sigmas: Tensor, key: tuple[int, ...]) -> Noised:
         own.draw(prompt, copy, clean.shape[2:], count - 1)
         for prompt, copy in zip(rollout.group.tolist(), rollout.copy.tolist(), strict=True)
     ]
-    noise, sigma = torch.stack(drawn).to(clean), sigmas.to(clean)[:, None, None, None]
+    noise = torch.stack(drawn).to(clean)
+    noisy = torch.empty_like(noise)
+    for level, sigma in enumerate(sigmas.to(clean)):  # one by one, which saves memory
+        noisy[:, level] = (1 - sigma) * clean[:, 0] + sigma * noise[:, level]
     states = dataclasses.replace(
         rollout,
-        states=(1 - sigma) * clean + sigma * noise,
+        states=noisy,
         steps=list(range(count)),
         sigmas=torch.cat([sigmas, torch.zeros(1)]),  # [S+1], as of a schedule
     )
-    return Noised(states, noise - clean)
+    return Noised(states, noise.sub_(clean))

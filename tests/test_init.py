@@ -64,6 +64,15 @@ def test_every_stage_of_a_recipe_is_sound(
     assert list(stages) == ["merge", "student", "table"]
 
 
+@pytest.mark.parametrize("stage", ["nft", "awm"])
+def test_a_teacher_from_clean_images_is_the_shipped_one_of_its_stage(stage: str) -> None:
+    config = written("--stage", stage, "--model", MEDIUM, "--reward", "geneval")
+    assert (config.stage, config.rollout.solver, config.optimizer.lr) == (stage, "dpm2", 3e-4)
+    assert [task.reward.name for task in config.tasks] == ["geneval"]
+    other = written("--stage", stage, "--model", MEDIUM, "--reward", "ocr")
+    assert other.tasks[0].reward.name == "ocr" and other.rollout.kind == "ode"
+
+
 def descriptions(section: type[Section], data: dict[str, Any]) -> list[str]:
     """The meaning of the keys of a section."""
     fields = section.model_fields

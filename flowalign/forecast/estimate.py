@@ -492,9 +492,9 @@ class _Run(_Shapes):
         return Phase("VAE decode", peak, meter.flops / batch * self.images)
 
     def noising(self) -> Phase:  # clean images -> states and velocities, all at once
-        drawn = self.device_type == "cpu"  # the noise, before it lies together
-        copies = 4 + drawn  # the noise, two terms and their sum
-        return Phase("noising", self.stored_rollout + copies * self.pairs * self.latent, 0.0)
+        copies = 3 if self.device_type == "cpu" else 2  # the noise, which is drawn there; states
+        peak = self.stored_rollout + (copies * self.pairs + 3 * self.images) * self.latent
+        return Phase("noising", peak, 0.0)
 
     def labels(self, config: OpdStage) -> Phase:  # each pair by its teacher, and by the anchor
         batch = min(config.student.label_batch, self.pairs)
