@@ -5,6 +5,7 @@ from flowalign.config.schema import (
     ADAPTER,
     SD3_ATTENTION,
     STAGES,
+    AdvantageConfig,
     BenchmarkConfig,
     ConfigError,
     DistillationStage,

@@ -250,13 +250,18 @@ class RolloutConfig(Section):
             )
 
 
-class GrpoConfig(Section):
-    """The policy gradient."""
+class AdvantageConfig(Section):
+    """How rewards become advantages: of every stage that learns from rewards."""
 
     advantage: Literal["group_std", "batch_std", "gaussian"] = "group_std"
     """Variant of flowalign.credit. Statistics over a batch are per task."""
     advantage_clip: Positive = 5.0
     """Advantages are clipped to +- this."""
+
+
+class GrpoConfig(AdvantageConfig):
+    """The policy gradient."""
+
     clip_range: Positive = 1e-4
     """PPO's epsilon (log-probs are means over pixels, so ratios stay within 1e-4 of 1)."""
     kl_weight: NotNegative = 0.0
