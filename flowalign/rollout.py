@@ -20,6 +20,7 @@ from flowalign import sde
 from flowalign.backbone import Backbone
 from flowalign.config import TrainingStage
 from flowalign.parallel import missing_steps
+from flowalign.solvers import Solver, forwards
 from flowalign.types import Conditioning, Gaussian, PromptBatch, Rollout, Source
 
 # Takes a batch of images: the row of the first one, images [b,3,H,W] in [0,1], their b prompts.
@@ -35,7 +36,8 @@ class Schedule:
 
     window (start, stop): the steps with noise and training; None = no step has either. chosen: the
     steps of the window that are trained, in order; None = all. actions: whether the sampled
-    successors of the trained states are needed, and their log-probs (an ode has none).
+    successors of the trained states are needed, and their log-probs (an ode has none). solver: of
+    an ode, one of `flowalign.solvers`; the trained states are those between its steps.
     """
 
     sigmas: Tensor
@@ -44,13 +46,19 @@ class Schedule:
     window: tuple[int, int] | None
     chosen: tuple[int, ...] | None = None
     actions: bool = True
+    solver: str = "euler"
 
     @staticmethod
     def of(config: TrainingStage, backbone: Backbone) -> Schedule:
         """The schedule of a config's rollouts: by default every step but the last is trained."""
         r = config.rollout
         sigmas, actions = backbone.sigmas(r.steps), config.needs_actions
-        return Schedule(sigmas, r.kind, r.noise_level, r.trained, actions=actions)
+        return Schedule(sigmas, r.kind, r.noise_level, r.trained, actions=actions, solver=r.solver)
+
+    @property
+    def forwards(self) -> int:
+        """Forward passes of a whole trajectory."""
+        return forwards(self.solver, len(self.sigmas) - 1)
 
     @property
     def trained(self) -> list[int]:
@@ -215,13 +223,18 @@ def _trajectory(
     x, trained, noisy = noise[:, 0], schedule.trained, schedule.noisy
     states, following, log_probs = [], [], []
     count = len(schedule.sigmas) - 1
-    # forward passes: to the end, or until the last trained state (and its action) is known
-    forwards = count if finish else trained[-1] + schedule.actions if trained else 0
+    # steps: to the end, or until the last trained state (and its action) is known
+    taken = count if finish else trained[-1] + schedule.actions if trained else 0
+    solver = None if schedule.solver == "euler" else Solver(schedule.solver, schedule.sigmas)
     for step in range(count):
         if step in trained:
             states.append(x)
-        if step == forwards:  # nothing after it is trained or decoded
+        if step == taken:  # nothing after it is trained or decoded
             break
+        for sigma in solver.levels(step) if solver else ():
+            x = solver.advance(x, backbone.velocity(x, sigma, cond, guidance=guidance))
+        if solver:
+            continue
         velocity = backbone.velocity(x, float(schedule.sigmas[step]), cond, guidance=guidance)
         steps = torch.full((len(x),), step, device=x.device)
         gaussian = schedule.transition(x, velocity, steps, noisy=step in noisy)

@@ -204,6 +204,9 @@ class RolloutConfig(Section):
     """How a step adds noise; see flowalign.sde."""
     noise_level: NotNegative = 0.7
     """Noise level a: any for sde, at most 1 for cps."""
+    solver: Literal["euler", "heun", "dpm2"] = "euler"
+    """How an ode is solved. heun and dpm2 are of second order: dpm2 (DPM-Solver++) costs a forward
+    pass a step, heun two. See flowalign.solvers."""
     guidance: NotNegative = 4.5
     """CFG scale; 1 = no unconditional pass."""
     window: Annotated[tuple[int, int], _as_tuple] | None = Field(default=None, examples=[[0, 5]])
@@ -234,6 +237,11 @@ class RolloutConfig(Section):
             yield (
                 f"copies: {self.prompts} prompts x {self.copies} copies are {self.images} images "
                 "of an update; at most 1000000 are possible. Use fewer of either."
+            )
+        if self.solver != "euler" and self.kind != "ode":
+            yield (
+                f"solver: {self.solver!r} with kind {self.kind!r}, whose steps have a formula of "
+                "their own. Use kind 'ode', or solver 'euler'."
             )
         if self.kind == "cps" and self.noise_level > 1:
             yield f"noise_level: got {self.noise_level}; kind 'cps' wants a value in (0, 1]."

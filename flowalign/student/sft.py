@@ -44,10 +44,11 @@ class Sft:
     def __init__(self, config: SftStage, backbone: Backbone, bank: Bank) -> None:
         self.bank, self.seed, self.states = bank, config.seed, config.sft.states
         self.guidance, self.shift = config.guidance, backbone.shift
-        self.schedule = Schedule(backbone.sigmas(config.rollout.steps), "ode", 0.0, None)
+        sigmas, solver = backbone.sigmas(config.rollout.steps), config.rollout.solver
+        self.schedule = Schedule(sigmas, "ode", 0.0, None, solver=solver)
 
     def plan(self, update: int) -> Schedule:
-        """To the end, by Euler steps; no state on the way is kept."""
+        """To the end, without noise; no state on the way is kept."""
         return self.schedule
 
     def sources(self, tasks: list[str]) -> list[Source]:
