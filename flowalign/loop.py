@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -126,6 +126,26 @@ class Algorithm(Protocol[P]):
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: P) -> StepLoss:
         """Mean loss of b pairs, from the student's velocity [b,C,h,w] there."""
         ...
+
+    def learnt(self, steps: int) -> None:
+        """After the optimizer steps of a rollout, of which at least one was taken. steps: those of
+        the run so far."""
+        ...
+
+    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
+        """Weights of its own, by name, that a checkpoint holds."""
+        ...
+
+
+class Stateless:
+    """The part of an algorithm that keeps nothing from one rollout to the next."""
+
+    def learnt(self, steps: int) -> None:
+        """Nothing to do."""
+
+    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
+        """None."""
+        return {}
 
 
 def pairs_of(rollout: Rollout, keep: Tensor, size: int) -> Iterator[Pairs]:
@@ -359,6 +379,8 @@ class Loop:
             if not taken:
                 skipped += 1
                 fault = fault or finite.of_all(own) or self._overflow(prepared.rollout, passes)
+        if skipped < steps:
+            self.algorithm.learnt(self.steps)
         self._note_skips(fault, skipped)
         return {**prepared.metrics, **means.over_processes(), metrics.SKIPPED: skipped}
 
@@ -554,7 +576,7 @@ class Loop:
 
     def _tensors(self) -> dict[str, Any]:
         average = {"ema": self.ema.shadow_params} if self.ema else {}
-        return {"adapter": self.parameters, **average}
+        return {"adapter": self.parameters, **average, **self.algorithm.tensors()}
 
     def save(self) -> Path:
         """A complete checkpoint of this moment. Raises OSError on all processes if it cannot be

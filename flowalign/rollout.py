@@ -148,8 +148,8 @@ def sample(
     decode: the latents to images. finish: sample to the last latents; by default only to decode
     them, else the rollout stops at the last trained state. sources: who samples each image (None =
     the active adapter, at `guidance`); images of one source are sampled together. on_images: called
-    with each batch of images as soon as it is decoded, before the next is sampled (not with
-    sources).
+    with each batch of images as soon as it is decoded, before the next is sampled (with sources,
+    only where all images have the same).
     """
     finish = decode if finish is None else finish
     cond = backbone.encode(batch.prompts)

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from flowalign import files, lock
 from flowalign.config import (
+    AwmStage,
     ConfigError,
     GrpoStage,
     Job,
     MergeStage,
+    NftStage,
     OpdStage,
     RecipeStage,
     SftStage,
@@ -294,10 +296,16 @@ def algorithm(
     """What the stage of a config learns, with the teachers that it names."""
     from flowalign.student.opd import Opd
     from flowalign.student.sft import Sft
+    from flowalign.teachers.awm import Awm
     from flowalign.teachers.grpo import Grpo
+    from flowalign.teachers.nft import Nft
 
     if isinstance(config, GrpoStage):
         return Grpo(config, backbone, accelerator, rewards)
+    if isinstance(config, NftStage):
+        return Nft(config, backbone, accelerator, rewards)
+    if isinstance(config, AwmStage):
+        return Awm(config, backbone, accelerator, rewards)
     if isinstance(config, SftStage):
         return Sft(config, backbone, bank(config, backbone, config.teachers, config.routing))
     assert isinstance(config, OpdStage)

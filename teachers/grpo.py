@@ -16,14 +16,14 @@ from torch import Tensor
 from flowalign import metrics, sde
 from flowalign.backbone import Backbone
 from flowalign.config import GrpoStage, OpdStage
-from flowalign.loop import Pairs
+from flowalign.loop import Pairs, Stateless
 from flowalign.losses import clip_fraction, kl_factors, policy_loss
 from flowalign.rollout import Schedule
 from flowalign.teachers.scored import Credit, Scored
 from flowalign.types import Reward, Rollout, StepLoss
 
 
-class Grpo:
+class Grpo(Stateless):
     """The algorithm. rewards: by task name."""
 
     needs_images = needs_latents = True

@@ -30,7 +30,6 @@ class Credit(Prepared):
     """A rollout with the advantages of its images."""
 
     advantage: Tensor  # [B]; 0 where the reward failed
-    valid: Tensor  # [B] on the CPU; False where the reward failed
 
 
 class Scored:
@@ -87,7 +86,6 @@ class Scored:
             metrics=measured,
             notes=list(map(note, scores.value.tolist())),
             advantage=advantage.to(device),
-            valid=scores.valid,
         )
 
     def _submit(self, start: int, images: Tensor, batch: PromptBatch) -> None:

@@ -8,6 +8,7 @@ asked?) is a property of the stage. Nothing is read from disk here.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -277,6 +278,79 @@ class GrpoConfig(AdvantageConfig):
     kl: Literal["exact", "published"] = "exact"
     """The KL that kl_weight multiplies. exact: of the two transitions. published: that times -dt,
     as in the code of Flow-GRPO and Flow-OPD: 3.7 to 25 times smaller over ten steps of shift 3."""
+
+
+class PolicyConfig(Section):
+    """Weights that follow those that are trained. After the optimizer steps of each rollout, a
+    share d of them is kept: d = min(decay, rise x (steps - after)), not below 0, where steps counts
+    the optimizer steps of the run."""
+
+    decay: Decay = 0.0
+    """Largest share that is kept; 0 = they are the trained weights."""
+    rise: Positive = 0.001
+    """How much the share grows with each optimizer step."""
+    after: Annotated[int, Field(ge=0, le=10_000_000)] = 0
+    """Optimizer steps after which it begins to grow."""
+
+
+class ForwardConfig(AdvantageConfig):
+    """Learning from clean images, to which noise is added: at which noise levels."""
+
+    states: Steps = 4
+    """Noise levels at which each image is trained. All images of an update share them."""
+    levels: Literal["sampler", "stratified"] = "stratified"
+    """sampler: they are steps of the rollout's own schedule, one drawn in each of `states` parts of
+    about equal size. stratified: drawn in as many parts of the continuous schedule."""
+    within: Annotated[tuple[Share, Share], _as_tuple] = (0.0, 0.99)
+    """The part of the way from noise (0) to the image (1) that they are drawn from."""
+    guidance: NotNegative | None = Field(default=None, examples=[1.0])
+    """CFG scale in the loss; null = rollout.guidance."""
+    kl_weight: NotNegative = 0.0
+    """Weight of |v - v_base|^2; 0 saves its forward pass."""
+
+    def problems(self) -> Iterator[str]:
+        """A part of the way that is none."""
+        low, high = self.within
+        if low >= high:
+            yield f"within: [{low}, {high}] is empty. Use [0, 1] for the whole way."
+
+
+class NftConfig(ForwardConfig):
+    """DiffusionNFT (2509.16117)."""
+
+    advantage: Literal["group_std", "batch_std", "gaussian"] = "batch_std"
+    """Variant of flowalign.credit. Statistics over a batch are per task."""
+    beta: Positive = 1.0
+    """How far the two branches lie from the old policy. Official: 1, or 0.1 for OCR and for several
+    rewards."""
+    adv_mode: Literal["all", "positive_only", "negative_only", "binary", "one_only"] = "all"
+    """Which advantages count. positive_only, negative_only: the others are 0. binary: their sign.
+    one_only: 1 where they are above 0, else 0."""
+    old: PolicyConfig = PolicyConfig()
+    """The old policy, which samples. Official: {decay: 0}; {decay: 0.5} for GenEval and PickScore;
+    {decay: 0.999, rise: 0.0075, after: 75} for OCR."""
+
+
+class AwmConfig(ForwardConfig):
+    """Advantage weighted matching (2509.25050)."""
+
+    advantage: Literal["group_std", "batch_std", "gaussian"] = "batch_std"
+    """Variant of flowalign.credit. Statistics over a batch are per task."""
+    advantage_clip: Positive = 1.0
+    """Advantages are clipped to +- this."""
+    within: Annotated[tuple[Share, Share], _as_tuple] = (0.01, 0.9)
+    """The part of the way from noise (0) to the image (1) that noise levels are drawn from."""
+    weighting: Literal["ghuber", "uniform", "t", "t2", "huber"] = "ghuber"
+    """How the matching error becomes a log-likelihood; see flowalign.matching.awm_log_prob."""
+    ghuber_power: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """The power of ghuber."""
+    clip_range: Positive = 1.0
+    """PPO's epsilon. Only rollouts with several optimizer steps have ratios other than 1."""
+    ema_kl_weight: NotNegative = 0.0
+    """Weight of |v - v_average|^2, where an average of the weights gives v_average; 0 saves its
+    forward pass. Official: 1."""
+    average: PolicyConfig = PolicyConfig(decay=0.3)
+    """That average."""
 
 
 class TeacherConfig(Section):
@@ -673,22 +747,13 @@ class TrainingStage(Job):
         yield from _same_names({**tasks, **watched})
 
 
-class GrpoStage(TrainingStage):
-    """Group-relative policy optimisation (GRPO) on the rewards of one or more tasks."""
-
-    stage: Literal["grpo"]  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Learn from rewards."""
-    grpo: GrpoConfig = GrpoConfig()
+class RewardStage(TrainingStage):
+    """A teacher that learns from the rewards of one or more tasks."""
 
     @property
     def learns_from_rewards(self) -> bool:
-        """Always: that is what GRPO does."""
+        """Always: there are no teachers."""
         return True
-
-    @property
-    def needs_noise(self) -> str:
-        """The actions that differ within a group."""
-        return "grpo has nothing to learn from"
 
     def problems(self) -> Iterator[str]:
         """Those of every training run; teachers, which are not asked."""
@@ -696,9 +761,95 @@ class GrpoStage(TrainingStage):
         for index, task in enumerate(self.tasks):
             if task.teacher is not None:
                 yield (
-                    f"tasks.{index}.teacher: {task.teacher!r}, but the stage 'grpo' has no "
+                    f"tasks.{index}.teacher: {task.teacher!r}, but the stage {self.stage!r} has no "
                     "teachers. Leave it out, or use the stage 'opd'."
                 )
+
+
+class GrpoStage(RewardStage):
+    """Group-relative policy optimisation (GRPO) on the rewards of one or more tasks."""
+
+    stage: Literal["grpo"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Learn from rewards."""
+    grpo: GrpoConfig = GrpoConfig()
+
+    @property
+    def needs_noise(self) -> str:
+        """The actions that differ within a group."""
+        return "grpo has nothing to learn from"
+
+
+class ForwardStage(RewardStage):
+    """Rewards again, learnt from clean images with noise added: any sampler will do, and no
+    trajectory is kept."""
+
+    @property
+    def forward(self) -> ForwardConfig:
+        """The section of the stage's own algorithm."""
+        raise NotImplementedError
+
+    @property
+    def guidance(self) -> float:
+        """The CFG scale at which the adapter is trained."""
+        own = self.forward.guidance
+        return self.rollout.guidance if own is None else own
+
+    @property
+    def needs_actions(self) -> bool:
+        """Never: there is no ratio of transitions."""
+        return False
+
+    def problems(self) -> Iterator[str]:
+        """Those of every teacher; noise in rollouts, groups that are all alike, and more noise
+        levels than there are."""
+        yield from super().problems()
+        rollout, forward, name = self.rollout, self.forward, self.stage
+        low, high = forward.within
+        if rollout.kind != "ode":
+            yield (
+                f"rollout.kind: {rollout.kind!r}, but {name} learns from clean images, and noise "
+                "on the way only makes them worse. Use 'ode'."
+            )
+        if rollout.shared_noise:
+            yield (
+                "rollout.shared_noise: true without noise on the way makes all images of a prompt "
+                "the same. Use false."
+            )
+        if rollout.window is not None:
+            yield f"rollout.window: {name} trains no states of a rollout. Leave it out."
+        steps = math.floor(high * rollout.steps + 1e-9) - math.ceil(low * rollout.steps - 1e-9)
+        if forward.levels == "sampler" and forward.states > steps:
+            yield (
+                f"{name}.states: {forward.states} noise levels, but {name}.within = "
+                f"[{low}, {high}] holds only {max(steps, 0)} of the sampler's {rollout.steps} "
+                "steps. Use at most as many, or levels 'stratified'."
+            )
+
+
+class NftStage(ForwardStage):
+    """DiffusionNFT on the rewards of one or more tasks."""
+
+    stage: Literal["nft"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Learn from rewards, on clean images."""
+    nft: NftConfig = NftConfig()
+
+    @property
+    def forward(self) -> NftConfig:
+        """The section `nft`."""
+        return self.nft
+
+
+class AwmStage(ForwardStage):
+    """Advantage weighted matching on the rewards of one or more tasks."""
+
+    stage: Literal["awm"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Learn from rewards, on clean images."""
+    awm: AwmConfig = AwmConfig()
+
+    @property
+    def forward(self) -> AwmConfig:
+        """The section `awm`."""
+        return self.awm
 
 
 class DistillationStage(TrainingStage):
@@ -842,7 +993,7 @@ class MergeStage(Job):
             yield f"rank: {self.rank}, but 'concat' adds the ranks. Use 'svd', or leave it out."
 
 
-Variant = dict[Literal["grpo", "opd", "sft", "merge", "eval"], dict[str, Any]]
+Variant = dict[Literal["grpo", "nft", "awm", "opd", "sft", "merge", "eval"], dict[str, Any]]
 """Kind of stage -> keys of its config."""
 
 
@@ -964,6 +1115,8 @@ def _same_names(names: Mapping[str, Iterable[str]]) -> Iterator[str]:
 
 STAGES: dict[str, type[Stage]] = {  # by the value of `stage`
     "grpo": GrpoStage,
+    "nft": NftStage,
+    "awm": AwmStage,
     "opd": OpdStage,
     "sft": SftStage,
     "merge": MergeStage,

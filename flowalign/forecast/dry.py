@@ -10,6 +10,7 @@ from flowalign.config import (
     ConfigError,
     DistillationStage,
     EvalStage,
+    ForwardStage,
     Job,
     MergeStage,
     OpdStage,
@@ -108,6 +109,8 @@ def _training(stage: TrainingStage, processes: int) -> Iterator[str]:
     count = stop - start
     if isinstance(stage, SftStage):
         count, states = stage.sft.states, f"{stage.sft.states} noise levels"
+    elif isinstance(stage, ForwardStage):
+        count, states = stage.forward.states, f"{stage.forward.states} noise levels"
     elif isinstance(stage, OpdStage) and stage.student.states.select != "all":
         count = stage.student.states.count
         states = f"{count} of {states} ({stage.student.states.select})"

@@ -24,6 +24,7 @@ from flowalign.config.schema import (
     BenchmarkConfig,
     DistillationStage,
     EvalStage,
+    ForwardStage,
     GrpoStage,
     LoraConfig,
     OpdStage,
@@ -395,6 +396,8 @@ class _Run(_Shapes):
         window = list(range(*config.rollout.trained))
         if isinstance(config, SftStage):
             return config.sft.states, steps
+        if isinstance(config, ForwardStage):
+            return config.forward.states, steps
         if not isinstance(config, OpdStage):
             return len(window), steps
         draws = [chosen(config.student.states, window, (config.seed, u)) for u in updates]
@@ -438,7 +441,7 @@ class _Run(_Shapes):
     @property
     def stored_labels(self) -> int:  # bytes of labels, which are kept until the next rollout's
         config = self.config
-        if isinstance(config, SftStage):
+        if isinstance(config, SftStage | ForwardStage):
             return self.pairs * self.latent
         if not isinstance(config, OpdStage):
             return 0
@@ -506,6 +509,7 @@ class _Run(_Shapes):
         peak = self.stored + self.stored_labels + max(meter.peak + cosines, step)
         # without kl_weight the KL is only logged, on one micro-batch: that counts for the peak
         weighted = isinstance(config, GrpoStage | OpdStage) and config.grpo.kl_weight > 0
+        weighted |= isinstance(config, ForwardStage) and config.forward.kl_weight > 0
         flops = meter.flops - (0 if weighted else reference.flops)
         return Phase("update", peak, flops / batch * self.pairs)
 

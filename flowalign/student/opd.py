@@ -21,7 +21,7 @@ from torch import Tensor
 from flowalign import metrics, parallel, sde
 from flowalign.backbone import Backbone
 from flowalign.config import OpdStage, StatesConfig
-from flowalign.loop import Algorithm, Pairs, Prepared, pairs_of
+from flowalign.loop import Algorithm, Pairs, Prepared, Stateless, pairs_of
 from flowalign.losses import policy_loss, published_loss, step_weights, velocity_error
 from flowalign.parallel import Means
 from flowalign.rollout import Schedule
@@ -40,7 +40,7 @@ class Labels(Prepared):
     rewarded: Prepared | None = None  # for the loss on rewards, with student.reward_weight
 
 
-class Opd:
+class Opd(Stateless):
     """The algorithm. teachers label by task; anchor labels every task (MAR).
 
     schedule holds the window; which of its steps an update trains is drawn by student.states from
