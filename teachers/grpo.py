@@ -7,7 +7,7 @@ clipped ratio of PPO at every trained step, and optionally a KL to the base mode
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from accelerate import Accelerator
@@ -19,10 +19,16 @@ from flowalign.backbone import Backbone
 from flowalign.config import GrpoStage, OpdStage
 from flowalign.credit import ADVANTAGES, clip_advantage
 from flowalign.loop import Pairs, Prepared, TrainingError
-from flowalign.losses import clip_fraction, kl_factors, policy_loss
+from flowalign.losses import (
+    clip_fraction,
+    guard_log_ratio,
+    guard_weights,
+    kl_factors,
+    policy_loss,
+)
 from flowalign.parallel import Means
 from flowalign.rewards.scoring import Ahead, ByTask
-from flowalign.rollout import Schedule
+from flowalign.rollout import Schedule, window_of
 from flowalign.snapshots import note
 from flowalign.types import PromptBatch, Reward, Rollout, Scores, StepLoss
 
@@ -48,8 +54,10 @@ class Grpo:
     ) -> None:
         self.settings, self.backbone, self.accelerator = config.grpo, backbone, accelerator
         self.guidance = config.rollout.guidance
-        self.schedule = Schedule.of(config, backbone)
+        self.schedule, self.seed = Schedule.of(config, backbone), config.seed
+        self.rollout = config.rollout
         self.kl_factors = kl_factors(self.schedule.sigmas, config.grpo.kl)
+        self.guard_weights = guard_weights(self.schedule.sigmas)
         self.max_invalid_share = config.train.max_invalid_share
         score = ByTask(rewards)
         self.scoring = Ahead(score, config.train.score_seconds)
@@ -58,8 +66,8 @@ class Grpo:
         self.on_images = self._submit if ahead else None
 
     def plan(self, update: int) -> Schedule:
-        """The same for every update: all steps of the window."""
-        return self.schedule
+        """All steps of the update's window, which is a function of (seed, update)."""
+        return replace(self.schedule, window=window_of(self.rollout, self.seed, update))
 
     def sources(self, tasks: list[str]) -> None:
         """The student samples."""
@@ -104,13 +112,22 @@ class Grpo:
         )
 
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: Credit) -> StepLoss:
-        """The clipped policy loss, plus kl_weight times the KL to the base."""
+        """The clipped policy loss, plus kl_weight times the KL to the base. With the ratio of
+        GRPO-Guard, the policy loss of a step is weighted by `losses.guard_weights`."""
         s, x, sigma, cond = self.settings, pairs.x, pairs.sigma, pairs.conditioning
         new = self.schedule.transition(x, velocity, pairs.steps)
         advantage = prepared.advantage[pairs.rows]
         x_next, old = pairs.action()
-        log_prob = sde.log_prob(new, x_next)
-        elements, ratio = policy_loss(log_prob, old, advantage, clip_range=s.clip_range)
+        if s.ratio == "guard":
+            assert pairs.mean is not None
+            log_ratio = guard_log_ratio(new, pairs.mean, x_next)
+            elements, ratio = policy_loss(
+                log_ratio, torch.zeros_like(log_ratio), advantage, clip_range=s.clip_range
+            )
+            elements = self.guard_weights.to(elements.device)[pairs.steps] * elements
+        else:
+            log_prob = sde.log_prob(new, x_next)
+            elements, ratio = policy_loss(log_prob, old, advantage, clip_range=s.clip_range)
         policy = total = elements.mean()
         measured = {
             metrics.CLIP_FRACTION: float(clip_fraction(ratio, s.clip_range)),

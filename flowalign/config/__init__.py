@@ -16,6 +16,7 @@ from flowalign.config.schema import (
     ModelConfig,
     OpdStage,
     RecipeStage,
+    RolloutConfig,
     SamplingConfig,
     Section,
     SftStage,
@@ -26,4 +27,5 @@ from flowalign.config.schema import (
     TeacherConfig,
     TrainConfig,
     TrainingStage,
+    WindowConfig,
 )

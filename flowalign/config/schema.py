@@ -195,6 +195,19 @@ class TaskConfig(Section):
         return self.validation is not None and self.reward is not None
 
 
+class WindowConfig(Section):
+    """A window of steps that moves while a run goes on (MixGRPO, 2507.21802): only its steps have
+    noise and are trained. Its places are those inside of all steps but the last."""
+
+    width: Steps = Field(examples=[4])
+    """Number of steps."""
+    every: Many = 1
+    """Updates between two moves. MixGRPO has 25 in runs of several hundred updates."""
+    random: bool = False
+    """false: the window moves on by one step, from high to low noise, and starts over after its
+    last place. true: its place is drawn anew."""
+
+
 class RolloutConfig(Section):
     """How trajectories are sampled for training."""
 
@@ -206,8 +219,11 @@ class RolloutConfig(Section):
     """Noise level a: any for sde, at most 1 for cps."""
     guidance: NotNegative = 4.5
     """CFG scale; 1 = no unconditional pass."""
-    window: Annotated[tuple[int, int], _as_tuple] | None = Field(default=None, examples=[[0, 5]])
-    """[start, stop): the steps with noise and training; null = all but the last."""
+    window: Annotated[tuple[int, int], _as_tuple] | WindowConfig | None = Field(
+        default=None, examples=[[0, 5]]
+    )
+    """[start, stop): the steps with noise and training; null = all but the last. Or {width, every,
+    random}: a window of `width` steps that moves."""
     shared_noise: bool = False
     """One initial noise for all images of a prompt."""
     prompts: Count = 8
@@ -219,8 +235,15 @@ class RolloutConfig(Section):
 
     @property
     def trained(self) -> tuple[int, int]:
-        """[start, stop) of the steps with noise and training."""
-        return self.window or (0, self.steps - 1)
+        """[start, stop) of the steps with noise and training; of a window that moves, all the
+        steps that it comes to."""
+        return self.window if isinstance(self.window, tuple) else (0, self.steps - 1)
+
+    @property
+    def width(self) -> int:
+        """Number of steps with noise and training in one update."""
+        start, stop = self.trained
+        return self.window.width if isinstance(self.window, WindowConfig) else stop - start
 
     @property
     def images(self) -> int:
@@ -237,8 +260,13 @@ class RolloutConfig(Section):
             )
         if self.kind == "cps" and self.noise_level > 1:
             yield f"noise_level: got {self.noise_level}; kind 'cps' wants a value in (0, 1]."
-        if self.window is None and self.steps == 1:
+        if not isinstance(self.window, tuple) and self.steps == 1:
             yield "steps: 1, and the default window leaves out the last step. Use 2 or more."
+        elif isinstance(self.window, WindowConfig) and self.width > stop:
+            yield (
+                f"window.width: {self.width}, but there are only {stop} steps to move in, all but "
+                f"the last. Use at most {stop}."
+            )
         elif not 0 <= start < stop <= self.steps:
             yield (
                 f"window: got [{start}, {stop}]; want 0 <= start < stop <= {self.steps}, the steps."
@@ -250,20 +278,50 @@ class RolloutConfig(Section):
             )
 
 
+EARLIER = ("adora", "gated")  # the advantages that remember earlier rollouts
+
+
+class EarlierConfig(Section):
+    """What an advantage remembers of earlier rollouts, and how it weights prompts by it."""
+
+    decay: Decay = 0.9
+    """Share of the old average that is kept when a rollout is added to it."""
+    threshold: Share = 0.5
+    """adora: a prompt is hard if at most this share of its images succeeds."""
+    amplify: Positive = 2.0
+    """adora: factor of the advantages of hard prompts."""
+    attenuate: Share = 0.1
+    """gated: factor of the advantages of prompts that do not get better."""
+
+
 class GrpoConfig(Section):
     """The policy gradient."""
 
-    advantage: Literal["group_std", "batch_std", "gaussian"] = "group_std"
-    """Variant of flowalign.credit. Statistics over a batch are per task."""
+    advantage: Literal["group_std", "batch_std", "gaussian", "gdpo", "adora", "gated"] = "group_std"
+    """Variant of flowalign.credit. Statistics over a batch are per task. gdpo needs a reward with
+    several parts (`weighted`)."""
+    earlier: EarlierConfig | None = None
+    """What adora and gated make of earlier rollouts; null = the defaults."""
     advantage_clip: Positive = 5.0
     """Advantages are clipped to +- this."""
     clip_range: Positive = 1e-4
     """PPO's epsilon (log-probs are means over pixels, so ratios stay within 1e-4 of 1)."""
+    ratio: Literal["plain", "guard"] = "plain"
+    """guard: GRPO-Guard's normalised ratio and weights of the steps (flowalign.losses). Its ratios
+    are closer to 1, so that it wants a smaller clip_range."""
     kl_weight: NotNegative = 0.0
     """Weight of the KL to the base model; 0 saves its forward pass."""
     kl: Literal["exact", "published"] = "exact"
     """The KL that kl_weight multiplies. exact: of the two transitions. published: that times -dt,
     as in the code of Flow-GRPO and Flow-OPD: 3.7 to 25 times smaller over ten steps of shift 3."""
+
+    def problems(self) -> Iterator[str]:
+        """A memory that nothing uses."""
+        if self.earlier and self.advantage not in EARLIER:
+            yield (
+                f"earlier: given, but the advantage {self.advantage!r} looks at one rollout only. "
+                f"Leave it out, or use {' or '.join(EARLIER)}."
+            )
 
 
 class TeacherConfig(Section):
@@ -570,6 +628,11 @@ class TrainingStage(Job):
         return self.learns_from_rewards
 
     @property
+    def needs_means(self) -> bool:
+        """Whether the loss needs the means that those successors were sampled around."""
+        return False
+
+    @property
     def needs_noise(self) -> str:
         """What the stage would lack without noise in its rollouts; "" = nothing."""
         return ""
@@ -673,6 +736,11 @@ class GrpoStage(TrainingStage):
         return True
 
     @property
+    def needs_means(self) -> bool:
+        """With GRPO-Guard's ratio."""
+        return self.grpo.ratio == "guard"
+
+    @property
     def needs_noise(self) -> str:
         """The actions that differ within a group."""
         return "grpo has nothing to learn from"
@@ -749,6 +817,11 @@ class OpdStage(DistillationStage):
         return self.student.gradient != "pathwise" or self.learns_from_rewards
 
     @property
+    def needs_means(self) -> bool:
+        """With GRPO-Guard's ratio in the loss on rewards."""
+        return self.learns_from_rewards and self.grpo.ratio == "guard"
+
+    @property
     def labellers(self) -> dict[str, TeacherConfig]:
         """{place in the config: teacher}, with the anchor."""
         return super().labellers | ({"anchor": self.anchor} if self.anchor else {})
@@ -774,11 +847,11 @@ class OpdStage(DistillationStage):
                 "the ratio of new and old policy needs one policy. Use the same, or gradient "
                 "'pathwise' without a reward."
             )
-        states, (start, stop) = self.student.states, self.rollout.trained
-        if states.select != "all" and states.count > stop - start:
+        states, width = self.student.states, self.rollout.width
+        if states.select != "all" and states.count > width:
             yield (
-                f"student.states.count: {states.count}, and rollout.window has only "
-                f"{stop - start} steps. Use at most {stop - start}."
+                f"student.states.count: {states.count}, and rollout.window has only {width} steps. "
+                f"Use at most {width}."
             )
 
 

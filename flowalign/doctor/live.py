@@ -180,8 +180,7 @@ def _small(config: TrainingStage, folder: str) -> TrainingStage:
         batch = max(batch, config.student.label_batch)
         states = config.student.states.count
     if not isinstance(config, OpdStage) or config.student.states.select == "all":
-        start, stop = config.rollout.trained
-        states = config.sft.states if isinstance(config, SftStage) else stop - start
+        states = config.sft.states if isinstance(config, SftStage) else config.rollout.width
     images = max(IMAGES, 2 * whole.batch_size, math.ceil(2 * batch / states))
     images = min(images, whole.images)
     copies = min(whole.copies, max(COPIES, math.ceil(images / whole.prompts)))

@@ -24,7 +24,7 @@ from flowalign.config import OpdStage, StatesConfig
 from flowalign.loop import Algorithm, Pairs, Prepared, pairs_of
 from flowalign.losses import policy_loss, published_loss, step_weights, velocity_error
 from flowalign.parallel import Means
-from flowalign.rollout import Schedule
+from flowalign.rollout import Schedule, window_of
 from flowalign.types import Rollout, StepLoss, Teacher
 
 BETA = {"low_noise": (5.0, 2.0), "high_noise": (2.0, 5.0)}  # over the place in the window, 0..1
@@ -43,7 +43,7 @@ class Labels(Prepared):
 class Opd:
     """The algorithm. teachers label by task; anchor labels every task (MAR).
 
-    schedule holds the window; which of its steps an update trains is drawn by student.states from
+    schedule holds the window, or all steps that a moving one comes to; which of its steps an update trains is drawn by student.states from
     (seed, update). grpo adds its loss on the tasks' rewards, times student.reward_weight.
     """
 
@@ -57,7 +57,7 @@ class Opd:
         grpo: Algorithm[Any] | None = None,
     ) -> None:
         self.settings, self.seed, self.guidance = config.student, config.seed, config.guidance
-        self.micro_batch = config.optimizer.micro_batch
+        self.micro_batch, self.rollout = config.optimizer.micro_batch, config.rollout
         self.backbone, self.accelerator = backbone, accelerator
         self.teachers, self.anchor, self.grpo = teachers, anchor, grpo
         self.anchor_weight = config.anchor.weight if config.anchor else 0.0
@@ -71,8 +71,9 @@ class Opd:
 
     def plan(self, update: int) -> Schedule:
         """The states that this update trains: a function of (seed, update)."""
-        steps = chosen(self.settings.states, self.schedule.trained, (self.seed, update))
-        return dataclasses.replace(self.schedule, chosen=steps)
+        window = window_of(self.rollout, self.seed, update)
+        steps = chosen(self.settings.states, list(range(*window)), (self.seed, update))
+        return dataclasses.replace(self.schedule, window=window, chosen=steps)
 
     def sources(self, tasks: list[str]) -> None:
         """The student samples: on-policy."""
