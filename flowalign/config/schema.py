@@ -18,7 +18,9 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -208,6 +210,13 @@ class WindowConfig(Section):
     last place. true: its place is drawn anew."""
 
 
+MARKS = ("[fixed]", "[moving]")  # how pydantic marks the form of a window in an error's place
+Window = Annotated[
+    Annotated[tuple[int, int], _as_tuple, Tag(MARKS[0])] | Annotated[WindowConfig, Tag(MARKS[1])],
+    Discriminator(lambda value: MARKS[isinstance(value, Mapping | WindowConfig)]),
+]
+
+
 class RolloutConfig(Section):
     """How trajectories are sampled for training."""
 
@@ -219,9 +228,7 @@ class RolloutConfig(Section):
     """Noise level a: any for sde, at most 1 for cps."""
     guidance: NotNegative = 4.5
     """CFG scale; 1 = no unconditional pass."""
-    window: Annotated[tuple[int, int], _as_tuple] | WindowConfig | None = Field(
-        default=None, examples=[[0, 5]]
-    )
+    window: Window | None = Field(default=None, examples=[[0, 5]])
     """[start, stop): the steps with noise and training; null = all but the last. Or {width, every,
     random}: a window of `width` steps that moves."""
     shared_noise: bool = False
