@@ -56,7 +56,7 @@ def ratio_errors(loop: Loop, rollout: Rollout, keep: Tensor, size: int) -> Tenso
 
 @pytest.mark.parametrize(
     ("kind", "guidance", "window"),
-    list(itertools.product(["sde", "cps"], [1.0, 4.5], ["null", "[1, 3]"])),
+    list(itertools.product(["sde", "cps"], [1.0, 4.5], ["null", "[1, 3]", "{width: 2}"])),
 )
 def test_the_first_ratio_is_one(
     random_model: str, tmp_path: Path, kind: str, guidance: float, window: str

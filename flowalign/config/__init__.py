@@ -8,6 +8,7 @@ from flowalign.config.schema import (
     BenchmarkConfig,
     ConfigError,
     DistillationStage,
+    EarlierConfig,
     EvalStage,
     GrpoConfig,
     GrpoStage,
