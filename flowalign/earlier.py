@@ -1,6 +1,6 @@
 """What earlier rollouts say of a task or of a prompt: the average reward of each.
 
-`advantage: adora` and `advantage: gated` (flowalign.credit) weigh prompts by it. The averages are
+`advantage: adora` and `advantage: gated` (flowalign.credit) weight prompts by it. The averages are
 the same on every process and are saved with checkpoints, so that a resumed run has the same.
 """
 
@@ -23,13 +23,18 @@ class Earlier:
 
     decay: the share of the old average that is kept when a rollout is added. The first rollout of a
     key sets its average.
+
+    A rollout that was added does not count before the next update begins: one that is interrupted
+    is sampled and added again, and its checkpoint may hold it already.
     """
 
     def __init__(self, keys: Sequence[Key], decay: float) -> None:
         self.places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
         self.decay = decay
         self.mean = torch.zeros(len(self.places), dtype=torch.float64)
-        self.rollouts = torch.zeros(len(self.places), dtype=torch.int64)  # that were added
+        self.rollouts = torch.zeros(len(self.places), dtype=torch.int64)  # that count
+        self.next = [self.mean.clone(), self.rollouts.clone()]  # both, with the latest rollout
+        self.latest = torch.full((1,), -1)  # its update
 
     @staticmethod
     def of(grpo: GrpoConfig, tasks: Sequence[TaskConfig]) -> Earlier | None:
@@ -38,8 +43,9 @@ class Earlier:
         if grpo.advantage == "adora":
             return Earlier([(task.name,) for task in tasks], decay)
         if grpo.advantage == "gated":
-            prompts = {task.name: load_prompts(task.prompts, task.name).prompts for task in tasks}
-            return Earlier([(task, text) for task, texts in prompts.items() for text in texts], decay)
+            sets = {task.name: load_prompts(task.prompts, task.name) for task in tasks}
+            keys = [(name, text) for name, batch in sets.items() for text in batch.prompts]
+            return Earlier(keys, decay)
         return None
 
     @property
@@ -53,19 +59,27 @@ class Earlier:
         keys = [row if self.by_prompt else row[:1] for row in rows]
         return torch.tensor([self.places[key] for key in keys], dtype=torch.int64)
 
-    def average(self, place: Tensor) -> Tensor:
-        """The average of each row's key [B], float64; NaN where no rollout was added yet."""
-        known = self.rollouts[place] > 0
-        return torch.where(known, self.mean[place], torch.nan)
+    def average(self, place: Tensor, update: int) -> Tensor:
+        """The average of each row's key [B] over the rollouts before that update, float64; NaN
+        where there was none."""
+        if int(self.latest) < update:
+            self.mean.copy_(self.next[0])
+            self.rollouts.copy_(self.next[1])
+        return torch.where(self.rollouts[place] > 0, self.mean[place], torch.nan)
 
-    def add(self, place: Tensor, value: Tensor, valid: Tensor) -> None:
-        """Add a rollout of all processes: rewards [B] of the keys at `place` [B], if valid."""
+    def add(self, place: Tensor, value: Tensor, valid: Tensor, update: int) -> None:
+        """Add the rollout of an update: rewards [B] of the keys at `place` [B], of all processes.
+        Images that are not valid do not count."""
+        mean, rollouts = self.next
+        mean.copy_(self.mean)
+        rollouts.copy_(self.rollouts)
+        self.latest.fill_(update)
         for key in place[valid].unique():
             now = value[valid & (place == key)].double().mean()
-            first = self.rollouts[key] == 0
-            self.mean[key] = now if first else self.decay * self.mean[key] + (1 - self.decay) * now
-            self.rollouts[key] += 1
+            old = self.decay * mean[key] + (1 - self.decay) * now
+            mean[key] = old if rollouts[key] else now
+            rollouts[key] += 1
 
     def tensors(self) -> list[Tensor]:
         """What a checkpoint holds of it; written to in place when one is read."""
-        return [self.mean, self.rollouts]
+        return [self.mean, self.rollouts, *self.next, self.latest]

@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -126,6 +126,10 @@ class Algorithm(Protocol[P]):
 
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: P) -> StepLoss:
         """Mean loss of b pairs, from the student's velocity [b,C,h,w] there."""
+        ...
+
+    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
+        """What it remembers, for checkpoints: {name: tensors}. A resume writes into them."""
         ...
 
 
@@ -556,7 +560,7 @@ class Loop:
 
     def _tensors(self) -> dict[str, Any]:
         average = {"ema": self.ema.shadow_params} if self.ema else {}
-        return {"adapter": self.parameters, **average}
+        return {"adapter": self.parameters, **average, **self.algorithm.tensors()}
 
     def save(self) -> Path:
         """A complete checkpoint of this moment. Raises OSError on all processes if it cannot be

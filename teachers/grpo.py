@@ -17,7 +17,6 @@ from torch import Tensor
 from flowalign import metrics, sde
 from flowalign.backbone import Backbone
 from flowalign.config import GrpoStage, OpdStage
-from flowalign.credit import ADVANTAGES, clip_advantage
 from flowalign.loop import Pairs, Prepared, TrainingError
 from flowalign.losses import (
     clip_fraction,
@@ -30,6 +29,7 @@ from flowalign.parallel import Means
 from flowalign.rewards.scoring import Ahead, ByTask
 from flowalign.rollout import Schedule, window_of
 from flowalign.snapshots import note
+from flowalign.teachers.advantages import Advantages
 from flowalign.types import PromptBatch, Reward, Rollout, Scores, StepLoss
 
 
@@ -59,6 +59,7 @@ class Grpo:
         self.kl_factors = kl_factors(self.schedule.sigmas, config.grpo.kl)
         self.guard_weights = guard_weights(self.schedule.sigmas)
         self.max_invalid_share = config.train.max_invalid_share
+        self.advantages = Advantages(config, accelerator, rewards)
         score = ByTask(rewards)
         self.scoring = Ahead(score, config.train.score_seconds)
         # a batch of images is scored while the next is sampled, unless a reward must see a group
@@ -68,6 +69,10 @@ class Grpo:
     def plan(self, update: int) -> Schedule:
         """All steps of the update's window, which is a function of (seed, update)."""
         return replace(self.schedule, window=window_of(self.rollout, self.seed, update))
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """What the advantages remember of earlier rollouts."""
+        return self.advantages.tensors()
 
     def sources(self, tasks: list[str]) -> None:
         """The student samples."""
@@ -90,8 +95,10 @@ class Grpo:
         )
         self._check(valid, scores)
         # of all processes, on the CPU: every process computes the same and takes its part
-        whole = ADVANTAGES[self.settings.advantage](value, group, valid=valid, task=task)
-        whole = clip_advantage(whole, self.settings.advantage_clip)
+        whole = self.advantages(
+            scores, rollout.batch, update, value=value, valid=valid, group=group, task=task,
+            names=names,
+        )  # fmt: skip
         first = self.accelerator.process_index * len(rollout)
         advantage = whole[first : first + len(rollout)].to(device)
         # without an advantage only the KL has a gradient

@@ -123,8 +123,9 @@ def test_an_unknown_kl_is_refused():
 
 
 def transitions(count, change, noise_level=0.7, dtype=torch.float64):
-    """Of an old and a new policy, at every step but the last of a schedule, `count` rows each:
-    (sigmas, steps, the velocity of the new one, its transition, the old one's, a sampled x_next)."""
+    """An old and a new policy at every step but the last of a schedule, `count` rows each: sigmas,
+    steps, the new one's velocity, its transition, the old one's, and an x_next sampled from that.
+    """
     sigmas = sde.sigmas(10, 3.0).to(dtype)
     steps = torch.arange(9).repeat_interleave(count)
     generator = torch.Generator().manual_seed(0)

@@ -276,7 +276,7 @@ def _validate(kind: Any, data: Any) -> tuple[Any, list[str]]:
 
 def _explain(error: Any, root: Any) -> list[str]:
     """One of pydantic's errors: where, what was seen, what is possible, what to do."""
-    marks = ("[key]", *MARKS)  # what pydantic adds: at a mapping's key, and for one of several forms
+    marks = ("[key]", *MARKS)  # so pydantic marks a mapping's key, and one of several forms
     place = [part for part in error["loc"] if part not in marks]
     where, seen = ".".join(_cut(str(part)) for part in place), error["input"]
     if error["type"] == "problems":  # of a section: see Section.problems

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,8 +44,9 @@ class Labels(Prepared):
 class Opd:
     """The algorithm. teachers label by task; anchor labels every task (MAR).
 
-    schedule holds the window, or all steps that a moving one comes to; which of its steps an update trains is drawn by student.states from
-    (seed, update). grpo adds its loss on the tasks' rewards, times student.reward_weight.
+    schedule holds the window, or all steps that a moving one comes to. Which steps an update trains
+    is a function of (seed, update): those of its window, or a draw among them by student.states.
+    grpo adds its loss on the tasks' rewards, times student.reward_weight.
     """
 
     def __init__(
@@ -119,6 +121,10 @@ class Opd:
             policy, measured = rewarded.total, {**measured, **rewarded.metrics}
             total = total + self.settings.reward_weight * policy
         return StepLoss(total, policy, distill, anchor, measured, counts)
+
+    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
+        """What the loss on rewards remembers."""
+        return self.grpo.tensors() if self.grpo else {}
 
     # The four gradients ------------------------------------------------------------------------
 
