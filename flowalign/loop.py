@@ -83,6 +83,7 @@ class Pairs:
     conditioning: Conditioning
     size: int  # rows of the forward pass, at least b
     first: bool  # whether costly diagnostics are taken on this micro-batch
+    mean: Tensor | None = None  # [b,C,h,w] that x_next was sampled around, where the rollout has it
 
     def action(self) -> tuple[Tensor, Tensor]:
         """x_next and old_log_prob of a rollout that has them."""
@@ -173,6 +174,7 @@ def pairs_of(rollout: Rollout, keep: Tensor, size: int) -> Iterator[Pairs]:
             conditioning=rollout.conditioning.select(r),
             size=size,
             first=i == 0,
+            mean=None if rollout.means is None else rollout.means[r, c],
         )
 
 

@@ -101,7 +101,7 @@ class Forward:
 
     def prepare(self, rollout: Rollout, update: int) -> Matched:
         """Score the images, and noise their latents."""
-        credit = self.scored.credit(rollout)
+        credit = self.scored.credit(rollout, update)
         settings, key = self.config.forward, (self.config.seed, update, FORWARD)
         if settings.levels == "sampler":
             sigmas = of_sampler(self.schedule.sigmas, settings.states, key, settings.within)
@@ -123,8 +123,9 @@ class Forward:
             policy.follow(steps)
 
     def tensors(self) -> Mapping[str, Sequence[Tensor]]:
-        """The weights of the policies."""
-        return {f"policy_{name}": policy.parameters for name, policy in self.policies.items()}
+        """The weights of the policies, and what the advantages remember."""
+        own = {f"policy_{name}": policy.parameters for name, policy in self.policies.items()}
+        return {**own, **self.scored.tensors()}
 
     # What a loss asks --------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from flowalign.config.schema import (
     BenchmarkConfig,
     ConfigError,
     DistillationStage,
+    EarlierConfig,
     EvalStage,
     ForwardConfig,
     ForwardStage,
@@ -24,6 +25,7 @@ from flowalign.config.schema import (
     OpdStage,
     PolicyConfig,
     RecipeStage,
+    RolloutConfig,
     SamplingConfig,
     Section,
     SftStage,
@@ -34,4 +36,5 @@ from flowalign.config.schema import (
     TeacherConfig,
     TrainConfig,
     TrainingStage,
+    WindowConfig,
 )

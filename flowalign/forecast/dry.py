@@ -17,6 +17,7 @@ from flowalign.config import (
     SftStage,
     Stage,
     TrainingStage,
+    WindowConfig,
 )
 from flowalign.data import PromptSampler, load_prompts
 from flowalign.forecast import plan
@@ -99,14 +100,17 @@ def _training(stage: TrainingStage, processes: int) -> Iterator[str]:
     rollout, optimizer = stage.rollout, stage.optimizer
     images = rollout.images // processes
     batch = min(rollout.batch_size, images)
-    start, stop = rollout.trained
+    (start, stop), moving = rollout.trained, rollout.window
     yield (
         f"rollout: {rollout.prompts} prompts x {rollout.copies} images = {rollout.images}; each of "
         f"{processes} process(es) samples {images}, in batches of B = {batch}; {rollout.steps} "
         f"steps ({rollout.kind}) at guidance {rollout.guidance:g}"
     )
     states = f"steps {start} to {stop - 1}"
-    count = stop - start
+    count = rollout.width
+    if isinstance(moving, WindowConfig):
+        how = "drawn anew" if moving.random else "moves on"
+        states = f"{count} of {states}, a window that {how} every {moving.every} update(s)"
     if isinstance(stage, SftStage):
         count, states = stage.sft.states, f"{stage.sft.states} noise levels"
     elif isinstance(stage, ForwardStage):
