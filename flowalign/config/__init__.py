@@ -5,6 +5,7 @@ from flowalign.config.schema import (
     ADAPTER,
     SD3_ATTENTION,
     STAGES,
+    AlarmConfig,
     BenchmarkConfig,
     ConfigError,
     DistillationStage,
@@ -25,5 +26,6 @@ from flowalign.config.schema import (
     TaskConfig,
     TeacherConfig,
     TrainConfig,
+    TrainingAlarmConfig,
     TrainingStage,
 )
