@@ -120,12 +120,12 @@ def webp(image: Tensor) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-Kept = tuple[int, list[dict[str, Any]]]  # update, rows
+Kept = tuple[int, Any]  # update, rows; of a drift, what `write_drift` was given
 
 
 def newest(run: Path, kind: str) -> Kept | None:
-    """The newest samples of a run that can be read; None if there are none. kind: TRAINING or
-    EVALUATION."""
+    """The newest samples of a run that can be read; None if there are none. kind: TRAINING,
+    EVALUATION or one of DRIFTS."""
     return next(_kept(run, kind, reverse=True), None)
 
 

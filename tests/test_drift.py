@@ -291,9 +291,7 @@ def evaluated(model: str, folder: Path, *given: str) -> EvalStage:
         ],
         "sampling": {"steps": 2, "guidance": 1.0},
     }
-    found = config.parse(raw, given)
-    assert isinstance(found, EvalStage)
-    return found
+    return config.parse(raw, given, stage=EvalStage)
 
 
 def test_an_evaluation_shows_the_drift_of_every_model(random_model: str, tmp_path: Path) -> None:

@@ -239,7 +239,9 @@ class Monitor:
         """Go back to what `state` returned; NaN is null in JSON. Of other prompts, as the settings
         may have changed, nothing is kept."""
         base = {
-            name: torch.tensor([float("nan") if v is None else v for v in values]).double()
+            name: torch.tensor(
+                [torch.nan if value is None else value for value in values], dtype=torch.float64
+            )
             for name, values in state.get("base", {}).items()
         }
         fits = all(len(values) == len(self.held_out) for values in base.values())
