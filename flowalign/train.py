@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # --help need not import diffusers
     from accelerate import Accelerator
 
     from flowalign.backbone import Backbone
+    from flowalign.drift.monitor import Monitor
     from flowalign.eval.suite import Benchmark
     from flowalign.loop import Algorithm, Loop
     from flowalign.progress import Progress
@@ -249,6 +250,7 @@ def wire(
         evaluator(config, backbone, built, accelerator),
         progress.update,
         clock,
+        monitor(config, backbone, built, accelerator),
     )
     trackers.begin(accelerator, config)
     for place, scale in config.mixtures.items() if accelerator.is_main_process else ():
@@ -371,6 +373,22 @@ def evaluator(
         return suite.headline(report, benchmarks), report
 
     return evaluate
+
+
+def monitor(
+    config: TrainingStage,
+    backbone: Backbone,
+    rewards: Mapping[str, Reward],
+    accelerator: Accelerator,
+) -> Monitor | None:
+    """What the loop asks for the drift of its images; None without `alarm`."""
+    from flowalign.drift.monitor import Lens, Monitor
+
+    if config.alarm is None:
+        return None
+    sets = held_out(config, rewards) if config.evaluates else []
+    lens, prompts = Lens.of(backbone, rewards), [benchmark.prompts for benchmark in sets]
+    return Monitor(config, backbone, accelerator, lens, prompts)
 
 
 def held_out(config: TrainingStage, rewards: Mapping[str, Reward]) -> list[Benchmark]:

@@ -6,6 +6,7 @@ from flowalign.config.schema import (
     SD3_ATTENTION,
     STAGES,
     AdvantageConfig,
+    AlarmConfig,
     AwmConfig,
     AwmStage,
     BenchmarkConfig,
@@ -35,6 +36,7 @@ from flowalign.config.schema import (
     TaskConfig,
     TeacherConfig,
     TrainConfig,
+    TrainingAlarmConfig,
     TrainingStage,
     WindowConfig,
 )

@@ -658,6 +658,32 @@ class EvaluationConfig(Section):
                 )
 
 
+class AlarmConfig(Section):
+    """An alarm at images that drift from the base model's: see docs/alarm.md."""
+
+    warn: Positive = 3.0
+    """Sigmas of a statistic's drift beyond which it is warned of. One sigma is half of what honest
+    training moved it; see flowalign.drift.compare."""
+    stop: Positive | None = Field(default=None, examples=[6.0])
+    """Sigmas beyond which the run ends; null = never."""
+
+    def problems(self) -> Iterator[str]:
+        """A run that would end before it is warned of."""
+        if self.stop is not None and self.stop < self.warn:
+            yield f"stop: {self.stop:g} is below warn = {self.warn:g}. Use the same or more, or null."
+
+
+class TrainingAlarmConfig(AlarmConfig):
+    """The same for a run, which samples the base for it."""
+
+    every: Many = 4
+    """Rollouts between two checks. Evaluations are checked always. 4 rollouts cost about 3 % of a
+    run."""
+    images: Annotated[int, Field(ge=2, le=100_000)] = 32
+    """Images that the base samples for a check, two of a prompt: of a rollout at most a quarter of
+    its images; of an evaluation so many a task."""
+
+
 class Stage(Section):
     """The keys that all configs have; `load(..., stage=Stage)` accepts any of them."""
 
@@ -689,6 +715,8 @@ class TrainingStage(Job):
     ema: EmaConfig | None = EmaConfig()
     train: TrainConfig = TrainConfig()
     evaluation: EvaluationConfig | None = EvaluationConfig()
+    alarm: TrainingAlarmConfig | None = TrainingAlarmConfig()
+    """null = no alarm at drift."""
 
     @property
     def guidance(self) -> float:
@@ -1151,6 +1179,8 @@ class EvalStage(Stage):
     sampling: SamplingConfig = SamplingConfig()
     fidelity: FidelityConfig | None = None
     report: ReportConfig = ReportConfig()
+    alarm: AlarmConfig | None = AlarmConfig()
+    """Of the images that the report shows; null = none."""
     score_seconds: Seconds | None = 1800.0
     """A batch of images is invalid if its reward takes longer; null = wait for ever."""
     timeout_seconds: Seconds | None = Field(default=None, examples=[7200.0])
