@@ -215,7 +215,9 @@ def main() -> int:
     quiet()
     rewards_room.look_beside(__file__)
     warn, good = TrainingAlarmConfig().warn, True
-    print("| run | alarm at rollout | by statistic | most certain drift, sigma |\n|---|---|---|---|")
+    print(
+        "| run | alarm at rollout | by statistic | most certain drift, sigma |\n|---|---|---|---|"
+    )
     if args.replay is not None:
         for folder in args.replay:
             found, deviations = replay(folder, warn, args.every)

@@ -50,9 +50,11 @@ SCHEDULERS: dict[str, Callable[[Tensor], Any]] = {"heun": _heun, "dpm2": _dpm2}
 SOLVERS = ("euler", *SCHEDULERS)
 
 
-def forwards(solver: str, steps: int) -> int:
-    """Forward passes of so many steps of a solver that end at sigma = 0."""
-    return 2 * steps - 1 if solver == "heun" else steps
+def forwards(solver: str, steps: int, taken: int | None = None) -> int:
+    """Forward passes of the first `taken` of so many steps, the last of which ends at sigma = 0;
+    None = of all."""
+    taken = steps if taken is None else taken
+    return 2 * taken - (taken == steps) if solver == "heun" else taken
 
 
 class Solver:

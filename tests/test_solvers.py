@@ -187,7 +187,7 @@ def test_trained_states_are_those_between_the_solvers_steps(
     asked.clear()
     part = run(backbone, solver, window=(1, 3), finish=False)  # stops at the last trained state
     assert torch.equal(part.states, whole.states[:, 1:3]) and part.latents is None
-    assert len(asked) == (4 if solver == "heun" else 2)
+    assert len(asked) == (4 if solver == "heun" else 2) == forwards(solver, 5, taken=2)
     x, own = whole.states[:, 0], backbone.sigmas(5)
     first = backbone.velocity(x, 1.0, whole.conditioning, guidance=2.0)
     ahead = x + (own[1] - own[0]) * first

@@ -322,6 +322,14 @@ class AdvantageConfig(Section):
     advantage_clip: Positive = 5.0
     """Advantages are clipped to +- this."""
 
+    def problems(self) -> Iterator[str]:
+        """A memory that nothing uses."""
+        if self.earlier and self.advantage not in EARLIER:
+            yield (
+                f"earlier: given, but the advantage {self.advantage!r} looks at one rollout only. "
+                f"Leave it out, or use {' or '.join(EARLIER)}."
+            )
+
 
 class GrpoConfig(AdvantageConfig):
     """The policy gradient."""

@@ -105,7 +105,7 @@ def objects(images: Tensor) -> Tensor:
     colour, and at least SMALLEST of the image. Of images reduced to SIDE pixels."""
     found = []
     for image in _reduced(images):
-        far = (image - np.median(image.reshape(-1, 3), axis=0))
+        far = image - np.median(image.reshape(-1, 3), axis=0)
         mask = np.abs(far).max(-1) > REGION
         # colours are told apart by which channels are above the middle
         kind = ((image > 0.5) @ np.array([1, 2, 4])).astype(np.int32)
