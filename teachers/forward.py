@@ -81,7 +81,9 @@ class Forward:
         policies: Mapping[str, PolicyConfig],
     ) -> None:
         self.config, self.backbone, self.guidance = config, backbone, config.guidance
-        self.schedule = Schedule(backbone.sigmas(config.rollout.steps), "ode", 0.0, None)
+        rollout = config.rollout
+        sigmas = backbone.sigmas(rollout.steps)
+        self.schedule = Schedule(sigmas, "ode", 0.0, None, solver=rollout.solver)
         self.scored = Scored(config, config.forward, accelerator, rewards)
         self.on_images = self.scored.on_images
         self.policies = {name: Policy(backbone, name, s) for name, s in policies.items()}
