@@ -7,6 +7,7 @@ sigma eps the student's velocity is fitted to eps - x0 (2210.02747, eq. 23 for t
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -44,10 +45,11 @@ class Sft(Stateless):
     def __init__(self, config: SftStage, backbone: Backbone, bank: Bank) -> None:
         self.bank, self.seed, self.states = bank, config.seed, config.sft.states
         self.guidance, self.shift = config.guidance, backbone.shift
-        self.schedule = Schedule(backbone.sigmas(config.rollout.steps), "ode", 0.0, None)
+        sigmas, solver = backbone.sigmas(config.rollout.steps), config.rollout.solver
+        self.schedule = Schedule(sigmas, "ode", 0.0, None, solver=solver)
 
     def plan(self, update: int) -> Schedule:
-        """To the end, by Euler steps; no state on the way is kept."""
+        """To the end, without noise; no state on the way is kept."""
         return self.schedule
 
     def sources(self, tasks: list[str]) -> list[Source]:
@@ -71,3 +73,7 @@ class Sft(Stateless):
         target = prepared.velocity[pairs.rows, pairs.columns]
         error = velocity_error(velocity, target).mean()
         return StepLoss(total=error, distill=error)
+
+    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
+        """Nothing."""
+        return {}
