@@ -17,6 +17,7 @@ SKIPPED = "skipped_steps"  # optimizer steps that were left out, as a number was
 SECONDS_ROLLOUT = "seconds/rollout"
 SECONDS_SCORE = "seconds/score"  # rewards or labels, without what ran during the rollout
 SECONDS_UPDATE = "seconds/update"
+SECONDS_DRIFT = "seconds/drift"  # where the alarm looked at the rollout
 SECONDS = (SECONDS_ROLLOUT, SECONDS_SCORE, SECONDS_UPDATE)
 IMAGES_PER_SECOND = "images_per_second"  # of all processes
 
@@ -47,6 +48,11 @@ EVAL = "eval/"
 HEADLINE = "eval/headline"  # mean over the tasks' benchmarks; chooses the adapter that is kept
 LOST = "eval/lost"  # how many benchmarks lost too many images; such a line has no HEADLINE
 ALARMS = "alarms"
+
+# The alarm: drift of the images from the base, in sigmas, by statistic
+DRIFT = "drift/"  # of a rollout
+HELD_OUT_DRIFT = "drift_held_out/"  # of an evaluation
+DRIFT_ALARMS = "drift_alarms"  # statistics beyond alarm.warn
 
 STEP = "step_"  # begins what a step of the schedule is called after a "/"
 

@@ -27,7 +27,7 @@ from flowalign.config import (
     load,
     to_yaml,
 )
-from flowalign.preflight import check_launch, check_world, group_problems, start
+from flowalign.preflight import check_launch, check_world, group_problems, parts_problems, start
 from flowalign.resume import anew
 from flowalign.stopping import Clock
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # --help need not import diffusers
     from accelerate import Accelerator
 
     from flowalign.backbone import Backbone
+    from flowalign.drift.monitor import Monitor
     from flowalign.eval.suite import Benchmark
     from flowalign.loop import Algorithm, Loop
     from flowalign.progress import Progress
@@ -217,7 +218,7 @@ def wire(
     """Build every part of a run from its config -> the loop, its display, its rewards."""
     from accelerate.utils import set_seed
 
-    from flowalign import parallel, trackers
+    from flowalign import parallel, rewards, trackers
     from flowalign.data import PromptSampler, load_prompts
     from flowalign.loop import Loop
     from flowalign.progress import Progress
@@ -227,7 +228,10 @@ def wire(
     built = _rewards(config, accelerator.device)
     # a reward of the user's may say only now that it is groupwise
     whole = [name for name, reward in built.items() if getattr(reward, "groupwise", False)]
-    if problems := list(group_problems(config, whole, accelerator.num_processes)):
+    problems = list(group_problems(config, whole, accelerator.num_processes))
+    # nor do we know before which parts it sums
+    single = [name for name, reward in built.items() if not rewards.weights_of(reward)]
+    if problems := [*problems, *parts_problems(config, single)]:
         raise ConfigError(problems)
     backbone = student(config, accelerator.device)
     sampler = PromptSampler(
@@ -246,6 +250,7 @@ def wire(
         evaluator(config, backbone, built, accelerator),
         progress.update,
         clock,
+        monitor(config, backbone, built, accelerator),
     )
     trackers.begin(accelerator, config)
     for place, scale in config.mixtures.items() if accelerator.is_main_process else ():
@@ -368,6 +373,22 @@ def evaluator(
         return suite.headline(report, benchmarks), report
 
     return evaluate
+
+
+def monitor(
+    config: TrainingStage,
+    backbone: Backbone,
+    rewards: Mapping[str, Reward],
+    accelerator: Accelerator,
+) -> Monitor | None:
+    """What the loop asks for the drift of its images; None without `alarm`."""
+    from flowalign.drift.monitor import Lens, Monitor
+
+    if config.alarm is None:
+        return None
+    sets = held_out(config, rewards) if config.evaluates else []
+    lens, prompts = Lens.of(backbone, rewards), [benchmark.prompts for benchmark in sets]
+    return Monitor(config, backbone, accelerator, lens, prompts)
 
 
 def held_out(config: TrainingStage, rewards: Mapping[str, Reward]) -> list[Benchmark]:

@@ -80,8 +80,9 @@ class Forward:
         rewards: Mapping[str, Reward],
     ) -> None:
         self.config, self.backbone, self.guidance = config, backbone, config.guidance
-        sigmas, solver = backbone.sigmas(config.rollout.steps), config.rollout.solver
-        self.schedule = Schedule(sigmas, "ode", 0.0, None, solver=solver)
+        rollout = config.rollout
+        sigmas = backbone.sigmas(rollout.steps)
+        self.schedule = Schedule(sigmas, "ode", 0.0, None, solver=rollout.solver)
         self.scored = Scored(config, config.forward, accelerator, rewards)
         self.on_images = self.scored.on_images
         self.policies = {name: Policy(backbone, name, s) for name, s in config.policies.items()}
@@ -101,7 +102,7 @@ class Forward:
 
     def prepare(self, rollout: Rollout, update: int) -> Matched:
         """Score the images, and noise their latents."""
-        credit = self.scored.credit(rollout)
+        credit = self.scored.credit(rollout, update)
         settings, key = self.config.forward, (self.config.seed, update, FORWARD)
         if settings.levels == "sampler":
             sigmas = of_sampler(self.schedule.sigmas, settings.states, key, settings.within)
@@ -123,8 +124,9 @@ class Forward:
             policy.follow(steps)
 
     def tensors(self) -> Mapping[str, Sequence[Tensor]]:
-        """The weights of the policies."""
-        return {f"policy_{name}": policy.parameters for name, policy in self.policies.items()}
+        """The weights of the policies, and what the advantages remember."""
+        own = {f"policy_{name}": policy.parameters for name, policy in self.policies.items()}
+        return {**own, **self.scored.tensors()}
 
     # What a loss asks --------------------------------------------------------------------------
 

@@ -17,8 +17,14 @@ from flowalign import metrics, sde
 from flowalign.backbone import Backbone
 from flowalign.config import GrpoStage, OpdStage
 from flowalign.loop import Pairs, Stateless
-from flowalign.losses import clip_fraction, kl_factors, policy_loss
-from flowalign.rollout import Schedule
+from flowalign.losses import (
+    clip_fraction,
+    guard_log_ratio,
+    guard_weights,
+    kl_factors,
+    policy_loss,
+)
+from flowalign.rollout import Schedule, window_of
 from flowalign.teachers.scored import Credit, Scored
 from flowalign.types import Reward, Rollout, StepLoss
 
@@ -37,31 +43,46 @@ class Grpo(Stateless):
     ) -> None:
         self.settings, self.backbone = config.grpo, backbone
         self.guidance = config.rollout.guidance
-        self.schedule = Schedule.of(config, backbone)
+        self.schedule, self.seed = Schedule.of(config, backbone), config.seed
+        self.rollout = config.rollout
         self.kl_factors = kl_factors(self.schedule.sigmas, config.grpo.kl)
         self.scored = Scored(config, config.grpo, accelerator, rewards)
         self.on_images = self.scored.on_images
+        self.guard_weights = guard_weights(self.schedule.sigmas)
 
     def plan(self, update: int) -> Schedule:
-        """The same for every update: all steps of the window."""
-        return self.schedule
+        """All steps of the update's window, which is a function of (seed, update)."""
+        return replace(self.schedule, window=window_of(self.rollout, self.seed, update))
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """What the advantages remember of earlier rollouts."""
+        return self.scored.tensors()
 
     def sources(self, tasks: list[str]) -> None:
         """The student samples."""
 
     def prepare(self, rollout: Rollout, update: int) -> Credit:
         """Score the images. Without an advantage only the KL has a gradient."""
-        credit = self.scored.credit(rollout)
+        credit = self.scored.credit(rollout, update)
         return replace(credit, keep=credit.keep | (self.settings.kl_weight > 0))
 
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: Credit) -> StepLoss:
-        """The clipped policy loss, plus kl_weight times the KL to the base."""
+        """The clipped policy loss, plus kl_weight times the KL to the base. With the ratio of
+        GRPO-Guard, the policy loss of a step is weighted by `losses.guard_weights`."""
         s, x, sigma, cond = self.settings, pairs.x, pairs.sigma, pairs.conditioning
         new = self.schedule.transition(x, velocity, pairs.steps)
         advantage = prepared.advantage[pairs.rows]
         x_next, old = pairs.action()
-        log_prob = sde.log_prob(new, x_next)
-        elements, ratio = policy_loss(log_prob, old, advantage, clip_range=s.clip_range)
+        if s.ratio == "guard":
+            assert pairs.mean is not None
+            log_ratio = guard_log_ratio(new, pairs.mean, x_next)
+            elements, ratio = policy_loss(
+                log_ratio, torch.zeros_like(log_ratio), advantage, clip_range=s.clip_range
+            )
+            elements = self.guard_weights.to(elements.device)[pairs.steps] * elements
+        else:
+            log_prob = sde.log_prob(new, x_next)
+            elements, ratio = policy_loss(log_prob, old, advantage, clip_range=s.clip_range)
         policy = total = elements.mean()
         measured = {
             metrics.CLIP_FRACTION: float(clip_fraction(ratio, s.clip_range)),

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from flowalign import metrics
 from flowalign.config import AdvantageConfig, TrainingStage
-from flowalign.credit import ADVANTAGES, clip_advantage
 from flowalign.loop import Prepared, TrainingError
 from flowalign.parallel import Means
 from flowalign.rewards.scoring import Ahead, ByTask
 from flowalign.rollout import OnImages
 from flowalign.snapshots import note
+from flowalign.teachers.advantages import Advantages
 from flowalign.types import PromptBatch, Reward, Rollout, Scores
 
 
@@ -42,7 +42,8 @@ class Scored:
         accelerator: Accelerator,
         rewards: Mapping[str, Reward],
     ) -> None:
-        self.settings, self.accelerator = settings, accelerator
+        self.accelerator = accelerator
+        self.advantages = Advantages(config.tasks, settings, accelerator, rewards)
         self.max_invalid_share = config.train.max_invalid_share
         score = ByTask(rewards)
         self.scoring = Ahead(score, config.train.score_seconds)
@@ -50,7 +51,11 @@ class Scored:
         ahead = config.train.score_while_sampling and not score.groupwise
         self.on_images: OnImages | None = self._submit if ahead else None
 
-    def credit(self, rollout: Rollout) -> Credit:
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """What the advantages remember of earlier rollouts."""
+        return self.advantages.tensors()
+
+    def credit(self, rollout: Rollout, update: int) -> Credit:
         """Score the images. The advantage of an image is relative to its group and, in some
         variants, to the images of its task in the batch of all processes. Kept are the images whose
         advantage is not 0. Raises TrainingError if the reward failed on too many images."""
@@ -69,8 +74,10 @@ class Scored:
         )
         self._check(valid, scores)
         # of all processes, on the CPU: every process computes the same and takes its part
-        whole = ADVANTAGES[self.settings.advantage](value, group, valid=valid, task=task)
-        whole = clip_advantage(whole, self.settings.advantage_clip)
+        whole = self.advantages(
+            scores, rollout.batch, update, value=value, valid=valid, group=group, task=task,
+            names=names,
+        )  # fmt: skip
         first = self.accelerator.process_index * len(rollout)
         advantage = whole[first : first + len(rollout)]
         measured = {

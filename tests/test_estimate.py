@@ -190,6 +190,19 @@ def test_forward_passes_of_the_stages_on_clean_images(small):
     assert ordered[0] < ordered[1]
 
 
+def test_a_window_that_moves_costs_what_its_width_costs(small):
+    def of(*changes, kind="grpo"):
+        return predict(memory.settings(*small, kind, *changes, size=128)).phases
+
+    moving = "rollout.window={width: 2, every: 3, random: true}"
+    assert of(moving) == of("rollout.window=[0, 2]") != of("rollout.window=[0, 3]")
+    rollout, guard = (
+        next(phase for phase in phases if phase.name == "rollout")
+        for phases in (of(moving), of(moving, "grpo.ratio=guard"))
+    )
+    assert guard.bytes > rollout.bytes and guard.flops == rollout.flops
+
+
 @pytest.mark.slow
 def test_advice_leads_to_what_fits(small):
     run = memory.settings(*small, "opd", "model.dtype=bfloat16", size=128)

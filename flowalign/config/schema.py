@@ -19,7 +19,9 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -196,6 +198,26 @@ class TaskConfig(Section):
         return self.validation is not None and self.reward is not None
 
 
+class WindowConfig(Section):
+    """A window of steps that moves while a run goes on (MixGRPO, 2507.21802): only its steps have
+    noise and are trained. Its places are those inside of all steps but the last."""
+
+    width: Steps = Field(examples=[4])
+    """Number of steps."""
+    every: Many = 1
+    """Updates between two moves. MixGRPO has 25 in runs of several hundred updates."""
+    random: bool = False
+    """false: the window moves on by one step, from high to low noise, and starts over after its
+    last place. true: its place is drawn anew."""
+
+
+MARKS = ("[fixed]", "[moving]")  # how pydantic marks the form of a window in an error's place
+Window = Annotated[
+    Annotated[tuple[int, int], _as_tuple, Tag(MARKS[0])] | Annotated[WindowConfig, Tag(MARKS[1])],
+    Discriminator(lambda value: MARKS[isinstance(value, Mapping | WindowConfig)]),
+]
+
+
 class RolloutConfig(Section):
     """How trajectories are sampled for training."""
 
@@ -210,8 +232,9 @@ class RolloutConfig(Section):
     pass a step, heun two. See flowalign.solvers."""
     guidance: NotNegative = 4.5
     """CFG scale; 1 = no unconditional pass."""
-    window: Annotated[tuple[int, int], _as_tuple] | None = Field(default=None, examples=[[0, 5]])
-    """[start, stop): the steps with noise and training; null = all but the last."""
+    window: Window | None = Field(default=None, examples=[[0, 5]])
+    """[start, stop): the steps with noise and training; null = all but the last. Or {width, every,
+    random}: a window of `width` steps that moves."""
     shared_noise: bool = False
     """One initial noise for all images of a prompt."""
     prompts: Count = 8
@@ -223,8 +246,15 @@ class RolloutConfig(Section):
 
     @property
     def trained(self) -> tuple[int, int]:
-        """[start, stop) of the steps with noise and training."""
-        return self.window or (0, self.steps - 1)
+        """[start, stop) of the steps with noise and training; of a window that moves, all the
+        steps that it comes to."""
+        return self.window if isinstance(self.window, tuple) else (0, self.steps - 1)
+
+    @property
+    def width(self) -> int:
+        """Number of steps with noise and training in one update."""
+        start, stop = self.trained
+        return self.window.width if isinstance(self.window, WindowConfig) else stop - start
 
     @property
     def images(self) -> int:
@@ -246,8 +276,13 @@ class RolloutConfig(Section):
             )
         if self.kind == "cps" and self.noise_level > 1:
             yield f"noise_level: got {self.noise_level}; kind 'cps' wants a value in (0, 1]."
-        if self.window is None and self.steps == 1:
+        if not isinstance(self.window, tuple) and self.steps == 1:
             yield "steps: 1, and the default window leaves out the last step. Use 2 or more."
+        elif isinstance(self.window, WindowConfig) and self.width > stop:
+            yield (
+                f"window.width: {self.width}, but there are only {stop} steps to move in, all but "
+                f"the last. Use at most {stop}."
+            )
         elif not 0 <= start < stop <= self.steps:
             yield (
                 f"window: got [{start}, {stop}]; want 0 <= start < stop <= {self.steps}, the steps."
@@ -259,13 +294,41 @@ class RolloutConfig(Section):
             )
 
 
+AdvantageName = Literal["group_std", "batch_std", "gaussian", "gdpo", "adora", "gated"]
+EARLIER = ("adora", "gated")  # the advantages that remember earlier rollouts
+
+
+class EarlierConfig(Section):
+    """What an advantage remembers of earlier rollouts, and how it weights prompts by it."""
+
+    decay: Decay = 0.9
+    """Share of the old average that is kept when a rollout is added to it."""
+    threshold: Share = 0.5
+    """adora: a prompt is hard if at most this share of its images succeeds."""
+    amplify: Positive = 2.0
+    """adora: factor of the advantages of hard prompts."""
+    attenuate: Share = 0.1
+    """gated: factor of the advantages of prompts that do not get better."""
+
+
 class AdvantageConfig(Section):
     """How rewards become advantages: of every stage that learns from rewards."""
 
-    advantage: Literal["group_std", "batch_std", "gaussian"] = "group_std"
-    """Variant of flowalign.credit. Statistics over a batch are per task."""
+    advantage: AdvantageName = "group_std"
+    """Variant of flowalign.credit. Statistics over a batch are per task. gdpo needs a reward with
+    several parts (`weighted`)."""
+    earlier: EarlierConfig | None = None
+    """What adora and gated make of earlier rollouts; null = the defaults."""
     advantage_clip: Positive = 5.0
     """Advantages are clipped to +- this."""
+
+    def problems(self) -> Iterator[str]:
+        """A memory that nothing uses."""
+        if self.earlier and self.advantage not in EARLIER:
+            yield (
+                f"earlier: given, but the advantage {self.advantage!r} looks at one rollout only. "
+                f"Leave it out, or use {' or '.join(EARLIER)}."
+            )
 
 
 class GrpoConfig(AdvantageConfig):
@@ -273,6 +336,9 @@ class GrpoConfig(AdvantageConfig):
 
     clip_range: Positive = 1e-4
     """PPO's epsilon (log-probs are means over pixels, so ratios stay within 1e-4 of 1)."""
+    ratio: Literal["plain", "guard"] = "plain"
+    """guard: GRPO-Guard's normalised ratio and weights of the steps (flowalign.losses). Its ratios
+    are closer to 1, so that it wants a smaller clip_range."""
     kl_weight: NotNegative = 0.0
     """Weight of the KL to the base model; 0 saves its forward pass."""
     kl: Literal["exact", "published"] = "exact"
@@ -309,7 +375,8 @@ class ForwardConfig(AdvantageConfig):
     """Weight of |v - v_base|^2; 0 saves its forward pass."""
 
     def problems(self) -> Iterator[str]:
-        """A part of the way that is none."""
+        """Those of an advantage; a part of the way that is none."""
+        yield from super().problems()
         low, high = self.within
         if low >= high:
             yield f"within: [{low}, {high}] is empty. Use [0, 1] for the whole way."
@@ -318,8 +385,8 @@ class ForwardConfig(AdvantageConfig):
 class NftConfig(ForwardConfig):
     """DiffusionNFT (2509.16117)."""
 
-    advantage: Literal["group_std", "batch_std", "gaussian"] = "batch_std"
-    """Variant of flowalign.credit. Statistics over a batch are per task."""
+    advantage: AdvantageName = "batch_std"
+    """Variant of flowalign.credit, as in `grpo`."""
     beta: Positive = 1.0
     """How far the two branches lie from the old policy. Official: 1, or 0.1 for OCR and for several
     rewards."""
@@ -334,8 +401,8 @@ class NftConfig(ForwardConfig):
 class AwmConfig(ForwardConfig):
     """Advantage weighted matching (2509.25050)."""
 
-    advantage: Literal["group_std", "batch_std", "gaussian"] = "batch_std"
-    """Variant of flowalign.credit. Statistics over a batch are per task."""
+    advantage: AdvantageName = "batch_std"
+    """Variant of flowalign.credit, as in `grpo`."""
     advantage_clip: Positive = 1.0
     """Advantages are clipped to +- this."""
     within: Annotated[tuple[Share, Share], _as_tuple] = (0.01, 0.9)
@@ -599,6 +666,32 @@ class EvaluationConfig(Section):
                 )
 
 
+class AlarmConfig(Section):
+    """An alarm at images that drift from the base model's: see docs/alarm.md."""
+
+    warn: Positive = 3.0
+    """Sigmas of a statistic's drift beyond which it is warned of. One sigma is half of what honest
+    training moved it; see flowalign.drift.compare."""
+    stop: Positive | None = Field(default=None, examples=[6.0])
+    """Sigmas beyond which the run ends; null = never."""
+
+    def problems(self) -> Iterator[str]:
+        """A run that would end before it is warned of."""
+        if self.stop is not None and self.stop < self.warn:
+            yield f"stop: {self.stop:g} is below warn = {self.warn:g}. Use the same or more, or null."
+
+
+class TrainingAlarmConfig(AlarmConfig):
+    """The same for a run, which samples the base for it."""
+
+    every: Many = 4
+    """Rollouts between two checks. Evaluations are checked always. 4 rollouts cost about 3 % of a
+    run."""
+    images: Annotated[int, Field(ge=2, le=100_000)] = 32
+    """Images that the base samples for a check, two of a prompt: of a rollout at most a quarter of
+    its images; of an evaluation so many a task."""
+
+
 class Stage(Section):
     """The keys that all configs have; `load(..., stage=Stage)` accepts any of them."""
 
@@ -630,6 +723,8 @@ class TrainingStage(Job):
     ema: EmaConfig | None = EmaConfig()
     train: TrainConfig = TrainConfig()
     evaluation: EvaluationConfig | None = EvaluationConfig()
+    alarm: TrainingAlarmConfig | None = TrainingAlarmConfig()
+    """null = no alarm at drift."""
 
     @property
     def guidance(self) -> float:
@@ -652,9 +747,19 @@ class TrainingStage(Job):
         return self.evaluation is not None and any(task.evaluated for task in self.tasks)
 
     @property
+    def credited(self) -> AdvantageConfig | None:
+        """How its rewards become advantages; None where it does not learn from rewards."""
+        return None
+
+    @property
     def needs_actions(self) -> bool:
         """Whether the loss needs the sampled successors of the states and their log-probs."""
         return self.learns_from_rewards
+
+    @property
+    def needs_means(self) -> bool:
+        """Whether the loss needs the means that those successors were sampled around."""
+        return False
 
     @property
     def needs_noise(self) -> str:
@@ -774,6 +879,16 @@ class GrpoStage(RewardStage):
     grpo: GrpoConfig = GrpoConfig()
 
     @property
+    def credited(self) -> AdvantageConfig:
+        """The section `grpo`."""
+        return self.grpo
+
+    @property
+    def needs_means(self) -> bool:
+        """With GRPO-Guard's ratio."""
+        return self.grpo.ratio == "guard"
+
+    @property
     def needs_noise(self) -> str:
         """The actions that differ within a group."""
         return "grpo has nothing to learn from"
@@ -792,6 +907,11 @@ class ForwardStage(RewardStage):
     def policies(self) -> dict[str, PolicyConfig]:
         """{adapter beside the trained one: how it follows that}; the one named "old" samples."""
         raise NotImplementedError
+
+    @property
+    def credited(self) -> AdvantageConfig:
+        """The same section."""
+        return self.forward
 
     @property
     def guidance(self) -> float:
@@ -927,9 +1047,19 @@ class OpdStage(DistillationStage):
         return self.student.reward_weight > 0
 
     @property
+    def credited(self) -> AdvantageConfig | None:
+        """The section `grpo`, if rewards are learnt from."""
+        return self.grpo if self.learns_from_rewards else None
+
+    @property
     def needs_actions(self) -> bool:
         """Whether the loss has a ratio of new and old policy."""
         return self.student.gradient != "pathwise" or self.learns_from_rewards
+
+    @property
+    def needs_means(self) -> bool:
+        """With GRPO-Guard's ratio in the loss on rewards."""
+        return self.learns_from_rewards and self.grpo.ratio == "guard"
 
     @property
     def labellers(self) -> dict[str, TeacherConfig]:
@@ -957,11 +1087,11 @@ class OpdStage(DistillationStage):
                 "the ratio of new and old policy needs one policy. Use the same, or gradient "
                 "'pathwise' without a reward."
             )
-        states, (start, stop) = self.student.states, self.rollout.trained
-        if states.select != "all" and states.count > stop - start:
+        states, width = self.student.states, self.rollout.width
+        if states.select != "all" and states.count > width:
             yield (
-                f"student.states.count: {states.count}, and rollout.window has only "
-                f"{stop - start} steps. Use at most {stop - start}."
+                f"student.states.count: {states.count}, and rollout.window has only {width} steps. "
+                f"Use at most {width}."
             )
 
 
@@ -1076,6 +1206,8 @@ class EvalStage(Stage):
     sampling: SamplingConfig = SamplingConfig()
     fidelity: FidelityConfig | None = None
     report: ReportConfig = ReportConfig()
+    alarm: AlarmConfig | None = AlarmConfig()
+    """Of the images that the report shows; null = none."""
     score_seconds: Seconds | None = 1800.0
     """A batch of images is invalid if its reward takes longer; null = wait for ever."""
     timeout_seconds: Seconds | None = Field(default=None, examples=[7200.0])

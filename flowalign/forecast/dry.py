@@ -17,6 +17,7 @@ from flowalign.config import (
     SftStage,
     Stage,
     TrainingStage,
+    WindowConfig,
 )
 from flowalign.data import PromptSampler, load_prompts
 from flowalign.forecast import plan
@@ -100,7 +101,7 @@ def _training(stage: TrainingStage, processes: int) -> Iterator[str]:
     rollout, optimizer = stage.rollout, stage.optimizer
     images = rollout.images // processes
     batch = min(rollout.batch_size, images)
-    start, stop = rollout.trained
+    (start, stop), moving = rollout.trained, rollout.window
     passes = forwards(rollout.solver, rollout.steps)
     solver = "" if rollout.solver == "euler" else f", {rollout.solver}: {passes} forward passes"
     yield (
@@ -109,7 +110,10 @@ def _training(stage: TrainingStage, processes: int) -> Iterator[str]:
         f"steps ({rollout.kind}{solver}) at guidance {rollout.guidance:g}"
     )
     states = f"steps {start} to {stop - 1}"
-    count = stop - start
+    count = rollout.width
+    if isinstance(moving, WindowConfig):
+        how = "drawn anew" if moving.random else "moves on"
+        states = f"{count} of {states}, a window that {how} every {moving.every} update(s)"
     if isinstance(stage, SftStage):
         count, states = stage.sft.states, f"{stage.sft.states} noise levels"
     elif isinstance(stage, ForwardStage):

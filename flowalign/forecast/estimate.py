@@ -38,6 +38,7 @@ from flowalign.data import PromptError, load_prompts
 from flowalign.forecast.architectures import build, find
 from flowalign.forecast.meter import DeviceAttention, Meter, measure, rounded, size, size_of
 from flowalign.loop import STUDENT
+from flowalign.rollout import window_of
 from flowalign.solvers import forwards
 from flowalign.student.opd import chosen
 from flowalign.text import BATCH as TEXT_BATCH
@@ -397,14 +398,18 @@ class _Run(_Shapes):
         """Trained states of an image, and the mean number of forward passes of its rollout over
         these updates."""
         config, rollout = self.config, self.config.rollout
-        window, whole = list(range(*rollout.trained)), forwards(rollout.solver, rollout.steps)
+        whole = forwards(rollout.solver, rollout.steps)
         if isinstance(config, SftStage):
             return config.sft.states, whole
         if isinstance(config, ForwardStage):
             return config.forward.states, whole
         if not isinstance(config, OpdStage):
-            return len(window), whole
-        draws = [chosen(config.student.states, window, (config.seed, u)) for u in updates]
+            return rollout.width, whole
+        windows = [range(*window_of(rollout, config.seed, u)) for u in updates]
+        draws = [
+            chosen(config.student.states, list(window), (config.seed, update))
+            for update, window in zip(updates, windows, strict=True)
+        ]
         if config.learns_from_rewards:  # images are decoded, so that the rollout runs to its end
             return len(draws[0]), whole
         taken = [draw[-1] + config.needs_actions for draw in draws]
@@ -428,8 +433,8 @@ class _Run(_Shapes):
         return {name: count for name, count in parts.items() if count}
 
     @property
-    def stored_states(self) -> int:  # bytes of trained states and, where needed, their successors
-        return self.pairs * (2 if self.config.needs_actions else 1) * self.latent
+    def stored_states(self) -> int:  # bytes of trained states; where needed, what came after them
+        return self.pairs * (1 + self.config.needs_actions + self.config.needs_means) * self.latent
 
     @property
     def stored_text(self) -> int:  # bytes of the embeddings of all prompts and of the empty one

@@ -7,6 +7,7 @@ sigma eps the student's velocity is fitted to eps - x0 (2210.02747, eq. 23 for t
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -72,3 +73,7 @@ class Sft(Stateless):
         target = prepared.velocity[pairs.rows, pairs.columns]
         error = velocity_error(velocity, target).mean()
         return StepLoss(total=error, distill=error)
+
+    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
+        """Nothing."""
+        return {}
