@@ -27,6 +27,8 @@ CONFIGS = Path(__file__).parent / "configs"
 WIDTH = 100
 ABOUT = {
     "grpo": "train a teacher on a reward",
+    "nft": "train a teacher on a reward, from clean images (DiffusionNFT)",
+    "awm": "train a teacher on a reward, from clean images (advantage weighted matching)",
     "opd": "train a student from teachers, by on-policy distillation",
     "sft": "train a student on images of its teachers",
     "merge": "merge adapters",
@@ -35,11 +37,12 @@ ABOUT = {
 }
 
 
+TEACHERS = ("grpo", "nft", "awm")  # the stages that learn from rewards
 USED = {  # options that say what a config holds, by the stages that have it
-    "reward": ("grpo", "opd", "sft", "recipe", "eval"),
+    "reward": ("grpo", "nft", "awm", "opd", "sft", "recipe", "eval"),
     "teachers": ("opd", "sft", "recipe", "merge", "eval"),
-    "prompts": ("grpo", "opd", "sft", "recipe", "eval"),
-    "validation": ("grpo", "opd", "sft", "recipe"),
+    "prompts": ("grpo", "nft", "awm", "opd", "sft", "recipe", "eval"),
+    "validation": ("grpo", "nft", "awm", "opd", "sft", "recipe"),
 }
 
 
@@ -58,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         metavar="NAME",
         help="what scores the images, such as ocr, geneval or my_rewards:redness; one per task "
-        "(grpo, opd, sft) or benchmark (eval)",
+        "(grpo, nft, awm, opd, sft) or benchmark (eval)",
     )
     parser.add_argument(
         "--options", nargs="+", default=[], metavar="key=value", help="of a single --reward"
@@ -140,7 +143,7 @@ def ask(args: argparse.Namespace) -> None:
         if args.stage not in STAGES:
             print(f"  possible: {', '.join(STAGES)}")
     args.model = args.model or _answer("model (tiny, a folder or a Hub id)", "tiny")
-    if args.reward is None and args.stage == "grpo":
+    if args.reward is None and args.stage in TEACHERS:
         args.reward = _answer("reward", "ocr").split()
     if args.teachers is None and args.stage in USED["teachers"]:
         shipped = _answer("adapters, as NAME=FOLDER (empty: those of the shipped config)", "")
@@ -206,7 +209,12 @@ def answers(args: argparse.Namespace) -> Answers:
 
 def build(wanted: Answers) -> dict[str, Any]:
     """The raw config of some answers; ValueError for numbers of files that do not fit."""
-    makers = {"grpo": _grpo, "merge": _merge, "recipe": _recipe, "eval": _eval}
+    makers = {
+        **dict.fromkeys(TEACHERS, _teacher),
+        "merge": _merge,
+        "recipe": _recipe,
+        "eval": _eval,
+    }
     data = makers.get(wanted.stage, _student)(wanted)
     model = read(wanted.family / "eval.yaml")["model"] | data.get("model", {})
     return data | {
@@ -216,12 +224,23 @@ def build(wanted: Answers) -> dict[str, Any]:
     }
 
 
-def _grpo(wanted: Answers) -> dict[str, Any]:
+def _teacher(wanted: Answers) -> dict[str, Any]:
+    """Of the stages that learn from rewards: the shipped teacher of the first reward."""
     rewards = wanted.rewards or ["ocr"]
-    files = [wanted.family / "teacher_ocr.yaml", *sorted(wanted.family.glob("teacher_*.yaml"))]
-    shipped = {read(file)["tasks"][0]["reward"]["name"]: file for file in reversed(files)}
-    data = read(shipped.get(rewards[0], files[0]))
+    files = [f for name in ("teacher_ocr*", "teacher_*") for f in sorted(wanted.family.glob(name))]
+    found = {file: read(file) for file in files}
+    own = [data for data in found.values() if data["stage"] == wanted.stage]
+    shipped = {data["tasks"][0]["reward"]["name"]: data for data in reversed(own)}
+    data = shipped.get(rewards[0]) or next(iter(own), None) or _forward(found[files[0]])
     return _with_tasks(data, wanted, list(map(_short, rewards)), rewards)
+
+
+def _forward(data: dict[str, Any]) -> dict[str, Any]:
+    """A GRPO teacher's config for a stage that learns from clean images."""
+    noise = ("noise_level", "window", "shared_noise")
+    rollout = {key: value for key, value in data["rollout"].items() if key not in noise}
+    rest = {key: value for key, value in data.items() if key != "grpo"}
+    return {**rest, "rollout": rollout | {"kind": "ode", "guidance": 1.0}}
 
 
 def _student(wanted: Answers) -> dict[str, Any]:
