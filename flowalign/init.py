@@ -460,7 +460,7 @@ def _not_its_own(section: type[Section], key: str, data: Mapping[str, Any]) -> b
 def _entry(key: str, field: FieldInfo, value: Any, told: set[Any], every: bool) -> Iterator[str]:
     """A key and its value. With every, what an empty section may hold follows as a comment."""
     inner, kind = _section_in(field.annotation), _kind(field.annotation)
-    plain = isinstance(value, list) and not any(isinstance(item, Mapping) for item in value)
+    plain = type(value) is list and not any(isinstance(item, Mapping) for item in value)
     if key == "stages":  # of a recipe
         kinds = {name: STAGES[part["stage"]] for name, part in value.items()}
         rows = _named(value, kinds, told, every)

@@ -158,10 +158,9 @@ def _scoring_problems(config: Stage, num_processes: int, trust: bool) -> Iterato
 def parts_problems(config: TrainingStage, tasks: Collection[str]) -> Iterator[str]:
     """Rewards without parts, where the advantage normalises parts. tasks: those whose reward has no
     `weights` (`flowalign.rewards.weights_of`)."""
-    learns = isinstance(config, GrpoStage | OpdStage) and config.learns_from_rewards
-    if not learns or config.grpo.advantage != "gdpo":
+    if not isinstance(config, GrpoStage | OpdStage) or config.grpo.advantage != "gdpo":
         return
-    for index, task in enumerate(config.tasks):
+    for index, task in enumerate(config.tasks if config.learns_from_rewards else ()):
         if task.reward and task.name in tasks:
             yield (
                 f"tasks.{index}.reward: grpo.advantage 'gdpo' normalises the parts of a reward one "
