@@ -20,9 +20,7 @@ from flowalign.adapters.files import AdapterError, read_lora
 from flowalign.config.schema import (
     ConfigError,
     EvalStage,
-    GrpoStage,
     LoraConfig,
-    OpdStage,
     RewardConfig,
     Stage,
     TrainingStage,
@@ -118,7 +116,9 @@ def _scoring_problems(config: Stage, num_processes: int, trust: bool) -> Iterato
     import flowalign.rewards as rewards  # only here: importing a config needs no rewards
 
     whole: list[str] = []  # tasks whose reward compares all images of a prompt
-    single: list[str] = []  # tasks whose reward is no sum of parts
+    single: list[str] = []  # tasks whose reward is no sum of parts, where that matters
+    credit = config.credit if isinstance(config, TrainingStage) else None
+    by_part = credit is not None and credit.advantage == "gdpo"
     for place, name, judges, sources in _scored(config):
         sound: list[RewardConfig] = []
         for key, reward in judges.items():
@@ -138,7 +138,7 @@ def _scoring_problems(config: Stage, num_processes: int, trust: bool) -> Iterato
             sound.append(reward)
             if place.startswith("tasks.") and rewards.is_groupwise(reward.name, reward.options):
                 whole.append(name)
-            if place.startswith("tasks.") and rewards.has_no_weights(reward.name):
+            if place.startswith("tasks.") and by_part and rewards.has_no_weights(reward.name):
                 single.append(name)
         for key, source in sources.items():
             try:
@@ -158,12 +158,12 @@ def _scoring_problems(config: Stage, num_processes: int, trust: bool) -> Iterato
 def parts_problems(config: TrainingStage, tasks: Collection[str]) -> Iterator[str]:
     """Rewards without parts, where the advantage normalises parts. tasks: those whose reward has no
     `weights` (`flowalign.rewards.weights_of`)."""
-    if not isinstance(config, GrpoStage | OpdStage) or config.grpo.advantage != "gdpo":
+    if config.credit is None or config.credit.advantage != "gdpo":
         return
-    for index, task in enumerate(config.tasks if config.learns_from_rewards else ()):
+    for index, task in enumerate(config.tasks):
         if task.reward and task.name in tasks:
             yield (
-                f"tasks.{index}.reward: grpo.advantage 'gdpo' normalises the parts of a reward one "
+                f"tasks.{index}.reward: the advantage 'gdpo' normalises the parts of a reward one "
                 f"by one, and {task.reward.name!r} is no weighted sum of parts. Use the reward "
                 "'weighted', or the advantage 'group_std'."
             )

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from flowalign.config import EarlierConfig, GrpoStage, OpdStage
+from flowalign.config import CreditConfig, EarlierConfig, TaskConfig
 from flowalign.credit import ADVANTAGES, clip_advantage
 from flowalign.earlier import Earlier
 from flowalign.loop import TrainingError
@@ -26,13 +26,14 @@ class Advantages:
 
     def __init__(
         self,
-        config: GrpoStage | OpdStage,
+        settings: CreditConfig,
+        tasks: Sequence[TaskConfig],
         accelerator: Accelerator,
         rewards: Mapping[str, Reward],
     ) -> None:
-        self.settings, self.accelerator = config.grpo, accelerator
+        self.settings, self.accelerator = settings, accelerator
         self.weights = {name: weights_of(reward) for name, reward in rewards.items()}
-        self.earlier = Earlier.of(config.grpo, config.tasks)
+        self.earlier = Earlier.of(settings, tasks)
 
     def __call__(
         self,
@@ -82,7 +83,7 @@ class Advantages:
                     raise TrainingError(
                         f"the reward of task {name!r} has a weight for the part {label!r}, and its "
                         f"scores have no such part. Let `parts` of its Scores hold every key of "
-                        "its `weights`, or use another grpo.advantage."
+                        "its `weights`, or use another advantage."
                     )
         return {"parts": parts, "weights": weights}
 

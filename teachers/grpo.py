@@ -59,7 +59,7 @@ class Grpo:
         self.kl_factors = kl_factors(self.schedule.sigmas, config.grpo.kl)
         self.guard_weights = guard_weights(self.schedule.sigmas)
         self.max_invalid_share = config.train.max_invalid_share
-        self.advantages = Advantages(config, accelerator, rewards)
+        self.advantages = Advantages(config.grpo, config.tasks, accelerator, rewards)
         score = ByTask(rewards)
         self.scoring = Ahead(score, config.train.score_seconds)
         # a batch of images is scored while the next is sampled, unless a reward must see a group

@@ -7,6 +7,7 @@ from flowalign.config.schema import (
     STAGES,
     BenchmarkConfig,
     ConfigError,
+    CreditConfig,
     DistillationStage,
     EarlierConfig,
     EvalStage,

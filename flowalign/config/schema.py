@@ -301,8 +301,8 @@ class EarlierConfig(Section):
     """gated: factor of the advantages of prompts that do not get better."""
 
 
-class GrpoConfig(Section):
-    """The policy gradient."""
+class CreditConfig(Section):
+    """From rewards to advantages."""
 
     advantage: Literal["group_std", "batch_std", "gaussian", "gdpo", "adora", "gated"] = "group_std"
     """Variant of flowalign.credit. Statistics over a batch are per task. gdpo needs a reward with
@@ -311,6 +311,19 @@ class GrpoConfig(Section):
     """What adora and gated make of earlier rollouts; null = the defaults."""
     advantage_clip: Positive = 5.0
     """Advantages are clipped to +- this."""
+
+    def problems(self) -> Iterator[str]:
+        """A memory that nothing uses."""
+        if self.earlier and self.advantage not in EARLIER:
+            yield (
+                f"earlier: given, but the advantage {self.advantage!r} looks at one rollout only. "
+                f"Leave it out, or use {' or '.join(EARLIER)}."
+            )
+
+
+class GrpoConfig(CreditConfig):
+    """The policy gradient."""
+
     clip_range: Positive = 1e-4
     """PPO's epsilon (log-probs are means over pixels, so ratios stay within 1e-4 of 1)."""
     ratio: Literal["plain", "guard"] = "plain"
@@ -321,14 +334,6 @@ class GrpoConfig(Section):
     kl: Literal["exact", "published"] = "exact"
     """The KL that kl_weight multiplies. exact: of the two transitions. published: that times -dt,
     as in the code of Flow-GRPO and Flow-OPD: 3.7 to 25 times smaller over ten steps of shift 3."""
-
-    def problems(self) -> Iterator[str]:
-        """A memory that nothing uses."""
-        if self.earlier and self.advantage not in EARLIER:
-            yield (
-                f"earlier: given, but the advantage {self.advantage!r} looks at one rollout only. "
-                f"Leave it out, or use {' or '.join(EARLIER)}."
-            )
 
 
 class TeacherConfig(Section):
@@ -624,6 +629,11 @@ class TrainingStage(Job):
         return False
 
     @property
+    def credit(self) -> CreditConfig | None:
+        """How rewards become advantages; None where the loss needs no rewards."""
+        return None
+
+    @property
     def evaluates(self) -> bool:
         """Whether held-out scores are taken while training; they choose the adapter that is
         kept."""
@@ -743,6 +753,11 @@ class GrpoStage(TrainingStage):
         return True
 
     @property
+    def credit(self) -> CreditConfig:
+        """The section grpo."""
+        return self.grpo
+
+    @property
     def needs_means(self) -> bool:
         """With GRPO-Guard's ratio."""
         return self.grpo.ratio == "guard"
@@ -817,6 +832,11 @@ class OpdStage(DistillationStage):
     def learns_from_rewards(self) -> bool:
         """Whether a GRPO loss is added to the distillation."""
         return self.student.reward_weight > 0
+
+    @property
+    def credit(self) -> CreditConfig | None:
+        """The section grpo, where its loss is added."""
+        return self.grpo if self.learns_from_rewards else None
 
     @property
     def needs_actions(self) -> bool:
