@@ -86,6 +86,7 @@ def render(
         rules=rules,
         copies={benchmark.name: benchmark.copies for benchmark in results.benchmarks},
         longest=LONGEST,
+        drifts=results.drifts,
         published=published if published.concerns(model) else None,
     )
 

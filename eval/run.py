@@ -8,6 +8,7 @@ layouts/ where a benchmark asks for it. The same command continues a run that wa
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from flowalign.eval.layouts import Export
     from flowalign.eval.store import Store
     from flowalign.eval.suite import ImageSet, Judged
+
+log = logging.getLogger("flowalign")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -100,11 +103,12 @@ def evaluate(config: EvalStage) -> Path:
 def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
     from flowalign import files, ranks
     from flowalign.backbone import Backbone
+    from flowalign.eval.drift import Checked
     from flowalign.eval.fidelity import load_reference
     from flowalign.eval.files import write
     from flowalign.eval.layouts import Export
     from flowalign.eval.store import fingerprint, open_stores
-    from flowalign.eval.suite import build_sets
+    from flowalign.eval.suite import EvaluationError, build_sets
     from flowalign.eval.table import Results
 
     if accelerator.is_main_process:
@@ -135,10 +139,18 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
             for model, results in judged.items():
                 distances[model] = reference.distance([results[name] for name in shared])
         benchmarks = [judge for images in sets for judge in images.judges]
-        show(write(config, Results(benchmarks, judged, distances)))
+        drift = Checked(config, backbone, sets, judged)
+        show(write(config, Results(benchmarks, judged, distances, drift.panels)))
         for export in exports:
             export.write()
             print(f"{export.images.layout}: {export.folder}")
+        for text in drift.warnings:
+            log.warning(text)
+        if drift.too_far:
+            raise EvaluationError(
+                f"images drift from the base, beyond alarm.stop: {drift.too_far}. The report is "
+                f"written: look at {Path(config.output) / 'report.html'}."
+            )
 
 
 def load_adapters(backbone: Backbone, config: EvalStage) -> dict[str, str | None]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from flowalign.drift.panel import Panel
 from flowalign.eval.fidelity import Distance
 from flowalign.eval.stats import AVERAGE, FIDELITY, average, difference, headline_row, rows_of
 from flowalign.eval.suite import Benchmark, Judged
@@ -27,6 +28,7 @@ class Results:
     benchmarks: Sequence[Benchmark]
     judged: Mapping[str, Mapping[str, Judged]]  # {model: {benchmark: its images}}
     distances: Mapping[str, Distance]  # by model; empty where fidelity was not measured
+    drifts: Sequence[Panel] = ()  # of the other models from the base
 
     @cached_property
     def rows(self) -> dict[str, list[EvalRow]]:

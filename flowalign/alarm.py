@@ -1,5 +1,5 @@
-"""Warnings of a run about its own numbers: a divergence, and drift or reward hacking, where what is
-trained improves while what is held out falls."""
+"""Warnings of a run about itself: a divergence; reward hacking, where what is trained improves while
+what is held out falls; and, before that shows, images that drift from the base model's."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowalign import metrics
+from flowalign.drift.compare import Drift
 
 Measured = tuple[float, float]  # a mean and its standard error
 SURE = 2.0  # standard errors of a difference that count as a change
@@ -27,6 +28,7 @@ class Alarm:
         self.period: list[float] = []  # objectives since the last evaluation
         self.first_distance: float | None = None  # to the teachers, or the loss of a cold start
         self.lasting = {"clipped": 0, "farther": 0}  # updates in a row that look so
+        self.drifting: dict[str, list[str]] = {}  # {where: statistics that were warned of}
 
     def update(self, values: Mapping[str, float]) -> list[str]:
         """Note an update. Returns a sentence when LASTING updates in a row had too many clipped
@@ -82,6 +84,19 @@ class Alarm:
                 )
         return fallen
 
+    def drift(self, drifts: Sequence[Drift], warn: float, where: str) -> list[str]:
+        """A sentence for each statistic that has come to lie beyond `warn` sigmas; it is said again
+        when it has been back. where: whose images, such as "rollout"."""
+        beyond = [drift for drift in drifts if drift.beyond(warn)]
+        before = self.drifting.get(where, [])
+        self.drifting[where] = [drift.name for drift in beyond]
+        return [
+            f"the images of the {where} drift from the base: {drifted(drift)}, beyond alarm.warn = "
+            f"{warn:g}. Look at them (`flowalign watch`): an honest gain, or a hack of the reward?"
+            for drift in beyond
+            if drift.name not in before
+        ]
+
     def state(self) -> dict[str, Any]:
         """Everything; an error that is not known is NaN."""
         return dict(vars(self))
@@ -95,6 +110,15 @@ class Alarm:
         self.period = list(state["period"])
         self.first_distance = state["first_distance"]
         self.lasting = dict(state["lasting"])
+        self.drifting = {where: list(names) for where, names in state["drifting"].items()}
+
+
+def drifted(drift: Drift) -> str:
+    """What has moved how far, in words."""
+    return (
+        f"{drift.name} by {drift.sigmas:+.1f} sigma (90 % {drift.low:+.1f} to {drift.high:+.1f}), "
+        f"from {drift.base:.3g} to {drift.model:.3g}"
+    )
 
 
 def _measured(pair: Sequence[float | None]) -> Measured:

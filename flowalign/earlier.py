@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flowalign.config import CreditConfig, EarlierConfig, TaskConfig
+from flowalign.config import AdvantageConfig, EarlierConfig, TaskConfig
 from flowalign.data import load_prompts
 from flowalign.types import PromptBatch
 
@@ -37,12 +37,12 @@ class Earlier:
         self.latest = torch.full((1,), -1)  # its update
 
     @staticmethod
-    def of(credit: CreditConfig, tasks: Sequence[TaskConfig]) -> Earlier | None:
+    def of(settings: AdvantageConfig, tasks: Sequence[TaskConfig]) -> Earlier | None:
         """As the advantage of a config needs it, by task or by prompt; None = it needs none."""
-        decay = (credit.earlier or EarlierConfig()).decay
-        if credit.advantage == "adora":
+        decay = (settings.earlier or EarlierConfig()).decay
+        if settings.advantage == "adora":
             return Earlier([(task.name,) for task in tasks], decay)
-        if credit.advantage == "gated":
+        if settings.advantage == "gated":
             sets = {task.name: load_prompts(task.prompts, task.name) for task in tasks}
             keys = [(name, text) for name, batch in sets.items() for text in batch.prompts]
             return Earlier(keys, decay)

@@ -460,10 +460,11 @@ def _not_its_own(section: type[Section], key: str, data: Mapping[str, Any]) -> b
 def _entry(key: str, field: FieldInfo, value: Any, told: set[Any], every: bool) -> Iterator[str]:
     """A key and its value. With every, what an empty section may hold follows as a comment."""
     inner, kind = _section_in(field.annotation), _kind(field.annotation)
-    if key == "stages":  # of a recipe
+    plain = isinstance(value, list) and not any(isinstance(item, Mapping) for item in value)
+    if key == "stages" and not isinstance(value, list):  # of a recipe
         kinds = {name: STAGES[part["stage"]] for name, part in value.items()}
         rows = _named(value, kinds, told, every)
-    elif inner is None or not value or _is_plain(value):
+    elif inner is None or not value or plain:
         yield f"{key}: {_inline(value)}"
         if every and inner and not any(section is inner for section, _ in told):
             yield from _commented(_example(key, inner, get_origin(kind) is list, told))
@@ -476,11 +477,6 @@ def _entry(key: str, field: FieldInfo, value: Any, told: set[Any], every: bool) 
         rows = _named(value, {name: inner for name in value}, told, every)
     yield f"{key}:"
     yield from _indented(rows)
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value is a list of no sections: a key may take one in place of a section."""
-    return isinstance(value, list) and not any(isinstance(item, Mapping) for item in value)
 
 
 def _example(key: str, inner: type[Section], listed: bool, told: set[Any]) -> Iterator[str]:

@@ -39,10 +39,11 @@ from flowalign import (
     snapshots,
     trackers,
 )
-from flowalign.alarm import Alarm
+from flowalign.alarm import Alarm, drifted
 from flowalign.backbone import Backbone
 from flowalign.config import ConfigError, TrainingStage
 from flowalign.data import PromptSampler
+from flowalign.drift.monitor import Check, Monitor
 from flowalign.ema import MovingAverage
 from flowalign.files import to_json
 from flowalign.finite import Accumulated, Fault, Skips
@@ -128,9 +129,25 @@ class Algorithm(Protocol[P]):
         """Mean loss of b pairs, from the student's velocity [b,C,h,w] there."""
         ...
 
-    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
-        """What it remembers, for checkpoints: {name: tensors}. A resume writes into them."""
+    def learnt(self, steps: int) -> None:
+        """After the optimizer steps of a rollout, of which at least one was taken. steps: those of
+        the run so far."""
         ...
+
+    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
+        """Weights of its own, by name, that a checkpoint holds."""
+        ...
+
+
+class Stateless:
+    """The part of an algorithm that keeps nothing from one rollout to the next."""
+
+    def learnt(self, steps: int) -> None:
+        """Nothing to do."""
+
+    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
+        """None."""
+        return {}
 
 
 def pairs_of(rollout: Rollout, keep: Tensor, size: int) -> Iterator[Pairs]:
@@ -184,6 +201,7 @@ class Loop:
         evaluate: Callable[[], tuple[float, EvalReport]] | None = None,
         on_update: Callable[[int, Mapping[str, float]], None] = lambda update, values: None,
         clock: Clock | None = None,
+        monitor: Monitor | None = None,
     ) -> None:
         self.config, self.backbone, self.accelerator = config, backbone, accelerator
         self.prompts, self.algorithm, self.evaluate = prompts, algorithm, evaluate
@@ -205,7 +223,8 @@ class Loop:
         self.steps = 0  # optimizer steps done
         self.evaluated = -1  # update of the last evaluation
         self.best: dict[str, float] = {}  # headline and update of the adapter that is kept
-        self.alarm = Alarm()
+        self.alarm, self.monitor = Alarm(), monitor
+        self.too_far = ""  # of the drift: what ends the run
         self.skips = Skips(config.train.max_skipped)
         several = accelerator.num_processes > 1
         clock = clock or Clock(time.monotonic(), config.train.max_minutes)
@@ -256,6 +275,9 @@ class Loop:
             self._at("the rollout", offset=1)
             rollout = self.rollout(self.update)
             sampled = time.perf_counter()
+            drift = self._watch_rollout(rollout)
+            self._check_drift()
+            watched = time.perf_counter()
             self._at("scores and labels", offset=1)
             prepared = self.prepare(rollout)
             scored = time.perf_counter()
@@ -269,9 +291,10 @@ class Loop:
                 images = len(rollout) * self.accelerator.num_processes  # an equal shard each
                 values |= {
                     metrics.SECONDS_ROLLOUT: sampled - began,
-                    metrics.SECONDS_SCORE: scored - sampled,
+                    metrics.SECONDS_SCORE: scored - watched,
                     metrics.SECONDS_UPDATE: done - scored,
                     metrics.IMAGES_PER_SECOND: images / (done - began),
+                    **drift,
                 }
                 self.update += 1
                 for text in self.alarm.update(values):
@@ -365,6 +388,8 @@ class Loop:
             if not taken:
                 skipped += 1
                 fault = fault or finite.of_all(own) or self._overflow(prepared.rollout, passes)
+        if skipped < steps:
+            self.algorithm.learnt(self.steps)
         self._note_skips(fault, skipped)
         return {**prepared.metrics, **means.over_processes(), metrics.SKIPPED: skipped}
 
@@ -508,8 +533,11 @@ class Loop:
                 if math.isnan(headline):  # too many images are lost: it does not count
                     self._log({metrics.LOST: len(report.lost), **means})
                     return
+                drift = self._watch_evaluation()
                 alarms = self.alarm.look(rows)
-                self._log({metrics.HEADLINE: headline, **means, metrics.ALARMS: len(alarms)})
+                self._log(
+                    {metrics.HEADLINE: headline, **means, metrics.ALARMS: len(alarms), **drift}
+                )
                 for text in alarms if main else ():
                     log.warning("update %d: %s", self.update, text)
                 if headline > self.best.get("headline", -math.inf):  # the first of equals stays
@@ -517,6 +545,61 @@ class Loop:
                     self._keep_adapter(self.best)
                 self.evaluated = self.update
                 self._mark_whole()
+        self._check_drift()
+
+    def _watch_rollout(self, rollout: Rollout) -> dict[str, float]:
+        """Where it is due, the drift of a rollout from the base's images."""
+        sources = self.algorithm.sources(rollout.batch.tasks)
+        if self.monitor is None or not self.monitor.due(rollout, sources, self.update):
+            return {}
+        began = time.perf_counter()
+        self._at("the drift of the rollout", offset=1)
+        check = self.monitor.rollout(rollout, self.algorithm.plan(self.update), self.update)
+        values = self._drift(check, "rollout", metrics.DRIFT, snapshots.DRIFT)
+        return {**values, metrics.SECONDS_DRIFT: time.perf_counter() - began}
+
+    def _watch_evaluation(self) -> dict[str, float]:
+        """The drift of the averaged adapter on held-out prompts."""
+        check = self.monitor.evaluation() if self.monitor else None
+        if check is None:
+            return {}
+        return self._drift(check, "evaluation", metrics.HELD_OUT_DRIFT, snapshots.HELD_OUT_DRIFT)
+
+    def _drift(self, check: Check, where: str, prefix: str, kind: str) -> dict[str, float]:
+        """Say what a check found, and keep it; note what is to stop the run."""
+        assert self.config.alarm
+        settings, main = self.config.alarm, self.accelerator.is_main_process
+        texts = self.alarm.drift(check.drifts, settings.warn, where)
+        for text in texts if main else ():
+            log.warning("update %d: %s", self.update, text)
+        if main:
+            with self.spare.writing():
+                keep = self.config.train.keep_samples
+                snapshots.write_drift(self.folder, self.update, kind, check.about(), keep)
+        worst = [drift for drift in check.drifts if drift.beyond(settings.stop)]
+        if worst:
+            self.too_far = f"{where}: {'; '.join(map(drifted, worst))}"
+        beyond = sum(drift.beyond(settings.warn) for drift in check.drifts)
+        values = {f"{prefix}{drift.name}": drift.sigmas for drift in check.drifts}
+        return {**values, metrics.DRIFT_ALARMS: beyond}
+
+    def _check_drift(self) -> None:
+        """Raise TrainingError, with a checkpoint of the last whole update, where a statistic of the
+        images is beyond alarm.stop; on all processes, as all know the same."""
+        text, self.too_far = self.too_far, ""
+        if not text:
+            return
+        assert self.config.alarm
+        checkpoint.set_rng(self._rng)  # a reward may have drawn since
+        with self.requests.whole(), self.spare.writing():
+            self.save()
+        raise TrainingError(
+            f"update {self.update}: the images drift from the base, beyond alarm.stop = "
+            f"{self.config.alarm.stop:g}, in the {text}. Look at {self.folder / 'watch.html'} "
+            "(`flowalign watch`). If that is a hack, mend the reward and begin anew; if it is what "
+            "you train for, raise alarm.stop and run again with --resume. "
+            f"The last checkpoint is {self.checkpoints.latest() or 'missing'}."
+        )
 
     def _show(self, report: EvalReport) -> None:
         """The table of an evaluation, and some of its images."""
@@ -579,6 +662,7 @@ class Loop:
         self._check_finite([self._tensors(), states], "the run's state")
         done = {"steps": self.steps, "evaluated": self.evaluated, "best": self.best}
         progress = {**done, "alarm": to_json(self.alarm.state())}
+        progress["drift"] = to_json(self.monitor.state() if self.monitor else {})
         return self.checkpoints.save(
             self.update,
             tensors=self._tensors(),
@@ -636,6 +720,8 @@ class Loop:
         self.update, self.steps = progress["update"], progress["steps"]
         self.evaluated, self.best = progress["evaluated"], progress["best"]
         self.alarm.load(progress["alarm"])
+        if self.monitor:
+            self.monitor.load(progress["drift"])
         parallel.from_main(lambda: self._go_back(place))
         return True
 

@@ -17,6 +17,7 @@ SKIPPED = "skipped_steps"  # optimizer steps that were left out, as a number was
 SECONDS_ROLLOUT = "seconds/rollout"
 SECONDS_SCORE = "seconds/score"  # rewards or labels, without what ran during the rollout
 SECONDS_UPDATE = "seconds/update"
+SECONDS_DRIFT = "seconds/drift"  # where the alarm looked at the rollout
 SECONDS = (SECONDS_ROLLOUT, SECONDS_SCORE, SECONDS_UPDATE)
 IMAGES_PER_SECOND = "images_per_second"  # of all processes
 
@@ -32,6 +33,7 @@ KEPT_SHARE = "kept_share"  # share of images whose advantage is not 0
 CLIP_FRACTION = "clip_fraction"
 RATIO_ERROR = "ratio_error"  # largest |ratio - 1| of a micro-batch
 KL = "kl"  # to the base model, exact
+DRIFT = "drift"  # mean |v - v_base|^2 at the trained states, where there is no KL
 
 # Learning from teachers
 DISTILL = "distill"
@@ -46,6 +48,11 @@ EVAL = "eval/"
 HEADLINE = "eval/headline"  # mean over the tasks' benchmarks; chooses the adapter that is kept
 LOST = "eval/lost"  # how many benchmarks lost too many images; such a line has no HEADLINE
 ALARMS = "alarms"
+
+# The alarm: drift of the images from the base, in sigmas, by statistic
+DRIFT = "drift/"  # of a rollout
+HELD_OUT_DRIFT = "drift_held_out/"  # of an evaluation
+DRIFT_ALARMS = "drift_alarms"  # statistics beyond alarm.warn
 
 STEP = "step_"  # begins what a step of the schedule is called after a "/"
 
@@ -62,6 +69,7 @@ MEANINGS = {
     DISTILL: "distill: the distance to the teachers; should fall.",
     ANCHOR: "anchor: the distance to the anchor; should stay small.",
     KL: "kl: how far the model has moved from the base; it grows slowly, and a jump is a warning.",
+    DRIFT: "drift: how far the model has moved from the base; a jump is a warning.",
     TEACHER_KL: "The distance to the teacher; should fall for every curve.",
     TEACHER_ERROR: "The distance to the teacher; should fall for every curve.",
     GRADIENT_COSINE: "Cosine of two tasks' gradients: below 0 the tasks pull against each other.",

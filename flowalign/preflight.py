@@ -117,8 +117,8 @@ def _scoring_problems(config: Stage, num_processes: int, trust: bool) -> Iterato
 
     whole: list[str] = []  # tasks whose reward compares all images of a prompt
     single: list[str] = []  # tasks whose reward is no sum of parts, where that matters
-    credit = config.credit if isinstance(config, TrainingStage) else None
-    by_part = credit is not None and credit.advantage == "gdpo"
+    credited = config.credited if isinstance(config, TrainingStage) else None
+    by_part = credited is not None and credited.advantage == "gdpo"
     for place, name, judges, sources in _scored(config):
         sound: list[RewardConfig] = []
         for key, reward in judges.items():
@@ -158,7 +158,7 @@ def _scoring_problems(config: Stage, num_processes: int, trust: bool) -> Iterato
 def parts_problems(config: TrainingStage, tasks: Collection[str]) -> Iterator[str]:
     """Rewards without parts, where the advantage normalises parts. tasks: those whose reward has no
     `weights` (`flowalign.rewards.weights_of`)."""
-    if config.credit is None or config.credit.advantage != "gdpo":
+    if config.credited is None or config.credited.advantage != "gdpo":
         return
     for index, task in enumerate(config.tasks):
         if task.reward and task.name in tasks:

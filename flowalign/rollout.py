@@ -20,6 +20,7 @@ from flowalign import sde
 from flowalign.backbone import Backbone
 from flowalign.config import RolloutConfig, TrainingStage, WindowConfig
 from flowalign.parallel import missing_steps
+from flowalign.solvers import Solver, forwards
 from flowalign.types import Conditioning, Gaussian, PromptBatch, Rollout, Source
 
 # Takes a batch of images: the row of the first one, images [b,3,H,W] in [0,1], their b prompts.
@@ -38,7 +39,8 @@ class Schedule:
     window (start, stop): the steps with noise and training; None = no step has either. chosen: the
     steps of the window that are trained, in order; None = all. actions: whether the sampled
     successors of the trained states are needed, and their log-probs (an ode has none); means:
-    whether the means that they were sampled around are, too.
+    whether the means that they were sampled around are, too. solver: of an ode, one of
+    `flowalign.solvers`; the trained states are those between its steps.
     """
 
     sigmas: Tensor
@@ -48,6 +50,7 @@ class Schedule:
     chosen: tuple[int, ...] | None = None
     actions: bool = True
     means: bool = False
+    solver: str = "euler"
 
     @staticmethod
     def of(config: TrainingStage, backbone: Backbone) -> Schedule:
@@ -61,7 +64,13 @@ class Schedule:
             window=r.trained,
             actions=config.needs_actions,
             means=config.needs_means,
+            solver=r.solver,
         )
+
+    @property
+    def forwards(self) -> int:
+        """Forward passes of a whole trajectory."""
+        return forwards(self.solver, len(self.sigmas) - 1)
 
     @property
     def trained(self) -> list[int]:
@@ -170,8 +179,8 @@ def sample(
     decode: the latents to images. finish: sample to the last latents; by default only to decode
     them, else the rollout stops at the last trained state. sources: who samples each image (None =
     the active adapter, at `guidance`); images of one source are sampled together. on_images: called
-    with each batch of images as soon as it is decoded, before the next is sampled (not with
-    sources).
+    with each batch of images as soon as it is decoded, before the next is sampled (with sources,
+    only where all images have the same).
     """
     finish = decode if finish is None else finish
     cond = backbone.encode(batch.prompts)
@@ -247,13 +256,18 @@ def _trajectory(
     x, trained, noisy = noise[:, 0], schedule.trained, schedule.noisy
     states, following, log_probs, means = [], [], [], []
     count = len(schedule.sigmas) - 1
-    # forward passes: to the end, or until the last trained state (and its action) is known
-    forwards = count if finish else trained[-1] + schedule.actions if trained else 0
+    # steps: to the end, or until the last trained state (and its action) is known
+    taken = count if finish else trained[-1] + schedule.actions if trained else 0
+    solver = None if schedule.solver == "euler" else Solver(schedule.solver, schedule.sigmas)
     for step in range(count):
         if step in trained:
             states.append(x)
-        if step == forwards:  # nothing after it is trained or decoded
+        if step == taken:  # nothing after it is trained or decoded
             break
+        if solver:
+            for sigma in solver.levels(step):
+                x = solver.advance(x, backbone.velocity(x, sigma, cond, guidance=guidance))
+            continue
         velocity = backbone.velocity(x, float(schedule.sigmas[step]), cond, guidance=guidance)
         steps = torch.full((len(x),), step, device=x.device)
         gaussian = schedule.transition(x, velocity, steps, noisy=step in noisy)

@@ -11,7 +11,7 @@ import base64
 import io
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
-from flowalign.files import replacing
+from flowalign.files import replacing, to_json
 from flowalign.images import to_uint8
 from flowalign.pictures import SMALL, grid, pixels_of
 from flowalign.types import Example, Rollout
@@ -28,6 +28,7 @@ COPIES, SHOWN = 4, 32  # images of a prompt, and of a picture, at most
 HELD_OUT = 8  # prompts of a benchmark
 LONGEST = 256  # pixels of an image in the JSON file
 TRAINING, EVALUATION = "update_", "held_out_"  # what the names of the files begin with
+DRIFTS = DRIFT, HELD_OUT_DRIFT = "drift_rollout_", "drift_held_out_"  # of a rollout, an evaluation
 
 
 def write_rollout(
@@ -61,9 +62,20 @@ def write_examples(
     return path
 
 
-def _forget(folder: Path, kind: str, keep: int | None) -> None:
+def write_drift(
+    folder: Path, update: int, kind: str, found: Mapping[str, Any], keep: int | None = None
+) -> None:
+    """Keep what a check of the drift found (`flowalign.drift.monitor.Check.about`)."""
+    path = folder / "samples" / f"{kind}{update:06d}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as part:
+        part.write_text(json.dumps(to_json(found), allow_nan=False), encoding="utf-8")
+    _forget(folder, kind, keep, ".json")
+
+
+def _forget(folder: Path, kind: str, keep: int | None, suffix: str = ".png") -> None:
     """Remove all samples of a kind but the oldest one and the newest `keep`; None = none."""
-    for old in _files(folder, kind)[1 : -keep if keep else 1]:
+    for old in _files(folder, kind, suffix)[1 : -keep if keep else 1]:
         for path in (old, old.with_suffix(".json")):
             path.unlink(missing_ok=True)
 
@@ -91,7 +103,7 @@ def _write(
     path = folder / "samples" / f"{name}.png"
     grid(path, images, lines, title=name)
     rows = [
-        {"prompt": prompt, "task": task, "note": note, "image": _webp(image)}
+        {"prompt": prompt, "task": task, "note": note, "image": webp(image)}
         for prompt, task, note, image in zip(prompts, tasks, notes, images, strict=True)
     ]
     with replacing(path.with_suffix(".json")) as part:
@@ -99,7 +111,7 @@ def _write(
     return path
 
 
-def _webp(image: Tensor) -> str:
+def webp(image: Tensor) -> str:
     """base64 of an image [3,H,W] in [0,1]; a tiny one without loss."""
     picture = Image.fromarray(to_uint8(image.nan_to_num(0.0, 1.0, 0.0)))
     picture.thumbnail((LONGEST, LONGEST), Image.Resampling.LANCZOS)
@@ -108,12 +120,12 @@ def _webp(image: Tensor) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-Kept = tuple[int, list[dict[str, Any]]]  # update, rows
+Kept = tuple[int, Any]  # update, rows; of a drift, what `write_drift` was given
 
 
 def newest(run: Path, kind: str) -> Kept | None:
-    """The newest samples of a run that can be read; None if there are none. kind: TRAINING or
-    EVALUATION."""
+    """The newest samples of a run that can be read; None if there are none. kind: TRAINING,
+    EVALUATION or one of DRIFTS."""
     return next(_kept(run, kind, reverse=True), None)
 
 

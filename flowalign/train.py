@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from flowalign import files, lock
 from flowalign.config import (
+    AwmStage,
     ConfigError,
     GrpoStage,
     Job,
     MergeStage,
+    NftStage,
     OpdStage,
     RecipeStage,
     SftStage,
@@ -34,6 +36,7 @@ if TYPE_CHECKING:  # --help need not import diffusers
     from accelerate import Accelerator
 
     from flowalign.backbone import Backbone
+    from flowalign.drift.monitor import Monitor
     from flowalign.eval.suite import Benchmark
     from flowalign.loop import Algorithm, Loop
     from flowalign.progress import Progress
@@ -247,6 +250,7 @@ def wire(
         evaluator(config, backbone, built, accelerator),
         progress.update,
         clock,
+        monitor(config, backbone, built, accelerator),
     )
     trackers.begin(accelerator, config)
     for place, scale in config.mixtures.items() if accelerator.is_main_process else ():
@@ -297,10 +301,16 @@ def algorithm(
     """What the stage of a config learns, with the teachers that it names."""
     from flowalign.student.opd import Opd
     from flowalign.student.sft import Sft
+    from flowalign.teachers.awm import Awm
     from flowalign.teachers.grpo import Grpo
+    from flowalign.teachers.nft import Nft
 
     if isinstance(config, GrpoStage):
         return Grpo(config, backbone, accelerator, rewards)
+    if isinstance(config, NftStage):
+        return Nft(config, backbone, accelerator, rewards)
+    if isinstance(config, AwmStage):
+        return Awm(config, backbone, accelerator, rewards)
     if isinstance(config, SftStage):
         return Sft(config, backbone, bank(config, backbone, config.teachers, config.routing))
     assert isinstance(config, OpdStage)
@@ -363,6 +373,22 @@ def evaluator(
         return suite.headline(report, benchmarks), report
 
     return evaluate
+
+
+def monitor(
+    config: TrainingStage,
+    backbone: Backbone,
+    rewards: Mapping[str, Reward],
+    accelerator: Accelerator,
+) -> Monitor | None:
+    """What the loop asks for the drift of its images; None without `alarm`."""
+    from flowalign.drift.monitor import Lens, Monitor
+
+    if config.alarm is None:
+        return None
+    sets = held_out(config, rewards) if config.evaluates else []
+    lens, prompts = Lens.of(backbone, rewards), [benchmark.prompts for benchmark in sets]
+    return Monitor(config, backbone, accelerator, lens, prompts)
 
 
 def held_out(config: TrainingStage, rewards: Mapping[str, Reward]) -> list[Benchmark]:

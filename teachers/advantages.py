@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from flowalign.config import CreditConfig, EarlierConfig, TaskConfig
+from flowalign.config import AdvantageConfig, EarlierConfig, TaskConfig
 from flowalign.credit import ADVANTAGES, clip_advantage
 from flowalign.earlier import Earlier
 from flowalign.loop import TrainingError
@@ -26,8 +26,8 @@ class Advantages:
 
     def __init__(
         self,
-        settings: CreditConfig,
         tasks: Sequence[TaskConfig],
+        settings: AdvantageConfig,
         accelerator: Accelerator,
         rewards: Mapping[str, Reward],
     ) -> None:
@@ -83,7 +83,7 @@ class Advantages:
                     raise TrainingError(
                         f"the reward of task {name!r} has a weight for the part {label!r}, and its "
                         f"scores have no such part. Let `parts` of its Scores hold every key of "
-                        "its `weights`, or use another advantage."
+                        "its `weights`, or use another `advantage`."
                     )
         return {"parts": parts, "weights": weights}
 

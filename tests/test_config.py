@@ -272,7 +272,7 @@ def test_an_evaluation_is_read_by_its_stage(stage: type[Stage], tmp_path: Path) 
     assert isinstance(parse(raw(), stage=Stage), TrainingStage)
 
 
-TRAINING = "'grpo' or 'opd' or 'sft'"
+TRAINING = "'grpo' or 'nft' or 'awm' or 'opd' or 'sft'"
 ALL = f"{TRAINING} or 'merge' or 'recipe' or 'eval'"
 
 

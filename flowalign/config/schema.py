@@ -8,6 +8,7 @@ asked?) is a property of the stage. Nothing is read from disk here.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -226,6 +227,9 @@ class RolloutConfig(Section):
     """How a step adds noise; see flowalign.sde."""
     noise_level: NotNegative = 0.7
     """Noise level a: any for sde, at most 1 for cps."""
+    solver: Literal["euler", "heun", "dpm2"] = "euler"
+    """How an ode is solved. heun and dpm2 are of second order: dpm2 (DPM-Solver++) costs a forward
+    pass a step, heun two. See flowalign.solvers."""
     guidance: NotNegative = 4.5
     """CFG scale; 1 = no unconditional pass."""
     window: Window | None = Field(default=None, examples=[[0, 5]])
@@ -265,6 +269,11 @@ class RolloutConfig(Section):
                 f"copies: {self.prompts} prompts x {self.copies} copies are {self.images} images "
                 "of an update; at most 1000000 are possible. Use fewer of either."
             )
+        if self.solver != "euler" and self.kind != "ode":
+            yield (
+                f"solver: {self.solver!r} with kind {self.kind!r}, whose steps have a formula of "
+                "their own. Use kind 'ode', or solver 'euler'."
+            )
         if self.kind == "cps" and self.noise_level > 1:
             yield f"noise_level: got {self.noise_level}; kind 'cps' wants a value in (0, 1]."
         if not isinstance(self.window, tuple) and self.steps == 1:
@@ -285,6 +294,7 @@ class RolloutConfig(Section):
             )
 
 
+AdvantageName = Literal["group_std", "batch_std", "gaussian", "gdpo", "adora", "gated"]
 EARLIER = ("adora", "gated")  # the advantages that remember earlier rollouts
 
 
@@ -301,10 +311,10 @@ class EarlierConfig(Section):
     """gated: factor of the advantages of prompts that do not get better."""
 
 
-class CreditConfig(Section):
-    """From rewards to advantages."""
+class AdvantageConfig(Section):
+    """How rewards become advantages: of every stage that learns from rewards."""
 
-    advantage: Literal["group_std", "batch_std", "gaussian", "gdpo", "adora", "gated"] = "group_std"
+    advantage: AdvantageName = "group_std"
     """Variant of flowalign.credit. Statistics over a batch are per task. gdpo needs a reward with
     several parts (`weighted`)."""
     earlier: EarlierConfig | None = None
@@ -321,7 +331,7 @@ class CreditConfig(Section):
             )
 
 
-class GrpoConfig(CreditConfig):
+class GrpoConfig(AdvantageConfig):
     """The policy gradient."""
 
     clip_range: Positive = 1e-4
@@ -334,6 +344,80 @@ class GrpoConfig(CreditConfig):
     kl: Literal["exact", "published"] = "exact"
     """The KL that kl_weight multiplies. exact: of the two transitions. published: that times -dt,
     as in the code of Flow-GRPO and Flow-OPD: 3.7 to 25 times smaller over ten steps of shift 3."""
+
+
+class PolicyConfig(Section):
+    """Weights that follow those that are trained. After the optimizer steps of each rollout, a
+    share d of them is kept: d = min(decay, rise x (steps - after)), not below 0, where steps counts
+    the optimizer steps of the run."""
+
+    decay: Decay = 0.0
+    """Largest share that is kept; 0 = they are the trained weights."""
+    rise: Positive = 0.001
+    """How much the share grows with each optimizer step."""
+    after: Annotated[int, Field(ge=0, le=10_000_000)] = 0
+    """Optimizer steps after which it begins to grow."""
+
+
+class ForwardConfig(AdvantageConfig):
+    """Learning from clean images, to which noise is added: at which noise levels."""
+
+    states: Steps = 4
+    """Noise levels at which each image is trained. All images of an update share them."""
+    levels: Literal["sampler", "stratified"] = "stratified"
+    """sampler: they are steps of the rollout's own schedule, one drawn in each of `states` parts of
+    about equal size. stratified: drawn in as many parts of the continuous schedule."""
+    within: Annotated[tuple[Share, Share], _as_tuple] = (0.0, 0.99)
+    """The part of the way from noise (0) to the image (1) that they are drawn from."""
+    guidance: NotNegative | None = Field(default=None, examples=[1.0])
+    """CFG scale in the loss; null = rollout.guidance."""
+    kl_weight: NotNegative = 0.0
+    """Weight of |v - v_base|^2; 0 saves its forward pass."""
+
+    def problems(self) -> Iterator[str]:
+        """Those of an advantage; a part of the way that is none."""
+        yield from super().problems()
+        low, high = self.within
+        if low >= high:
+            yield f"within: [{low}, {high}] is empty. Use [0, 1] for the whole way."
+
+
+class NftConfig(ForwardConfig):
+    """DiffusionNFT (2509.16117)."""
+
+    advantage: AdvantageName = "batch_std"
+    """Variant of flowalign.credit, as in `grpo`."""
+    beta: Positive = 1.0
+    """How far the two branches lie from the old policy. Official: 1, or 0.1 for OCR and for several
+    rewards."""
+    adv_mode: Literal["all", "positive_only", "negative_only", "binary", "one_only"] = "all"
+    """Which advantages count. positive_only, negative_only: the others are 0. binary: their sign.
+    one_only: 1 where they are above 0, else 0."""
+    old: PolicyConfig = PolicyConfig()
+    """The old policy, which samples. Official: {decay: 0}; {decay: 0.5} for GenEval and PickScore;
+    {decay: 0.999, rise: 0.0075, after: 75} for OCR."""
+
+
+class AwmConfig(ForwardConfig):
+    """Advantage weighted matching (2509.25050)."""
+
+    advantage: AdvantageName = "batch_std"
+    """Variant of flowalign.credit, as in `grpo`."""
+    advantage_clip: Positive = 1.0
+    """Advantages are clipped to +- this."""
+    within: Annotated[tuple[Share, Share], _as_tuple] = (0.01, 0.9)
+    """The part of the way from noise (0) to the image (1) that noise levels are drawn from."""
+    weighting: Literal["ghuber", "uniform", "t", "t2", "huber"] = "ghuber"
+    """How the matching error becomes a log-likelihood; see flowalign.matching.awm_log_prob."""
+    ghuber_power: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """The power of ghuber."""
+    clip_range: Positive = 1.0
+    """PPO's epsilon. Only rollouts with several optimizer steps have ratios other than 1."""
+    ema_kl_weight: NotNegative = 0.0
+    """Weight of |v - v_average|^2, where an average of the weights gives v_average; 0 saves its
+    forward pass. Official: 1."""
+    average: PolicyConfig = PolicyConfig(decay=0.3)
+    """That average."""
 
 
 class TeacherConfig(Section):
@@ -582,6 +666,32 @@ class EvaluationConfig(Section):
                 )
 
 
+class AlarmConfig(Section):
+    """An alarm at images that drift from the base model's: see docs/alarm.md."""
+
+    warn: Positive = 3.0
+    """Sigmas of a statistic's drift beyond which it is warned of. One sigma is half of what honest
+    training moved it; see flowalign.drift.compare."""
+    stop: Positive | None = Field(default=None, examples=[6.0])
+    """Sigmas beyond which the run ends; null = never."""
+
+    def problems(self) -> Iterator[str]:
+        """A run that would end before it is warned of."""
+        if self.stop is not None and self.stop < self.warn:
+            yield f"stop: {self.stop:g} is below warn = {self.warn:g}. Use the same or more, or null."
+
+
+class TrainingAlarmConfig(AlarmConfig):
+    """The same for a run, which samples the base for it."""
+
+    every: Many = 4
+    """Rollouts between two checks. Evaluations are checked always. 4 rollouts cost about 3 % of a
+    run."""
+    images: Annotated[int, Field(ge=2, le=100_000)] = 32
+    """Images that the base samples for a check, two of a prompt: of a rollout at most a quarter of
+    its images; of an evaluation so many a task."""
+
+
 class Stage(Section):
     """The keys that all configs have; `load(..., stage=Stage)` accepts any of them."""
 
@@ -613,6 +723,8 @@ class TrainingStage(Job):
     ema: EmaConfig | None = EmaConfig()
     train: TrainConfig = TrainConfig()
     evaluation: EvaluationConfig | None = EvaluationConfig()
+    alarm: TrainingAlarmConfig | None = TrainingAlarmConfig()
+    """null = no alarm at drift."""
 
     @property
     def guidance(self) -> float:
@@ -629,15 +741,15 @@ class TrainingStage(Job):
         return False
 
     @property
-    def credit(self) -> CreditConfig | None:
-        """How rewards become advantages; None where the loss needs no rewards."""
-        return None
-
-    @property
     def evaluates(self) -> bool:
         """Whether held-out scores are taken while training; they choose the adapter that is
         kept."""
         return self.evaluation is not None and any(task.evaluated for task in self.tasks)
+
+    @property
+    def credited(self) -> AdvantageConfig | None:
+        """How its rewards become advantages; None where it does not learn from rewards."""
+        return None
 
     @property
     def needs_actions(self) -> bool:
@@ -740,7 +852,26 @@ class TrainingStage(Job):
         yield from _same_names({**tasks, **watched})
 
 
-class GrpoStage(TrainingStage):
+class RewardStage(TrainingStage):
+    """A teacher that learns from the rewards of one or more tasks."""
+
+    @property
+    def learns_from_rewards(self) -> bool:
+        """Always: there are no teachers."""
+        return True
+
+    def problems(self) -> Iterator[str]:
+        """Those of every training run; teachers, which are not asked."""
+        yield from super().problems()
+        for index, task in enumerate(self.tasks):
+            if task.teacher is not None:
+                yield (
+                    f"tasks.{index}.teacher: {task.teacher!r}, but the stage {self.stage!r} has no "
+                    "teachers. Leave it out, or use the stage 'opd'."
+                )
+
+
+class GrpoStage(RewardStage):
     """Group-relative policy optimisation (GRPO) on the rewards of one or more tasks."""
 
     stage: Literal["grpo"]  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -748,13 +879,8 @@ class GrpoStage(TrainingStage):
     grpo: GrpoConfig = GrpoConfig()
 
     @property
-    def learns_from_rewards(self) -> bool:
-        """Always: that is what GRPO does."""
-        return True
-
-    @property
-    def credit(self) -> CreditConfig:
-        """The section grpo."""
+    def credited(self) -> AdvantageConfig:
+        """The section `grpo`."""
         return self.grpo
 
     @property
@@ -767,15 +893,83 @@ class GrpoStage(TrainingStage):
         """The actions that differ within a group."""
         return "grpo has nothing to learn from"
 
+
+class ForwardStage(RewardStage):
+    """Rewards again, learnt from clean images with noise added: any sampler will do, and no
+    trajectory is kept."""
+
+    @property
+    def forward(self) -> ForwardConfig:
+        """The section of the stage's own algorithm."""
+        raise NotImplementedError
+
+    @property
+    def credited(self) -> AdvantageConfig:
+        """The same section."""
+        return self.forward
+
+    @property
+    def guidance(self) -> float:
+        """The CFG scale at which the adapter is trained."""
+        own = self.forward.guidance
+        return self.rollout.guidance if own is None else own
+
+    @property
+    def needs_actions(self) -> bool:
+        """Never: there is no ratio of transitions."""
+        return False
+
     def problems(self) -> Iterator[str]:
-        """Those of every training run; teachers, which are not asked."""
+        """Those of every teacher; noise in rollouts, groups that are all alike, and more noise
+        levels than there are."""
         yield from super().problems()
-        for index, task in enumerate(self.tasks):
-            if task.teacher is not None:
-                yield (
-                    f"tasks.{index}.teacher: {task.teacher!r}, but the stage 'grpo' has no "
-                    "teachers. Leave it out, or use the stage 'opd'."
-                )
+        rollout, forward, name = self.rollout, self.forward, self.stage
+        low, high = forward.within
+        if rollout.kind != "ode":
+            yield (
+                f"rollout.kind: {rollout.kind!r}, but {name} learns from clean images, and noise "
+                "on the way only makes them worse. Use 'ode'."
+            )
+        if rollout.shared_noise:
+            yield (
+                "rollout.shared_noise: true without noise on the way makes all images of a prompt "
+                "the same. Use false."
+            )
+        if rollout.window is not None:
+            yield f"rollout.window: {name} trains no states of a rollout. Leave it out."
+        steps = math.floor(high * rollout.steps + 1e-9) - math.ceil(low * rollout.steps - 1e-9)
+        if forward.levels == "sampler" and forward.states > steps:
+            yield (
+                f"{name}.states: {forward.states} noise levels, but {name}.within = "
+                f"[{low}, {high}] holds only {max(steps, 0)} of the sampler's {rollout.steps} "
+                "steps. Use at most as many, or levels 'stratified'."
+            )
+
+
+class NftStage(ForwardStage):
+    """DiffusionNFT on the rewards of one or more tasks."""
+
+    stage: Literal["nft"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Learn from rewards, on clean images."""
+    nft: NftConfig = NftConfig()
+
+    @property
+    def forward(self) -> NftConfig:
+        """The section `nft`."""
+        return self.nft
+
+
+class AwmStage(ForwardStage):
+    """Advantage weighted matching on the rewards of one or more tasks."""
+
+    stage: Literal["awm"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Learn from rewards, on clean images."""
+    awm: AwmConfig = AwmConfig()
+
+    @property
+    def forward(self) -> AwmConfig:
+        """The section `awm`."""
+        return self.awm
 
 
 class DistillationStage(TrainingStage):
@@ -834,8 +1028,8 @@ class OpdStage(DistillationStage):
         return self.student.reward_weight > 0
 
     @property
-    def credit(self) -> CreditConfig | None:
-        """The section grpo, where its loss is added."""
+    def credited(self) -> AdvantageConfig | None:
+        """The section `grpo`, if rewards are learnt from."""
         return self.grpo if self.learns_from_rewards else None
 
     @property
@@ -929,7 +1123,7 @@ class MergeStage(Job):
             yield f"rank: {self.rank}, but 'concat' adds the ranks. Use 'svd', or leave it out."
 
 
-Variant = dict[Literal["grpo", "opd", "sft", "merge", "eval"], dict[str, Any]]
+Variant = dict[Literal["grpo", "nft", "awm", "opd", "sft", "merge", "eval"], dict[str, Any]]
 """Kind of stage -> keys of its config."""
 
 
@@ -993,6 +1187,8 @@ class EvalStage(Stage):
     sampling: SamplingConfig = SamplingConfig()
     fidelity: FidelityConfig | None = None
     report: ReportConfig = ReportConfig()
+    alarm: AlarmConfig | None = AlarmConfig()
+    """Of the images that the report shows; null = none."""
     score_seconds: Seconds | None = 1800.0
     """A batch of images is invalid if its reward takes longer; null = wait for ever."""
     timeout_seconds: Seconds | None = Field(default=None, examples=[7200.0])
@@ -1051,6 +1247,8 @@ def _same_names(names: Mapping[str, Iterable[str]]) -> Iterator[str]:
 
 STAGES: dict[str, type[Stage]] = {  # by the value of `stage`
     "grpo": GrpoStage,
+    "nft": NftStage,
+    "awm": AwmStage,
     "opd": OpdStage,
     "sft": SftStage,
     "merge": MergeStage,

@@ -25,6 +25,7 @@ from flowalign.config import ConfigError, SamplingConfig, parse
 from flowalign.config.schema import (
     DistillationStage,
     EvalStage,
+    ForwardStage,
     GrpoStage,
     OpdStage,
     RewardConfig,
@@ -182,6 +183,7 @@ def _small(config: TrainingStage, folder: str) -> TrainingStage:
         states = config.student.states.count
     if not isinstance(config, OpdStage) or config.student.states.select == "all":
         states = config.sft.states if isinstance(config, SftStage) else config.rollout.width
+        states = config.forward.states if isinstance(config, ForwardStage) else states
     images = max(IMAGES, 2 * whole.batch_size, math.ceil(2 * batch / states))
     images = min(images, whole.images)
     copies = min(whole.copies, max(COPIES, math.ceil(images / whole.prompts)))

@@ -24,6 +24,7 @@ from flowalign.config.schema import (
     BenchmarkConfig,
     DistillationStage,
     EvalStage,
+    ForwardStage,
     GrpoStage,
     LoraConfig,
     OpdStage,
@@ -37,6 +38,7 @@ from flowalign.forecast.architectures import build, find
 from flowalign.forecast.meter import DeviceAttention, Meter, measure, rounded, size, size_of
 from flowalign.loop import STUDENT
 from flowalign.rollout import window_of
+from flowalign.solvers import forwards
 from flowalign.student.opd import chosen
 from flowalign.text import BATCH as TEXT_BATCH
 from flowalign.types import Conditioning, Source
@@ -392,19 +394,24 @@ class _Run(_Shapes):
     def _steps(self, updates: Sequence[int]) -> tuple[int, float]:
         """Trained states of an image, and the mean number of forward passes of its rollout over
         these updates."""
-        config, steps = self.config, self.config.rollout.steps
+        config, rollout = self.config, self.config.rollout
+        whole = forwards(rollout.solver, rollout.steps)
         if isinstance(config, SftStage):
-            return config.sft.states, steps
+            return config.sft.states, whole
+        if isinstance(config, ForwardStage):
+            return config.forward.states, whole
         if not isinstance(config, OpdStage):
-            return config.rollout.width, steps
-        windows = [range(*window_of(config.rollout, config.seed, u)) for u in updates]
+            return rollout.width, whole
+        windows = [range(*window_of(rollout, config.seed, u)) for u in updates]
         draws = [
             chosen(config.student.states, list(window), (config.seed, update))
             for update, window in zip(updates, windows, strict=True)
         ]
         if config.learns_from_rewards:  # images are decoded, so that the rollout runs to its end
-            return len(draws[0]), steps
-        return len(draws[0]), sum(draw[-1] + config.needs_actions for draw in draws) / len(draws)
+            return len(draws[0]), whole
+        taken = [draw[-1] + config.needs_actions for draw in draws]
+        passes = [forwards(rollout.solver, rollout.steps, count) for count in taken]
+        return len(draws[0]), sum(passes) / len(draws)
 
     # Memory ------------------------------------------------------------------------------------
 
@@ -442,7 +449,7 @@ class _Run(_Shapes):
     @property
     def stored_labels(self) -> int:  # bytes of labels, which are kept until the next rollout's
         config = self.config
-        if isinstance(config, SftStage):
+        if isinstance(config, SftStage | ForwardStage):
             return self.pairs * self.latent
         if not isinstance(config, OpdStage):
             return 0
@@ -510,6 +517,7 @@ class _Run(_Shapes):
         peak = self.stored + self.stored_labels + max(meter.peak + cosines, step)
         # without kl_weight the KL is only logged, on one micro-batch: that counts for the peak
         weighted = isinstance(config, GrpoStage | OpdStage) and config.grpo.kl_weight > 0
+        weighted |= isinstance(config, ForwardStage) and config.forward.kl_weight > 0
         flops = meter.flops - (0 if weighted else reference.flops)
         return Phase("update", peak, flops / batch * self.pairs)
 

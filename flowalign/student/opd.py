@@ -22,7 +22,7 @@ from torch import Tensor
 from flowalign import metrics, parallel, sde
 from flowalign.backbone import Backbone
 from flowalign.config import OpdStage, StatesConfig
-from flowalign.loop import Algorithm, Pairs, Prepared, pairs_of
+from flowalign.loop import Algorithm, Pairs, Prepared, Stateless, pairs_of
 from flowalign.losses import policy_loss, published_loss, step_weights, velocity_error
 from flowalign.parallel import Means
 from flowalign.rollout import Schedule, window_of
@@ -41,7 +41,7 @@ class Labels(Prepared):
     rewarded: Prepared | None = None  # for the loss on rewards, with student.reward_weight
 
 
-class Opd:
+class Opd(Stateless):
     """The algorithm. teachers label by task; anchor labels every task (MAR).
 
     schedule holds the window, or all steps that a moving one comes to. Which steps an update trains

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from flowalign import metrics, snapshots
-from flowalign.config import ConfigError, read
+from flowalign.config import AlarmConfig, ConfigError, read
+from flowalign.drift.panel import Panel
+from flowalign.drift.panel import read as read_drift
 from flowalign.files import read_lines
 from flowalign.pictures import Chart, charts, read_metrics
 from flowalign.progress import duration
@@ -62,6 +64,7 @@ class View:
     held_out: list[Prompt] = field(default_factory=list)
     drawn: int = 0  # update of `rollout`
     heads: list[str] = field(default_factory=list)  # of the columns of `held_out`
+    drifts: list[Panel] = field(default_factory=list)  # from the base: rollout, evaluation
     picture: str = ""  # source of the base and the result side by side
     warnings: list[Mapping[str, Any]] = field(default_factory=list)  # the newest first
     table: str = ""  # of an evaluation, Markdown
@@ -123,6 +126,7 @@ def _view(
     warnings = read_lines(folder / WARNINGS)[::-1][:NEWEST]
     kind = str(config.get("stage"))
     held_out, heads = _held_out(folder)
+    alarm = config.get("alarm") or {}
     return View(
         name=name,
         kind=kind,
@@ -136,6 +140,7 @@ def _view(
         drawn=rollout[0] if rollout else 0,
         held_out=held_out,
         heads=heads,
+        drifts=_drifts(folder, alarm.get("warn", AlarmConfig().warn)),
         picture=_embedded(folder / "before_after.png") if state == "finished" else "",
         warnings=[{**row, "text": str(row.get("text", ""))} for row in warnings],
         table=_text(folder / "table.md").partition("\nEvery metric:")[0],
@@ -183,7 +188,7 @@ def _about(state: str, status: Status, now: float, kind: str) -> str:
 
 
 def _again(kind: str) -> str:
-    alone = kind in ("grpo", "opd", "sft")  # a recipe resumes by itself
+    alone = kind in ("grpo", "nft", "awm", "opd", "sft")  # a recipe resumes by itself
     return f"To continue, give the same command again{' with --resume' if alone else ''}."
 
 
@@ -230,6 +235,18 @@ def _held_out(folder: Path) -> tuple[list[Prompt], list[str]]:
         return _prompts(rows), [f"update {update}"]
     pairs = [row for both in zip(first[1], rows, strict=True) for row in both]
     return _prompts(pairs), [f"update {first[0]}", f"update {update}"]
+
+
+def _drifts(folder: Path, warn: float) -> list[Panel]:
+    """The newest checks of a run: of an evaluation, of a rollout."""
+    places = {"held-out prompts": snapshots.HELD_OUT_DRIFT, "training prompts": snapshots.DRIFT}
+    panels = []
+    for where, kind in places.items():
+        if newest := snapshots.newest(folder, kind):
+            update, found = newest
+            with suppress(ValueError):
+                panels.append(read_drift(f"Update {update}, {where}", found, warn))
+    return panels
 
 
 def _prompts(rows: Sequence[Mapping[str, Any]]) -> list[Prompt]:

@@ -1,0 +1,276 @@
+"""The base beside a run: its images for the same prompts and noise, and how far they are apart.
+
+Rollouts: every `alarm.every` updates the base samples some images of the rollout once more. At an
+evaluation it is known already: it was sampled once, and what was measured of it is kept, also
+across a resume. Every process decides the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from flowalign.backbone import Backbone
+from flowalign.config import TrainingStage
+from flowalign.data import spread
+from flowalign.drift import statistics
+from flowalign.drift.compare import Drift, by_prompt, drift
+from flowalign.images import eight_bits
+from flowalign.rollout import Noise, Schedule, sample
+from flowalign.snapshots import webp
+from flowalign.types import PromptBatch, Rollout, Source
+
+COPIES = 2  # images of a prompt: for their distance; more prompts tell more than more copies
+SHARE = 4  # at most one in so many images of a rollout is sampled by the base
+SHOWN = 8  # prompts of the panel
+
+Features = Callable[[Tensor], Tensor]  # images [B,3,H,W] in [0,1] -> [B,D]
+Values = dict[str, Tensor]  # {statistic: [B]}
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was found. rows: of the most drifted prompts, the first image of both models: prompt,
+    task, drift in sigmas, base and model (WebP in base64)."""
+
+    drifts: list[Drift]
+    rows: list[dict[str, Any]]
+
+    def about(self) -> dict[str, Any]:
+        """As JSON, for the page of the run."""
+        return {"drifts": [vars(drift) for drift in self.drifts], "rows": self.rows}
+
+
+@dataclass(frozen=True)
+class Lens:
+    """How images are measured. period: pixels of a patch. text: the tasks that an OCR engine
+    scores. features {task: those of a CLIP that its reward has loaded}."""
+
+    period: int
+    text: frozenset[str] = frozenset()
+    features: Mapping[str, Features] | None = None
+
+    @staticmethod
+    def of(backbone: Backbone, rewards: Mapping[str, Any]) -> Lens:
+        """Of a model, and of the rewards of the tasks."""
+        period = backbone.pipe.vae_scale_factor * backbone.core.config.patch_size
+        text = frozenset(name for name, reward in rewards.items() if hasattr(reward, "engine"))
+        clips = {name: getattr(reward, "clip", None) for name, reward in rewards.items()}
+        features = {n: c.image_features for n, c in clips.items() if hasattr(c, "image_features")}
+        return Lens(period, text, features)
+
+    def measure(self, images: Tensor, batch: PromptBatch, prompts: Sequence[int]) -> Values:
+        """{statistic: [B]} of images [B,3,H,W] and their rows. prompts: the group of each."""
+        values = statistics.measure(images, self.period)
+        wanted = [statistics.asked(row) for row in batch.metadata]
+        known = torch.tensor([0.0 if count is None else count for count in wanted])
+        counted = torch.tensor([count is not None for count in wanted])
+        surplus = (values["objects"] - known).clamp(min=0)
+        values["surplus"] = surplus.where(counted, torch.nan)
+        values["objects"] = values["objects"].where(~counted, torch.nan)
+        spelt = torch.tensor([task in self.text for task in batch.tasks])
+        values["text"] = values["text"].where(spelt, torch.nan)
+        values["diversity"] = statistics.diversity(images.float(), prompts)
+        found = torch.full((len(images),), torch.nan, dtype=torch.float64)
+        for task, features in (self.features or {}).items():
+            own = [i for i, name in enumerate(batch.tasks) if name == task]
+            own = [i for i in own if bool(images[i].isfinite().all())]
+            if own:
+                vectors = features(images[own])
+                found[own] = statistics.diversity(vectors, [prompts[i] for i in own])
+        values["feature_diversity"] = found
+        return values
+
+
+def compare(
+    base: Values, model: Values, prompts: Sequence[int], tasks: Sequence[str]
+) -> list[Drift]:
+    """The drift of every statistic that has a value, of each task by itself if there are several:
+    then it is called TASK/STATISTIC."""
+    found = []
+    names = sorted(set(tasks))
+    for task in names:
+        rows = [row for row, name in enumerate(tasks) if name == task]
+        own = [prompts[row] for row in rows]
+        for name in base:
+            label = f"{task}/{name}" if len(names) > 1 else name
+            one = drift(label, base[name][rows], model[name][rows], own)
+            found += [one] if one.n else []
+    return found
+
+
+class Monitor:
+    """The checks of one run. held_out: prompts of a task, whose images its evaluations see."""
+
+    def __init__(
+        self,
+        config: TrainingStage,
+        backbone: Backbone,
+        accelerator: Accelerator,
+        lens: Lens,
+        held_out: Sequence[PromptBatch] = (),
+    ) -> None:
+        assert config.alarm
+        self.settings, self.config, self.backbone = config.alarm, config, backbone
+        self.accelerator, self.lens = accelerator, lens
+        self.places: list[tuple[int, int]] = []  # (prompt of its set, copy) of each held-out image
+        rows: list[PromptBatch] = []
+        for prompts in held_out:
+            chosen = spread(len(prompts), max(1, self.settings.images // COPIES))
+            self.places += [(place, copy) for place in chosen for copy in range(COPIES)]
+            rows.append(prompts.select([place for place in chosen for _ in range(COPIES)]))
+        self.held_out = PromptBatch(
+            [text for batch in rows for text in batch.prompts],
+            [task for batch in rows for task in batch.tasks],
+            [row for batch in rows for row in batch.metadata],
+        )
+        self.base: Values = {}  # of the held-out images; empty until they are sampled
+
+    # Rollouts ----------------------------------------------------------------------------------
+
+    def due(self, rollout: Rollout, sources: Sequence[Source] | None, update: int) -> bool:
+        """Whether this rollout is to be checked: it has images, of the student, which has learnt
+        something."""
+        student = rollout.images is not None and sources is None
+        return student and update > 0 and update % self.settings.every == 0
+
+    def rollout(self, rollout: Rollout, schedule: Schedule, update: int) -> Check:
+        """Compare a rollout with the base's images for its prompts and noise. Each process takes
+        some of its own images."""
+        assert rollout.images is not None
+        rows = self._rows(rollout)
+        places = [(int(rollout.group[row]), int(rollout.copy[row])) for row in rows]
+        batch, settings = rollout.batch.select(rows), self.config.rollout
+        base = sample(
+            self.backbone,
+            batch,
+            schedule,
+            guidance=settings.guidance,
+            noise=Noise((self.config.seed, update), settings.shared_noise),
+            places=places,
+            batch_size=settings.batch_size,
+            sources=[Source(None, settings.guidance)] * len(batch),
+        ).images
+        assert base is not None
+        base, model = eight_bits(base), eight_bits(rollout.images[rows])
+        prompts = [prompt for prompt, _ in places]
+        own = self.lens.measure(base, batch, prompts), self.lens.measure(model, batch, prompts)
+        parts = gather_object([(*own, prompts, batch.tasks)])
+        first = sum(len(p[2]) for p in parts[: self.accelerator.process_index])
+        all_base, all_model = (_joined([part[i] for part in parts]) for i in (0, 1))
+        all_prompts = [prompt for part in parts for prompt in part[2]]
+        drifts = compare(all_base, all_model, all_prompts, [t for part in parts for t in part[3]])
+        shown = []
+        for row, sigmas in worst(all_base, all_model, all_prompts):
+            if 0 <= row - first < len(batch):  # one of its own
+                i = row - first
+                shown.append(_shown(batch, i, sigmas, base[i], model[i]))
+        shown = sorted(gather_object(shown), key=lambda row: -row["sigmas"])
+        return Check(drifts, shown)
+
+    def _rows(self, rollout: Rollout) -> list[int]:
+        """COPIES images of as many prompts as there may be."""
+        world = self.accelerator.num_processes
+        limit = min(self.settings.images, self.config.rollout.images // SHARE) // world
+        counts: dict[int, int] = {}
+        rows = []
+        for row, group in enumerate(rollout.group.tolist()):
+            counts[group] = counts.get(group, 0) + 1
+            if counts[group] <= COPIES:
+                rows.append(row)
+        return rows[: max(COPIES, limit)]
+
+    # Evaluations -------------------------------------------------------------------------------
+
+    def evaluation(self) -> Check | None:
+        """Compare the active adapter with the base on held-out prompts; None without any. Every
+        process samples all images, so that a sharded base has them together."""
+        batch, prompts = self.held_out, self._groups()
+        if not len(batch):
+            return None
+        everything = list(range(len(batch)))
+        if not self.base:
+            self.base = self.lens.measure(self._images(everything, base=True), batch, prompts)
+        model = self._images(everything)
+        values = self.lens.measure(model, batch, prompts)
+        drifts = compare(self.base, values, prompts, batch.tasks)
+        chosen = worst(self.base, values, prompts)
+        base = self._images([row for row, _ in chosen], base=True)  # its images are not kept
+        rows = [
+            _shown(batch, row, sigmas, image, model[row])
+            for (row, sigmas), image in zip(chosen, base, strict=True)
+        ]
+        return Check(drifts, rows)
+
+    def _groups(self) -> list[int]:
+        """A number for each prompt of the held-out images."""
+        return [row // COPIES for row in range(len(self.held_out))]
+
+    def _images(self, rows: Sequence[int], *, base: bool = False) -> Tensor:
+        """Held-out images [B,3,H,W] as an evaluation samples them, at 8 bits a channel."""
+        settings = self.config.evaluation_sampling
+        with self.backbone.base() if base else nullcontext():
+            images = sample(
+                self.backbone,
+                self.held_out.select(rows),
+                Schedule(self.backbone.sigmas(settings.steps), "ode", 0.0, None),
+                guidance=settings.guidance,
+                noise=Noise((settings.seed,)),
+                places=[self.places[row] for row in rows],
+                batch_size=settings.batch_size,
+            ).images
+        assert images is not None
+        return eight_bits(images)
+
+    # Resume ------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What was measured of the base."""
+        return {"base": {name: values.tolist() for name, values in self.base.items()}}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go back to what `state` returned; NaN is null in JSON. Of other prompts, as the settings
+        may have changed, nothing is kept."""
+        base = {
+            name: torch.tensor(
+                [torch.nan if value is None else value for value in values], dtype=torch.float64
+            )
+            for name, values in state.get("base", {}).items()
+        }
+        fits = all(len(values) == len(self.held_out) for values in base.values())
+        self.base = base if fits else {}
+
+
+def worst(base: Values, model: Values, prompts: Sequence[int]) -> list[tuple[int, float]]:
+    """(row of its first image, drift in sigmas) of the most drifted prompts."""
+    sigmas = by_prompt(base, model, prompts)
+    first: dict[int, int] = {}
+    size: dict[int, float] = {}
+    for row, prompt in enumerate(prompts):
+        first.setdefault(prompt, row)
+        size[prompt] = max(size.get(prompt, 0.0), float(sigmas[row]))
+    order = sorted(first, key=lambda prompt: -size[prompt])[:SHOWN]
+    return [(first[prompt], size[prompt]) for prompt in order]
+
+
+def _joined(parts: Sequence[Values]) -> Values:
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _shown(
+    batch: PromptBatch, row: int, sigmas: float, base: Tensor, model: Tensor
+) -> dict[str, Any]:
+    return {
+        "prompt": batch.prompts[row],
+        "task": batch.tasks[row],
+        "sigmas": sigmas,
+        "base": webp(base),
+        "model": webp(model),
+    }

@@ -1,0 +1,169 @@
+"""What images look like, in a few numbers that no reward model takes part in. Pure.
+
+Each function takes images [B,3,H,W] in [0,1] and returns [B], or, of a group, one number. They see
+what rewards of the field are hacked with: OCR rewards that blank the scene (dark pixels, colour
+entropy), artefacts in the grid of the patches, a group whose images become one image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import cv2
+import numpy as np
+import torch
+from torch import Tensor
+
+DARK = 0.25  # luma below which a pixel is dark
+VIVID = 0.75  # difference of the largest and the smallest channel above which it is saturated
+STEP = 0.1  # luma difference of neighbours that is an edge
+LEVELS = 8  # a channel's levels in the colour histogram
+SIDE = 64  # pixels to which images are reduced for `objects` and `text`
+REGION = 0.3  # distance from the median colour of what stands out, in the channel farthest off
+SMALLEST = 1 / 256  # share of the image that a region has at least
+STROKE = 0.25  # luma range of a cell of text
+
+POINTWISE = ("brightness", "dark", "saturated", "edges", "entropy", "grid", "objects", "text")
+
+
+def measure(images: Tensor, period: int) -> dict[str, Tensor]:
+    """{statistic of POINTWISE: [B] in float64 on the CPU}. period: pixels of a patch. NaN for an
+    image that is not finite."""
+    images = images.detach().float().cpu()
+    finite = images.isfinite().flatten(1).all(1)
+    images = images.nan_to_num(0.0, 0.0, 0.0).clamp(0, 1)
+    columns = {
+        "brightness": luma(images).mean((1, 2)),
+        "dark": dark(images),
+        "saturated": saturated(images),
+        "edges": edges(images),
+        "entropy": entropy(images),
+        "grid": grid(images, period),
+        "objects": objects(images),
+        "text": text(images),
+    }
+    return {name: column.double().where(finite, torch.nan) for name, column in columns.items()}
+
+
+def luma(images: Tensor) -> Tensor:
+    """[B,H,W]: Rec. 601."""
+    weights = torch.tensor([0.299, 0.587, 0.114], device=images.device)
+    return (images * weights[:, None, None]).sum(1)
+
+
+def dark(images: Tensor) -> Tensor:
+    """Share of pixels whose luma is below DARK."""
+    return (luma(images) < DARK).float().mean((1, 2))
+
+
+def saturated(images: Tensor) -> Tensor:
+    """Share of pixels whose channels differ by more than VIVID: pure, loud colours."""
+    return (images.amax(1) - images.amin(1) > VIVID).float().mean((1, 2))
+
+
+def edges(images: Tensor) -> Tensor:
+    """Share of pairs of neighbours, to the right and below, whose luma differs by more than STEP:
+    a measure of clutter and noise."""
+    light = luma(images)
+    across, down = light.diff(dim=2).abs() > STEP, light.diff(dim=1).abs() > STEP
+    return (across.float().mean((1, 2)) + down.float().mean((1, 2))) / 2
+
+
+def entropy(images: Tensor) -> Tensor:
+    """Shannon entropy in bits of the joint histogram of colours, LEVELS a channel."""
+    level = (images * LEVELS).long().clamp(0, LEVELS - 1)
+    color = (level[:, 0] * LEVELS + level[:, 1]) * LEVELS + level[:, 2]
+    counts = torch.stack([torch.bincount(row, minlength=LEVELS**3) for row in color.flatten(1)])
+    share = counts.double() / counts.sum(1, keepdim=True)
+    return (share * -share.clamp(min=1e-12).log2()).sum(1)
+
+
+def grid(images: Tensor, period: int) -> Tensor:
+    """Share of the power of luma steps between neighbours that repeats with the patches: at
+    multiples of 1 / period, the VAE's factor among them; the mean of both axes. By chance that is
+    about 1 / (pixels / period). Of steps, since shapes have their power at low frequencies, and a
+    grid has sharp lines. 0 for a plain image."""
+    light = luma(images).double()
+    axes = [_repeating(light, period), _repeating(light.transpose(1, 2), period)]
+    return (axes[0] + axes[1]) / 2
+
+
+def _repeating(light: Tensor, period: int) -> Tensor:
+    """[B]: that share along the last axis of [B,H,W]."""
+    width = light.shape[2] // period * period
+    steps = light[..., :width].diff(dim=2, append=light[..., width - 1 : width])
+    power = torch.fft.rfft(steps).abs().square().mean(1)  # [B, width / 2 + 1]
+    power[:, 0] = 0
+    total = power.sum(1)
+    share = power[:, :: width // period].sum(1) / total.clamp(min=1e-12)
+    return torch.where(total > 1e-9 * width, share, 0.0)
+
+
+def objects(images: Tensor) -> Tensor:
+    """Number of regions that stand out from the image's median colour: connected, of one rough
+    colour, and at least SMALLEST of the image. Of images reduced to SIDE pixels."""
+    found = []
+    for image in _reduced(images):
+        far = image - np.median(image.reshape(-1, 3), axis=0)
+        mask = np.abs(far).max(-1) > REGION
+        # colours are told apart by which channels are above the middle
+        kind = ((image > 0.5) @ np.array([1, 2, 4])).astype(np.int32)
+        count = 0
+        for value in np.unique(kind[mask]) if mask.any() else ():
+            part = (mask & (kind == value)).astype(np.uint8)
+            _, _, stats, _ = cv2.connectedComponentsWithStats(part, connectivity=4)
+            count += int((stats[1:, cv2.CC_STAT_AREA] >= SMALLEST * mask.size).sum())
+        found.append(count)
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def text(images: Tensor) -> Tensor:
+    """Share of the image that looks like text, a cheap stand-in for the boxes of an OCR engine:
+    cells of 8x8 pixels, of an image reduced to SIDE, that hold both light and dark and cross their
+    mean at least twice in half of their rows."""
+    found = []
+    for image in _reduced(images):
+        light = image @ np.array([0.299, 0.587, 0.114], np.float32)
+        rows, columns = light.shape[0] // 8 * 8, light.shape[1] // 8 * 8
+        cells = light[:rows, :columns].reshape(rows // 8, 8, columns // 8, 8).swapaxes(1, 2)
+        span = cells.max((2, 3)) - cells.min((2, 3))
+        above = cells > cells.mean((2, 3), keepdims=True)
+        crossings = (above[..., 1:] != above[..., :-1]).sum(-1)
+        found.append(float(((span > STROKE) & ((crossings >= 2).mean(-1) >= 0.5)).mean()))
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def diversity(vectors: Tensor, groups: Sequence[int]) -> Tensor:
+    """[B]: mean distance of a vector to the others of its group, over the root of their length: of
+    pixels, the root mean square difference. vectors [B,...]; groups: of the B images. NaN in a
+    group of one."""
+    found = torch.full((len(vectors),), torch.nan, dtype=torch.float64)
+    flat = vectors.detach().cpu().double().flatten(1)
+    own = torch.tensor(list(groups))
+    for group in own.unique():
+        rows = (own == group).nonzero().flatten()
+        if len(rows) > 1:
+            between = (flat[rows, None] - flat[None, rows]).square().mean(2).sqrt()
+            found[rows] = between.sum(1) / (len(rows) - 1)
+    return found
+
+
+def asked(metadata: Mapping[str, Any]) -> float | None:
+    """How many objects GenEval's metadata asks for; None where a prompt has none."""
+    clauses = metadata.get("include")
+    if not isinstance(clauses, list) or not clauses:
+        return None
+    counts = [clause.get("count", 1) for clause in clauses if isinstance(clause, Mapping)]
+    return float(sum(count for count in counts if isinstance(count, (int, float))))
+
+
+def _reduced(images: Tensor) -> list[np.ndarray]:
+    """float32 [h,w,3] each, the longer side at most SIDE."""
+    pictures = [np.ascontiguousarray(image.permute(1, 2, 0).numpy()) for image in images]
+    height, width = pictures[0].shape[:2]
+    scale = SIDE / max(height, width)
+    if scale >= 1:
+        return pictures
+    size = (max(1, round(width * scale)), max(1, round(height * scale)))
+    return [cv2.resize(picture, size, interpolation=cv2.INTER_AREA) for picture in pictures]

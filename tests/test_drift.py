@@ -1,0 +1,328 @@
+"""flowalign.drift: statistics of images made by hand, drift of a model that has and has not moved,
+and what a run makes of it."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pytest
+import torch
+from scipy.stats import t as student_t
+
+from flowalign import config, snapshots, watch
+from flowalign.alarm import Alarm
+from flowalign.config import ConfigError, EvalStage
+from flowalign.drift import compare, statistics
+from flowalign.drift.compare import SIGMAS, Drift, drift
+from flowalign.drift.monitor import Lens
+from flowalign.eval.run import evaluate
+from flowalign.loop import Loop, TrainingError
+from flowalign.types import PromptBatch
+
+SIDE, PERIOD = 64, 16
+GREY, BLACK = torch.full((3, SIDE, SIDE), 0.8), torch.zeros(3, SIDE, SIDE)
+OPEN = ["rollout.prompts=4", "rollout.copies=4", "alarm.every=1"]
+
+
+def tiles(period: int) -> torch.Tensor:
+    """An image [3,64,64] that repeats after `period` pixels: a light and a dark half."""
+    light = torch.arange(SIDE) % period < period // 2
+    return torch.where(light[None] ^ light[:, None], 0.9, 0.1).expand(3, -1, -1)
+
+
+def squares(count: int) -> torch.Tensor:
+    """A grey image with so many red squares of 12 pixels."""
+    image = GREY.clone()
+    for place in range(count):
+        y, x = 4 + 30 * (place // 2), 4 + 30 * (place % 2)
+        image[:, y : y + 12, x : x + 12] = torch.tensor([0.9, 0.1, 0.1])[:, None, None]
+    return image
+
+
+def of(name: str, *images: torch.Tensor) -> list[float]:
+    return statistics.measure(torch.stack(images), PERIOD)[name].tolist()
+
+
+# Statistics --------------------------------------------------------------------------------------
+
+
+def test_a_black_image_is_dark_and_has_nothing_else() -> None:
+    values = statistics.measure(BLACK[None], PERIOD)
+    assert values.pop("dark").item() == 1
+    assert {name: value.item() for name, value in values.items()} == dict.fromkeys(values, 0.0)
+
+
+def test_the_grid_of_the_patches_is_told_from_other_patterns() -> None:
+    same, finer, coarser = of("grid", tiles(PERIOD), tiles(PERIOD // 2), tiles(2 * PERIOD))
+    assert same > 0.75 and finer > 0.75  # of the VAE's own factor, too
+    assert coarser < 0.5 * same
+    ramp = (torch.arange(SIDE) / SIDE).expand(3, SIDE, -1)
+    assert of("grid", ramp)[0] < 0.3 and of("grid", GREY) == [0]
+
+
+def test_colours_are_counted() -> None:
+    half = torch.cat([BLACK[:, :32], GREY[:, :32]], 1)
+    assert of("dark", half, GREY) == [0.5, 0]
+    assert of("entropy", half, GREY) == pytest.approx([1.0, 0.0])  # two colours: one bit
+    assert of("brightness", half) == pytest.approx([0.4])
+    red = torch.tensor([1.0, 0.0, 0.0])[:, None, None].expand(3, SIDE, SIDE)
+    assert of("saturated", red, GREY) == [1, 0]
+    assert of("edges", half)[0] == pytest.approx(64 / (63 * 64) / 2)  # one row of borders
+
+
+def test_objects_stand_out_from_the_background() -> None:
+    assert of("objects", *map(squares, range(5))) == [0, 1, 2, 3, 4]
+    large = torch.nn.functional.interpolate(squares(3)[None], scale_factor=4)[0]
+    assert of("objects", large) == [3]
+
+
+def test_strokes_are_text_and_shapes_are_not() -> None:
+    strokes = GREY.clone()
+    strokes[:, 24:40, 8:56:4] = 0.1  # two rows of six cells of 64
+    strokes[:, 24:40, 9:57:4] = 0.1
+    assert of("text", strokes)[0] == pytest.approx(12 / 64)
+    assert of("text", squares(4), GREY) == [0, 0]
+
+
+def test_copies_of_one_image_have_no_diversity() -> None:
+    images = torch.stack([GREY, GREY, BLACK, GREY, GREY])
+    found = statistics.diversity(images, [0, 0, 1, 1, 2]).tolist()
+    assert found[:2] == [0, 0] and found[2:4] == pytest.approx([0.8, 0.8])
+    assert math.isnan(found[4])  # alone
+
+
+def test_an_image_that_is_not_finite_has_no_value() -> None:
+    bad = GREY.clone()
+    bad[0, 0, 0] = torch.nan
+    values = statistics.measure(torch.stack([bad, GREY]), PERIOD)
+    assert all(math.isnan(v[0]) and math.isfinite(v[1]) for v in values.values())
+
+
+def test_objects_beyond_those_asked_for_are_surplus() -> None:
+    two = {"include": [{"class": "star", "count": 2}]}
+    batch = PromptBatch(["two stars"] * 3 + ["anything"], ["g"] * 4, [two, two, two, {}])
+    images = torch.stack([squares(1), squares(2), squares(4), squares(4)])
+    values = Lens(PERIOD).measure(images, batch, [0, 1, 2, 3])
+    assert values["surplus"].tolist()[:3] == [0, 0, 2] and values["surplus"][3].isnan()
+    assert values["objects"][:3].isnan().all() and values["objects"][3] == 4
+
+
+# Drift -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("freedom", [2, 3, 5, 15, 31])
+def test_the_quantile_is_students(freedom: int) -> None:
+    wanted = student_t.ppf((1 + compare.CONFIDENCE) / 2, freedom)
+    assert compare.student(freedom) == pytest.approx(wanted, rel=0.01)
+
+
+def test_the_interval_is_of_the_means_of_prompts() -> None:
+    base = torch.tensor([0.0, 2, 0, 2, 0, 2, 0, 2]).double()
+    gaps = torch.tensor([1.0, 3, 3, 5, 2, 4, 4, 6]).double()  # of 4 prompts: 2, 4, 3, 5
+    found = drift("objects", base, base + gaps, [0, 0, 1, 1, 2, 2, 3, 3])
+    sigma = SIGMAS["objects"].share * float(base.std())
+    assert found.n == 4 and found.sigmas == pytest.approx(3.5 / sigma)
+    error = math.sqrt(5 / 3) / 2 / sigma
+    half = student_t.ppf((1 + compare.CONFIDENCE) / 2, 3) * error
+    assert found.high - found.sigmas == pytest.approx(half, rel=0.002)
+    assert found.sure == pytest.approx(found.low)
+
+
+def test_the_alarm_asks_for_the_near_end_of_the_interval() -> None:
+    assert Drift("dark", 0, 1, 5.0, 3.1, 6.9, 9).beyond(3)
+    assert not Drift("dark", 0, 1, 5.0, 2.9, 7.1, 9).beyond(3)
+    assert Drift("dark", 1, 0, -5.0, -6.9, -3.1, 9).beyond(3)
+    assert not Drift("dark", 1, 0, -9.0, -math.inf, math.inf, 2).beyond(3)
+    assert not Drift("dark", 1, 0, -9.0, -10, -8, 9).beyond(None)
+
+
+def test_noise_is_no_drift_and_two_prompts_are_too_few() -> None:
+    generator = torch.Generator().manual_seed(0)
+    prompts = [row // 2 for row in range(32)]
+    fired = 0
+    for _ in range(200):
+        base, model = torch.randn(2, 32, generator=generator, dtype=torch.float64)
+        fired += drift("entropy", base, model, prompts).beyond(3.0)
+    assert fired == 0
+    assert not drift("entropy", base[:4], base[:4] + 100, prompts[:4]).beyond(3.0)
+
+
+def test_a_drift_is_said_once_until_it_is_back() -> None:
+    alarm, far, near = Alarm(), Drift("dark", 0, 1, 9, 8, 10, 9), Drift("dark", 0, 0, 0, 0, 0, 9)
+    said = []
+    for found in (far, far, near, far):
+        said.append(len(alarm.drift([found], 3.0, "rollout")))
+        state = json.loads(json.dumps(alarm.state()))
+        alarm = Alarm()
+        alarm.load(state)
+    assert said == [1, 0, 0, 1]
+    assert len(alarm.drift([far], 3.0, "evaluation")) == 1
+
+
+def test_a_stop_below_the_warning_is_refused() -> None:
+    with pytest.raises(ConfigError, match="alarm.*stop"):
+        raw = {"warn": 3.0, "stop": 2.0}
+        fakes.settings("tiny", Path("/tmp/nowhere_drift"), f"alarm={raw}")
+
+
+# Runs --------------------------------------------------------------------------------------------
+
+
+def validated(model: str, folder: Path, *given: str) -> config.TrainingStage:
+    """A run with evaluations on the prompts that it trains on."""
+    plain = fakes.settings(model, folder).model_dump(mode="json")
+    plain["tasks"][0]["validation"] = plain["tasks"][0]["prompts"]
+    plain["evaluation"] = {"every": 1, "prompts": 8}
+    return config.parse(plain, [*OPEN, "alarm.images=16", *given])
+
+
+def lines(loop: Loop) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (loop.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_model_that_has_not_moved_drifts_by_exactly_nothing(
+    random_model: str, tmp_path: Path
+) -> None:
+    loop = fakes.wired(validated(random_model, tmp_path / "run"))
+    assert loop.monitor
+    check = loop.monitor.evaluation()
+    assert check and {found.sigmas for found in check.drifts} == {0.0}
+    rollout = loop.rollout(3)
+    check = loop.monitor.rollout(rollout, loop.algorithm.plan(3), 3)
+    assert {found.name for found in check.drifts} >= {"dark", "entropy", "grid", "diversity"}
+    assert {found.sigmas for found in check.drifts} == {0.0} and check.drifts[0].n == 2
+
+
+def test_a_model_that_has_moved_drifts(random_model: str, tmp_path: Path) -> None:
+    loop = fakes.wired(validated(random_model, tmp_path / "run"), moved=True)
+    assert loop.monitor
+    check = loop.monitor.evaluation()
+    assert check and any(found.sigmas for found in check.drifts)
+    assert check.rows[0]["base"] != check.rows[0]["model"]
+    sizes = [row["sigmas"] for row in check.rows]
+    assert sizes == sorted(sizes, reverse=True)  # the most drifted first
+
+
+def test_the_alarm_changes_nothing_that_is_learnt(random_model: str, tmp_path: Path) -> None:
+    found = []
+    for name, given in {"with": OPEN, "without": [*OPEN[:2], "alarm=null"]}.items():
+        loop = fakes.wired(fakes.settings(random_model, tmp_path / name, *given))
+        loop.run()
+        found.append([p.detach().clone() for p in loop.parameters])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_run_logs_its_drift_and_shows_it(random_model: str, tmp_path: Path) -> None:
+    loop = fakes.wired(validated(random_model, tmp_path / "run", "train.updates=3"), moved=True)
+    loop.run()
+    rows = lines(loop)
+    rollouts = [row for row in rows if "drift/entropy" in row]
+    assert [row["update"] for row in rollouts] == [2, 3]  # nothing was learnt before the first
+    held_out = [row for row in rows if "drift_held_out/entropy" in row]
+    assert [row["update"] for row in held_out] == [0, 1, 2, 3]
+    assert all("drift_alarms" in row for row in (*rollouts, *held_out))
+    for kind in snapshots.DRIFTS:
+        assert snapshots.newest(loop.folder, kind)
+    (loop.folder / "config.yaml").write_text(config.to_yaml(loop.config))
+    watch.write(loop.folder)
+    assert "Drift from the base" in (loop.folder / "watch.html").read_text()
+
+
+def test_a_resumed_run_measures_the_same_without_sampling_the_base_again(
+    random_model: str, tmp_path: Path
+) -> None:
+    given = ["train.updates=4", "train.checkpoint_every=2"]
+    whole = fakes.wired(validated(random_model, tmp_path / "whole", *given))
+    whole.run()
+    first = fakes.wired(validated(random_model, tmp_path / "run", *given, "train.updates=2"))
+    first.run()
+    again = fakes.wired(validated(random_model, tmp_path / "run", *given))
+    assert again.resume() and again.monitor and first.monitor
+    assert again.monitor.base.keys() == first.monitor.base.keys() != set()
+    for name, values in first.monitor.base.items():
+        assert torch.equal(again.monitor.base[name].nan_to_num(), values.nan_to_num())
+    again.run()
+    drifts = [
+        [{k: v for k, v in row.items() if k.startswith("drift")} for row in lines(loop)]
+        for loop in (whole, again)
+    ]
+    assert drifts[0] == drifts[1]
+
+
+def test_a_run_beyond_its_limit_stops_with_a_checkpoint(random_model: str, tmp_path: Path) -> None:
+    given = ["alarm.warn=0.001", "alarm.stop=0.001", "optimizer.lr=0.3", "train.updates=6"]
+    loop = fakes.wired(validated(random_model, tmp_path / "run", *given), moved=False)
+    with pytest.raises(TrainingError, match="alarm.stop"):
+        loop.run()
+    assert loop.checkpoints.latest() is not None
+    assert 0 < loop.update < 6
+    warned = loop.alarm.drifting["evaluation"]
+    assert warned
+
+
+def test_a_stage_whose_rollouts_have_no_images_is_checked_at_evaluations(
+    random_model: str, tmp_path: Path
+) -> None:
+    loop = fakes.wired(fakes.distillation(random_model, tmp_path / "run", "alarm.every=1"))
+    loop.run()
+    assert not any("drift/" in name for row in lines(loop) for name in row)
+
+
+# Evaluations -------------------------------------------------------------------------------------
+
+
+def evaluated(model: str, folder: Path, *given: str) -> EvalStage:
+    teachers = fakes.teachers(model, folder)
+    (folder / "prompts.txt").write_text("\n".join(fakes.PROMPTS))
+    raw = {
+        "stage": "eval",
+        "output": str(folder / "eval"),
+        "model": {"id": model, "height": 32, "width": 32, "max_sequence_length": 16},
+        "models": {"base": None, "same": None, "odd": teachers["odd"]},
+        "benchmarks": [
+            {
+                "name": "red",
+                "prompts": str(folder / "prompts.txt"),
+                "images": 2,
+                "reward": {"name": "fakes:redness"},
+            }
+        ],
+        "sampling": {"steps": 2, "guidance": 1.0},
+    }
+    return config.parse(raw, given, stage=EvalStage)
+
+
+def test_an_evaluation_shows_the_drift_of_every_model(random_model: str, tmp_path: Path) -> None:
+    evaluate(evaluated(random_model, tmp_path))
+    page = (tmp_path / "eval/report.html").read_text()
+    assert "Drift from the base" in page and "diversity" in page
+    evaluate(evaluated(random_model, tmp_path, "alarm=null"))
+    assert "Drift from the base" not in (tmp_path / "eval/report.html").read_text()
+
+
+# Processes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_two_processes_measure_what_one_does(random_model: str, tmp_path: Path) -> None:
+    found = []
+    for name, processes in {"one": 1, "two": 2}.items():
+        stage = validated(random_model, tmp_path / name, "train.updates=3")
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(config.to_yaml(stage))
+        command = ["-m", "flowalign.cli", "train", "--config", str(path)]
+        if processes == 1:
+            from flowalign import train
+
+            fakes.AcceleratorState._reset_state(reset_partial_state=True)
+            assert train.main(command[3:]) == 0
+        else:
+            done = fakes.launch(*command, processes=2)
+            assert done.returncode == 0, done.stderr[-3000:]
+        rows = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        found.append([json.loads(row) for row in rows])
+    for one, two in zip(*found, strict=True):
+        for name in (name for name in one if name.startswith("drift")):
+            assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-3), name
