@@ -32,7 +32,7 @@ REWARD = (
 )
 PARTS = {"geneval": "GenEval", "pickscore": "preference"}  # of the reward: their columns
 TWO = "optimizer.updates_per_rollout=2"
-GUARD = ["grpo.ratio=guard", "grpo.clip_range=2e-6"]
+GUARD = ["grpo.ratio=guard", "grpo.clip_range=5e-5"]
 VARIANTS: dict[str, list[str]] = {
     "group_std": [],
     "batch_std": ["grpo.advantage=batch_std"],
