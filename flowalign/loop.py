@@ -511,7 +511,9 @@ class Loop:
                     return
                 drift = self._watch_evaluation()
                 alarms = self.alarm.look(rows)
-                self._log({metrics.HEADLINE: headline, **means, metrics.ALARMS: len(alarms), **drift})
+                self._log(
+                    {metrics.HEADLINE: headline, **means, metrics.ALARMS: len(alarms), **drift}
+                )
                 for text in alarms if main else ():
                     log.warning("update %d: %s", self.update, text)
                 if headline > self.best.get("headline", -math.inf):  # the first of equals stays
@@ -537,9 +539,7 @@ class Loop:
         check = self.monitor.evaluation() if self.monitor else None
         if check is None:
             return {}
-        return self._drift(
-            check, "evaluation", metrics.HELD_OUT_DRIFT, snapshots.HELD_OUT_DRIFT
-        )
+        return self._drift(check, "evaluation", metrics.HELD_OUT_DRIFT, snapshots.HELD_OUT_DRIFT)
 
     def _drift(self, check: Check, where: str, prefix: str, kind: str) -> dict[str, float]:
         """Say what a check found, and keep it; note what is to stop the run."""

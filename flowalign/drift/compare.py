@@ -40,7 +40,7 @@ SIGMAS: Mapping[str, Sigma] = {
     "saturated": Sigma(0.2, 0.01),
     "edges": Sigma(1.0, 0.005),
     "entropy": Sigma(0.8, 0.1),
-    "grid": Sigma(0.2, 0.003),
+    "grid": Sigma(0.4, 0.003),
     "objects": Sigma(0.4, 0.25),
     "surplus": Sigma(0.25, 0.25),
     "text": Sigma(0.2, 0.01),
