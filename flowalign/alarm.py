@@ -1,4 +1,4 @@
-"""Warnings of a run about itself: a divergence; reward hacking, where what is trained improves while
+"""Warnings of a run about itself: a divergence; reward hacking, where what is trained improves and
 what is held out falls; and, before that shows, images that drift from the base model's."""
 
 from __future__ import annotations

@@ -62,8 +62,11 @@ class Lens:
         """Of a model, and of the rewards of the tasks."""
         period = backbone.pipe.vae_scale_factor * backbone.core.config.patch_size
         text = frozenset(name for name, reward in rewards.items() if hasattr(reward, "engine"))
-        clips = {name: getattr(reward, "clip", None) for name, reward in rewards.items()}
-        features = {n: c.image_features for n, c in clips.items() if hasattr(c, "image_features")}
+        features: dict[str, Features] = {}
+        for name, reward in rewards.items():
+            of_clip = getattr(getattr(reward, "clip", None), "image_features", None)
+            if of_clip is not None:
+                features[name] = of_clip
         return Lens(period, text, features)
 
     def measure(self, images: Tensor, batch: PromptBatch, prompts: Sequence[int]) -> Values:
