@@ -258,7 +258,7 @@ def test_a_run_beyond_its_limit_stops_with_a_checkpoint(random_model: str, tmp_p
         loop.run()
     assert loop.checkpoints.latest() is not None
     assert 0 < loop.update < 6
-    warned = loop.alarm.drifting["evaluation"]
+    warned = loop.alarm.drifting["the evaluation"]
     assert warned
 
 

@@ -19,7 +19,7 @@ MEANINGS = {
     "saturated": "share of pure, loud colours",
     "edges": "share of neighbours with a step",
     "entropy": "bits of the histogram of colours",
-    "grid": "share of the steps' power at the grid of the patches",
+    "grid": "share of the luma's power at the grid of the patches",
     "objects": "regions that stand out",
     "surplus": "regions beyond those that the prompt asks for",
     "text": "share of the image that looks like text",
