@@ -678,7 +678,7 @@ class AlarmConfig(Section):
     def problems(self) -> Iterator[str]:
         """A run that would end before it is warned of."""
         if self.stop is not None and self.stop < self.warn:
-            yield f"stop: {self.stop:g} is below warn = {self.warn:g}. Use the same or more, or null."
+            yield f"stop: {self.stop:g} is below warn = {self.warn:g}. Use more, or null."
 
 
 class TrainingAlarmConfig(AlarmConfig):
