@@ -289,6 +289,7 @@ class Loop:
                     self._draw(rollout, prepared.notes)
                 done = time.perf_counter()
                 images = len(rollout) * self.accelerator.num_processes  # an equal shard each
+                del rollout, prepared  # before the next is sampled
                 values |= {
                     metrics.SECONDS_ROLLOUT: sampled - began,
                     metrics.SECONDS_SCORE: scored - watched,
