@@ -13,22 +13,16 @@ from torch import Tensor
 
 from flowalign import metrics
 from flowalign.backbone import Backbone
-from flowalign.config import AwmStage, PolicyConfig
+from flowalign.config import AwmStage
 from flowalign.loop import Pairs
 from flowalign.losses import clip_fraction, policy_loss, velocity_error
 from flowalign.matching import awm_log_prob
 from flowalign.teachers.forward import Forward, Matched, keeping
 from flowalign.types import Reward, Rollout, StepLoss
 
-AVERAGE = "average"
-
 
 class Awm(Forward):
-    """The algorithm. rewards: by task name.
-
-    The student samples. Its weights at the rollout are kept as an adapter of their own, where a
-    rollout has several optimizer steps; those of the average, where ema_kl_weight asks for it.
-    """
+    """The algorithm. rewards: by task name. The student samples."""
 
     def __init__(
         self,
@@ -37,12 +31,8 @@ class Awm(Forward):
         accelerator: Accelerator,
         rewards: Mapping[str, Reward],
     ) -> None:
-        self.settings, policies = config.awm, {}
-        if config.optimizer.updates_per_rollout > 1:
-            policies["old"] = PolicyConfig()  # decay 0: the student's weights after each rollout
-        if self.settings.ema_kl_weight > 0:
-            policies[AVERAGE] = self.settings.average
-        super().__init__(config, backbone, accelerator, rewards, policies)
+        self.settings = config.awm
+        super().__init__(config, backbone, accelerator, rewards)
 
     def prepare(self, rollout: Rollout, update: int) -> Matched:
         """Without an advantage only the distances to base and average have a gradient."""
@@ -76,6 +66,6 @@ class Awm(Forward):
             if s.kl_weight > 0:
                 total = total + s.kl_weight * drift.mean()
         if s.ema_kl_weight > 0:
-            average = self.policies[AVERAGE].velocity(pairs, self.guidance)
+            average = self.policies["average"].velocity(pairs, self.guidance)
             total = total + s.ema_kl_weight * velocity_error(velocity, average).mean()
         return StepLoss(total=total, policy=policy, metrics=measured)

@@ -67,8 +67,8 @@ class Policy:
 
 
 class Forward:
-    """The algorithm without its loss. rewards: by task name. policies: the adapters that follow the
-    student; the one named "old" is the one that samples. Without it, the student does."""
+    """The algorithm without its loss. rewards: by task name. The policies of the config are frozen
+    adapters; the one named "old" samples. Without it, the student does."""
 
     needs_images = needs_latents = True
 
@@ -78,15 +78,13 @@ class Forward:
         backbone: Backbone,
         accelerator: Accelerator,
         rewards: Mapping[str, Reward],
-        policies: Mapping[str, PolicyConfig],
     ) -> None:
         self.config, self.backbone, self.guidance = config, backbone, config.guidance
-        rollout = config.rollout
-        sigmas = backbone.sigmas(rollout.steps)
-        self.schedule = Schedule(sigmas, "ode", 0.0, None, solver=rollout.solver)
+        sigmas, solver = backbone.sigmas(config.rollout.steps), config.rollout.solver
+        self.schedule = Schedule(sigmas, "ode", 0.0, None, solver=solver)
         self.scored = Scored(config, config.forward, accelerator, rewards)
         self.on_images = self.scored.on_images
-        self.policies = {name: Policy(backbone, name, s) for name, s in policies.items()}
+        self.policies = {name: Policy(backbone, name, s) for name, s in config.policies.items()}
         self.old = self.policies.get("old")
 
     # What the loop asks ------------------------------------------------------------------------

@@ -22,11 +22,7 @@ from flowalign.types import Reward, Rollout, StepLoss
 
 
 class Nft(Forward):
-    """The algorithm. rewards: by task name.
-
-    The old policy is an adapter of its own where it can differ from the student during an update:
-    where it is an average, or a rollout has several optimizer steps.
-    """
+    """The algorithm. rewards: by task name."""
 
     def __init__(
         self,
@@ -36,9 +32,7 @@ class Nft(Forward):
         rewards: Mapping[str, Reward],
     ) -> None:
         self.settings, self.several = config.nft, config.optimizer.updates_per_rollout > 1
-        needed = self.settings.old.decay > 0 or self.several
-        policies = {"old": self.settings.old} if needed else {}
-        super().__init__(config, backbone, accelerator, rewards, policies)
+        super().__init__(config, backbone, accelerator, rewards)
 
     def prepare(self, rollout: Rollout, update: int) -> Matched:
         """An image without an advantage (r = 1/2) has no gradient while the student is the old

@@ -678,7 +678,7 @@ class AlarmConfig(Section):
     def problems(self) -> Iterator[str]:
         """A run that would end before it is warned of."""
         if self.stop is not None and self.stop < self.warn:
-            yield f"stop: {self.stop:g} is below warn = {self.warn:g}. Use the same or more, or null."
+            yield f"stop: {self.stop:g} is below warn = {self.warn:g}. Use more, or null."
 
 
 class TrainingAlarmConfig(AlarmConfig):
@@ -909,6 +909,11 @@ class ForwardStage(RewardStage):
         return self.forward
 
     @property
+    def policies(self) -> dict[str, PolicyConfig]:
+        """{adapter beside the trained one: how it follows that}; the one named "old" samples."""
+        raise NotImplementedError
+
+    @property
     def guidance(self) -> float:
         """The CFG scale at which the adapter is trained."""
         own = self.forward.guidance
@@ -958,6 +963,13 @@ class NftStage(ForwardStage):
         """The section `nft`."""
         return self.nft
 
+    @property
+    def policies(self) -> dict[str, PolicyConfig]:
+        """The old policy, where it can differ from the student during an update: where it is an
+        average, or a rollout has several optimizer steps."""
+        needed = self.nft.old.decay > 0 or self.optimizer.updates_per_rollout > 1
+        return {"old": self.nft.old} if needed else {}
+
 
 class AwmStage(ForwardStage):
     """Advantage weighted matching on the rewards of one or more tasks."""
@@ -970,6 +982,13 @@ class AwmStage(ForwardStage):
     def forward(self) -> AwmConfig:
         """The section `awm`."""
         return self.awm
+
+    @property
+    def policies(self) -> dict[str, PolicyConfig]:
+        """The student's weights at the rollout, where that has several optimizer steps; and their
+        average, where ema_kl_weight asks for it."""
+        own = {"old": PolicyConfig()} if self.optimizer.updates_per_rollout > 1 else {}
+        return own | ({"average": self.awm.average} if self.awm.ema_kl_weight > 0 else {})
 
 
 class DistillationStage(TrainingStage):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from flowalign.adapters.files import AdapterError, read_lora
-from flowalign.config import ConfigError, TrainingStage
+from flowalign.config import ConfigError, ForwardStage, TrainingStage
 from flowalign.disk import existing
 from flowalign.forecast.architectures import build, find
 
@@ -37,10 +37,11 @@ def adapter_bytes(config: TrainingStage) -> int:
 
 
 def checkpoint_bytes(config: TrainingStage, adapter: int) -> int:
-    """Bytes of a checkpoint: the adapter, its average, Adam's two moments and the best adapter.
-    adapter: bytes of one of them (`adapter_bytes`)."""
+    """Bytes of a checkpoint: the adapter, its average, Adam's two moments, the best adapter
+    and the policies of nft and awm. adapter: bytes of one of them (`adapter_bytes`)."""
     moments = 2 * (ADAM_8BIT if config.optimizer.name == "adamw8bit" else 1)
-    copies = 1 + (config.ema is not None) + moments + 1
+    policies = len(config.policies) if isinstance(config, ForwardStage) else 0
+    copies = 1 + (config.ema is not None) + moments + 1 + policies
     return round(adapter * copies)
 
 
