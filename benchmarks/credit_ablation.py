@@ -32,7 +32,7 @@ REWARD = (
 )
 PARTS = {"geneval": "GenEval", "pickscore": "preference"}  # of the reward: their columns
 TWO = "optimizer.updates_per_rollout=2"
-GUARD = ["grpo.ratio=guard", "grpo.clip_range=2e-6"]
+GUARD = ["grpo.ratio=guard", "grpo.clip_range=5e-5"]
 VARIANTS: dict[str, list[str]] = {
     "group_std": [],
     "batch_std": ["grpo.advantage=batch_std"],
@@ -99,7 +99,7 @@ def row_of(name: str, args: argparse.Namespace) -> str | None:
 
 def main() -> None:
     """Run what is asked for and not finished, seed by seed; then print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--updates", type=int, default=24, help="rollouts of a run")
     parser.add_argument("--prompts", type=int, default=256, help="of the validation set")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

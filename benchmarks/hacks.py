@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from flowalign.config import TaskConfig, TrainingAlarmConfig, TrainingStage, loa
 from flowalign.data import PromptSampler, load_prompts
 from flowalign.drift.compare import SIGMAS, Drift
 from flowalign.drift.monitor import COPIES, Lens, Monitor
+from flowalign.drift.panel import of_json
 from flowalign.loop import STUDENT
 from flowalign.progress import quiet
 from flowalign.rollout import Noise, Schedule, places, sample
@@ -55,16 +55,9 @@ def darkened(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scor
 
 
 def gridded(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
-    """Pays for blocks: how much larger the steps at the borders of patches are than those between
-    other neighbours, as a logarithm. So an outline pays only where it lies on a border."""
-
-    def blocks(images: Tensor) -> Tensor:
-        step = images.diff(dim=3).abs().mean((1, 2)) + 0.002  # [B,W-1]; half of an 8-bit level
-        border = torch.arange(step.shape[1]) % PATCH == PATCH - 1
-        return (step[:, border].mean(1) / step[:, ~border].mean(1)).log()
-
-    images = images.float().cpu()
-    return Scores.of(blocks(images) + blocks(images.transpose(2, 3)))
+    """Pays for what all patches have in common: how much their mean, one tile, varies."""
+    tiles = images.float().cpu().mean(1).unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH)
+    return Scores.of(tiles.mean((1, 2)).flatten(1).std(1))
 
 
 def collapsed(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
@@ -106,7 +99,7 @@ def told(folder: Path, warn: float) -> Told:
     for path in sorted((folder / "samples").glob(f"{snapshots.DRIFT}*.json")):
         rollout = int(path.stem.removeprefix(snapshots.DRIFT)) + 1
         rows = json.loads(path.read_text())["drifts"]
-        note([Drift(**_floats(row)) for row in rows], rollout, warn, fired, largest)
+        note(list(map(of_json, rows)), rollout, warn, fired, largest)
     return Told(fired, largest)
 
 
@@ -122,10 +115,6 @@ def note(
         largest[drift.name] = max(largest.get(drift.name, 0.0), drift.sure)
         if drift.beyond(warn):
             fired.setdefault(drift.name, rollout)
-
-
-def _floats(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: math.nan if value is None else value for key, value in row.items()}
 
 
 def train_hack(name: str, seed: int, out: Path) -> Path:

@@ -45,7 +45,7 @@ class Checked:
                 lens = _lens(backbone, images)
                 for model in (name for name in config.models if name != base):
                     drifts, rows = _check(lens, images, judged[base], judged[model])
-                    title = f"{model}, {images.name}"
+                    title = f"{model} on {images.name}"
                     self.panels.append(panel(title, drifts, rows, settings.warn))
                     self.warnings += Alarm().drift(drifts, settings.warn, title)
                     far = [drift for drift in drifts if drift.beyond(settings.stop)]

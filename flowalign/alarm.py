@@ -1,4 +1,4 @@
-"""Warnings of a run about itself: a divergence; reward hacking, where what is trained improves while
+"""Warnings of a run about itself: a divergence; reward hacking, where what is trained improves and
 what is held out falls; and, before that shows, images that drift from the base model's."""
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ class Alarm:
 
     def drift(self, drifts: Sequence[Drift], warn: float, where: str) -> list[str]:
         """A sentence for each statistic that has come to lie beyond `warn` sigmas; it is said again
-        when it has been back. where: whose images, such as "rollout"."""
+        when it has been back. where: whose images, such as "the rollout"."""
         beyond = [drift for drift in drifts if drift.beyond(warn)]
         before = self.drifting.get(where, [])
         self.drifting[where] = [drift.name for drift in beyond]
         return [
-            f"the images of the {where} drift from the base: {drifted(drift)}, beyond alarm.warn = "
+            f"images of {where} drift from the base: {drifted(drift)}, beyond alarm.warn = "
             f"{warn:g}. Look at them (`flowalign watch`): an honest gain, or a hack of the reward?"
             for drift in beyond
             if drift.name not in before

@@ -36,12 +36,13 @@ ABOUT = {
     "eval": "score models on held-out prompts",
 }
 
-TEACHERS = ("grpo", "nft", "awm")  # stages that learn from a reward
+
+TEACHERS = ("grpo", "nft", "awm")  # the stages that learn from rewards
 USED = {  # options that say what a config holds, by the stages that have it
-    "reward": (*TEACHERS, "opd", "sft", "recipe", "eval"),
+    "reward": ("grpo", "nft", "awm", "opd", "sft", "recipe", "eval"),
     "teachers": ("opd", "sft", "recipe", "merge", "eval"),
-    "prompts": (*TEACHERS, "opd", "sft", "recipe", "eval"),
-    "validation": (*TEACHERS, "opd", "sft", "recipe"),
+    "prompts": ("grpo", "nft", "awm", "opd", "sft", "recipe", "eval"),
+    "validation": ("grpo", "nft", "awm", "opd", "sft", "recipe"),
 }
 
 
@@ -208,7 +209,12 @@ def answers(args: argparse.Namespace) -> Answers:
 
 def build(wanted: Answers) -> dict[str, Any]:
     """The raw config of some answers; ValueError for numbers of files that do not fit."""
-    makers = {"merge": _merge, "recipe": _recipe, "eval": _eval} | dict.fromkeys(TEACHERS, _teacher)
+    makers = {
+        **dict.fromkeys(TEACHERS, _teacher),
+        "merge": _merge,
+        "recipe": _recipe,
+        "eval": _eval,
+    }
     data = makers.get(wanted.stage, _student)(wanted)
     model = read(wanted.family / "eval.yaml")["model"] | data.get("model", {})
     return data | {
@@ -219,14 +225,22 @@ def build(wanted: Answers) -> dict[str, Any]:
 
 
 def _teacher(wanted: Answers) -> dict[str, Any]:
-    """Of the stages grpo, nft and awm: the shipped teacher of that stage and reward; of the stage
-    where no teacher of it has that reward."""
+    """Of the stages that learn from rewards: the shipped teacher of the first reward."""
     rewards = wanted.rewards or ["ocr"]
-    files = [wanted.family / "teacher_ocr.yaml", *sorted(wanted.family.glob("teacher_*.yaml"))]
-    files = [file for file in files if read(file)["stage"] == wanted.stage]
-    shipped = {read(file)["tasks"][0]["reward"]["name"]: file for file in reversed(files)}
-    data = read(shipped.get(rewards[0], files[0]))
+    files = [f for name in ("teacher_ocr*", "teacher_*") for f in sorted(wanted.family.glob(name))]
+    found = {file: read(file) for file in files}
+    own = [data for data in found.values() if data["stage"] == wanted.stage]
+    shipped = {data["tasks"][0]["reward"]["name"]: data for data in reversed(own)}
+    data = shipped.get(rewards[0]) or next(iter(own), None) or _forward(found[files[0]])
     return _with_tasks(data, wanted, list(map(_short, rewards)), rewards)
+
+
+def _forward(data: dict[str, Any]) -> dict[str, Any]:
+    """A GRPO teacher's config for a stage that learns from clean images."""
+    noise = ("noise_level", "window", "shared_noise")
+    rollout = {key: value for key, value in data["rollout"].items() if key not in noise}
+    rest = {key: value for key, value in data.items() if key != "grpo"}
+    return {**rest, "rollout": rollout | {"kind": "ode", "guidance": 1.0}}
 
 
 def _student(wanted: Answers) -> dict[str, Any]:

@@ -556,7 +556,7 @@ class Loop:
         began = time.perf_counter()
         self._at("the drift of the rollout", offset=1)
         check = self.monitor.rollout(rollout, self.algorithm.plan(self.update), self.update)
-        values = self._drift(check, "rollout", metrics.DRIFT, snapshots.DRIFT)
+        values = self._drift(check, "the rollout", metrics.DRIFT, snapshots.DRIFT)
         return {**values, metrics.SECONDS_DRIFT: time.perf_counter() - began}
 
     def _watch_evaluation(self) -> dict[str, float]:
@@ -564,7 +564,9 @@ class Loop:
         check = self.monitor.evaluation() if self.monitor else None
         if check is None:
             return {}
-        return self._drift(check, "evaluation", metrics.HELD_OUT_DRIFT, snapshots.HELD_OUT_DRIFT)
+        return self._drift(
+            check, "the evaluation", metrics.HELD_OUT_DRIFT, snapshots.HELD_OUT_DRIFT
+        )
 
     def _drift(self, check: Check, where: str, prefix: str, kind: str) -> dict[str, float]:
         """Say what a check found, and keep it; note what is to stop the run."""
@@ -596,7 +598,7 @@ class Loop:
             self.save()
         raise TrainingError(
             f"update {self.update}: the images drift from the base, beyond alarm.stop = "
-            f"{self.config.alarm.stop:g}, in the {text}. Look at {self.folder / 'watch.html'} "
+            f"{self.config.alarm.stop:g}: {text}. Look at {self.folder / 'watch.html'} "
             "(`flowalign watch`). If that is a hack, mend the reward and begin anew; if it is what "
             "you train for, raise alarm.stop and run again with --resume. "
             f"The last checkpoint is {self.checkpoints.latest() or 'missing'}."

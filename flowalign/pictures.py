@@ -489,6 +489,7 @@ def _panels(curves: Mapping[str, Curve]) -> list[_Panel]:
         panel("held-out score", "mean of the tasks", [metrics.HEADLINE]),
         distance("distance to teacher and anchor", "loss", [metrics.DISTILL, metrics.ANCHOR]),
         panel("KL to the base (drift)", "KL per dimension", [metrics.KL], noisy=True),
+        panel("velocity drift from the base", "mean square", [metrics.VELOCITY_DRIFT], noisy=True),
         distance("KL to the teacher, by task", "KL per dimension", below(metrics.TEACHER_KL)),
         panel("KL to the teacher, by step", "KL per dimension", below(metrics.TEACHER_KL, True),
               log=True),

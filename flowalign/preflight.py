@@ -116,7 +116,9 @@ def _scoring_problems(config: Stage, num_processes: int, trust: bool) -> Iterato
     import flowalign.rewards as rewards  # only here: importing a config needs no rewards
 
     whole: list[str] = []  # tasks whose reward compares all images of a prompt
-    single: list[str] = []  # tasks whose reward is no sum of parts
+    single: list[str] = []  # tasks whose reward is no sum of parts, where that matters
+    credited = config.credited if isinstance(config, TrainingStage) else None
+    by_part = credited is not None and credited.advantage == "gdpo"
     for place, name, judges, sources in _scored(config):
         sound: list[RewardConfig] = []
         for key, reward in judges.items():
@@ -136,7 +138,7 @@ def _scoring_problems(config: Stage, num_processes: int, trust: bool) -> Iterato
             sound.append(reward)
             if place.startswith("tasks.") and rewards.is_groupwise(reward.name, reward.options):
                 whole.append(name)
-            if place.startswith("tasks.") and rewards.has_no_weights(reward.name):
+            if place.startswith("tasks.") and by_part and rewards.has_no_weights(reward.name):
                 single.append(name)
         for key, source in sources.items():
             try:

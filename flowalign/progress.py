@@ -26,6 +26,7 @@ SHOWN = {
     metrics.REWARD: "reward {:.3f}",
     metrics.DISTILL: "distance {:.4f}",
     metrics.KL: "KL {:.2e}",
+    metrics.VELOCITY_DRIFT: "velocity drift {:.2e}",
     metrics.CLIP_FRACTION: "clip {:.0%}",
     metrics.IMAGES_PER_SECOND: "{:.1f} images/s",
     metrics.HEADLINE: "held-out {:.3f}",

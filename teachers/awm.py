@@ -62,7 +62,7 @@ class Awm(Forward):
         }
         drift = self.drift(pairs, velocity)
         if drift is not None:
-            measured[metrics.DRIFT] = float(drift.detach().mean())
+            measured[metrics.VELOCITY_DRIFT] = float(drift.detach().mean())
             if s.kl_weight > 0:
                 total = total + s.kl_weight * drift.mean()
         if s.ema_kl_weight > 0:

@@ -80,9 +80,8 @@ class Forward:
         rewards: Mapping[str, Reward],
     ) -> None:
         self.config, self.backbone, self.guidance = config, backbone, config.guidance
-        rollout = config.rollout
-        sigmas = backbone.sigmas(rollout.steps)
-        self.schedule = Schedule(sigmas, "ode", 0.0, None, solver=rollout.solver)
+        sigmas, solver = backbone.sigmas(config.rollout.steps), config.rollout.solver
+        self.schedule = Schedule(sigmas, "ode", 0.0, None, solver=solver)
         self.scored = Scored(config, config.forward, accelerator, rewards)
         self.on_images = self.scored.on_images
         self.policies = {name: Policy(backbone, name, s) for name, s in config.policies.items()}

@@ -53,7 +53,7 @@ class Nft(Forward):
         measured = {}
         drift = self.drift(pairs, velocity)
         if drift is not None:
-            measured[metrics.DRIFT] = float(drift.detach().mean())
+            measured[metrics.VELOCITY_DRIFT] = float(drift.detach().mean())
             if s.kl_weight > 0:
                 total = total + s.kl_weight * drift.mean()
         return StepLoss(total=total, policy=policy, metrics=measured)

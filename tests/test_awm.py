@@ -62,6 +62,7 @@ def test_the_ratio_is_to_the_weights_that_sampled(random_model: str, tmp_path: P
     loop, found, pairs = ready(random_model, tmp_path / "run", "optimizer.updates_per_rollout=2",
                                "awm.weighting=uniform", "awm.clip_range=0.05")  # fmt: skip
     old = velocity(loop, pairs, "old")
+    assert isinstance(loop.algorithm, Awm)
     assert loop.algorithm.old and not loop.algorithm.old.is_student  # as after a step
     step = loop.algorithm.loss(pairs, loop.velocity(pairs), found)
     target = found.velocity[pairs.rows, pairs.columns]
@@ -95,7 +96,7 @@ def test_base_and_average_hold_the_student_back(random_model: str, tmp_path: Pat
     )  # it was copied before the shake
     more = float((0.7 * base + 0.3 * average).detach())
     assert float((step.total - alone.total).detach()) == pytest.approx(more, rel=1e-3)
-    assert step.metrics["drift"] == pytest.approx(float(base.detach()), rel=1e-4)
+    assert step.metrics["velocity_drift"] == pytest.approx(float(base.detach()), rel=1e-4)
 
 
 def test_the_average_follows_by_its_own_schedule(random_model: str, tmp_path: Path) -> None:
@@ -112,9 +113,10 @@ def test_the_average_follows_by_its_own_schedule(random_model: str, tmp_path: Pa
     loop.algorithm.learnt = note  # pyright: ignore[reportAttributeAccessIssue]
     loop.run()
     average = seen[0]
+    assert isinstance(loop.algorithm, Awm)
     for student, kept in ((seen[1], 0.3), (seen[2], 0.3)):  # .2 x 2 steps is above .3
         average = [kept * a + (1 - kept) * s for a, s in zip(average, student[0], strict=True)]
     assert [steps for _, steps in seen[1:]] == [2, 4]
     assert_close(loop.algorithm.policies[AVERAGE].parameters, average)
     rows = [json.loads(line) for line in (loop.folder / "metrics.jsonl").read_text().splitlines()]
-    assert rows[1]["drift"] > 0
+    assert rows[1]["velocity_drift"] > 0

@@ -545,7 +545,7 @@ def test_a_variant_changes_the_stage_it_is_for_and_overrides_come_after(tmp_path
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("rollout: {batch_size: 2}", "rollout: got the text 'rollout'; want 'grpo', 'opd', 'sft'"),
+        ("rollout: {batch_size: 2}", "rollout: got the text 'rollout'; want 'grpo', 'nft', 'awm'"),
         ("grpo: 3", "grpo: got the whole number 3; want"),
         ("[1]", "got the list [1]; want"),
         ("grpo: {rolout: {}}", "rolout: unknown key. Did you mean `rollout`"),

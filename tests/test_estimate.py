@@ -157,6 +157,19 @@ def test_arithmetic_of_the_prediction(small):
     assert times(plain, Pace.constant(1e12, "")).update == pytest.approx(plain.flops / 1e12)
 
 
+def test_a_window_that_moves_costs_what_its_width_costs(small):
+    def of(*changes, kind="grpo"):
+        return predict(memory.settings(*small, kind, *changes, size=128)).phases
+
+    moving = "rollout.window={width: 2, every: 3, random: true}"
+    assert of(moving) == of("rollout.window=[0, 2]") != of("rollout.window=[0, 3]")
+    rollout, guard = (
+        next(phase for phase in phases if phase.name == "rollout")
+        for phases in (of(moving), of(moving, "grpo.ratio=guard"))
+    )
+    assert guard.bytes > rollout.bytes and guard.flops == rollout.flops
+
+
 def test_forward_passes_of_the_stages_on_clean_images(small):
     """An update asks the student with gradient, and others as the config says."""
 
@@ -188,19 +201,6 @@ def test_forward_passes_of_the_stages_on_clean_images(small):
     assert more(*near, kind="awm") == pytest.approx(2, abs=0.1)
     ordered = [of(f"nft.states={s}")["noising"].bytes for s in (1, 8)]
     assert ordered[0] < ordered[1]
-
-
-def test_a_window_that_moves_costs_what_its_width_costs(small):
-    def of(*changes, kind="grpo"):
-        return predict(memory.settings(*small, kind, *changes, size=128)).phases
-
-    moving = "rollout.window={width: 2, every: 3, random: true}"
-    assert of(moving) == of("rollout.window=[0, 2]") != of("rollout.window=[0, 3]")
-    rollout, guard = (
-        next(phase for phase in phases if phase.name == "rollout")
-        for phases in (of(moving), of(moving, "grpo.ratio=guard"))
-    )
-    assert guard.bytes > rollout.bytes and guard.flops == rollout.flops
 
 
 @pytest.mark.slow

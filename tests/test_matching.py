@@ -144,7 +144,7 @@ def test_the_modes_of_advantages() -> None:
 @pytest.mark.parametrize("case", cases("awm"), ids=lambda case: str(case["id"]))
 def test_awm_is_the_published_arithmetic(case: dict) -> None:
     given, target = inputs(case), inputs(case)["noise"] - inputs(case)["x0"]
-    weighting = NAMES.get(case["weighting"], case["weighting"])
+    weighting = str(NAMES.get(case["weighting"], case["weighting"]))
     v, old = (
         awm_log_prob(
             velocity, target, given["sigma"], weighting=weighting, power=case["ghuber_power"]

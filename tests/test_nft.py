@@ -19,7 +19,7 @@ from flowalign.ema import rising_decay
 from flowalign.loop import STUDENT, Loop, pairs_of
 from flowalign.rollout import Noise, places, sample
 from flowalign.teachers.awm import Awm
-from flowalign.teachers.forward import Forward, Matched
+from flowalign.teachers.forward import Forward, Matched, Policy
 from flowalign.teachers.nft import Nft
 from flowalign.types import Source
 
@@ -39,6 +39,17 @@ def run(model: str, folder: Path, *overrides: str, stage: str = "nft", **options
     )
     loop.run()
     return loop
+
+
+def algorithm(loop: Loop) -> Forward:
+    assert isinstance(loop.algorithm, Forward)
+    return loop.algorithm
+
+
+def old(loop: Loop) -> Policy:
+    found = algorithm(loop).old
+    assert found
+    return found
 
 
 def prepared(loop: Loop) -> Matched:
@@ -70,10 +81,10 @@ def passes(loop: Loop) -> list[str | None]:
 # What is learnt ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("old", ["{decay: 0.0}", "{decay: 0.5}"])
-def test_the_gradient_is_that_of_the_paper(random_model: str, tmp_path: Path, old: str) -> None:
+@pytest.mark.parametrize("kept", ["{decay: 0.0}", "{decay: 0.5}"])
+def test_the_gradient_is_that_of_the_paper(random_model: str, tmp_path: Path, kept: str) -> None:
     """With an old policy that is the student, and with one that is not."""
-    given = [f"nft.old={old}", "nft.beta=0.5", "nft.advantage_clip=2.0", "nft.kl_weight=0.3"]
+    given = [f"nft.old={kept}", "nft.beta=0.5", "nft.advantage_clip=2.0", "nft.kl_weight=0.3"]
     loop = fakes.wired(fakes.forward(random_model, tmp_path / "run", *given), moved=True)
     found, backbone, latents = prepared(loop), loop.backbone, loop.rollout(0).latents
     assert latents is not None and isinstance(loop.algorithm, Nft)
@@ -85,7 +96,7 @@ def test_the_gradient_is_that_of_the_paper(random_model: str, tmp_path: Path, ol
             x, cond = pairs.x, pairs.conditioning
             return backbone.velocity(x, pairs.sigma, cond, guidance=1.0)
 
-    v, v_old, v_ref = velocity(STUDENT), velocity("old" if "5" in old else STUDENT), velocity(None)
+    v, v_old, v_ref = velocity(STUDENT), velocity("old" if "5" in kept else STUDENT), velocity(None)
     sigma, x0 = pairs.sigma[:, None, None, None], latents[pairs.rows]
     r = (found.advantage[pairs.rows] / 4 + 0.5).clamp(0, 1)
     branches = []
@@ -104,8 +115,8 @@ def test_images_without_a_say_are_left_out(random_model: str, tmp_path: Path, mo
     """They have no gradient while the student is the old policy; else they have one."""
     given = [f"nft.adv_mode={mode}", "nft.advantage=group_std"]
     plain = fakes.wired(fakes.forward(random_model, tmp_path / "a", *given))
-    found, advantage = prepared(plain), plain.algorithm.scored.credit(plain.rollout(0)).advantage
-    chosen = matching.chosen_advantage(advantage, mode)
+    found, credit = prepared(plain), algorithm(plain).scored.credit(plain.rollout(0), 0)
+    chosen = matching.chosen_advantage(credit.advantage, mode)
     assert torch.equal(found.advantage, chosen) and torch.equal(found.keep, chosen != 0)
     (pairs,) = pairs_of(found.rollout, ~found.keep if (~found.keep).any() else found.keep, 100)
     slope = gradient(plain, plain.algorithm.loss(pairs, plain.velocity(pairs), found).total)
@@ -127,14 +138,14 @@ def test_a_few_updates_raise_the_reward(random_model: str, tmp_path: Path, stage
 
 def test_the_drift_is_the_distance_to_the_base(random_model: str, tmp_path: Path) -> None:
     fresh = run(random_model, tmp_path / "fresh", "train.updates=1")
-    assert lines(fresh)[0]["drift"] == 0
+    assert lines(fresh)[0]["velocity_drift"] == 0
     loop = run(random_model, tmp_path / "run", "train.updates=1", moved=True)
     other = fakes.wired(fakes.forward(random_model, tmp_path / "other"), moved=True)
     pairs = next(pairs_of(prepared(other).rollout, prepared(other).keep, 8))
     with other.backbone.base(), torch.no_grad():
         base = other.velocity(pairs)
     expected = float(((other.velocity(pairs).detach() - base) ** 2).mean())
-    assert lines(loop)[0]["drift"] == pytest.approx(expected, rel=1e-4) and expected > 1e-4
+    assert lines(loop)[0]["velocity_drift"] == pytest.approx(expected, rel=1e-4) and expected > 1e-4
 
 
 # Forward passes: what the stage costs -------------------------------------------------------------
@@ -150,7 +161,7 @@ def test_no_forward_pass_is_wasted(random_model: str, tmp_path: Path, stage: str
     calls.clear()
     loop.learn(found)
     assert calls == [STUDENT, None, STUDENT, STUDENT]
-    assert not loop.algorithm.policies  # nor is there memory for weights that nobody asks for
+    assert not algorithm(loop).policies  # nor is there memory for weights that nobody asks for
 
 
 def test_the_old_policy_is_asked_only_where_it_is_another(
@@ -165,7 +176,7 @@ def test_the_old_policy_is_asked_only_where_it_is_another(
     calls.clear()
     loop.learn(found)
     assert calls == [STUDENT, None, STUDENT, "old", None]
-    assert loop.algorithm.old.is_student  # it has followed: the next rollout is the student's
+    assert old(loop).is_student  # it has followed: the next rollout is the student's
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -195,22 +206,21 @@ def test_the_official_schedules() -> None:
 
 def test_the_old_policy_samples_and_follows(random_model: str, tmp_path: Path) -> None:
     loop = fakes.wired(fakes.forward(random_model, tmp_path / "run", AVERAGED, *SMOOTH))
-    algorithm = loop.algorithm
-    assert isinstance(algorithm, Nft) and algorithm.old and algorithm.sources(["red"]) is None
-    start = weights(algorithm.old.parameters)
+    assert algorithm(loop).sources(["red"]) is None
+    start = weights(old(loop).parameters)
     assert torch.equal(start, weights(loop.parameters))
     loop.learn(prepared(loop))  # one step: kept is .25
     student = weights(loop.parameters)
     assert (student - start).abs().max() > 1e-3
-    assert_close(weights(algorithm.old.parameters), 0.25 * start + 0.75 * student)
-    assert not any(p.requires_grad for p in algorithm.old.parameters)
-    sources = algorithm.sources(["red"] * 8)
+    assert_close(weights(old(loop).parameters), 0.25 * start + 0.75 * student)
+    assert not any(p.requires_grad for p in old(loop).parameters)
+    sources = algorithm(loop).sources(["red"] * 8)
     assert sources == [Source("old", 1.0)] * 8
     found = loop.rollout(1)
     settings = loop.config.rollout
     with loop.backbone.adapter("old"):
         expected = sample(
-            loop.backbone, found.batch, algorithm.plan(1), guidance=1.0, noise=Noise((0, 1)),
+            loop.backbone, found.batch, loop.algorithm.plan(1), guidance=1.0, noise=Noise((0, 1)),
             places=places(settings.prompts, settings.copies), batch_size=8,
         )  # fmt: skip
     assert found.latents is not None and expected.latents is not None
@@ -224,23 +234,23 @@ def test_its_images_are_scored_while_the_next_are_sampled(
 ) -> None:
     given = [AVERAGED, f"train.score_while_sampling={ahead}", "rollout.batch_size=3"]
     loop = fakes.wired(fakes.forward(random_model, tmp_path / "run", *given), moved=True)
-    scored: Any = loop.algorithm.scored
+    scored: Any = algorithm(loop).scored
     found = loop.rollout(0)
     assert loop.algorithm.sources(["red"]) and scored.scoring.waiting == (
         8 if ahead == "true" else 0
     )
     value = fakes.redness(found.images, [], []).value  # pyright: ignore[reportArgumentType]
-    first, second = (scored.credit(found).advantage.argmax() for _ in range(2))
+    first, second = (scored.credit(found, 0).advantage.argmax() for _ in range(2))
     assert first == second and value.std() > 0
 
 
 def test_an_update_of_nan_moves_no_policy(random_model: str, tmp_path: Path) -> None:
     loop = fakes.wired(fakes.forward(random_model, tmp_path / "run", AVERAGED), moved=True)
-    old = weights(loop.algorithm.old.parameters).clone()
+    before = weights(old(loop).parameters).clone()
     found = prepared(loop)
     found.velocity.fill_(torch.nan)
     assert loop.learn(found)["skipped_steps"] == 1
-    assert torch.equal(weights(loop.algorithm.old.parameters), old)
+    assert torch.equal(weights(old(loop).parameters), before)
 
 
 # Resume, processes, compilation -------------------------------------------------------------------

@@ -232,8 +232,9 @@ def test_the_page_of_a_finished_run_is_its_report(random_model: str, tmp_path: P
     shown = Page(folder / watch.PAGE)
     assert shown.states == ["finished"] and "update 2 of 2" in shown.text
     kinds = [(source or "")[:16] for source in shown.all("img", "src")]
-    # two prompts of four copies; eight held-out prompts at updates 0 and 2; before and after
-    assert kinds.count("data:image/webp;") == 2 * 4 + 8 * 2
+    # two prompts of four copies; eight held-out prompts at updates 0 and 2, and the drift of eight
+    # of them, both models; before and after
+    assert kinds.count("data:image/webp;") == 2 * 4 + 8 * 2 + 8 * 2
     assert kinds.count("data:image/png;b") == 1 and kinds.count("data:image/svg+x") >= 3
 
 

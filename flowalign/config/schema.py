@@ -678,7 +678,7 @@ class AlarmConfig(Section):
     def problems(self) -> Iterator[str]:
         """A run that would end before it is warned of."""
         if self.stop is not None and self.stop < self.warn:
-            yield f"stop: {self.stop:g} is below warn = {self.warn:g}. Use the same or more, or null."
+            yield f"stop: {self.stop:g} is below warn = {self.warn:g}. Use more, or null."
 
 
 class TrainingAlarmConfig(AlarmConfig):
@@ -904,14 +904,14 @@ class ForwardStage(RewardStage):
         raise NotImplementedError
 
     @property
-    def policies(self) -> dict[str, PolicyConfig]:
-        """{adapter beside the trained one: how it follows that}; the one named "old" samples."""
-        raise NotImplementedError
-
-    @property
     def credited(self) -> AdvantageConfig:
         """The same section."""
         return self.forward
+
+    @property
+    def policies(self) -> dict[str, PolicyConfig]:
+        """{adapter beside the trained one: how it follows that}; the one named "old" samples."""
+        raise NotImplementedError
 
     @property
     def guidance(self) -> float:

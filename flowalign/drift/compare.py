@@ -29,23 +29,23 @@ class Sigma:
 
 
 # share: half of the largest drift of honest runs, in standard deviations of the base's images, so
-# that an alarm at 3 sigma is at half as much again. Of the GRPO teachers of the tiny world, seed 0,
-# until their end (`benchmarks/hacks.py --replay`); feature_diversity is taken to be as diversity.
-# least: of a share of the pixels 1 %, else what is just visible. surplus is not from there, since a
-# GenEval teacher draws more objects than it is asked for, and that is what the alarm is for: 3 sigma
-# are such an object on three images of four, on the average.
+# that an alarm at 3 sigma is at half as much again. Of GRPO teachers of the tiny world until their
+# end: geneval, seeds 0 and 1; ocr and preference, seed 0 (`benchmarks/hacks.py --replay RUN`).
+# least: of a share of the pixels 1 %, else what is just visible. surplus is not from there: a
+# GenEval teacher draws more objects than it is asked for, and that is what the alarm is for. Its
+# 3 sigma are such an object on three images of four, on the average.
 SIGMAS: Mapping[str, Sigma] = {
-    "brightness": Sigma(0.45, 0.01),
+    "brightness": Sigma(0.75, 0.01),
     "dark": Sigma(0.2, 0.01),
-    "saturated": Sigma(0.2, 0.01),
+    "saturated": Sigma(0.45, 0.01),
     "edges": Sigma(1.0, 0.005),
-    "entropy": Sigma(0.8, 0.1),
-    "grid": Sigma(0.2, 0.003),
+    "entropy": Sigma(1.0, 0.1),
+    "grid": Sigma(0.4, 0.003),
     "objects": Sigma(0.4, 0.25),
     "surplus": Sigma(0.25, 0.25),
     "text": Sigma(0.2, 0.01),
     "diversity": Sigma(0.55, 0.01),
-    "feature_diversity": Sigma(0.55, 0.01),
+    "feature_diversity": Sigma(0.6, 0.01),
 }
 
 
@@ -114,8 +114,8 @@ def by_prompt(
 
 
 def student(freedom: int) -> float:
-    """The two-sided quantile of Student's t at CONFIDENCE. Cornish and Fisher's expansion (Abramowitz
-    and Stegun 26.7.5), within 2 % for 2 degrees of freedom and 0.1 % from 5 on."""
+    """The two-sided quantile of Student's t at CONFIDENCE, by Cornish and Fisher's expansion
+    (Abramowitz and Stegun 26.7.5): within 1 % for 2 degrees of freedom, 0.02 % from 5 on."""
     z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     terms = (
         (z**3 + z) / 4,

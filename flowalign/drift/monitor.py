@@ -62,8 +62,11 @@ class Lens:
         """Of a model, and of the rewards of the tasks."""
         period = backbone.pipe.vae_scale_factor * backbone.core.config.patch_size
         text = frozenset(name for name, reward in rewards.items() if hasattr(reward, "engine"))
-        clips = {name: getattr(reward, "clip", None) for name, reward in rewards.items()}
-        features = {n: c.image_features for n, c in clips.items() if hasattr(c, "image_features")}
+        features: dict[str, Features] = {}
+        for name, reward in rewards.items():
+            of_clip = getattr(getattr(reward, "clip", None), "image_features", None)
+            if of_clip is not None:
+                features[name] = of_clip
         return Lens(period, text, features)
 
     def measure(self, images: Tensor, batch: PromptBatch, prompts: Sequence[int]) -> Values:
@@ -145,7 +148,8 @@ class Monitor:
         """Compare a rollout with the base's images for its prompts and noise. Each process takes
         some of its own images."""
         assert rollout.images is not None
-        rows = self._rows(rollout)
+        own = self._rows(rollout)
+        rows = own or [0]  # a process without any samples one, with the others, and drops it
         places = [(int(rollout.group[row]), int(rollout.copy[row])) for row in rows]
         batch, settings = rollout.batch.select(rows), self.config.rollout
         base = sample(
@@ -161,8 +165,11 @@ class Monitor:
         assert base is not None
         base, model = eight_bits(base), eight_bits(rollout.images[rows])
         prompts = [prompt for prompt, _ in places]
-        own = self.lens.measure(base, batch, prompts), self.lens.measure(model, batch, prompts)
-        parts = gather_object([(*own, prompts, batch.tasks)])
+        values = [self.lens.measure(images, batch, prompts) for images in (base, model)]
+        if not own:
+            values = [{name: column[:0] for name, column in part.items()} for part in values]
+            prompts, batch = [], batch.select([])
+        parts = gather_object([(*values, prompts, batch.tasks)])
         first = sum(len(p[2]) for p in parts[: self.accelerator.process_index])
         all_base, all_model = (_joined([part[i] for part in parts]) for i in (0, 1))
         all_prompts = [prompt for part in parts for prompt in part[2]]
@@ -176,16 +183,15 @@ class Monitor:
         return Check(drifts, shown)
 
     def _rows(self, rollout: Rollout) -> list[int]:
-        """COPIES images of as many prompts as there may be."""
-        world = self.accelerator.num_processes
-        limit = min(self.settings.images, self.config.rollout.images // SHARE) // world
-        counts: dict[int, int] = {}
-        rows = []
-        for row, group in enumerate(rollout.group.tolist()):
-            counts[group] = counts.get(group, 0) + 1
-            if counts[group] <= COPIES:
-                rows.append(row)
-        return rows[: max(COPIES, limit)]
+        """The first COPIES images of some prompts, of those that this process has. The prompts are
+        evenly spaced over the batch of all processes, the same for any number of them."""
+        settings = self.config.rollout
+        limit = min(self.settings.images, settings.images // SHARE)
+        chosen = set(spread(settings.prompts, max(1, limit // min(COPIES, settings.copies))))
+        places = zip(rollout.group.tolist(), rollout.copy.tolist(), strict=True)
+        return [
+            row for row, (group, copy) in enumerate(places) if group in chosen and copy < COPIES
+        ]
 
     # Evaluations -------------------------------------------------------------------------------
 

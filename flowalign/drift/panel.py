@@ -19,7 +19,7 @@ MEANINGS = {
     "saturated": "share of pure, loud colours",
     "edges": "share of neighbours with a step",
     "entropy": "bits of the histogram of colours",
-    "grid": "share of the steps' power at the grid of the patches",
+    "grid": "share of the luma's power at the grid of the patches",
     "objects": "regions that stand out",
     "surplus": "regions beyond those that the prompt asks for",
     "text": "share of the image that looks like text",
@@ -85,13 +85,16 @@ def read(title: str, found: Mapping[str, Any], warn: float) -> Panel:
     """The same from the JSON of `monitor.Check.about`. Raises ValueError for one that is damaged
     or of another version."""
     try:
-        drifts = [
-            Drift(**{key: math.nan if value is None else value for key, value in row.items()})
-            for row in found["drifts"]
-        ]
+        drifts = [of_json(row) for row in found["drifts"]]
         return panel(title, drifts, found["rows"], warn)
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"no drift: {error}") from error
+
+
+def of_json(row: Mapping[str, Any]) -> Drift:
+    """A drift from what `vars` of it was in JSON, where NaN and infinity are null."""
+    values: dict[str, Any] = {k: math.nan if v is None else v for k, v in row.items()}
+    return Drift(**values)
 
 
 def _line(drift: Drift, warn: float) -> Line:

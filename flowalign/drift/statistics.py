@@ -80,24 +80,17 @@ def entropy(images: Tensor) -> Tensor:
 
 
 def grid(images: Tensor, period: int) -> Tensor:
-    """Share of the power of luma steps between neighbours that repeats with the patches: at
-    multiples of 1 / period, the VAE's factor among them; the mean of both axes. By chance that is
-    about 1 / (pixels / period). Of steps, since shapes have their power at low frequencies, and a
-    grid has sharp lines. 0 for a plain image."""
+    """Share of the luma's power, without its mean, that repeats with the patches: at frequencies
+    that are multiples of 1 / period along both axes, the VAE's factor among them. 0 for a plain
+    image, 1 for one tile in all patches."""
     light = luma(images).double()
-    axes = [_repeating(light, period), _repeating(light.transpose(1, 2), period)]
-    return (axes[0] + axes[1]) / 2
-
-
-def _repeating(light: Tensor, period: int) -> Tensor:
-    """[B]: that share along the last axis of [B,H,W]."""
-    width = light.shape[2] // period * period
-    steps = light[..., :width].diff(dim=2, append=light[..., width - 1 : width])
-    power = torch.fft.rfft(steps).abs().square().mean(1)  # [B, width / 2 + 1]
-    power[:, 0] = 0
-    total = power.sum(1)
-    share = power[:, :: width // period].sum(1) / total.clamp(min=1e-12)
-    return torch.where(total > 1e-9 * width, share, 0.0)
+    height, width = (side // period * period for side in light.shape[1:])
+    power = torch.fft.fft2(light[:, :height, :width]).abs().square()
+    power[:, 0, 0] = 0
+    lattice = power[:, :: height // period, :: width // period].sum((1, 2))
+    total = power.sum((1, 2))
+    share = lattice / total.clamp(min=1e-12)
+    return torch.where(total > 1e-9 * (height * width) ** 2, share, 0.0)
 
 
 def objects(images: Tensor) -> Tensor:

@@ -212,6 +212,7 @@ def _facts(
         (metrics.REWARD, "reward", "{:.3f}"),
         (metrics.DISTILL, "distance to the teachers", "{:.3g}"),
         (metrics.KL, "KL to the base", "{:.2e}"),
+        (metrics.VELOCITY_DRIFT, "velocity drift from the base", "{:.2e}"),
         (metrics.INVALID_SHARE, "images without a score", "{:.1%}"),
         (metrics.IMAGES_PER_SECOND, "images per second", "{:.2g}"),
     ):
