@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from flowalign import matching
 from flowalign.loop import STUDENT, Loop, Pairs, pairs_of
-from flowalign.teachers.awm import AVERAGE, Awm
+from flowalign.teachers.awm import Awm
 from flowalign.teachers.forward import Matched
 
 
@@ -90,7 +90,7 @@ def test_base_and_average_hold_the_student_back(random_model: str, tmp_path: Pat
     step = loop.algorithm.loss(pairs, loop.velocity(pairs), found)
     alone = plain.algorithm.loss(pairs, plain.velocity(pairs), same)
     v = velocity(loop, pairs, STUDENT)
-    base, average = (((v - velocity(loop, pairs, name)) ** 2).mean() for name in (None, AVERAGE))
+    base, average = (((v - velocity(loop, pairs, name)) ** 2).mean() for name in (None, "average"))
     assert (
         float(base.detach()) > 1e-4 and float(average.detach()) > 1e-4
     )  # it was copied before the shake
@@ -117,6 +117,6 @@ def test_the_average_follows_by_its_own_schedule(random_model: str, tmp_path: Pa
     for student, kept in ((seen[1], 0.3), (seen[2], 0.3)):  # .2 x 2 steps is above .3
         average = [kept * a + (1 - kept) * s for a, s in zip(average, student[0], strict=True)]
     assert [steps for _, steps in seen[1:]] == [2, 4]
-    assert_close(loop.algorithm.policies[AVERAGE].parameters, average)
+    assert_close(loop.algorithm.policies["average"].parameters, average)
     rows = [json.loads(line) for line in (loop.folder / "metrics.jsonl").read_text().splitlines()]
     assert rows[1]["velocity_drift"] > 0
