@@ -30,6 +30,15 @@ CASES = {
     "grpo": [],
     "grpo, checkpointing": ["model.gradient_checkpointing=true"],
     "grpo, batches of 2": ["rollout.batch_size=2", "optimizer.micro_batch=1"],
+    "nft": [],
+    "nft, old policy and KL": ["nft.old.decay=0.5", "nft.old.rise=0.5", "nft.kl_weight=1e-4"],
+    "nft, many noise levels": ["nft.states=24", "optimizer.micro_batch=1", "rollout.solver=heun"],
+    "awm": [],
+    "awm, average and KL": [
+        "awm.ema_kl_weight=1.0",
+        "awm.kl_weight=1e-4",
+        "optimizer.updates_per_rollout=2",
+    ],
 }
 
 
@@ -51,6 +60,8 @@ def settings(model: str, folder: Path, kind: str, *changes: str, size: int = 512
         data["teachers"] = {n: {"adapter": str(folder / n), "guidance": 4.5} for n in "ab"}
         data["anchor"] = {"adapter": None, "guidance": 4.5}
         data["student"] = {"weighting": "kl", "states": {"select": "all"}}  # the most there is
+    if kind in ("nft", "awm"):
+        data["rollout"]["kind"] = "ode"
     return config.parse(data, changes)
 
 
@@ -65,6 +76,7 @@ def measured(found: config.TrainingStage) -> dict[str, int]:
     parts = [pipe.vae, pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3]
     resident = size_of(loop.backbone.core, *[part for part in parts if part is not None])
     resident += sum(t.numel() * t.element_size() for t in [*moments, *average])
+    # the policies of nft and awm are adapters of the transformer, which is in the sum above
     return {"resident": resident, **dict(phases(loop))}
 
 
@@ -73,9 +85,10 @@ def compared(found: config.TrainingStage, device_type: str) -> dict[str, tuple[i
     seen, expected = measured(found), predict(found, device_type=device_type)
     each = {phase.name: phase.bytes for phase in expected.phases}
     sampling = max(each.pop(n, 0) for n in ("text", "rollout", "VAE decode"))
+    each["labels"] = each.get("labels", each.pop("noising", 0))
     foreseen = {"resident": expected.resident, "rollout": sampling, **each}
     peak = seen["resident"] + max(v for k, v in seen.items() if k != "resident")
-    pairs = {k: (v, foreseen[k]) for k, v in seen.items() if k in foreseen}
+    pairs = {k: (v, foreseen[k]) for k, v in seen.items() if foreseen.get(k)}
     return pairs | {"PEAK": (peak, expected.peak)}
 
 
@@ -89,12 +102,18 @@ def phases(loop: Loop) -> Iterator[tuple[str, int]]:
     """The peak of each phase of an update, over what is there all the time."""
     rollout, held = peak(loop.backbone.device, lambda: loop.rollout(1))
     yield "rollout", held
-    tensors = [*vars(rollout).values(), *vars(rollout.conditioning).values()]
-    kept = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+    kept = held_by(rollout, rollout.conditioning)
     prepared, held = peak(loop.backbone.device, lambda: loop.algorithm.prepare(rollout, 1))
     yield "labels", kept + held
+    kept = held_by(rollout, rollout.conditioning, prepared, prepared.rollout)
     _, held = peak(loop.backbone.device, lambda: loop.learn(prepared))
     yield "update", kept + held
+
+
+def held_by(*objects: Any) -> int:
+    """Bytes of the tensors that are attributes of some objects; shared ones count once."""
+    each = [v for o in objects for v in vars(o).values() if isinstance(v, torch.Tensor)]
+    return sum(t.numel() * t.element_size() for t in {t.data_ptr(): t for t in each}.values())
 
 
 def peak(device: torch.device, call: Callable[[], Any]) -> tuple[Any, int]:

@@ -29,7 +29,8 @@ from flowalign.forecast.pace import times
 from flowalign.progress import quiet
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY = ("teacher_geneval", "teacher_ocr", "teacher_preference", "grpo_mix", "sft",
+TINY = ("teacher_geneval", "teacher_ocr", "teacher_preference", "teacher_ocr_nft",
+        "teacher_geneval_nft", "teacher_preference_awm", "grpo_mix", "sft",
         "student_flow_opd", "student_diffusion_opd", "student_dance_opd")  # fmt: skip
 RANDOM = "random, 1/6 width"
 

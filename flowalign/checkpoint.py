@@ -81,9 +81,7 @@ class Checkpoints:
                     for name, source in (copies or {}).items():
                         _copy(source, part / name)
                     _write(part, tensors, states, {"update": update, **progress}, rngs)
-                    names = (path for path in part.rglob("*") if path.is_file())
-                    listed = [path.relative_to(part).as_posix() for path in names]
-                    manifest.seal(part, said, listed)
+                    manifest.seal(part, said)
             self._rotate(update)
 
         from_main(write)

@@ -4,6 +4,10 @@ group [B]: which images share a prompt. task [B]: which images share a reward; n
 two tasks, as each reward has its own range (None = one task). valid [B]: False where the reward
 failed; such a row leaves every statistic and gets advantage 0. Computed in float64, returned as
 float32 [B], without gradient.
+
+Some variants use more than the reward: the parts of a composed reward (`gdpo`), or what was seen
+in earlier rollouts (`adora`, `gated`; flowalign.earlier keeps it). Without it they say what they do
+in its place, so that every variant can be called with (value, group) alone.
 """
 
 from __future__ import annotations
@@ -76,10 +80,121 @@ def gaussian_ranks(
     return advantage.float()
 
 
+def gdpo(
+    value: Tensor,
+    group: Tensor,
+    *,
+    parts: Tensor | None = None,
+    weights: Tensor | None = None,
+    valid: Tensor | None = None,
+    task: Tensor | None = None,
+) -> Tensor:
+    """GDPO (2601.05242): every part of a reward normalised in its group, then added up [B].
+
+        sum = sum over k of weight_k (part_k - mean of its group) / max(std of its group, 1e-6)
+        A   = (sum - mean of its task) / max(std of its task, 1e-6)
+
+    parts, weights [K,B]: the parts of the reward and how they are weighted, a column an image; a
+    weight of 0 = the image's reward has no such part. None = the value is the only part. With
+    GRPO's one normalisation of the weighted sum, the part of the largest range has the say.
+    Population std. A part that is NaN leaves that part's statistics and adds 0. Departure: a group
+    in which no part has a spread gets exactly 0, as in `group_relative`.
+    """
+    value, group, valid, task = _checked(value, group, valid, task)
+    parts = value[None] if parts is None else parts.to(value.device).detach().double()
+    weights = torch.ones_like(parts) if weights is None else weights.to(parts)
+    if parts.ndim != 2 or parts.shape[1:] != value.shape or weights.shape != parts.shape:
+        raise ValueError(
+            f"parts and weights must both be [K,{len(value)}], got {list(parts.shape)} and "
+            f"{list(weights.shape)}"
+        )
+    total, spread = torch.zeros_like(value), torch.zeros_like(valid)
+    for part, weight in zip(parts, weights, strict=True):
+        for rows in _groups(group, valid & torch.isfinite(part) & (weight != 0)):
+            own = part[rows]
+            if not _all_equal(own):
+                scale = own.std(correction=0).clamp_min(1e-6)
+                total[rows] += weight[rows] * (own - own.mean()) / scale
+                spread[rows] = True
+    advantage = torch.zeros_like(value)
+    for rows in _groups(task, valid):
+        own = total[rows]
+        normalised = (own - own.mean()) / own.std(correction=0).clamp_min(1e-6)
+        advantage[rows] = torch.where(spread[rows], normalised, 0.0)
+    return advantage.float()
+
+
+def adora(
+    value: Tensor,
+    group: Tensor,
+    *,
+    bar: Tensor | None = None,
+    threshold: float = 0.5,
+    amplify: float = 2.0,
+    valid: Tensor | None = None,
+    task: Tensor | None = None,
+) -> Tensor:
+    """The advantages of group_relative(std="group"), times `amplify` for the prompts that are hard
+    at present: at most `threshold` of their images succeed. [B]
+
+    ADORA (2602.10019) multiplies the advantages of a prompt by a weight that is computed anew from
+    every rollout: 2 for prompts whose success rate is at most .5 (the difficulty criterion, with
+    the amplification of its language models), else 1. Its other criterion, the length of an answer,
+    has no counterpart in images. We had the abstract, the authors' code (github.com/ShadeCloak/
+    ADORA: the length criterion only) and the reviews at OpenReview, which state the difficulty
+    criterion and its numbers; not the paper's own text.
+
+    Our choice: the paper's rewards are right or wrong, ours are graded. An image succeeds if its
+    reward is above the bar [B], the average reward of its task in earlier rollouts (NaN, or None =
+    there was none: weight 1). For rewards of 0 and 1 and a bar in [0, 1) that is the paper's
+    success rate. A prompt that gets better passes the bar and is no longer amplified; the bar rises
+    with the model.
+    """
+    advantage = group_relative(value, group, std="group", valid=valid, task=task).double()
+    value, group, valid, _ = _checked(value, group, valid, task)
+    bar = _earlier(bar, value)
+    weight = torch.ones_like(value)
+    for rows in _groups(group, valid & torch.isfinite(bar)):
+        if float((value[rows] > bar[rows]).double().mean()) <= threshold:
+            weight[rows] = amplify
+    return (advantage * weight).float()
+
+
+def gated(
+    value: Tensor,
+    group: Tensor,
+    *,
+    before: Tensor | None = None,
+    attenuate: float = 0.1,
+    valid: Tensor | None = None,
+    task: Tensor | None = None,
+) -> Tensor:
+    """The advantages of group_relative(std="group"), times `attenuate` for the prompts that do not
+    get better: their images score no higher on average than in earlier rollouts. [B]
+
+    before [B]: the average reward of an image's prompt in earlier rollouts (NaN, or None = the
+    prompt is new: weight 1). An advantage of this name was found in no source. The idea is the
+    other half of ADORA's (2602.10019), which attenuates the samples that are of no use at present;
+    .1 is its number (its authors' blog: .1 did better than 0). Where a run sees few prompts twice,
+    this is `group_std`.
+    """
+    advantage = group_relative(value, group, std="group", valid=valid, task=task).double()
+    value, group, valid, _ = _checked(value, group, valid, task)
+    before = _earlier(before, value)
+    weight = torch.ones_like(value)
+    for rows in _groups(group, valid & torch.isfinite(before)):
+        if float(value[rows].mean()) <= float(before[rows].mean()):
+            weight[rows] = attenuate
+    return (advantage * weight).float()
+
+
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {  # (value, group, *, valid, task) -> [B]
     "group_std": partial(group_relative, std="group"),
     "batch_std": partial(group_relative, std="batch"),
     "gaussian": gaussian_ranks,
+    "gdpo": gdpo,
+    "adora": adora,
+    "gated": gated,
 }
 
 
@@ -107,6 +222,15 @@ def _checked(
     if broken:
         raise ValueError(f"{broken} of {len(value)} values are not finite; mark them in `valid`")
     return value.detach().double(), group, valid, task
+
+
+def _earlier(known: Tensor | None, value: Tensor) -> Tensor:
+    """What earlier rollouts say of B images [B], as float64; NaN = nothing."""
+    if known is None:
+        return torch.full_like(value, torch.nan)
+    if known.shape != value.shape:
+        raise ValueError(f"bar and before must be [{len(value)}], got {list(known.shape)}")
+    return known.detach().to(value)
 
 
 def _groups(name: Tensor, valid: Tensor) -> Iterator[Tensor]:

@@ -18,6 +18,12 @@ def decay_at(steps: int, decay: float) -> float:
     return min(decay, steps / (9 + steps))
 
 
+def rising_decay(steps: int, *, decay: float, rise: float, after: int) -> float:
+    """The share of a policy's old weights that is kept after `steps` optimizer steps of a run:
+    0 up to step `after`, then `rise` more with each step, up to `decay`."""
+    return min(decay, max(0.0, rise * (steps - after)))
+
+
 class MovingAverage:
     """The average of some parameters, updated every `every` optimizer steps.
 

@@ -460,17 +460,18 @@ def _not_its_own(section: type[Section], key: str, data: Mapping[str, Any]) -> b
 def _entry(key: str, field: FieldInfo, value: Any, told: set[Any], every: bool) -> Iterator[str]:
     """A key and its value. With every, what an empty section may hold follows as a comment."""
     inner, kind = _section_in(field.annotation), _kind(field.annotation)
-    if key == "stages":  # of a recipe
+    plain = isinstance(value, list) and not any(isinstance(item, Mapping) for item in value)
+    if key == "stages" and not isinstance(value, list):  # of a recipe
         kinds = {name: STAGES[part["stage"]] for name, part in value.items()}
         rows = _named(value, kinds, told, every)
-    elif inner is None or not value:
+    elif inner is None or not value or plain:
         yield f"{key}: {_inline(value)}"
         if every and inner and not any(section is inner for section, _ in told):
             yield from _commented(_example(key, inner, get_origin(kind) is list, told))
         return
     elif isinstance(value, list):
         rows = (row for item in value for row in _item(lines(inner, item, told, every)))
-    elif inner is kind:
+    elif inner in _forms(field.annotation):
         rows = lines(inner, value, told, every)
     else:
         rows = _named(value, {name: inner for name in value}, told, every)
@@ -528,10 +529,19 @@ def _kind(annotation: Any) -> Any:
     return annotation
 
 
+def _forms(annotation: Any) -> list[Any]:
+    """X, Y of `X | Y` and of Annotated[X | Y, ...]."""
+    if get_origin(annotation) is Annotated:
+        return _forms(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [form for part in get_args(annotation) for form in _forms(part)]
+    return [annotation]
+
+
 def _section_in(annotation: Any) -> type[Section] | None:
-    """The section that a key holds: one, a list of them, or several by name."""
-    kind = _kind(annotation)
-    for part in (kind, *get_args(kind)):
-        if isinstance(part, type) and issubclass(part, Section):
-            return part
+    """The section that a key holds: one, a list of them, several by name, or one of its forms."""
+    for form in _forms(annotation):
+        for part in (form, *get_args(form)):
+            if isinstance(part, type) and issubclass(part, Section):
+                return part
     return None

@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -84,6 +84,7 @@ class Pairs:
     conditioning: Conditioning
     size: int  # rows of the forward pass, at least b
     first: bool  # whether costly diagnostics are taken on this micro-batch
+    mean: Tensor | None = None  # [b,C,h,w] that x_next was sampled around, where the rollout has it
 
     def action(self) -> tuple[Tensor, Tensor]:
         """x_next and old_log_prob of a rollout that has them."""
@@ -128,6 +129,26 @@ class Algorithm(Protocol[P]):
         """Mean loss of b pairs, from the student's velocity [b,C,h,w] there."""
         ...
 
+    def learnt(self, steps: int) -> None:
+        """After the optimizer steps of a rollout, of which at least one was taken. steps: those of
+        the run so far."""
+        ...
+
+    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
+        """Weights of its own, by name, that a checkpoint holds."""
+        ...
+
+
+class Stateless:
+    """The part of an algorithm that keeps nothing from one rollout to the next."""
+
+    def learnt(self, steps: int) -> None:
+        """Nothing to do."""
+
+    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
+        """None."""
+        return {}
+
 
 def pairs_of(rollout: Rollout, keep: Tensor, size: int) -> Iterator[Pairs]:
     """All (image, step) pairs of the kept images in micro-batches of `size`: step by step, images
@@ -154,6 +175,7 @@ def pairs_of(rollout: Rollout, keep: Tensor, size: int) -> Iterator[Pairs]:
             conditioning=rollout.conditioning.select(r),
             size=size,
             first=i == 0,
+            mean=None if rollout.means is None else rollout.means[r, c],
         )
 
 
@@ -267,6 +289,7 @@ class Loop:
                     self._draw(rollout, prepared.notes)
                 done = time.perf_counter()
                 images = len(rollout) * self.accelerator.num_processes  # an equal shard each
+                del rollout, prepared  # before the next is sampled
                 values |= {
                     metrics.SECONDS_ROLLOUT: sampled - began,
                     metrics.SECONDS_SCORE: scored - watched,
@@ -366,6 +389,8 @@ class Loop:
             if not taken:
                 skipped += 1
                 fault = fault or finite.of_all(own) or self._overflow(prepared.rollout, passes)
+        if skipped < steps:
+            self.algorithm.learnt(self.steps)
         self._note_skips(fault, skipped)
         return {**prepared.metrics, **means.over_processes(), metrics.SKIPPED: skipped}
 
@@ -621,7 +646,7 @@ class Loop:
 
     def _tensors(self) -> dict[str, Any]:
         average = {"ema": self.ema.shadow_params} if self.ema else {}
-        return {"adapter": self.parameters, **average}
+        return {"adapter": self.parameters, **average, **self.algorithm.tensors()}
 
     def save(self) -> Path:
         """A complete checkpoint of this moment. Raises OSError on all processes if it cannot be

@@ -50,7 +50,7 @@ def seal(
     """
     folder = Path(folder)
     if names is None:
-        found = (path for path in folder.rglob("*") if path.is_file() and path.name != file)
+        found = (path for path in folder.rglob("*") if path.is_file() and path != folder / file)
         names = (path.relative_to(folder).as_posix() for path in found)
     listed = {}
     for name in sorted(names):

@@ -33,6 +33,7 @@ KEPT_SHARE = "kept_share"  # share of images whose advantage is not 0
 CLIP_FRACTION = "clip_fraction"
 RATIO_ERROR = "ratio_error"  # largest |ratio - 1| of a micro-batch
 KL = "kl"  # to the base model, exact
+DRIFT = "drift"  # mean |v - v_base|^2 at the trained states, where there is no KL
 
 # Learning from teachers
 DISTILL = "distill"
@@ -68,6 +69,7 @@ MEANINGS = {
     DISTILL: "distill: the distance to the teachers; should fall.",
     ANCHOR: "anchor: the distance to the anchor; should stay small.",
     KL: "kl: how far the model has moved from the base; it grows slowly, and a jump is a warning.",
+    DRIFT: "drift: how far the model has moved from the base; a jump is a warning.",
     TEACHER_KL: "The distance to the teacher; should fall for every curve.",
     TEACHER_ERROR: "The distance to the teacher; should fall for every curve.",
     GRADIENT_COSINE: "Cosine of two tasks' gradients: below 0 the tasks pull against each other.",

@@ -116,6 +116,9 @@ def _scoring_problems(config: Stage, num_processes: int, trust: bool) -> Iterato
     import flowalign.rewards as rewards  # only here: importing a config needs no rewards
 
     whole: list[str] = []  # tasks whose reward compares all images of a prompt
+    single: list[str] = []  # tasks whose reward is no sum of parts, where that matters
+    credited = config.credited if isinstance(config, TrainingStage) else None
+    by_part = credited is not None and credited.advantage == "gdpo"
     for place, name, judges, sources in _scored(config):
         sound: list[RewardConfig] = []
         for key, reward in judges.items():
@@ -135,6 +138,8 @@ def _scoring_problems(config: Stage, num_processes: int, trust: bool) -> Iterato
             sound.append(reward)
             if place.startswith("tasks.") and rewards.is_groupwise(reward.name, reward.options):
                 whole.append(name)
+            if place.startswith("tasks.") and by_part and rewards.has_no_weights(reward.name):
+                single.append(name)
         for key, source in sources.items():
             try:
                 batch = load_prompts(source, name)
@@ -147,6 +152,21 @@ def _scoring_problems(config: Stage, num_processes: int, trust: bool) -> Iterato
                 yield f"{place}.{key}: {source}, {_text(error)}"
     if isinstance(config, TrainingStage):
         yield from group_problems(config, whole, num_processes)
+        yield from parts_problems(config, single)
+
+
+def parts_problems(config: TrainingStage, tasks: Collection[str]) -> Iterator[str]:
+    """Rewards without parts, where the advantage normalises parts. tasks: those whose reward has no
+    `weights` (`flowalign.rewards.weights_of`)."""
+    if config.credited is None or config.credited.advantage != "gdpo":
+        return
+    for index, task in enumerate(config.tasks):
+        if task.reward and task.name in tasks:
+            yield (
+                f"tasks.{index}.reward: the advantage 'gdpo' normalises the parts of a reward one "
+                f"by one, and {task.reward.name!r} is no weighted sum of parts. Use the reward "
+                "'weighted', or the advantage 'group_std'."
+            )
 
 
 def group_problems(config: TrainingStage, tasks: Sequence[str], processes: int) -> Iterator[str]:

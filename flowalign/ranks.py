@@ -121,15 +121,17 @@ class Watch:
         self._listener: socket.socket | None = None
         self._peers: dict[int, _Peer] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
         self._known, self._told = threading.Event(), threading.Event()
-        self._over = self._finished = False  # this rank ends; it ends well
+        self._over = False  # this rank ends
+        self._finished = asyncio.Event()  # it ends well
 
     # In the main thread --------------------------------------------------------------------------
 
     def begin(self, timeout: float | None) -> None:
         """Start, right after the process group is made; a collective operation. timeout: seconds
         that a rank may keep others waiting; None = for ever."""
-        if self._loop:
+        if self._thread:
             return
         if torch.distributed.is_initialized():
             self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -145,8 +147,10 @@ class Watch:
             torch.distributed.broadcast_object_list(box)
             self._token, host, port, sign = box[0]
             self._hub = host, port, Sign(**sign)
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._run, name="ranks", daemon=True).start()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._live()), name="ranks", daemon=True
+        )
+        self._thread.start()
 
     def at(self, what: str, update: int | None = None) -> None:
         """What this rank is at, for errors: "scoring", of an update."""
@@ -192,7 +196,10 @@ class Watch:
             with suppress(FutureTimeout):
                 sent.result(2 * BEAT)
         if code == 0:  # this process may make another group, which has its own watch
-            self._finished = True
+            if self._thread and self._loop:
+                with suppress(RuntimeError):  # the thread has ended: rank 0 has left
+                    self._loop.call_soon_threadsafe(self._finished.set)
+                self._thread.join(2 * BEAT)
             watch.cache_clear()
 
     # In the thread -------------------------------------------------------------------------------
@@ -213,19 +220,14 @@ class Watch:
         self._token = secrets.token_hex(16)
         return self._token, host, self._listener.getsockname()[1], asdict(self._sign())
 
-    def _run(self) -> None:
-        assert self._loop
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._live())
-
     async def _live(self) -> None:
-        follower = None
+        self._loop, follower = asyncio.get_running_loop(), None
         if self._listener:
             await asyncio.start_server(self._welcome, sock=self._listener)
         elif self._hub:
             follower = asyncio.create_task(self._follow(*self._hub))
         last = time.monotonic()
-        while not self._finished:
+        while not self._finished.is_set():
             if follower and follower.done() and not (self._launcher or self.verdict):
                 return  # rank 0 has left
             # a machine that sleeps, or a job that is suspended, is not late
@@ -233,7 +235,8 @@ class Watch:
             self._look(min(now - last, 5 * BEAT))
             last = now
             self._send_sign()
-            await asyncio.sleep(BEAT)
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._finished.wait(), BEAT)
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Rank 0: a connection from another rank, which knows the token."""
@@ -309,9 +312,10 @@ class Watch:
                     await peer.writer.drain()
 
     def _sign(self) -> Sign:
-        with suppress(RuntimeError, ValueError, AttributeError):  # no group, or one without numbers
-            group: Any = c10d._get_default_group()  # Any: torch's stubs lack the method
-            self._meetings = group._get_sequence_number_for_group()
+        if not self._over:  # nothing of torch is called while the process group ends
+            with suppress(RuntimeError, ValueError, AttributeError):  # no group, or no numbers
+                group: Any = c10d._get_default_group()  # Any: torch's stubs lack the method
+                self._meetings = group._get_sequence_number_for_group()
         return Sign(self.rank, socket.gethostname(), os.getpid(), self._place, self._meetings)
 
     # Judging -------------------------------------------------------------------------------------

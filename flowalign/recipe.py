@@ -101,7 +101,7 @@ def _run_stages(
         head = f"[{number}/{len(stages)}] {name} ({stage.stage})"
         damage = damage_of(stage)
         if damage is None:
-            if changed := _stale(stage, stages):  # by a damaged stage that ran again
+            if changed := _stale(stage, {}):  # by a damaged stage that ran again
                 raise ConfigError(changed)
             show(f"{head}: finished before", flush=True)
             continue
@@ -243,10 +243,11 @@ def _problems(
     """These problems, and whatever else keeps the stages from running."""
     problems = list(problems)
     pending: list[str] = []
+    damages = {name: damage_of(stage) for name, stage in stages.items()}
     for name in config.stages:
         if name in stages:
             stage = stages[name]
-            resume = None if finished(stage) else True
+            resume = None if damages[name] is None else True
             found = world_problems(stage, num_processes, pending, resume, any_world, trust)
             problems += [f"stages.{name}.{text}" for text in found]
         pending.append(_adapter_of(config, name))  # of a wrong stage, too, which is blamed once
@@ -257,12 +258,11 @@ def _problems(
             f"stages: model.dtype is float16 in some ({dtypes}). Use it in all of them, or in none."
         )
     # Only a sound recipe is compared with what ran before.
-    return problems or [text for stage in stages.values() for text in _stale(stage, stages)]
-
-
-def finished(stage: Stage) -> bool:
-    """Whether the stage has run to its end, and what it left is as it was then."""
-    return damage_of(stage) is None
+    if problems:
+        return problems
+    adapters = {_adapter_of(config, name): damage for name, damage in damages.items()}
+    done = [stage for name, stage in stages.items() if damages[name] is None]
+    return [text for stage in done for text in _stale(stage, adapters)]
 
 
 def damage_of(stage: Stage) -> str | None:
@@ -276,12 +276,10 @@ def damage_of(stage: Stage) -> str | None:
     return None
 
 
-def _stale(stage: Stage, stages: Mapping[str, Stage]) -> list[str]:
-    """A finished stage that is not what the recipe asks for now. What it read of a damaged one is
-    compared when that one has been run again."""
-    damages = {str(Path(s.output) / "adapter"): damage_of(s) for s in stages.values()}
-    if not finished(stage):
-        return []
+def _stale(stage: Stage, damages: Mapping[str, str | None]) -> list[str]:
+    """What of a finished stage is not as the recipe asks for now. damages: `damage_of` the stage
+    of each adapter, where it may not be sound; what was read of a damaged one is compared when that
+    one has been run again."""
     done = manifest.read(stage.output, file=DONE).about
     again = f"Delete {stage.output} to run it again, or choose another `output`."
     now, then = stage.model_dump(mode="json"), done["config"]

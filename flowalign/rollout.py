@@ -18,13 +18,16 @@ from torch import Tensor
 
 from flowalign import sde
 from flowalign.backbone import Backbone
-from flowalign.config import TrainingStage
+from flowalign.config import RolloutConfig, TrainingStage, WindowConfig
 from flowalign.parallel import missing_steps
+from flowalign.solvers import Solver, forwards
 from flowalign.types import Conditioning, Gaussian, PromptBatch, Rollout, Source
 
 # Takes a batch of images: the row of the first one, images [b,3,H,W] in [0,1], their b prompts.
 OnImages = Callable[[int, Tensor, PromptBatch], None]
 
+
+WINDOW = 3  # beside (seed, move) in a seed: these draws are not those of states or of sft
 
 K = TypeVar("K", bound=Hashable)
 
@@ -35,7 +38,9 @@ class Schedule:
 
     window (start, stop): the steps with noise and training; None = no step has either. chosen: the
     steps of the window that are trained, in order; None = all. actions: whether the sampled
-    successors of the trained states are needed, and their log-probs (an ode has none).
+    successors of the trained states are needed, and their log-probs (an ode has none); means:
+    whether the means that they were sampled around are, too. solver: of an ode, one of
+    `flowalign.solvers`; the trained states are those between its steps.
     """
 
     sigmas: Tensor
@@ -44,13 +49,28 @@ class Schedule:
     window: tuple[int, int] | None
     chosen: tuple[int, ...] | None = None
     actions: bool = True
+    means: bool = False
+    solver: str = "euler"
 
     @staticmethod
     def of(config: TrainingStage, backbone: Backbone) -> Schedule:
-        """The schedule of a config's rollouts: by default every step but the last is trained."""
+        """The schedule of a config's rollouts: by default every step but the last is trained. That
+        of a window that moves holds all steps that it comes to; see `window_of`."""
         r = config.rollout
-        sigmas, actions = backbone.sigmas(r.steps), config.needs_actions
-        return Schedule(sigmas, r.kind, r.noise_level, r.trained, actions=actions)
+        return Schedule(
+            sigmas=backbone.sigmas(r.steps),
+            kind=r.kind,
+            noise_level=r.noise_level,
+            window=r.trained,
+            actions=config.needs_actions,
+            means=config.needs_means,
+            solver=r.solver,
+        )
+
+    @property
+    def forwards(self) -> int:
+        """Forward passes of a whole trajectory."""
+        return forwards(self.solver, len(self.sigmas) - 1)
 
     @property
     def trained(self) -> list[int]:
@@ -71,6 +91,25 @@ class Schedule:
         return sde.transition(
             x, velocity, now, after, noise_level=a, kind=kind, sigma_max=float(self.sigmas[1])
         )
+
+
+def window_of(rollout: RolloutConfig, seed: int, update: int) -> tuple[int, int]:
+    """[start, stop) of the steps with noise and training in an update: a function of (seed,
+    update), so that a resumed run has the same.
+
+    A window that moves (MixGRPO, 2507.21802) goes on by one step every `every` updates, from high
+    to low noise, or is drawn anew among its places. After the last place it starts over, as with
+    the `roll_back` that the authors' scripts set; without it, it would stay there to the end.
+    """
+    window, (start, stop) = rollout.window, rollout.trained
+    if not isinstance(window, WindowConfig):
+        return start, stop
+    places, move = stop - start - window.width + 1, update // window.every
+    if window.random:
+        place = int(np.random.default_rng([seed, move, WINDOW]).integers(places))
+    else:
+        place = move % places
+    return start + place, start + place + window.width
 
 
 @dataclass(frozen=True)
@@ -140,8 +179,8 @@ def sample(
     decode: the latents to images. finish: sample to the last latents; by default only to decode
     them, else the rollout stops at the last trained state. sources: who samples each image (None =
     the active adapter, at `guidance`); images of one source are sampled together. on_images: called
-    with each batch of images as soon as it is decoded, before the next is sampled (not with
-    sources).
+    with each batch of images as soon as it is decoded, before the next is sampled (with sources,
+    only where all images have the same).
     """
     finish = decode if finish is None else finish
     cond = backbone.encode(batch.prompts)
@@ -169,6 +208,7 @@ def sample(
         steps=schedule.trained,
         sigmas=schedule.sigmas,
         log_probs=_joined([t.log_probs for t in trajectories], back),
+        means=_joined([t.means for t in trajectories], back),
         latents=_joined([t.last for t in trajectories], back) if finish else None,
         images=_joined(images, back),
         group=torch.tensor([prompt for prompt, _ in places]),
@@ -199,6 +239,7 @@ class _Trajectory:
     states: Tensor  # [B,S,C,h,w], the trained ones
     next_states: Tensor | None  # [B,S,C,h,w]; None where no action is needed, or none is random
     log_probs: Tensor | None  # [B,S] of next_states
+    means: Tensor | None  # [B,S,C,h,w] that next_states were sampled around; None = not kept
     last: Tensor  # [B,C,h,w] latents
 
 
@@ -213,15 +254,20 @@ def _trajectory(
     """Sample one batch. noise [B,1+N,C,h,w]: the start, and one for each noisy step."""
     noise = noise.to(backbone.device)
     x, trained, noisy = noise[:, 0], schedule.trained, schedule.noisy
-    states, following, log_probs = [], [], []
+    states, following, log_probs, means = [], [], [], []
     count = len(schedule.sigmas) - 1
-    # forward passes: to the end, or until the last trained state (and its action) is known
-    forwards = count if finish else trained[-1] + schedule.actions if trained else 0
+    # steps: to the end, or until the last trained state (and its action) is known
+    taken = count if finish else trained[-1] + schedule.actions if trained else 0
+    solver = None if schedule.solver == "euler" else Solver(schedule.solver, schedule.sigmas)
     for step in range(count):
         if step in trained:
             states.append(x)
-        if step == forwards:  # nothing after it is trained or decoded
+        if step == taken:  # nothing after it is trained or decoded
             break
+        if solver:
+            for sigma in solver.levels(step):
+                x = solver.advance(x, backbone.velocity(x, sigma, cond, guidance=guidance))
+            continue
         velocity = backbone.velocity(x, float(schedule.sigmas[step]), cond, guidance=guidance)
         steps = torch.full((len(x),), step, device=x.device)
         gaussian = schedule.transition(x, velocity, steps, noisy=step in noisy)
@@ -232,9 +278,11 @@ def _trajectory(
         if step in trained and schedule.actions:
             following.append(x)
             log_probs.append(sde.log_prob(gaussian, x))  # of x as it is stored, in float32
+            means += [gaussian.mean] * schedule.means
     return _Trajectory(
         states=torch.stack(states, 1) if states else x.new_zeros(len(x), 0, *x.shape[1:]),  # S = 0
         next_states=torch.stack(following, 1) if following else None,
         log_probs=torch.stack(log_probs, 1) if log_probs else None,
+        means=torch.stack(means, 1) if means else None,
         last=x,
     )

@@ -120,7 +120,7 @@ def log_prob(gaussian: Gaussian, x_next: Tensor) -> Tensor:
     Departure: for cps the published code gives -mean((x_next - mean)^2), with no variance, which
     is 2 std^2 times ours up to constants. A deterministic transition has no density: ValueError.
     """
-    _require_noise(gaussian)
+    require_noise(gaussian)
     mean, std = gaussian.mean, gaussian.std
     squares = (x_next.to(mean.dtype) - mean) ** 2 / (2 * std**2)
     return -image_mean(squares) - torch.log(std).flatten() - LOG_SQRT_2PI
@@ -133,7 +133,7 @@ def kl(p: Gaussian, q: Gaussian) -> Tensor:
     (2605.08063) (-dt) / 2 * (1 / s + s (1 - sigma) / (2 sigma))^2 * |v_p - v_q|^2.
     Departure: Flow-OPD's code divides by 2 s^2 where std^2 = s^2 (-dt), so theirs = ours * (-dt).
     """
-    _require_noise(p)
+    require_noise(p)
     if not bool((p.std == q.std).all()):
         raise ValueError(
             f"kl needs equal std, got {p.std.flatten().tolist()} and {q.std.flatten().tolist()}; "
@@ -159,7 +159,8 @@ def image_mean(x: Tensor) -> Tensor:
     return x
 
 
-def _require_noise(gaussian: Gaussian) -> None:
+def require_noise(gaussian: Gaussian) -> None:
+    """ValueError for a transition without noise: it has no density."""
     if not bool((gaussian.std > 0).all()):
         raise ValueError(
             f"std must be positive, got {gaussian.std.flatten().tolist()}: a deterministic "

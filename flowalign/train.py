@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from flowalign import files, lock
 from flowalign.config import (
+    AwmStage,
     ConfigError,
     GrpoStage,
     Job,
     MergeStage,
+    NftStage,
     OpdStage,
     RecipeStage,
     SftStage,
@@ -25,7 +27,7 @@ from flowalign.config import (
     load,
     to_yaml,
 )
-from flowalign.preflight import check_launch, check_world, group_problems, start
+from flowalign.preflight import check_launch, check_world, group_problems, parts_problems, start
 from flowalign.resume import anew
 from flowalign.stopping import Clock
 
@@ -216,7 +218,7 @@ def wire(
     """Build every part of a run from its config -> the loop, its display, its rewards."""
     from accelerate.utils import set_seed
 
-    from flowalign import parallel, trackers
+    from flowalign import parallel, rewards, trackers
     from flowalign.data import PromptSampler, load_prompts
     from flowalign.loop import Loop
     from flowalign.progress import Progress
@@ -226,7 +228,10 @@ def wire(
     built = _rewards(config, accelerator.device)
     # a reward of the user's may say only now that it is groupwise
     whole = [name for name, reward in built.items() if getattr(reward, "groupwise", False)]
-    if problems := list(group_problems(config, whole, accelerator.num_processes)):
+    problems = list(group_problems(config, whole, accelerator.num_processes))
+    # nor do we know before which parts it sums
+    single = [name for name, reward in built.items() if not rewards.weights_of(reward)]
+    if problems := [*problems, *parts_problems(config, single)]:
         raise ConfigError(problems)
     backbone = student(config, accelerator.device)
     sampler = PromptSampler(
@@ -296,10 +301,16 @@ def algorithm(
     """What the stage of a config learns, with the teachers that it names."""
     from flowalign.student.opd import Opd
     from flowalign.student.sft import Sft
+    from flowalign.teachers.awm import Awm
     from flowalign.teachers.grpo import Grpo
+    from flowalign.teachers.nft import Nft
 
     if isinstance(config, GrpoStage):
         return Grpo(config, backbone, accelerator, rewards)
+    if isinstance(config, NftStage):
+        return Nft(config, backbone, accelerator, rewards)
+    if isinstance(config, AwmStage):
+        return Awm(config, backbone, accelerator, rewards)
     if isinstance(config, SftStage):
         return Sft(config, backbone, bank(config, backbone, config.teachers, config.routing))
     assert isinstance(config, OpdStage)

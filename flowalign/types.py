@@ -64,10 +64,11 @@ class Rollout:
 
     states, next_states [B,S,C,h,w] before and after each trained step, in their storage dtype;
     steps [S] positions in the schedule; sigmas [T+1]; log_probs [B,S] of the next states (both
-    None where no action is needed, or none is random); latents [B,C,h,w] at the end of the
-    trajectory and images [B,3,H,W] in [0,1] (None where the rollout stopped before); group [B],
-    the place of an image's prompt in the batch of all processes, and copy [B], which of that
-    prompt's images it is; batch: the prompts, tasks and metadata of the B images, one row an image.
+    None where no action is needed, or none is random); means [B,S,C,h,w] that the next states were
+    sampled around (None = not needed); latents [B,C,h,w] at the end of the trajectory and images
+    [B,3,H,W] in [0,1] (None where the rollout stopped before); group [B], the place of an image's
+    prompt in the batch of all processes, and copy [B], which of that prompt's images it is; batch:
+    the prompts, tasks and metadata of the B images, one row an image.
     """
 
     states: Tensor
@@ -81,6 +82,7 @@ class Rollout:
     copy: Tensor
     batch: PromptBatch
     conditioning: Conditioning
+    means: Tensor | None = None
 
     def __len__(self) -> int:
         return self.states.shape[0]

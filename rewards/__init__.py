@@ -12,6 +12,8 @@ config ask `own_code` first.
 The annotations of a factory's options are checked when a config is read (`options.check_call`).
 A reward that computes with torch may take the option `device`; runs fill it in (`build_on`).
 A reward whose attribute `groupwise` is true is called with all images of one prompt at a time.
+A reward that is a weighted sum of parts may have `weights`, {part of its Scores: weight}: the
+advantage gdpo (flowalign.credit) needs it.
 A factory may have `check_options(**options)` and `check_prompts(prompts, metadata, **options)`,
 static methods that raise ValueError, without loading a model, for what it could not work with, and
 `packages(**options)`, the import names of the optional packages that it needs.
@@ -46,8 +48,9 @@ from flowalign.rewards.scoring import score
 from flowalign.types import Metadata, Reward
 
 __all__ = [
-    "REWARDS", "build", "build_on", "check", "check_prompts", "describe", "is_groupwise", "leaves",
-    "load", "look_beside", "missing_packages", "names", "own_code", "placed", "register", "score",
+    "REWARDS", "build", "build_on", "check", "check_prompts", "describe", "has_no_weights",
+    "is_groupwise", "leaves", "load", "look_beside", "missing_packages", "names", "own_code",
+    "placed", "register", "score", "weights_of",
 ]  # fmt: skip
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
@@ -208,6 +211,19 @@ def is_groupwise(name: str, options: Mapping[str, Any]) -> bool:
     factory says so: a plain attribute `groupwise`."""
     parts = (part for part, _ in leaves(name, options))
     return any(getattr(_find(part), "groupwise", False) is True for part in parts)
+
+
+def has_no_weights(name: str) -> bool:
+    """Whether a reward is known to have no `weights` (see `weights_of`) before it is built: that of
+    a name in REWARDS. One of the user's may set them when it is."""
+    return name in REWARDS and name not in _registered and not hasattr(_find(name), "weights")
+
+
+def weights_of(reward: Any) -> dict[str, float]:
+    """{part of its scores: weight} of a reward that is a weighted sum of parts, by its attribute
+    `weights`; {} for any other."""
+    weights = getattr(reward, "weights", None)
+    return dict(weights) if isinstance(weights, Mapping) else {}
 
 
 def describe(reward: Any) -> dict[str, Any]:

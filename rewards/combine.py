@@ -99,6 +99,7 @@ class Weighted(Composed):
     """
 
     name = "weighted"
+    weights: Mapping[str, float] = {}  # by label; the parts of the sum
 
     def __init__(
         self,

@@ -288,6 +288,16 @@ def distillation(
     return config.parse({**raw, "stage": stage, "teachers": taught}, overrides)
 
 
+def forward(
+    model: str, output: Path, *overrides: str, stage: str = "nft", reward: str = "redness"
+) -> config.TrainingStage:
+    """The same run on clean images: nft or awm, three noise levels."""
+    found = settings(model, output, reward=reward)
+    raw = found.model_dump(mode="json", exclude={"grpo", "stage"})
+    raw["rollout"] |= {"kind": "ode", "window": None}
+    return config.parse({**raw, "stage": stage, stage: {"states": 3}}, overrides)
+
+
 # Processes ---------------------------------------------------------------------------------------
 
 ROOT = Path(__file__).parent.parent

@@ -173,6 +173,14 @@ def test_values_that_do_not_go_together_are_refused() -> None:
         ({"rollout": {"window": [3, 11]}}, "rollout.window", "[3, 11]"),
         ({"rollout": {"kind": "cps", "window": [3, 10]}}, "rollout.window", "the last step"),
         ({"rollout": {"steps": 1}}, "rollout.steps", "1"),
+        ({"rollout": {"window": {"width": 10}}}, "rollout.window.width", "at most 9"),
+        ({"rollout": {"window": {"width": 0}}}, "rollout.window.width", "equal to 1"),
+        ({"rollout": {"window": {"every": 2}}}, "rollout.window.width", "missing"),
+        ({"rollout": {"window": {"width": 2, "every": 0}}}, "rollout.window.every", "equal to 1"),
+        ({"rollout": {"window": {"width": 2, "evry": 3}}}, "rollout.window.evry", "`every`"),
+        ({"rollout": {"window": "all"}}, "rollout.window", "'all'"),
+        ({"grpo": {"earlier": {"decay": 0.5}}}, "grpo.earlier", "one rollout only"),
+        ({"grpo": {"advantage": "adora", "earlier": {"decay": 1.0}}}, "grpo.earlier.decay", "1"),
         ({"rollout": {"copies": 1}}, "rollout.copies", "2 or more"),
         (
             {"rollout": {"prompts": 9}, "optimizer": {"updates_per_rollout": 2}},
@@ -201,6 +209,9 @@ def test_values_that_do_not_go_together_are_refused() -> None:
     [
         {"rollout": {"kind": "cps", "window": [3, 9], "noise_level": 1}},
         {"rollout": {"window": [9, 10]}},
+        {"rollout": {"window": {"width": 9, "every": 3, "random": True}}},
+        {"rollout": {"kind": "cps", "window": {"width": 9}}},
+        {"grpo": {"advantage": "gated", "earlier": {"attenuate": 0}}},
         {"rollout": {"steps": 1, "window": [0, 1]}},
         {"tasks": [NO_VALIDATION], "evaluation": None},
     ],
@@ -261,7 +272,7 @@ def test_an_evaluation_is_read_by_its_stage(stage: type[Stage], tmp_path: Path) 
     assert isinstance(parse(raw(), stage=Stage), TrainingStage)
 
 
-TRAINING = "'grpo' or 'opd' or 'sft'"
+TRAINING = "'grpo' or 'nft' or 'awm' or 'opd' or 'sft'"
 ALL = f"{TRAINING} or 'merge' or 'recipe' or 'eval'"
 
 

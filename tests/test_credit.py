@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowalign.credit import ADVANTAGES, clip_advantage, group_relative
+from flowalign.credit import ADVANTAGES, adora, clip_advantage, gated, gdpo, group_relative
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = json.loads((GOLDEN / "advantages.json").read_text())["cases"]
+GDPO = json.loads((GOLDEN / "gdpo.json").read_text())["cases"]
 NAN = float("nan")
 
 
@@ -191,3 +192,110 @@ def test_bad_arguments_are_named(arguments, options, message):
 def test_no_gradient_flows_through_an_advantage():
     value = torch.rand(4, requires_grad=True)
     assert not group_relative(value, torch.zeros(4)).requires_grad
+
+
+# Parts of a reward, and earlier rollouts ---------------------------------------------------------
+
+
+def parts_of(case):
+    names = sorted(case["rewards"])
+    parts = torch.tensor([case["rewards"][name] for name in names], dtype=torch.float64)
+    weights = torch.tensor([case["weights"][name] for name in names], dtype=torch.float64)
+    weights = weights[:, None].expand_as(parts)
+    return (weights * parts).sum(0), torch.tensor(case["group"]), parts, weights
+
+
+def test_gdpo_is_the_published_one():
+    assert len(GDPO) > 3
+    for case in GDPO:
+        value, group, parts, weights = parts_of(case)
+        found = gdpo(value, group, parts=parts, weights=weights)
+        expected = torch.tensor(case["advantage"], dtype=torch.float64)
+        assert_close(found.double(), expected, atol=1e-6, rtol=1e-6, msg=str(case["id"]))
+
+
+def test_gdpo_as_tasks_of_one_batch_gives_what_each_gives_alone():
+    """With other parts in each task, and parts of the others at weight 0."""
+    first, second = parts_of(GDPO[0]), parts_of(GDPO[1])
+    counts = [len(first[0]), len(second[0])]
+    parts, weights = (torch.block_diag(a, b) for a, b in zip(first[2:], second[2:], strict=True))
+    parts[weights == 0] = NAN
+    value, group = torch.cat([first[0], second[0]]), torch.cat([first[1], 100 + second[1]])
+    task = torch.arange(2).repeat_interleave(torch.tensor(counts))
+    found = gdpo(value, group, parts=parts, weights=weights, task=task)
+    expected = torch.tensor(GDPO[0]["advantage"] + GDPO[1]["advantage"])
+    assert_close(found, expected, atol=1e-6, rtol=1e-6)
+
+
+def test_gdpo_does_not_depend_on_the_range_of_a_part_where_the_weighted_sum_does():
+    generator = torch.Generator().manual_seed(3)
+    a, b = torch.rand(2, 12, generator=generator, dtype=torch.float64)
+    group = torch.arange(12) // 4
+    small, large = (torch.stack([a, scale * b]) for scale in (1, 1000))
+    assert_close(gdpo(a + b, group, parts=small), gdpo(a + 1000 * b, group, parts=large))
+    sums = [ADVANTAGES["group_std"](parts.sum(0), group) for parts in (small, large)]
+    assert not torch.allclose(sums[0], sums[1], atol=0.1)
+
+
+def test_an_invalid_part_leaves_its_own_statistics_only():
+    generator = torch.Generator().manual_seed(4)
+    a, b = torch.rand(2, 4, generator=generator, dtype=torch.float64)
+    group, broken = torch.zeros(4), b.clone()
+    broken[0] = NAN
+    found = gdpo(a, group, parts=torch.stack([a, broken]))
+    part_a = (a - a.mean()) / a.std(correction=0)
+    part_b = torch.cat([torch.zeros(1), (b[1:] - b[1:].mean()) / b[1:].std(correction=0)])
+    total = part_a + part_b
+    expected = (total - total.mean()) / total.std(correction=0)
+    assert_close(found.double(), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_gdpo_refuses_parts_of_another_shape():
+    with pytest.raises(ValueError, match=r"\[K,4\]"):
+        gdpo(torch.zeros(4), torch.zeros(4), parts=torch.zeros(2, 3))
+    with pytest.raises(ValueError, match=r"\[K,4\]"):
+        gdpo(torch.zeros(4), torch.zeros(4), parts=torch.zeros(2, 4), weights=torch.zeros(1, 4))
+
+
+def test_adora_amplifies_prompts_whose_success_rate_is_at_most_the_threshold():
+    """For rewards of 0 and 1, whatever the bar between them: the paper's rule."""
+    generator = torch.Generator().manual_seed(5)
+    value = (torch.rand(40, generator=generator) < 0.5).double()
+    group = torch.arange(40) // 5
+    plain = ADVANTAGES["group_std"](value, group)
+    rate = value.reshape(8, 5).mean(1)
+    assert {bool(r <= 0.5) for r in rate} == {True, False}
+    weight = torch.where(rate <= 0.5, 2.0, 1.0).repeat_interleave(5)
+    for bar in (0.0, 0.3, 0.9):
+        assert_close(adora(value, group, bar=torch.full((40,), bar)), weight.float() * plain)
+    assert torch.equal(adora(value, group), plain)  # the first rollout
+    strict = adora(value, group, bar=torch.full((40,), 0.3), threshold=0.0, amplify=5.0)
+    weight = torch.where(rate <= 0.0, 5.0, 1.0).repeat_interleave(5)
+    assert_close(strict, weight.float() * plain)
+
+
+def test_adora_takes_every_task_by_its_own_bar():
+    value = torch.tensor([0.1, 0.2, 0.3, 20.1, 20.2, 20.3])
+    group = task = torch.tensor([0, 0, 0, 1, 1, 1])
+    bar = torch.tensor([0.0, 0.0, 0.0, 21.0, 21.0, 21.0])
+    plain = ADVANTAGES["group_std"](value, group, task=task)
+    found = adora(value, group, bar=bar, task=task)
+    assert torch.equal(found[:3], plain[:3])
+    assert_close(found[3:], 2 * plain[3:])
+
+
+def test_gated_attenuates_prompts_that_do_not_get_better():
+    value = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0, 1.0])
+    group = torch.tensor([0, 0, 1, 1, 2, 2])
+    before = torch.tensor([0.4, 0.4, 0.6, 0.6, NAN, NAN])  # better, worse, new
+    plain = ADVANTAGES["group_std"](value, group)
+    weight = torch.tensor([1, 1, 0.1, 0.1, 1, 1])
+    assert_close(gated(value, group, before=before), weight * plain)
+    assert torch.equal(gated(value, group, before=before, attenuate=0.0)[2:4], torch.zeros(2))
+
+
+@pytest.mark.parametrize("variant", [adora, gated])
+def test_what_earlier_rollouts_say_must_be_one_number_an_image(variant):
+    name = "bar" if variant is adora else "before"
+    with pytest.raises(ValueError, match=r"must be \[4\]"):
+        variant(torch.zeros(4), torch.zeros(4), **{name: torch.zeros(1)})

@@ -96,13 +96,19 @@ def small(tmp_path_factory):
     return medium.write(folder, 1 / 12, layers=2), folder
 
 
-@pytest.mark.parametrize("case", ["opd", "opd, checkpointing", "grpo, batches of 2"])
+SMALL = ["opd", "opd, checkpointing", "grpo, batches of 2", "nft, old policy and KL",
+         "nft, many noise levels", "awm, average and KL"]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SMALL)
 def test_the_peak_is_within_a_tenth_of_the_measured_one(small, case):
     found = memory.settings(*small, case.split(",")[0], *memory.CASES[case], size=128)
     row = memory.compared(found, "cpu")
     assert row["resident"][0] == pytest.approx(row["resident"][1], rel=1e-3)
     assert row["PEAK"][1] == pytest.approx(row["PEAK"][0], rel=0.1)
     assert row["update"][1] == pytest.approx(row["update"][0], rel=0.1)
+    if "labels" in row:  # of teachers, or of images that are noised
+        assert row["labels"][1] == pytest.approx(row["labels"][0], rel=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +155,52 @@ def test_arithmetic_of_the_prediction(small):
     decode = [next(p.bytes for p in e.phases if p.name == "VAE decode") for e in (sliced, plain)]
     assert decode[0] < decode[1] and sliced.flops == plain.flops
     assert times(plain, Pace.constant(1e12, "")).update == pytest.approx(plain.flops / 1e12)
+
+
+def test_a_window_that_moves_costs_what_its_width_costs(small):
+    def of(*changes, kind="grpo"):
+        return predict(memory.settings(*small, kind, *changes, size=128)).phases
+
+    moving = "rollout.window={width: 2, every: 3, random: true}"
+    assert of(moving) == of("rollout.window=[0, 2]") != of("rollout.window=[0, 3]")
+    rollout, guard = (
+        next(phase for phase in phases if phase.name == "rollout")
+        for phases in (of(moving), of(moving, "grpo.ratio=guard"))
+    )
+    assert guard.bytes > rollout.bytes and guard.flops == rollout.flops
+
+
+def test_forward_passes_of_the_stages_on_clean_images(small):
+    """An update asks the student with gradient, and others as the config says."""
+
+    def of(*changes, kind="nft", updates=None):
+        given = ["rollout.prompts=4", "rollout.guidance=1.0", *changes]
+        found = memory.settings(*small, kind, *given, size=128)
+        return {p.name: p for p in predict(found, device_type="cuda", drawn=updates).phases}
+
+    plain = of()
+    one = plain["rollout"].flops / 3 / 8  # of a forward pass of an image, in 3 steps of 8
+    assert of("rollout.solver=dpm2")["rollout"].flops == plain["rollout"].flops
+    assert of("rollout.solver=heun")["rollout"].flops == pytest.approx(5 / 3 * 3 * 8 * one)
+    pairs = 8 * 4
+
+    def more(*changes, kind="nft", updates=None):
+        """Forward passes of a pair beyond those of the plain stage."""
+        first = plain if kind == "nft" else of(kind=kind)
+        extra = of(*changes, kind=kind, updates=updates)["update"].flops - first["update"].flops
+        return extra / pairs / one
+
+    assert more("nft.kl_weight=1e-4") == pytest.approx(1, abs=0.1)  # the base has no LoRA
+    assert more("nft.old.decay=0.5", updates=[1, 2]) == pytest.approx(1, abs=0.05)
+    assert more("nft.old.decay=0.5", updates=[0]) == pytest.approx(0, abs=0.05)  # it is a copy
+    two = "optimizer.updates_per_rollout=2"
+    assert more(two) == pytest.approx(0.5, abs=0.05)  # in the first of two steps it is the student
+    after = ["nft.old.decay=0.9", "nft.old.after=3", two]
+    assert more(*after, updates=range(4)) == pytest.approx(0.5 * 0.5 + 0.5 * 1, abs=0.05)
+    near = ["awm.ema_kl_weight=1.0", "awm.kl_weight=1e-4"]
+    assert more(*near, kind="awm") == pytest.approx(2, abs=0.1)
+    ordered = [of(f"nft.states={s}")["noising"].bytes for s in (1, 8)]
+    assert ordered[0] < ordered[1]
 
 
 @pytest.mark.slow

@@ -210,6 +210,19 @@ def opd(model: str, folder: Path, *overrides: str) -> Path:
     return written(fakes.distillation(model, folder / "run" / "alone", *overrides), folder)
 
 
+def nft(model: str, folder: Path, *overrides: str) -> Path:
+    """A run whose second process has fewer micro-batches than the first, until its old policy, an
+    average, is no longer the student."""
+    overrides = ("rollout.prompts=4", "rollout.batch_size=16", "optimizer.micro_batch=3",
+                 "train.updates=2", "nft.old={decay: 0.5, rise: 0.25}", *LINEAR,
+                 *overrides)  # fmt: skip
+    found = fakes.forward(model, folder / "probe" / "run", *overrides)
+    flat = fakes.wired(found).prompts.batch(0).prompts[3:]
+    options = f"tasks.0.reward.options={{bad: [], flat: {flat!r}}}"
+    output = folder / "run" / "alone"
+    return written(fakes.forward(model, output, *overrides, options, reward="Choosy"), folder)
+
+
 def alone(path: Path) -> None:
     fakes.AcceleratorState._reset_state(reset_partial_state=True)
     assert train.main(["--config", str(path)]) == 0
@@ -217,9 +230,9 @@ def alone(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folders(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """What one process makes of each of two runs: folder/run/alone beside folder/config.yaml."""
+    """What one process makes of each of three runs: folder/run/alone beside folder/config.yaml."""
     found = {}
-    for make in (grpo, opd):
+    for make in (grpo, opd, nft):
         folder = tmp_path_factory.mktemp(make.__name__)
         alone(make(random_model, folder))
         found[make.__name__] = folder
@@ -227,9 +240,10 @@ def folders(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 
 def state(output: Path) -> dict[str, Tensor]:
-    """Adapter, average and optimizer of the last checkpoint, and the adapter that was kept."""
+    """Adapter, averages and optimizer of the last checkpoint, and the adapter that was kept."""
     last = output / "checkpoints" / "update_000002"
-    found = {f"{name}.{key}": value for name in ("adapter", "ema")
+    names = ["adapter", "ema", *(path.stem for path in last.glob("policy_*.safetensors"))]
+    found = {f"{name}.{key}": value for name in names
              for key, value in load_file(last / f"{name}.safetensors").items()}  # fmt: skip
     kept = load_file(output / "adapter" / "pytorch_lora_weights.safetensors")
     states = torch.load(last / "states.pt", weights_only=True)
@@ -241,7 +255,7 @@ def state(output: Path) -> dict[str, Tensor]:
 
 def metrics(output: Path) -> list[dict[str, float]]:
     """The log without times, and without what is of a process's own micro-batches."""
-    own = ("second", "cosine", "ratio_error")
+    own = ("second", "cosine", "ratio_error", "drift")
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if not any(o in k for o in own)} for row in rows]
 
@@ -260,9 +274,11 @@ def test_two_processes_do_what_one_does(folders: dict[str, Path], strategy: str)
         ["--config", config["grpo"], f"output={resumed}", "train.updates=1"],
         ["--config", config["grpo"], f"output={resumed}", "--resume"],
         ["--config", config["opd"], f"output={outputs['opd']}"],
+        ["--config", config["nft"], f"output={outputs['nft']}"],
     )
     for name, output in outputs.items():
         one, two = state(output.with_name("alone")), state(output)
+        assert any(key.startswith("policy_old") for key in two) == (name == "nft")
         assert (output / "checkpoints" / "update_000002" / "rng_1.json").exists()  # two, indeed
         for key in (key for key in one if not key.startswith("optimizer")):
             assert_close(two[key], one[key], rtol=0, atol=1e-5, msg=f"{name} {key}")

@@ -12,8 +12,9 @@ from torch.testing import assert_close
 
 from flowalign import sde
 from flowalign.backbone import Backbone
+from flowalign.config import RolloutConfig, WindowConfig
 from flowalign.loop import STUDENT
-from flowalign.rollout import Noise, Schedule, places, sample, shard
+from flowalign.rollout import Noise, Schedule, places, sample, shard, window_of
 from flowalign.types import Rollout, Source
 
 STEPS = 4
@@ -191,3 +192,56 @@ def test_each_image_is_sampled_by_its_own_source(random_model: str, tmp_path: Pa
         assert_close(mixed[rows], alone[rows], rtol=0, atol=1e-5)
         assert (alone[rows] - alone[[(row + 2) % 8 for row in rows]]).abs().max() > 1e-3
     assert found.active == STUDENT
+
+
+# A window that moves -----------------------------------------------------------------------------
+
+
+def moving(width: int, every: int = 1, random: bool = False, steps: int = 10) -> RolloutConfig:
+    return RolloutConfig(steps=steps, window=WindowConfig(width=width, every=every, random=random))
+
+
+def test_a_window_slides_from_high_to_low_noise_and_starts_over() -> None:
+    """One step every `every` updates, over all places inside of all steps but the last."""
+    found = [window_of(moving(4, every=3), 0, update) for update in range(21)]
+    assert found[::3] == [(0, 4), (1, 5), (2, 6), (3, 7), (4, 8), (5, 9), (0, 4)]
+    assert all(found[i] == found[i - i % 3] for i in range(21))
+    assert {window_of(moving(9), 0, update) for update in range(5)} == {(0, 9)}
+
+
+def test_a_random_window_is_a_function_of_seed_and_update() -> None:
+    rollout = moving(2, every=2, random=True)
+    found = [window_of(rollout, 5, update) for update in range(400)]
+    assert found == [window_of(rollout, 5, update) for update in range(400)]
+    assert found[0::2] == found[1::2]  # it stays for two updates
+    counts = [found[::2].count((start, start + 2)) for start in range(8)]
+    assert sum(counts) == 200 and min(counts) > 10  # 25 each are expected
+    assert found != [window_of(rollout, 6, update) for update in range(400)]
+
+
+def test_a_fixed_window_stays() -> None:
+    fixed, default = RolloutConfig(window=(2, 5)), RolloutConfig()
+    assert [window_of(fixed, 0, update) for update in (0, 99)] == [(2, 5)] * 2
+    assert window_of(default, 0, 3) == (0, 9)
+    assert (fixed.width, default.width, moving(4).width) == (3, 9, 4)
+    assert moving(4).trained == (0, 9)
+
+
+def test_the_means_are_kept_where_they_are_asked_for(backbone: Backbone) -> None:
+    """And are what the next states were sampled around."""
+    schedule = Schedule(backbone.sigmas(STEPS), "sde", 0.7, (1, 3), means=True)
+    where = places(2, 2)
+    batch = fakes.batch(2).select([prompt for prompt, _ in where])
+    found = sample(backbone, batch, schedule, guidance=1.0, noise=Noise((7, 0)), places=where)
+    assert found.means is not None and found.next_states is not None
+    assert found.means.shape == found.next_states.shape
+    assert run(backbone, window=(1, 3)).means is None
+    for column, step in enumerate(found.steps):
+        gaussian = schedule.transition(
+            found.states[:, column],
+            backbone.velocity(
+                found.states[:, column], float(found.sigmas[step]), found.conditioning, guidance=1.0
+            ),
+            torch.full((4,), step),
+        )
+        assert torch.equal(found.means[:, column], gaussian.mean)

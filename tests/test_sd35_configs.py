@@ -12,7 +12,9 @@ from flowalign import recipe
 from flowalign.cli import main
 from flowalign.config import (
     STAGES,
+    AwmStage,
     GrpoStage,
+    NftStage,
     OpdStage,
     RecipeStage,
     Stage,
@@ -114,6 +116,43 @@ def test_the_settings_are_the_official_ones() -> None:
 
 
 @pytest.mark.usefixtures("data")
+@pytest.mark.parametrize("task", ["geneval", "ocr", "pickscore"])
+def test_the_settings_of_nft_are_the_official_ones(task: str) -> None:
+    """FACTS, section 11: DiffusionNFT on eight GPUs."""
+    (found,) = stages(ROOT / f"configs/sd35_medium/teacher_{task}_nft.yaml", processes=8).values()
+    assert isinstance(found, NftStage)
+    rollout, nft, optimizer = found.rollout, found.nft, found.optimizer
+    assert (rollout.prompts, rollout.copies, rollout.steps) == (48, 24, 10)
+    assert (rollout.kind, rollout.solver, rollout.guidance) == ("ode", "dpm2", 1.0)
+    assert (found.lora.rank, found.lora.alpha, found.model.height) == (32, 64, 512)
+    assert (optimizer.lr, optimizer.weight_decay) == (3e-4, 1e-4)
+    assert (nft.levels, nft.states, nft.within) == ("sampler", 9, (0, 0.99))
+    assert (nft.advantage, nft.advantage_clip, nft.kl_weight) == ("batch_std", 5, 1e-4)
+    assert found.ema and found.ema.decay == 0.9
+    sampling = found.evaluation_sampling
+    assert (sampling.steps, sampling.guidance) == (40, 1.0)
+    ocr = task == "ocr"
+    assert (nft.beta, optimizer.updates_per_rollout) == ((0.1, 2) if ocr else (1.0, 1))
+    old = {"decay": 0.999, "rise": 0.0075, "after": 75} if ocr else {"decay": 0.5, "rise": 0.001,
+                                                                     "after": 0}  # fmt: skip
+    assert nft.old.model_dump() == old
+
+
+@pytest.mark.usefixtures("data")
+def test_the_settings_of_awm_are_those_of_its_authors() -> None:
+    """scxue/advantage_weighted_matching, config/dgx_awm.py, geneval_sd3_no_cfg_1node."""
+    path = ROOT / "configs/sd35_medium/teacher_geneval_awm.yaml"
+    (found,) = stages(path, processes=8).values()
+    assert isinstance(found, AwmStage)
+    rollout, awm, ema = found.rollout, found.awm, found.ema
+    assert (rollout.prompts * rollout.copies, rollout.copies) == (6 * 36 * 8, 24)
+    assert (rollout.steps, rollout.guidance, found.optimizer.lr) == (14, 1.0, 3e-4)
+    assert (awm.states, awm.levels, awm.kl_weight, awm.ema_kl_weight) == (6, "sampler", 0.003, 1)
+    assert (awm.weighting, awm.ghuber_power, awm.clip_range) == ("ghuber", 0.25, 1)
+    assert awm.average.decay == 0.3 and ema and (ema.decay, ema.every) == (0.99, 1)
+
+
+@pytest.mark.usefixtures("data")
 def test_the_default_student_is_the_one_that_the_study_found_best() -> None:
     """docs/study.md: the plain velocity distance at one high-noise state; the recipes use it."""
     folder = ROOT / "configs/sd35_medium"
@@ -208,7 +247,15 @@ def test_a_stage_passes_in_shapes_without_weights(path: Path, shallow: dict[str,
 @pytest.mark.usefixtures("data")
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda path: path.stem)
 @pytest.mark.parametrize(
-    "name", ["teacher_geneval", "student_flow_opd_published", "student_flow_opd"]
+    "name",
+    [
+        "teacher_geneval",
+        "teacher_geneval_nft",
+        "teacher_ocr_nft",
+        "teacher_geneval_awm",
+        "student_flow_opd_published",
+        "student_flow_opd",
+    ],
 )
 def test_a_variant_fits_its_gpus(name: str, variant: Path) -> None:
     path = ROOT / "configs/sd35_medium" / f"{name}.yaml"

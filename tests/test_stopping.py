@@ -172,6 +172,27 @@ def test_the_end_does_not_wait_for_a_pool_that_hangs() -> None:
     assert done.returncode == 7 and b"hang" in done.stderr
 
 
+def test_a_rank_ends_with_its_status_whatever_torchs_threads_do() -> None:
+    """While Python ends, a thread that comes back from torch's C++ would abort the process."""
+    code = """if True:
+        import atexit, os, sys, threading, time
+        os.environ["WORLD_SIZE"] = "2"
+        import torch.distributed as dist
+        from flowalign import entry
+        atexit.register(print, "the other exit functions run")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        group = dist.distributed_c10d._get_default_group()
+        def ask():
+            while True:
+                group._get_sequence_number_for_group()
+        threading.Thread(target=ask, daemon=True).start()
+        time.sleep(0.2)
+        sys.exit(entry.leaving(7))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (7, b"")
+    assert b"exit functions run" in done.stdout
+
+
 # Runs -----------------------------------------------------------------------------------------
 
 

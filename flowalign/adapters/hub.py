@@ -9,7 +9,7 @@ login`): none is read, written or shown here.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -95,16 +95,18 @@ def download(source: str, *, newest: bool = False) -> Path:
                 return get(*everything, local=True)
         # The small files come first: with model_index.json it is a whole pipeline, which the caller
         # refuses, and its gigabytes stay where they are.
-        _check_size(source, address, small)
+        sizes = _sizes(address)
+        _check_size(source, sizes, small)
         folder = get(*small, local=False)
         if not (folder / "model_index.json").is_file():
-            _check_size(source, address, everything)
+            _check_size(source, sizes, everything)
             folder = get(*everything, local=False)
     return folder
 
 
-def _check_size(source: str, address: HubAddress, names: Sequence[str]) -> None:
-    """Raise HubError if an adapter's files of such names have more than MAX_BYTES together."""
+def _sizes(address: HubAddress) -> dict[str, int]:
+    """{name: bytes} of the files of a folder on the Hub. Empty if the Hub does not say: offline,
+    gated, missing; the download says so, or takes the cache."""
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
@@ -114,19 +116,19 @@ def _check_size(source: str, address: HubAddress, names: Sequence[str]) -> None:
         HfApi().model_info(address.repository, revision=address.revision, timeout=10)
         tree = [*HfApi().list_repo_tree(address.repository, **listing)]
     except (_http_error(), OSError):
-        return  # offline, gated, missing: the download says so, or takes the cache
-    files = [
-        file
-        for file in tree
-        if isinstance(file, RepoFile)
-        and PurePosixPath(file.path).parent == PurePosixPath(address.path)
-        and any(fnmatch(PurePosixPath(file.path).name, name) for name in names)
-    ]
-    if (size := sum(file.size for file in files)) > MAX_BYTES:
-        largest = max(files, key=lambda file: file.size)
+        return {}
+    files = [(PurePosixPath(file.path), file.size) for file in tree if isinstance(file, RepoFile)]
+    return {path.name: size for path, size in files if path.parent == PurePosixPath(address.path)}
+
+
+def _check_size(source: str, sizes: Mapping[str, int], patterns: Sequence[str]) -> None:
+    """Raise HubError if the files of such names have more than MAX_BYTES together."""
+    chosen = [name for name in sizes if any(fnmatch(name, pattern) for pattern in patterns)]
+    if (total := sum(sizes[name] for name in chosen)) > MAX_BYTES:
+        largest = max(chosen, key=lambda name: sizes[name])
         raise HubError(
-            f"cannot download {source!r}: its files have {size / 2**30:.1f} GiB together "
-            f"({shown(largest.path, 100)} {largest.size / 2**30:.1f}), and an adapter may have "
+            f"cannot download {source!r}: its files have {total / 2**30:.1f} GiB together "
+            f"({shown(largest, 100)} {sizes[largest] / 2**30:.1f}), and an adapter may have "
             f"{MAX_BYTES / 2**30:g}. If you want it all the same, download it with `hf download`, "
             "and give the folder."
         )

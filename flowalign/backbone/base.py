@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,18 @@ class Backbone:
         if frozen:
             self.frozen |= {name}
         self.activate(before if frozen else name)
+
+    def copy_adapter(self, source: str, name: str) -> None:
+        """A frozen copy of an adapter, in its dtype, under another name; not active."""
+        before = self.active
+        with _several_adapters():
+            self.core.add_adapter(deepcopy(self.core.peft_config[source]), adapter_name=name)
+        copied = self.adapter_parameters(source)
+        self._own(name, copied[0].dtype)
+        self.frozen |= {name}
+        for parameter, value in zip(self.adapter_parameters(name), copied, strict=True):
+            parameter.data.copy_(value.data)
+        self.activate(before)
 
     def replace_adapter(self, name: str, folder: str | Path) -> None:
         """Replace the weights of adapter `name` by those of a saved one. Raises ValueError unless

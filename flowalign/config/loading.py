@@ -29,6 +29,7 @@ from yaml import YAMLError
 from flowalign import files
 from flowalign.config import safe_yaml
 from flowalign.config.schema import (
+    MARKS,
     RENAMED,
     STAGES,
     ConfigError,
@@ -275,7 +276,8 @@ def _validate(kind: Any, data: Any) -> tuple[Any, list[str]]:
 
 def _explain(error: Any, root: Any) -> list[str]:
     """One of pydantic's errors: where, what was seen, what is possible, what to do."""
-    place = [part for part in error["loc"] if part != "[key]"]  # so pydantic marks a mapping's key
+    marks = ("[key]", *MARKS)  # so pydantic marks a mapping's key, and one of several forms
+    place = [part for part in error["loc"] if part not in marks]
     where, seen = ".".join(_cut(str(part)) for part in place), error["input"]
     if error["type"] == "problems":  # of a section: see Section.problems
         return [f"{where}.{text}" if where else text for text in error["ctx"]["problems"]]
@@ -326,8 +328,15 @@ def _annotation_at(place: Sequence[int | str], root: Any) -> Any:
         else:
             here = get_args(here)[-1] if get_args(here) else None  # of a mapping: its values
         while get_origin(here) in (Annotated, Union, UnionType):
-            here = get_args(here)[0]  # X of `X | None` and of Annotated[X, ...]
+            # X of `X | None` and of Annotated[X, ...]; the section where another form has no keys
+            forms = [_plain(form) for form in get_args(here)]
+            here = next(filter(_is_section, forms), forms[0])
     return here
+
+
+def _plain(annotation: Any) -> Any:
+    """X of Annotated[X, ...]."""
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
 def _is_section(annotation: Any) -> bool:

@@ -8,6 +8,7 @@ asked?) is a property of the stage. Nothing is read from disk here.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,9 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -195,6 +198,26 @@ class TaskConfig(Section):
         return self.validation is not None and self.reward is not None
 
 
+class WindowConfig(Section):
+    """A window of steps that moves while a run goes on (MixGRPO, 2507.21802): only its steps have
+    noise and are trained. Its places are those inside of all steps but the last."""
+
+    width: Steps = Field(examples=[4])
+    """Number of steps."""
+    every: Many = 1
+    """Updates between two moves. MixGRPO has 25 in runs of several hundred updates."""
+    random: bool = False
+    """false: the window moves on by one step, from high to low noise, and starts over after its
+    last place. true: its place is drawn anew."""
+
+
+MARKS = ("[fixed]", "[moving]")  # how pydantic marks the form of a window in an error's place
+Window = Annotated[
+    Annotated[tuple[int, int], _as_tuple, Tag(MARKS[0])] | Annotated[WindowConfig, Tag(MARKS[1])],
+    Discriminator(lambda value: MARKS[isinstance(value, Mapping | WindowConfig)]),
+]
+
+
 class RolloutConfig(Section):
     """How trajectories are sampled for training."""
 
@@ -204,10 +227,14 @@ class RolloutConfig(Section):
     """How a step adds noise; see flowalign.sde."""
     noise_level: NotNegative = 0.7
     """Noise level a: any for sde, at most 1 for cps."""
+    solver: Literal["euler", "heun", "dpm2"] = "euler"
+    """How an ode is solved. heun and dpm2 are of second order: dpm2 (DPM-Solver++) costs a forward
+    pass a step, heun two. See flowalign.solvers."""
     guidance: NotNegative = 4.5
     """CFG scale; 1 = no unconditional pass."""
-    window: Annotated[tuple[int, int], _as_tuple] | None = Field(default=None, examples=[[0, 5]])
-    """[start, stop): the steps with noise and training; null = all but the last."""
+    window: Window | None = Field(default=None, examples=[[0, 5]])
+    """[start, stop): the steps with noise and training; null = all but the last. Or {width, every,
+    random}: a window of `width` steps that moves."""
     shared_noise: bool = False
     """One initial noise for all images of a prompt."""
     prompts: Count = 8
@@ -219,8 +246,15 @@ class RolloutConfig(Section):
 
     @property
     def trained(self) -> tuple[int, int]:
-        """[start, stop) of the steps with noise and training."""
-        return self.window or (0, self.steps - 1)
+        """[start, stop) of the steps with noise and training; of a window that moves, all the
+        steps that it comes to."""
+        return self.window if isinstance(self.window, tuple) else (0, self.steps - 1)
+
+    @property
+    def width(self) -> int:
+        """Number of steps with noise and training in one update."""
+        start, stop = self.trained
+        return self.window.width if isinstance(self.window, WindowConfig) else stop - start
 
     @property
     def images(self) -> int:
@@ -235,10 +269,20 @@ class RolloutConfig(Section):
                 f"copies: {self.prompts} prompts x {self.copies} copies are {self.images} images "
                 "of an update; at most 1000000 are possible. Use fewer of either."
             )
+        if self.solver != "euler" and self.kind != "ode":
+            yield (
+                f"solver: {self.solver!r} with kind {self.kind!r}, whose steps have a formula of "
+                "their own. Use kind 'ode', or solver 'euler'."
+            )
         if self.kind == "cps" and self.noise_level > 1:
             yield f"noise_level: got {self.noise_level}; kind 'cps' wants a value in (0, 1]."
-        if self.window is None and self.steps == 1:
+        if not isinstance(self.window, tuple) and self.steps == 1:
             yield "steps: 1, and the default window leaves out the last step. Use 2 or more."
+        elif isinstance(self.window, WindowConfig) and self.width > stop:
+            yield (
+                f"window.width: {self.width}, but there are only {stop} steps to move in, all but "
+                f"the last. Use at most {stop}."
+            )
         elif not 0 <= start < stop <= self.steps:
             yield (
                 f"window: got [{start}, {stop}]; want 0 <= start < stop <= {self.steps}, the steps."
@@ -250,20 +294,130 @@ class RolloutConfig(Section):
             )
 
 
-class GrpoConfig(Section):
-    """The policy gradient."""
+AdvantageName = Literal["group_std", "batch_std", "gaussian", "gdpo", "adora", "gated"]
+EARLIER = ("adora", "gated")  # the advantages that remember earlier rollouts
 
-    advantage: Literal["group_std", "batch_std", "gaussian"] = "group_std"
-    """Variant of flowalign.credit. Statistics over a batch are per task."""
+
+class EarlierConfig(Section):
+    """What an advantage remembers of earlier rollouts, and how it weights prompts by it."""
+
+    decay: Decay = 0.9
+    """Share of the old average that is kept when a rollout is added to it."""
+    threshold: Share = 0.5
+    """adora: a prompt is hard if at most this share of its images succeeds."""
+    amplify: Positive = 2.0
+    """adora: factor of the advantages of hard prompts."""
+    attenuate: Share = 0.1
+    """gated: factor of the advantages of prompts that do not get better."""
+
+
+class AdvantageConfig(Section):
+    """How rewards become advantages: of every stage that learns from rewards."""
+
+    advantage: AdvantageName = "group_std"
+    """Variant of flowalign.credit. Statistics over a batch are per task. gdpo needs a reward with
+    several parts (`weighted`)."""
+    earlier: EarlierConfig | None = None
+    """What adora and gated make of earlier rollouts; null = the defaults."""
     advantage_clip: Positive = 5.0
     """Advantages are clipped to +- this."""
+
+    def problems(self) -> Iterator[str]:
+        """A memory that nothing uses."""
+        if self.earlier and self.advantage not in EARLIER:
+            yield (
+                f"earlier: given, but the advantage {self.advantage!r} looks at one rollout only. "
+                f"Leave it out, or use {' or '.join(EARLIER)}."
+            )
+
+
+class GrpoConfig(AdvantageConfig):
+    """The policy gradient."""
+
     clip_range: Positive = 1e-4
     """PPO's epsilon (log-probs are means over pixels, so ratios stay within 1e-4 of 1)."""
+    ratio: Literal["plain", "guard"] = "plain"
+    """guard: GRPO-Guard's normalised ratio and weights of the steps (flowalign.losses). Its ratios
+    are closer to 1, so that it wants a smaller clip_range."""
     kl_weight: NotNegative = 0.0
     """Weight of the KL to the base model; 0 saves its forward pass."""
     kl: Literal["exact", "published"] = "exact"
     """The KL that kl_weight multiplies. exact: of the two transitions. published: that times -dt,
     as in the code of Flow-GRPO and Flow-OPD: 3.7 to 25 times smaller over ten steps of shift 3."""
+
+
+class PolicyConfig(Section):
+    """Weights that follow those that are trained. After the optimizer steps of each rollout, a
+    share d of them is kept: d = min(decay, rise x (steps - after)), not below 0, where steps counts
+    the optimizer steps of the run."""
+
+    decay: Decay = 0.0
+    """Largest share that is kept; 0 = they are the trained weights."""
+    rise: Positive = 0.001
+    """How much the share grows with each optimizer step."""
+    after: Annotated[int, Field(ge=0, le=10_000_000)] = 0
+    """Optimizer steps after which it begins to grow."""
+
+
+class ForwardConfig(AdvantageConfig):
+    """Learning from clean images, to which noise is added: at which noise levels."""
+
+    states: Steps = 4
+    """Noise levels at which each image is trained. All images of an update share them."""
+    levels: Literal["sampler", "stratified"] = "stratified"
+    """sampler: they are steps of the rollout's own schedule, one drawn in each of `states` parts of
+    about equal size. stratified: drawn in as many parts of the continuous schedule."""
+    within: Annotated[tuple[Share, Share], _as_tuple] = (0.0, 0.99)
+    """The part of the way from noise (0) to the image (1) that they are drawn from."""
+    guidance: NotNegative | None = Field(default=None, examples=[1.0])
+    """CFG scale in the loss; null = rollout.guidance."""
+    kl_weight: NotNegative = 0.0
+    """Weight of |v - v_base|^2; 0 saves its forward pass."""
+
+    def problems(self) -> Iterator[str]:
+        """Those of an advantage; a part of the way that is none."""
+        yield from super().problems()
+        low, high = self.within
+        if low >= high:
+            yield f"within: [{low}, {high}] is empty. Use [0, 1] for the whole way."
+
+
+class NftConfig(ForwardConfig):
+    """DiffusionNFT (2509.16117)."""
+
+    advantage: AdvantageName = "batch_std"
+    """Variant of flowalign.credit, as in `grpo`."""
+    beta: Positive = 1.0
+    """How far the two branches lie from the old policy. Official: 1, or 0.1 for OCR and for several
+    rewards."""
+    adv_mode: Literal["all", "positive_only", "negative_only", "binary", "one_only"] = "all"
+    """Which advantages count. positive_only, negative_only: the others are 0. binary: their sign.
+    one_only: 1 where they are above 0, else 0."""
+    old: PolicyConfig = PolicyConfig()
+    """The old policy, which samples. Official: {decay: 0}; {decay: 0.5} for GenEval and PickScore;
+    {decay: 0.999, rise: 0.0075, after: 75} for OCR."""
+
+
+class AwmConfig(ForwardConfig):
+    """Advantage weighted matching (2509.25050)."""
+
+    advantage: AdvantageName = "batch_std"
+    """Variant of flowalign.credit, as in `grpo`."""
+    advantage_clip: Positive = 1.0
+    """Advantages are clipped to +- this."""
+    within: Annotated[tuple[Share, Share], _as_tuple] = (0.01, 0.9)
+    """The part of the way from noise (0) to the image (1) that noise levels are drawn from."""
+    weighting: Literal["ghuber", "uniform", "t", "t2", "huber"] = "ghuber"
+    """How the matching error becomes a log-likelihood; see flowalign.matching.awm_log_prob."""
+    ghuber_power: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """The power of ghuber."""
+    clip_range: Positive = 1.0
+    """PPO's epsilon. Only rollouts with several optimizer steps have ratios other than 1."""
+    ema_kl_weight: NotNegative = 0.0
+    """Weight of |v - v_average|^2, where an average of the weights gives v_average; 0 saves its
+    forward pass. Official: 1."""
+    average: PolicyConfig = PolicyConfig(decay=0.3)
+    """That average."""
 
 
 class TeacherConfig(Section):
@@ -593,9 +747,19 @@ class TrainingStage(Job):
         return self.evaluation is not None and any(task.evaluated for task in self.tasks)
 
     @property
+    def credited(self) -> AdvantageConfig | None:
+        """How its rewards become advantages; None where it does not learn from rewards."""
+        return None
+
+    @property
     def needs_actions(self) -> bool:
         """Whether the loss needs the sampled successors of the states and their log-probs."""
         return self.learns_from_rewards
+
+    @property
+    def needs_means(self) -> bool:
+        """Whether the loss needs the means that those successors were sampled around."""
+        return False
 
     @property
     def needs_noise(self) -> str:
@@ -688,22 +852,13 @@ class TrainingStage(Job):
         yield from _same_names({**tasks, **watched})
 
 
-class GrpoStage(TrainingStage):
-    """Group-relative policy optimisation (GRPO) on the rewards of one or more tasks."""
-
-    stage: Literal["grpo"]  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Learn from rewards."""
-    grpo: GrpoConfig = GrpoConfig()
+class RewardStage(TrainingStage):
+    """A teacher that learns from the rewards of one or more tasks."""
 
     @property
     def learns_from_rewards(self) -> bool:
-        """Always: that is what GRPO does."""
+        """Always: there are no teachers."""
         return True
-
-    @property
-    def needs_noise(self) -> str:
-        """The actions that differ within a group."""
-        return "grpo has nothing to learn from"
 
     def problems(self) -> Iterator[str]:
         """Those of every training run; teachers, which are not asked."""
@@ -711,9 +866,129 @@ class GrpoStage(TrainingStage):
         for index, task in enumerate(self.tasks):
             if task.teacher is not None:
                 yield (
-                    f"tasks.{index}.teacher: {task.teacher!r}, but the stage 'grpo' has no "
+                    f"tasks.{index}.teacher: {task.teacher!r}, but the stage {self.stage!r} has no "
                     "teachers. Leave it out, or use the stage 'opd'."
                 )
+
+
+class GrpoStage(RewardStage):
+    """Group-relative policy optimisation (GRPO) on the rewards of one or more tasks."""
+
+    stage: Literal["grpo"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Learn from rewards."""
+    grpo: GrpoConfig = GrpoConfig()
+
+    @property
+    def credited(self) -> AdvantageConfig:
+        """The section `grpo`."""
+        return self.grpo
+
+    @property
+    def needs_means(self) -> bool:
+        """With GRPO-Guard's ratio."""
+        return self.grpo.ratio == "guard"
+
+    @property
+    def needs_noise(self) -> str:
+        """The actions that differ within a group."""
+        return "grpo has nothing to learn from"
+
+
+class ForwardStage(RewardStage):
+    """Rewards again, learnt from clean images with noise added: any sampler will do, and no
+    trajectory is kept."""
+
+    @property
+    def forward(self) -> ForwardConfig:
+        """The section of the stage's own algorithm."""
+        raise NotImplementedError
+
+    @property
+    def credited(self) -> AdvantageConfig:
+        """The same section."""
+        return self.forward
+
+    @property
+    def policies(self) -> dict[str, PolicyConfig]:
+        """{adapter beside the trained one: how it follows that}; the one named "old" samples."""
+        raise NotImplementedError
+
+    @property
+    def guidance(self) -> float:
+        """The CFG scale at which the adapter is trained."""
+        own = self.forward.guidance
+        return self.rollout.guidance if own is None else own
+
+    @property
+    def needs_actions(self) -> bool:
+        """Never: there is no ratio of transitions."""
+        return False
+
+    def problems(self) -> Iterator[str]:
+        """Those of every teacher; noise in rollouts, groups that are all alike, and more noise
+        levels than there are."""
+        yield from super().problems()
+        rollout, forward, name = self.rollout, self.forward, self.stage
+        low, high = forward.within
+        if rollout.kind != "ode":
+            yield (
+                f"rollout.kind: {rollout.kind!r}, but {name} learns from clean images, and noise "
+                "on the way only makes them worse. Use 'ode'."
+            )
+        if rollout.shared_noise:
+            yield (
+                "rollout.shared_noise: true without noise on the way makes all images of a prompt "
+                "the same. Use false."
+            )
+        if rollout.window is not None:
+            yield f"rollout.window: {name} trains no states of a rollout. Leave it out."
+        steps = math.floor(high * rollout.steps + 1e-9) - math.ceil(low * rollout.steps - 1e-9)
+        if forward.levels == "sampler" and forward.states > steps:
+            yield (
+                f"{name}.states: {forward.states} noise levels, but {name}.within = "
+                f"[{low}, {high}] holds only {max(steps, 0)} of the sampler's {rollout.steps} "
+                "steps. Use at most as many, or levels 'stratified'."
+            )
+
+
+class NftStage(ForwardStage):
+    """DiffusionNFT on the rewards of one or more tasks."""
+
+    stage: Literal["nft"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Learn from rewards, on clean images."""
+    nft: NftConfig = NftConfig()
+
+    @property
+    def forward(self) -> NftConfig:
+        """The section `nft`."""
+        return self.nft
+
+    @property
+    def policies(self) -> dict[str, PolicyConfig]:
+        """The old policy, where it can differ from the student during an update: where it is an
+        average, or a rollout has several optimizer steps."""
+        needed = self.nft.old.decay > 0 or self.optimizer.updates_per_rollout > 1
+        return {"old": self.nft.old} if needed else {}
+
+
+class AwmStage(ForwardStage):
+    """Advantage weighted matching on the rewards of one or more tasks."""
+
+    stage: Literal["awm"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Learn from rewards, on clean images."""
+    awm: AwmConfig = AwmConfig()
+
+    @property
+    def forward(self) -> AwmConfig:
+        """The section `awm`."""
+        return self.awm
+
+    @property
+    def policies(self) -> dict[str, PolicyConfig]:
+        """The student's weights at the rollout, where that has several optimizer steps; and their
+        average, where ema_kl_weight asks for it."""
+        own = {"old": PolicyConfig()} if self.optimizer.updates_per_rollout > 1 else {}
+        return own | ({"average": self.awm.average} if self.awm.ema_kl_weight > 0 else {})
 
 
 class DistillationStage(TrainingStage):
@@ -772,9 +1047,19 @@ class OpdStage(DistillationStage):
         return self.student.reward_weight > 0
 
     @property
+    def credited(self) -> AdvantageConfig | None:
+        """The section `grpo`, if rewards are learnt from."""
+        return self.grpo if self.learns_from_rewards else None
+
+    @property
     def needs_actions(self) -> bool:
         """Whether the loss has a ratio of new and old policy."""
         return self.student.gradient != "pathwise" or self.learns_from_rewards
+
+    @property
+    def needs_means(self) -> bool:
+        """With GRPO-Guard's ratio in the loss on rewards."""
+        return self.learns_from_rewards and self.grpo.ratio == "guard"
 
     @property
     def labellers(self) -> dict[str, TeacherConfig]:
@@ -802,11 +1087,11 @@ class OpdStage(DistillationStage):
                 "the ratio of new and old policy needs one policy. Use the same, or gradient "
                 "'pathwise' without a reward."
             )
-        states, (start, stop) = self.student.states, self.rollout.trained
-        if states.select != "all" and states.count > stop - start:
+        states, width = self.student.states, self.rollout.width
+        if states.select != "all" and states.count > width:
             yield (
-                f"student.states.count: {states.count}, and rollout.window has only "
-                f"{stop - start} steps. Use at most {stop - start}."
+                f"student.states.count: {states.count}, and rollout.window has only {width} steps. "
+                f"Use at most {width}."
             )
 
 
@@ -857,7 +1142,7 @@ class MergeStage(Job):
             yield f"rank: {self.rank}, but 'concat' adds the ranks. Use 'svd', or leave it out."
 
 
-Variant = dict[Literal["grpo", "opd", "sft", "merge", "eval"], dict[str, Any]]
+Variant = dict[Literal["grpo", "nft", "awm", "opd", "sft", "merge", "eval"], dict[str, Any]]
 """Kind of stage -> keys of its config."""
 
 
@@ -981,6 +1266,8 @@ def _same_names(names: Mapping[str, Iterable[str]]) -> Iterator[str]:
 
 STAGES: dict[str, type[Stage]] = {  # by the value of `stage`
     "grpo": GrpoStage,
+    "nft": NftStage,
+    "awm": AwmStage,
     "opd": OpdStage,
     "sft": SftStage,
     "merge": MergeStage,

@@ -25,6 +25,7 @@ from flowalign.config import ConfigError, SamplingConfig, parse
 from flowalign.config.schema import (
     DistillationStage,
     EvalStage,
+    ForwardStage,
     GrpoStage,
     OpdStage,
     RewardConfig,
@@ -39,6 +40,7 @@ from flowalign.forecast.estimate import predict, scored
 from flowalign.forecast.findings import Finding, fault, note, ok
 from flowalign.forecast.pace import GROUP, Pace
 from flowalign.loop import Loop, TrainingError, pairs_of
+from flowalign.losses import guard_log_ratio
 from flowalign.rewards.scoring import score
 from flowalign.rollout import Noise, Schedule, places, sample
 from flowalign.student.sft import Sft
@@ -180,8 +182,8 @@ def _small(config: TrainingStage, folder: str) -> TrainingStage:
         batch = max(batch, config.student.label_batch)
         states = config.student.states.count
     if not isinstance(config, OpdStage) or config.student.states.select == "all":
-        start, stop = config.rollout.trained
-        states = config.sft.states if isinstance(config, SftStage) else stop - start
+        states = config.sft.states if isinstance(config, SftStage) else config.rollout.width
+        states = config.forward.states if isinstance(config, ForwardStage) else states
     images = max(IMAGES, 2 * whole.batch_size, math.ceil(2 * batch / states))
     images = min(images, whole.images)
     copies = min(whole.copies, max(COPIES, math.ceil(images / whole.prompts)))
@@ -234,8 +236,12 @@ def _ratio(config: GrpoStage | OpdStage, loop: Loop, rollout: Rollout) -> Iterat
             guidance=config.rollout.guidance,
             rows=pairs.size,
         ).detach()
-        new = sde.log_prob(steps.transition(pairs.x, velocity, pairs.steps), x_next)
-        worst = max(worst, float(((new - old).exp() - 1).abs().nan_to_num(math.inf).max()))
+        new = steps.transition(pairs.x, velocity, pairs.steps)
+        if pairs.mean is None:
+            change = sde.log_prob(new, x_next) - old
+        else:
+            change = guard_log_ratio(new, pairs.mean, x_next)
+        worst = max(worst, float((change.exp() - 1).abs().nan_to_num(math.inf).max()))
     limit = config.grpo.clip_range
     text = f"ratio: within {worst:.2g} of 1 before the first update"
     if worst <= limit / 10:

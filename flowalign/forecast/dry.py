@@ -10,12 +10,14 @@ from flowalign.config import (
     ConfigError,
     DistillationStage,
     EvalStage,
+    ForwardStage,
     Job,
     MergeStage,
     OpdStage,
     SftStage,
     Stage,
     TrainingStage,
+    WindowConfig,
 )
 from flowalign.data import PromptSampler, load_prompts
 from flowalign.forecast import plan
@@ -25,6 +27,7 @@ from flowalign.forecast.findings import note, show
 from flowalign.forecast.needs import needs
 from flowalign.parallel import state
 from flowalign.preflight import check_launch, unexamined
+from flowalign.solvers import forwards
 
 PROMPTS = 6  # of the first batch that are printed
 
@@ -98,16 +101,23 @@ def _training(stage: TrainingStage, processes: int) -> Iterator[str]:
     rollout, optimizer = stage.rollout, stage.optimizer
     images = rollout.images // processes
     batch = min(rollout.batch_size, images)
-    start, stop = rollout.trained
+    (start, stop), moving = rollout.trained, rollout.window
+    passes = forwards(rollout.solver, rollout.steps)
+    solver = "" if rollout.solver == "euler" else f", {rollout.solver}: {passes} forward passes"
     yield (
         f"rollout: {rollout.prompts} prompts x {rollout.copies} images = {rollout.images}; each of "
         f"{processes} process(es) samples {images}, in batches of B = {batch}; {rollout.steps} "
-        f"steps ({rollout.kind}) at guidance {rollout.guidance:g}"
+        f"steps ({rollout.kind}{solver}) at guidance {rollout.guidance:g}"
     )
     states = f"steps {start} to {stop - 1}"
-    count = stop - start
+    count = rollout.width
+    if isinstance(moving, WindowConfig):
+        how = "drawn anew" if moving.random else "moves on"
+        states = f"{count} of {states}, a window that {how} every {moving.every} update(s)"
     if isinstance(stage, SftStage):
         count, states = stage.sft.states, f"{stage.sft.states} noise levels"
+    elif isinstance(stage, ForwardStage):
+        count, states = stage.forward.states, f"{stage.forward.states} noise levels"
     elif isinstance(stage, OpdStage) and stage.student.states.select != "all":
         count = stage.student.states.count
         states = f"{count} of {states} ({stage.student.states.select})"

@@ -7,7 +7,7 @@ phase of an update. Counts of images and steps give the rest. All numbers are of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +24,11 @@ from flowalign.config.schema import (
     BenchmarkConfig,
     DistillationStage,
     EvalStage,
+    ForwardStage,
     GrpoStage,
     LoraConfig,
     OpdStage,
+    PolicyConfig,
     RewardConfig,
     SamplingConfig,
     SftStage,
@@ -36,6 +38,8 @@ from flowalign.data import PromptError, load_prompts
 from flowalign.forecast.architectures import build, find
 from flowalign.forecast.meter import DeviceAttention, Meter, measure, rounded, size, size_of
 from flowalign.loop import STUDENT
+from flowalign.rollout import window_of
+from flowalign.solvers import forwards
 from flowalign.student.opd import chosen
 from flowalign.text import BATCH as TEXT_BATCH
 from flowalign.types import Conditioning, Source
@@ -147,6 +151,8 @@ def predict(
         phases.append(run.decode())
     if isinstance(config, OpdStage):
         phases.append(run.labels(config))
+    if isinstance(config, SftStage | ForwardStage):
+        phases.append(run.noising())
     phases.append(run.update())
     validation = run.evaluation() if config.evaluates else None
     return Estimate(
@@ -265,18 +271,16 @@ class _Shapes:
 
         return measure(encode, self.device_type)
 
-    def sampled(
-        self, sampling: SamplingConfig, images: float, adapter: str | None, stored: int
-    ) -> Phase:
-        """Sample held-out prompts by Euler steps, and decode them. images: of all processes;
-        stored: bytes that are kept meanwhile. Their prompts are encoded, once an image."""
+    def sampled(self, sampling: SamplingConfig, images: float, adapter: str | None) -> Phase:
+        """Sample held-out prompts by Euler steps, and decode them. images: of all processes. Their
+        prompts are encoded, once an image."""
         batch = sampling.batch_size
         forward = self._forward(batch, Source(adapter, sampling.guidance))
         decoded, encoded = self._decode(batch), self.encoded(1)
         flops = forward.flops * sampling.steps + decoded.flops + encoded.flops * batch
         text = size([self._conditioning(batch + 1).embeds])
         noise = batch * self.latent
-        peak = stored + text + max(forward.peak, decoded.peak) + noise
+        peak = text + max(forward.peak, decoded.peak) + noise
         return Phase("evaluation", peak, flops / batch * (images / self.processes))
 
     def _forward(self, batch: int, source: Source) -> Meter:
@@ -334,7 +338,7 @@ class _Evaluation(_Shapes):
         images = sum(count for _, count in scored(self.config).values())
         adapter = next(iter(self.adapters.values()), None)
         visiting = size_of(*self.encoders) if self.model.offload_text_encoders else 0
-        phase = self.sampled(self.config.sampling, images, adapter, 0)
+        phase = self.sampled(self.config.sampling, images, adapter)
         return Phase(phase.name, max(phase.bytes, visiting), phase.flops)
 
 
@@ -360,6 +364,8 @@ class _Run(_Shapes):
         self.prompts = math.ceil(self.images / config.rollout.copies)
         self.states, self.forwards = self._steps(range(DRAWS) if drawn is None else drawn)
         self.pairs = self.images * self.states  # (image, step) that are trained
+        self.policies = config.policies if isinstance(config, ForwardStage) else {}
+        self.updates = range(config.train.updates) if drawn is None else drawn
 
     def _add_adapters(self, ranks: Mapping[str, int]) -> None:
         """The student's adapter, and those of its teachers and anchor, as a run loads them."""
@@ -391,16 +397,24 @@ class _Run(_Shapes):
     def _steps(self, updates: Sequence[int]) -> tuple[int, float]:
         """Trained states of an image, and the mean number of forward passes of its rollout over
         these updates."""
-        config, steps = self.config, self.config.rollout.steps
-        window = list(range(*config.rollout.trained))
+        config, rollout = self.config, self.config.rollout
+        whole = forwards(rollout.solver, rollout.steps)
         if isinstance(config, SftStage):
-            return config.sft.states, steps
+            return config.sft.states, whole
+        if isinstance(config, ForwardStage):
+            return config.forward.states, whole
         if not isinstance(config, OpdStage):
-            return len(window), steps
-        draws = [chosen(config.student.states, window, (config.seed, u)) for u in updates]
+            return rollout.width, whole
+        windows = [range(*window_of(rollout, config.seed, u)) for u in updates]
+        draws = [
+            chosen(config.student.states, list(window), (config.seed, update))
+            for update, window in zip(updates, windows, strict=True)
+        ]
         if config.learns_from_rewards:  # images are decoded, so that the rollout runs to its end
-            return len(draws[0]), steps
-        return len(draws[0]), sum(draw[-1] + config.needs_actions for draw in draws) / len(draws)
+            return len(draws[0]), whole
+        taken = [draw[-1] + config.needs_actions for draw in draws]
+        passes = [forwards(rollout.solver, rollout.steps, count) for count in taken]
+        return len(draws[0]), sum(passes) / len(draws)
 
     # Memory ------------------------------------------------------------------------------------
 
@@ -413,13 +427,14 @@ class _Run(_Shapes):
             "its Adam moments": round(2 * lora * moments),
             "its moving average": lora if self.config.ema else 0,
             f"LoRAs of {adapters} teachers": size(self.teachers),
+            f"LoRAs of {len(self.policies)} policies": len(self.policies) * lora,
             "gradient buckets of DDP": lora if self.processes > 1 else 0,
         }
         return {name: count for name, count in parts.items() if count}
 
     @property
-    def stored_states(self) -> int:  # bytes of trained states and, where needed, their successors
-        return self.pairs * (2 if self.config.needs_actions else 1) * self.latent
+    def stored_states(self) -> int:  # bytes of trained states; where needed, what came after them
+        return self.pairs * (1 + self.config.needs_actions + self.config.needs_means) * self.latent
 
     @property
     def stored_text(self) -> int:  # bytes of the embeddings of all prompts and of the empty one
@@ -436,9 +451,14 @@ class _Run(_Shapes):
         return self.stored_states + self.images * image + self.stored_text
 
     @property
-    def stored_labels(self) -> int:  # bytes of labels, which are kept until the next rollout's
+    def stored_rollout(self) -> int:  # of these, bytes that are there before images are noised
+        noises = isinstance(self.config, SftStage | ForwardStage)
+        return self.stored - (self.stored_states if noises else 0)
+
+    @property
+    def stored_labels(self) -> int:  # bytes of labels, or of the velocities that are matched
         config = self.config
-        if isinstance(config, SftStage):
+        if isinstance(config, SftStage | ForwardStage):
             return self.pairs * self.latent
         if not isinstance(config, OpdStage):
             return 0
@@ -464,15 +484,22 @@ class _Run(_Shapes):
             meter = self._teachers_forward(self.config, batch)
         else:
             meter = self._forward(batch, Source(STUDENT, rollout.guidance))
-        noise = batch * (1 + self.states) * self.latent
-        peak = self.stored + max(meter.peak + noise, self.stored_states)
+        kept = self.stored_states if self.stored_rollout == self.stored else 0
+        noise = batch * (1 + (self.states if kept else 0)) * self.latent
+        peak = self.stored_rollout + max(meter.peak + noise, kept)
         return Phase("rollout", peak, meter.flops / batch * self.images * self.forwards)
 
     def decode(self) -> Phase:  # with the VAE, beside all images of the rollout
         batch = min(self.config.rollout.batch_size, self.images)
         meter = self._decode(batch)
-        peak = self.stored + max(meter.peak - batch * self.pixels, self.images * self.pixels)
+        peak = max(meter.peak - batch * self.pixels, self.images * self.pixels)
+        peak += self.stored_rollout
         return Phase("VAE decode", peak, meter.flops / batch * self.images)
+
+    def noising(self) -> Phase:  # clean images -> states and velocities, all at once
+        drawn = self.device_type == "cpu"  # the noise, before it lies together
+        copies = 4 + drawn  # the noise, two terms and their sum
+        return Phase("noising", self.stored_rollout + copies * self.pairs * self.latent, 0.0)
 
     def labels(self, config: OpdStage) -> Phase:  # each pair by its teacher, and by the anchor
         batch = min(config.student.label_batch, self.pairs)
@@ -488,12 +515,12 @@ class _Run(_Shapes):
         batch = self.pairs // config.optimizer.updates_per_rollout
         batch = min(config.optimizer.micro_batch, batch)
         x, cond = self._latents(batch), self._conditioning(batch)
-        reference = Meter()
+        others = [(*other, Meter()) for other in self._compared()]
 
         def learn() -> None:
             velocity, target = backbone.velocity(x, 0.5, cond, guidance=config.guidance), x
-            if config.learns_from_rewards:  # the KL to the base
-                with torch.no_grad(), backbone.base(), reference:
+            for adapter, _, meter in others:
+                with torch.no_grad(), backbone.adapter(adapter), meter:
                     target = backbone.velocity(x, 0.5, cond, guidance=config.guidance)
             ((velocity - target) ** 2).mean().backward()
             for parameter in self.student:
@@ -504,14 +531,31 @@ class _Run(_Shapes):
         cosines = (tasks - 1) * lora  # the gradients of all tasks, side by side
         step = 3 * lora if self.device_type == "cuda" else lora  # gradients, and foreach's copies
         peak = self.stored + self.stored_labels + max(meter.peak + cosines, step)
-        # without kl_weight the KL is only logged, on one micro-batch: that counts for the peak
-        weighted = isinstance(config, GrpoStage | OpdStage) and config.grpo.kl_weight > 0
-        flops = meter.flops - (0 if weighted else reference.flops)
+        flops = meter.flops - sum((1 - share) * each.flops for _, share, each in others)
         return Phase("update", peak, flops / batch * self.pairs)
+
+    def _compared(self) -> Iterator[tuple[str | None, float]]:
+        """(adapter, share of the micro-batches) of the velocities beside the student's that a loss
+        on rewards asks for. A KL without a weight is only logged, of one micro-batch: a share of 0,
+        which counts for the peak."""
+        config = self.config
+        if isinstance(config, GrpoStage | OpdStage) and config.learns_from_rewards:
+            yield None, float(config.grpo.kl_weight > 0)
+        if isinstance(config, ForwardStage):
+            yield None, float(config.forward.kl_weight > 0)
+        for name, policy in self.policies.items():  # as large as the student
+            yield STUDENT, self._differs(policy) if name == "old" else 1.0
+
+    def _differs(self, old: PolicyConfig) -> float:
+        """The share of the micro-batches at which the policy that sampled is not the student."""
+        steps = self.config.optimizer.updates_per_rollout
+        begins = old.after // steps + 1 if old.decay else math.inf  # update in which it lags behind
+        lagging = sum(update >= begins for update in self.updates) / max(1, len(self.updates))
+        return lagging + (1 - lagging) * (steps - 1) / steps  # it is the student in the first step
 
     def evaluation(self) -> Phase:  # the held-out prompts of all tasks, and watched benchmarks
         images = sum(count for _, count in scored(self.config).values())
-        return self.sampled(self.config.evaluation_sampling, images, STUDENT, self.stored_labels)
+        return self.sampled(self.config.evaluation_sampling, images, STUDENT)
 
     def _teachers_forward(self, config: DistillationStage, batch: int) -> Meter:
         """A batch of the teacher with the highest peak; its FLOPs are the mean of all tasks'."""

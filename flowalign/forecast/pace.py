@@ -18,7 +18,7 @@ from flowalign.forecast.gpus import Gpu
 
 OF_PRODUCTS = 0.5  # of the rate of large matrix products, which is about 0.8 of a GPU's peak
 GROUP = {"text": "sampling", "rollout": "sampling", "VAE decode": "sampling", "evaluation":
-         "sampling", "labels": "labels", "update": "learning"}  # fmt: skip
+         "sampling", "labels": "labels", "noising": "learning", "update": "learning"}  # fmt: skip
 
 
 @dataclass(frozen=True)

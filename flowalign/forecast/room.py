@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from flowalign.adapters.files import AdapterError, read_lora
-from flowalign.config import ConfigError, TrainingStage
+from flowalign.config import ConfigError, ForwardStage, TrainingStage
 from flowalign.disk import existing
 from flowalign.forecast.architectures import build, find
 
@@ -36,11 +36,13 @@ def adapter_bytes(config: TrainingStage) -> int:
     return 4 * config.lora.rank * sum(layer.in_features + layer.out_features for layer in layers)
 
 
-def checkpoint_bytes(config: TrainingStage) -> int:
-    """Bytes of a checkpoint: the adapter, its average, Adam's two moments and the best adapter."""
+def checkpoint_bytes(config: TrainingStage, adapter: int) -> int:
+    """Bytes of a checkpoint: the adapter, its average, Adam's two moments, the best adapter
+    and the policies of nft and awm. adapter: bytes of one of them (`adapter_bytes`)."""
     moments = 2 * (ADAM_8BIT if config.optimizer.name == "adamw8bit" else 1)
-    copies = 1 + (config.ema is not None) + moments + 1
-    return round(adapter_bytes(config) * copies)
+    policies = len(config.policies) if isinstance(config, ForwardStage) else 0
+    copies = 1 + (config.ema is not None) + moments + 1 + policies
+    return round(adapter * copies)
 
 
 def check_room(config: TrainingStage) -> None:
@@ -48,9 +50,10 @@ def check_room(config: TrainingStage) -> None:
     that are there already need no more. Not counted: samples, and what trackers write."""
     folder = Path(config.output)
     try:
-        one, own = checkpoint_bytes(config), adapter_bytes(config)
+        own = adapter_bytes(config)
     except Exception:  # a model that cannot be built without its weights, or at all: said later
         return
+    one = checkpoint_bytes(config, own)
     keep = min(config.train.keep, -(-config.train.updates // config.train.checkpoint_every))
     there = sum(p.stat().st_size for p in folder.glob("checkpoints/*/*") if p.is_file())
     # a checkpoint is whole before the oldest one goes

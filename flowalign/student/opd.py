@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,10 @@ from torch import Tensor
 from flowalign import metrics, parallel, sde
 from flowalign.backbone import Backbone
 from flowalign.config import OpdStage, StatesConfig
-from flowalign.loop import Algorithm, Pairs, Prepared, pairs_of
+from flowalign.loop import Algorithm, Pairs, Prepared, Stateless, pairs_of
 from flowalign.losses import policy_loss, published_loss, step_weights, velocity_error
 from flowalign.parallel import Means
-from flowalign.rollout import Schedule
+from flowalign.rollout import Schedule, window_of
 from flowalign.types import Rollout, StepLoss, Teacher
 
 BETA = {"low_noise": (5.0, 2.0), "high_noise": (2.0, 5.0)}  # over the place in the window, 0..1
@@ -40,11 +41,12 @@ class Labels(Prepared):
     rewarded: Prepared | None = None  # for the loss on rewards, with student.reward_weight
 
 
-class Opd:
+class Opd(Stateless):
     """The algorithm. teachers label by task; anchor labels every task (MAR).
 
-    schedule holds the window; which of its steps an update trains is drawn by student.states from
-    (seed, update). grpo adds its loss on the tasks' rewards, times student.reward_weight.
+    schedule holds the window, or all steps that a moving one comes to. Which steps an update trains
+    is a function of (seed, update): those of its window, or a draw among them by student.states.
+    grpo adds its loss on the tasks' rewards, times student.reward_weight.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class Opd:
         grpo: Algorithm[Any] | None = None,
     ) -> None:
         self.settings, self.seed, self.guidance = config.student, config.seed, config.guidance
-        self.micro_batch = config.optimizer.micro_batch
+        self.micro_batch, self.rollout = config.optimizer.micro_batch, config.rollout
         self.backbone, self.accelerator = backbone, accelerator
         self.teachers, self.anchor, self.grpo = teachers, anchor, grpo
         self.anchor_weight = config.anchor.weight if config.anchor else 0.0
@@ -71,8 +73,9 @@ class Opd:
 
     def plan(self, update: int) -> Schedule:
         """The states that this update trains: a function of (seed, update)."""
-        steps = chosen(self.settings.states, self.schedule.trained, (self.seed, update))
-        return dataclasses.replace(self.schedule, chosen=steps)
+        window = window_of(self.rollout, self.seed, update)
+        steps = chosen(self.settings.states, list(range(*window)), (self.seed, update))
+        return dataclasses.replace(self.schedule, window=window, chosen=steps)
 
     def sources(self, tasks: list[str]) -> None:
         """The student samples: on-policy."""
@@ -118,6 +121,10 @@ class Opd:
             policy, measured = rewarded.total, {**measured, **rewarded.metrics}
             total = total + self.settings.reward_weight * policy
         return StepLoss(total, policy, distill, anchor, measured, counts)
+
+    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
+        """What the loss on rewards remembers."""
+        return self.grpo.tensors() if self.grpo else {}
 
     # The four gradients ------------------------------------------------------------------------
 

@@ -7,16 +7,17 @@ sigma eps the student's velocity is fitted to eps - x0 (2210.02747, eq. 23 for t
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from flowalign.backbone import Backbone
 from flowalign.config import SftStage
-from flowalign.loop import Pairs, Prepared
+from flowalign.loop import Pairs, Prepared, Stateless
 from flowalign.losses import velocity_error
-from flowalign.rollout import Noise, OnImages, Schedule
+from flowalign.noising import noised, stratified
+from flowalign.rollout import OnImages, Schedule
 from flowalign.teachers.bank import Bank
 from flowalign.types import Rollout, Source, StepLoss
 
@@ -30,7 +31,7 @@ class Targets(Prepared):
     velocity: Tensor  # [B,S,C,h,w] eps - x0 at the states
 
 
-class Sft:
+class Sft(Stateless):
     """The algorithm. The teachers of `bank` sample without noise.
 
     Each image is learnt from at `sft.states` noise levels an update, which all images of the update
@@ -44,10 +45,11 @@ class Sft:
     def __init__(self, config: SftStage, backbone: Backbone, bank: Bank) -> None:
         self.bank, self.seed, self.states = bank, config.seed, config.sft.states
         self.guidance, self.shift = config.guidance, backbone.shift
-        self.schedule = Schedule(backbone.sigmas(config.rollout.steps), "ode", 0.0, None)
+        sigmas, solver = backbone.sigmas(config.rollout.steps), config.rollout.solver
+        self.schedule = Schedule(sigmas, "ode", 0.0, None, solver=solver)
 
     def plan(self, update: int) -> Schedule:
-        """To the end, by Euler steps; no state on the way is kept."""
+        """To the end, without noise; no state on the way is kept."""
         return self.schedule
 
     def sources(self, tasks: list[str]) -> list[Source]:
@@ -56,30 +58,14 @@ class Sft:
 
     def prepare(self, rollout: Rollout, update: int) -> Targets:
         """Noise the teachers' latents: the states and target velocities of this update."""
-        assert rollout.latents is not None
-        rng = np.random.default_rng([self.seed, update, SFT])
-        u = torch.from_numpy((np.arange(self.states) + rng.random(self.states)) / self.states)
-        u = u.flip(0).float()
-        sigmas = self.shift * u / (1 + (self.shift - 1) * u)  # [S], falling
-        clean = rollout.latents[:, None]  # [B,1,C,h,w]
-        own = Noise((self.seed, update, SFT))
-        drawn = [
-            own.draw(prompt, copy, clean.shape[2:], self.states - 1)
-            for prompt, copy in zip(rollout.group.tolist(), rollout.copy.tolist(), strict=True)
-        ]
-        noise, sigma = torch.stack(drawn).to(clean), sigmas.to(clean)[:, None, None, None]
-        noised = dataclasses.replace(
-            rollout,
-            states=(1 - sigma) * clean + sigma * noise,
-            steps=list(range(self.states)),
-            sigmas=torch.cat([sigmas, torch.zeros(1)]),  # [S+1], as of a schedule
-        )
+        key = (self.seed, update, SFT)
+        states = noised(rollout, stratified(self.shift, self.states, key), key)
         return Targets(
-            rollout=noised,
+            rollout=states.rollout,
             keep=torch.ones(len(rollout), dtype=torch.bool),
             metrics={},
             notes=[""] * len(rollout),
-            velocity=noise - clean,
+            velocity=states.velocity,
         )
 
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: Targets) -> StepLoss:
@@ -87,3 +73,7 @@ class Sft:
         target = prepared.velocity[pairs.rows, pairs.columns]
         error = velocity_error(velocity, target).mean()
         return StepLoss(total=error, distill=error)
+
+    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
+        """Nothing."""
+        return {}

@@ -188,7 +188,7 @@ def _about(state: str, status: Status, now: float, kind: str) -> str:
 
 
 def _again(kind: str) -> str:
-    alone = kind in ("grpo", "opd", "sft")  # a recipe resumes by itself
+    alone = kind in ("grpo", "nft", "awm", "opd", "sft")  # a recipe resumes by itself
     return f"To continue, give the same command again{' with --resume' if alone else ''}."
 
 

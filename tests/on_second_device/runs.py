@@ -10,6 +10,7 @@ from typing import Any
 import fakes
 import pytest
 import test_checkpoint
+import test_nft
 import test_recipe
 import torch
 import yaml
@@ -59,11 +60,14 @@ def lines(folder: Path) -> list[dict[str, float]]:
 def settings(model: str, output: Path, stage: str) -> config.TrainingStage:
     """Two updates of a stage with everything on, two evaluations, a reward with a network."""
     held_out = f"validation={output.parent / 'prompts.txt'}"
-    tasks = range(1 if stage == "grpo" else 2)
+    tasks = range(2 if stage in ("opd", "sft") else 1)
     judged = [f"tasks.{task}.{said}" for task in tasks for said in (PICKSCORE, held_out)]
     shared = [*SMOOTH, *judged, "evaluation={every: 1, prompts: 3}", "train.updates=2"]
     if stage == "grpo":
         return fakes.settings(model, output, *shared, "optimizer.updates_per_rollout=2")
+    if stage in test_nft.STAGES:
+        both = [*test_nft.STAGES[stage], "optimizer.updates_per_rollout=2"]
+        return fakes.forward(model, output, *shared, *both, stage=stage)
     more = DISTILLED if stage == "opd" else ["sft.states=3"]
     return fakes.distillation(model, output, *shared, *more, stage=stage)
 
@@ -75,7 +79,7 @@ def trained(config: config.TrainingStage) -> Loop:
     return loop
 
 
-@pytest.mark.parametrize("stage", ["grpo", "opd", "sft"])
+@pytest.mark.parametrize("stage", ["grpo", "nft", "awm", "opd", "sft"])
 def test_a_stage_gives_the_numbers_of_the_cpu(
     random_model: str, tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,7 +189,7 @@ def _references(folder: Path, count: int) -> None:
         (folder / f"{index}.png").write_bytes(png(image))
 
 
-@pytest.mark.parametrize("stage", ["grpo", "opd"])
+@pytest.mark.parametrize("stage", ["grpo", "nft", "opd"])
 def test_doctor_looks_at_a_run(random_model: str, tmp_path: Path, stage: str) -> None:
     found = settings(random_model, tmp_path / "run", stage)
     faults = [f.text for f in live.examine(found).findings if f.level == "fault"]

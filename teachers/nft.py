@@ -1,0 +1,59 @@
+"""DiffusionNFT (2509.16117): a teacher learns from clean images what to move to and away from.
+
+An old policy samples, by any solver. Each image pulls a positive branch of the velocity, and pushes
+a negative one, in proportion to how good it is in its group. configs/tiny/teacher_ocr_nft.yaml is a
+run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from accelerate import Accelerator
+from torch import Tensor
+
+from flowalign import metrics
+from flowalign.backbone import Backbone
+from flowalign.config import NftStage
+from flowalign.loop import Pairs
+from flowalign.matching import chosen_advantage, nft_loss, optimality
+from flowalign.teachers.forward import Forward, Matched, keeping
+from flowalign.types import Reward, Rollout, StepLoss
+
+
+class Nft(Forward):
+    """The algorithm. rewards: by task name."""
+
+    def __init__(
+        self,
+        config: NftStage,
+        backbone: Backbone,
+        accelerator: Accelerator,
+        rewards: Mapping[str, Reward],
+    ) -> None:
+        self.settings, self.several = config.nft, config.optimizer.updates_per_rollout > 1
+        super().__init__(config, backbone, accelerator, rewards)
+
+    def prepare(self, rollout: Rollout, update: int) -> Matched:
+        """An image without an advantage (r = 1/2) has no gradient while the student is the old
+        policy: it then only keeps the student near it, and near the base."""
+        prepared, s = super().prepare(rollout, update), self.settings
+        moved = self.old is not None and (self.several or not self.old.is_student)
+        advantage = chosen_advantage(prepared.advantage, s.adv_mode)
+        return keeping(prepared, moved or s.kl_weight > 0, advantage)
+
+    def loss(self, pairs: Pairs, velocity: Tensor, prepared: Matched) -> StepLoss:
+        """advantage_clip times the loss of NFT, plus kl_weight times the drift from the base."""
+        s = self.settings
+        target = prepared.velocity[pairs.rows, pairs.columns]
+        r = optimality(prepared.advantage[pairs.rows], s.advantage_clip)
+        old = self.old_velocity(pairs, velocity)
+        elements = nft_loss(velocity, old, target, pairs.sigma, r, beta=s.beta)
+        policy = total = s.advantage_clip * elements.mean()
+        measured = {}
+        drift = self.drift(pairs, velocity)
+        if drift is not None:
+            measured[metrics.DRIFT] = float(drift.detach().mean())
+            if s.kl_weight > 0:
+                total = total + s.kl_weight * drift.mean()
+        return StepLoss(total=total, policy=policy, metrics=measured)

@@ -1,0 +1,247 @@
+"""Advantages that need more than one reward a rollout: parts of a reward, and earlier rollouts."""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.testing import assert_close
+
+from flowalign import train
+from flowalign.config import ConfigError, parse, to_yaml
+from flowalign.credit import adora, gated, gdpo
+from flowalign.earlier import Earlier
+from flowalign.loop import Loop, TrainingError
+from flowalign.preflight import check_world
+from flowalign.rewards.scoring import score
+from flowalign.types import PromptBatch, Scores
+
+ROOT = Path(__file__).parents[1]
+WEIGHTED = (
+    "tasks.0.reward={name: weighted, options: {rewards: ["
+    "{name: 'fakes:redness', weight: 2.0}, {name: 'fakes:vivid', weight: -0.5}]}}"
+)
+SMALL = ["optimizer.eps=1.0", "optimizer.lr=30.0"]  # Adam's first step ~ lr * gradient
+
+
+def weights(loop: Loop) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in loop.parameters])
+
+
+def main(*argv: object) -> int:
+    fakes.AcceleratorState._reset_state(reset_partial_state=True)
+    return train.main([str(arg) for arg in argv])
+
+
+class Summed:
+    """A reward of the user's with `weights`, whose scores may lack a part."""
+
+    def __init__(self, parts: Sequence[str] = ("red", "dark")) -> None:
+        self.weights = {"red": 1.0, "dark": 3.0}
+        self.given = parts
+
+    def __call__(
+        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> Scores:
+        red = fakes.redness(images, prompts, metadata).value
+        parts = {"red": red, "dark": -images.mean((1, 2, 3))}
+        value = red + 3 * parts["dark"]
+        return Scores.of(value, **{name: parts[name] for name in self.given})
+
+
+# Parts -------------------------------------------------------------------------------------------
+
+
+def test_gdpo_normalises_the_parts_of_a_weighted_reward(random_model: str, tmp_path: Path) -> None:
+    given = fakes.settings(random_model, tmp_path / "run", WEIGHTED, "grpo.advantage=gdpo")
+    loop = fakes.wired(given, moved=True)
+    rollout = loop.rollout(0)
+    assert rollout.images is not None
+    asked = rollout.images, rollout.batch.prompts, rollout.batch.metadata
+    parts = torch.stack([score(fakes.redness, *asked).value, score(fakes.vivid, *asked).value])
+    scales = torch.tensor([[2.0], [-0.5]]).expand(2, len(rollout))
+    expected = gdpo((scales * parts).sum(0), rollout.group, parts=parts, weights=scales)
+    found: Any = loop.prepare(rollout)
+    assert_close(found.advantage, expected)
+    assert bool((found.advantage != 0).all())
+
+
+def test_every_task_has_parts_of_its_own(random_model: str, tmp_path: Path) -> None:
+    """One a sum of two, the other of three, one of which has a name of the first task's."""
+    found = fakes.settings(random_model, tmp_path / "run", "rollout.prompts=4")
+    raw = found.model_dump(mode="json")
+    (red,) = raw["tasks"]
+    sums = {
+        "two": [("fakes:redness", "a", 1.0), ("fakes:vivid", "b", 1.0)],
+        "three": [("fakes:vivid", "a", 2.0), ("fakes:redness", "c", 1.0),
+                  ("fakes:redness", "d", 0.5)],
+    }  # fmt: skip
+    raw["tasks"] = [
+        {**red, "name": name, "reward": {"name": "weighted", "options": {"rewards": [
+            {"name": reward, "label": label, "weight": weight} for reward, label, weight in terms
+        ]}}} for name, terms in sums.items()
+    ]  # fmt: skip
+    raw["grpo"]["advantage"] = "gdpo"
+    loop = fakes.wired(parse(raw), moved=True)
+    rollout = loop.rollout(0)
+    prepared: Any = loop.prepare(rollout)
+    assert rollout.images is not None
+    for name, terms in sums.items():
+        rows = [i for i, task in enumerate(rollout.batch.tasks) if task == name]
+        asked = rollout.batch.select(rows)
+        parts = [
+            fakes.redness(rollout.images[rows], asked.prompts, asked.metadata).value
+            * (1e3 if reward == "fakes:vivid" else 1)
+            for reward, _, _ in terms
+        ]
+        scales = torch.tensor([[weight] for _, _, weight in terms]).expand(len(terms), len(rows))
+        expected = gdpo(parts[0], rollout.group[rows], parts=torch.stack(parts), weights=scales)
+        assert_close(prepared.advantage[rows], expected)
+
+
+def test_a_reward_without_parts_is_refused_before_a_model_is_loaded(
+    random_model: str, tmp_path: Path
+) -> None:
+    wrong = ["grpo.advantage=gdpo", "tasks.0.reward={name: clipscore, options: {model: tiny}}"]
+    with pytest.raises(ConfigError) as static:  # of a built-in one it is known from its name
+        check_world(fakes.settings("no such model", tmp_path / "run", *wrong), 1)
+    assert any(p.startswith("tasks.0.reward: ") and "gdpo" in p for p in static.value.problems)
+    given = fakes.settings("no such model", tmp_path / "run", "grpo.advantage=gdpo")
+    with pytest.raises(ConfigError) as built:  # of the user's own it is known when it is built
+        fakes.wired(given)
+    (problem,) = built.value.problems
+    assert problem.startswith("tasks.0.reward: ") and "'fakes:redness'" in problem
+    fakes.settings("x", tmp_path / "run", *wrong, "grpo.advantage=group_std")
+    check_world(fakes.settings(random_model, tmp_path / "run", WEIGHTED, wrong[0]), 1)
+
+
+def test_a_part_that_is_weighted_and_not_given_stops_the_run(
+    random_model: str, tmp_path: Path
+) -> None:
+    def run(parts: str) -> Any:
+        reward = f"tasks.0.reward={{name: 'test_advantages:Summed', options: {{parts: {parts}}}}}"
+        given = fakes.settings(random_model, tmp_path / "run", "grpo.advantage=gdpo", reward)
+        loop = fakes.wired(given, moved=True)
+        return loop.prepare(loop.rollout(0))
+
+    assert bool((run("[red, dark]").advantage != 0).all())
+    with pytest.raises(TrainingError, match="'dark'"):
+        run("[red]")
+
+
+# Earlier rollouts --------------------------------------------------------------------------------
+
+
+def test_averages_of_earlier_rollouts() -> None:
+    earlier = Earlier([("a",), ("b",)], decay=0.5)
+    place, valid = torch.tensor([0, 0, 1, 1]), torch.tensor([True, True, True, False])
+    assert earlier.average(place, 0).isnan().all()
+    earlier.add(place, torch.tensor([0.0, 1.0, 4.0, torch.nan]), valid, 0)
+    assert earlier.average(place, 0).isnan().all()  # not yet: the update may be done again
+    assert earlier.average(place, 1).tolist() == [0.5, 0.5, 4.0, 4.0]
+    earlier.add(torch.tensor([0]), torch.tensor([1.5]), torch.tensor([True]), 1)
+    assert earlier.average(place, 2).tolist() == [1.0, 1.0, 4.0, 4.0]
+
+
+def test_an_update_that_is_done_again_counts_once() -> None:
+    earlier, place, sound = Earlier([("a",)], 0.5), torch.zeros(1, dtype=torch.int64), torch.ones(1)
+    earlier.add(place, torch.tensor([1.0]), sound.bool(), 0)
+    for _ in range(3):  # interrupted twice, before its gradient was taken
+        assert earlier.average(place, 1).tolist() == [1.0]
+        earlier.add(place, torch.tensor([3.0]), sound.bool(), 1)
+    assert earlier.average(place, 2).tolist() == [2.0]
+
+
+def test_a_prompt_of_two_tasks_has_two_averages() -> None:
+    earlier = Earlier([("a", "x"), ("b", "x"), ("a", "y")], 0.9)
+    batch = PromptBatch(["x", "x", "y"], ["b", "a", "a"], [{}] * 3)
+    assert earlier.place(batch).tolist() == [1, 0, 2]
+
+
+@pytest.mark.parametrize("name", ["adora", "gated"])
+def test_advantages_follow_what_was_seen_before(
+    name: str, random_model: str, tmp_path: Path
+) -> None:
+    """The second rollout of the same prompts, against the averages of the first."""
+    overrides = [f"grpo.advantage={name}", "grpo.earlier={amplify: 3.0, attenuate: 0.25}"]
+    given = fakes.settings(random_model, tmp_path / "run", "rollout.prompts=8", *overrides)
+    loop = fakes.wired(given, moved=True)
+    first = loop.rollout(0)
+    loop.prepare(first)
+    loop.update = 1
+    second = loop.rollout(1)
+    found: Any = loop.prepare(second)
+    scores = [fakes.redness(Tensor(r.images), [], []).value for r in (first, second)]
+    if name == "adora":
+        bar = scores[0].double().mean().expand(len(second))
+        expected = adora(scores[1], second.group, bar=bar, amplify=3.0)
+    else:
+        rows = [[q == p for q in first.batch.prompts] for p in second.batch.prompts]
+        before = torch.stack([scores[0][torch.tensor(own)].mean() for own in rows])
+        expected = gated(scores[1], second.group, before=before, attenuate=0.25)
+    plain = adora(scores[1], second.group)
+    assert_close(found.advantage, expected)
+    changed = found.advantage != plain
+    assert changed.any() and not changed.all()
+
+
+@pytest.mark.parametrize("name", ["adora", "gated"])
+def test_a_resumed_run_has_the_same_memory(name: str, random_model: str, tmp_path: Path) -> None:
+    """Bit-equal weights, and bit-equal averages."""
+    given = [f"grpo.advantage={name}", "grpo.earlier={amplify: 5.0, attenuate: 0.0}", *SMALL,
+             "train.checkpoint_every=2", "train.updates=4", "rollout.prompts=4"]  # fmt: skip
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(fakes.settings(random_model, tmp_path / "whole", *given)))
+    assert main("--config", path) == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    for late in (tmp_path / "again" / "checkpoints").glob("*4"):
+        shutil.rmtree(late)
+    assert main("--config", path, "--resume", f"output={tmp_path / 'again'}") == 0
+    ends = [tmp_path / run / "checkpoints" / "update_000004" for run in ("whole", "again")]
+    for file in ("adapter.safetensors", "earlier.safetensors"):
+        whole, again = (load_file(end / file) for end in ends)
+        assert whole.keys() == again.keys()
+        assert all(torch.equal(whole[key], again[key]) for key in whole), file
+    logs = [(tmp_path / run / "metrics.jsonl").read_text() for run in ("whole", "again")]
+    lines = [[json.loads(line) for line in log.splitlines()] for log in logs]
+    whole, again = (
+        [{key: value for key, value in row.items() if "second" not in key} for row in rows]
+        for rows in lines
+    )
+    assert whole == again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gdpo", "adora", "gated"])
+def test_two_processes_have_the_advantages_of_one(
+    name: str, random_model: str, tmp_path: Path
+) -> None:
+    """Though each holds one task only, and so only one task's parts and averages."""
+    given = ["rollout.prompts=2", "rollout.batch_size=8", f"grpo.advantage={name}", WEIGHTED,
+             "optimizer.micro_batch=4", "train.updates=3", *SMALL]  # fmt: skip
+    found = fakes.settings(random_model, tmp_path / "one" / "run", *given)
+    raw = found.model_dump(mode="json")
+    (red,) = raw["tasks"]
+    other = {"name": "weighted", "options": {"rewards": [
+        {"name": "fakes:vivid", "label": "v"}, {"name": "test_advantages:Summed", "label": "s"}
+    ]}}  # fmt: skip
+    raw["tasks"] = [red, {**red, "name": "vivid", "reward": other}]
+    path = tmp_path / "mixed.yaml"
+    path.write_text(to_yaml(parse(raw)))
+    assert main("--config", path) == 0
+    two = tmp_path / "two" / "run"
+    done = fakes.launch(ROOT / "train.py", "--config", path, f"output={two}")
+    assert done.returncode == 0, done.stderr
+    last = "checkpoints/update_000003"
+    assert (two / last / "rng_1.json").exists()  # two, indeed
+    for file in ("adapter", *["earlier"] * (name != "gdpo")):
+        ends = [load_file(run / last / f"{file}.safetensors") for run in (two, Path(found.output))]
+        assert ends[0].keys() == ends[1].keys()
+        for key in ends[0]:
+            assert_close(ends[0][key], ends[1][key], rtol=1e-5, atol=1e-5)

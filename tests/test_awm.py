@@ -1,0 +1,120 @@
+"""teachers/awm.py: the surrogate ratio, and the distances to base and average. What it shares with
+nft is in test_nft.py."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from flowalign import matching
+from flowalign.loop import STUDENT, Loop, Pairs, pairs_of
+from flowalign.teachers.awm import AVERAGE, Awm
+from flowalign.teachers.forward import Matched
+
+
+def ready(model: str, folder: Path, *overrides: str) -> tuple[Loop, Matched, Pairs]:
+    """A run whose adapter matters, its first rollout, and all its pairs."""
+    loop = fakes.wired(fakes.forward(model, folder, *overrides, stage="awm"), moved=True)
+    found = loop.algorithm.prepare(loop.rollout(0), 0)
+    assert isinstance(loop.algorithm, Awm) and isinstance(found, Matched)
+    (pairs,) = pairs_of(found.rollout, torch.ones(8, dtype=torch.bool), 100)
+    return loop, found, pairs
+
+
+def gradient(loop: Loop, loss: Tensor) -> Tensor:
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, loop.parameters)])
+
+
+def velocity(loop: Loop, pairs: Pairs, adapter: str | None) -> Tensor:
+    with loop.backbone.adapter(adapter):
+        return loop.backbone.velocity(pairs.x, pairs.sigma, pairs.conditioning, guidance=1.0)
+
+
+@pytest.mark.parametrize("weighting", matching.WEIGHTINGS)
+def test_at_ratio_one_it_is_advantage_weighted_matching(
+    random_model: str, tmp_path: Path, weighting: str
+) -> None:
+    """-A times the slope of the log-likelihood; with uniform weights, A |v - target|^2."""
+    loop, found, pairs = ready(random_model, tmp_path / "run", f"awm.weighting={weighting}")
+    step = loop.algorithm.loss(pairs, loop.velocity(pairs), found)
+    assert step.metrics["ratio_error"] == 0 and step.metrics["clip_fraction"] == 0
+    advantage = found.advantage[pairs.rows]
+    assert float(step.total.detach()) == pytest.approx(-float(advantage.mean()), abs=1e-6)
+    target = found.velocity[pairs.rows, pairs.columns]
+    log_prob = matching.awm_log_prob(
+        loop.velocity(pairs), target, pairs.sigma, weighting=weighting, power=0.25
+    )
+    expected = gradient(loop, -(advantage * log_prob).mean())
+    if weighting == "uniform":
+        error = ((loop.velocity(pairs) - target) ** 2).mean((1, 2, 3))
+        assert_close(expected, gradient(loop, (advantage * error).mean()))
+    scale = float(expected.abs().max())
+    assert_close(gradient(loop, step.total), expected, rtol=1e-4, atol=1e-6 * scale)
+
+
+def test_the_ratio_is_to_the_weights_that_sampled(random_model: str, tmp_path: Path) -> None:
+    """The second optimizer step of a rollout has moved from them, by as much as is logged."""
+    loop, found, pairs = ready(random_model, tmp_path / "run", "optimizer.updates_per_rollout=2",
+                               "awm.weighting=uniform", "awm.clip_range=0.05")  # fmt: skip
+    old = velocity(loop, pairs, "old")
+    assert loop.algorithm.old and not loop.algorithm.old.is_student  # as after a step
+    step = loop.algorithm.loss(pairs, loop.velocity(pairs), found)
+    target = found.velocity[pairs.rows, pairs.columns]
+    new, before = (
+        ((v - target) ** 2).mean((1, 2, 3)) for v in (velocity(loop, pairs, STUDENT), old)
+    )
+    ratio, advantage = (before - new).exp(), found.advantage[pairs.rows]
+    expected = -torch.minimum(advantage * ratio, advantage * ratio.clamp(0.95, 1.05)).mean()
+    assert float(step.total.detach()) == pytest.approx(float(expected.detach()), abs=1e-6)
+    assert step.metrics["ratio_error"] == pytest.approx(
+        float((ratio - 1).detach().abs().max()), abs=1e-6
+    )
+
+
+def test_advantages_are_clipped_to_one(random_model: str, tmp_path: Path) -> None:
+    _, found, _ = ready(random_model, tmp_path / "run", "awm.advantage=group_std")
+    assert float(found.advantage.abs().max()) == 1
+
+
+def test_base_and_average_hold_the_student_back(random_model: str, tmp_path: Path) -> None:
+    given = ["awm.kl_weight=0.7", "awm.ema_kl_weight=0.3"]
+    loop, found, pairs = ready(random_model, tmp_path / "run", *given)
+    assert found.keep.all()
+    plain, same, _ = ready(random_model, tmp_path / "plain")
+    step = loop.algorithm.loss(pairs, loop.velocity(pairs), found)
+    alone = plain.algorithm.loss(pairs, plain.velocity(pairs), same)
+    v = velocity(loop, pairs, STUDENT)
+    base, average = (((v - velocity(loop, pairs, name)) ** 2).mean() for name in (None, AVERAGE))
+    assert (
+        float(base.detach()) > 1e-4 and float(average.detach()) > 1e-4
+    )  # it was copied before the shake
+    more = float((0.7 * base + 0.3 * average).detach())
+    assert float((step.total - alone.total).detach()) == pytest.approx(more, rel=1e-3)
+    assert step.metrics["drift"] == pytest.approx(float(base.detach()), rel=1e-4)
+
+
+def test_the_average_follows_by_its_own_schedule(random_model: str, tmp_path: Path) -> None:
+    given = ["awm.ema_kl_weight=1.0", "awm.average={decay: 0.3, rise: 0.2}", "train.updates=2",
+             "optimizer.updates_per_rollout=2", "optimizer.lr=1e-2"]  # fmt: skip
+    loop = fakes.wired(fakes.forward(random_model, tmp_path / "run", *given, stage="awm"))
+    seen: list[Any] = [[p.detach().clone() for p in loop.parameters]]
+    learnt = loop.algorithm.learnt
+
+    def note(steps: int) -> None:
+        learnt(steps)
+        seen.append(([p.detach().clone() for p in loop.parameters], steps))
+
+    loop.algorithm.learnt = note  # pyright: ignore[reportAttributeAccessIssue]
+    loop.run()
+    average = seen[0]
+    for student, kept in ((seen[1], 0.3), (seen[2], 0.3)):  # .2 x 2 steps is above .3
+        average = [kept * a + (1 - kept) * s for a, s in zip(average, student[0], strict=True)]
+    assert [steps for _, steps in seen[1:]] == [2, 4]
+    assert_close(loop.algorithm.policies[AVERAGE].parameters, average)
+    rows = [json.loads(line) for line in (loop.folder / "metrics.jsonl").read_text().splitlines()]
+    assert rows[1]["drift"] > 0

@@ -1,0 +1,359 @@
+"""teachers/nft.py and what it shares with awm: the old policy, forward passes, resume, refusals."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pytest
+import test_checkpoint
+import test_train
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from flowalign import matching
+from flowalign.config import ConfigError, to_yaml
+from flowalign.ema import rising_decay
+from flowalign.loop import STUDENT, Loop, pairs_of
+from flowalign.rollout import Noise, places, sample
+from flowalign.teachers.awm import Awm
+from flowalign.teachers.forward import Forward, Matched
+from flowalign.teachers.nft import Nft
+from flowalign.types import Source
+
+AVERAGED = "nft.old={decay: 0.5, rise: 0.25}"
+SMOOTH = ["optimizer.eps=1.0", "optimizer.lr=30.0"]  # Adam's first step ~ lr * gradient
+STAGES = {  # with all policies that the stage can have
+    "nft": [AVERAGED, "nft.kl_weight=0.1"],
+    "awm": ["awm.ema_kl_weight=1.0", "awm.average={decay: 0.5, rise: 0.25}", "awm.kl_weight=0.1"],
+}
+
+
+def run(model: str, folder: Path, *overrides: str, stage: str = "nft", **options: Any) -> Loop:
+    """A run of some updates."""
+    moved = options.pop("moved", False)
+    loop = fakes.wired(
+        fakes.forward(model, folder, *overrides, stage=stage, **options), moved=moved
+    )
+    loop.run()
+    return loop
+
+
+def prepared(loop: Loop) -> Matched:
+    found = loop.algorithm.prepare(loop.rollout(0), 0)
+    assert isinstance(found, Matched)
+    return found
+
+
+def weights(parameters: Any) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in parameters])
+
+
+def lines(loop: Loop) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (loop.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def gradient(loop: Loop, loss: Tensor) -> Tensor:
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, loop.parameters)])
+
+
+def passes(loop: Loop) -> list[str | None]:
+    """The adapter of each forward pass from now on."""
+    calls: list[str | None] = []
+    core = loop.backbone.core
+    core.register_forward_pre_hook(lambda *_: calls.append(loop.backbone.active))
+    return calls
+
+
+# What is learnt ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("old", ["{decay: 0.0}", "{decay: 0.5}"])
+def test_the_gradient_is_that_of_the_paper(random_model: str, tmp_path: Path, old: str) -> None:
+    """With an old policy that is the student, and with one that is not."""
+    given = [f"nft.old={old}", "nft.beta=0.5", "nft.advantage_clip=2.0", "nft.kl_weight=0.3"]
+    loop = fakes.wired(fakes.forward(random_model, tmp_path / "run", *given), moved=True)
+    found, backbone, latents = prepared(loop), loop.backbone, loop.rollout(0).latents
+    assert latents is not None and isinstance(loop.algorithm, Nft)
+    (pairs,) = pairs_of(found.rollout, torch.ones(8, dtype=torch.bool), 100)
+    ours = gradient(loop, loop.algorithm.loss(pairs, loop.velocity(pairs), found).total)
+
+    def velocity(adapter: str | None) -> Tensor:
+        with backbone.adapter(adapter):
+            x, cond = pairs.x, pairs.conditioning
+            return backbone.velocity(x, pairs.sigma, cond, guidance=1.0)
+
+    v, v_old, v_ref = velocity(STUDENT), velocity("old" if "5" in old else STUDENT), velocity(None)
+    sigma, x0 = pairs.sigma[:, None, None, None], latents[pairs.rows]
+    r = (found.advantage[pairs.rows] / 4 + 0.5).clamp(0, 1)
+    branches = []
+    for branch in (0.5 * v + 0.5 * v_old.detach(), 1.5 * v_old.detach() - 0.5 * v):
+        error = pairs.x - sigma * branch - x0
+        weight = error.detach().abs().mean((1, 2, 3), keepdim=True)
+        branches.append((error**2 / weight).mean((1, 2, 3)))
+    loss = 2 * (r * branches[0] + (1 - r) * branches[1]).mean() / 0.5
+    loss = loss + 0.3 * ((v - v_ref.detach()) ** 2).mean()
+    expected = gradient(loop, loss)
+    assert_close(ours, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("mode", matching.MODES)
+def test_images_without_a_say_are_left_out(random_model: str, tmp_path: Path, mode: str) -> None:
+    """They have no gradient while the student is the old policy; else they have one."""
+    given = [f"nft.adv_mode={mode}", "nft.advantage=group_std"]
+    plain = fakes.wired(fakes.forward(random_model, tmp_path / "a", *given))
+    found, advantage = prepared(plain), plain.algorithm.scored.credit(plain.rollout(0)).advantage
+    chosen = matching.chosen_advantage(advantage, mode)
+    assert torch.equal(found.advantage, chosen) and torch.equal(found.keep, chosen != 0)
+    (pairs,) = pairs_of(found.rollout, ~found.keep if (~found.keep).any() else found.keep, 100)
+    slope = gradient(plain, plain.algorithm.loss(pairs, plain.velocity(pairs), found).total)
+    assert bool(slope.abs().max() > 1e-6) == bool(found.keep.all())
+    for more in ([AVERAGED], ["nft.kl_weight=0.1"], ["optimizer.updates_per_rollout=2"]):
+        moved = fakes.wired(fakes.forward(random_model, tmp_path / "b", *given, *more), moved=True)
+        assert prepared(moved).keep.all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_few_updates_raise_the_reward(random_model: str, tmp_path: Path, stage: str) -> None:
+    overrides = ["optimizer.lr=3e-2", "rollout.copies=32", "rollout.batch_size=64",
+                 "optimizer.micro_batch=64", "train.updates=20"]  # fmt: skip
+    rows = lines(run(random_model, tmp_path / "run", *overrides, stage=stage))
+    rewards = torch.tensor([row["reward"] for row in rows])
+    assert rewards[-3:].mean() > rewards[:3].mean() + 0.7 * rows[0]["reward_std"]
+
+
+def test_the_drift_is_the_distance_to_the_base(random_model: str, tmp_path: Path) -> None:
+    fresh = run(random_model, tmp_path / "fresh", "train.updates=1")
+    assert lines(fresh)[0]["drift"] == 0
+    loop = run(random_model, tmp_path / "run", "train.updates=1", moved=True)
+    other = fakes.wired(fakes.forward(random_model, tmp_path / "other"), moved=True)
+    pairs = next(pairs_of(prepared(other).rollout, prepared(other).keep, 8))
+    with other.backbone.base(), torch.no_grad():
+        base = other.velocity(pairs)
+    expected = float(((other.velocity(pairs).detach() - base) ** 2).mean())
+    assert lines(loop)[0]["drift"] == pytest.approx(expected, rel=1e-4) and expected > 1e-4
+
+
+# Forward passes: what the stage costs -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_forward_pass_is_wasted(random_model: str, tmp_path: Path, stage: str) -> None:
+    """4 steps to sample, 3 noise levels to learn, and one batch for the drift in the log."""
+    loop = fakes.wired(fakes.forward(random_model, tmp_path / "run", stage=stage))
+    calls = passes(loop)
+    found = prepared(loop)
+    assert calls == [STUDENT] * 4 and found.keep.all()
+    calls.clear()
+    loop.learn(found)
+    assert calls == [STUDENT, None, STUDENT, STUDENT]
+    assert not loop.algorithm.policies  # nor is there memory for weights that nobody asks for
+
+
+def test_the_old_policy_is_asked_only_where_it_is_another(
+    random_model: str, tmp_path: Path
+) -> None:
+    """Of two optimizer steps, the first still has the weights that sampled."""
+    given = ["optimizer.updates_per_rollout=2", "optimizer.micro_batch=4", "nft.states=1"]
+    loop = fakes.wired(fakes.forward(random_model, tmp_path / "run", *given))
+    calls = passes(loop)
+    found = prepared(loop)
+    assert calls == [STUDENT] * 4
+    calls.clear()
+    loop.learn(found)
+    assert calls == [STUDENT, None, STUDENT, "old", None]
+    assert loop.algorithm.old.is_student  # it has followed: the next rollout is the student's
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_cost_the_passes_that_they_need(
+    random_model: str, tmp_path: Path, stage: str
+) -> None:
+    loop = fakes.wired(fakes.forward(random_model, tmp_path / "run", *STAGES[stage], stage=stage))
+    found, calls = prepared(loop), passes(loop)
+    loop.learn(found)
+    each = {"nft": [STUDENT, None], "awm": [STUDENT, None, "average"]}[stage]
+    assert calls == 3 * each  # old is the student in the first rollout
+
+
+# The old policy ----------------------------------------------------------------------------------
+
+
+def test_the_official_schedules() -> None:
+    steps = [0, 1, 74, 75, 76, 200, 208, 209, 500, 1000, 5000]
+    linear = [rising_decay(s, decay=0.5, rise=0.001, after=0) for s in steps]
+    late = [rising_decay(s, decay=0.999, rise=0.0075, after=75) for s in steps]
+    none = [rising_decay(s, decay=0.0, rise=0.001, after=0) for s in steps]
+    golden = json.loads((Path(__file__).parent / "golden" / "forward_process.json").read_text())
+    assert golden["meta"]["decay_steps"] == steps
+    for found, kind in ((none, "0"), (linear, "1"), (late, "2")):
+        assert found == pytest.approx(golden["meta"]["decay"][kind], abs=1e-12)
+
+
+def test_the_old_policy_samples_and_follows(random_model: str, tmp_path: Path) -> None:
+    loop = fakes.wired(fakes.forward(random_model, tmp_path / "run", AVERAGED, *SMOOTH))
+    algorithm = loop.algorithm
+    assert isinstance(algorithm, Nft) and algorithm.old and algorithm.sources(["red"]) is None
+    start = weights(algorithm.old.parameters)
+    assert torch.equal(start, weights(loop.parameters))
+    loop.learn(prepared(loop))  # one step: kept is .25
+    student = weights(loop.parameters)
+    assert (student - start).abs().max() > 1e-3
+    assert_close(weights(algorithm.old.parameters), 0.25 * start + 0.75 * student)
+    assert not any(p.requires_grad for p in algorithm.old.parameters)
+    sources = algorithm.sources(["red"] * 8)
+    assert sources == [Source("old", 1.0)] * 8
+    found = loop.rollout(1)
+    settings = loop.config.rollout
+    with loop.backbone.adapter("old"):
+        expected = sample(
+            loop.backbone, found.batch, algorithm.plan(1), guidance=1.0, noise=Noise((0, 1)),
+            places=places(settings.prompts, settings.copies), batch_size=8,
+        )  # fmt: skip
+    assert found.latents is not None and expected.latents is not None
+    assert torch.equal(found.latents, expected.latents)
+    assert loop.backbone.active == STUDENT
+
+
+@pytest.mark.parametrize("ahead", ["true", "false"])
+def test_its_images_are_scored_while_the_next_are_sampled(
+    random_model: str, tmp_path: Path, ahead: str
+) -> None:
+    given = [AVERAGED, f"train.score_while_sampling={ahead}", "rollout.batch_size=3"]
+    loop = fakes.wired(fakes.forward(random_model, tmp_path / "run", *given), moved=True)
+    scored: Any = loop.algorithm.scored
+    found = loop.rollout(0)
+    assert loop.algorithm.sources(["red"]) and scored.scoring.waiting == (
+        8 if ahead == "true" else 0
+    )
+    value = fakes.redness(found.images, [], []).value  # pyright: ignore[reportArgumentType]
+    first, second = (scored.credit(found).advantage.argmax() for _ in range(2))
+    assert first == second and value.std() > 0
+
+
+def test_an_update_of_nan_moves_no_policy(random_model: str, tmp_path: Path) -> None:
+    loop = fakes.wired(fakes.forward(random_model, tmp_path / "run", AVERAGED), moved=True)
+    old = weights(loop.algorithm.old.parameters).clone()
+    found = prepared(loop)
+    found.velocity.fill_(torch.nan)
+    assert loop.learn(found)["skipped_steps"] == 1
+    assert torch.equal(weights(loop.algorithm.old.parameters), old)
+
+
+# Resume, processes, compilation -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_stopped_goes_on_to_the_bits_of_what_was_not(
+    random_model: str, tmp_path: Path, stage: str, steps: int
+) -> None:
+    given = [*STAGES[stage], f"optimizer.updates_per_rollout={steps}", "optimizer.lr=1e-2"]
+
+    def whole(name: str, *overrides: str, resume: bool = False) -> dict[str, Any]:
+        found = fakes.forward(random_model, tmp_path / name, *given, *overrides, stage=stage)
+        loop = fakes.wired(found)
+        assert loop.resume() == resume
+        loop.run()
+        policies = {
+            key: [*map(torch.clone, value)] for key, value in loop.algorithm.tensors().items()
+        }
+        assert policies
+        return test_checkpoint.state(loop) | policies
+
+    once = whole("once")
+    whole("run", "train.updates=2")
+    test_checkpoint.assert_same(whole("run", resume=True), once)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_processes_do_what_one_does(random_model: str, tmp_path: Path, stage: str) -> None:
+    """Scores of the whole batch, noise of an image, and policies are those of one process."""
+    given = ["rollout.prompts=4", "rollout.batch_size=16", "optimizer.micro_batch=3",
+             "optimizer.updates_per_rollout=2", "train.updates=2"]  # fmt: skip
+    given += [*SMOOTH, *STAGES[stage]]
+    found = fakes.forward(random_model, tmp_path / "one" / "run", *given, stage=stage)
+    (path := tmp_path / "forward.yaml").write_text(to_yaml(found))
+    assert test_train.main("--config", path) == 0
+    test_train.processes_agree(path, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("stage", STAGES)
+def test_compiled_is_eager(random_model: str, tmp_path: Path, stage: str) -> None:
+    loops = []
+    for name in ("eager", "compiled"):
+        torch.compiler.reset()
+        found = fakes.forward(random_model, tmp_path / name, *STAGES[stage], stage=stage)
+        loops.append(fakes.wired(found, moved=True))
+    loops[1].backbone.compile(backend="aot_eager")
+    found = [prepared(loop) for loop in loops]
+    assert_close(found[1].rollout.states, found[0].rollout.states, rtol=0, atol=1e-5)
+    slopes = []
+    for loop in loops:
+        (pairs,) = pairs_of(found[0].rollout, torch.ones(8, dtype=torch.bool), 100)
+        total = loop.algorithm.loss(pairs, loop.velocity(pairs), found[0]).total
+        slopes.append(gradient(loop, total))
+    torch.compiler.reset()
+    assert_close(slopes[1], slopes[0], rtol=0, atol=1e-5 * float(slopes[0].abs().max()))
+
+
+# Settings ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("rollout.kind=sde", "rollout.kind: 'sde'"),
+        ("rollout.kind=cps", "rollout.kind: 'cps'"),
+        ("rollout.shared_noise=true", "rollout.shared_noise: true"),
+        ("rollout.copies=1", "rollout.copies: got 1"),
+        ("rollout.window=[0, 2]", "rollout.window: "),
+        ("tasks.0.teacher=red", "tasks.0.teacher: 'red'"),
+        ("tasks.0.reward=null", "tasks.0.reward: missing"),
+        ("{}.states=0", "{}.states: "),
+        ("{}.levels=sampler and {}.states=4", "{}.states: 4 noise levels"),
+        ("{}.within=[0.5, 0.5]", "{}.within: [0.5, 0.5]"),
+        ("{}.advantage_clip=0", "{}.advantage_clip: "),
+        ("grpo.clip_range=0.1", "grpo: unknown key"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(
+    random_model: str, tmp_path: Path, stage: str, override: str, said: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        overrides = override.replace("{}", stage).split(" and ")
+        fakes.forward(random_model, tmp_path / "run", *overrides, stage=stage)
+    assert any(re.match(re.escape(said.replace("{}", stage)), p) for p in error.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("stage", "key", "value"),
+    [("nft", "beta", 0), ("nft", "old.decay", 1.0), ("nft", "adv_mode", "some"),
+     ("awm", "clip_range", 0), ("awm", "weighting", "some"), ("awm", "ghuber_power", 0)],
+)  # fmt: skip
+def test_values_out_of_range_are_refused(
+    random_model: str, tmp_path: Path, stage: str, key: str, value: Any
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        fakes.forward(random_model, tmp_path / "run", f"{stage}.{key}={value}", stage=stage)
+    assert any(p.startswith(f"{stage}.{key}: ") for p in error.value.problems)
+
+
+def test_the_loss_may_have_a_cfg_scale_of_its_own(random_model: str, tmp_path: Path) -> None:
+    given = ["rollout.guidance=4.5", "nft.guidance=1.0"]
+    loop = fakes.wired(fakes.forward(random_model, tmp_path / "run", *given))
+    assert loop.config.guidance == loop.algorithm.guidance == 1.0
+    assert loop.config.evaluation_sampling.guidance == 4.5
+
+
+@pytest.mark.parametrize("kind", [Nft, Awm])
+def test_the_stages_are_wired(random_model: str, tmp_path: Path, kind: type[Forward]) -> None:
+    loop = fakes.wired(fakes.forward(random_model, tmp_path / "run", stage=kind.__name__.lower()))
+    assert isinstance(loop.algorithm, kind)

@@ -1,0 +1,223 @@
+"""Solvers of rollouts without noise: their order, their noise levels, and the images they make."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import fakes
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from flowalign import sde
+from flowalign.backbone import Backbone
+from flowalign.config import ConfigError
+from flowalign.rollout import Noise, Schedule, places, sample
+from flowalign.solvers import SOLVERS, Solver, forwards
+from flowalign.types import Rollout
+
+sys.path.append(str(fakes.ROOT / "benchmarks"))
+import solver_error  # noqa: E402  # pyright: ignore[reportMissingImports]
+
+MEAN, WIDTH = 0.4, 1.5  # of Gaussian data: its velocity field and its flow are known
+
+
+def velocity(x: Tensor, sigma: float) -> Tensor:
+    """E[eps - x0 | x] for x0 ~ N(MEAN, WIDTH^2): d/dsigma of x(sigma) below."""
+    variance = (1 - sigma) ** 2 * WIDTH**2 + sigma**2
+    return -MEAN + (x - (1 - sigma) * MEAN) * (sigma - (1 - sigma) * WIDTH**2) / variance
+
+
+def solve(name: str, sigmas: Tensor, x: Tensor, field: Callable[[Tensor, float], Tensor]) -> Tensor:
+    """As a rollout does."""
+    solver = Solver(name, sigmas)
+    for step in range(len(sigmas) - 1):
+        for sigma in solver.levels(step):
+            x = solver.advance(x, field(x, sigma))
+    return x
+
+
+def euler(sigmas: Tensor, x: Tensor) -> Tensor:
+    for now, after in zip(sigmas.tolist(), sigmas.tolist()[1:], strict=False):
+        ahead = {"noise_level": 0.0, "kind": "ode", "sigma_max": 0.5}
+        x = sde.transition(x, velocity(x, now), now, after, **ahead).mean
+    return x
+
+
+def exact(z: Tensor, sigma: float) -> Tensor:
+    """The solution of the field above that is z at sigma = 1."""
+    return (1 - sigma) * MEAN + z * ((1 - sigma) ** 2 * WIDTH**2 + sigma**2) ** 0.5
+
+
+def ratios(name: str, first: float, last: float) -> list[float]:
+    """By how much the error at `last` falls each time that the steps are halved."""
+    z = torch.linspace(-2, 2, 9).reshape(9, 1, 1, 1)
+    start, errors = exact(z, first), []
+    for steps in (16, 32, 64, 128):
+        sigmas = torch.linspace(first, last, steps + 1)
+        found = euler(sigmas, start) if name == "euler" else solve(name, sigmas, start, velocity)
+        errors.append(float((found - exact(z, last)).abs().mean()))
+    return [coarse / fine for coarse, fine in zip(errors, errors[1:], strict=False)]
+
+
+@pytest.mark.parametrize(("name", "order"), [("euler", 1), ("heun", 2), ("dpm2", 2)])
+def test_halving_the_step_divides_the_error_by_two_to_the_order(name: str, order: int) -> None:
+    assert ratios(name, 0.9, 0.1) == pytest.approx([2**order] * 3, rel=0.1)
+    # the log-SNR, in which dpm2 extrapolates, is infinite at both ends: h^2 log(1/h) there
+    assert all(ratio > 0.8 * 2**order for ratio in ratios(name, 1.0, 0.0))
+
+
+def test_dpm2_is_the_formula_of_dpm_solver_plus_plus() -> None:
+    """2211.01095, algorithm 2, for alpha = 1 - sigma, written out in float64."""
+    sigmas = torch.tensor([1.0, 0.9, 0.7, 0.45, 0.2, 0.0])
+    start = torch.randn(3, 2, 2, 2, generator=torch.Generator().manual_seed(0))
+    s, x, before = sigmas.double(), start.double(), None
+    log_snr = ((1 - s) / s).log()
+    for i in range(5):
+        clean = x - s[i] * velocity(x, float(s[i]))
+        target = clean
+        if before is not None and 1 < i < 4:  # from sigma = 1 on r is infinite
+            r = (log_snr[i] - log_snr[i - 1]) / (log_snr[i + 1] - log_snr[i])
+            target = (1 + 1 / (2 * r)) * clean - 1 / (2 * r) * before
+        decay = (s[i + 1] / s[i]) * ((1 - s[i]) / (1 - s[i + 1]))  # exp(-h)
+        x = s[i + 1] / s[i] * x - (1 - s[i + 1]) * (decay - 1) * target
+        before = clean
+    assert_close(solve("dpm2", sigmas, start, velocity), x.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_heun_is_the_mean_slope_of_both_ends() -> None:
+    sigmas = torch.tensor([1.0, 0.8, 0.5, 0.0])
+    x = start = torch.randn(3, 2, 2, 2, generator=torch.Generator().manual_seed(0))
+    for now, after in ((1.0, 0.8), (0.8, 0.5)):
+        slope = velocity(x, now)
+        ahead = x + (after - now) * slope
+        x = x + (after - now) * (slope + velocity(ahead, after)) / 2
+    x = x - 0.5 * velocity(x, 0.5)
+    assert_close(solve("heun", sigmas, start, velocity), x, rtol=1e-5, atol=1e-5)
+
+
+# Rollouts ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def backbone(random_model: str) -> Backbone:
+    return fakes.adapted(random_model)
+
+
+def run(
+    backbone: Backbone,
+    solver: str,
+    *,
+    steps: int = 5,
+    batch_size: int = 32,
+    prompts: slice = slice(0, 4),
+    window: tuple[int, int] | None = None,
+    finish: bool = True,
+) -> Rollout:
+    schedule = Schedule(backbone.sigmas(steps), "ode", 0.0, window, actions=False, solver=solver)
+    where = places(4, 2)[2 * prompts.start : 2 * prompts.stop]
+    return sample(
+        backbone,
+        fakes.batch(4).select([prompt for prompt, _ in where]),
+        schedule,
+        guidance=2.0,
+        noise=Noise((7, 0)),
+        places=where,
+        batch_size=batch_size,
+        decode=finish,
+        finish=finish,
+    )
+
+
+def latents(rollout: Rollout) -> Tensor:
+    assert rollout.latents is not None
+    return rollout.latents
+
+
+@pytest.fixture
+def asked(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The noise levels of all forward passes, in order."""
+    levels: list[float] = []
+    real = backbone.velocity
+
+    def noted(x: Tensor, sigma: float, *rest: object, **options: object) -> Tensor:
+        levels.append(sigma)
+        return real(x, sigma, *rest, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(backbone, "velocity", noted)
+    return levels
+
+
+@pytest.mark.parametrize("steps", [2, 5])
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_forward_passes_are_at_the_noise_levels_of_the_model(
+    backbone: Backbone, asked: list[float], solver: str, steps: int
+) -> None:
+    run(backbone, solver, steps=steps)
+    own = backbone.sigmas(steps).tolist()
+    expected = own[:-1]
+    if solver == "heun":  # each step asks at both ends, but the last
+        expected = [level for pair in zip(own[:-2], own[1:-1], strict=True) for level in pair]
+        expected.append(own[-2])
+    assert asked == expected
+    schedule = Schedule(backbone.sigmas(steps), "ode", 0.0, None, solver=solver)
+    assert len(asked) == schedule.forwards == forwards(solver, steps)
+
+
+@pytest.mark.parametrize("solver", ["heun", "dpm2"])
+def test_images_do_not_depend_on_batches_and_processes(backbone: Backbone, solver: str) -> None:
+    whole = run(backbone, solver)
+    assert torch.isfinite(latents(whole)).all()
+    for size in (1, 3):
+        other = run(backbone, solver, batch_size=size)
+        assert_close(latents(other), latents(whole), rtol=0, atol=1e-5)
+    shares = [run(backbone, solver, prompts=slice(a, a + 2)) for a in (0, 2)]
+    joined = torch.cat([latents(share) for share in shares])
+    assert_close(joined, latents(whole), rtol=0, atol=1e-5)
+    assert torch.equal(latents(run(backbone, solver)), latents(whole))  # nothing is left over
+
+
+@pytest.mark.parametrize("solver", ["heun", "dpm2"])
+def test_trained_states_are_those_between_the_solvers_steps(
+    backbone: Backbone, asked: list[float], solver: str
+) -> None:
+    whole = run(backbone, solver, window=(0, 5))
+    assert whole.states.shape[:2] == (8, 5) and whole.next_states is None
+    asked.clear()
+    part = run(backbone, solver, window=(1, 3), finish=False)  # stops at the last trained state
+    assert torch.equal(part.states, whole.states[:, 1:3]) and part.latents is None
+    assert len(asked) == (4 if solver == "heun" else 2) == forwards(solver, 5, taken=2)
+    x, own = whole.states[:, 0], backbone.sigmas(5)
+    first = backbone.velocity(x, 1.0, whole.conditioning, guidance=2.0)
+    ahead = x + (own[1] - own[0]) * first
+    if solver == "heun":
+        after = backbone.velocity(ahead, float(own[1]), whole.conditioning, guidance=2.0)
+        ahead = x + (own[1] - own[0]) * (first + after) / 2
+    assert_close(whole.states[:, 1], ahead, rtol=0, atol=1e-5)
+
+
+def test_one_step_is_an_euler_step() -> None:
+    x = torch.randn(3, 2, 2, 2, generator=torch.Generator().manual_seed(0))
+    for solver in ("heun", "dpm2"):
+        found = solve(solver, torch.tensor([1.0, 0.0]), x, velocity)
+        assert_close(found, x - velocity(x, 1.0), rtol=1e-6, atol=1e-6)
+        assert forwards(solver, 1) == 1
+
+
+@pytest.mark.slow
+def test_on_the_tiny_model_dpm2_is_nearer_to_the_solution_than_euler() -> None:
+    error = solver_error.table(["dpm2:10", "euler:10", "dpm2:40", "euler:40"], prompts=8)
+    assert error["dpm2:10"] < error["euler:10"]
+    assert error["dpm2:40"] < error["euler:40"] / 2
+
+
+@pytest.mark.parametrize("kind", ["sde", "cps"])
+@pytest.mark.parametrize("solver", ["heun", "dpm2"])
+def test_only_an_ode_has_a_solver(
+    random_model: str, tmp_path: Path, kind: str, solver: str
+) -> None:
+    given = [f"rollout.kind={kind}", f"rollout.solver={solver}"]
+    with pytest.raises(ConfigError) as refused:
+        fakes.settings(random_model, tmp_path, *given)
+    assert [text.split(":")[0] for text in refused.value.problems] == ["rollout.solver"]
