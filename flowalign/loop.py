@@ -556,7 +556,7 @@ class Loop:
         began = time.perf_counter()
         self._at("the drift of the rollout", offset=1)
         check = self.monitor.rollout(rollout, self.algorithm.plan(self.update), self.update)
-        values = self._drift(check, "the rollout", metrics.DRIFT, snapshots.DRIFT)
+        values = self._drift(check, "the rollout", metrics.IMAGE_DRIFT, snapshots.DRIFT)
         return {**values, metrics.SECONDS_DRIFT: time.perf_counter() - began}
 
     def _watch_evaluation(self) -> dict[str, float]:
@@ -565,7 +565,7 @@ class Loop:
         if check is None:
             return {}
         return self._drift(
-            check, "the evaluation", metrics.HELD_OUT_DRIFT, snapshots.HELD_OUT_DRIFT
+            check, "the evaluation", metrics.HELD_OUT_IMAGE_DRIFT, snapshots.HELD_OUT_DRIFT
         )
 
     def _drift(self, check: Check, where: str, prefix: str, kind: str) -> dict[str, float]:

@@ -17,7 +17,7 @@ SKIPPED = "skipped_steps"  # optimizer steps that were left out, as a number was
 SECONDS_ROLLOUT = "seconds/rollout"
 SECONDS_SCORE = "seconds/score"  # rewards or labels, without what ran during the rollout
 SECONDS_UPDATE = "seconds/update"
-SECONDS_DRIFT = "seconds/drift"  # where the alarm looked at the rollout
+SECONDS_DRIFT = "seconds/image_drift"  # where the alarm looked at the rollout
 SECONDS = (SECONDS_ROLLOUT, SECONDS_SCORE, SECONDS_UPDATE)
 IMAGES_PER_SECOND = "images_per_second"  # of all processes
 
@@ -50,9 +50,9 @@ LOST = "eval/lost"  # how many benchmarks lost too many images; such a line has 
 ALARMS = "alarms"
 
 # The alarm: drift of the images from the base, in sigmas, by statistic
-DRIFT = "drift/"  # of a rollout
-HELD_OUT_DRIFT = "drift_held_out/"  # of an evaluation
-DRIFT_ALARMS = "drift_alarms"  # statistics beyond alarm.warn
+IMAGE_DRIFT = "image_drift/"  # of a rollout
+HELD_OUT_IMAGE_DRIFT = "image_drift_held_out/"  # of an evaluation
+DRIFT_ALARMS = "image_drift_alarms"  # statistics beyond alarm.warn
 
 STEP = "step_"  # begins what a step of the schedule is called after a "/"
 

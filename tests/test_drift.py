@@ -218,11 +218,11 @@ def test_a_run_logs_its_drift_and_shows_it(random_model: str, tmp_path: Path) ->
     loop = fakes.wired(validated(random_model, tmp_path / "run", "train.updates=3"), moved=True)
     loop.run()
     rows = lines(loop)
-    rollouts = [row for row in rows if "drift/entropy" in row]
+    rollouts = [row for row in rows if "image_drift/entropy" in row]
     assert [row["update"] for row in rollouts] == [2, 3]  # nothing was learnt before the first
-    held_out = [row for row in rows if "drift_held_out/entropy" in row]
+    held_out = [row for row in rows if "image_drift_held_out/entropy" in row]
     assert [row["update"] for row in held_out] == [0, 1, 2, 3]
-    assert all("drift_alarms" in row for row in (*rollouts, *held_out))
+    assert all("image_drift_alarms" in row for row in (*rollouts, *held_out))
     for kind in snapshots.DRIFTS:
         assert snapshots.newest(loop.folder, kind)
     (loop.folder / "config.yaml").write_text(config.to_yaml(loop.config))
@@ -245,7 +245,7 @@ def test_a_resumed_run_measures_the_same_without_sampling_the_base_again(
         assert torch.equal(again.monitor.base[name].nan_to_num(), values.nan_to_num())
     again.run()
     drifts = [
-        [{k: v for k, v in row.items() if k.startswith("drift")} for row in lines(loop)]
+        [{k: v for k, v in row.items() if k.startswith("image_drift")} for row in lines(loop)]
         for loop in (whole, again)
     ]
     assert drifts[0] == drifts[1]
@@ -324,5 +324,5 @@ def test_two_processes_measure_what_one_does(random_model: str, tmp_path: Path) 
         rows = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         found.append([json.loads(row) for row in rows])
     for one, two in zip(*found, strict=True):
-        for name in (name for name in one if name.startswith("drift")):
+        for name in (name for name in one if name.startswith("image_drift")):
             assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-3), name

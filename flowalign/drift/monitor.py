@@ -139,10 +139,12 @@ class Monitor:
     # Rollouts ----------------------------------------------------------------------------------
 
     def due(self, rollout: Rollout, sources: Sequence[Source] | None, update: int) -> bool:
-        """Whether this rollout is to be checked: it has images, of the student, which has learnt
-        something."""
-        student = rollout.images is not None and sources is None
-        return student and update > 0 and update % self.settings.every == 0
+        """Whether this rollout is to be checked: it has images, of the student or of its old policy
+        (not of teachers, as those of sft), and something has been learnt."""
+        own = sources is None or self.config.learns_from_rewards
+        return (
+            rollout.images is not None and own and update > 0 and update % self.settings.every == 0
+        )
 
     def rollout(self, rollout: Rollout, schedule: Schedule, update: int) -> Check:
         """Compare a rollout with the base's images for its prompts and noise. Each process takes
