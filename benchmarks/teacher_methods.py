@@ -26,10 +26,11 @@ import torch
 from safetensors.torch import load_file
 
 from flowalign import train
-from flowalign.config import GrpoStage, TrainingStage, load
+from flowalign.config import ForwardStage, GrpoStage, TrainingStage, load
 from flowalign.data import load_prompts, subset
 from flowalign.ema import MovingAverage
 from flowalign.loop import STUDENT
+from flowalign.solvers import forwards
 
 TASKS = ("geneval", "ocr", "preference")
 METHODS = ("grpo", "nft", "awm")
@@ -68,16 +69,18 @@ def settings(
     return load(config_of(method, task), [*given, *changes], stage=TrainingStage)
 
 
-def passes(config: TrainingStage) -> int:
+def passes(config: TrainingStage) -> float:
     """Forward passes an image of an update."""
     rollout = config.rollout
-    sampling = rollout.steps
-    if rollout.solver == "heun":  # two a step, but for the last one
-        sampling = 2 * sampling - 1
+    sampling = forwards(rollout.solver, rollout.steps)
     if isinstance(config, GrpoStage):
-        start, stop = rollout.trained
-        return sampling + (stop - start) * (3 + (config.grpo.kl_weight > 0))
-    raise NotImplementedError
+        return sampling + rollout.width * (3 + (config.grpo.kl_weight > 0))
+    assert isinstance(config, ForwardStage)
+    labels = float(config.forward.kl_weight > 0) + ("average" in config.policies)
+    if "old" in config.policies:  # in the first optimizer step it may still be the student
+        share = 1 / config.optimizer.updates_per_rollout
+        labels += 1 if config.policies["old"].decay > 0 else 1 - share
+    return sampling + config.forward.states * (3 + labels)
 
 
 def evaluated(folder: Path) -> tuple[list[int], list[float]]:
@@ -158,7 +161,7 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
     return Curve(shared, scores, drifts)
 
 
-def table(runs: dict[tuple[str, str], list[Curve]], cost: dict[tuple[str, str], int]) -> str:
+def table(runs: dict[tuple[str, str], list[Curve]], cost: dict[tuple[str, str], float]) -> str:
     """Each method against GRPO: when its mean curve reaches GRPO's best score, and the drift
     there."""
     lines = [
@@ -195,7 +198,7 @@ def table(runs: dict[tuple[str, str], list[Curve]], cost: dict[tuple[str, str], 
 
 
 def draw(
-    path: Path, runs: dict[tuple[str, str], list[Curve]], cost: dict[tuple[str, str], int],
+    path: Path, runs: dict[tuple[str, str], list[Curve]], cost: dict[tuple[str, str], float],
     images: int,
 ) -> None:  # fmt: skip
     """Score against images, against forward passes an image, and against drift; a column a task."""
@@ -231,7 +234,7 @@ def draw(
 
 def main() -> None:
     """Run what is missing, then print and draw."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     parser.add_argument("--tasks", nargs="+", default=TASKS, choices=TASKS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
@@ -241,7 +244,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], help="key.path=value for every run")
     args = parser.parse_args()
     runs: dict[tuple[str, str], list[Curve]] = {}
-    cost: dict[tuple[str, str], int] = {}
+    cost: dict[tuple[str, str], float] = {}
     images = 0
     for seed in args.seeds:
         for method in args.methods:

@@ -275,12 +275,12 @@ class Loop:
             self._at("the rollout", offset=1)
             rollout = self.rollout(self.update)
             sampled = time.perf_counter()
-            drift = self._watch_rollout(rollout)
-            self._check_drift()
-            watched = time.perf_counter()
             self._at("scores and labels", offset=1)
             prepared = self.prepare(rollout)
             scored = time.perf_counter()
+            drift = self._watch_rollout(rollout)  # now: no thread asks a reward any more
+            self._check_drift()
+            watched = time.perf_counter()
             with self.requests.whole():  # an update is learnt as a whole, or not at all
                 self._whole = False
                 self._at("the gradient", offset=1)
@@ -292,8 +292,8 @@ class Loop:
                 del rollout, prepared  # before the next is sampled
                 values |= {
                     metrics.SECONDS_ROLLOUT: sampled - began,
-                    metrics.SECONDS_SCORE: scored - watched,
-                    metrics.SECONDS_UPDATE: done - scored,
+                    metrics.SECONDS_SCORE: scored - sampled,
+                    metrics.SECONDS_UPDATE: done - watched,
                     metrics.IMAGES_PER_SECOND: images / (done - began),
                     **drift,
                 }

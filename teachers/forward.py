@@ -48,7 +48,8 @@ class Policy:
     @property
     def is_student(self) -> bool:
         """Whether its weights are those of the student now."""
-        return all(map(torch.equal, self.parameters, self.student))
+        pairs = zip(self.parameters, self.student, strict=True)
+        return not torch.stack([(own != new).any() for own, new in pairs]).any()
 
     @torch.no_grad()
     def follow(self, steps: int) -> None:
