@@ -38,7 +38,11 @@ DIVERGED = f"The student has diverged. Lower optimizer.lr, {NARROW}"
 def place(rollout: Rollout, row: int, step: int | None) -> str:
     """An image of a rollout, and a step of its schedule if it is known, for a message."""
     task, prompt = rollout.batch.tasks[row], shown(rollout.batch.prompts[row], SHOWN)
-    when = "" if step is None else f"at step {step} (sigma {float(rollout.sigmas[step]):.3f}), "
+    if step is None:
+        return f"task {task!r}, prompt {prompt!r}"
+    own = rollout.own_sigmas
+    sigma = float(rollout.sigmas[step] if own is None else own[row, step])
+    when = f"at step {step} (sigma {sigma:.3f}), "
     return f"{when}task {task!r}, prompt {prompt!r}"
 
 

@@ -163,12 +163,13 @@ def pairs_of(rollout: Rollout, keep: Tensor, size: int) -> Iterator[Pairs]:
     rows = images.repeat(len(rollout.steps)).to(device)
     columns = torch.arange(len(rollout.steps)).repeat_interleave(len(images)).to(device)
     steps, sigmas = torch.tensor(rollout.steps, device=device), rollout.sigmas.to(device)
+    own = rollout.own_sigmas
     for i, (r, c) in enumerate(zip(rows.split(size), columns.split(size), strict=True)):
         yield Pairs(
             rows=r,
             columns=c,
             steps=steps[c],
-            sigma=sigmas[steps[c]],
+            sigma=sigmas[steps[c]] if own is None else own[r, c],
             x=rollout.states[r, c],
             x_next=None if rollout.next_states is None else rollout.next_states[r, c],
             old_log_prob=None if rollout.log_probs is None else rollout.log_probs[r, c],

@@ -67,10 +67,10 @@ def of_sampler(
 
 
 def noised(rollout: Rollout, sigmas: Tensor, key: tuple[int, ...]) -> Noised:
-    """A rollout's last latents at the noise levels sigmas [S], each image and level with a noise of
-    its own."""
+    """A rollout's last latents at the noise levels sigmas, each image and level with a noise of its
+    own. sigmas: [S] for all images, or [B,S]."""
     assert rollout.latents is not None
-    count, clean = len(sigmas), rollout.latents[:, None]  # [B,1,C,h,w]
+    count, clean = sigmas.shape[-1], rollout.latents[:, None]  # [B,1,C,h,w]
     own = Noise(key)
     drawn = [
         own.draw(prompt, copy, clean.shape[2:], count - 1)
@@ -78,12 +78,15 @@ def noised(rollout: Rollout, sigmas: Tensor, key: tuple[int, ...]) -> Noised:
     ]
     noise = torch.stack(drawn).to(clean)
     noisy = torch.empty_like(noise)
-    for level, sigma in enumerate(sigmas.to(clean)):  # one by one, which saves memory
+    for level in range(count):  # one by one, which saves memory
+        sigma = sigmas[..., level].to(clean).view(-1, 1, 1, 1)
         noisy[:, level] = (1 - sigma) * clean[:, 0] + sigma * noise[:, level]
+    first = sigmas if sigmas.ndim == 1 else sigmas[0]
     states = dataclasses.replace(
         rollout,
         states=noisy,
         steps=list(range(count)),
-        sigmas=torch.cat([sigmas, torch.zeros(1)]),  # [S+1], as of a schedule
+        sigmas=torch.cat([first, torch.zeros(1)]),  # [S+1], as of a schedule
+        own_sigmas=None if sigmas.ndim == 1 else sigmas.to(clean.device),
     )
     return Noised(states, noise.sub_(clean))

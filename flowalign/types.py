@@ -68,7 +68,8 @@ class Rollout:
     sampled around (None = not needed); latents [B,C,h,w] at the end of the trajectory and images
     [B,3,H,W] in [0,1] (None where the rollout stopped before); group [B], the place of an image's
     prompt in the batch of all processes, and copy [B], which of that prompt's images it is; batch:
-    the prompts, tasks and metadata of the B images, one row an image.
+    the prompts, tasks and metadata of the B images, one row an image; own_sigmas [B,S]: noise
+    levels of the states, where each image has its own (None = those of the steps).
     """
 
     states: Tensor
@@ -83,6 +84,7 @@ class Rollout:
     batch: PromptBatch
     conditioning: Conditioning
     means: Tensor | None = None
+    own_sigmas: Tensor | None = None
 
     def __len__(self) -> int:
         return self.states.shape[0]

@@ -23,7 +23,7 @@ from flowalign.rollout import Schedule
 from flowalign.teachers.scored import Credit, Scored
 from flowalign.types import Reward, Rollout, Source
 
-FORWARD = 4  # beside (seed, update) in a seed: these draws are not the rollout's
+FORWARD, LEVELS = 4, 5  # beside (seed, update) in a seed: these draws are not the rollout's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +103,13 @@ class Forward:
     def prepare(self, rollout: Rollout, update: int) -> Matched:
         """Score the images, and noise their latents."""
         credit = self.scored.credit(rollout, update)
-        settings, key = self.config.forward, (self.config.seed, update, FORWARD)
-        if settings.levels == "sampler":
-            sigmas = of_sampler(self.schedule.sigmas, settings.states, key, settings.within)
+        key = (self.config.seed, update)
+        if self.config.forward.own_levels:
+            places = zip(rollout.group.tolist(), rollout.copy.tolist(), strict=True)
+            sigmas = torch.stack([self._levels((*key, LEVELS, *place)) for place in places])
         else:
-            sigmas = stratified(self.backbone.shift, settings.states, key, settings.within)
-        states = noised(rollout, sigmas, key)
+            sigmas = self._levels((*key, LEVELS))
+        states = noised(rollout, sigmas, (*key, FORWARD))
         return Matched(
             rollout=states.rollout,
             keep=credit.keep,
@@ -117,6 +118,13 @@ class Forward:
             advantage=credit.advantage,
             velocity=states.velocity,
         )
+
+    def _levels(self, key: tuple[int, ...]) -> Tensor:
+        """Noise levels [S] that a key draws."""
+        settings = self.config.forward
+        if settings.levels == "sampler":
+            return of_sampler(self.schedule.sigmas, settings.states, key, settings.within)
+        return stratified(self.backbone.shift, settings.states, key, settings.within)
 
     def learnt(self, steps: int) -> None:
         """The policies follow the student."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from flowalign.loop import pairs_of
 from flowalign.noising import noised, of_sampler, steps_within, stratified
 from flowalign.rollout import Noise
 from flowalign.student.sft import SFT, Sft
@@ -78,6 +79,19 @@ def test_the_states_lie_between_image_and_noise(rollout: Rollout) -> None:
     distances = torch.cdist(flat, flat) + torch.eye(len(flat)) * 1e3
     assert float(distances.min()) > 1
     assert abs(float(flat.mean())) < 0.05 and abs(float(flat.std()) - 1) < 0.05
+
+
+def test_images_may_have_levels_of_their_own(rollout: Rollout) -> None:
+    assert rollout.latents is not None
+    sigmas = torch.rand(len(rollout), 2, generator=torch.Generator().manual_seed(0))
+    found = noised(rollout, sigmas, (0, 0, 9))
+    noise = found.velocity + rollout.latents[:, None]
+    s = sigmas[:, :, None, None, None]
+    assert_close(found.rollout.states, (1 - s) * rollout.latents[:, None] + s * noise)
+    everything = torch.ones(len(rollout), dtype=torch.bool)
+    for pairs in pairs_of(found.rollout, everything, 4):
+        assert torch.equal(pairs.sigma, sigmas[pairs.rows, pairs.columns])
+        assert torch.equal(pairs.x, found.rollout.states[pairs.rows, pairs.columns])
 
 
 def test_the_noise_belongs_to_the_image_and_not_to_its_row(rollout: Rollout) -> None:

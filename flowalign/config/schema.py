@@ -363,7 +363,9 @@ class ForwardConfig(AdvantageConfig):
     """Learning from clean images, to which noise is added: at which noise levels."""
 
     states: Steps = 4
-    """Noise levels at which each image is trained. All images of an update share them."""
+    """Noise levels at which each image is trained."""
+    own_levels: bool = True
+    """Each image has noise levels of its own. false = all images of an update share them."""
     levels: Literal["sampler", "stratified"] = "stratified"
     """sampler: they are steps of the rollout's own schedule, one drawn in each of `states` parts of
     about equal size. stratified: drawn in as many parts of the continuous schedule."""
