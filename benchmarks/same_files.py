@@ -10,7 +10,10 @@ from typing import Any
 
 from flowalign.files import read_lines
 
-TIMES = {"seconds/rollout", "seconds/score", "seconds/update", "images_per_second"}
+TIMES = {
+    "seconds/rollout", "seconds/score", "seconds/update", "seconds/image_drift",
+    "images_per_second",
+}  # fmt: skip
 EXCEPTIONS = {
     "metrics.jsonl": f"without {', '.join(sorted(TIMES))}: how fast the machine was",
     "manifest.json, done.json": "without its own digest, and those of such metrics.jsonl and "

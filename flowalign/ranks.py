@@ -223,7 +223,7 @@ class Watch:
     async def _live(self) -> None:
         self._loop, follower = asyncio.get_running_loop(), None
         if self._listener:
-            await asyncio.start_server(self._welcome, sock=self._listener)
+            await asyncio.start_server(self._serve, sock=self._listener)
         elif self._hub:
             follower = asyncio.create_task(self._follow(*self._hub))
         last = time.monotonic()
@@ -237,6 +237,12 @@ class Watch:
             self._send_sign()
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._finished.wait(), BEAT)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Rank 0: a connection, until this thread ends. Python 3.11 logs a traceback for a handler
+        that is cancelled then."""
+        with suppress(asyncio.CancelledError):
+            await self._welcome(reader, writer)
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Rank 0: a connection from another rank, which knows the token."""

@@ -90,7 +90,12 @@ def test_a_stage_gives_the_numbers_of_the_cpu(
         assert {p.device for p in loop.backbone.core.parameters()} == {device}
     ours, theirs = lines(found.folder), lines(expected.folder)
     for one, other in zip(ours, theirs, strict=True):
-        assert one == pytest.approx(other, rel=1e-2, abs=1e-4, nan_ok=True)
+        # of a drift, in sigmas: a pixel may lie on the other side of a bound
+        wide = {key for key in other if key.startswith("image_drift")}
+        assert one.keys() == other.keys()
+        for key, value in other.items():
+            near = {"abs": 0.05} if key in wide else {"rel": 1e-2, "abs": 1e-4}
+            assert one[key] == pytest.approx(value, nan_ok=True, **near), key
     for one, other in zip(found.parameters, expected.parameters, strict=True):
         assert_close(one.detach().cpu(), other.detach(), rtol=1e-3, atol=1e-4)
     assert len(ours) == 5 and all(row.get("invalid_share", 0) == 0 for row in ours)
