@@ -5,7 +5,7 @@ tiny model with the config of the GenEval teacher, for ten rollouts at the learn
 config begins with. Prints at which rollout the alarm first fires, for each statistic. A hack's
 reward shares no code with the statistics that should see it.
 
-    python benchmarks/hacks.py --out /tmp/hacks --seeds 0
+    python benchmarks/hacks.py --seeds 0
     python benchmarks/hacks.py --replay RUN ...
 
 --replay: of runs that are over, the statistics of the images that each checkpoint gives for the
@@ -195,7 +195,7 @@ def _rollouts(
 def main() -> int:
     """See the module."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("/tmp/hacks"))
+    parser.add_argument("--out", type=Path, default=Path("outputs/hacks"))
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--hacks", nargs="*", default=list(HACKS))
     parser.add_argument("--replay", type=Path, nargs="*", help="folders of runs that are over")

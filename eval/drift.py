@@ -4,6 +4,7 @@ for the report."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -11,11 +12,10 @@ from flowalign.alarm import Alarm, drifted
 from flowalign.backbone import Backbone
 from flowalign.config import EvalStage
 from flowalign.drift.compare import Drift
-from flowalign.drift.monitor import Lens, compare, worst
+from flowalign.drift.monitor import Lens, compare, shown, worst
 from flowalign.drift.panel import Panel, panel
 from flowalign.eval.suite import ImageSet, Judged
 from flowalign.pictures import pixels_of
-from flowalign.snapshots import webp
 
 
 class Checked:
@@ -63,24 +63,18 @@ def _lens(backbone: Backbone, images: ImageSet) -> Lens:
 
 def _check(
     lens: Lens, images: ImageSet, base: Mapping[str, Judged], model: Mapping[str, Judged]
-) -> tuple[list[Drift], list[dict[str, object]]]:
+) -> tuple[list[Drift], list[dict[str, Any]]]:
     name, copies = images.judges[0].name, images.copies
-    shown = base[name].shown(copies)  # the same for all models
-    prompts = [place for place in shown for _ in range(copies)]
+    kept = base[name].shown(copies)  # the same for all models
+    prompts = [place for place in kept for _ in range(copies)]
     batch = images.prompts.select(prompts)
     pixels = [
         torch.stack([pixels_of(picture) for picture in judged[name].pictures])
         for judged in (base, model)
     ]
     old, new = (lens.measure(part, batch, prompts) for part in pixels)
-    rows: list[dict[str, object]] = [
-        {
-            "prompt": batch.prompts[row],
-            "task": images.name,
-            "sigmas": sigmas,
-            "base": webp(pixels[0][row]),
-            "model": webp(pixels[1][row]),
-        }
+    rows = [
+        shown(batch, row, sigmas, pixels[0][row], pixels[1][row]) | {"task": images.name}
         for row, sigmas in worst(old, new, prompts)
     ]
     return compare(old, new, prompts, [images.name] * len(prompts)), rows

@@ -14,7 +14,6 @@ from flowalign.types import Gaussian
 
 WEIGHTINGS = ("kl", "published", "mean", "velocity")
 KLS = ("exact", "published")
-RATIOS = ("plain", "guard")
 
 
 def policy_loss(

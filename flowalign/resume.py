@@ -23,12 +23,8 @@ from flowalign.status import read_status
 
 CHECKPOINTS = "checkpoints"  # below the folder of a run
 NAME = re.compile(r"update_(\d{6,})")
-FREE = {
-    "train",
-    "evaluation",
-    "alarm",
-    "output",
-}  # what a resumed run may change, such as train.updates
+# what a resumed run may change, such as train.updates
+FREE = {"train", "evaluation", "alarm", "output"}
 START_ANEW = "Delete the folder to start again, or choose another `output`."
 
 

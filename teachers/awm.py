@@ -55,16 +55,13 @@ class Awm(Forward):
         )
         advantage = prepared.advantage[pairs.rows]
         elements, ratio = policy_loss(new, old, advantage, clip_range=s.clip_range)
-        policy = total = elements.mean()
+        policy = elements.mean()
         measured = {
             metrics.CLIP_FRACTION: float(clip_fraction(ratio, s.clip_range)),
             metrics.RATIO_ERROR: float((ratio.detach() - 1).abs().max()),
         }
-        drift = self.drift(pairs, velocity)
-        if drift is not None:
-            measured[metrics.VELOCITY_DRIFT] = float(drift.detach().mean())
-            if s.kl_weight > 0:
-                total = total + s.kl_weight * drift.mean()
+        total, drift = self.near_base(policy, pairs, velocity)
+        measured |= drift
         if s.ema_kl_weight > 0:
             average = self.policies["average"].velocity(pairs, self.guidance)
             total = total + s.ema_kl_weight * velocity_error(velocity, average).mean()

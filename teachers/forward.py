@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from flowalign import metrics
 from flowalign.backbone import Backbone
 from flowalign.config import ForwardStage, PolicyConfig
 from flowalign.ema import rising_decay
@@ -144,6 +145,18 @@ class Forward:
         if self.old is None or self.old.is_student:
             return velocity.detach()
         return self.old.velocity(pairs, self.guidance)
+
+    def near_base(
+        self, policy: Tensor, pairs: Pairs, velocity: Tensor
+    ) -> tuple[Tensor, dict[str, float]]:
+        """The policy loss plus kl_weight times the drift from the base, and the drift for the
+        log."""
+        drift = self.drift(pairs, velocity)
+        if drift is None:
+            return policy, {}
+        weight, measured = self.config.forward.kl_weight, float(drift.detach().mean())
+        total = policy + weight * drift.mean() if weight > 0 else policy
+        return total, {metrics.VELOCITY_DRIFT: measured}
 
     def drift(self, pairs: Pairs, velocity: Tensor) -> Tensor | None:
         """|v - v_base|^2 [b]. Without a weight only of an update's first micro-batch, for the log:

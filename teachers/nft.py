@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from accelerate import Accelerator
 from torch import Tensor
 
-from flowalign import metrics
 from flowalign.backbone import Backbone
 from flowalign.config import NftStage
 from flowalign.loop import Pairs
@@ -49,11 +48,6 @@ class Nft(Forward):
         r = optimality(prepared.advantage[pairs.rows], s.advantage_clip)
         old = self.old_velocity(pairs, velocity)
         elements = nft_loss(velocity, old, target, pairs.sigma, r, beta=s.beta)
-        policy = total = s.advantage_clip * elements.mean()
-        measured = {}
-        drift = self.drift(pairs, velocity)
-        if drift is not None:
-            measured[metrics.VELOCITY_DRIFT] = float(drift.detach().mean())
-            if s.kl_weight > 0:
-                total = total + s.kl_weight * drift.mean()
+        policy = s.advantage_clip * elements.mean()
+        total, measured = self.near_base(policy, pairs, velocity)
         return StepLoss(total=total, policy=policy, metrics=measured)

@@ -176,13 +176,13 @@ class Monitor:
         all_base, all_model = (_joined([part[i] for part in parts]) for i in (0, 1))
         all_prompts = [prompt for part in parts for prompt in part[2]]
         drifts = compare(all_base, all_model, all_prompts, [t for part in parts for t in part[3]])
-        shown = []
+        pictures = []
         for row, sigmas in worst(all_base, all_model, all_prompts):
             if 0 <= row - first < len(batch):  # one of its own
                 i = row - first
-                shown.append(_shown(batch, i, sigmas, base[i], model[i]))
-        shown = sorted(gather_object(shown), key=lambda row: -row["sigmas"])
-        return Check(drifts, shown)
+                pictures.append(shown(batch, i, sigmas, base[i], model[i]))
+        pictures = sorted(gather_object(pictures), key=lambda row: -row["sigmas"])
+        return Check(drifts, pictures)
 
     def _rows(self, rollout: Rollout) -> list[int]:
         """The first COPIES images of some prompts, of those that this process has. The prompts are
@@ -212,7 +212,7 @@ class Monitor:
         chosen = worst(self.base, values, prompts)
         base = self._images([row for row, _ in chosen], base=True)  # its images are not kept
         rows = [
-            _shown(batch, row, sigmas, image, model[row])
+            shown(batch, row, sigmas, image, model[row])
             for (row, sigmas), image in zip(chosen, base, strict=True)
         ]
         return Check(drifts, rows)
@@ -272,9 +272,10 @@ def _joined(parts: Sequence[Values]) -> Values:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def _shown(
+def shown(
     batch: PromptBatch, row: int, sigmas: float, base: Tensor, model: Tensor
 ) -> dict[str, Any]:
+    """A row of a Check: the images [3,H,W] of both models for a row of a batch."""
     return {
         "prompt": batch.prompts[row],
         "task": batch.tasks[row],
