@@ -203,6 +203,24 @@ def test_forward_passes_of_the_stages_on_clean_images(small):
     assert ordered[0] < ordered[1]
 
 
+def test_the_alarm_costs_what_its_images_cost(small):
+    """The base's share of the rollout's images, once in so many updates."""
+
+    def of(*changes):
+        given = ["rollout.prompts=16", "rollout.copies=4", "rollout.guidance=1.0", *changes]
+        found = memory.settings(*small, "nft", *given, size=128)
+        return {p.name: p for p in predict(found, device_type="cuda").phases}
+
+    assert "image drift" not in of("alarm=null")
+    every = of("alarm.every=1")
+    sampled = every["rollout"].flops + every["VAE decode"].flops  # of 64 images
+    assert every["image drift"].flops == pytest.approx(sampled / 4, rel=0.05)  # without a LoRA
+    assert of("alarm.every=4")["image drift"].flops == pytest.approx(sampled / 16, rel=0.05)
+    assert of("alarm={every: 1, images: 4}")["image drift"].flops == pytest.approx(
+        sampled / 16, rel=0.05
+    )
+
+
 @pytest.mark.slow
 def test_advice_leads_to_what_fits(small):
     run = memory.settings(*small, "opd", "model.dtype=bfloat16", size=128)

@@ -122,7 +122,7 @@ def _pace(small: TrainingStage, folder: Path, device_type: str, judging: dict[st
         return sum(line[name] for line in timed)
 
     estimate = predict(small, device_type=device_type, drawn=range(1, UPDATES))
-    flops: dict[str, float] = dict.fromkeys(("sampling", "labels", "learning"), 0.0)
+    flops: dict[str, float] = dict.fromkeys(GROUP.values(), 0.0)
     for phase in estimate.phases:
         flops[GROUP[phase.name]] += len(timed) * phase.flops
     sampling = flops["sampling"] / seconds(metrics.SECONDS_ROLLOUT)

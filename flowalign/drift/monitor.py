@@ -109,6 +109,15 @@ def compare(
     return found
 
 
+def checked(config: TrainingStage) -> tuple[int, int]:
+    """(prompts, images of each) of a rollout that the base samples for a check."""
+    assert config.alarm
+    rollout = config.rollout
+    copies = min(COPIES, rollout.copies)
+    limit = min(config.alarm.images, rollout.images // SHARE)
+    return min(rollout.prompts, max(1, limit // copies)), copies
+
+
 class Monitor:
     """The checks of one run. held_out: prompts of a task, whose images its evaluations see."""
 
@@ -187,12 +196,11 @@ class Monitor:
     def _rows(self, rollout: Rollout) -> list[int]:
         """The first COPIES images of some prompts, of those that this process has. The prompts are
         evenly spaced over the batch of all processes, the same for any number of them."""
-        settings = self.config.rollout
-        limit = min(self.settings.images, settings.images // SHARE)
-        chosen = set(spread(settings.prompts, max(1, limit // min(COPIES, settings.copies))))
+        prompts, copies = checked(self.config)
+        chosen = set(spread(self.config.rollout.prompts, prompts))
         places = zip(rollout.group.tolist(), rollout.copy.tolist(), strict=True)
         return [
-            row for row, (group, copy) in enumerate(places) if group in chosen and copy < COPIES
+            row for row, (group, copy) in enumerate(places) if group in chosen and copy < copies
         ]
 
     # Evaluations -------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from flowalign.config.schema import (
     TrainingStage,
 )
 from flowalign.data import PromptError, load_prompts
+from flowalign.drift.monitor import SHOWN, checked
 from flowalign.forecast.architectures import build, find
 from flowalign.forecast.meter import DeviceAttention, Meter, measure, rounded, size, size_of
 from flowalign.loop import STUDENT
@@ -153,6 +154,8 @@ def predict(
         phases.append(run.labels(config))
     if isinstance(config, SftStage | ForwardStage):
         phases.append(run.noising())
+    if config.alarm and config.learns_from_rewards:
+        phases.append(run.drift())
     phases.append(run.update())
     validation = run.evaluation() if config.evaluates else None
     return Estimate(
@@ -510,6 +513,18 @@ class _Run(_Shapes):
         peak = self.stored + self.stored_labels + max(meter.peak for meter in meters)
         return Phase("labels", peak, flops)
 
+    def drift(self) -> Phase:
+        """The base's images for some of the rollout, at every check; FLOPs are those an update."""
+        rollout, alarm = self.config.rollout, self.config.alarm
+        assert alarm
+        images = max(1, math.prod(checked(self.config)) // self.processes)
+        batch = min(rollout.batch_size, images)
+        forward, decoded = self._forward(batch, Source(None, rollout.guidance)), self._decode(batch)
+        passes = forwards(rollout.solver, rollout.steps)
+        flops = (forward.flops * passes + decoded.flops) / batch * images / alarm.every
+        peak = self.stored + self.stored_labels + max(forward.peak, decoded.peak)
+        return Phase("image drift", peak + images * (self.latent + self.pixels), flops)
+
     def update(self) -> Phase:  # both passes of a micro-batch, and the optimizer's step
         config, backbone, lora = self.config, self.backbone, size(self.student)
         batch = self.pairs // config.optimizer.updates_per_rollout
@@ -554,8 +569,12 @@ class _Run(_Shapes):
         return lagging + (1 - lagging) * (steps - 1) / steps  # it is the student in the first step
 
     def evaluation(self) -> Phase:  # the held-out prompts of all tasks, and watched benchmarks
-        images = sum(count for _, count in scored(self.config).values())
-        return self.sampled(self.config.evaluation_sampling, images, STUDENT)
+        config = self.config
+        images = sum(count for _, count in scored(config).values())
+        if config.alarm:  # each process samples all of its images
+            tasks = sum(bool(t.evaluated and t.reward and t.validation) for t in config.tasks)
+            images += self.processes * (tasks * config.alarm.images + SHOWN)
+        return self.sampled(config.evaluation_sampling, images, STUDENT)
 
     def _teachers_forward(self, config: DistillationStage, batch: int) -> Meter:
         """A batch of the teacher with the highest peak; its FLOPs are the mean of all tasks'."""

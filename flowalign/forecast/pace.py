@@ -18,7 +18,8 @@ from flowalign.forecast.gpus import Gpu
 
 OF_PRODUCTS = 0.5  # of the rate of large matrix products, which is about 0.8 of a GPU's peak
 GROUP = {"text": "sampling", "rollout": "sampling", "VAE decode": "sampling", "evaluation":
-         "sampling", "labels": "labels", "noising": "learning", "update": "learning"}  # fmt: skip
+         "sampling", "labels": "labels", "noising": "learning", "image drift": "alarm",
+         "update": "learning"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,11 @@ class Pace:
     rewards: float
     waiting: float | None = None
     judging: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def alarm(self) -> float:
+        """The alarm samples, and decodes."""
+        return self.sampling
 
     @classmethod
     def constant(cls, rate: float, source: str, rewards: float | None = None) -> Pace:
@@ -59,7 +65,7 @@ class Pace:
 
     def seconds(self, estimate: Estimate) -> dict[str, float]:
         """{kind of phase: seconds of an update}, without rewards."""
-        kinds: dict[str, float] = dict.fromkeys(("sampling", "labels", "learning"), 0.0)
+        kinds: dict[str, float] = dict.fromkeys(GROUP.values(), 0.0)
         for phase in estimate.phases:
             kind = GROUP[phase.name]
             kinds[kind] += phase.flops / getattr(self, kind)
@@ -70,7 +76,7 @@ class Pace:
 class Times:
     """Seconds of one process, and counts. unknown: rewards whose cost is not in them."""
 
-    kinds: Mapping[str, float]  # of an update: sampling, labels, learning
+    kinds: Mapping[str, float]  # of an update: sampling, labels, learning, alarm
     scoring: float  # of an update: waiting for rewards
     evaluation: float  # of one evaluation, with its rewards
     judging: float  # of that, waiting for rewards
