@@ -7,7 +7,6 @@ eq. 23 for this path). The noise is a function of a key and of an image's place 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flowalign.config.schema import steps_within
 from flowalign.rollout import Noise, Place
 from flowalign.types import Rollout
 
@@ -42,12 +42,6 @@ def stratified(
     low, high = 1 - within[1], 1 - within[0]
     u = (low + (high - low) * u).flip(0).float()
     return shift * u / (1 + (shift - 1) * u)
-
-
-def steps_within(steps: int, within: tuple[float, float]) -> tuple[int, int]:
-    """[start, stop) of a schedule's steps inside a part of the way: (0, .99) leaves out the last
-    of at most 100 steps, (.01, .9) the first one and the last tenth."""
-    return math.ceil(within[0] * steps - 1e-9), math.floor(within[1] * steps + 1e-9)
 
 
 def of_sampler(

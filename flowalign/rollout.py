@@ -20,7 +20,7 @@ from flowalign import sde
 from flowalign.backbone import Backbone
 from flowalign.config import RolloutConfig, TrainingStage, WindowConfig
 from flowalign.parallel import missing_steps
-from flowalign.solvers import Solver, forwards
+from flowalign.solvers import Solver
 from flowalign.types import Conditioning, Gaussian, PromptBatch, Rollout, Source
 
 # Takes a batch of images: the row of the first one, images [b,3,H,W] in [0,1], their b prompts.
@@ -66,11 +66,6 @@ class Schedule:
             means=config.needs_means,
             solver=r.solver,
         )
-
-    @property
-    def forwards(self) -> int:
-        """Forward passes of a whole trajectory."""
-        return forwards(self.solver, len(self.sigmas) - 1)
 
     @property
     def trained(self) -> list[int]:

@@ -359,6 +359,12 @@ class PolicyConfig(Section):
     """Optimizer steps after which it begins to grow."""
 
 
+def steps_within(steps: int, within: tuple[float, float]) -> tuple[int, int]:
+    """[start, stop) of a schedule's steps inside a part of the way: (0, .99) leaves out the last
+    of at most 100 steps, (.01, .9) the first one and the last tenth."""
+    return math.ceil(within[0] * steps - 1e-9), math.floor(within[1] * steps + 1e-9)
+
+
 class ForwardConfig(AdvantageConfig):
     """Learning from clean images, to which noise is added: at which noise levels."""
 
@@ -933,7 +939,6 @@ class ForwardStage(RewardStage):
         levels than there are."""
         yield from super().problems()
         rollout, forward, name = self.rollout, self.forward, self.stage
-        low, high = forward.within
         if rollout.kind != "ode":
             yield (
                 f"rollout.kind: {rollout.kind!r}, but {name} learns from clean images, and noise "
@@ -946,12 +951,12 @@ class ForwardStage(RewardStage):
             )
         if rollout.window is not None:
             yield f"rollout.window: {name} trains no states of a rollout. Leave it out."
-        steps = math.floor(high * rollout.steps + 1e-9) - math.ceil(low * rollout.steps - 1e-9)
-        if forward.levels == "sampler" and forward.states > steps:
+        start, stop = steps_within(rollout.steps, forward.within)
+        if forward.levels == "sampler" and forward.states > stop - start:
             yield (
                 f"{name}.states: {forward.states} noise levels, but {name}.within = "
-                f"[{low}, {high}] holds only {max(steps, 0)} of the sampler's {rollout.steps} "
-                "steps. Use at most as many, or levels 'stratified'."
+                f"{list(forward.within)} holds only {max(stop - start, 0)} of the sampler's "
+                f"{rollout.steps} steps. Use at most as many, or levels 'stratified'."
             )
 
 
