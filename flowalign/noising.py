@@ -7,7 +7,6 @@ eq. 23 for this path). The noise is a function of a key and of an image's place 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flowalign.config.schema import steps_within
-from flowalign.rollout import Noise, Place
+from flowalign.rollout import Noise
 from flowalign.types import Rollout
 
 WHOLE = (0.0, 1.0)
@@ -61,17 +60,16 @@ def of_sampler(
     return sigmas[torch.from_numpy(bounds[:-1] + drawn.astype(int))]
 
 
-def noised(
-    rollout: Rollout, sigmas: Tensor, key: tuple[int, ...], places: Sequence[Place] | None = None
-) -> Noised:
+def noised(rollout: Rollout, sigmas: Tensor, key: tuple[int, ...]) -> Noised:
     """A rollout's last latents at the noise levels sigmas, each image and level with a noise of its
-    own. sigmas: [S] for all images, or [B,S]. places: [B] images with the same place share their
-    noises; None = each image's own place."""
+    own. sigmas: [S] for all images, or [B,S]."""
     assert rollout.latents is not None
     count, clean = sigmas.shape[-1], rollout.latents[:, None]  # [B,1,C,h,w]
     own = Noise(key)
-    named = zip(rollout.group.tolist(), rollout.copy.tolist(), strict=True)
-    drawn = [own.draw(*place, clean.shape[2:], count - 1) for place in places or named]
+    drawn = [
+        own.draw(prompt, copy, clean.shape[2:], count - 1)
+        for prompt, copy in zip(rollout.group.tolist(), rollout.copy.tolist(), strict=True)
+    ]
     noise = torch.stack(drawn).to(clean)
     noisy = torch.empty_like(noise)
     for level in range(count):  # one by one, which saves memory

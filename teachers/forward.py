@@ -104,12 +104,13 @@ class Forward:
     def prepare(self, rollout: Rollout, update: int) -> Matched:
         """Score the images, and noise their latents."""
         credit = self.scored.credit(rollout, update)
-        key, copies = (self.config.seed, update), rollout.copy
-        if self.config.forward.noise_per == "group":
-            copies = torch.zeros_like(copies)
-        places = list(zip(rollout.group.tolist(), copies.tolist(), strict=True))
-        sigmas = torch.stack([self._levels((*key, LEVELS, *place)) for place in places])
-        states = noised(rollout, sigmas, (*key, FORWARD), places)
+        key = (self.config.seed, update)
+        if self.config.forward.own_levels:
+            places = zip(rollout.group.tolist(), rollout.copy.tolist(), strict=True)
+            sigmas = torch.stack([self._levels((*key, LEVELS, *place)) for place in places])
+        else:
+            sigmas = self._levels((*key, LEVELS))
+        states = noised(rollout, sigmas, (*key, FORWARD))
         return Matched(
             rollout=states.rollout,
             keep=credit.keep,

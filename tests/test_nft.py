@@ -110,22 +110,6 @@ def test_the_gradient_is_that_of_the_paper(random_model: str, tmp_path: Path, ke
     assert_close(ours, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
 
 
-def test_a_group_shares_noise_and_levels(random_model: str, tmp_path: Path) -> None:
-    per = {name: prepared(run(random_model, tmp_path / name, f"nft.noise_per={name}"))
-           for name in ("group", "image")}  # fmt: skip
-    for name, found in per.items():
-        rollout, sigmas = found.rollout, found.rollout.own_sigmas
-        assert rollout.latents is not None and sigmas is not None
-        noise = found.velocity + rollout.latents[:, None]
-        rows = [(rollout.group == group).nonzero().flatten() for group in rollout.group.unique()]
-        assert len(rows) > 1 and all(len(own) > 1 for own in rows)
-        for own in rows:
-            same = torch.allclose(noise[own], noise[own[:1]].expand_as(noise[own]), atol=1e-5)
-            assert same == (name == "group")
-            assert bool((sigmas[own] == sigmas[own[:1]]).all()) == (name == "group")
-        assert not torch.equal(sigmas[rows[0][0]], sigmas[rows[1][0]])  # groups differ
-
-
 @pytest.mark.parametrize("mode", matching.MODES)
 def test_images_without_a_say_are_left_out(random_model: str, tmp_path: Path, mode: str) -> None:
     """They have no gradient while the student is the old policy; else they have one."""

@@ -111,17 +111,6 @@ def test_the_noise_belongs_to_the_image_and_not_to_its_row(rollout: Rollout) -> 
     assert not torch.equal(noised(rollout, sigmas, (3, 2)).velocity, whole.velocity)
 
 
-def test_images_with_the_same_place_share_their_noise(rollout: Rollout) -> None:
-    assert rollout.latents is not None
-    sigmas, group = torch.tensor([0.9, 0.3]), rollout.group.tolist()
-    found = noised(rollout, sigmas, (3, 1), [(prompt, 0) for prompt in group])
-    noise = found.velocity + rollout.latents[:, None]
-    first = [group.index(prompt) for prompt in group]
-    assert_close(noise, noise[first])
-    assert len(set(first)) > 1 and not torch.allclose(noise[0], noise[-1])
-    assert not torch.allclose(noise[:, 0], noise[:, 1])  # each level has its own
-
-
 def test_sft_draws_what_it_drew_before_it_shared_this(random_model: str, tmp_path: Path) -> None:
     """Bit for bit: the arithmetic that sft had inline."""
     found = fakes.distillation(random_model, tmp_path / "run", "sft.states=4", stage="sft")

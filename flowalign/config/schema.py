@@ -370,10 +370,8 @@ class ForwardConfig(AdvantageConfig):
 
     states: Steps = 4
     """Noise levels at which each image is trained."""
-    noise_per: Literal["group", "image"] = "group"
-    """group: the images of a prompt share noises and noise levels. They then differ only in what
-    they show, and what is common to them cancels in the gradient, as their advantages sum to 0.
-    image: each has its own. Official: image."""
+    own_levels: bool = True
+    """Each image has noise levels of its own. false = all images of an update share them."""
     levels: Literal["sampler", "stratified"] = "stratified"
     """sampler: they are steps of the rollout's own schedule, one drawn in each of `states` parts of
     about equal size. stratified: drawn in as many parts of the continuous schedule."""
