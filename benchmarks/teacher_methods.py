@@ -241,6 +241,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=5, help="rollouts between evaluations")
     parser.add_argument("--out", type=Path, default=Path("outputs/teachers"))
     parser.add_argument("--picture", type=Path, default=Path("docs/teachers.png"))
+    parser.add_argument("--present", action="store_true", help="only runs that are there")
     parser.add_argument("--set", nargs="*", default=[], help="key.path=value for every run")
     args = parser.parse_args()
     runs: dict[tuple[str, str], list[Curve]] = {}
@@ -252,6 +253,8 @@ def main() -> None:
                 config = settings(method, task, seed, args.every, args.out, args.set)
                 folder = Path(config.output)
                 if not (folder / "before_after.png").exists():  # the last thing that a run writes
+                    if args.present:
+                        continue
                     train.train(config, resume=True)
                 places, scores = evaluated(folder)
                 curve = Curve(places, scores, drifts(config, places))
