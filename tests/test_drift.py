@@ -16,7 +16,7 @@ from flowalign.alarm import Alarm
 from flowalign.config import ConfigError, EvalStage
 from flowalign.drift import compare, statistics
 from flowalign.drift.compare import SIGMAS, Drift, drift
-from flowalign.drift.monitor import Lens
+from flowalign.drift.monitor import Lens, share
 from flowalign.eval.run import evaluate
 from flowalign.loop import Loop, TrainingError
 from flowalign.types import PromptBatch
@@ -305,11 +305,24 @@ def test_an_evaluation_shows_the_drift_of_every_model(random_model: str, tmp_pat
 # Processes ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("count", "world"), [(16, 1), (16, 8), (5, 2), (3, 4), (1, 8)])
+def test_every_held_out_prompt_is_sampled_once(count: int, world: int) -> None:
+    shares = [share(count, rank, world) for rank in range(world)]
+    assert [prompt for own, _ in shares for prompt in own] == list(range(count))
+    assert {len(padded) for _, padded in shares} == {math.ceil(count / world)}
+    assert all(padded[: len(own)] == list(own) for own, padded in shares)
+
+
 @pytest.mark.slow
-def test_two_processes_measure_what_one_does(random_model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("images", [16, 10])  # 10: five prompts on two processes
+def test_two_processes_measure_what_one_does(
+    random_model: str, tmp_path: Path, images: int
+) -> None:
     found = []
     for name, processes in {"one": 1, "two": 2}.items():
-        stage = validated(random_model, tmp_path / name, "train.updates=3")
+        stage = validated(
+            random_model, tmp_path / name, "train.updates=3", f"alarm.images={images}"
+        )
         path = tmp_path / f"{name}.yaml"
         path.write_text(config.to_yaml(stage))
         command = ["-m", "flowalign.cli", "train", "--config", str(path)]
@@ -326,3 +339,6 @@ def test_two_processes_measure_what_one_does(random_model: str, tmp_path: Path) 
     for one, two in zip(*found, strict=True):
         for name in (name for name in one if name.startswith("image_drift")):
             assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-3), name
+    kept = [max((tmp_path / name / "samples").glob("drift_held_out_*")) for name in ("one", "two")]
+    shown = [[row["prompt"] for row in json.loads(path.read_text())["rows"]] for path in kept]
+    assert shown[0] == shown[1] and len(shown[0]) == min(8, images // 2)

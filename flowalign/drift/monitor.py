@@ -206,28 +206,36 @@ class Monitor:
     # Evaluations -------------------------------------------------------------------------------
 
     def evaluation(self) -> Check | None:
-        """Compare the active adapter with the base on held-out prompts; None without any. Every
-        process samples all images, so that a sharded base has them together."""
-        batch, prompts = self.held_out, self._groups()
+        """Compare the active adapter with the base on held-out prompts; None without any. Each
+        process samples the images of some prompts."""
+        batch, accelerator = self.held_out, self.accelerator
         if not len(batch):
             return None
-        everything = list(range(len(batch)))
+        count, world = len(batch) // COPIES, accelerator.num_processes
+        own, padded = share(count, accelerator.process_index, world)
+        rows = [prompt * COPIES + copy for prompt in padded for copy in range(COPIES)]
         if not self.base:
-            self.base = self.lens.measure(self._images(everything, base=True), batch, prompts)
-        model = self._images(everything)
-        values = self.lens.measure(model, batch, prompts)
+            self.base = self._measured(self._images(rows, base=True), rows, len(own))
+        model = self._images(rows)
+        values = self._measured(model, rows, len(own))
+        prompts = [row // COPIES for row in range(len(batch))]
         drifts = compare(self.base, values, prompts, batch.tasks)
         chosen = worst(self.base, values, prompts)
         base = self._images([row for row, _ in chosen], base=True)  # its images are not kept
-        rows = [
-            shown(batch, row, sigmas, image, model[row])
+        pictures = [
+            shown(batch, row, sigmas, image, model[rows.index(row)])
             for (row, sigmas), image in zip(chosen, base, strict=True)
+            if row // COPIES in own
         ]
-        return Check(drifts, rows)
+        return Check(drifts, sorted(gather_object(pictures), key=lambda row: -row["sigmas"]))
 
-    def _groups(self) -> list[int]:
-        """A number for each prompt of the held-out images."""
-        return [row // COPIES for row in range(len(self.held_out))]
+    def _measured(self, images: Tensor, rows: Sequence[int], prompts: int) -> Values:
+        """What is measured of the images of all processes, of which each counts its first
+        `prompts`."""
+        groups = [row // COPIES for row in rows]
+        values = self.lens.measure(images, self.held_out.select(rows), groups)
+        kept = {name: column[: prompts * COPIES] for name, column in values.items()}
+        return _joined(gather_object([kept]))
 
     def _images(self, rows: Sequence[int], *, base: bool = False) -> Tensor:
         """Held-out images [B,3,H,W] as an evaluation samples them, at 8 bits a channel."""
@@ -274,6 +282,14 @@ def worst(base: Values, model: Values, prompts: Sequence[int]) -> list[tuple[int
         size[prompt] = max(size.get(prompt, 0.0), float(sigmas[row]))
     order = sorted(first, key=lambda prompt: -size[prompt])[:SHOWN]
     return [(first[prompt], size[prompt]) for prompt in order]
+
+
+def share(count: int, rank: int, world: int) -> tuple[range, list[int]]:
+    """The part of `count` things that is of process `rank` of `world`, and the same padded: a
+    sharded base needs equally many forward passes of all."""
+    size = -(-count // world)
+    own = range(min(rank * size, count), min((rank + 1) * size, count))
+    return own, [*own, *[0] * (size - len(own))]
 
 
 def _joined(parts: Sequence[Values]) -> Values:

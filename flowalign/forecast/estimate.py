@@ -571,9 +571,9 @@ class _Run(_Shapes):
     def evaluation(self) -> Phase:  # the held-out prompts of all tasks, and watched benchmarks
         config = self.config
         images = sum(count for _, count in scored(config).values())
-        if config.alarm:  # each process samples all of its images
+        if config.alarm:  # each process samples all that are shown
             tasks = sum(bool(t.evaluated and t.reward and t.validation) for t in config.tasks)
-            images += self.processes * (tasks * config.alarm.images + SHOWN)
+            images += tasks * config.alarm.images + self.processes * SHOWN
         return self.sampled(config.evaluation_sampling, images, STUDENT)
 
     def _teachers_forward(self, config: DistillationStage, batch: int) -> Meter:
