@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from teacher_methods import passes
@@ -27,7 +26,7 @@ from flowalign.types import Rollout
 
 def gradient(loop: Loop, rollout: Rollout, update: int) -> Tensor:
     """That of the policy loss on a rollout, all parameters side by side."""
-    prepared = loop.algorithm.prepare(replace(rollout), update)
+    prepared = loop.algorithm.prepare(rollout, update)
     keep, states = prepared.keep, prepared.rollout
     for pairs in pairs_of(states, keep, loop.config.optimizer.micro_batch):
         step = loop.algorithm.loss(pairs, loop.velocity(pairs), prepared)
