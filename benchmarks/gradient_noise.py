@@ -19,18 +19,15 @@ from torch import Tensor
 
 from flowalign import train
 from flowalign.config import ForwardStage, load
-from flowalign.loop import Loop, pairs_of
-from flowalign.teachers.forward import Forward
+from flowalign.loop import Loop
+from flowalign.parallel import Means
 from flowalign.types import Rollout
 
 
 def gradient(loop: Loop, rollout: Rollout, update: int) -> Tensor:
     """That of the policy loss on a rollout, all parameters side by side."""
     prepared = loop.algorithm.prepare(rollout, update)
-    keep, states = prepared.keep, prepared.rollout
-    for pairs in pairs_of(states, keep, loop.config.optimizer.micro_batch):
-        step = loop.algorithm.loss(pairs, loop.velocity(pairs), prepared)
-        (step.total * len(pairs.rows) / (len(keep) * len(states.steps))).backward()
+    loop.accumulate(prepared, prepared.keep, len(rollout), Means())
     found = torch.cat([p.grad.flatten() for p in loop.parameters if p.grad is not None])
     loop.optimizer.zero_grad(set_to_none=True)
     return found
@@ -55,15 +52,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         changes = [f"output={folder}", "alarm=null", "train.trackers=[]"]
         config = load(args.config, changes, stage=ForwardStage)
-        loop, *_ = train.wire(config)
-        rollouts = [loop.rollout(update) for update in range(args.rollouts)]
+        sampler, *_ = train.wire(config)
+        rollouts = [sampler.rollout(update) for update in range(args.rollouts)]
         print("| noise levels | forward passes an image and update | agreement |\n|---|---|---|")
         for count in args.states:
             section = config.forward.model_copy(update={"states": count})
             changed = config.model_copy(update={config.stage: section})
-            algorithm = loop.algorithm
-            assert isinstance(algorithm, Forward)
-            algorithm.config = changed
+            loop, *_ = train.wire(changed)  # the same weights, as the seed is the same
             found = [gradient(loop, rollout, i) for i, rollout in enumerate(rollouts)]
             print(f"| {count} | {passes(changed):.0f} | {agreement(found):.3f} |", flush=True)
 

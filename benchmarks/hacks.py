@@ -25,18 +25,17 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file
 from torch import Tensor
 
-from flowalign import resume, snapshots
+from flowalign import checkpoint, resume, snapshots
 from flowalign import rewards as rewards_room
+from flowalign.algorithm import STUDENT
 from flowalign.backbone import Backbone
 from flowalign.config import TaskConfig, TrainingAlarmConfig, TrainingStage, load
 from flowalign.data import PromptSampler, load_prompts
 from flowalign.drift.compare import SIGMAS, Drift
 from flowalign.drift.monitor import COPIES, Lens, Monitor
 from flowalign.drift.panel import of_json
-from flowalign.loop import STUDENT
 from flowalign.progress import quiet
 from flowalign.rollout import Noise, Schedule, places, sample
 from flowalign.tiny.detector import TinyDetector
@@ -147,10 +146,7 @@ def replay(folder: Path, warn: float, every: int = 1) -> tuple[Told, dict[str, f
     deviations: dict[str, float] = {}
     for path in resume.checkpoints(folder)[::every]:
         update = resume.update_of(path)
-        weights = load_file(path / "adapter.safetensors")
-        parameters = backbone.adapter_parameters(STUDENT)
-        for number, parameter in enumerate(parameters):
-            parameter.data.copy_(weights[str(number)])
+        checkpoint.load(path, 0, {"adapter": backbone.adapter_parameters(STUDENT)})
         rollout, schedule = loop(update)
         check = monitor.rollout(rollout, schedule, update)
         note(check.drifts, update + 1, warn, fired, largest)

@@ -23,13 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
-from flowalign import train
+from flowalign import checkpoint, train
+from flowalign.algorithm import STUDENT
 from flowalign.config import ForwardStage, GrpoStage, TrainingStage, load
 from flowalign.data import load_prompts, subset
 from flowalign.ema import MovingAverage
-from flowalign.loop import STUDENT
 from flowalign.solvers import forwards
 
 TASKS = ("geneval", "ocr", "preference")
@@ -118,12 +117,9 @@ def drifts(config: TrainingStage, rollouts: Sequence[int]) -> list[float]:
             if str(update) in known:
                 continue
             place = folder / "checkpoints" / f"update_{update:06d}"
-            for name, values in {"adapter": parameters, "ema": average.shadow_params}.items():
-                saved = load_file(place / f"{name}.safetensors")
-                for i, value in enumerate(values):
-                    value.data.copy_(saved[str(i)])
-            steps = json.loads((place / "progress.json").read_text())["steps"]
-            with average.of(parameters, steps):
+            weights = {"adapter": parameters, "ema": average.shadow_params}
+            _, progress = checkpoint.load(place, 0, weights)
+            with average.of(parameters, progress["steps"]):
                 errors = [
                     float(((backbone.velocity(x, s, cond, guidance=1.0) - v) ** 2).mean())
                     for x, s, v in states

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from flowalign import metrics
+from flowalign.algorithm import STUDENT
 from flowalign.config import TrainingStage
 from flowalign.data import spread, spread_text
 from flowalign.images import eight_bits
-from flowalign.loop import STUDENT
 from flowalign.pictures import COLUMNS, Block, Curve, Row, comparison, read_metrics
 from flowalign.rewards.scoring import Ahead, score
 from flowalign.types import PromptBatch, Reward, Scores

@@ -62,7 +62,7 @@ def deterministic(on: bool) -> Iterator[None]:
         operation = UNDETERMINED.match(str(error))
         if operation is None:
             raise
-        from flowalign.loop import TrainingError  # only now: it imports diffusers
+        from flowalign.algorithm import TrainingError  # only now: it imports diffusers
 
         raise TrainingError(
             f"train.deterministic: {operation[1]} has no deterministic form on this device, so two "

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from flowalign.printable import shown
-from flowalign.types import Rollout, Source
+from flowalign.types import Rollout
 
 SHOWN = 120  # characters of a prompt in a message
 LEAST_SCALE = 1.0  # float16's loss scale starts at 65536; gradients that overflow below 1 stay so
@@ -46,9 +46,8 @@ def place(rollout: Rollout, row: int, step: int | None) -> str:
     return f"{when}task {task!r}, prompt {prompt!r}"
 
 
-def fault_of_rollout(rollout: Rollout, sources: Sequence[Source] | None = None) -> Fault | None:
-    """What is wrong with sampled trajectories, if anything is. sources: who sampled each image;
-    None = the student.
+def fault_of_rollout(rollout: Rollout) -> Fault | None:
+    """What is wrong with sampled trajectories, if anything is.
 
     A state that is not finite stays so to the end, so that only the end is looked at. An image
     alone is left to its reward, which masks it; if all are broken, the VAE is to blame.
@@ -63,9 +62,9 @@ def fault_of_rollout(rollout: Rollout, sources: Sequence[Source] | None = None) 
         columns = _broken(rollout.states[row]).nonzero().flatten().tolist()
         step = rollout.steps[columns[0]] if columns else None  # None: after the trained ones
         where = f"{place(rollout, row, step)} ({int(broken.sum())} of {len(rollout)} images)"
-        if sources is None:
+        if rollout.sources is None:
             return Fault("a state that the student sampled", where, DIVERGED)
-        name = sources[row].adapter or "the base"
+        name = rollout.sources[row].adapter or "the base"
         return Fault(f"a state that {name} sampled", where, f"Look at {name} alone, {NARROW}")
     images = rollout.images
     if images is None or not len(images) or not _broken(images).all():

@@ -1,8 +1,6 @@
 """The one training loop: rollout, score or label, update, log, save.
 
-What is learnt is an Algorithm's business: it prepares a rollout once (it scores the images, or asks
-teachers for labels), and turns velocities at (image, step) pairs into a loss. The loop does the
-rest.
+What is learnt is the business of an algorithm (`flowalign.algorithm`). The loop does the rest.
 """
 
 from __future__ import annotations
@@ -11,12 +9,11 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -40,6 +37,16 @@ from flowalign import (
     trackers,
 )
 from flowalign.alarm import Alarm, drifted
+from flowalign.algorithm import (
+    STUDENT,
+    Algorithm,
+    NotFinite,
+    Pairs,
+    Prepared,
+    TrainingError,
+    filled,
+    pairs_of,
+)
 from flowalign.backbone import Backbone
 from flowalign.config import ConfigError, TrainingStage
 from flowalign.data import PromptSampler
@@ -48,145 +55,11 @@ from flowalign.ema import MovingAverage
 from flowalign.files import to_json
 from flowalign.finite import Accumulated, Fault, Skips
 from flowalign.parallel import Means
-from flowalign.rollout import Noise, OnImages, Schedule, sample, shard
+from flowalign.rollout import Noise, sample, shard
 from flowalign.stopping import Clock, Interrupted, Requests
-from flowalign.types import Conditioning, EvalReport, Rollout, Source, StepLoss
+from flowalign.types import EvalReport, Rollout
 
 log = logging.getLogger("flowalign")
-
-STUDENT = "student"  # name of the adapter that is trained
-
-
-class TrainingError(RuntimeError):
-    """A run that must stop: what happened, and what to do."""
-
-
-class NotFinite(TrainingError):
-    """Numbers of an update that are NaN or infinite, on every process: there is nothing to learn
-    from it. The loop leaves the update out; many in a row end the run."""
-
-    def __init__(self, fault: Fault) -> None:
-        super().__init__(f"{fault}. {fault.remedy}.")
-        self.fault = fault
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """A micro-batch of b (image, step) pairs of a rollout."""
-
-    rows: Tensor  # [b] images of the rollout
-    columns: Tensor  # [b] positions among its trained steps
-    steps: Tensor  # [b] positions in the schedule
-    sigma: Tensor  # [b]
-    x: Tensor  # [b,C,h,w] states
-    x_next: Tensor | None  # [b,C,h,w] sampled successors; None where the rollout kept none
-    old_log_prob: Tensor | None  # [b] of x_next, under the policy that sampled it
-    conditioning: Conditioning
-    size: int  # rows of the forward pass, at least b
-    first: bool  # whether costly diagnostics are taken on this micro-batch
-    mean: Tensor | None = None  # [b,C,h,w] that x_next was sampled around, where the rollout has it
-
-    def action(self) -> tuple[Tensor, Tensor]:
-        """x_next and old_log_prob of a rollout that has them."""
-        assert self.x_next is not None and self.old_log_prob is not None
-        return self.x_next, self.old_log_prob
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """A rollout that is ready to be learnt from; an algorithm adds what its loss needs."""
-
-    rollout: Rollout  # the states to train on, which need not be those that were sampled
-    keep: Tensor  # [B] images that carry gradient
-    metrics: Mapping[str, float]  # means over all processes
-    notes: list[str]  # B texts that stand below the samples: a reward, a teacher
-
-
-P = TypeVar("P", bound=Prepared)
-
-
-class Algorithm(Protocol[P]):
-    """What is learnt from a rollout."""
-
-    needs_images: bool  # rollouts are decoded
-    needs_latents: bool  # rollouts run to their end
-    guidance: float  # the CFG scale at which the student is trained
-    on_images: OnImages | None  # called with each batch of images during the rollout
-
-    def plan(self, update: int) -> Schedule:
-        """How the rollout of an update steps, and which of its states are trained."""
-        ...
-
-    def sources(self, tasks: list[str]) -> list[Source] | None:
-        """Who samples each image, by its task; None = the student."""
-        ...
-
-    def prepare(self, rollout: Rollout, update: int) -> P:
-        """Score or label a rollout, once."""
-        ...
-
-    def loss(self, pairs: Pairs, velocity: Tensor, prepared: P) -> StepLoss:
-        """Mean loss of b pairs, from the student's velocity [b,C,h,w] there."""
-        ...
-
-    def learnt(self, steps: int) -> None:
-        """After the optimizer steps of a rollout, of which at least one was taken. steps: those of
-        the run so far."""
-        ...
-
-    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
-        """Weights of its own, by name, that a checkpoint holds."""
-        ...
-
-
-class Stateless:
-    """The part of an algorithm that keeps nothing from one rollout to the next."""
-
-    def learnt(self, steps: int) -> None:
-        """Nothing to do."""
-
-    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
-        """None."""
-        return {}
-
-
-def pairs_of(rollout: Rollout, keep: Tensor, size: int) -> Iterator[Pairs]:
-    """All (image, step) pairs of the kept images in micro-batches of `size`: step by step, images
-    in order.
-
-    The forward pass of a smaller last micro-batch has `size` rows, too: kernels differ in the last
-    bits between sizes, so that a ratio is exactly 1 where `size` is that of the rollout's batches.
-    """
-    size = min(size, len(rollout) * len(rollout.steps))
-    images = keep.nonzero().flatten()
-    device = rollout.states.device
-    rows = images.repeat(len(rollout.steps)).to(device)
-    columns = torch.arange(len(rollout.steps)).repeat_interleave(len(images)).to(device)
-    steps, sigmas = torch.tensor(rollout.steps, device=device), rollout.sigmas.to(device)
-    own = rollout.own_sigmas
-    for i, (r, c) in enumerate(zip(rows.split(size), columns.split(size), strict=True)):
-        yield Pairs(
-            rows=r,
-            columns=c,
-            steps=steps[c],
-            sigma=sigmas[steps[c]] if own is None else own[r, c],
-            x=rollout.states[r, c],
-            x_next=None if rollout.next_states is None else rollout.next_states[r, c],
-            old_log_prob=None if rollout.log_probs is None else rollout.log_probs[r, c],
-            conditioning=rollout.conditioning.select(r),
-            size=size,
-            first=i == 0,
-            mean=None if rollout.means is None else rollout.means[r, c],
-        )
-
-
-def filled(parts: Iterable[Pairs], count: int) -> Iterator[tuple[Pairs, float]]:
-    """The micro-batches with weight 1; then, up to `count`, the last one again with weight 0."""
-    for pairs in parts:
-        count -= 1
-        yield pairs, 1.0
-    for _ in range(count):
-        yield replace(pairs, first=False), 0.0
 
 
 class Loop:
@@ -356,8 +229,7 @@ class Loop:
         """What the algorithm makes of a rollout; or, on every process, the fault that a state or a
         label of one of them has. A diverged student is not the reward's fault, nor the teacher's:
         neither is asked about states that are not finite."""
-        sources = self.algorithm.sources(rollout.batch.tasks)
-        if fault := finite.of_all(finite.fault_of_rollout(rollout, sources)):
+        if fault := finite.of_all(finite.fault_of_rollout(rollout)):
             return fault
         try:
             return self.algorithm.prepare(rollout, self.update)
@@ -382,7 +254,7 @@ class Loop:
             keep[start : start + share] = prepared.keep[start : start + share].cpu()
             if not keep.any():  # every process must take part in the gradient's reduction
                 keep[start] = True
-            own, passes = self._accumulate(prepared, keep, share, means)
+            own, passes = self.accumulate(prepared, keep, share, means)
             means.add(metrics.LEARNING_RATE, float(self.lr.get_last_lr()[0]))
             norm, taken = self._descend()
             if math.isfinite(norm):
@@ -395,7 +267,7 @@ class Loop:
         self._note_skips(fault, skipped)
         return {**prepared.metrics, **means.over_processes(), metrics.SKIPPED: skipped}
 
-    def _accumulate(
+    def accumulate(
         self, prepared: Prepared, keep: Tensor, share: int, means: Means
     ) -> tuple[Fault | None, list[Accumulated]]:
         """The gradient of an optimizer step's pairs, in micro-batches. Returns the first loss of
@@ -551,8 +423,7 @@ class Loop:
 
     def _watch_rollout(self, rollout: Rollout) -> dict[str, float]:
         """Where it is due, the drift of a rollout from the base's images."""
-        sources = self.algorithm.sources(rollout.batch.tasks)
-        if self.monitor is None or not self.monitor.due(rollout, sources, self.update):
+        if self.monitor is None or not self.monitor.due(rollout, self.update):
             return {}
         began = time.perf_counter()
         self._at("the drift of the rollout", offset=1)

@@ -210,6 +210,7 @@ def sample(
         copy=torch.tensor([copy for _, copy in places]),
         batch=batch,
         conditioning=cond,
+        sources=sources,
     )
 
 

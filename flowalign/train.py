@@ -35,10 +35,11 @@ if TYPE_CHECKING:  # --help need not import diffusers
     import torch
     from accelerate import Accelerator
 
+    from flowalign.algorithm import Algorithm
     from flowalign.backbone import Backbone
     from flowalign.drift.monitor import Monitor
     from flowalign.eval.suite import Benchmark
-    from flowalign.loop import Algorithm, Loop
+    from flowalign.loop import Loop
     from flowalign.progress import Progress
     from flowalign.teachers.bank import Bank
     from flowalign.types import EvalReport, Reward
@@ -77,9 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     quiet()  # before diffusers is imported, which logs while it is
     from flowalign import parallel, results, rewards
+    from flowalign.algorithm import TrainingError
     from flowalign.backbone import ModelError
     from flowalign.eval.suite import EvaluationError
-    from flowalign.loop import TrainingError
 
     status = parallel.ExitStatus(
         refused=(ConfigError, ModelError),
@@ -279,8 +280,8 @@ def _rewards(config: TrainingStage, device: torch.device) -> dict[str, Reward]:
 
 def student(config: TrainingStage, device: torch.device) -> Backbone:
     """The base model with the student's adapter on it, fresh or read from lora.init."""
+    from flowalign.algorithm import STUDENT
     from flowalign.backbone import Backbone
-    from flowalign.loop import STUDENT
 
     backbone, lora = Backbone.load(config.model, device), config.lora
     if lora.init:

@@ -69,7 +69,8 @@ class Rollout:
     [B,3,H,W] in [0,1] (None where the rollout stopped before); group [B], the place of an image's
     prompt in the batch of all processes, and copy [B], which of that prompt's images it is; batch:
     the prompts, tasks and metadata of the B images, one row an image; own_sigmas [B,S]: noise
-    levels of the states, where each image has its own (None = those of the steps).
+    levels of the states, where each image has its own (None = those of the steps); sources [B]: who
+    sampled each image (None = the active adapter).
     """
 
     states: Tensor
@@ -85,6 +86,7 @@ class Rollout:
     conditioning: Conditioning
     means: Tensor | None = None
     own_sigmas: Tensor | None = None
+    sources: Sequence[Source] | None = None
 
     def __len__(self) -> int:
         return self.states.shape[0]

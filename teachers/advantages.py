@@ -13,10 +13,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from flowalign.algorithm import TrainingError
 from flowalign.config import AdvantageConfig, EarlierConfig, TaskConfig
 from flowalign.credit import ADVANTAGES, clip_advantage
 from flowalign.earlier import Earlier
-from flowalign.loop import TrainingError
 from flowalign.rewards import weights_of
 from flowalign.types import PromptBatch, Reward, Scores
 

@@ -12,9 +12,9 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from flowalign import metrics
+from flowalign.algorithm import Pairs
 from flowalign.backbone import Backbone
 from flowalign.config import AwmStage
-from flowalign.loop import Pairs
 from flowalign.losses import clip_fraction, policy_loss, velocity_error
 from flowalign.matching import awm_log_prob
 from flowalign.teachers.forward import Forward, Matched, keeping

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flowalign.algorithm import NotFinite
 from flowalign.backbone import Backbone
 from flowalign.finite import NARROW, Fault, of_all, place
-from flowalign.loop import NotFinite
 from flowalign.parallel import missing_steps
 from flowalign.rollout import batches
 from flowalign.types import Rollout, Source, TeacherLabel

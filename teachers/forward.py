@@ -14,10 +14,10 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from flowalign import metrics
+from flowalign.algorithm import STUDENT, Pairs
 from flowalign.backbone import Backbone
 from flowalign.config import ForwardStage, PolicyConfig
 from flowalign.ema import rising_decay
-from flowalign.loop import STUDENT, Pairs
 from flowalign.losses import velocity_error
 from flowalign.noising import noised, of_sampler, stratified
 from flowalign.rollout import Schedule

@@ -14,9 +14,9 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from flowalign import metrics, sde
+from flowalign.algorithm import Pairs, Stateless
 from flowalign.backbone import Backbone
 from flowalign.config import GrpoStage, OpdStage
-from flowalign.loop import Pairs, Stateless
 from flowalign.losses import (
     clip_fraction,
     guard_log_ratio,

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from accelerate import Accelerator
 from torch import Tensor
 
+from flowalign.algorithm import Pairs
 from flowalign.backbone import Backbone
 from flowalign.config import NftStage
-from flowalign.loop import Pairs
 from flowalign.matching import chosen_advantage, nft_loss, optimality
 from flowalign.teachers.forward import Forward, Matched, keeping
 from flowalign.types import Reward, Rollout, StepLoss

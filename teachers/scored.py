@@ -15,8 +15,8 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from flowalign import metrics
+from flowalign.algorithm import Prepared, TrainingError
 from flowalign.config import AdvantageConfig, TrainingStage
-from flowalign.loop import Prepared, TrainingError
 from flowalign.parallel import Means
 from flowalign.rewards.scoring import Ahead, ByTask
 from flowalign.rollout import OnImages

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowalign.loop import Loop, pairs_of
+from flowalign.algorithm import pairs_of
+from flowalign.loop import Loop
 from flowalign.student.opd import Labels
 
 

@@ -23,8 +23,9 @@ from diffusers import AutoencoderKL, SD3Transformer2DModel, StableDiffusion3Pipe
 from torch import Tensor
 
 from flowalign import config, train
+from flowalign.algorithm import STUDENT
 from flowalign.backbone import Backbone, load_pipeline
-from flowalign.loop import STUDENT, Loop
+from flowalign.loop import Loop
 from flowalign.types import PromptBatch, Scores
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts" / "tiny"))  # in processes of ours, too

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign import train
+from flowalign.algorithm import TrainingError
 from flowalign.config import ConfigError, parse, to_yaml
 from flowalign.credit import adora, gated, gdpo
 from flowalign.earlier import Earlier
-from flowalign.loop import Loop, TrainingError
+from flowalign.loop import Loop
 from flowalign.preflight import check_world
 from flowalign.rewards.scoring import score
 from flowalign.types import PromptBatch, Scores

@@ -9,7 +9,7 @@ import fakes
 import pytest
 import torch
 
-from flowalign.loop import TrainingError
+from flowalign.algorithm import TrainingError
 from flowalign.rewards.scoring import Ahead, score
 from flowalign.types import PromptBatch, Scores
 

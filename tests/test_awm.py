@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign import matching
-from flowalign.loop import STUDENT, Loop, Pairs, pairs_of
+from flowalign.algorithm import STUDENT, Pairs, pairs_of
+from flowalign.loop import Loop
 from flowalign.teachers.awm import Awm
 from flowalign.teachers.forward import Matched
 

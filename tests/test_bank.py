@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from flowalign.adapters.files import read_lora, write_lora
+from flowalign.algorithm import STUDENT
 from flowalign.backbone import Backbone
-from flowalign.loop import STUDENT
 from flowalign.rollout import Noise, Schedule, places, sample
 from flowalign.teachers.bank import Bank, LabelError, Member
 from flowalign.types import PromptBatch, Rollout

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from flowalign.algorithm import Pairs
 from flowalign.checkpoint import Checkpoints, get_rng, set_rng
 from flowalign.config import ConfigError
-from flowalign.loop import Loop, Pairs
+from flowalign.loop import Loop
 from flowalign.stopping import CODES, Interrupted
 from flowalign.types import StepLoss
 

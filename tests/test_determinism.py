@@ -11,10 +11,11 @@ from diffusers.models import attention_dispatch
 from safetensors.torch import load_file
 
 from flowalign import train
+from flowalign.algorithm import TrainingError
 from flowalign.backbone.attention import unavailable
 from flowalign.config import ConfigError
 from flowalign.determinism import deterministic
-from flowalign.loop import Loop, TrainingError
+from flowalign.loop import Loop
 from flowalign.preflight import check_world
 
 ON = "train.deterministic=true"

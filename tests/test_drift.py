@@ -13,12 +13,13 @@ from scipy.stats import t as student_t
 
 from flowalign import config, snapshots, watch
 from flowalign.alarm import Alarm
+from flowalign.algorithm import TrainingError
 from flowalign.config import ConfigError, EvalStage
 from flowalign.drift import compare, statistics
 from flowalign.drift.compare import SIGMAS, Drift, drift
 from flowalign.drift.monitor import Lens, share
 from flowalign.eval.run import evaluate
-from flowalign.loop import Loop, TrainingError
+from flowalign.loop import Loop
 from flowalign.types import PromptBatch
 
 SIDE, PERIOD = 64, 16

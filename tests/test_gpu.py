@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.testing import assert_close
 
+from flowalign.algorithm import pairs_of
 from flowalign.backbone import Backbone
 from flowalign.config import ADAPTER, ModelConfig, TrainConfig, to_yaml
-from flowalign.loop import Loop, pairs_of
+from flowalign.loop import Loop
 from flowalign.rewards import score
 from flowalign.rewards.pickscore import PickScore
 from flowalign.rewards.scoring import Ahead

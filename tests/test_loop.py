@@ -14,8 +14,9 @@ from torch.testing import assert_close
 
 from flowalign import sde
 from flowalign.adapters.files import read_lora
+from flowalign.algorithm import STUDENT, Prepared, TrainingError, pairs_of
 from flowalign.credit import group_relative
-from flowalign.loop import STUDENT, Loop, Prepared, TrainingError, pairs_of
+from flowalign.loop import Loop
 from flowalign.rewards.scoring import score
 from flowalign.types import Rollout, Scores
 

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign import matching
+from flowalign.algorithm import STUDENT, pairs_of
 from flowalign.config import ConfigError, to_yaml
 from flowalign.ema import rising_decay
-from flowalign.loop import STUDENT, Loop, pairs_of
+from flowalign.loop import Loop
 from flowalign.rollout import Noise, places, sample
 from flowalign.teachers.awm import Awm
 from flowalign.teachers.forward import Forward, Matched, Policy

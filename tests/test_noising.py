@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from flowalign.algorithm import pairs_of
 from flowalign.config.schema import steps_within
-from flowalign.loop import pairs_of
 from flowalign.noising import noised, of_sampler, stratified
 from flowalign.rollout import Noise
 from flowalign.student.sft import SFT, Sft

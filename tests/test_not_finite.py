@@ -17,8 +17,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor
 
 from flowalign import config, parallel, train
+from flowalign.algorithm import Pairs, TrainingError
 from flowalign.finite import Fault, Skips
-from flowalign.loop import Loop, Pairs, TrainingError
+from flowalign.loop import Loop
 
 
 def rows(loop: Loop) -> list[dict[str, Any]]:

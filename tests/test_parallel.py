@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign import parallel, train
+from flowalign.algorithm import filled, pairs_of
 from flowalign.config import ConfigError, to_yaml
-from flowalign.loop import filled, pairs_of
 
 ROOT = Path(__file__).parent.parent
 ACCELERATE = ROOT / "configs" / "accelerate"

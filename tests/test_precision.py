@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign import parallel, pictures, sample, train
+from flowalign.algorithm import STUDENT
 from flowalign.backbone import Backbone
 from flowalign.backbone.precision import CastingLinear
 from flowalign.config import EvalStage, SamplingConfig, parse
 from flowalign.eval.run import load_adapters, using
 from flowalign.eval.suite import generate
-from flowalign.loop import STUDENT
 
 
 def velocity(backbone: Backbone) -> Tensor:

@@ -8,8 +8,8 @@ import pytest
 
 from flowalign import cli, sample
 from flowalign.adapters.files import read_lora
+from flowalign.algorithm import STUDENT
 from flowalign.config import to_yaml
-from flowalign.loop import STUDENT
 from flowalign.pictures import pixels_of
 from flowalign.sample import Plan, parser, settle
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign import metrics, sde
+from flowalign.algorithm import TrainingError, pairs_of
 from flowalign.config import StatesConfig
-from flowalign.loop import Loop, TrainingError, pairs_of
+from flowalign.loop import Loop
 from flowalign.losses import velocity_error
 from flowalign.preflight import check_world
 from flowalign.student.opd import Labels, Opd, chosen

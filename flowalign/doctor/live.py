@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from flowalign import metrics, sde, train
+from flowalign.algorithm import TrainingError, pairs_of
 from flowalign.backbone import Backbone, ModelError
 from flowalign.config import ConfigError, SamplingConfig, parse
 from flowalign.config.schema import (
@@ -39,7 +40,7 @@ from flowalign.eval.suite import generate
 from flowalign.forecast.estimate import predict, scored
 from flowalign.forecast.findings import Finding, fault, note, ok
 from flowalign.forecast.pace import GROUP, Pace
-from flowalign.loop import Loop, TrainingError, pairs_of
+from flowalign.loop import Loop
 from flowalign.losses import guard_log_ratio
 from flowalign.rewards.scoring import score
 from flowalign.rollout import Noise, Schedule, places, sample

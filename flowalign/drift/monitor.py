@@ -43,6 +43,11 @@ class Check:
     drifts: list[Drift]
     rows: list[dict[str, Any]]
 
+    @staticmethod
+    def gathered(drifts: list[Drift], own: Sequence[dict[str, Any]]) -> Check:
+        """With the rows of all processes, the most drifted first. own: those of this process."""
+        return Check(drifts, sorted(gather_object(own), key=lambda row: -row["sigmas"]))
+
     def about(self) -> dict[str, Any]:
         """As JSON, for the page of the run."""
         return {"drifts": [vars(drift) for drift in self.drifts], "rows": self.rows}
@@ -147,10 +152,10 @@ class Monitor:
 
     # Rollouts ----------------------------------------------------------------------------------
 
-    def due(self, rollout: Rollout, sources: Sequence[Source] | None, update: int) -> bool:
+    def due(self, rollout: Rollout, update: int) -> bool:
         """Whether this rollout is to be checked: it has images, of the student or of its old policy
         (not of teachers, as those of sft), and something has been learnt."""
-        own = sources is None or self.config.learns_from_rewards
+        own = rollout.sources is None or self.config.learns_from_rewards
         return (
             rollout.images is not None and own and update > 0 and update % self.settings.every == 0
         )
@@ -190,8 +195,7 @@ class Monitor:
             if 0 <= row - first < len(batch):  # one of its own
                 i = row - first
                 pictures.append(shown(batch, i, sigmas, base[i], model[i]))
-        pictures = sorted(gather_object(pictures), key=lambda row: -row["sigmas"])
-        return Check(drifts, pictures)
+        return Check.gathered(drifts, pictures)
 
     def _rows(self, rollout: Rollout) -> list[int]:
         """The first COPIES images of some prompts, of those that this process has. The prompts are
@@ -227,7 +231,7 @@ class Monitor:
             for (row, sigmas), image in zip(chosen, base, strict=True)
             if row // COPIES in own
         ]
-        return Check(drifts, sorted(gather_object(pictures), key=lambda row: -row["sigmas"]))
+        return Check.gathered(drifts, pictures)
 
     def _measured(self, images: Tensor, rows: Sequence[int], prompts: int) -> Values:
         """What is measured of the images of all processes, of which each counts its first

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flowalign.adapters.files import AdapterError, read_lora
+from flowalign.algorithm import STUDENT
 from flowalign.backbone import DTYPES, Backbone
 from flowalign.config import parse
 from flowalign.config.schema import (
@@ -38,7 +39,6 @@ from flowalign.data import PromptError, load_prompts
 from flowalign.drift.monitor import SHOWN, checked
 from flowalign.forecast.architectures import build, find
 from flowalign.forecast.meter import DeviceAttention, Meter, measure, rounded, size, size_of
-from flowalign.loop import STUDENT
 from flowalign.rollout import window_of
 from flowalign.solvers import forwards
 from flowalign.student.opd import chosen
@@ -572,7 +572,7 @@ class _Run(_Shapes):
         config = self.config
         images = sum(count for _, count in scored(config).values())
         if config.alarm:  # each process samples all that are shown
-            tasks = sum(bool(t.evaluated and t.reward and t.validation) for t in config.tasks)
+            tasks = sum(task.evaluated for task in config.tasks)
             images += tasks * config.alarm.images + self.processes * SHOWN
         return self.sampled(config.evaluation_sampling, images, STUDENT)
 

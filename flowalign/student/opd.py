@@ -20,9 +20,9 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from flowalign import metrics, parallel, sde
+from flowalign.algorithm import Algorithm, Pairs, Prepared, Stateless, pairs_of
 from flowalign.backbone import Backbone
 from flowalign.config import OpdStage, StatesConfig
-from flowalign.loop import Algorithm, Pairs, Prepared, Stateless, pairs_of
 from flowalign.losses import policy_loss, published_loss, step_weights, velocity_error
 from flowalign.parallel import Means
 from flowalign.rollout import Schedule, window_of

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from flowalign.algorithm import Pairs, Prepared, Stateless
 from flowalign.backbone import Backbone
 from flowalign.config import SftStage
-from flowalign.loop import Pairs, Prepared, Stateless
 from flowalign.losses import velocity_error
 from flowalign.noising import noised, stratified
 from flowalign.rollout import OnImages, Schedule
