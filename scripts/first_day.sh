@@ -85,9 +85,9 @@ quick_start() { # README and docs/quickstart.md
     step flowalign merge tiny/ocr tiny/geneval --out outputs/tiny/merged
     mistake flowalign merge tiny/ocr tiny/geneval --out outputs/tiny/merged
     step flowalign sample 'a red sign that says "CAT"' 'a photo of three stars' --guidance 1 --lora outputs/tiny/merged
-    step flowalign train --config configs/tiny/teacher_ocr.yaml $SHORT
-    leaves outputs/tiny/teacher_ocr/{config.yaml,metrics.jsonl,metrics.png,before_after.png,samples,tensorboard,adapter,checkpoints}
-    mistake flowalign train --config configs/tiny/teacher_ocr.yaml
+    step flowalign train --config configs/tiny/teacher_ocr_nft.yaml $SHORT
+    leaves outputs/tiny/teacher_ocr_nft/{config.yaml,metrics.jsonl,metrics.png,before_after.png,samples,tensorboard,adapter,checkpoints}
+    mistake flowalign train --config configs/tiny/teacher_ocr_nft.yaml
     step flowalign train --config configs/tiny/student_flow_opd.yaml $SHORT
     step flowalign train --config configs/tiny/student_flow_opd.yaml $SHORT train.updates=3 --resume
     step flowalign watch outputs/tiny/student_flow_opd
@@ -97,8 +97,8 @@ quick_start() { # README and docs/quickstart.md
     step python -m flowalign.eval --config configs/tiny/eval.yaml models.ocr=tiny/ocr $FEW
     step python -m flowalign.eval --config configs/tiny/eval.yaml output=outputs/tiny/eval_base $FEW
     step python -m flowalign.eval compare outputs/tiny/eval_base/results.json outputs/tiny/eval/results.json --models base ocr
-    step flowalign eval --config configs/tiny/eval.yaml models.teacher=outputs/tiny/teacher_ocr/adapter $FEW
-    step flowalign push outputs/tiny/teacher_ocr --repo me/tiny-ocr --results outputs/tiny/eval/results.json --dry-run
+    step flowalign eval --config configs/tiny/eval.yaml models.teacher=outputs/tiny/teacher_ocr_nft/adapter $FEW
+    step flowalign push outputs/tiny/teacher_ocr_nft --repo me/tiny-ocr --results outputs/tiny/eval/results.json --dry-run
     step accelerate launch --config_file configs/accelerate/ddp_2cpu.yaml -m flowalign.eval --config configs/tiny/eval.yaml $FEW
     step flowalign demo stages.student.train.updates=1 stages.student.rollout.prompts=4 "stages.table.set=[${FEW// /, }]"
     leaves outputs/demo/table/report.html
