@@ -110,7 +110,8 @@ class Alarm:
         self.period = list(state["period"])
         self.first_distance = state["first_distance"]
         self.lasting = dict(state["lasting"])
-        self.drifting = {where: list(names) for where, names in state["drifting"].items()}
+        drifting = state.get("drifting", {})  # a checkpoint of before it has none
+        self.drifting = {where: list(names) for where, names in drifting.items()}
 
 
 def drifted(drift: Drift) -> str:

@@ -596,7 +596,7 @@ class Loop:
         self.evaluated, self.best = progress["evaluated"], progress["best"]
         self.alarm.load(progress["alarm"])
         if self.monitor:
-            self.monitor.load(progress["drift"])
+            self.monitor.load(progress.get("drift", {}))
         parallel.from_main(lambda: self._go_back(place))
         return True
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy.stats import t as student_t
 
-from flowalign import config, snapshots, watch
+from flowalign import config, manifest, resume, snapshots, watch
 from flowalign.alarm import Alarm
 from flowalign.algorithm import TrainingError
 from flowalign.config import ConfigError, EvalStage
@@ -250,6 +250,21 @@ def test_a_resumed_run_measures_the_same_without_sampling_the_base_again(
         for loop in (whole, again)
     ]
     assert drifts[0] == drifts[1]
+
+
+def test_a_checkpoint_of_before_the_alarm_is_continued(random_model: str, tmp_path: Path) -> None:
+    fakes.wired(validated(random_model, tmp_path / "run", "train.updates=1")).run()
+    (folder,) = resume.checkpoints(tmp_path / "run")
+    about, path = manifest.read(folder).about, folder / "progress.json"
+    progress = json.loads(path.read_text())
+    del progress["drift"], progress["alarm"]["drifting"]
+    path.write_text(json.dumps(progress))
+    (folder / manifest.MANIFEST).unlink()
+    manifest.seal(folder, about)
+    again = fakes.wired(validated(random_model, tmp_path / "run", "train.updates=2"))
+    assert again.resume()
+    again.run()
+    assert again.update == 2
 
 
 def test_a_run_beyond_its_limit_stops_with_a_checkpoint(random_model: str, tmp_path: Path) -> None:
