@@ -12,7 +12,7 @@ import pytest
 
 ROOT = documents.ROOT
 FOLDERS = {  # the page whose table says what a command leaves -> where the script has it
-    "docs/quickstart.md": "outputs/tiny/teacher_ocr",
+    "docs/quickstart.md": "outputs/tiny/teacher_ocr_nft",
     "docs/evaluation.md": "outputs/tiny/eval",
 }
 
