@@ -137,7 +137,7 @@ def conditions(config: EvalStage, results: Results, versions: Mapping[str, str])
     # benchmarks that share images also share prompts, which are counted once
     sets = {benchmark.source or benchmark.name: benchmark for benchmark in results.benchmarks}
     counts = ", ".join(
-        f"{len(benchmark.prompts)} prompts of {name}"
+        f"{len(benchmark.prompts)} prompts of {name}{_distinct(benchmark)}"
         + (f" with {benchmark.copies} images each" if benchmark.copies > 1 else "")
         for name, benchmark in sets.items()
     )
@@ -165,6 +165,11 @@ def conditions(config: EvalStage, results: Results, versions: Mapping[str, str])
         )
     listed = ", ".join(f"{name} {version}" for name, version in versions.items())
     return [*sentences, f"Measured with {listed}."]
+
+
+def _distinct(benchmark: Benchmark) -> str:  # errors are over distinct prompts
+    distinct = len(set(benchmark.prompts.prompts))
+    return f" ({distinct} distinct)" if distinct < len(benchmark.prompts) else ""
 
 
 def _dependent(benchmarks: Sequence[Benchmark]) -> Iterator[tuple[list[str], str]]:

@@ -173,12 +173,23 @@ def _tagged(benchmark: Named, images: Images) -> bool:
     return benchmark.headline is not None and has_tags
 
 
-def _prompt_scores(images: Images, part: str) -> PromptScores:  # a tag is a stratum
+def _prompt_scores(images: Images, part: str) -> PromptScores:
+    """The scores of each prompt of a tag, in the order in which they come; a tag is a stratum.
+
+    A prompt is its text: a set may list it several times, as those of the tiny world do.
+    """
+    tags = [str(image["metadata"].get("tag", "")) for image in images]
+    numbers: dict[tuple[str, str], int] = {}
+    prompt = np.array(
+        [
+            numbers.setdefault((tag, image["prompt"]), len(numbers))
+            for tag, image in zip(tags, images, strict=True)
+        ],
+        np.int64,
+    )
     values = np.array([image.get(part, math.nan) for image in images], np.float64)
     valid = np.isfinite(values)
-    _, prompt = np.unique([image["index"] for image in images], return_inverse=True)
-    tags = [str(image["metadata"].get("tag", "")) for image in images]
-    count = prompt.max(initial=-1) + 1
+    count = len(numbers)
     strata = np.zeros(count, np.int64)
     strata[prompt] = np.unique(tags, return_inverse=True)[1]
     sums = np.bincount(prompt, np.where(valid, values, 0.0), count).astype(np.float64)

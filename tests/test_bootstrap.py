@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from flowalign.eval import bootstrap
-from flowalign.eval.stats import difference, rows_of
+from flowalign.eval.stats import chance, difference, rows_of
 
 ALIKE = np.zeros(1, np.int64)
 
@@ -83,6 +83,26 @@ def test_the_error_over_prompts_is_that_of_their_means_where_all_have_as_many_im
     assert row.mean == pytest.approx(means.mean()) and row.n == 200
     assert row.stderr == pytest.approx(means.std(ddof=1) / np.sqrt(50))
     assert row.low < row.mean < row.high
+
+
+def test_a_prompt_that_a_set_holds_several_times_is_one_prompt():
+    """Rows 0, 1 of a set with the same prompt are no more news than two copies of row 0."""
+    rng = np.random.default_rng(5)
+    first, second = (rows(rng.normal(size=(50, 4)).tolist()) for _ in range(2))
+    listed = [
+        [{**image, "index": i, "copy": 0} for i, image in enumerate(images)]
+        for images in (first, second)
+    ]
+    assert rows_of(Tagged(), listed[0]) == rows_of(Tagged(), first)
+    assert difference(Tagged(), *listed) == difference(Tagged(), first, second)
+    assert chance(Tagged(), *listed) == chance(Tagged(), first, second)
+
+
+def test_a_prompt_with_two_tags_counts_in_both():
+    """Its images carry the tag of their row; no tag loses images."""
+    images = rows([[0.0], [1.0]], "a") + rows([[1.0], [1.0]], "b")
+    means = {row.metric: (row.mean, row.n) for row in rows_of(Tagged(), images)}
+    assert means["a"] == (0.5, 2) and means["b"] == (1.0, 2) and means["overall"][0] == 0.75
 
 
 def test_an_interval_of_a_paired_difference_is_short_where_models_agree():

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import statistics
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -100,6 +101,23 @@ def test_each_judge_is_a_column_and_each_image_is_sampled_once(
     assert rows(tmp_path / "alone")["x"] == both["x_red"]  # a judge is not disturbed by another
     assert [path.name for path in (tmp_path / "out").glob("*.png")] == ["grid.png"]
     assert (tmp_path / "out" / "report.html").read_text().count("base64,") == 2  # not 4
+
+
+def test_a_prompt_that_is_listed_twice_counts_once_in_the_errors(
+    evaluate: Callable[..., int], tmp_path: Path
+):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(prompts.read_text() + "\n" + prompts.read_text())
+    assert evaluate(RED) == 0
+    assert "10 prompts of x (5 distinct) with 2 images" in (tmp_path / "out/table.md").read_text()
+    results = json.loads((tmp_path / "out/results.json").read_text())["models"]["base"]
+    row, images = results["rows"][0], results["images"]["x"]
+    scores: dict[str, list[float]] = {}
+    for image in images:
+        scores.setdefault(image["prompt"], []).append(image["value"])
+    means = [statistics.mean(values) for values in scores.values()]
+    assert len(means) == 5 and row["n"] == len(images) == 20
+    assert row["stderr"] == pytest.approx(statistics.stdev(means) / 5**0.5)
 
 
 def test_a_judge_that_comes_later_scores_the_images_that_are_kept(
