@@ -10,6 +10,7 @@ normalisation by 28, 21 and 69. Decoding alone moves the distance by less than o
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from flowalign.images import to_float
 from flowalign.pictures import image_files
 from flowalign.types import EvalRow
 
-GROUPS = 20  # of images, each left out once for the jackknife error of a distance
+GROUPS = 20  # of prompts, each left out once for the jackknife error of a distance
 SCENES = 4  # tiny reference scenes per prompt: they are cheap, and few of them bias the distance
 BATCH = 64  # reference images per forward pass of the features
 CLIP = "flowalign.rewards.clip:Clip"
@@ -84,7 +85,7 @@ class Distance:
     """The distance of images to a reference."""
 
     value: float
-    without: Tensor  # [G]: the same when one of G groups of images is left out
+    without: Tensor  # [G]: the same when one of G groups of prompts is left out
     n: int  # valid images
     total: int | None = None  # images
 
@@ -105,18 +106,37 @@ def _jackknife(without: Tensor) -> float:
     return float(without.std(correction=0)) * math.sqrt(len(without) - 1)
 
 
-def distance(features: Tensor, reference: Tensor, metric: Metric = frechet) -> Distance:
-    """The metric of features [N,D] to a reference [M,D], and without every GROUPS-th image.
+def distance(
+    features: Tensor, prompts: Sequence[str], reference: Tensor, metric: Metric = frechet
+) -> Distance:
+    """The metric of features [N,D] to a reference [M,D], and without each group of the N prompts.
 
-    An image without finite features is left out. NaN if too few remain for a regular covariance.
+    An image without finite features is left out. NaN if too few remain for a regular covariance;
+    the error alone is NaN if too few remain without a group, or if there is one prompt.
     """
-    group = torch.arange(len(features)) % GROUPS  # each group has images of every benchmark
+    group = _groups(prompts)
     valid, total = features.isfinite().all(1), len(features)
-    features, group = features[valid], group[valid]
-    if len(features) - int(group.bincount(minlength=1).max()) <= features.shape[1]:
-        return Distance(math.nan, torch.full((GROUPS,), math.nan), len(features), total)
-    without = torch.tensor([metric(features[group != g], reference) for g in range(GROUPS)])
-    return Distance(metric(features, reference), without.double(), len(features), total)
+    features, group, count = features[valid], group[valid], int(group.max()) + 1
+    unknown, width = torch.full((count,), math.nan), features.shape[1]
+    if len(features) <= width:
+        return Distance(math.nan, unknown, len(features), total)
+    value = metric(features, reference)
+    if len(features) - int(group.bincount().max()) <= width:
+        return Distance(value, unknown, len(features), total)
+    without = torch.tensor([metric(features[group != g], reference) for g in range(count)])
+    return Distance(value, without.double(), len(features), total)
+
+
+def _groups(prompts: Sequence[str]) -> Tensor:
+    """[N]: at most GROUPS groups of about as many images, each with all images of its prompts: if a
+    prompt were in two groups, it would never be left out."""
+    counts = Counter(prompts)
+    sizes = [0] * min(GROUPS, len(counts))
+    group: dict[str, int] = {}
+    for prompt, count in counts.items():  # the next prompt joins the smallest group
+        group[prompt] = sizes.index(min(sizes))
+        sizes[group[prompt]] += count
+    return torch.tensor([group[prompt] for prompt in prompts])
 
 
 def enough(width: int) -> int:
@@ -134,8 +154,9 @@ class Reference:
 
     def distance(self, judged: Iterable[Judged]) -> Distance:
         """The distance of one model's images, those of all its benchmarks together."""
-        features = [result.features for result in judged if result.features is not None]
-        return distance(torch.cat(features), self.features)
+        measured = [(r.features, r.rows) for r in judged if r.features is not None]
+        prompts = [row["prompt"] for _, rows in measured for row in rows]
+        return distance(torch.cat([features for features, _ in measured]), prompts, self.features)
 
 
 def load_features(name: str, device: torch.device) -> Features:

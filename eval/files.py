@@ -161,7 +161,7 @@ def conditions(config: EvalStage, results: Results, versions: Mapping[str, str])
         sentences.append(
             f"fidelity: Fréchet distance, lower is better, between the {f.features!r} features of "
             f"all images of a model and of the reference {f.reference!r}; its error is a "
-            f"jackknife over {GROUPS} groups of images."
+            f"jackknife over up to {GROUPS} groups of prompts."
         )
     listed = ", ".join(f"{name} {version}" for name, version in versions.items())
     return [*sentences, f"Measured with {listed}."]

@@ -134,7 +134,9 @@ def test_what_is_missing_is_told_of_every_number():
     assert (gap.n, gap.total) == (1, 2)
     features, reference = torch.arange(60.0)[:, None], torch.zeros(9, 1)
     features[5] = NAN
-    assert (row := distance(features, reference, shift).row).n == 59 and row.total == 60
+    assert (
+        row := distance(features, each(features), reference, shift).row
+    ).n == 59 and row.total == 60
 
 
 def test_the_difference_is_paired():
@@ -172,6 +174,11 @@ def test_the_average_of_differences_is_paired():
     assert average([gains[0], flat]).stderr == pytest.approx(0, abs=1e-12)
 
 
+def each(features: torch.Tensor) -> list[str]:
+    """A prompt of its own for every image."""
+    return list(map(str, range(len(features))))
+
+
 def shift(features: torch.Tensor, reference: torch.Tensor) -> float:
     """A distance whose error is known: how far the means are apart."""
     return float((features.mean() - reference.mean()).abs())
@@ -180,7 +187,8 @@ def shift(features: torch.Tensor, reference: torch.Tensor) -> float:
 def test_the_error_of_a_distance_is_that_of_its_images_and_its_difference_is_paired():
     draws = torch.Generator().manual_seed(0)
     features, reference = torch.randn(400, 1, generator=draws), torch.zeros(10, 1)
-    far, near = distance(features + 3, reference, shift), distance(features + 1, reference, shift)
+    prompts = each(features)
+    far, near = (distance(features + d, prompts, reference, shift) for d in (3, 1))
     assert far.row.mean == pytest.approx(3 + float(features.mean()), abs=1e-5)
     assert far.row.stderr == pytest.approx(1 / 20, rel=0.4)  # 1 / sqrt(400); 20 groups
     gap = far.minus(near)
@@ -192,17 +200,37 @@ def test_the_error_of_the_frechet_distance_is_its_spread_over_samples():
     reference = torch.randn(5000, 3, generator=draws)
     samples = [torch.randn(200, 3, generator=draws) + 0.5 for _ in range(200)]
     spread = torch.tensor([frechet(sample, reference) for sample in samples]).std()
-    errors = [distance(sample, reference, frechet).row.stderr for sample in samples[:20]]
+    errors = [distance(sample, each(sample), reference).row.stderr for sample in samples[:20]]
     assert sum(errors) / len(errors) == pytest.approx(float(spread), rel=0.25)
 
 
 def test_an_image_without_features_is_left_out_of_the_distance():
     features, reference = torch.arange(60.0)[:, None], torch.zeros(9, 1)
     features[5] = NAN
-    measured = distance(features, reference, shift)
+    measured = distance(features, each(features), reference, shift)
     assert measured.n == 59 and measured.value == pytest.approx((59 * 30 - 5) / 59)
-    few = distance(features[: enough(1)].repeat(1, 60), reference, shift)
+    wide = features[: enough(1)].repeat(1, 60)
+    few = distance(wide, each(wide), reference, shift)
     assert math.isnan(few.value) and math.isnan(few.row.stderr)
+
+
+def test_the_error_of_a_distance_is_over_prompts():
+    """Four equal images of a prompt say no more than one, wherever they stand."""
+    features = torch.randn(100, 1, generator=torch.Generator().manual_seed(0))
+    reference, prompts = torch.zeros(10, 1), each(features)
+    once = distance(features, prompts, reference, shift).row
+    for four, own in (
+        (features.repeat(4, 1), prompts * 4),
+        (features.repeat_interleave(4, 0), [p for p in prompts for _ in range(4)]),
+    ):
+        row = distance(four, own, reference, shift).row
+        assert (row.mean, row.stderr) == pytest.approx((once.mean, once.stderr), rel=1e-5)
+
+
+def test_a_distance_of_one_prompt_has_no_error():
+    features, reference = torch.arange(60.0)[:, None], torch.zeros(9, 1)
+    row = distance(features, ["a"] * 60, reference, shift).row
+    assert row.mean == 29.5 and math.isnan(row.stderr) and math.isnan(row.low)
 
 
 def test_the_details_have_a_column_a_model():
