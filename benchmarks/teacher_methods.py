@@ -6,7 +6,8 @@ passes.
 Runs configs/tiny/teacher_TASK[_METHOD].yaml for every task, method and seed, with an evaluation and
 a checkpoint every `--every` rollouts; runs that are there go on. Held equal: base model, adapter,
 prompts, images of a rollout, held-out prompts and noise. Prints a Markdown table and draws
-docs/teachers.png.
+docs/teachers.png. The numbers of each run are kept in docs/teachers.json; a run that is not in
+`--out` is read from there with `--present`.
 
 A forward pass is counted per image and update: those of sampling, and for each trained state 3 (a
 forward pass and a backward pass of twice its cost) plus one for each label without gradient.
@@ -19,7 +20,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -237,25 +238,30 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=5, help="rollouts between evaluations")
     parser.add_argument("--out", type=Path, default=Path("outputs/teachers"))
     parser.add_argument("--picture", type=Path, default=Path("docs/teachers.png"))
-    parser.add_argument("--present", action="store_true", help="only runs that are there")
+    parser.add_argument("--data", type=Path, default=Path("docs/teachers.json"))
+    parser.add_argument("--present", action="store_true", help="train nothing")
     parser.add_argument("--set", nargs="*", default=[], help="key.path=value for every run")
     args = parser.parse_args()
     runs: dict[tuple[str, str], list[Curve]] = {}
     cost: dict[tuple[str, str], float] = {}
     images = 0
+    data: dict[str, dict] = json.loads(args.data.read_text()) if args.data.exists() else {}
     for seed in args.seeds:
         for method in args.methods:
             for task in args.tasks:
                 config = settings(method, task, seed, args.every, args.out, args.set)
                 folder = Path(config.output)
-                if not (folder / "before_after.png").exists():  # the last thing that a run writes
-                    if args.present:
-                        continue
+                finished = (folder / "before_after.png").exists()  # the last thing that is written
+                if not (finished or args.present):
                     train.train(config, resume=True)
-                places, scores = evaluated(folder)
-                curve = Curve(places, scores, drifts(config, places))
-                runs.setdefault((method, task), []).append(curve)
-                cost[method, task], images = passes(config), config.rollout.images
+                if finished or not args.present:
+                    places, scores = evaluated(folder)
+                    data[folder.name] = asdict(Curve(places, scores, drifts(config, places)))
+                if folder.name in data:
+                    runs.setdefault((method, task), []).append(Curve(**data[folder.name]))
+                    cost[method, task], images = passes(config), config.rollout.images
+    lines = (f"{json.dumps(name)}: {json.dumps(curve)}" for name, curve in sorted(data.items()))
+    args.data.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     print(table(runs, cost))
     draw(args.picture, runs, cost, images)
 
