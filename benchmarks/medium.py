@@ -4,7 +4,6 @@ model that the benchmarks beside this file measure."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from flowalign.backbone import DTYPES, Backbone
-from flowalign.config import SD3_ATTENTION, ModelConfig
-from flowalign.forecast.architectures import ARCHITECTURES, Architecture, build
+from flowalign.backbone.shapes import PUBLIC, Architecture
+from flowalign.backbone.structure import build
+from flowalign.config import ModelConfig
 from flowalign.tiny import MODEL
 
 MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
@@ -22,25 +22,23 @@ MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
 def shapes(width: float = 1.0, layers: int | None = None) -> Architecture:
     """A share of the attention heads, and the first layers (None = all 24). Where there are fewer,
     half of them attend twice, as in the whole model."""
-    medium = scaled(ARCHITECTURES[MEDIUM], width)
+    medium = scaled(PUBLIC[MEDIUM], width)
     if not layers:
         return medium
-    dual = [i for i in medium.transformer["dual_attention_layers"] if i < (layers + 1) // 2]
-    fewer = {"num_layers": layers, "dual_attention_layers": dual}
-    return replace(medium, transformer={**medium.transformer, **fewer})
+    all_dual = medium.parts["transformer"]["dual_attention_layers"]
+    dual = [i for i in all_dual if i < (layers + 1) // 2]
+    return medium.changed("transformer", num_layers=layers, dual_attention_layers=dual)
 
 
 def scaled(whole: Architecture, width: float) -> Architecture:
     """The same structure with `width` times the attention heads and VAE channels."""
-    heads = max(1, round(whole.transformer["num_attention_heads"] * width))
-    head = whole.transformer["attention_head_dim"]
-    groups = max(1, round(whole.vae["norm_num_groups"] * width))
-    channels = [
-        groups * max(1, round(count * width / groups)) for count in whole.vae["block_out_channels"]
-    ]
-    sizes = {"num_attention_heads": heads, "caption_projection_dim": heads * head}
-    vae = {"block_out_channels": channels, "norm_num_groups": groups}
-    return replace(whole, transformer={**whole.transformer, **sizes}, vae={**whole.vae, **vae})
+    transformer, vae = whole.parts["transformer"], whole.parts["vae"]
+    heads = max(1, round(transformer["num_attention_heads"] * width))
+    groups = max(1, round(vae["norm_num_groups"] * width))
+    channels = [groups * max(1, round(n * width / groups)) for n in vae["block_out_channels"]]
+    inside = heads * transformer["attention_head_dim"]
+    narrow = whole.changed("transformer", num_attention_heads=heads, caption_projection_dim=inside)
+    return narrow.changed("vae", block_out_channels=channels, norm_num_groups=groups)
 
 
 def with_small_text(whole: Architecture, vocabulary: int) -> Architecture:
@@ -48,8 +46,11 @@ def with_small_text(whole: Architecture, vocabulary: int) -> Architecture:
     clip = {"num_hidden_layers": 1, "intermediate_size": 64}
     t5 = {"num_layers": 1, "d_ff": 64, "num_heads": 1}
     ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 3, "vocab_size": vocabulary}
-    small = [{**c, **ends, **(t5 if c["model_type"] == "t5" else clip)} for c in whole.text]
-    return replace(whole, text=tuple(small))
+    for name, config in whole.parts.items():
+        if name.startswith("text_encoder"):
+            fewer = t5 if config["model_type"] == "t5" else clip
+            whole = whole.changed(name, **ends, **fewer)
+    return whole
 
 
 def pipeline(architecture: Architecture, seed: int = 0) -> Any:
@@ -92,7 +93,7 @@ def write_adapters(
     """LoRAs of random weights on a model."""
     backbone = Backbone.load(model)
     for name in names:
-        backbone.add_adapter(name, rank=rank, alpha=alpha, targets=SD3_ATTENTION)
+        backbone.add_adapter(name, rank=rank, alpha=alpha)
         for parameter in backbone.adapter_parameters(name):
             torch.nn.init.normal_(parameter, std=0.01)
         backbone.save_adapter(name, folder / name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +111,11 @@ def phases(loop: Loop) -> Iterator[tuple[str, int]]:
 
 
 def held_by(*objects: Any) -> int:
-    """Bytes of the tensors that are attributes of some objects; shared ones count once."""
-    each = [v for o in objects for v in vars(o).values() if isinstance(v, torch.Tensor)]
+    """Bytes of the tensors that are attributes of some objects, or in a mapping that is one;
+    shared ones count once."""
+    values = [v for o in objects for v in vars(o).values()]
+    inside = [v for m in values if isinstance(m, Mapping) for v in m.values()]
+    each = [v for v in (*values, *inside) if isinstance(v, torch.Tensor)]
     return sum(t.numel() * t.element_size() for t in {t.data_ptr(): t for t in each}.values())
 
 

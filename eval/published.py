@@ -6,7 +6,10 @@ PaddleOCR 2, and their preference prompts are not known, so small differences to
 
 from __future__ import annotations
 
-SOURCE = "Flow-OPD project page (arXiv 2605.08063), SD3.5-M, 512 px, 40 steps, guidance 4.5"
+SOURCE = (
+    "Flow-OPD project page (arXiv 2605.08063), Stable Diffusion 3.5 Medium, 512 px, 40 steps, "
+    "guidance 4.5"
+)
 COLUMNS = ("GenEval", "OCR", "DeQA", "PickScore")
 ROWS: dict[str, tuple[float, ...]] = {
     "base": (0.63, 0.59, 4.07, 21.64),

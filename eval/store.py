@@ -351,9 +351,7 @@ def open_stores(
 
 def fingerprint(backbone: Backbone) -> str:
     """`flowalign.frozen.fingerprint` of a base, before adapters are loaded onto it."""
-    pipe = backbone.pipe
-    encoders = (pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3)
-    return frozen.fingerprint((backbone.core, pipe.vae, *encoders))
+    return frozen.fingerprint((backbone.core, backbone.pipe.vae, *backbone.family.encoders))
 
 
 # What a folder holds -----------------------------------------------------------------------------

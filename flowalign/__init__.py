@@ -6,32 +6,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diffusers import StableDiffusion3Pipeline
-
     from flowalign.pictures import gallery
 
 __all__ = ["__version__", "gallery", "load"]
 __version__ = "0.1.0"
 
 
-def load(
-    model: str = "tiny", lora: str | Path | None = None, **kw: Any
-) -> StableDiffusion3Pipeline:
-    """A diffusers StableDiffusion3Pipeline, with a LoRA if one is given.
+def load(model: str = "tiny", lora: str | Path | None = None, **kw: Any) -> Any:
+    """A model's diffusers pipeline, with a LoRA if one is given.
 
-    A prompt has as many T5 tokens as in the LoRA's training, where its file tells (ours do) or the
-    model is "tiny"; `max_sequence_length=` of a call is another number, and diffusers' own is 256.
+    A prompt has as many tokens as in the LoRA's training, where its file tells (ours do) or the
+    model is "tiny"; `max_sequence_length=` of a call is another number. diffusers' own depends on
+    the pipeline, such as 256.
 
     model: "tiny" (ships with the package), a folder, or a hub id. lora: a folder that training
     wrote (`<output>/adapter`), tiny/NAME for a teacher that ships with the package, a LoRA of the
     transformer that diffusers or peft saved, or its Hub id (owner/name, owner/name@revision);
-    alpha and rank are those of the file. Further arguments (dtype, revision, ...) go to
-    `StableDiffusion3Pipeline.from_pretrained`, whose defaults hold: float32, on the CPU, where
-    Stable Diffusion 3.5 Medium needs about 32 GB. On a GPU write
+    alpha and rank are those of the file. Further arguments (dtype, revision, ...) go to the
+    pipeline's `from_pretrained`, whose defaults hold: float32, on the CPU, where a model of the
+    size of Stable Diffusion 3.5 Medium needs about 32 GB. On a GPU write
     `flowalign.load(model, dtype=torch.bfloat16).to("cuda")` (torch_dtype before diffusers 0.40).
-    A call samples with diffusers' defaults, 28 steps and guidance 7; give those of the model's
-    card or of the LoRA's run, as `flowalign sample` does. A LoRA that cannot be had or read raises
-    HubError or AdapterError before the model is loaded.
+    A call samples with diffusers' defaults, such as 28 steps and guidance 7; give those of the
+    model's card or of the LoRA's run, as `flowalign sample` does. A LoRA that cannot be had or read
+    raises HubError or AdapterError before the model is loaded, a pipeline of no known family
+    ModelError.
     """
     from flowalign.adapters.files import read_lora
     from flowalign.backbone import put_lora, resolve
@@ -41,7 +39,8 @@ def load(
     if adapter:
         adapter.check_values()
     kw.setdefault("use_safetensors", True)  # else diffusers takes a pickle where it finds no other
-    pipe = pipeline_class(text_length(model, adapter)).from_pretrained(resolve(model), **kw)
+    loader = pipeline_class(model, text_length(model, adapter), kw.get("revision"))
+    pipe = loader.from_pretrained(resolve(model), **kw)
     if adapter:
         put_lora(pipe.transformer, "default_0", adapter)  # diffusers' name for a first one
     return pipe

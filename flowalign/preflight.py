@@ -310,11 +310,11 @@ def start(lora: LoraConfig) -> Start | None:
             ignored.append(f"lora.{key}: {wanted:g} is ignored, lora.init has {span(has)}")
     ends = {  # as peft matches a layer's name: the whole, or its end after a dot
         target: {layer for layer in ranks if f".{layer}".endswith(f".{target}")}
-        for target in lora.targets
+        for target in lora.targets or ()
     }
     unused = [target for target, layers in ends.items() if not layers]
     others = len(ranks.keys() - set().union(*ends.values()))
-    if "targets" in lora.model_fields_set and (unused or others):
+    if lora.targets and (unused or others):
         seen = [f"{others} layers that they do not name"] if others else []
         seen += [f"none for {', '.join(unused)}"] if unused else []
         ignored.append(f"lora.targets: ignored, lora.init has {' and '.join(seen)}")

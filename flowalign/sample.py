@@ -7,7 +7,6 @@ that trained the LoRA, the model's card, diffusers' pipeline.
 from __future__ import annotations
 
 import argparse
-import inspect
 import itertools
 import sys
 from collections.abc import Sequence
@@ -24,12 +23,6 @@ if TYPE_CHECKING:  # --help need not import torch
     from flowalign.adapters.files import Lora
     from flowalign.config import TrainingStage
 
-CARDS = {  # (steps, CFG scale) of the model's own card, by the last part of its id
-    "stable-diffusion-3.5-medium": (40, 4.5),
-    "stable-diffusion-3.5-large": (28, 3.5),
-    "stable-diffusion-3.5-large-turbo": (4, 1.0),  # the card's 0 means no guidance, as 1 does
-    "stable-diffusion-3-medium-diffusers": (28, 7.0),
-}
 TINY = (10, 1.0)  # as the tiny configs train and evaluate
 MULTIPLE = 16  # of pixels: the VAE's factor 8, patches of 2
 SHOWN = 256  # pixels: a grid shows wider images smaller than they are
@@ -189,31 +182,27 @@ def run_of(lora: Lora | None) -> TrainingStage | None:
 
 
 def recommended(model: str) -> tuple[int, float]:
-    """(steps, CFG scale) of a model."""
-    from diffusers import StableDiffusion3Pipeline
-
-    from flowalign.backbone import resolve
+    """(steps, guidance scale) of a model: of its card, else of its pipeline."""
+    from flowalign.backbone import families, family_of, pipeline_name, resolve
     from flowalign.tiny import MODEL
 
     if resolve(model) == str(MODEL):
         return TINY
-    if (name := Path(model).name.lower()) in CARDS:
-        return CARDS[name]
-    defaults = inspect.signature(StableDiffusion3Pipeline.__call__).parameters
-    return defaults["num_inference_steps"].default, defaults["guidance_scale"].default
+    cards = {name: card for family in families().values() for name, card in family.cards.items()}
+    if (name := Path(model).name.lower()) in cards:
+        return cards[name]
+    return family_of(pipeline_name(model)).defaults()
 
 
 def sizes(model: str) -> tuple[int, int, int | None]:
     """(height, width, the largest side) in pixels of a model; the last is None if not known."""
-    from flowalign.forecast import architectures
+    from flowalign.backbone.structure import family_without_text
 
     try:
-        parts = architectures.find(model)
-    except LookupError:  # a Hub id that is not in the cache: the usual size of Stable Diffusion 3
+        family = family_without_text(model)
+    except LookupError:  # a Hub id that is not in the cache: the size of most of these models
         return 1024, 1024, None
-    factor = 2 ** (len(parts.vae["block_out_channels"]) - 1)
-    own, most = parts.transformer["sample_size"] * factor, parts.transformer["pos_embed_max_size"]
-    return own, own, most * parts.transformer["patch_size"] * factor
+    return family.usual, family.usual, family.largest
 
 
 def usable(name: str | None) -> torch.device:
@@ -254,7 +243,7 @@ def place(out: Path | None) -> Path:
 def draw(prompts: Sequence[str], plan: Plan, lora: Lora | None) -> Tensor:
     """Images [P*N,3,H,W] in [0,1] on the CPU; the images of a prompt follow one another."""
     from flowalign.backbone import DTYPES, Backbone, load_pipeline
-    from flowalign.backbone.pipeline import text_length
+    from flowalign.backbone.pipeline import default_length, text_length
     from flowalign.config import SamplingConfig
     from flowalign.eval.suite import generate
     from flowalign.types import PromptBatch
@@ -266,7 +255,7 @@ def draw(prompts: Sequence[str], plan: Plan, lora: Lora | None) -> Tensor:
         pipe,
         height=plan.height,
         width=plan.width,
-        max_sequence_length=text_length(plan.model, lora),
+        max_sequence_length=text_length(plan.model, lora) or default_length(type(pipe)),
         device=plan.device,
         decode_batch=1 if on_gpu else None,  # a float32 VAE needs 2.4 GB for 1024 pixels
         offload_text_encoders=on_gpu,

@@ -7,15 +7,18 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from diffusers import StableDiffusion3Pipeline
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from flowalign import tensors
 from flowalign.files import replacing
 from flowalign.frozen import Placement, fingerprint
+
+if TYPE_CHECKING:
+    from flowalign.backbone.family import Family, Text
 
 log = logging.getLogger("flowalign")
 
@@ -24,11 +27,9 @@ HELD = 1024  # texts in the CPU's memory at most: 1.7 GB for Stable Diffusion 3.
 
 SHA256 = "sha256"  # in the head of a cached file
 
-Pair = tuple[Tensor, Tensor]  # embeddings [P,L,D] and pooled ones [P,E]; of one text [L,D], [E]
-
 
 class TextEncoder:
-    """The three text encoders of a Stable Diffusion 3 pipeline, as one function of prompts.
+    """The text encoders of a pipeline, as one function of prompts.
 
     offload: they wait in the CPU's memory, and are on the device only while they encode. cache: a
     folder for their results, shared with later calls, other processes and other runs (None = no
@@ -39,44 +40,43 @@ class TextEncoder:
 
     def __init__(
         self,
-        pipe: StableDiffusion3Pipeline,
+        family: Family,
         *,
         device: torch.device | str,
         max_sequence_length: int,
         cache: str | Path | None = None,
         offload: bool = False,
     ) -> None:
-        self.pipe, self.device = pipe, torch.device(device)
+        self.family, self.device = family, torch.device(device)
         self.max_sequence_length = max_sequence_length
-        parts = (pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3)
-        encoders = [part for part in parts if part is not None]
+        encoders = family.encoders
         self.places = [Placement(part, device, offload) for part in encoders]
-        self._negative: Pair | None = None
-        self._held: dict[tuple[str, ...], Pair] = {}  # by the texts of a call, on the CPU
+        self._negative: Text | None = None
+        self._held: dict[tuple[str, ...], Text] = {}  # by the texts of a call, on the CPU
         self.folder = None
         if cache is not None:
             dtypes = [str(part.dtype) for part in encoders]  # embeddings depend on all of these
-            key = f"{fingerprint(parts)} {dtypes} {max_sequence_length}"
+            key = f"{fingerprint(encoders)} {dtypes} {max_sequence_length}"
             self.folder = Path(cache).expanduser() / _digest(key)[:16]
 
     @torch.no_grad()
-    def __call__(self, prompts: Sequence[str]) -> Pair:
-        """Embeddings [P,L,D] and pooled ones [P,E] of P prompts, on the device."""
+    def __call__(self, prompts: Sequence[str]) -> Text:
+        """What the family makes of P prompts, {name: [P, ...]}, on the device."""
         if held := self._held.get(tuple(prompts)):
-            return held[0].to(self.device), held[1].to(self.device)
+            return {name: part.to(self.device) for name, part in held.items()}
         if self.folder is None:
             with self._present():
-                return self._encode(prompts)
-        known = {prompt: pair for prompt in prompts if (pair := self._read(prompt))}
+                return stacked(self._encode(prompts))
+        known = {prompt: text for prompt in prompts if (text := self._read(prompt))}
         missing = [prompt for prompt in dict.fromkeys(prompts) if prompt not in known]
         known |= dict(self._encode_to_disk(missing))
-        embeds, pooled = zip(*(known[prompt] for prompt in prompts), strict=True)
-        return torch.stack(embeds).to(self.device), torch.stack(pooled).to(self.device)
+        whole = stacked([known[prompt] for prompt in prompts])
+        return {name: part.to(self.device) for name, part in whole.items()}
 
-    def negative(self) -> Pair:
-        """Those of the empty text [1,L,D] and [1,E], for classifier-free guidance."""
+    def negative(self) -> Text:
+        """That of the prompt without content, {name: [1, ...]}, for classifier-free guidance."""
         if self._negative is None:
-            self._negative = self([""])
+            self._negative = self([self.family.negative])
         return self._negative
 
     @torch.no_grad()
@@ -106,8 +106,8 @@ class TextEncoder:
             del self._held[old]
         with self._present() if todo else ExitStack():
             for call in todo:
-                embeds, pooled = self._encode(call)
-                self._held[call] = embeds.cpu(), pooled.cpu()
+                whole = stacked(self._encode(call))
+                self._held[call] = {name: part.cpu() for name, part in whole.items()}
 
     def _present(self) -> ExitStack:
         stack = ExitStack()  # inside its `with`, the encoders are on the device
@@ -115,22 +115,12 @@ class TextEncoder:
             stack.enter_context(place)
         return stack
 
-    def _encode(self, prompts: Sequence[str]) -> Pair:
-        parts = []
+    def _encode(self, prompts: Sequence[str]) -> list[Text]:
+        found: list[Text] = []
         for start in range(0, len(prompts), BATCH):
             batch = list(prompts[start : start + BATCH])
-            embeds, _, pooled, _ = self.pipe.encode_prompt(
-                batch,
-                prompt_2=batch,
-                prompt_3=batch,
-                device=self.device,
-                do_classifier_free_guidance=False,
-                max_sequence_length=self.max_sequence_length,
-            )
-            assert embeds is not None and pooled is not None
-            parts.append((embeds, pooled))
-        embeds, pooled = zip(*parts, strict=True)
-        return torch.cat(embeds), torch.cat(pooled)
+            found += self.family.encode(batch, self.max_sequence_length, self.device)
+        return found
 
     # On disk -----------------------------------------------------------------------------------
 
@@ -139,17 +129,16 @@ class TextEncoder:
         assert self.folder
         return self.folder / name[:2] / f"{name}.safetensors"  # thousands of texts, 256 folders
 
-    def _encode_to_disk(self, prompts: Iterable[str]) -> Iterator[tuple[str, Pair]]:
+    def _encode_to_disk(self, prompts: Iterable[str]) -> Iterator[tuple[str, Text]]:
         with self._present() if prompts else ExitStack():
             for prompt in prompts:  # each alone, so that its file does not depend on the batch
-                embeds, pooled = self._encode([prompt])
-                pair = embeds[0].cpu().contiguous(), pooled[0].cpu().contiguous()
-                whole = {"embeds": pair[0], "pooled": pair[1]}
+                [text] = self._encode([prompt])
+                whole = {name: part.cpu().contiguous() for name, part in text.items()}
                 with replacing(self._path(prompt)) as part:
                     tensors.save(whole, part, {SHA256: self._sha256(prompt, whole)})
-                yield prompt, pair
+                yield prompt, whole
 
-    def _read(self, prompt: str) -> Pair | None:
+    def _read(self, prompt: str) -> Text | None:
         """What the cache has of a text; None if it has none that can be used."""
         path = self._path(prompt)
         try:
@@ -157,10 +146,10 @@ class TextEncoder:
                 found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
                 said = (file.metadata() or {}).get(SHA256)
             if said == self._sha256(prompt, found):
-                return found["embeds"], found["pooled"]
+                return found
         except FileNotFoundError:
             return None
-        except (OSError, SafetensorError, ValueError, KeyError):
+        except (OSError, SafetensorError, ValueError):
             pass
         log.warning("%s is damaged or of an older version; the text is encoded again.", path)
         return None
@@ -173,3 +162,38 @@ class TextEncoder:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def stacked(texts: Sequence[Mapping[str, Tensor]]) -> Text:
+    """A batch {name: [P, ...]} of texts {name: [...]}. Where their first dimensions differ, the
+    shorter ones are padded with zeros at the end; a family whose texts do has a mask among them."""
+    return {name: _padded([text[name] for text in texts]) for name in texts[0]}
+
+
+def _padded(parts: Sequence[Tensor]) -> Tensor:
+    longest = max(len(part) for part in parts)
+    filled = [_filled(part, 0, longest) for part in parts]
+    return torch.stack(filled)
+
+
+def joined(negative: Mapping[str, Tensor], positive: Mapping[str, Tensor]) -> Text:
+    """{name: [2B, ...]}: that of the negative prompt [1, ...] once for each row of the positive
+    ones [B, ...], then these. The shorter texts are padded as by `stacked`."""
+    both = {}
+    for name, own in positive.items():
+        other = negative[name].expand(len(own), *negative[name].shape[1:])
+        if own.dim() > 1:
+            longest = max(own.shape[1], other.shape[1])
+            own, other = _filled(own, 1, longest), _filled(other, 1, longest)
+        both[name] = torch.cat([other, own])
+    return both
+
+
+def _filled(part: Tensor, dim: int, length: int) -> Tensor:
+    """A tensor with zeros at the end of a dimension, up to a length."""
+    missing = length - part.shape[dim]
+    if not missing:
+        return part
+    shape = list(part.shape)
+    shape[dim] = missing
+    return torch.cat([part, part.new_zeros(shape)], dim)

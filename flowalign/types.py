@@ -38,17 +38,16 @@ class PromptBatch:
 
 @dataclass(frozen=True)
 class Conditioning:
-    """Text embeddings of P distinct prompts, and which of them each of B images uses.
+    """What the transformer is told of P distinct prompts, and which of them each of B images uses.
 
-    embeds [P,L,D], pooled [P,E], index [B] into them (never one copy per image);
-    negative_embeds [1,L,D] and negative_pooled [1,E] are the unconditional half of CFG.
+    text {name: [P, ...]}, such as embeddings [P,L,D]; the names are those of the model's family.
+    index [B] into them (never one copy per image). negative {name: [1, ...]}: the unconditional
+    half of CFG.
     """
 
-    embeds: Tensor
-    pooled: Tensor
+    text: Mapping[str, Tensor]
     index: Tensor
-    negative_embeds: Tensor
-    negative_pooled: Tensor
+    negative: Mapping[str, Tensor]
 
     def __len__(self) -> int:
         return self.index.shape[0]

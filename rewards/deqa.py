@@ -55,7 +55,8 @@ def question(tokenizer: Any) -> list[int]:
 
 @checked
 class DeQA:
-    """Reward: the expected level in [1,5], raw; SD3.5 images have about 4.07. Prompts do not count.
+    """Reward: the expected level in [1,5], raw; Stable Diffusion 3.5 has about 4.07. Prompts do not
+    count.
 
     model: a Hub id or folder; revision: of it. It is loaded with trust_remote_code, so this runs
         the repository's code: pin the revision that you have read. device: None = this

@@ -22,7 +22,7 @@ class PickScore(Preference):
     model: a Hub id or folder of a CLIPModel, or "tiny", the preference model of the tiny world.
     processor: where its image processor and tokenizer are; None = beside the model. For "tiny" the
         default is the model's own.
-    normalizer: 26 as in Flow-GRPO (pickscore_scorer.py): about .83 for SD3.5. Papers print raw.
+    normalizer: 26 as in Flow-GRPO (pickscore_scorer.py), about .83 there. Papers print raw.
     offload: the weights lie on the CPU between calls. text_cache: prompts whose vectors are kept.
     """
 

@@ -125,7 +125,8 @@ class Forward:
         settings = self.config.forward
         if settings.levels == "sampler":
             return of_sampler(self.schedule.sigmas, settings.states, key, settings.within)
-        return stratified(self.backbone.shift, settings.states, key, settings.within)
+        shift = self.backbone.shift(self.config.rollout.steps)
+        return stratified(shift, settings.states, key, settings.within)
 
     def learnt(self, steps: int) -> None:
         """The policies follow the student."""

@@ -25,13 +25,14 @@ from torch import Tensor
 from flowalign import config, train
 from flowalign.algorithm import STUDENT
 from flowalign.backbone import Backbone, load_pipeline
+from flowalign.backbone.sd3 import SD3
 from flowalign.loop import Loop
 from flowalign.types import PromptBatch, Scores
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts" / "tiny"))  # in processes of ours, too
 import parts
 
-TARGETS = config.SD3_ATTENTION
+TARGETS = SD3.targets
 PROMPTS = [f'a {colour} sign that says "{text}"' for colour in ("red", "blue") for text in "ABCD"]
 
 
@@ -90,7 +91,7 @@ def backbone(model: str, dtype: torch.dtype = torch.float32, size: int = 32) -> 
 def adapted(model: str, name: str = STUDENT, *, rank: int = 4, alpha: float = 6.0) -> Backbone:
     """The same with an adapter that matters."""
     found = backbone(model)
-    found.add_adapter(name, rank=rank, alpha=alpha, targets=TARGETS)
+    found.add_adapter(name, rank=rank, alpha=alpha)
     shake(found, name)
     return found
 
@@ -266,7 +267,7 @@ def teachers(model: str, folder: Path) -> dict[str, str]:
     for seed, name in enumerate(["even", "odd"]):
         teacher = backbone(model)
         teacher.name = model
-        teacher.add_adapter("t", rank=2 + seed, alpha=4.0, targets=TARGETS)
+        teacher.add_adapter("t", rank=2 + seed, alpha=4.0)
         shake(teacher, "t", seed=seed + 5, scale=0.2)
         found[name] = str(folder / name)
         teacher.save_adapter("t", found[name])

@@ -90,8 +90,8 @@ def forward(model: torch.nn.Module, backbone: Backbone) -> Tensor:
     with torch.no_grad():
         return model(
             hidden_states=X[:, : backbone.latent_shape[0]],
-            encoder_hidden_states=cond.embeds,
-            pooled_projections=cond.pooled,
+            encoder_hidden_states=cond.text["embeds"],
+            pooled_projections=cond.text["pooled"],
             timestep=torch.full((2,), 600.0),
             return_dict=False,
         )[0]

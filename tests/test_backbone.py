@@ -76,7 +76,10 @@ def test_what_is_saved_is_what_diffusers_loads(
     for pipe in (stock, flowalign.load(random_model, lora=tmp_path)):
         with torch.no_grad():
             found = pipe.transformer(
-                x, cond.embeds[cond.index], cond.pooled[cond.index], torch.full((4,), 600.0)
+                x,
+                cond.text["embeds"][cond.index],
+                cond.text["pooled"][cond.index],
+                torch.full((4,), 600.0),
             ).sample
         assert_close(found, velocity, rtol=0, atol=1e-6)
     again = fakes.backbone(random_model)
@@ -251,10 +254,11 @@ def test_the_shift_of_a_dynamic_schedule_is_that_of_its_grid(random_model: str) 
         backbone = with_scheduler(random_model, **{**changes, "shift_terminal": None})
         plain = with_scheduler(random_model, shift=1.0, shift_terminal=None).sigmas(5)
         if backbone.pipe.scheduler.config.use_dynamic_shifting:  # else its ends are shifted twice
-            expected = backbone.shift * plain / (1 + (backbone.shift - 1) * plain)
+            shift = backbone.shift(5)
+            expected = shift * plain / (1 + (shift - 1) * plain)
             torch.testing.assert_close(backbone.sigmas(5), expected)
         else:
-            assert backbone.shift == backbone.pipe.scheduler.config.shift
+            assert backbone.shift(5) == backbone.pipe.scheduler.config.shift
 
 
 @pytest.mark.parametrize(

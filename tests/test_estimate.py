@@ -8,9 +8,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from flowalign import config
+from flowalign.backbone.shapes import PUBLIC
+from flowalign.backbone.structure import build, find
 from flowalign.config.schema import RewardConfig
 from flowalign.forecast import budget, costs
-from flowalign.forecast.architectures import ARCHITECTURES, build, find
 from flowalign.forecast.estimate import predict
 from flowalign.forecast.meter import Meter, measure, size_of
 from flowalign.forecast.pace import Pace, times
@@ -72,7 +73,7 @@ def test_the_public_models_have_their_published_sizes(name, billions):
 
 
 def test_a_scaled_pipeline_samples(tmp_path):
-    pipe = medium.pipeline(medium.scaled(ARCHITECTURES[MEDIUM], 1 / 24))
+    pipe = medium.pipeline(medium.scaled(PUBLIC[MEDIUM], 1 / 24))
     pipe.set_progress_bar_config(disable=True)
     image = pipe("a cat", height=64, width=64, num_inference_steps=1, output_type="np").images
     assert image.shape == (1, 64, 64, 3)

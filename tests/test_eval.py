@@ -16,7 +16,7 @@ from PIL import Image
 
 from flowalign import text
 from flowalign.backbone import Backbone, load_pipeline
-from flowalign.config import SD3_ATTENTION, SamplingConfig
+from flowalign.config import SamplingConfig
 from flowalign.eval import suite
 from flowalign.eval.fidelity import distance, enough, frechet
 from flowalign.eval.geneval import summarize
@@ -314,7 +314,7 @@ def config(tmp_path: Path, random_model: str) -> Path:
     """An evaluation of the random base and of an adapter that changes nothing (B = 0)."""
     (tmp_path / "prompts.txt").write_text('a "A"\na "B"\na "C"\n')
     model = Backbone(load_pipeline(random_model), **SMALL)
-    model.add_adapter("fresh", rank=2, alpha=2.0, targets=SD3_ATTENTION)
+    model.add_adapter("fresh", rank=2, alpha=2.0)
     model.save_adapter("fresh", tmp_path / "adapter")
     data = {
         "stage": "eval",

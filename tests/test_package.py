@@ -1,6 +1,7 @@
 """The rules of the house: who imports whom, how long a function is, what a wheel holds."""
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import house  # scripts/house.py
 import pytest
 
+from flowalign.backbone import families
 from flowalign.config import Stage, load
 
 ROOT = Path(__file__).parent.parent
@@ -175,3 +177,24 @@ def test_a_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     ]
     assert {str(path.relative_to(ROOT)) for path in data} <= names
     assert "flowalign/templates/report.html.j2" in names
+
+
+def test_only_the_backbone_knows_a_family_by_name() -> None:
+    """A family is one file there, and all else derives from what it says."""
+    names = {family.name for family in families().values()} | {"klein", "qwenimage", "zimage"}
+    names |= {family.pipeline.removesuffix("Pipeline").lower() for family in families().values()}
+    said = re.compile(rf"(?i)(?<![a-z])({'|'.join(sorted(names))})(?!5)")  # configs/sd35_medium
+    found = [
+        f"{name}:{number}: {line.strip()}"
+        for name, path in MODULES.items()
+        if not name.startswith("flowalign.backbone")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if said.search(line)
+    ]
+    assert found == []
+    for text in (
+        "diffusers.StableDiffusion3Pipeline",
+        "SD3Transformer2DModel",
+        'if family == "flux"',
+    ):
+        assert said.search(text), text

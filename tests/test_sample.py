@@ -30,7 +30,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("stabilityai/stable-diffusion-3.5-medium", (40, 4.5, 1024)),
         ("stabilityai/stable-diffusion-3.5-large", (28, 3.5, 1024)),
         ("stabilityai/stable-diffusion-3.5-large-turbo", (4, 1.0, 1024)),
-        ("someone/another", (28, 7.0, 1024)),  # the defaults of diffusers' pipeline
     ],
 )
 def test_steps_guidance_and_size_are_the_models_own(
@@ -40,6 +39,11 @@ def test_steps_guidance_and_size_are_the_models_own(
     assert (own.steps, own.guidance, own.height) == wanted and own.height == own.width
     given = plan("--model", model, "--steps", "3", "--guidance", "2", "--size", "96")
     assert (given.steps, given.guidance, given.height) == (3, 2.0, 96)
+
+
+def test_a_model_without_a_known_card_has_the_defaults_of_its_pipeline(random_model: str) -> None:
+    own = plan("--model", random_model)
+    assert (own.steps, own.guidance, own.height) == (28, 7.0, 64)
 
 
 def test_guidance_below_one_is_none_as_in_diffusers() -> None:

@@ -4,11 +4,13 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fake_hub
 import pytest
 
 from flowalign import recipe
+from flowalign.backbone import structure
 from flowalign.cli import main
 from flowalign.config import (
     STAGES,
@@ -23,7 +25,6 @@ from flowalign.config import (
     read,
 )
 from flowalign.doctor import plan
-from flowalign.forecast import architectures
 from flowalign.forecast.budget import usable
 from flowalign.forecast.estimate import predict
 from flowalign.preflight import check_world
@@ -106,7 +107,7 @@ def test_the_settings_are_the_official_ones() -> None:
     rollout, optimizer = found.rollout, found.optimizer
     assert (rollout.steps, rollout.guidance, rollout.noise_level) == (10, 4.5, 0.7)
     assert (rollout.copies, rollout.kind, found.model.height) == (16, "sde", 512)
-    assert (found.lora.rank, found.lora.alpha, len(found.lora.targets)) == (32, 64, 8)
+    assert (found.lora.rank, found.lora.alpha, found.lora.targets) == (32, 64, None)
     assert (optimizer.lr, optimizer.weight_decay) == (1e-4, 1e-4)
     assert optimizer.updates_per_rollout == 2 and found.ema
     assert (found.ema.decay, found.ema.every) == (0.9, 8)
@@ -208,21 +209,17 @@ def shallow(tmp_path: Path) -> dict[str, str]:
     """{size: folder} of the public models' shapes with two layers each, and no weights."""
     found = {}
     for size in SIZES:
-        model = architectures.find(f"stabilityai/stable-diffusion-{size}")
+        model = structure.find(f"stabilityai/stable-diffusion-{size}")
         layers = {"num_layers": 2, "dual_attention_layers": [0] if "3.5-m" in size else []}
-        parts = {
-            "transformer": {**model.transformer, **layers},
-            "vae": model.vae,
-            "scheduler": model.scheduler,
-        }
-        names = ("text_encoder", "text_encoder_2", "text_encoder_3")
-        parts |= dict(zip(names, medium.with_small_text(model, 100).text, strict=True))
+        model = medium.with_small_text(model.changed("transformer", **layers), 100)
         folder = tmp_path / size
-        for name, config in parts.items():
+        index: dict[str, Any] = {"_class_name": model.pipeline}
+        for name, config in model.parts.items():
+            index[name] = ["library", config["_class_name"]]
             (folder / name).mkdir(parents=True)
             file = "scheduler_config.json" if name == "scheduler" else "config.json"
             (folder / name / file).write_text(json.dumps(config))
-        (folder / "model_index.json").write_text("{}")
+        (folder / "model_index.json").write_text(json.dumps(index))
         found[size] = str(folder)
     return found
 

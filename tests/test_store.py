@@ -19,7 +19,7 @@ from torch import Tensor
 from flowalign import manifest
 from flowalign.adapters.files import read_lora
 from flowalign.backbone import Backbone, load_pipeline
-from flowalign.config import SD3_ATTENTION, EvalStage, SamplingConfig, load
+from flowalign.config import EvalStage, SamplingConfig, load
 from flowalign.eval import suite
 from flowalign.eval.compare import Incomparable
 from flowalign.eval.compare import load as load_results
@@ -304,7 +304,7 @@ def config(tmp_path: Path, random_model: str) -> Path:
 
 def save_adapter(model: str, folder: Path, seed: int) -> None:
     backbone = Backbone(load_pipeline(model), **SMALL)
-    backbone.add_adapter("a", rank=2, alpha=2.0, targets=SD3_ATTENTION)
+    backbone.add_adapter("a", rank=2, alpha=2.0)
     fakes.shake(backbone, "a", seed=seed)
     backbone.save_adapter("a", folder)
 

@@ -9,6 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from flowalign.backbone import load_pipeline
+from flowalign.backbone.sd3 import SD3
 from flowalign.text import TextEncoder
 from flowalign.tiny import T5_LENGTH
 
@@ -16,20 +17,20 @@ TEXTS = fakes.PROMPTS[:5]
 
 
 def encoder(model: str, cache: Path | None = None, length: int = T5_LENGTH) -> TextEncoder:
-    pipe = load_pipeline(model)
-    return TextEncoder(pipe, device="cpu", max_sequence_length=length, cache=cache)
+    family = SD3(load_pipeline(model))
+    return TextEncoder(family, device="cpu", max_sequence_length=length, cache=cache)
 
 
 def count(texts: TextEncoder, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What it asks its encoders from now on."""
     asked: list[str] = []
-    encode = texts.pipe.encode_prompt
+    encode = texts.family.pipe.encode_prompt
 
     def spy(prompts: list[str], **rest: object) -> object:
         asked.extend(prompts)
         return encode(prompts, **rest)  # pyright: ignore
 
-    monkeypatch.setattr(texts.pipe, "encode_prompt", spy)
+    monkeypatch.setattr(texts.family.pipe, "encode_prompt", spy)
     return asked
 
 
@@ -47,13 +48,14 @@ def test_a_text_is_encoded_once_by_all_runs_and_whatever_its_batch(
     asked = count(first, monkeypatch)
     whole = first([*TEXTS, *TEXTS[:2]])
     assert asked == TEXTS  # a prompt that comes twice, once
-    assert torch.equal(whole[0][:2], whole[0][5:])
+    assert torch.equal(whole["embeds"][:2], whole["embeds"][5:])
     second = encoder(random_model, tmp_path / "a")
     asked = count(second, monkeypatch)
-    assert torch.equal(second(TEXTS[::-1])[0], first(TEXTS)[0].flip(0)) and not asked
+    assert torch.equal(second(TEXTS[::-1])["embeds"], first(TEXTS)["embeds"].flip(0))
+    assert not asked
     other = encoder(random_model, tmp_path / "b")
-    alone = [other([text])[1] for text in TEXTS]  # one by one instead of together
-    assert torch.equal(torch.cat(alone), first(TEXTS)[1])
+    alone = [other([text])["pooled"] for text in TEXTS]  # one by one instead of together
+    assert torch.equal(torch.cat(alone), first(TEXTS)["pooled"])
 
 
 def test_other_encoders_and_lengths_do_not_meet(
@@ -62,7 +64,8 @@ def test_other_encoders_and_lengths_do_not_meet(
     encoder(random_model, tmp_path)(TEXTS)
     shorter = encoder(random_model, tmp_path, length=8)
     asked = count(shorter, monkeypatch)
-    assert shorter(TEXTS)[0].shape[1] < encoder(random_model)(TEXTS)[0].shape[1] and asked == TEXTS
+    few, all_tokens = (each(TEXTS)["embeds"].shape[1] for each in (shorter, encoder(random_model)))
+    assert few < all_tokens and asked == TEXTS
     other = tmp_path / "other"
     fakes.pipeline(seed=1).save_pretrained(other)
     changed = encoder(str(other), tmp_path)
@@ -96,7 +99,7 @@ def test_a_file_that_is_damaged_is_written_anew(
         path.write_bytes(DAMAGE[damage](path.read_bytes()))
     asked = count(texts, monkeypatch)
     for _ in range(2):
-        assert all(torch.equal(a, b) for a, b in zip(texts(TEXTS), before, strict=True))
+        assert_close(texts(TEXTS), before, rtol=0, atol=0)
         assert sorted(asked) == sorted(TEXTS)  # once
     assert [path.read_bytes() for path in files] == whole
 
@@ -112,8 +115,8 @@ def test_a_file_of_another_text_or_of_other_encoders_is_not_taken(
     first.write_bytes(swapped)
     shorter._path(TEXTS[0]).write_bytes(first.read_bytes())
     asked = count(texts, monkeypatch)
-    assert torch.equal(texts(TEXTS[:2])[0], before[0]) and asked == TEXTS[:2]
-    assert torch.equal(shorter(TEXTS[:2])[0], others[0])
+    assert torch.equal(texts(TEXTS[:2])["embeds"], before["embeds"]) and asked == TEXTS[:2]
+    assert torch.equal(shorter(TEXTS[:2])["embeds"], others["embeds"])
 
 
 def test_texts_that_are_prepared_are_encoded_once_and_kept_on_disk(
@@ -139,7 +142,6 @@ def test_texts_that_are_held_are_those_of_each_call_to_the_bit(
     asked = count(texts, monkeypatch)
     texts.prepare(calls)
     assert asked == [*TEXTS, TEXTS[0]]
-    for call, (embeds, pooled) in zip(calls, expected, strict=True):
-        found = texts(call)
-        assert torch.equal(found[0], embeds) and torch.equal(found[1], pooled)
+    for call, text in zip(calls, expected, strict=True):
+        assert_close(texts(call), text, rtol=0, atol=0)
     assert len(asked) == 6

@@ -63,7 +63,7 @@ def test_the_images_of_a_loaded_adapter_are_those_of_the_evaluation(
     assert float((longer - ours).abs().max()) > 1e-4  # what is asked for counts
     with torch.no_grad():
         embeds = pipe.encode_prompt("red", "red", "red")[0]
-    assert_close(embeds, backbone.encode(["red"]).embeds)
+    assert_close(embeds, backbone.encode(["red"]).text["embeds"])
 
 
 def test_the_length_lies_in_the_file_and_others_still_read_it(

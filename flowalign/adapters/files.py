@@ -441,19 +441,23 @@ def write_lora(
 ) -> None:
     """Write a LoRA as `pipe.load_lora_weights` takes it, and a manifest of it.
 
-    The same LoRA has the same bytes. metadata: as in `Lora`. text_length: tokens of the T5 encoder
-    in its training, for `flowalign.load` (None = not known). Raises AdapterError for NaN and
+    The same LoRA has the same bytes. metadata: as in `Lora`. text_length: tokens of a prompt in
+    its training, for `flowalign.load` (None = not known). Raises AdapterError for NaN and
     infinity, before anything is written.
     """
-    from diffusers import StableDiffusion3Pipeline
+    from diffusers.loaders.lora_base import LoraBaseMixin
     from safetensors.torch import load_file
 
     if broken := not_finite(layers):
         raise AdapterError(f"an adapter for {folder} is not written: {broken}.")
-    StableDiffusion3Pipeline.save_lora_weights(
-        folder,
-        transformer_lora_layers=dict(layers),
-        transformer_lora_adapter_metadata=dict(metadata),
+    LoraBaseMixin.write_lora_layers(  # as every pipeline's own `save_lora_weights` does
+        state_dict=LoraBaseMixin.pack_weights(dict(layers), "transformer"),
+        save_directory=str(folder),
+        is_main_process=True,
+        weight_name=ADAPTER,
+        save_function=None,  # pyright: ignore[reportArgumentType] (None = safetensors)
+        safe_serialization=True,
+        lora_adapter_metadata=LoraBaseMixin.pack_weights(dict(metadata), "transformer"),
     )
     # diffusers takes no other entries for the head and leaves their order to chance
     file = Path(folder) / ADAPTER

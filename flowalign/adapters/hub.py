@@ -23,7 +23,7 @@ _REPOSITORY = rf"(?P<repository>{_NAME}/{_NAME})"
 _REVISION = rf"@(?P<revision>refs/(?:pr|convert)/{_NAME}|{_NAME})"
 _FOLDER = re.compile(rf"{_REPOSITORY}(?:{_REVISION}(?P<path>(?:/{_NAME})*))?")
 _FILE = re.compile(rf"{_REPOSITORY}(?P<path>(?:/[^/@]+)+)(?:@(?P<revision>.+))?")
-MAX_BYTES = 8 * 2**30  # of an adapter's files; a LoRA of rank 256 of SD3.5-L has about 1.5 GB
+MAX_BYTES = 8 * 2**30  # of an adapter's files; rank 256 of an 8-billion model: about 1.5 GB
 LOGIN = "`hf auth login` with a token of yours"
 
 

@@ -1,13 +1,27 @@
 """The base model with its named adapters: text -> velocity -> pixels."""
 
-from flowalign.backbone.base import DTYPES, Backbone, put_lora
-from flowalign.backbone.sd3 import ModelError, load_pipeline, resolve, scheduler_sigmas
+from flowalign.backbone.base import DTYPES, Backbone
+from flowalign.backbone.errors import ModelError
+from flowalign.backbone.family import Family
+from flowalign.backbone.loading import (
+    families,
+    family_of,
+    load_pipeline,
+    pipeline_name,
+    resolve,
+)
+from flowalign.backbone.lora import put_lora
+from flowalign.backbone.schedule import scheduler_sigmas
 
 __all__ = [
     "DTYPES",
     "Backbone",
+    "Family",
     "ModelError",
+    "families",
+    "family_of",
     "load_pipeline",
+    "pipeline_name",
     "put_lora",
     "resolve",
     "scheduler_sigmas",

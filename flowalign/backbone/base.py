@@ -1,33 +1,33 @@
 """A diffusers pipeline as the library sees it: text -> velocity -> pixels, and named LoRA adapters.
 
-The one place with classifier-free guidance. `Backbone` is Stable Diffusion 3; another family is a
-subclass that replaces what docs/backbones.md lists (docs/flux.py is one).
+The one place with classifier-free guidance. What differs between families of models is theirs to
+say (`flowalign.backbone.family`).
 """
 
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import StableDiffusion3Pipeline
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 
-from flowalign.adapters.files import AdapterError, Lora, read_lora, write_lora
+from flowalign.adapters.files import Lora, read_lora, write_lora
 from flowalign.backbone.attention import use_backend
+from flowalign.backbone.errors import ModelError
+from flowalign.backbone.loading import family_of, load_pipeline
+from flowalign.backbone.lora import put_lora, several_adapters
 from flowalign.backbone.precision import compute_in_the_bases_dtype, lora_layers
-from flowalign.backbone.sd3 import ModelError, dynamic_shift, load_pipeline, scheduler_sigmas
 from flowalign.config import ModelConfig
 from flowalign.frozen import fingerprint
-from flowalign.text import TextEncoder
+from flowalign.text import TextEncoder, joined
 from flowalign.types import Conditioning
 
 COMPILATIONS = 256  # per kind of block: adapters x (rollout, update) x shapes; torch allows 8
@@ -37,6 +37,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class Backbone:
     """One frozen base with named adapters.
 
+    pipe: a diffusers pipeline of a known family; family: the name of another one (`model.family`).
     height, width: of the images, in pixels. dtype: of all arithmetic of the transformer, adapters
     included (None = that of its weights). decode_batch: images per VAE decode (None = all at once).
     text_cache, offload_text_encoders: see `flowalign.text.TextEncoder`. name: the id of the base,
@@ -50,10 +51,11 @@ class Backbone:
     compiled = False
     frozen: frozenset[str] = frozenset()  # names of adapters that are never trained
     _lora_layers: Sequence[LoraLayer] = ()  # kept: to look for them costs more than to switch
+    _unused: Sequence[LoraLayer] = ()  # those of them that are never trained
 
     def __init__(
         self,
-        pipe: StableDiffusion3Pipeline,
+        pipe: Any,
         *,
         height: int,
         width: int,
@@ -64,8 +66,10 @@ class Backbone:
         text_cache: str | Path | None = None,
         offload_text_encoders: bool = False,
         name: str | None = None,
+        family: str | None = None,
     ) -> None:
         self.pipe, self.name, self.decode_batch = pipe, name, decode_batch
+        self.family = family_of(type(pipe).__name__, family)(pipe)
         self.device = torch.device(device)
         if self.device.type == "cpu":
             # accelerate says "cpu:0" where there are several processes, which would copy all
@@ -76,25 +80,24 @@ class Backbone:
         self.dtype = dtype or next(self.core.parameters()).dtype
         pipe.vae.requires_grad_(False).eval().to(self.device)
         self.text = TextEncoder(
-            pipe,
+            self.family,
             device=self.device,
             max_sequence_length=max_sequence_length,
             cache=text_cache,
             offload=offload_text_encoders,
         )
-        factor = pipe.vae_scale_factor
-        grid = factor * self.core.config.patch_size
+        factor, largest = self.family.factor, self.family.largest
+        grid = factor * self.family.patch
         if height % grid or width % grid:
             raise ValueError(
                 f"{height}x{width} pixels: height and width must be multiples of {grid}"
             )
-        largest = grid * self.core.config.pos_embed_max_size
-        if max(height, width) > largest:
+        if largest and max(height, width) > largest:
             raise ModelError(
                 f"model.height, model.width: {height}x{width} pixels; this model has positions for "
                 f"{largest} at most. Use fewer."
             )
-        self.latent_shape = (self.core.config.in_channels, height // factor, width // factor)
+        self.latent_shape = (self.family.channels, height // factor, width // factor)
 
     @classmethod
     def load(cls, model: ModelConfig, device: torch.device | str = "cpu") -> Backbone:
@@ -105,6 +108,7 @@ class Backbone:
             vae_dtype=DTYPES[model.vae_dtype],
             quantization=model.quantization,
             revision=model.revision,
+            family=model.family,
         )
         backbone = cls.of(pipe, model, device)
         if model.attention:
@@ -116,7 +120,7 @@ class Backbone:
     @classmethod
     def of(cls, pipe: Any, model: ModelConfig, device: torch.device | str) -> Backbone:
         """A loaded pipeline with the settings of a config, but for attention and checkpointing."""
-        keys = {"height", "width", "max_sequence_length", "decode_batch", "text_cache"}
+        keys = {"height", "width", "max_sequence_length", "decode_batch", "text_cache", "family"}
         options = model.model_dump(include=keys | {"offload_text_encoders"})
         return cls(pipe, **options, device=device, dtype=DTYPES[model.dtype], name=model.id)
 
@@ -131,34 +135,21 @@ class Backbone:
     def sigmas(self, num_steps: int) -> Tensor:
         """The schedule [T+1] of the pipeline's own scheduler, with all its settings. Raises
         ModelError for a scheduler that steps otherwise than a rollout does."""
-        return scheduler_sigmas(self.pipe.scheduler, num_steps, self._tokens)
+        return self.family.sigmas(num_steps, self.family.tokens(self.latent_shape))
 
-    @property
-    def shift(self) -> float:
+    def shift(self, num_steps: int) -> float:
         """The shift of that schedule: sigma = shift u / (1 + (shift - 1) u) of an even grid u."""
-        scheduler = self.pipe.scheduler
-        if not scheduler.config.use_dynamic_shifting:
-            return scheduler.shift
-        mu = dynamic_shift(scheduler, self._tokens)
-        return mu if scheduler.config.time_shift_type == "linear" else math.exp(mu)
-
-    @property
-    def _tokens(self) -> int:
-        """Tokens of an image, on which a dynamic shift depends."""
-        _, height, width = self.latent_shape
-        return (height // self.core.config.patch_size) * (width // self.core.config.patch_size)
+        return self.family.shift(self.family.tokens(self.latent_shape), num_steps)
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], copies: int = 1) -> Conditioning:
         """Conditioning of len(prompts) * copies images; the copies of a prompt lie together. A text
         that comes several times is encoded once."""
         texts = list(dict.fromkeys(prompts))
-        embeds, pooled = self.text(texts)
-        negative, negative_pooled = self.text.negative()
         place = {text: i for i, text in enumerate(texts)}
         index = torch.tensor([place[text] for text in prompts], device=self.device)
         index = index.repeat_interleave(copies)
-        return Conditioning(embeds, pooled, index, negative, negative_pooled)
+        return Conditioning(self.text(texts), index, self.text.negative())
 
     def velocity(
         self,
@@ -171,44 +162,39 @@ class Backbone:
     ) -> Tensor:
         """v [B,C,h,w] of the active adapter, float32, at x [B,C,h,w]; sigma is a number or [B].
 
-        v = v_negative + guidance * (v_positive - v_negative), as in diffusers' pipeline; guidance 1
-        is the conditional velocity alone, at half the cost. rows: size of the forward pass, where B
-        is less: the last row is repeated, without gradient (kernels of other sizes round
-        differently).
+        With classifier-free guidance, v = v_negative + guidance * (v_positive - v_negative), as in
+        diffusers' pipelines; guidance 1 is the conditional velocity alone, at half the cost.
+        Families whose guidance is an input of the transformer, or none, say so
+        (`Family.guidance`). rows: size of the forward pass, where B is less: the last row is
+        repeated, without gradient (kernels of other sizes round differently).
         """
         batch = x.shape[0]
         sigma = torch.as_tensor(sigma, dtype=torch.float32, device=x.device).expand(batch)
         if rows is not None:
             filled = torch.arange(rows, device=x.device).clamp(max=batch - 1)
             x, sigma, cond = x[filled], sigma[filled], cond.select(filled)
-        embeds, pooled = cond.embeds[cond.index], cond.pooled[cond.index]
-        if guidance != 1:
+        text = {name: part[cond.index] for name, part in cond.text.items()}
+        kind = self.family.guidance
+        if kind == "none" and guidance != 1:
+            raise ModelError(
+                f"guidance: got {guidance:g}, and {self.name or 'this model'} has none (it was "
+                "distilled without). Set it to 1."
+            )
+        doubled = kind == "cfg" and guidance != 1
+        if doubled:
             x, sigma = torch.cat([x, x]), torch.cat([sigma, sigma])
-            embeds = torch.cat([cond.negative_embeds.expand_as(embeds), embeds])
-            pooled = torch.cat([cond.negative_pooled.expand_as(pooled), pooled])
+            text = joined(cond.negative, text)
+        inputs = self.family.inputs(x.to(self.dtype), sigma, text, guidance)
         limits = nullcontext()
         if self.compiled:  # beyond its limit torch would silently run a block eagerly
             limits = torch._dynamo.config.patch(recompile_limit=COMPILATIONS)
         with limits:
-            output = self.transformer(**self.inputs(x, sigma, embeds, pooled), return_dict=False)
-        velocity = self.unpack(output[0])
-        if guidance != 1:
+            output = self.transformer(**inputs, return_dict=False)
+        velocity = self.family.velocity(output[0], x)
+        if doubled:
             negative, positive = velocity.chunk(2)  # in the order of the torch.cat above
-            velocity = negative + guidance * (positive - negative)
+            velocity = self.family.guided(negative, positive, guidance)
         return velocity[:batch]
-
-    def inputs(self, x: Tensor, sigma: Tensor, embeds: Tensor, pooled: Tensor) -> dict[str, Any]:
-        """The transformer's keyword arguments for x [B,C,h,w] at sigma [B]."""
-        return {
-            "hidden_states": x.to(self.dtype),
-            "encoder_hidden_states": embeds.to(self.dtype),
-            "pooled_projections": pooled.to(self.dtype),
-            "timestep": sigma * 1000,  # float32: bfloat16 would round 987 to 988
-        }
-
-    def unpack(self, output: Tensor) -> Tensor:
-        """The transformer's output as a velocity [B,C,h,w], float32."""
-        return output.float()
 
     def compile(self, backend: str = "inductor") -> None:
         """torch.compile each block of the transformer (blocks of one kind share their code). To be
@@ -222,22 +208,24 @@ class Backbone:
     @torch.no_grad()
     def decode(self, latents: Tensor, batch_size: int = 32) -> Tensor:
         """Latents [B,C,h,w] -> images [B,3,H,W] in [0,1], float32; at most batch_size at once."""
-        vae, size = self.pipe.vae, min(batch_size, self.decode_batch or batch_size)
-        latents = latents / vae.config.scaling_factor + vae.config.shift_factor
-        decoded = [vae.decode(part.to(vae.dtype)).sample.float() for part in latents.split(size)]
+        parts = latents.split(min(batch_size, self.decode_batch or batch_size))
+        decoded = [self.family.decode(part).float() for part in parts]
         return (torch.cat(decoded) / 2 + 0.5).clamp(0, 1)  # the VAE's range is [-1, 1]
 
     # Adapters ----------------------------------------------------------------------------------
 
-    def add_adapter(self, name: str, *, rank: int, alpha: float, targets: Sequence[str]) -> None:
-        """A fresh LoRA, active and trainable. Its B is 0, so that it changes nothing yet."""
+    def add_adapter(
+        self, name: str, *, rank: int, alpha: float, targets: Sequence[str] | None = None
+    ) -> None:
+        """A fresh LoRA, active and trainable. Its B is 0, so that it changes nothing yet. targets:
+        layers, by the end of their names (None = those of the family)."""
         config = LoraConfig(
             r=rank,
             lora_alpha=alpha,  # pyright: ignore[reportArgumentType] (any number will do)
             init_lora_weights="gaussian",
-            target_modules=list(targets),
+            target_modules=list(targets or self.family.targets),
         )
-        with _several_adapters():
+        with several_adapters():
             self.core.add_adapter(config, adapter_name=name)
         self._own(name, torch.float32)
         self.activate(name)
@@ -257,7 +245,7 @@ class Backbone:
     def copy_adapter(self, source: str, name: str) -> None:
         """A frozen copy of an adapter, in its dtype, under another name; not active."""
         before = self.active
-        with _several_adapters():
+        with several_adapters():
             self.core.add_adapter(deepcopy(self.core.peft_config[source]), adapter_name=name)
         copied = self.adapter_parameters(source)
         self._own(name, copied[0].dtype)
@@ -294,6 +282,8 @@ class Backbone:
             parameter.data = parameter.data.to(self.device, dtype, copy=True)
         compute_in_the_bases_dtype(self.core, name)
         self._lora_layers = list(lora_layers(self.core))
+        unused = (self.core.get_submodule(layer) for layer in self.family.unused)
+        self._unused = [layer for layer in unused if isinstance(layer, LoraLayer)]
 
     def adapter_parameters(self, name: str) -> list[nn.Parameter]:
         """The weights A and B of one adapter, in a fixed order."""
@@ -339,63 +329,14 @@ class Backbone:
 
     def activate(self, name: str | None) -> None:
         """Make an adapter the active one. As in peft, only the active adapter has gradients, and a
-        frozen one has none."""
+        frozen one has none; nor have layers that the velocity does not depend on."""
         known = getattr(self.core, "peft_config", {})  # absent before the first adapter
         if name is not None and name not in known:
             raise KeyError(f"no adapter {name!r}; have {sorted(known)}. Load it first.")
         names = [name] if name else []
         for layer in self._lora_layers:
             layer.set_adapter(names)
+        for layer in self._lora_layers if name in self.frozen else self._unused:
             for half in (layer.lora_A, layer.lora_B):
-                if name and name in self.frozen and name in half:
+                if name and name in half:
                     half[name].requires_grad_(False)
-
-
-@contextmanager
-def _several_adapters() -> Iterator[None]:
-    with warnings.catch_warnings():  # of peft: several adapters are what we want
-        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
-        warnings.filterwarnings("ignore", message="Adapter .* was active which is now deleted")
-        yield
-
-
-def put_lora(core: nn.Module, name: str, source: str | Path | Lora) -> dict[str, Tensor]:
-    """Load a saved LoRA onto a transformer under a name, and make it active; returns its weights.
-
-    Raises AdapterError for one that does not fit this transformer, HubError for one that cannot be
-    had.
-    """
-    lora = read_lora(source)
-    _check_fits(core, lora.weights, source if isinstance(source, (str, Path)) else lora.file)
-    with _several_adapters():
-        core.load_lora_adapter(  # pyright: ignore[reportCallIssue] (of diffusers' mixin)
-            dict(lora.weights), prefix=None, adapter_name=name, metadata=lora.metadata
-        )
-    return lora.weights
-
-
-def _check_fits(core: nn.Module, weights: Mapping[str, Tensor], source: str | Path) -> None:
-    """Raise AdapterError unless the model has every layer of a LoRA, in its size."""
-    layers = dict(core.named_modules())
-    for key, value in weights.items():
-        name, half = key.removesuffix(".weight").rsplit(".lora_", 1)
-        if name not in layers or {"base_layer", "lora_A", "lora_B"} & set(name.split(".")):
-            raise AdapterError(f"{source} adapts {name}, and the model has no such layer")
-        layer = layers[name]
-        if isinstance(layer, LoraLayer):  # it has another adapter already
-            layer = layer.get_base_layer()
-        if isinstance(layer, nn.Conv2d):
-            side, size = ("in_channels", "out_channels")[half == "B"], layer.kernel_size
-        elif hasattr(layer, "in_features") and hasattr(layer, "out_features"):
-            side, size = ("in_features", "out_features")[half == "B"], ()
-        else:
-            raise AdapterError(f"{source} adapts {name}, a {type(layer).__name__}: peft cannot")
-        axis, rest = (1, size) if half == "A" else (0, (1,) * len(size))
-        if (own := value.shape[axis]) != getattr(layer, side):
-            raise AdapterError(
-                f"{source} adapts {name} with {side} = {own}, and the model's has "
-                f"{getattr(layer, side)}"
-            )
-        if value.shape[2:] != rest:
-            shape = list(value.shape)
-            raise AdapterError(f"{source} adapts {name}, a {type(layer).__name__}, with {shape}")

@@ -3,7 +3,6 @@
 from flowalign.config.loading import assignments, load, overlay, parse, read, to_yaml
 from flowalign.config.schema import (
     ADAPTER,
-    SD3_ATTENTION,
     STAGES,
     AdvantageConfig,
     AlarmConfig,

@@ -61,10 +61,6 @@ FileName = Annotated[str, AfterValidator(_file_name)]
 # YAML has lists only, and a strict pydantic takes no list for a tuple.
 _as_tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 
-SD3_ATTENTION = [
-    "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
-    "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
-]  # fmt: skip
 RENAMED = {"train.mixed_precision": "model.dtype"}  # keys of past versions, and what they are now
 ADAPTER = "pytorch_lora_weights.safetensors"  # what an adapter folder holds
 
@@ -122,6 +118,9 @@ class ModelConfig(Section):
     """`tiny` (ships with the package), a folder, or a Hub id."""
     revision: str | None = Field(default=None, examples=["main"])
     """Branch, tag or commit on the Hub."""
+    family: str | None = Field(default=None, examples=["my_family"])
+    """The model family, where model_index.json names a pipeline class of your own; null = the
+    family of that class."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """dtype of the transformer and its adapters, stored and computed. The adapter that is trained
     keeps its weights in float32. float16 scales the loss."""
@@ -135,7 +134,7 @@ class ModelConfig(Section):
     width: Pixels = 512
     """Pixels, a multiple of 16."""
     max_sequence_length: Annotated[int, Field(ge=1, le=1024)] = 128
-    """Tokens of the T5 encoder."""
+    """Tokens of a prompt, at most (of the T5 encoder where there are several)."""
     text_cache: Place | None = Field(default=None, examples=["outputs/text_cache"])
     """Folder that keeps encoded prompts for later runs with the same encoders; null = keep none.
     Stable Diffusion 3.5 needs 1.7 MB a prompt in 16 bits."""
@@ -159,8 +158,11 @@ class LoraConfig(Section):
     """Rank r of the update (alpha / r) B A."""
     alpha: Positive = 64.0
     """Scale of the update, divided by the rank."""
-    targets: list[str] = Field(default=SD3_ATTENTION, min_length=1, max_length=10_000)
-    """Layers that are adapted, by the end of their names."""
+    targets: Annotated[list[str], Field(min_length=1, max_length=10_000)] | None = Field(
+        default=None, examples=[["attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"]]
+    )
+    """Layers that are adapted, by the end of their names; null = the attention layers of the
+    model's family."""
     init: Place | None = Field(default=None, examples=["runs/teacher_ocr/adapter"])
     """Adapter folder to start from; null = a fresh adapter (B = 0). It brings its own rank, scale
     and layers: rank, alpha and targets are ignored, with a warning if they were set."""

@@ -143,8 +143,8 @@ def _examine_stage(
     without: why no image may be sampled, "" if it may. refused: what `train` refuses; if anything,
     only a prediction is made. pace: what was measured in an earlier stage.
     """
+    from flowalign.backbone.structure import local_folder
     from flowalign.doctor import live, plan
-    from flowalign.forecast.architectures import local_folder
 
     config, estimate = forecast.stage, forecast.estimate
     assert isinstance(config, TrainingStage | EvalStage)

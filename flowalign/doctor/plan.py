@@ -7,18 +7,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
 from flowalign.adapters.files import AdapterError, read_lora
-from flowalign.backbone import ModelError, scheduler_sigmas
+from flowalign.backbone import Backbone, ModelError
+from flowalign.backbone.structure import local_folder, without_data
 from flowalign.config.schema import DistillationStage, GrpoStage, OpdStage, SftStage, TrainingStage
 from flowalign.data import load_prompts, subset
 from flowalign.ema import MovingAverage
-from flowalign.forecast.architectures import Architecture, build, find, local_folder
 from flowalign.forecast.findings import Finding, fault, note
 from flowalign.losses import step_weights
 from flowalign.preflight import start
@@ -43,17 +41,10 @@ class Plan:
         return loras
 
     @cached_property
-    def architecture(self) -> Architecture | None:
-        """None where the shapes of model.id are not known."""
-        with suppress(LookupError):
-            return find(self.config.model.id, self.config.model.revision)
-
-    @cached_property
-    def transformer(self) -> Any | None:
+    def backbone(self) -> Backbone | None:
         """The base without data; None where its shapes are not known."""
-        if self.architecture:
-            with torch.device("meta"):
-                return build(self.architecture).transformer
+        with suppress(LookupError):
+            return without_data(self.config.model)
 
 
 def examine(config: TrainingStage) -> list[Finding]:
@@ -126,15 +117,11 @@ def steps(plan: Plan) -> Iterator[Finding]:
 
 def noise(plan: Plan) -> Iterator[Finding]:
     """Trained steps with hardly any noise, and a loss that comes from one step."""
-    config, rollout, architecture = plan.config, plan.config.rollout, plan.architecture
-    if rollout.kind == "ode" or isinstance(config, SftStage) or architecture is None:
+    config, rollout, backbone = plan.config, plan.config.rollout, plan.backbone
+    if rollout.kind == "ode" or isinstance(config, SftStage) or backbone is None:
         return
-    scheduler = FlowMatchEulerDiscreteScheduler.from_config(dict(architecture.scheduler))
-    factor = 2 ** (len(architecture.vae["block_out_channels"]) - 1)  # pixels a latent
-    side = factor * architecture.transformer["patch_size"]  # pixels a token
-    tokens = (config.model.height // side) * (config.model.width // side)
     try:
-        sigmas = scheduler_sigmas(scheduler, rollout.steps, tokens)
+        sigmas = backbone.sigmas(rollout.steps)
     except ModelError as error:
         yield fault(f"schedule: {error}")
         return
@@ -228,20 +215,22 @@ def held_out(plan: Plan) -> Iterator[Finding]:
 
 
 def lengths(plan: Plan) -> Iterator[Finding]:
-    """Prompts that the T5 encoder cuts."""
+    """Prompts that the text encoder cuts."""
     model = plan.config.model
     limit, folder = model.max_sequence_length, local_folder(model.id, model.revision)
-    tokenizer = None
-    if folder and (folder / "tokenizer_3").is_dir():
+    tokenizer, family = None, plan.backbone.family if plan.backbone else None
+    if folder and family and (folder / family.tokenizer).is_dir():
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer_3", local_files_only=True)
+        place = folder / family.tokenizer
+        tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True)
 
     def tokens(prompt: str) -> int:
         if tokenizer is None:  # about 4 tokens for 3 words
             return len(prompt.split()) * 4 // 3 + 1
         return len(tokenizer.encode(prompt))
 
+    most = f" (up to {family.longest})" if family else ""
     for task in plan.config.tasks:
         prompts = load_prompts(task.prompts, task.name).prompts
         prompts = prompts[:: max(1, len(prompts) // SAMPLE)]  # many sets are sorted: take all parts
@@ -252,7 +241,7 @@ def lengths(plan: Plan) -> Iterator[Finding]:
                 "fault" if share > 0.05 else "note",
                 f"length: {about}{share:.0%} of the prompts of task {task.name!r} have more than "
                 f"model.max_sequence_length = {limit} tokens and are cut, such as "
-                f"{long[0][:60]!r}. Raise it (up to 512 for Stable Diffusion 3.5).",
+                f"{long[0][:60]!r}. Raise it{most}.",
             )
 
 
@@ -261,9 +250,9 @@ def lengths(plan: Plan) -> Iterator[Finding]:
 
 def fitting(plan: Plan) -> Iterator[Finding]:
     """Adapters whose layers are not those of the base, whatever their metadata say."""
-    if plan.transformer is None:
+    if plan.backbone is None:
         return
-    modules = plan.transformer.named_modules()
+    modules = plan.backbone.core.named_modules()
     layers = {name: m.weight.shape for name, m in modules if isinstance(m, nn.Linear)}
     for place, weights in plan.loras.items():
         for key, weight in weights.items():

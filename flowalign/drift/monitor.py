@@ -65,7 +65,7 @@ class Lens:
     @staticmethod
     def of(backbone: Backbone, rewards: Mapping[str, Any]) -> Lens:
         """Of a model, and of the rewards of the tasks."""
-        period = backbone.pipe.vae_scale_factor * backbone.core.config.patch_size
+        period = backbone.family.factor * backbone.family.patch
         text = frozenset(name for name, reward in rewards.items() if hasattr(reward, "engine"))
         features: dict[str, Features] = {}
         for name, reward in rewards.items():

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from flowalign import recipe
+from flowalign.backbone.structure import without_data
 from flowalign.config import (
     ConfigError,
     DistillationStage,
@@ -21,7 +22,6 @@ from flowalign.config import (
 )
 from flowalign.data import PromptSampler, load_prompts
 from flowalign.forecast import plan
-from flowalign.forecast.architectures import find
 from flowalign.forecast.estimate import scored
 from flowalign.forecast.findings import note, show
 from flowalign.forecast.needs import needs
@@ -79,20 +79,17 @@ def _shapes(stage: Stage) -> Iterator[str]:
     """Of what passes through the model. B images, P prompts."""
     model = stage.model
     try:
-        architecture = find(model.id, model.revision)
+        backbone = without_data(model)
     except LookupError:
         yield f"model: {model.id}, whose shapes are not known here"
         return
-    transformer = architecture.transformer
-    factor = 2 ** (len(architecture.vae["block_out_channels"]) - 1)  # pixels a latent
-    latent = [transformer["in_channels"], model.height // factor, model.width // factor]
-    tokens = architecture.text[0]["max_position_embeddings"] + model.max_sequence_length
-    width, pooled = transformer["joint_attention_dim"], transformer["pooled_projection_dim"]
+    latent = backbone.latent_shape
+    text = backbone.family.text_shapes(model.max_sequence_length).values()
+    listed = " and ".join(f"[P, {', '.join(map(str, shape))}]" for shape in text)
     yield f"model: {model.id} in {model.dtype}, VAE in {model.vae_dtype}"
     yield (
         f"shapes: latents [B, {', '.join(map(str, latent))}] float32, images [B, 3, "
-        f"{model.height}, {model.width}], text [P, {tokens}, {width}] and [P, {pooled}] "
-        f"{model.dtype}"
+        f"{model.height}, {model.width}], text {listed} {model.dtype}"
     )
 
 

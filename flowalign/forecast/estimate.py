@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from flowalign.adapters.files import AdapterError, read_lora
 from flowalign.algorithm import STUDENT
-from flowalign.backbone import DTYPES, Backbone
+from flowalign.backbone import DTYPES
+from flowalign.backbone.structure import without_data
 from flowalign.config import parse
 from flowalign.config.schema import (
-    SD3_ATTENTION,
     BenchmarkConfig,
     DistillationStage,
     EvalStage,
@@ -37,7 +37,6 @@ from flowalign.config.schema import (
 )
 from flowalign.data import PromptError, load_prompts
 from flowalign.drift.monitor import SHOWN, checked
-from flowalign.forecast.architectures import build, find
 from flowalign.forecast.meter import DeviceAttention, Meter, measure, rounded, size, size_of
 from flowalign.rollout import window_of
 from flowalign.solvers import forwards
@@ -215,23 +214,18 @@ class _Shapes:
         self.device_type, self.processes = device_type, processes
         self.model, model, self.dtype = config.model, config.model, DTYPES[config.model.dtype]
         with torch.device("meta"):
-            pipe = build(find(model.id, model.revision), self.dtype)
-            nn.Module.to(pipe.vae, DTYPES[model.vae_dtype])
+            self.backbone = without_data(model)
+            pipe = self.backbone.pipe
             if model.quantization == "fp8":
                 kinds = {"storage_dtype": torch.float8_e4m3fn, "compute_dtype": self.dtype}
                 pipe.transformer.enable_layerwise_casting(**kinds)
-            encoders = (pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3)
-            self.encoders = [encoder for encoder in encoders if encoder is not None]
+            self.encoders = self.backbone.family.encoders
             self.base = size_of(pipe.transformer)
             whole = (pipe.transformer, pipe.vae, *self.encoders)
             self.host = size_of(*whole)
             self.download = SIXTEEN * sum(p.numel() for part in whole for p in part.parameters())
-            # a cache and moving between devices need values, which shapes do not have
-            plain = {"text_cache": None, "offload_text_encoders": False}
-            self.backbone = Backbone.of(pipe, model.model_copy(update=plain), "meta")
         self.latent = rounded(4 * math.prod(self.backbone.latent_shape))  # bytes, float32
         self.pixels = 4 * 3 * model.height * model.width  # bytes of an image, float32
-        self.clip_tokens = self.encoders[0].config.max_position_embeddings
 
     def shrink(self) -> None:
         """Count the frozen base as nf4 stores it, if it does; called after the adapters."""
@@ -243,7 +237,9 @@ class _Shapes:
             ]
             self.base += round(sum(w.numel() for w in weights) * NF4) - size(weights)
 
-    def frozen(self, name: str, rank: int, alpha: float, targets: list[str]) -> list[nn.Parameter]:
+    def frozen(
+        self, name: str, rank: int, alpha: float, targets: list[str] | None
+    ) -> list[nn.Parameter]:
         """Add a frozen adapter, as a run loads it."""
         with torch.device("meta"):
             self.backbone.add_adapter(name, rank=rank, alpha=alpha, targets=targets)
@@ -264,10 +260,10 @@ class _Shapes:
 
     def encoded(self, batch: int) -> Meter:
         """The text encoders on `batch` prompts."""
-        lengths = [self.clip_tokens, self.clip_tokens, self.model.max_sequence_length]
+        lengths = self.backbone.family.encoder_tokens(self.model.max_sequence_length)
 
         def encode() -> None:
-            for encoder, length in zip(self.encoders, lengths, strict=False):  # T5 may be left out
+            for encoder, length in zip(self.encoders, lengths, strict=True):
                 ids = torch.empty(batch, length, dtype=torch.long, device="meta")
                 with torch.no_grad():
                     encoder(ids, output_hidden_states=True)
@@ -281,7 +277,7 @@ class _Shapes:
         forward = self._forward(batch, Source(adapter, sampling.guidance))
         decoded, encoded = self._decode(batch), self.encoded(1)
         flops = forward.flops * sampling.steps + decoded.flops + encoded.flops * batch
-        text = size([self._conditioning(batch + 1).embeds])
+        text = size(list(self._conditioning(batch + 1).text.values()))
         noise = batch * self.latent
         peak = text + max(forward.peak, decoded.peak) + noise
         return Phase("evaluation", peak, flops / batch * (images / self.processes))
@@ -303,18 +299,16 @@ class _Shapes:
         return torch.empty(rows, *self.backbone.latent_shape, device="meta")
 
     def _conditioning(self, rows: int) -> Conditioning:  # each row has its own prompt
-        config = self.backbone.core.config
-        length = self.clip_tokens + self.model.max_sequence_length
+        shapes = self.backbone.family.text_shapes(self.model.max_sequence_length)
 
-        def empty(*shape: int) -> Tensor:
-            return torch.empty(*shape, device="meta", dtype=self.dtype)
+        def text(count: int) -> dict[str, Tensor]:
+            return {
+                name: torch.empty(count, *shape, device="meta", dtype=self.dtype)
+                for name, shape in shapes.items()
+            }
 
-        width, pooled = config.joint_attention_dim, config.pooled_projection_dim
         index = torch.empty(rows, device="meta", dtype=torch.long)
-        return Conditioning(
-            empty(rows, length, width), empty(rows, pooled), index,
-            empty(1, length, width), empty(1, pooled),
-        )  # fmt: skip
+        return Conditioning(text(rows), index, text(1))
 
 
 class _Evaluation(_Shapes):
@@ -328,7 +322,7 @@ class _Evaluation(_Shapes):
         self.adapters = {n: f"eval_{n}" for n, folder in config.models.items() if folder}
         for name, adapter in self.adapters.items():
             rank = rank_of(config.models[name], ranks, LoraConfig().rank)
-            self.loras += self.frozen(adapter, rank, 1.0, SD3_ATTENTION)
+            self.loras += self.frozen(adapter, rank, 1.0, None)
         self.shrink()
 
     def parts(self) -> dict[str, int]:
@@ -441,8 +435,7 @@ class _Run(_Shapes):
 
     @property
     def stored_text(self) -> int:  # bytes of the embeddings of all prompts and of the empty one
-        cond = self._conditioning(1)
-        return (self.prompts + 1) * size([cond.embeds, cond.pooled])
+        return (self.prompts + 1) * size(list(self._conditioning(1).text.values()))
 
     @property
     def stored(self) -> int:  # bytes of a rollout: states, last latents, images and text

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from flowalign.backbone.structure import local_folder
 from flowalign.config.schema import EvalStage, RewardConfig, Stage, TrainingStage
-from flowalign.forecast.architectures import local_folder
 from flowalign.forecast.costs import files_of
 from flowalign.forecast.estimate import Estimate
 from flowalign.forecast.findings import Finding, note, ok

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
+from flowalign.backbone.structure import local_folder
 from flowalign.config import ADAPTER, EvalStage, MergeStage, Stage, TrainingStage
 from flowalign.forecast import budget
-from flowalign.forecast.architectures import local_folder
 from flowalign.forecast.estimate import Estimate, predict, rank_of
 from flowalign.forecast.findings import Finding, note, ok
 from flowalign.forecast.gpus import DEFAULT, GPUS, Gpu, named, present

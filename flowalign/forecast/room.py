@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from flowalign.adapters.files import AdapterError, read_lora
+from flowalign.backbone import family_of
+from flowalign.backbone.structure import build, find
 from flowalign.config import ConfigError, ForwardStage, TrainingStage
 from flowalign.disk import existing
-from flowalign.forecast.architectures import build, find
 
 ADAM_8BIT = 0.26  # of the bytes of float32 moments
 REST = 1 << 18  # bytes of a run's text files: log, config, card, page
@@ -26,11 +27,12 @@ def adapter_bytes(config: TrainingStage) -> int:
         except (AdapterError, OSError):
             pass  # of an earlier stage, or on the Hub: as a fresh one
     with torch.device("meta"):
-        transformer = build(find(config.model.id, config.model.revision)).transformer
-    ends = tuple(f".{target}" for target in config.lora.targets)
+        pipe = build(find(config.model.id, config.model.revision))
+    family = family_of(type(pipe).__name__, config.model.family)
+    ends = tuple(f".{target}" for target in config.lora.targets or family.targets)
     layers = [
         layer
-        for name, layer in transformer.named_modules()
+        for name, layer in pipe.transformer.named_modules()
         if isinstance(layer, nn.Linear) and f".{name}".endswith(ends)
     ]
     return 4 * config.lora.rank * sum(layer.in_features + layer.out_features for layer in layers)

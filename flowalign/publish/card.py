@@ -9,15 +9,19 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowalign import metrics
 from flowalign.adapters import hub
 from flowalign.adapters.files import adapter_folder, read_lora
+from flowalign.backbone import ModelError, family_of
+from flowalign.backbone.structure import find
 from flowalign.config import (
     EvalStage,
     MergeStage,
+    ModelConfig,
     SamplingConfig,
     Stage,
     TrainingStage,
@@ -103,7 +107,7 @@ def card(folder: Path, config: TrainingStage | MergeStage, made_by: str | None =
         **fields,
         library_name="diffusers",
         pipeline_tag="text-to-image",
-        tags=["lora", "text-to-image", "stable-diffusion-3", "flow-matching", "flowalign"],
+        tags=["lora", "text-to-image", *_family(config.model), "flow-matching", "flowalign"],
         model_name=folder.name,
         eval_results=results or None,
     )
@@ -130,6 +134,13 @@ def card(folder: Path, config: TrainingStage | MergeStage, made_by: str | None =
         file=f"../{CONFIG}",
         config=block(to_yaml(config), "yaml"),
     )
+
+
+def _family(model: ModelConfig) -> list[str]:
+    """The tag of the base's family; none where it is not known here."""
+    with suppress(LookupError, ModelError):
+        return [family_of(find(model.id, model.revision).pipeline, model.family).tag]
+    return []
 
 
 def licence(base: str) -> dict[str, str]:

@@ -44,7 +44,7 @@ class Sft(Stateless):
 
     def __init__(self, config: SftStage, backbone: Backbone, bank: Bank) -> None:
         self.bank, self.seed, self.states = bank, config.seed, config.sft.states
-        self.guidance, self.shift = config.guidance, backbone.shift
+        self.guidance, self.shift = config.guidance, backbone.shift(config.rollout.steps)
         sigmas, solver = backbone.sigmas(config.rollout.steps), config.rollout.solver
         self.schedule = Schedule(sigmas, "ode", 0.0, None, solver=solver)
 

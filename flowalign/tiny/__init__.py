@@ -1,4 +1,4 @@
-"""The tiny world: a real, small SD3 model, the scenes it was trained on, and their detector.
+"""The tiny world: a real, small model, the scenes it was trained on, and their detector.
 
 For the rest of the library it is a model id ("tiny"), prompt sets ("tiny/ocr_train", ...) and
 the name of a detector ("tiny"), nothing more.

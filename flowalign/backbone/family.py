@@ -1,0 +1,167 @@
+"""What a model family says of itself, once; all else derives from it. `FAMILIES` lists them."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import diffusers
+from torch import Tensor, nn
+
+from flowalign.backbone.schedule import scheduler_sigmas
+
+Text = dict[str, Tensor]  # what the transformer is told of a prompt, by names of the family's own
+ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
+
+
+class Family:
+    """A pipeline of a family: text -> what conditions the transformer; latents -> its inputs, and
+    its output -> a velocity; latents -> pixels; noise levels. This class is what most families
+    share: patches of 2x2 latents, classifier-free guidance, an AutoencoderKL, a
+    FlowMatchEulerDiscreteScheduler.
+
+    pipeline: the class in diffusers that `model_index.json` names; since: the version of diffusers
+    that has it. tag: of adapters on the Hub. targets: layers of a LoRA, by the end of their names.
+    cards: (steps, guidance) of public models by the name of their repository. negative: the prompt
+    without content of CFG, always encoded alone.
+    tokenizer: the part whose tokens `max_sequence_length` limits. longest: its largest value.
+
+    A latent is [C,h,w]; pipe may lie on the meta device.
+    """
+
+    name: ClassVar[str]
+    pipeline: ClassVar[str]
+    tag: ClassVar[str]
+    since: ClassVar[str]
+    targets: ClassVar[Sequence[str]]
+    cards: ClassVar[Mapping[str, tuple[int, float]]] = {}
+    negative: ClassVar[str] = ""
+    tokenizer: ClassVar[str] = "tokenizer"
+    longest: ClassVar[int] = 512
+    patch: int = 2  # latents a side of a token
+    even_grid: ClassVar[bool] = True  # the scheduler shifts linspace(1, 1/T, T), not its own grid
+    max_shift: ClassVar[float] = 1.15  # where the scheduler's config has none
+
+    def __init__(self, pipe: Any) -> None:
+        self.pipe = pipe
+
+    @property
+    def core(self) -> Any:
+        """The transformer."""
+        return self.pipe.transformer
+
+    @property
+    def scheduler(self) -> Any:
+        """The one whose noise levels rollouts step along."""
+        return self.pipe.scheduler
+
+    @property
+    def encoders(self) -> list[nn.Module]:
+        """The text encoders that the pipeline has."""
+        parts = (getattr(self.pipe, name, None) for name in ENCODERS)
+        return [part for part in parts if part is not None]
+
+    @property
+    def guidance(self) -> Literal["cfg", "embedded", "none"]:
+        """What a guidance scale is: of classifier-free guidance, an input of the transformer, or
+        nothing (the scale must be 1)."""
+        return "cfg"
+
+    @classmethod
+    def defaults(cls) -> tuple[int, float]:
+        """(steps, guidance scale) of a call of the pipeline in diffusers."""
+        call = inspect.signature(getattr(diffusers, cls.pipeline).__call__).parameters
+        return call["num_inference_steps"].default, call["guidance_scale"].default
+
+    @property
+    def unused(self) -> Sequence[str]:
+        """Names of layers among `targets` on which no velocity depends: adapters of them get no
+        gradient."""
+        return ()
+
+    # Sizes -------------------------------------------------------------------------------------
+
+    @property
+    def factor(self) -> int:
+        """Pixels a side of a latent."""
+        return self.pipe.vae_scale_factor
+
+    @property
+    def largest(self) -> int | None:
+        """Pixels of the longest side that the transformer has positions for; None = any."""
+        return None
+
+    @property
+    def usual(self) -> int:
+        """Pixels of the side that the model was made for."""
+        return self.core.config.get("sample_size", 128) * self.factor
+
+    @property
+    def channels(self) -> int:
+        """C of a latent."""
+        return self.core.config.in_channels
+
+    def tokens(self, latent: Sequence[int]) -> int:
+        """Tokens of an image, on which a dynamic shift depends."""
+        _, height, width = latent
+        return (height // self.patch) * (width // self.patch)
+
+    def encoder_tokens(self, length: int) -> list[int]:
+        """Tokens that each text encoder sees of a prompt, at most."""
+        return [length for _ in self.encoders]
+
+    def text_shapes(self, length: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of `Text` for the longest prompt."""
+        raise NotImplementedError
+
+    # Sampling ----------------------------------------------------------------------------------
+
+    def mu(self, tokens: int, steps: int) -> float:
+        """The dynamic shift of an image of so many tokens: on a line between two sizes, as in
+        diffusers' pipelines (calculate_shift), whose defaults these are."""
+        config = self.scheduler.config
+        least, most = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+        low, high = config.get("base_shift", 0.5), config.get("max_shift", self.max_shift)
+        slope = (high - low) / (most - least)
+        return tokens * slope + (low - slope * least)
+
+    def sigmas(self, steps: int, tokens: int) -> Tensor:
+        """The schedule [T+1] of the pipeline's own scheduler, from 1 to 0. Raises ModelError for a
+        scheduler that steps otherwise than a rollout does."""
+        scheduler = self.scheduler
+        mu = self.mu(tokens, steps) if scheduler.config.get("use_dynamic_shifting") else None
+        return scheduler_sigmas(scheduler, steps, mu, even_grid=self.even_grid)
+
+    def shift(self, tokens: int, steps: int) -> float:
+        """The shift of that schedule: sigma = shift u / (1 + (shift - 1) u) of an even grid u."""
+        scheduler = self.scheduler
+        if not scheduler.config.get("use_dynamic_shifting"):
+            return scheduler.shift
+        mu = self.mu(tokens, steps)
+        return mu if scheduler.config.time_shift_type == "linear" else math.exp(mu)
+
+    def encode(self, prompts: list[str], length: int, device: Any) -> list[Text]:
+        """`Text` of each prompt, of at most `length` tokens. Where their first dimensions differ, a
+        batch pads them with zeros at the end."""
+        raise NotImplementedError
+
+    def inputs(self, x: Tensor, sigma: Tensor, text: Text, guidance: float) -> dict[str, Any]:
+        """The transformer's keyword arguments for x [B,C,h,w] in its dtype at sigma [B], float32.
+        guidance is of use where it is embedded."""
+        raise NotImplementedError
+
+    def velocity(self, output: Tensor, x: Tensor) -> Tensor:
+        """The transformer's output for x [B,C,h,w] as v = noise - image [B,C,h,w], float32."""
+        return output.float()
+
+    def guided(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
+        """Classifier-free guidance of two velocities [B,C,h,w], float32."""
+        return negative + scale * (positive - negative)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents [B,C,h,w], float32 -> images [B,3,H,W] in [-1,1]."""
+        vae = self.pipe.vae
+        latents = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
+        return vae.decode(latents.to(vae.dtype)).sample

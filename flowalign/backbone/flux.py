@@ -1,0 +1,77 @@
+"""FLUX.1: dev, which takes its guidance as an input, and schnell, which has none."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from flowalign.backbone.family import Family, Text
+from flowalign.backbone.patches import packed, unpacked
+
+
+class Flux(Family):
+    """CLIP for one vector, T5 for the tokens, without a mask: the padding of T5 is seen, as in
+    diffusers. Classifier-free guidance beside the model's own (`true_cfg_scale`) is left out."""
+
+    name = "flux"
+    pipeline = "FluxPipeline"
+    tag = "flux"
+    since = "0.30"
+    targets = [
+        "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
+        "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
+    ]  # fmt: skip
+    cards = {"flux.1-dev": (50, 3.5), "flux.1-schnell": (4, 1.0)}
+    tokenizer = "tokenizer_2"
+
+    @property
+    def guidance(self) -> Literal["embedded", "none"]:
+        """As the transformer was distilled."""
+        return "embedded" if self.core.config.guidance_embeds else "none"
+
+    @property
+    def channels(self) -> int:
+        """C of a latent; a token has four latents."""
+        return self.core.config.in_channels // 4
+
+    def encoder_tokens(self, length: int) -> list[int]:
+        """Tokens that each text encoder sees of a prompt."""
+        return [self.pipe.text_encoder.config.max_position_embeddings, length]
+
+    def text_shapes(self, length: int) -> dict[str, tuple[int, ...]]:
+        """embeds of T5, pooled of CLIP."""
+        config = self.core.config
+        return {
+            "embeds": (length, config.joint_attention_dim),
+            "pooled": (config.pooled_projection_dim,),
+        }
+
+    def encode(self, prompts: list[str], length: int, device: Any) -> list[Text]:
+        """embeds [L,D] and pooled [E] of each prompt."""
+        embeds, pooled, _ = self.pipe.encode_prompt(
+            prompts, device=device, max_sequence_length=length
+        )
+        pairs = zip(embeds, pooled, strict=True)
+        return [{"embeds": embed, "pooled": vector} for embed, vector in pairs]
+
+    def inputs(self, x: Tensor, sigma: Tensor, text: Text, guidance: float) -> dict[str, Any]:
+        """The transformer's keyword arguments."""
+        rows, columns = (torch.arange(side // 2, device=x.device) for side in x.shape[2:])
+        places = torch.cartesian_prod(rows, columns)
+        return {
+            "hidden_states": packed(x),
+            "encoder_hidden_states": text["embeds"].to(x.dtype),
+            "pooled_projections": text["pooled"].to(x.dtype),
+            "timestep": sigma,
+            "guidance": sigma.new_full(sigma.shape, guidance)
+            if self.guidance == "embedded"
+            else None,
+            "img_ids": torch.cat([places.new_zeros(len(places), 1), places], 1).to(x.dtype),
+            "txt_ids": x.new_zeros(text["embeds"].shape[1], 3),
+        }
+
+    def velocity(self, output: Tensor, x: Tensor) -> Tensor:
+        """Tokens -> v [B,C,h,w]."""
+        return unpacked(output, x).float()

@@ -1,0 +1,104 @@
+"""FLUX.2: dev, which takes its guidance as an input, and klein, base (CFG) or distilled (none)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from diffusers.models.modeling_utils import ModelMixin
+from torch import Tensor
+
+from flowalign.backbone.family import Family, Text
+
+
+class Flux2(Family):
+    """A latent here is a token: 2x2 latents of the autoencoder, with its channels together. Prompts
+    have no mask: their padding is seen, as in diffusers."""
+
+    name = "flux2"
+    pipeline = "Flux2Pipeline"
+    tag = "flux-2"
+    since = "0.36"
+    targets = [
+        "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
+        "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
+        "attn.to_qkv_mlp_proj",  # attn.to_out of these blocks is a list in the others
+    ]  # fmt: skip
+    cards = {"flux.2-dev": (50, 4.0)}
+    patch = 1
+
+    @property
+    def guidance(self) -> Literal["cfg", "embedded", "none"]:
+        """Embedded in dev."""
+        return "embedded"
+
+    @property
+    def factor(self) -> int:
+        """Pixels a side of a token."""
+        return 2 * self.pipe.vae_scale_factor
+
+    @property
+    def usual(self) -> int:
+        """1024 pixels."""
+        return self.pipe.default_sample_size * self.pipe.vae_scale_factor
+
+    def mu(self, tokens: int, steps: int) -> float:
+        """FLUX.2's shift depends on the number of steps, too."""
+        from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
+
+        return compute_empirical_mu(tokens, steps)
+
+    def text_shapes(self, length: int) -> dict[str, tuple[int, ...]]:
+        """Three hidden layers of the text encoder, side by side."""
+        return {"embeds": (length, self.core.config.joint_attention_dim)}
+
+    def encode(self, prompts: list[str], length: int, device: Any) -> list[Text]:
+        """embeds [L,D] of each prompt."""
+        embeds, _ = self.pipe.encode_prompt(prompts, device=device, max_sequence_length=length)
+        return [{"embeds": embed} for embed in embeds]
+
+    def inputs(self, x: Tensor, sigma: Tensor, text: Text, guidance: float) -> dict[str, Any]:
+        """The transformer's keyword arguments. A place is (time, row, column, place in text)."""
+        rows, columns = (torch.arange(side, device=x.device) for side in x.shape[2:])
+        one = torch.arange(1, device=x.device)
+        words = torch.arange(text["embeds"].shape[1], device=x.device)
+        scale = sigma.new_full(sigma.shape, guidance) if self.guidance == "embedded" else None
+        return {
+            "hidden_states": x.flatten(2).transpose(1, 2),
+            "encoder_hidden_states": text["embeds"].to(x.dtype),
+            "timestep": sigma,
+            "guidance": scale,
+            "img_ids": torch.cartesian_prod(one, rows, columns, one),
+            "txt_ids": torch.cartesian_prod(one, one, one, words),
+        }
+
+    def velocity(self, output: Tensor, x: Tensor) -> Tensor:
+        """Tokens -> v [B,C,h,w]."""
+        return output.transpose(1, 2).reshape(x.shape).float()
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents, normalised by the autoencoder's batch norm -> images [B,3,H,W] in [-1,1]."""
+        vae: ModelMixin | Any = self.pipe.vae
+        mean = vae.bn.running_mean.view(1, -1, 1, 1)
+        std = torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps)
+        latents = latents * std + mean
+        b, c, h, w = latents.shape
+        latents = latents.reshape(b, c // 4, 2, 2, h, w).permute(0, 1, 4, 2, 5, 3)
+        return vae.decode(latents.reshape(b, c // 4, 2 * h, 2 * w).to(vae.dtype)).sample
+
+
+class Flux2Klein(Flux2):
+    """klein: a smaller transformer, Qwen3 as its text encoder."""
+
+    name = "flux2_klein"
+    pipeline = "Flux2KleinPipeline"
+    since = "0.37"
+    cards = {
+        "flux.2-klein-4b": (4, 1.0), "flux.2-klein-9b": (4, 1.0),
+        "flux.2-klein-base-4b": (50, 4.0), "flux.2-klein-base-9b": (50, 4.0),
+    }  # fmt: skip
+
+    @property
+    def guidance(self) -> Literal["cfg", "none"]:
+        """None where the pipeline says that it was distilled."""
+        return "none" if self.pipe.config.is_distilled else "cfg"

@@ -1,0 +1,100 @@
+"""Qwen-Image."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import diffusers
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool2d, interpolate
+
+from flowalign.backbone.family import Family, Text
+from flowalign.backbone.patches import packed, unpacked
+
+
+class QwenImage(Family):
+    """Prompts have the length that they need, and a mask. Classifier-free guidance keeps the norm
+    of the conditional velocity in each token. The autoencoder has a time axis."""
+
+    name = "qwen_image"
+    pipeline = "QwenImagePipeline"
+    tag = "qwen-image"
+    since = "0.35"
+    targets = [
+        "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
+        "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
+    ]  # fmt: skip
+    cards = {"qwen-image": (50, 4.0), "qwen-image-2512": (50, 4.0)}
+    negative = " "  # of the model's card
+    longest = 1024
+
+    @classmethod
+    def defaults(cls) -> tuple[int, float]:
+        """(steps, guidance scale) of a call of the pipeline in diffusers."""
+        call = inspect.signature(getattr(diffusers, cls.pipeline).__call__).parameters
+        return call["num_inference_steps"].default, call["true_cfg_scale"].default
+
+    @property
+    def channels(self) -> int:
+        """C of a latent; a token has four latents."""
+        return self.core.config.in_channels // 4
+
+    @property
+    def unused(self) -> list[str]:
+        """What the last block makes of the text is thrown away."""
+        last = f"transformer_blocks.{self.core.config.num_layers - 1}.attn"
+        return [f"{last}.add_q_proj", f"{last}.to_add_out"]
+
+    def encoder_tokens(self, length: int) -> list[int]:
+        """With the template that a prompt is put into, whose tokens are dropped."""
+        return [length + self.pipe.prompt_template_encode_start_idx]
+
+    def text_shapes(self, length: int) -> dict[str, tuple[int, ...]]:
+        """embeds, and which of them are no padding."""
+        return {"embeds": (length, self.core.config.joint_attention_dim), "mask": (length,)}
+
+    def encode(self, prompts: list[str], length: int, device: Any) -> list[Text]:
+        """embeds [L,D] and mask [L] of each prompt, L its own number of tokens."""
+        embeds, mask = self.pipe.encode_prompt(prompts, device=device, max_sequence_length=length)
+        if mask is None:  # all are of the same length
+            mask = embeds.new_ones(embeds.shape[:2])
+        own = [embed[keep.bool()] for embed, keep in zip(embeds, mask, strict=True)]
+        return [
+            {"embeds": e, "mask": torch.ones(len(e), dtype=torch.bool, device=e.device)}
+            for e in own
+        ]
+
+    def inputs(self, x: Tensor, sigma: Tensor, text: Text, guidance: float) -> dict[str, Any]:
+        """The transformer's keyword arguments."""
+        b, _, h, w = x.shape
+        return {
+            "hidden_states": packed(x),
+            "encoder_hidden_states": text["embeds"].to(x.dtype),
+            "encoder_hidden_states_mask": text["mask"].bool(),
+            "timestep": sigma,
+            "img_shapes": [[(1, h // 2, w // 2)]] * b,
+        }
+
+    def velocity(self, output: Tensor, x: Tensor) -> Tensor:
+        """Tokens -> v [B,C,h,w]."""
+        return unpacked(output, x).float()
+
+    def guided(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
+        """CFG, then each token (2x2 latents) has the norm of the conditional velocity again."""
+        combined = super().guided(negative, positive, scale)
+        return combined * interpolate(_norm(positive) / _norm(combined), scale_factor=2)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents, normalised channel by channel -> images [B,3,H,W] in [-1,1]."""
+        vae, shape = self.pipe.vae, (1, -1, 1, 1)
+        mean = latents.new_tensor(vae.config.latents_mean).view(shape)
+        std = latents.new_tensor(vae.config.latents_std).view(shape)
+        frames = (latents * std + mean)[:, :, None]
+        return vae.decode(frames.to(vae.dtype)).sample[:, :, 0]
+
+
+def _norm(velocity: Tensor) -> Tensor:
+    """[B,C,h,w] -> the norm of each token [B,1,h/2,w/2]."""
+    return (4 * avg_pool2d((velocity**2).sum(1, keepdim=True), 2)).sqrt()

@@ -1,0 +1,83 @@
+"""SANA: linear attention, an autoencoder of factor 32."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import diffusers
+from torch import Tensor
+
+from flowalign.backbone.family import Family, Text
+
+
+class Sana(Family):
+    """Prompts are padded to one length and have a mask. A prompt follows an instruction to enhance
+    it, and the negative one does not, as in diffusers.
+
+    The published models come with a DPM-Solver. Rollouts take Euler steps of the same flow, along
+    the schedule of a FlowMatchEulerDiscreteScheduler with the same shift.
+    """
+
+    name = "sana"
+    pipeline = "SanaPipeline"
+    tag = "sana"
+    since = "0.32"
+    targets = [
+        "attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0",
+        "attn2.to_q", "attn2.to_k", "attn2.to_v", "attn2.to_out.0",
+    ]  # fmt: skip
+    negative = "\0"  # no prompt is this text: it stands for the empty one without instruction
+    longest = 300
+    patch = 1
+    even_grid = False
+
+    @property
+    def scheduler(self) -> Any:
+        """The pipeline's, or one for Euler steps with the shift of its DPM-Solver."""
+        config = self.pipe.scheduler.config
+        if config.get("use_flow_sigmas") and "flow_shift" in config:
+            return diffusers.FlowMatchEulerDiscreteScheduler(shift=config["flow_shift"])
+        return self.pipe.scheduler
+
+    @property
+    def usual(self) -> int:
+        """Pixels of the side that the model was made for."""
+        return self.core.config.sample_size * self.factor
+
+    def text_shapes(self, length: int) -> dict[str, tuple[int, ...]]:
+        """embeds, and which of them are no padding."""
+        return {"embeds": (length, self.core.config.caption_channels), "mask": (length,)}
+
+    def encode(self, prompts: list[str], length: int, device: Any) -> list[Text]:
+        """embeds [L,D] and mask [L] of each prompt."""
+        call = inspect.signature(diffusers.SanaPipeline.__call__).parameters
+        instruction = call["complex_human_instruction"].default
+        empty = prompts == [self.negative]  # which is encoded alone
+        embeds, mask, _, _ = self.pipe.encode_prompt(
+            [""] if empty else prompts,
+            do_classifier_free_guidance=False,
+            device=device,
+            max_sequence_length=length,
+            complex_human_instruction=None if empty else instruction,
+        )
+        pairs = zip(embeds, mask.bool(), strict=True)
+        return [{"embeds": embed, "mask": keep} for embed, keep in pairs]
+
+    def inputs(self, x: Tensor, sigma: Tensor, text: Text, guidance: float) -> dict[str, Any]:
+        """The transformer's keyword arguments."""
+        return {
+            "hidden_states": x,
+            "encoder_hidden_states": text["embeds"].to(x.dtype),
+            "encoder_attention_mask": text["mask"].to(x.dtype),
+            "timestep": sigma * 1000 * self.core.config.timestep_scale,
+        }
+
+    def velocity(self, output: Tensor, x: Tensor) -> Tensor:
+        """v [B,C,h,w], without a learned variance that some checkpoints predict beside it."""
+        return output[:, : x.shape[1]].float()
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents [B,C,h,w] -> images [B,3,H,W] in [-1,1]."""
+        vae = self.pipe.vae
+        return vae.decode((latents / vae.config.scaling_factor).to(vae.dtype)).sample

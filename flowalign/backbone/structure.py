@@ -1,0 +1,116 @@
+"""Pipelines without weights: read from their config files, or built in for public models."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from flowalign.backbone.base import DTYPES, Backbone
+from flowalign.backbone.loading import family_of, resolve
+from flowalign.backbone.shapes import PUBLIC, Architecture, Config
+
+if TYPE_CHECKING:
+    from flowalign.backbone.family import Family
+    from flowalign.config import ModelConfig
+
+
+def find(model: str, revision: str | None = None) -> Architecture:
+    """The architecture of model.id, without weights or network: read from its folder or from the
+    Hub's cache, else that of a public model. LookupError where none of them has it."""
+    folder = local_folder(model, revision)
+    if folder is None and model in PUBLIC:
+        return PUBLIC[model]
+    if folder is None:
+        raise LookupError(
+            f"model.id {model!r} is neither a folder nor in the Hub's cache on this machine, and "
+            f"its shapes are not built in. Download it, or use one of {', '.join(PUBLIC)}."
+        )
+    index = json.loads((folder / "model_index.json").read_text())
+    parts: dict[str, Config] = {}
+    options = {}
+    for name, value in index.items():
+        if not isinstance(value, list):
+            options[name] = value
+        elif value[-1] and "tokenizer" not in name and (config := _config(folder / name)):
+            parts[name] = {**config, "_class_name": value[-1]}
+    missing = [name for name in ("transformer", "vae") if name not in parts]
+    if missing:
+        raise LookupError(f"{folder}: {missing[0]}/config.json is missing.")
+    return Architecture(index["_class_name"], parts, options)
+
+
+def _config(folder: Path) -> dict[str, Any] | None:
+    for name in ("config.json", "scheduler_config.json"):
+        if (folder / name).is_file():
+            return json.loads((folder / name).read_text())
+    return None
+
+
+def local_folder(model: str, revision: str | None = None) -> Path | None:
+    """The folder of a pipeline on this machine, in the Hub's cache or elsewhere; None if absent."""
+    from huggingface_hub import try_to_load_from_cache
+
+    index = Path(resolve(model)) / "model_index.json"
+    if index.is_file():
+        return index.parent
+    if model.count("/") != 1 or index.parent.exists():
+        return None
+    cached = try_to_load_from_cache(model, "model_index.json", revision=revision)
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def without_data(model: ModelConfig) -> Backbone:
+    """The model of a config on the meta device. LookupError where its shapes are not known."""
+    with torch.device("meta"):
+        pipe = build(find(model.id, model.revision), DTYPES[model.dtype])
+        nn.Module.to(pipe.vae, DTYPES[model.vae_dtype])
+        # a cache and moving between devices need values
+        plain = {"text_cache": None, "offload_text_encoders": False}
+        return Backbone.of(pipe, model.model_copy(update=plain), "meta")
+
+
+def family_without_text(model: str) -> Family:
+    """The family of a model, with its transformer and autoencoder on the meta device. LookupError
+    where its shapes are not known."""
+    found = find(model)
+    parts = {name: found.parts[name] for name in ("transformer", "vae")}
+    with torch.device("meta"):
+        pipe = build(replace(found, parts=parts))
+    return family_of(found.pipeline)(pipe)
+
+
+def build(architecture: Architecture, dtype: torch.dtype = torch.float32) -> Any:
+    """A pipeline with random weights and no tokenizers, on the default device."""
+    import diffusers
+
+    loader = getattr(diffusers, architecture.pipeline)
+    wanted = inspect.signature(loader.__init__).parameters
+    parts: dict[str, Any] = {
+        name: architecture.options.get(name) for name in wanted if name != "self"
+    }
+    for name, config in architecture.parts.items():
+        part = _part(config)
+        # diffusers' own `to` would warn of hooks and dtypes that do not matter here
+        parts[name] = nn.Module.to(part, dtype).eval() if isinstance(part, nn.Module) else part
+    return loader(**parts)
+
+
+def _part(config: Config) -> Any:
+    """A part of a pipeline, of the class that its config names."""
+    import diffusers
+    import transformers
+
+    own = dict(config)
+    name = own.pop("_class_name")
+    if hasattr(diffusers, name):
+        return getattr(diffusers, name).from_config(own)
+    kind = own.pop("model_type")
+    for dtype in ("dtype", "torch_dtype"):  # a file's own dtype must not overrule ours
+        own.pop(dtype, None)
+    return getattr(transformers, name)(transformers.AutoConfig.for_model(kind, **own))

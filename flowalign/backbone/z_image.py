@@ -1,0 +1,72 @@
+"""Z-Image: base (CFG) and Turbo (few steps, guidance 1)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import diffusers
+import torch
+from torch import Tensor
+
+from flowalign.backbone.family import Family, Text
+
+
+class ZImage(Family):
+    """The transformer takes lists: images, and prompts of the length that they need. It predicts
+    the other sign, at a time that runs from noise (0) to image (1).
+
+    A guidance scale s here is diffusers' scale s - 1: the pipeline adds scale * (positive -
+    negative) to the positive velocity, where others add it to the negative one. 1 is no guidance.
+    """
+
+    name = "z_image"
+    pipeline = "ZImagePipeline"
+    tag = "z-image"
+    since = "0.36"
+    targets = ["attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0"]
+    cards = {"z-image": (50, 5.0), "z-image-turbo": (9, 1.0)}
+
+    @classmethod
+    def defaults(cls) -> tuple[int, float]:
+        """(steps, guidance scale) of a call of the pipeline in diffusers."""
+        call = inspect.signature(getattr(diffusers, cls.pipeline).__call__).parameters
+        return call["num_inference_steps"].default, 1 + call["guidance_scale"].default
+
+    @property
+    def usual(self) -> int:
+        """1024 pixels."""
+        return 1024
+
+    def text_shapes(self, length: int) -> dict[str, tuple[int, ...]]:
+        """embeds, and which of them are no padding."""
+        return {"embeds": (length, self.core.config.cap_feat_dim), "mask": (length,)}
+
+    def encode(self, prompts: list[str], length: int, device: Any) -> list[Text]:
+        """embeds [L,D] and mask [L] of each prompt, L its own number of tokens."""
+        embeds, _ = self.pipe.encode_prompt(
+            list(prompts),  # the pipeline writes into it
+            device=device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=length,
+        )
+        return [
+            {"embeds": e, "mask": torch.ones(len(e), dtype=torch.bool, device=e.device)}
+            for e in embeds
+        ]
+
+    def inputs(self, x: Tensor, sigma: Tensor, text: Text, guidance: float) -> dict[str, Any]:
+        """The transformer's keyword arguments."""
+        embeds, lengths = text["embeds"].to(x.dtype), [text["embeds"].shape[1]] * len(x)
+        if not x.is_meta:  # shapes without data are those of the longest prompt
+            lengths = text["mask"].sum(1).tolist()
+        return {
+            "x": list(x[:, :, None].unbind()),  # [C,1,h,w] each: one frame
+            "t": 1 - sigma,
+            "cap_feats": [row[:length] for row, length in zip(embeds, lengths, strict=True)],
+        }
+
+    def velocity(self, output: Sequence[Tensor], x: Tensor) -> Tensor:
+        """A list of [C,1,h,w] -> v [B,C,h,w]."""
+        return -torch.stack(list(output)).squeeze(2).float()

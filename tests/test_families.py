@@ -1,0 +1,216 @@
+"""Every family of models: what we sample is what its diffusers pipeline samples, row by row, and
+what we train its pipeline loads."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import families
+import pytest
+import torch
+from peft.utils import get_peft_model_state_dict
+from torch.testing import assert_close
+
+from flowalign import sde
+from flowalign.backbone import Backbone, ModelError, load_pipeline
+from flowalign.rollout import Noise, Schedule, places, sample
+from flowalign.types import PromptBatch
+
+STEPS, LENGTH = 3, 40
+TEXTS = ["a red sign", 'a blue sign that says "WINDOW" and a green circle', "red"]
+CALLS: dict[str, list[tuple[float, dict[str, Any]]]] = {  # our guidance, and the pipeline's words
+    "sd3": [(1.0, {"guidance_scale": 1.0}), (4.0, {"guidance_scale": 4.0})],
+    "flux": [(3.5, {"guidance_scale": 3.5}), (1.0, {"guidance_scale": 1.0})],
+    "schnell": [(1.0, {})],
+    "flux2": [(4.0, {"guidance_scale": 4.0})],
+    "klein": [(1.0, {"guidance_scale": 1.0}), (4.0, {"guidance_scale": 4.0})],
+    "klein_distilled": [(1.0, {"guidance_scale": 1.0})],
+    "qwen_image": [
+        (1.0, {"true_cfg_scale": 1.0}),
+        (4.0, {"true_cfg_scale": 4.0, "negative_prompt": [" "] * 3}),
+    ],
+    "z_image": [(1.0, {"guidance_scale": 0.0}), (4.0, {"guidance_scale": 3.0})],
+    "sana": [(1.0, {"guidance_scale": 1.0}), (4.0, {"guidance_scale": 4.0})],
+}
+CASES = [(name, *case) for name, cases in CALLS.items() for case in cases]
+
+
+@pytest.fixture(scope="module", params=families.PIPELINES)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def pipes() -> Iterator[dict[str, Any]]:
+    """{family: its pipeline}, made when it is asked for."""
+
+    class Made(dict[str, Any]):
+        def __missing__(self, name: str) -> Any:
+            self[name] = families.pipeline(name)
+            return self[name]
+
+    yield Made()
+
+
+def backbone(pipe: Any, height: int = 64, width: int = 96) -> Backbone:
+    return Backbone(pipe, height=height, width=width, max_sequence_length=LENGTH)
+
+
+def packed(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
+    """Latents as a call of the pipeline takes them."""
+    if type(pipe).__name__ in ("FluxPipeline", "QwenImagePipeline"):
+        return pipe._pack_latents(latents, *latents.shape)
+    return latents
+
+
+@pytest.mark.parametrize(("height", "width"), [(64, 96), (96, 64)])
+@pytest.mark.parametrize(("family", "guidance", "call"), CASES)
+def test_our_images_are_the_pipelines(
+    pipes: dict[str, Any], family: str, guidance: float, call: dict[str, Any], height: int,
+    width: int,
+) -> None:  # fmt: skip
+    """For the same latents, prompts of different lengths, steps and guidance."""
+    pipe = pipes[family]
+    ours = backbone(pipe, height, width)
+    count = len(TEXTS)
+    batch = PromptBatch(TEXTS, ["t"] * count, [{}] * count)
+    noise, shape = Noise((0,)), ours.latent_shape
+    schedule = Schedule(ours.sigmas(STEPS), "ode", 0.0, None)
+    found = sample(ours, batch, schedule, guidance=guidance, noise=noise, places=places(count, 1))
+    start = torch.stack([noise.draw(row, 0, shape, 0)[0] for row in range(count)])
+    options = {"use_resolution_binning": False} if family == "sana" else {}
+    theirs = pipe(
+        prompt=list(TEXTS),
+        latents=packed(pipe, start),
+        height=height,
+        width=width,
+        num_inference_steps=STEPS,
+        max_sequence_length=LENGTH,
+        output_type="pt",
+        **options,
+        **call,
+    ).images
+    assert theirs.std() > 0.01
+    assert_close(found.images, theirs.float(), rtol=0, atol=1e-5)
+
+
+def probe(ours: Backbone, rows: int = 3) -> tuple[torch.Tensor, Any]:
+    """Latents [rows,C,h,w], and the conditioning of as many texts."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(rows, *ours.latent_shape, generator=generator)
+    return x, ours.encode((TEXTS * rows)[:rows])
+
+
+def strength(ours: Backbone) -> float:
+    """A guidance scale that the model has."""
+    return 1.0 if ours.family.guidance == "none" else 3.0
+
+
+@torch.no_grad()
+def test_a_row_is_the_same_alone_and_in_a_batch(pipes: dict[str, Any], name: str) -> None:
+    """Whatever the lengths of the prompts beside it."""
+    ours = backbone(pipes[name])
+    x, cond = probe(ours)
+    scale, sigma = strength(ours), torch.tensor([0.9, 0.5, 0.2])
+    together = ours.velocity(x, sigma, cond, guidance=scale)
+    for row, text in enumerate(TEXTS):
+        own = ours.encode([text])
+        alone = ours.velocity(x[[row]], float(sigma[row]), own, guidance=scale)
+        assert_close(together[[row]], alone, rtol=0, atol=1e-6 * scale)  # CFG multiplies errors
+
+
+def adapted(pipe: Any) -> Backbone:
+    """With an adapter that matters, of the family's own layers."""
+    ours = backbone(pipe)
+    ours.add_adapter("student", rank=4, alpha=6.0)
+    torch.manual_seed(2)
+    for parameter in ours.adapter_parameters("student"):
+        torch.nn.init.normal_(parameter.data, std=0.2)
+    return ours
+
+
+@torch.no_grad()
+def test_a_lora_goes_to_diffusers_and_back(name: str, tmp_path: Path) -> None:
+    ours = adapted(families.pipeline(name))
+    x, cond = probe(ours)
+    velocity = ours.velocity(x, 0.7, cond, guidance=1.0)
+    with ours.base():
+        assert float((ours.velocity(x, 0.7, cond, guidance=1.0) - velocity).abs().max()) > 1e-2
+    ours.save_adapter("student", tmp_path / "ours")
+
+    stock = families.pipeline(name)
+    stock.load_lora_weights(str(tmp_path / "ours"))
+    assert_close(backbone(stock).velocity(x, 0.7, cond, guidance=1.0), velocity, rtol=0, atol=1e-6)
+    peft = get_peft_model_state_dict(stock.transformer, adapter_name="default_0")
+    config = stock.transformer.peft_config["default_0"].to_dict()
+    stock.save_lora_weights(
+        tmp_path / "theirs",
+        transformer_lora_layers=peft,
+        transformer_lora_adapter_metadata={**config, "target_modules": list(ours.family.targets)},
+    )
+    again = backbone(families.pipeline(name))
+    again.load_adapter("theirs", tmp_path / "theirs")
+    assert_close(again.velocity(x, 0.7, cond, guidance=1.0), velocity, rtol=0, atol=1e-6)
+
+
+def test_the_ratio_of_a_fresh_rollout_is_one_in_16_bits(name: str) -> None:
+    """Rollout and update share one forward path."""
+    ours = adapted(families.pipeline(name).to(torch.bfloat16))
+    count = len(TEXTS)
+    batch = PromptBatch(TEXTS, ["t"] * count, [{}] * count)
+    schedule = Schedule(ours.sigmas(STEPS), "sde", 0.7, (0, 2))
+    scale = strength(ours)
+    rollout = sample(
+        ours, batch, schedule, guidance=scale, noise=Noise((0,)), places=places(count, 1)
+    )
+    assert rollout.log_probs is not None and rollout.next_states is not None
+    for column, step in enumerate(rollout.steps):
+        x, sigma = rollout.states[:, column].float(), schedule.sigmas[step]
+        velocity = ours.velocity(x, sigma, rollout.conditioning, guidance=scale)
+        assert velocity.requires_grad
+        transition = schedule.transition(x, velocity, torch.full((count,), step))
+        again = sde.log_prob(transition, rollout.next_states[:, column].float())
+        assert torch.equal(again, rollout.log_probs[:, column])
+
+
+def test_the_dpm_solver_of_sana_becomes_euler_steps_with_its_shift() -> None:
+    pipe = families.pipeline("sana")
+    euler = backbone(pipe).sigmas(STEPS)
+    flow: dict[str, Any] = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
+    pipe.scheduler = diffusers.DPMSolverMultistepScheduler(**flow, flow_shift=3.0)
+    assert torch.equal(backbone(pipe).sigmas(STEPS), euler)
+    pipe.scheduler = diffusers.DPMSolverMultistepScheduler()
+    with pytest.raises(ModelError, match="FlowMatchEulerDiscreteScheduler"):
+        backbone(pipe).sigmas(STEPS)
+
+
+def test_a_scale_that_a_model_does_not_have_is_refused(pipes: dict[str, Any]) -> None:
+    ours = backbone(pipes["schnell"])
+    x, cond = probe(ours)
+    with pytest.raises(ModelError, match=r"guidance"):
+        ours.velocity(x, 0.7, cond, guidance=3.5)
+
+
+def test_a_folder_is_enough(name: str, tmp_path: Path) -> None:
+    """model_index.json names the family."""
+    families.pipeline(name).save_pretrained(tmp_path)
+    ours, again = backbone(families.pipeline(name)), backbone(load_pipeline(str(tmp_path)))
+    assert type(again.family) is type(ours.family)
+    x, cond = probe(ours)
+    with torch.no_grad():
+        expected = ours.velocity(x, 0.7, cond, guidance=strength(ours))
+        found = again.velocity(x, 0.7, again.encode(TEXTS), guidance=strength(ours))
+    assert_close(found, expected, rtol=0, atol=1e-5)  # where weights lie moves the last bits
+
+
+def test_every_weight_that_is_trained_has_a_gradient(name: str) -> None:
+    """Else DDP waits for it for ever. Layers whose output is thrown away are not trained."""
+    ours = adapted(families.pipeline(name))
+    x, cond = probe(ours)
+    ours.velocity(x, 0.7, cond, guidance=1.0).square().mean().backward()
+    for key, parameter in ours.core.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None, key
+    idle = [key for key, p in ours.core.named_parameters() if ".lora_" in key and p.grad is None]
+    assert {key.split(".lora_")[0] for key in idle} == set(ours.family.unused)

@@ -1,0 +1,102 @@
+"""Every stage on a small pipeline of every family: it trains, goes on where it stopped, merges and
+is evaluated. test_second_device.py runs this file on a second device, too."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import fakes
+import families
+import pytest
+import second_device
+import test_checkpoint
+import yaml
+
+import flowalign
+from flowalign.adapters.files import read_lora
+from flowalign.backbone import ModelError
+from flowalign.config import TrainingStage
+from flowalign.eval import run as evaluation
+from flowalign.loop import Loop
+from flowalign.teachers.merge import merge
+
+MODELS = [name for name in families.PIPELINES if name not in ("sd3", "schnell")]
+COMPLEX = ("qwen_image", "z_image")  # their rotary embeddings
+STAGES = ("grpo", "nft", "awm", "sft", "opd")
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a pipeline."""
+    if second_device.NAME in os.environ.get("ACCELERATE_TORCH_DEVICE", ""):
+        if request.param in COMPLEX:
+            pytest.skip("the second device of the tests does not conjugate complex numbers")
+    folder = tmp_path_factory.mktemp(request.param)
+    families.pipeline(request.param).save_pretrained(folder)
+    return str(folder)
+
+
+def settings(model: str, output: Path, stage: str, updates: int) -> TrainingStage:
+    """So many updates of a stage; images of 64 x 32 pixels."""
+    shared = [f"train.updates={updates}", "train.checkpoint_every=1", "optimizer.schedule=constant",
+              "model.height=64"]  # fmt: skip
+    if stage == "grpo":
+        return fakes.settings(model, output, *shared)
+    if stage in ("nft", "awm"):
+        return fakes.forward(model, output, *shared, stage=stage)
+    more = ["anchor={adapter: null, weight: 0.5}"] if stage == "opd" else []
+    return fakes.distillation(model, output, *shared, *more, stage=stage)
+
+
+def run(model: str, output: Path, stage: str, updates: int = 2, resume: bool = False) -> Loop:
+    loop = fakes.wired(settings(model, output, stage, updates))
+    assert loop.resume() == resume
+    loop.run()
+    return loop
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_learns_and_goes_on_where_it_stopped(
+    model: str, stage: str, tmp_path: Path
+) -> None:
+    whole = test_checkpoint.state(run(model, tmp_path / "whole", stage))
+    assert all(row["grad_norm"] > 0 for row in whole["metrics"]) and len(whole["metrics"]) == 2
+    run(model, tmp_path / "run", stage, updates=1)
+    again = test_checkpoint.state(run(model, tmp_path / "run", stage, resume=True))
+    test_checkpoint.assert_same(again, whole)
+
+
+def test_adapters_merge_load_and_are_evaluated(model: str, tmp_path: Path) -> None:
+    teachers = fakes.teachers(model, tmp_path)
+    merge(list(teachers.values()), tmp_path / "merged")
+    pipe: Any = flowalign.load(model, lora=tmp_path / "merged")
+    assert pipe.transformer.peft_config and read_lora(tmp_path / "merged").ranks
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(fakes.PROMPTS[:3]))
+    data = {
+        "stage": "eval",
+        "output": str(tmp_path / "table"),
+        "model": {"id": model, "height": 64, "width": 32, "max_sequence_length": 16},
+        "models": {"base": None, "merged": str(tmp_path / "merged")},
+        "benchmarks": [{"name": "b", "prompts": str(prompts), "reward": {"name": "fakes:redness"}}],
+        "sampling": {"steps": 2, "guidance": 1.0, "batch_size": 2},
+    }
+    path = tmp_path / "eval.yaml"
+    path.write_text(yaml.safe_dump(data))
+    assert evaluation.main(["--config", str(path)]) == 0
+    models = json.loads((tmp_path / "table" / "results.json").read_text())["models"]
+    values = [[row["value"] for row in models[name]["images"]["b"]] for name in data["models"]]
+    assert len(values[0]) == 3 and values[0] != values[1]
+
+
+def test_a_pipeline_of_no_family_is_refused_and_one_that_is_like_another_is_not(
+    tmp_path: Path,
+) -> None:
+    from flowalign.backbone import family_of
+
+    with pytest.raises(ModelError, match=r"MyPipeline.*FluxPipeline.*backbones\.md"):
+        family_of("MyPipeline")
+    with pytest.raises(ModelError, match=r"model\.family.*'nothing'"):
+        family_of("MyPipeline", "nothing")
+    assert family_of("MyPipeline", "flux").name == "flux"
