@@ -73,8 +73,7 @@ def measured(found: config.TrainingStage) -> dict[str, int]:
     moments = [t for s in loop.optimizer.state.values() for t in s.values() if t.numel() > 1]
     average = loop.ema.shadow_params if loop.ema else []
     pipe = loop.backbone.pipe
-    parts = [pipe.vae, pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3]
-    resident = size_of(loop.backbone.core, *[part for part in parts if part is not None])
+    resident = size_of(loop.backbone.core, pipe.vae, *loop.backbone.family.encoders)
     resident += sum(t.numel() * t.element_size() for t in [*moments, *average])
     # the policies of nft and awm are adapters of the transformer, which is in the sum above
     return {"resident": resident, **dict(phases(loop))}

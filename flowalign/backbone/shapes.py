@@ -1,9 +1,10 @@
 """The shapes of public models: the config of every part, no weights.
 
-Sources: transformer, VAE and scheduler are the models' public config files, compared in three
-independent copies of public code because the models are gated. The text encoders are
-openai/clip-vit-large-patch14, laion/CLIP-ViT-bigG-14 and google/t5-v1_1-xxl, from memory.
-tests/test_estimate.py checks the resulting parameter counts against the published ones.
+Sources: for Stable Diffusion 3, transformer, VAE and scheduler are the models' public config files,
+compared in three independent copies of public code because the models are gated. Of other families,
+transformer and VAE have the defaults of their classes in diffusers, which are the first published
+model's; what differs from them, the schedulers and all text encoders (CLIP, T5, Qwen, Mistral,
+Gemma) are from memory. tests/test_estimate.py checks the parameter counts against published ones.
 """
 
 from __future__ import annotations
@@ -62,31 +63,146 @@ MMDIT = {
 }  # fmt: skip
 
 
-def _sd3(transformer: Config) -> Architecture:
-    return Architecture(
-        "StableDiffusion3Pipeline",
-        {
-            "transformer": {**MMDIT, **transformer},
-            "vae": VAE,
-            "scheduler": {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0},
-            "text_encoder": CLIP_L,
-            "text_encoder_2": CLIP_G,
-            "text_encoder_3": T5_XXL,
-        },
-    )
+CLIP_POOLED = {**CLIP_L, "_class_name": "CLIPTextModel"}
+QWEN25_VL = {
+    "_class_name": "Qwen2_5_VLForConditionalGeneration", "model_type": "qwen2_5_vl",
+    "text_config": {
+        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+    },
+    "vision_config": {
+        "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
+        "out_hidden_size": 3584,
+    },
+}  # fmt: skip
+QWEN3 = {
+    "model_type": "qwen3", "vocab_size": 151936, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+}  # fmt: skip
+QWEN3_4B = {
+    **QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True,
+}  # fmt: skip
+QWEN3_8B = {**QWEN3, "hidden_size": 4096, "intermediate_size": 12288}
+MISTRAL_24B = {
+    "_class_name": "Mistral3ForConditionalGeneration", "model_type": "mistral3",
+    "text_config": {
+        "model_type": "mistral", "hidden_size": 5120, "intermediate_size": 32768,
+        "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "vocab_size": 131072,
+    },
+    "vision_config": {
+        "model_type": "pixtral", "hidden_size": 1024, "intermediate_size": 4096,
+        "num_hidden_layers": 24, "num_attention_heads": 16, "image_size": 1540, "patch_size": 14,
+    },
+}  # fmt: skip
+GEMMA2_2B = {
+    "_class_name": "Gemma2Model", "model_type": "gemma2", "vocab_size": 256000,
+    "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+}  # fmt: skip
+DC_AE = {
+    "_class_name": "AutoencoderDC", "latent_channels": 32, "attention_head_dim": 32,
+    "encoder_block_types": ["ResBlock"] * 3 + ["EfficientViTBlock"] * 3,
+    "decoder_block_types": ["ResBlock"] * 3 + ["EfficientViTBlock"] * 3,
+    "encoder_block_out_channels": [128, 256, 512, 512, 1024, 1024],
+    "decoder_block_out_channels": [128, 256, 512, 512, 1024, 1024],
+    "encoder_layers_per_block": [2, 2, 2, 3, 3, 3], "decoder_layers_per_block": [3] * 6,
+    "encoder_qkv_multiscales": [[], [], [], [5], [5], [5]],
+    "decoder_qkv_multiscales": [[], [], [], [5], [5], [5]],
+    "upsample_block_type": "interpolate", "downsample_block_type": "Conv",
+    "scaling_factor": 0.41407,
+}  # fmt: skip
+FLOW: Config = {"_class_name": "FlowMatchEulerDiscreteScheduler"}
+FIXED = {**FLOW, "shift": 3.0}
+DYNAMIC = {**FLOW, "shift": 3.0, "use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15}
 
 
+def _sd3(**transformer: Any) -> Architecture:
+    encoders = {"text_encoder": CLIP_L, "text_encoder_2": CLIP_G, "text_encoder_3": T5_XXL}
+    parts = {"transformer": {**MMDIT, **transformer}, "vae": VAE, "scheduler": FIXED, **encoders}
+    return Architecture("StableDiffusion3Pipeline", parts)
+
+
+def _flux(guidance_embeds: bool) -> Architecture:
+    """The transformer's other entries are the defaults of its class in diffusers."""
+    transformer = {"_class_name": "FluxTransformer2DModel", "guidance_embeds": guidance_embeds}
+    vae = {**VAE, "scaling_factor": 0.3611, "shift_factor": 0.1159}
+    return Architecture("FluxPipeline", {
+        "transformer": transformer, "vae": vae, "text_encoder": CLIP_POOLED,
+        "text_encoder_2": T5_XXL,
+        "scheduler": DYNAMIC if guidance_embeds else {**FLOW, "shift": 1.0},
+    })  # fmt: skip
+
+
+def _flux2(pipeline: str, encoder: Config, options: Config, **transformer: Any) -> Architecture:
+    own = {"_class_name": "Flux2Transformer2DModel", **transformer}
+    vae = {"_class_name": "AutoencoderKLFlux2"}
+    parts = {"transformer": own, "vae": vae, "text_encoder": encoder, "scheduler": DYNAMIC}
+    return Architecture(pipeline, parts, options)
+
+
+def _klein(size: int, is_distilled: bool) -> Architecture:
+    encoder = {**(QWEN3_4B if size == 4 else QWEN3_8B), "_class_name": "Qwen3ForCausalLM"}
+    layers = (5, 20, 24) if size == 4 else (8, 24, 32)
+    double, single, heads = layers
+    return _flux2(
+        "Flux2KleinPipeline", encoder, {"is_distilled": is_distilled}, num_layers=double,
+        num_single_layers=single, num_attention_heads=heads,
+        joint_attention_dim=3 * encoder["hidden_size"], guidance_embeds=False,
+    )  # fmt: skip
+
+
+def _qwen_image() -> Architecture:
+    return Architecture("QwenImagePipeline", {
+        "transformer": {"_class_name": "QwenImageTransformer2DModel"},
+        "vae": {"_class_name": "AutoencoderKLQwenImage"}, "text_encoder": QWEN25_VL,
+        "scheduler": {**DYNAMIC, "shift": 1.0, "base_image_seq_len": 256,
+                      "max_image_seq_len": 8192, "max_shift": 0.9, "shift_terminal": 0.02},
+    })  # fmt: skip
+
+
+def _z_image(shift: float) -> Architecture:
+    vae = {**VAE, "scaling_factor": 0.3611, "shift_factor": 0.1159}
+    return Architecture("ZImagePipeline", {
+        "transformer": {"_class_name": "ZImageTransformer2DModel"}, "vae": vae,
+        "text_encoder": {**QWEN3_4B, "_class_name": "Qwen3Model"},
+        "scheduler": {**FLOW, "shift": shift},
+    })  # fmt: skip
+
+
+def _sana() -> Architecture:
+    scheduler = {"_class_name": "DPMSolverMultistepScheduler", "flow_shift": 3.0,
+                 "use_flow_sigmas": True, "prediction_type": "flow_prediction"}  # fmt: skip
+    return Architecture("SanaPipeline", {
+        "transformer": {"_class_name": "SanaTransformer2DModel"}, "vae": DC_AE,
+        "text_encoder": GEMMA2_2B, "scheduler": scheduler,
+    })  # fmt: skip
+
+
+STABILITY, FOREST = "stabilityai/stable-diffusion-3", "black-forest-labs/FLUX"
+LARGE: dict[str, Any] = {
+    "num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432,
+    "pos_embed_max_size": 192, "qk_norm": "rms_norm",
+}  # fmt: skip
 PUBLIC = {  # by Hub id
-    "stabilityai/stable-diffusion-3.5-medium": _sd3(
-        {"num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536,
-         "pos_embed_max_size": 384, "dual_attention_layers": list(range(13)), "qk_norm": "rms_norm"}
+    f"{STABILITY}.5-medium": _sd3(
+        num_layers=24, num_attention_heads=24, caption_projection_dim=1536, pos_embed_max_size=384,
+        dual_attention_layers=list(range(13)), qk_norm="rms_norm",
     ),
-    "stabilityai/stable-diffusion-3.5-large": _sd3(
-        {"num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432,
-         "pos_embed_max_size": 192, "qk_norm": "rms_norm"}
+    f"{STABILITY}.5-large": _sd3(**LARGE),
+    f"{STABILITY}.5-large-turbo": _sd3(**LARGE),
+    f"{STABILITY}-medium-diffusers": _sd3(
+        num_layers=24, num_attention_heads=24, caption_projection_dim=1536, pos_embed_max_size=192,
     ),
-    "stabilityai/stable-diffusion-3-medium-diffusers": _sd3(
-        {"num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536,
-         "pos_embed_max_size": 192}
-    ),
+    f"{FOREST}.1-dev": _flux(guidance_embeds=True),
+    f"{FOREST}.1-schnell": _flux(guidance_embeds=False),
+    f"{FOREST}.2-dev": _flux2("Flux2Pipeline", MISTRAL_24B, {}),
+    **{
+        f"{FOREST}.2-klein-{base}{size}B": _klein(size, is_distilled=not base)
+        for base in ("", "base-") for size in (4, 9)
+    },
+    "Qwen/Qwen-Image": _qwen_image(),
+    "Tongyi-MAI/Z-Image": _z_image(6.0),
+    "Tongyi-MAI/Z-Image-Turbo": _z_image(3.0),
+    "Efficient-Large-Model/Sana_1600M_1024px_diffusers": _sana(),
 }  # fmt: skip
