@@ -30,7 +30,7 @@ LIBRARIES = (
 def run(name: str, target: str, argv: Sequence[str]) -> int:
     """Run the command `flowalign NAME`; its exit status. 2 where another project has our import
     name or a package is missing, 130 after Ctrl-C, 143 after SIGTERM, 75 after SIGUSR1, each with
-    one line on stderr.
+    one line on stderr; 141 without one where nobody reads its output any more (`| head`).
 
     target: "module:function", from arguments to exit status. It is imported here, late.
     """
@@ -40,10 +40,15 @@ def run(name: str, target: str, argv: Sequence[str]) -> int:
     module, function = target.split(":")
     try:
         with interruptible(), silenced():
-            return getattr(import_module(module), function)(list(argv))
+            status = getattr(import_module(module), function)(list(argv))
+            sys.stdout.flush()  # whoever reads it may be gone: said here, not while Python ends
+            return status
     except packages.MissingPackage as error:
         print(f"flowalign {name}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt as error:
         print(f"flowalign {name}: interrupted ({str(error) or 'SIGINT'})", file=sys.stderr)
         return error.code if isinstance(error, Interrupted) else CODES[signal.SIGINT]

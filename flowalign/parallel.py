@@ -198,6 +198,8 @@ class ExitStatus:
             if note:
                 print(f"interrupted ({str(error) or 'SIGINT'}): {note}", file=sys.stderr)
             self.code = error.code if known else CODES[signal.SIGINT]
+        elif isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
+            raise error.__context__  # rich exits where nobody reads its tables any more (`| head`)
         elif isinstance(error, SystemExit):  # of a plugin: we never exit while we work
             *_, last = traceback.extract_tb(trace)
             print(

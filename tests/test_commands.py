@@ -103,6 +103,22 @@ def test_ctrl_c_ends_a_served_reward_with_one_line(script: list[str], tmp_path: 
     assert len(said.splitlines()) == 1
 
 
+@pytest.mark.parametrize("lines", [0, 1])  # rich prints the first, `print` what follows
+def test_a_reader_that_leaves_ends_a_command_without_a_word(script: list[str], lines: int) -> None:
+    plan = [*script, "train", "--config", str(ROOT / "configs/tiny/teacher_ocr.yaml"), "--dry-run"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        plan, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout and process.stderr
+        for _ in range(lines):
+            process.stdout.readline()
+        process.stdout.close()
+        said = process.stderr.read()
+    assert process.returncode == 128 + signal.SIGPIPE and "Traceback" not in said, said
+    assert "exit(" not in said
+
+
 # PyPI's other flowalign ------------------------------------------------------------------------
 
 

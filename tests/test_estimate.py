@@ -58,6 +58,22 @@ def test_attention_on_a_device_does_not_hold_its_matrix():
 # The shapes ------------------------------------------------------------------------------------
 
 
+SIZES = {  # of the transformer, in billions, as their makers say
+    "black-forest-labs/FLUX.1-dev": 12, "black-forest-labs/FLUX.1-schnell": 12,
+    "black-forest-labs/FLUX.2-dev": 32, "black-forest-labs/FLUX.2-klein-4B": 4,
+    "black-forest-labs/FLUX.2-klein-9B": 9, "Qwen/Qwen-Image": 20, "Tongyi-MAI/Z-Image": 6,
+    "Efficient-Large-Model/Sana_1600M_1024px_diffusers": 1.6,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_models_of_other_families_have_their_published_sizes(name):
+    with torch.device("meta"):
+        pipe = build(find(name))
+    count = sum(p.numel() for p in pipe.transformer.parameters()) / 1e9
+    assert count == pytest.approx(SIZES[name], rel=0.04)
+
+
 @pytest.mark.parametrize(
     ("name", "billions"),
     [(MEDIUM, 2.24), ("stabilityai/stable-diffusion-3.5-large", 8.06),
