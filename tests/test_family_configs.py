@@ -1,0 +1,58 @@
+"""The configs of the families beside Stable Diffusion 3.5: sound, and the doctor knows the shapes
+of their models."""
+
+from pathlib import Path
+
+import pytest
+from test_sd35_configs import ROOT, data, stages
+
+from flowalign.config import ConfigError, EvalStage, TrainingStage, load
+from flowalign.doctor import plan
+from flowalign.forecast.estimate import predict
+
+__all__ = ["data"]  # a fixture
+FAMILIES = ("flux", "flux2", "qwen_image", "sana", "z_image")
+CONFIGS = sorted(path for f in FAMILIES for path in (ROOT / "configs" / f).glob("*.yaml"))
+NAMES = {"eval", "flow_opd", "student_flow_opd", "teacher_ocr_nft", "teacher_pickscore_nft"}
+
+
+def test_every_family_has_the_same_configs() -> None:
+    found = {path.parent.name: set[str]() for path in CONFIGS}
+    for path in CONFIGS:
+        found[path.parent.name].add(path.stem)
+        assert (
+            path.read_text()
+            .split("\n")[0]
+            .split("--config ")[1]
+            .startswith(f"configs/{path.parent.name}/{path.name}")
+        )
+    assert found == dict.fromkeys(FAMILIES, NAMES)
+
+
+@pytest.mark.usefixtures("data")
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_a_config_runs_on_one_gpu_and_on_two_machines_of_eight(path: Path) -> None:
+    if path.stem == "student_flow_opd":  # alone, it needs the teachers that the recipe trains
+        with pytest.raises(ConfigError, match=r"teacher_ocr_nft/adapter"):
+            stages(path)
+        return
+    for processes in (1, 4, 16):
+        found = stages(path, processes=processes)
+        models = {stage.model.id for stage in found.values() if stage.stage != "merge"}
+        assert len(models) == 1 and "stabilityai" not in models.pop()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("data")
+@pytest.mark.parametrize("name", ["teacher_ocr_nft", "student_flow_opd", "eval"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_doctor_passes_it_in_shapes_and_finds_what_is_planted(family: str, name: str) -> None:
+    path = ROOT / "configs" / family / f"{name}.yaml"
+    config = load(path, stage=TrainingStage | EvalStage)
+    found = predict(config, ranks={})
+    assert found.peak > found.resident > 1e9 and found.all_phases[-1].flops > 1e12
+    if isinstance(config, TrainingStage):
+        assert not [f.text for f in plan.examine(config) if f.level == "fault"]
+        planted = load(path, ["model.max_sequence_length=4"])
+        faults = [f.text for f in plan.examine(planted) if f.level == "fault"]
+        assert any(text.startswith("length:") for text in faults)
