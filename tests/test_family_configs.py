@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from test_sd35_configs import ROOT, data, stages
 
-from flowalign.config import ConfigError, EvalStage, TrainingStage, load
+from flowalign.config import ConfigError, EvalStage, Stage, TrainingStage, load
 from flowalign.doctor import plan
 from flowalign.forecast.estimate import predict
 
@@ -48,7 +48,8 @@ def test_a_config_runs_on_one_gpu_and_on_two_machines_of_eight(path: Path) -> No
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_doctor_passes_it_in_shapes_and_finds_what_is_planted(family: str, name: str) -> None:
     path = ROOT / "configs" / family / f"{name}.yaml"
-    config = load(path, stage=TrainingStage | EvalStage)
+    config = load(path, stage=Stage)
+    assert isinstance(config, TrainingStage | EvalStage)
     found = predict(config, ranks={})
     assert found.peak > found.resident > 1e9 and found.all_phases[-1].flops > 1e12
     if isinstance(config, TrainingStage):

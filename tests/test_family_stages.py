@@ -4,8 +4,10 @@ is evaluated. test_second_device.py runs this file on a second device, too."""
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import diffusers
 import fakes
 import families
 import pytest
@@ -15,7 +17,8 @@ import yaml
 
 import flowalign
 from flowalign.adapters.files import read_lora
-from flowalign.backbone import ModelError
+from flowalign.backbone import ModelError, family_of, loading
+from flowalign.backbone.flux import Flux
 from flowalign.config import TrainingStage
 from flowalign.eval import run as evaluation
 from flowalign.loop import Loop
@@ -93,10 +96,35 @@ def test_adapters_merge_load_and_are_evaluated(model: str, tmp_path: Path) -> No
 def test_a_pipeline_of_no_family_is_refused_and_one_that_is_like_another_is_not(
     tmp_path: Path,
 ) -> None:
-    from flowalign.backbone import family_of
-
     with pytest.raises(ModelError, match=r"MyPipeline.*FluxPipeline.*backbones\.md"):
         family_of("MyPipeline")
     with pytest.raises(ModelError, match=r"model\.family.*'nothing'"):
         family_of("MyPipeline", "nothing")
     assert family_of("MyPipeline", "flux").name == "flux"
+
+
+class Mine(Flux):
+    """A family of a plugin: FLUX with a pipeline class of its own."""
+
+    name, pipeline, since = "mine", "MyPipeline", "0.1"
+
+
+def test_a_plugin_adds_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an entry point, as an installed package declares it."""
+    info = tmp_path / "mine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[flowalign.backbones]\nmine = {__name__}:Mine\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(diffusers, "MyPipeline", diffusers.FluxPipeline, raising=False)
+    loading.families.cache_clear()
+    try:
+        assert family_of("MyPipeline") is Mine and family_of("FluxPipeline") is Flux
+    finally:
+        loading.families.cache_clear()
+
+
+def test_a_class_that_this_diffusers_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "diffusers", SimpleNamespace(__version__="0.31.0"))
+    with pytest.raises(ModelError, match=r"SanaPipeline needs diffusers 0\.32"):
+        family_of("SanaPipeline")
