@@ -14,6 +14,7 @@ from torch.testing import assert_close
 
 from flowalign import sde
 from flowalign.backbone import Backbone, ModelError, load_pipeline
+from flowalign.backbone.attention import use_backend
 from flowalign.rollout import Noise, Schedule, places, sample
 from flowalign.types import PromptBatch
 
@@ -214,3 +215,28 @@ def test_every_weight_that_is_trained_has_a_gradient(name: str) -> None:
             assert parameter.grad is not None, key
     idle = [key for key, p in ours.core.named_parameters() if ".lora_" in key and p.grad is None]
     assert {key.split(".lora_")[0] for key in idle} == set(ours.family.unused)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch itself, while it traces
+@pytest.mark.parametrize("what", ["checkpointing", "attention", "compile"])
+def test_how_it_computes_changes_nothing(name: str, what: str) -> None:
+    """Velocity and gradient with activations recomputed, another attention backend, traced blocks
+    (the compiler itself is tested with the tiny model)."""
+    ours = adapted(families.pipeline(name))
+    x, cond = probe(ours)
+
+    def computed() -> list[torch.Tensor]:
+        velocity = ours.velocity(x, 0.5, cond, guidance=1.0)
+        trained = [p for p in ours.adapter_parameters("student") if p.requires_grad]
+        return [velocity.detach(), *torch.autograd.grad(velocity.square().mean(), trained)]
+
+    before = computed()
+    if what == "checkpointing":
+        ours.core.enable_gradient_checkpointing()
+        ours.core.train()
+    elif what == "attention":
+        use_backend(ours.core, "native")
+    else:
+        torch._dynamo.reset()
+        ours.compile(backend="eager")
+    assert_close(computed(), before, rtol=0, atol=1e-5)
