@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["__version__", "gallery", "load"]
 __version__ = "0.1.0"
+HUB = ("revision", "token", "cache_dir", "local_files_only")  # of `load`, for model_index.json
 
 
 def load(model: str = "tiny", lora: str | Path | None = None, **kw: Any) -> Any:
@@ -39,7 +40,8 @@ def load(model: str = "tiny", lora: str | Path | None = None, **kw: Any) -> Any:
     if adapter:
         adapter.check_values()
     kw.setdefault("use_safetensors", True)  # else diffusers takes a pickle where it finds no other
-    loader = pipeline_class(model, text_length(model, adapter), kw.get("revision"))
+    hub = {name: kw[name] for name in HUB if name in kw}
+    loader = pipeline_class(model, text_length(model, adapter), **hub)
     pipe = loader.from_pretrained(resolve(model), **kw)
     if adapter:
         put_lora(pipe.transformer, "default_0", adapter)  # diffusers' name for a first one

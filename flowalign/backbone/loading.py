@@ -74,13 +74,13 @@ def resolve(model: str) -> str:
     return str(TINY) if model == "tiny" else model
 
 
-def pipeline_name(model: str, revision: str | None = None) -> str:
-    """The class that model_index.json names, in a folder or on the Hub. Raises ModelError if it
-    cannot be read."""
+def pipeline_name(model: str, **hub: Any) -> str:
+    """The class that model_index.json names, in a folder or on the Hub. hub: arguments of
+    `hf_hub_download`, such as revision. Raises ModelError if it cannot be read."""
     index = Path(resolve(model), "model_index.json")
     try:
         if not index.parent.is_dir():
-            index = Path(hf_hub_download(model, index.name, revision=revision))
+            index = Path(hf_hub_download(model, index.name, **hub))
         return json.loads(index.read_text())["_class_name"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(_why_not(model, error)) from error
@@ -102,7 +102,7 @@ def load_pipeline(
     dtype: of all parts but the VAE. quantization: the transformer is stored in "nf4" or "fp8"
     instead, and computes in dtype. family: see `family_of`.
     """
-    name = pipeline_name(model, revision)
+    name = pipeline_name(model, revision=revision)
     kind = family_of(name, family)
     loader = getattr(diffusers, name, None) or getattr(diffusers, kind.pipeline)
     key = "dtype" if Version(diffusers.__version__) >= Version("0.40") else "torch_dtype"  # renamed

@@ -28,14 +28,14 @@ def text_length(model: str, lora: str | Path | Lora | None) -> int | None:
     return (read_lora(lora, newest=True).text_length if lora else None) or own
 
 
-def pipeline_class(model: str, length: int | None, revision: str | None = None) -> type[Any]:
+def pipeline_class(model: str, length: int | None, **hub: Any) -> type[Any]:
     """The class in diffusers of a model's pipeline, or one like it whose prompts have `length`
-    tokens by default. Raises ModelError for a pipeline of no known family.
+    tokens by default. hub: see `pipeline_name`. Raises ModelError for a pipeline of no family.
 
     diffusers has that number only in the defaults of two methods. The class has the name of its
     parent, which `save_pretrained` writes: what is saved is an ordinary pipeline.
     """
-    parent = getattr(diffusers, family_of(pipeline_name(model, revision)).pipeline)
+    parent = getattr(diffusers, family_of(pipeline_name(model, **hub)).pipeline)
     if length in (None, default_length(parent)):
         return parent
     methods = {
