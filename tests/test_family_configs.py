@@ -8,6 +8,7 @@ from test_sd35_configs import ROOT, data, stages
 
 from flowalign.config import ConfigError, EvalStage, Stage, TrainingStage, load
 from flowalign.doctor import plan
+from flowalign.forecast.budget import usable
 from flowalign.forecast.estimate import predict
 
 __all__ = ["data"]  # a fixture
@@ -51,6 +52,10 @@ def test_the_doctor_passes_it_in_shapes_and_finds_what_is_planted(family: str, n
     config = load(path, stage=Stage)
     assert isinstance(config, TrainingStage | EvalStage)
     found = predict(config, ranks={})
+    if family in ("flux", "flux2", "z_image"):
+        small = load(path, variant=ROOT / "configs/variants/1x24gb_nf4.yaml", stage=Stage)
+        assert isinstance(small, TrainingStage | EvalStage)
+        assert predict(small, ranks={}).peak < usable(24e9, "cuda")
     assert found.peak > found.resident > 1e9 and found.all_phases[-1].flops > 1e12
     if isinstance(config, TrainingStage):
         assert not [f.text for f in plan.examine(config) if f.level == "fault"]
