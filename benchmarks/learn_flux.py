@@ -30,7 +30,7 @@ from flowalign.tiny import MODEL
 sys.path.append(str(Path(__file__).parent.parent / "scripts" / "tiny"))
 import parts
 import stream
-from pretrain import UNCONDITIONAL
+from pretrain import UNCONDITIONAL, muon, noise_levels
 
 SCENES, HELD_OUT, BATCH = 24_000, 512, 64
 
@@ -74,11 +74,8 @@ def encoded(backbone: Backbone, count: int, seed: int) -> tuple[Tensor, list[str
 
 
 def loss(backbone: Backbone, x0: Tensor, texts: list[str], generator: torch.Generator) -> Tensor:
-    """|v - (eps - x0)|^2 at logit-normal noise levels (2403.03206), a fifth of them uniform."""
-    count = len(x0)
-    normal = torch.randn(count, generator=generator).sigmoid()
-    uniform = torch.rand(count, generator=generator)
-    sigma = torch.where(torch.rand(count, generator=generator) < 0.2, uniform, normal)
+    """|v - (eps - x0)|^2 at the noise levels of scripts/tiny/pretrain.py."""
+    sigma = noise_levels(len(x0), generator)
     noise, s = torch.randn(x0.shape, generator=generator), sigma.view(-1, 1, 1, 1)
     velocity = backbone.velocity(
         (1 - s) * x0 + s * noise, sigma, backbone.encode(texts), guidance=1.0
@@ -89,14 +86,7 @@ def loss(backbone: Backbone, x0: Tensor, texts: list[str], generator: torch.Gene
 def optimizers(transformer: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the blocks, AdamW for the rest, as scripts/tiny/pretrain.py."""
     inside = [p for name, p in transformer.named_parameters() if "blocks" in name and p.ndim == 2]
-    chosen = {id(p) for p in inside}
-    rest = [p for p in transformer.parameters() if id(p) not in chosen]
-    return [
-        torch.optim.Muon(
-            inside, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw", ns_steps=4
-        ),
-        torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.98), weight_decay=0.01),
-    ]
+    return muon(inside, transformer, lr)
 
 
 def batches(

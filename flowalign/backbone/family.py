@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -13,10 +14,14 @@ from torch import Tensor, nn
 from flowalign.backbone.schedule import scheduler_sigmas
 
 Text = dict[str, Tensor]  # what the transformer is told of a prompt, by names of the family's own
+JOINT_ATTENTION = [  # layers of blocks in which image and text attend to both
+    "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
+    "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
+]  # fmt: skip
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
 
-class Family:
+class Family(ABC):
     """A pipeline of a family: text -> what conditions the transformer; latents -> its inputs, and
     its output -> a velocity; latents -> pixels; noise levels. This class is what most families
     share: patches of 2x2 latents, classifier-free guidance, an AutoencoderKL, a
@@ -37,6 +42,7 @@ class Family:
     since: ClassVar[str]
     targets: ClassVar[Sequence[str]]
     cards: ClassVar[Mapping[str, tuple[int, float]]] = {}
+    scale: ClassVar[str] = "guidance_scale"  # what the pipeline's call names it
     negative: ClassVar[str] = ""
     tokenizer: ClassVar[str] = "tokenizer"
     longest: ClassVar[int] = 512
@@ -73,7 +79,7 @@ class Family:
     def defaults(cls) -> tuple[int, float]:
         """(steps, guidance scale) of a call of the pipeline in diffusers."""
         call = inspect.signature(getattr(diffusers, cls.pipeline).__call__).parameters
-        return call["num_inference_steps"].default, call["guidance_scale"].default
+        return call["num_inference_steps"].default, call[cls.scale].default
 
     @property
     def unused(self) -> Sequence[str]:
@@ -112,9 +118,9 @@ class Family:
         """Tokens that each text encoder sees of a prompt, at most."""
         return [length for _ in self.encoders]
 
+    @abstractmethod
     def text_shapes(self, length: int) -> dict[str, tuple[int, ...]]:
         """Shapes of `Text` for the longest prompt."""
-        raise NotImplementedError
 
     # Sampling ----------------------------------------------------------------------------------
 
@@ -142,15 +148,19 @@ class Family:
         mu = self.mu(tokens, steps)
         return mu if scheduler.config.time_shift_type == "linear" else math.exp(mu)
 
+    @abstractmethod
     def encode(self, prompts: list[str], length: int, device: Any) -> list[Text]:
         """`Text` of each prompt, of at most `length` tokens. Where their first dimensions differ, a
         batch pads them with zeros at the end."""
-        raise NotImplementedError
 
+    @abstractmethod
     def inputs(self, x: Tensor, sigma: Tensor, text: Text, guidance: float) -> dict[str, Any]:
         """The transformer's keyword arguments for x [B,C,h,w] in its dtype at sigma [B], float32.
         guidance is of use where it is embedded."""
-        raise NotImplementedError
+
+    def embedded(self, sigma: Tensor, guidance: float) -> Tensor | None:
+        """A scale that is an input of the transformer [B], float32; None where it is none."""
+        return sigma.new_full(sigma.shape, guidance) if self.guidance == "embedded" else None
 
     def velocity(self, output: Tensor, x: Tensor) -> Tensor:
         """The transformer's output for x [B,C,h,w] as v = noise - image [B,C,h,w], float32."""

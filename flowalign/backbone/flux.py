@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flowalign.backbone.family import Family, Text
+from flowalign.backbone.family import JOINT_ATTENTION, Family, Text
 from flowalign.backbone.patches import packed, unpacked
 
 
@@ -19,10 +19,7 @@ class Flux(Family):
     pipeline = "FluxPipeline"
     tag = "flux"
     since = "0.30"
-    targets = [
-        "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
-        "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
-    ]  # fmt: skip
+    targets = JOINT_ATTENTION
     cards = {"flux.1-dev": (50, 3.5), "flux.1-schnell": (4, 1.0)}
     tokenizer = "tokenizer_2"
 
@@ -65,9 +62,7 @@ class Flux(Family):
             "encoder_hidden_states": text["embeds"].to(x.dtype),
             "pooled_projections": text["pooled"].to(x.dtype),
             "timestep": sigma,
-            "guidance": sigma.new_full(sigma.shape, guidance)
-            if self.guidance == "embedded"
-            else None,
+            "guidance": self.embedded(sigma, guidance),
             "img_ids": torch.cat([places.new_zeros(len(places), 1), places], 1).to(x.dtype),
             "txt_ids": x.new_zeros(text["embeds"].shape[1], 3),
         }

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor
 
-from flowalign.backbone.family import Family, Text
+from flowalign.backbone.family import JOINT_ATTENTION, Family, Text
 
 
 class Flux2(Family):
@@ -20,8 +19,7 @@ class Flux2(Family):
     tag = "flux-2"
     since = "0.36"
     targets = [
-        "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
-        "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
+        *JOINT_ATTENTION,
         "attn.to_qkv_mlp_proj",  # attn.to_out of these blocks is a list in the others
     ]  # fmt: skip
     cards = {"flux.2-dev": (50, 4.0)}
@@ -62,12 +60,11 @@ class Flux2(Family):
         rows, columns = (torch.arange(side, device=x.device) for side in x.shape[2:])
         one = torch.arange(1, device=x.device)
         words = torch.arange(text["embeds"].shape[1], device=x.device)
-        scale = sigma.new_full(sigma.shape, guidance) if self.guidance == "embedded" else None
         return {
             "hidden_states": x.flatten(2).transpose(1, 2),
             "encoder_hidden_states": text["embeds"].to(x.dtype),
             "timestep": sigma,
-            "guidance": scale,
+            "guidance": self.embedded(sigma, guidance),
             "img_ids": torch.cartesian_prod(one, rows, columns, one),
             "txt_ids": torch.cartesian_prod(one, one, one, words),
         }
@@ -78,7 +75,7 @@ class Flux2(Family):
 
     def decode(self, latents: Tensor) -> Tensor:
         """Latents, normalised by the autoencoder's batch norm -> images [B,3,H,W] in [-1,1]."""
-        vae: ModelMixin | Any = self.pipe.vae
+        vae = self.pipe.vae
         mean = vae.bn.running_mean.view(1, -1, 1, 1)
         std = torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps)
         latents = latents * std + mean

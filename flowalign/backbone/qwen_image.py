@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
-import diffusers
 import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, interpolate
 
-from flowalign.backbone.family import Family, Text
+from flowalign.backbone.family import JOINT_ATTENTION, Family, Text
 from flowalign.backbone.patches import packed, unpacked
 
 
@@ -22,19 +20,11 @@ class QwenImage(Family):
     pipeline = "QwenImagePipeline"
     tag = "qwen-image"
     since = "0.35"
-    targets = [
-        "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
-        "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
-    ]  # fmt: skip
+    targets = JOINT_ATTENTION
     cards = {"qwen-image": (50, 4.0), "qwen-image-2512": (50, 4.0)}
+    scale = "true_cfg_scale"
     negative = " "  # of the model's card
     longest = 1024
-
-    @classmethod
-    def defaults(cls) -> tuple[int, float]:
-        """(steps, guidance scale) of a call of the pipeline in diffusers."""
-        call = inspect.signature(getattr(diffusers, cls.pipeline).__call__).parameters
-        return call["num_inference_steps"].default, call["true_cfg_scale"].default
 
     @property
     def channels(self) -> int:

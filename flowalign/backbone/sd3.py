@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flowalign.backbone.family import Family, Text
+from flowalign.backbone.family import JOINT_ATTENTION, Family, Text
 
 
 class SD3(Family):
@@ -17,10 +17,7 @@ class SD3(Family):
     pipeline = "StableDiffusion3Pipeline"
     tag = "stable-diffusion-3"
     since = "0.29"
-    targets = [
-        "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
-        "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
-    ]  # fmt: skip
+    targets = JOINT_ATTENTION
     cards = {
         "stable-diffusion-3.5-medium": (40, 4.5),
         "stable-diffusion-3.5-large": (28, 3.5),

@@ -56,6 +56,7 @@ VAE = {
     "scaling_factor": 1.5305, "shift_factor": 0.0609,
     "use_quant_conv": False, "use_post_quant_conv": False,
 }  # fmt: skip
+FLUX_VAE = {**VAE, "scaling_factor": 0.3611, "shift_factor": 0.1159}
 MMDIT = {
     "_class_name": "SD3Transformer2DModel",
     "sample_size": 128, "patch_size": 2, "in_channels": 16, "out_channels": 16,
@@ -126,9 +127,8 @@ def _sd3(**transformer: Any) -> Architecture:
 def _flux(guidance_embeds: bool) -> Architecture:
     """The transformer's other entries are the defaults of its class in diffusers."""
     transformer = {"_class_name": "FluxTransformer2DModel", "guidance_embeds": guidance_embeds}
-    vae = {**VAE, "scaling_factor": 0.3611, "shift_factor": 0.1159}
     return Architecture("FluxPipeline", {
-        "transformer": transformer, "vae": vae, "text_encoder": CLIP_POOLED,
+        "transformer": transformer, "vae": FLUX_VAE, "text_encoder": CLIP_POOLED,
         "text_encoder_2": T5_XXL,
         "scheduler": DYNAMIC if guidance_embeds else {**FLOW, "shift": 1.0},
     })  # fmt: skip
@@ -143,8 +143,7 @@ def _flux2(pipeline: str, encoder: Config, options: Config, **transformer: Any) 
 
 def _klein(size: int, is_distilled: bool) -> Architecture:
     encoder = {**(QWEN3_4B if size == 4 else QWEN3_8B), "_class_name": "Qwen3ForCausalLM"}
-    layers = (5, 20, 24) if size == 4 else (8, 24, 32)
-    double, single, heads = layers
+    double, single, heads = (5, 20, 24) if size == 4 else (8, 24, 32)
     return _flux2(
         "Flux2KleinPipeline", encoder, {"is_distilled": is_distilled}, num_layers=double,
         num_single_layers=single, num_attention_heads=heads,
@@ -162,9 +161,8 @@ def _qwen_image() -> Architecture:
 
 
 def _z_image(shift: float) -> Architecture:
-    vae = {**VAE, "scaling_factor": 0.3611, "shift_factor": 0.1159}
     return Architecture("ZImagePipeline", {
-        "transformer": {"_class_name": "ZImageTransformer2DModel"}, "vae": vae,
+        "transformer": {"_class_name": "ZImageTransformer2DModel"}, "vae": FLUX_VAE,
         "text_encoder": {**QWEN3_4B, "_class_name": "Qwen3Model"},
         "scheduler": {**FLOW, "shift": shift},
     })  # fmt: skip

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
-import diffusers
 import torch
 from torch import Tensor
 
@@ -31,8 +29,8 @@ class ZImage(Family):
     @classmethod
     def defaults(cls) -> tuple[int, float]:
         """(steps, guidance scale) of a call of the pipeline in diffusers."""
-        call = inspect.signature(getattr(diffusers, cls.pipeline).__call__).parameters
-        return call["num_inference_steps"].default, 1 + call["guidance_scale"].default
+        steps, scale = super().defaults()
+        return steps, 1 + scale
 
     @property
     def usual(self) -> int:

@@ -106,14 +106,18 @@ def t5_ids(ids: Tensor, length: int) -> Tensor:
     return nn.functional.pad(ids, (0, max(0, length - ids.shape[1])))[:, :length]
 
 
+def noise_levels(size: int, generator: torch.Generator) -> Tensor:
+    """[size], logit-normal (SD3, 2403.03206) with a fifth uniform."""
+    normal = torch.randn(size, generator=generator).sigmoid()
+    uniform = torch.rand(size, generator=generator)
+    return torch.where(torch.rand(size, generator=generator) < 0.2, uniform, normal)
+
+
 def loss(
     model: Denoiser, latents: Tensor, ids: Tensor, length: int, generator: torch.Generator
 ) -> Tensor:
-    """Flow-matching MSE, sigma drawn logit-normal (SD3, 2403.03206) with a fifth uniform."""
-    size = len(latents)
-    normal = torch.randn(size, generator=generator).sigmoid()
-    uniform = torch.rand(size, generator=generator)
-    sigma = torch.where(torch.rand(size, generator=generator) < 0.2, uniform, normal)
+    """Flow-matching MSE at `noise_levels`."""
+    sigma = noise_levels(len(latents), generator)
     noise = torch.randn(latents.shape, generator=generator)
     device = model.transformer.device
     z, eps, sigma = latents.to(device), noise.to(device), sigma.to(device)
@@ -131,6 +135,11 @@ def optimizers(model: Denoiser, lr: float) -> list[torch.optim.Optimizer]:
         for name, p in model.transformer.transformer_blocks.named_parameters()
         if p.ndim == 2 and "norm1" not in name
     ]
+    return muon(blocks, model, lr)
+
+
+def muon(blocks: list[nn.Parameter], model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+    """Muon for these matrices, AdamW for the other weights of a model."""
     chosen = {id(p) for p in blocks}
     rest = [p for p in model.parameters() if id(p) not in chosen]
     return [
