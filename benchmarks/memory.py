@@ -22,7 +22,7 @@ from flowalign.forecast.estimate import predict
 from flowalign.forecast.meter import size_of
 from flowalign.loop import Loop
 
-TASK = {"prompts": "tiny/geneval_train", "reward": {"name": "geneval", "options": {}}}
+PROMPTS = "tiny/geneval_train"
 CASES = {
     "opd": [],
     "opd, checkpointing": ["model.gradient_checkpointing=true"],
@@ -42,9 +42,11 @@ CASES = {
 }
 
 
-def settings(model: str, folder: Path, kind: str, *changes: str, size: int = 512) -> Any:
+def settings(
+    model: str, folder: Path, kind: str, *changes: str, size: int = 512, prompts: str = PROMPTS
+) -> Any:
     """An update of 4 images with guidance: two LoRA teachers and an anchor, or a reward."""
-    task = {**TASK, "name": "a"}
+    task = {"name": "a", "prompts": prompts, "reward": {"name": "geneval", "options": {}}}
     data: dict[str, Any] = {
         "stage": kind,
         "output": str(folder / "run"),

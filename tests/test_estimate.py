@@ -1,8 +1,13 @@
 """The prediction: within a tenth of what real allocators count, and by the rules of arithmetic."""
 
+import functools
+import itertools
+import json
 import sys
 from pathlib import Path
 
+import fakes
+import families
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -51,8 +56,10 @@ def test_attention_on_a_device_does_not_hold_its_matrix():
     with plain:
         scaled_dot_product_attention(q, q, q)
     assert plain.peak > matrix
-    for kind in ("cuda", "cpu"):
-        assert measure(lambda: scaled_dot_product_attention(q, q, q), kind).peak < matrix / 4
+    masks = (None, torch.ones(1, 1, 1, 1024, dtype=torch.bool, device="meta"))
+    for kind, mask in itertools.product(("cuda", "cpu"), masks):
+        call = functools.partial(scaled_dot_product_attention, q, q, q, attn_mask=mask)
+        assert measure(call, kind).peak < matrix / 4
 
 
 # The shapes ------------------------------------------------------------------------------------
@@ -126,6 +133,38 @@ def test_the_peak_is_within_a_tenth_of_the_measured_one(small, case):
     assert row["update"][1] == pytest.approx(row["update"][0], rel=0.1)
     if "labels" in row:  # of teachers, or of images that are noised
         assert row["labels"][1] == pytest.approx(row["labels"][0], rel=0.1)
+
+
+@pytest.fixture(scope="module", params=["flux", "flux2", "klein", "qwen_image", "z_image", "sana"])
+def other(request, tmp_path_factory):
+    """(folder of a pipeline of another family, folder of teachers a and b)."""
+    folder = tmp_path_factory.mktemp(request.param)
+    families.pipeline(request.param).save_pretrained(folder / "model")
+    teachers = fakes.teachers(str(folder / "model"), folder)
+    for name, teacher in zip("ab", teachers.values(), strict=True):
+        Path(teacher).rename(folder / name)
+    return str(folder / "model"), folder
+
+
+@pytest.mark.parametrize("kind", ["nft", "opd"])
+def test_the_peak_of_other_families_is_within_a_tenth_of_the_measured_one(other, kind, tmp_path):
+    """With prompts of full length, which the prediction assumes. Not measured so: the decoder of
+    Qwen-Image, whose kernels take a workspace on a CPU; here the update holds more."""
+    include = [{"class": "circle", "count": 1}]
+    texts = [" ".join([str(i), *["a red circle"] * 40]) for i in range(8)]
+    prompts = tmp_path / "prompts.jsonl"
+    lines = (json.dumps({"prompt": text, "include": include}) for text in texts)
+    prompts.write_text("\n".join(lines))
+    changes = ["model.max_sequence_length=96", "optimizer.micro_batch=4"]
+    if kind == "opd":
+        changes.append("student.label_batch=4")  # a batch has one teacher
+    found = memory.settings(*other, kind, *changes, size=64, prompts=str(prompts))
+    row = memory.compared(found, "cpu")
+    assert row["resident"][1] == pytest.approx(row["resident"][0], rel=1e-3)
+    assert row["PEAK"][1] == pytest.approx(row["PEAK"][0], rel=0.1)
+    assert row["update"][1] == pytest.approx(row["update"][0], rel=0.05)
+    if kind == "opd":
+        assert row["labels"][1] == pytest.approx(row["labels"][0], rel=0.05)
 
 
 @pytest.fixture(scope="module")

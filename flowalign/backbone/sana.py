@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import diffusers
@@ -45,21 +46,30 @@ class Sana(Family):
         """Pixels of the side that the model was made for."""
         return self.core.config.sample_size * self.factor
 
+    @property
+    def instruction(self) -> list[str]:
+        """Lines that stand before a prompt."""
+        call = inspect.signature(diffusers.SanaPipeline.__call__).parameters
+        return call["complex_human_instruction"].default
+
+    def encoder_tokens(self, length: int) -> list[int]:
+        """With the instruction, of which a word or a mark is counted as a token: the tokenizer is
+        not there where memory is predicted."""
+        return [length + len(re.findall(r"\w+|[^\w\s]", "\n".join(self.instruction)))]
+
     def text_shapes(self, length: int) -> dict[str, tuple[int, ...]]:
         """embeds, and which of them are no padding."""
         return {"embeds": (length, self.core.config.caption_channels), "mask": (length,)}
 
     def encode(self, prompts: list[str], length: int, device: Any) -> list[Text]:
         """embeds [L,D] and mask [L] of each prompt."""
-        call = inspect.signature(diffusers.SanaPipeline.__call__).parameters
-        instruction = call["complex_human_instruction"].default
         empty = prompts == [self.negative]  # which is encoded alone
         embeds, mask, _, _ = self.pipe.encode_prompt(
             [""] if empty else prompts,
             do_classifier_free_guidance=False,
             device=device,
             max_sequence_length=length,
-            complex_human_instruction=None if empty else instruction,
+            complex_human_instruction=None if empty else self.instruction,
         )
         pairs = zip(embeds, mask.bool(), strict=True)
         return [{"embeds": embed, "mask": keep} for embed, keep in pairs]

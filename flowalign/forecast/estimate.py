@@ -417,11 +417,12 @@ class _Run(_Shapes):
 
     def parts(self) -> dict[str, int]:  # resident bytes by what they are
         lora = size(self.student)
+        trained = size(p for p in self.student if p.requires_grad)
         moments = ADAM_8BIT if self.config.optimizer.name == "adamw8bit" else 1
         adapters = sum(source.adapter is not None for source in self.sources.values())
         parts = self.base_parts() | {
             "student's LoRA (float32)": lora,
-            "its Adam moments": round(2 * lora * moments),
+            "its Adam moments": round(2 * trained * moments),
             "its moving average": lora if self.config.ema else 0,
             f"LoRAs of {adapters} teachers": size(self.teachers),
             f"LoRAs of {len(self.policies)} policies": len(self.policies) * lora,

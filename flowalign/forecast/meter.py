@@ -64,7 +64,8 @@ class DeviceAttention(TorchFunctionMode):
     """The attention kernel of a device type, on `meta`.
 
     By itself `meta` writes attention out as matrix products and holds the whole matrix. A GPU takes
-    flash attention (in float32 the memory-efficient kernel), a CPU its own flash kernel.
+    flash attention (in float32 or with a mask the memory-efficient kernel), a CPU its own flash
+    kernel.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -75,16 +76,20 @@ class DeviceAttention(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention or kwargs.get("attn_mask") is not None:
+        if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
-        named = (kwargs[name] for name in ("query", "key", "value")[len(args) :])
-        query, key, value = (*args[:3], *named)
+        given = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | kwargs
+        query, key, value, mask = (given.get(n) for n in ("query", "key", "value", "attn_mask"))
+        assert query is not None and key is not None
+        if mask is not None:  # added to the scores; a mask of truth values becomes one of numbers
+            mask = mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
         ops = torch.ops.aten
         if self.device_type == "cpu":
-            return ops._scaled_dot_product_flash_attention_for_cpu(query, key, value)[0]
-        if query.dtype == torch.float32:
+            flash = ops._scaled_dot_product_flash_attention_for_cpu
+            return flash(query, key, value, attn_mask=mask)[0]
+        if query.dtype == torch.float32 or mask is not None:
             grad = torch.is_grad_enabled() and query.requires_grad
-            return ops._scaled_dot_product_efficient_attention(query, key, value, None, grad)[0]
+            return ops._scaled_dot_product_efficient_attention(query, key, value, mask, grad)[0]
         return ops._scaled_dot_product_flash_attention(query, key, value)[0]
 
 
