@@ -142,7 +142,7 @@ def conditions(config: EvalStage, results: Results, versions: Mapping[str, str])
         for name, benchmark in sets.items()
     )
     sentences = [
-        f"Images of {m.id} ({m.dtype}, {m.height}x{m.width}) for {counts}: {s.steps} Euler steps, "
+        f"Images of {m.id} ({m.dtype}, {m.listed_sizes}) for {counts}: {s.steps} Euler steps, "
         f"guidance {s.guidance:g}, seed {s.seed}; scored at 8 bits a channel."
     ]
     if len(results.benchmarks) > 1:

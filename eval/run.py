@@ -115,8 +115,7 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
         files.remove_leftovers(config.output)
     accelerator.wait_for_everyone()
     ranks.watch().at("loading the models")
-    size = (config.model.height, config.model.width)
-    sets = build_sets(config.benchmarks, "benchmarks", accelerator.device, size)
+    sets = build_sets(config.benchmarks, "benchmarks", accelerator.device, config.model)
     reference = load_reference(config, sets, accelerator.device)
     backbone = Backbone.load(config.model, accelerator.device)
     weights = fingerprint(backbone)  # of the base, so before the adapters

@@ -56,8 +56,8 @@ log = logging.getLogger("flowalign")
 
 Key = tuple[int, int]  # an image: place of its prompt in the set, number of the copy
 SETTINGS = "settings.json"
-MODEL_KEYS = {"id", "revision", "dtype", "vae_dtype", "quantization", "height", "width"}
-MODEL_KEYS |= {"max_sequence_length"}  # keys of `model` that change an image
+# keys of `model` that change an image, beside its size
+MODEL_KEYS = {"id", "revision", "dtype", "vae_dtype", "quantization", "max_sequence_length"}
 
 REMEDY = "Give another `output`, or delete {} to start anew."
 
@@ -332,8 +332,9 @@ def open_stores(
     for model, adapter in adapters.items():
         for images, depends in zip(sets, scores, strict=True):
             shown = set(spread(len(images.prompts), config.report.images))
+            height, width = config.model.sizes[images.prompts.bucket]
             content = {
-                "model": base,
+                "model": base | {"height": height, "width": width},
                 "adapter": adapter,
                 "sampling": config.sampling.model_dump(exclude={"batch_size"}),
                 "images": images.copies,

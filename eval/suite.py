@@ -10,7 +10,7 @@ import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flowalign import rewards
 from flowalign.backbone import Backbone
-from flowalign.config import BenchmarkConfig, ConfigError, SamplingConfig
+from flowalign.config import BenchmarkConfig, ConfigError, ModelConfig, SamplingConfig
 from flowalign.data import load_prompts, spread
 from flowalign.devices import current
 from flowalign.eval.layouts import check_layout
@@ -76,21 +76,23 @@ def build_sets(
     configs: Sequence[BenchmarkConfig],
     place: str,
     device: torch.device,
-    size: tuple[int, int] = (0, 0),
+    model: ModelConfig,
 ) -> list[ImageSet]:
     """The image sets of benchmark configs, with their prompts, and with their rewards on a device.
 
-    place: the key of the list in the config. size: height and width, which layouts depend on.
+    place: the key of the list in the config. model: whose sizes the images have.
     Raises ConfigError for prompts that a layout cannot hold and rewards that cannot be built.
     """
     problems, prompt_sets = [], []
     for index, config in enumerate(configs):
         prompts = load_prompts(config.prompts, config.name)
         prompts = prompts.select(range(len(prompts))[: config.limit])
+        bucket = model.bucket(config.size)
+        prompts = replace(prompts, bucket=bucket)
         prompt_sets.append(prompts)
         try:
             if config.layout:
-                check_layout(config.layout, prompts, (config.images, *size))
+                check_layout(config.layout, prompts, (config.images, *model.sizes[bucket]))
         except ValueError as error:
             problems.append(f"{place}.{index}.layout: {error}")
     if problems:
@@ -129,7 +131,7 @@ def generate(
     rollout = sample(
         backbone,
         prompts.select([prompt for prompt, _ in keys]),
-        Schedule(backbone.sigmas(settings.steps), "ode", 0.0, None),
+        Schedule(backbone.sigmas(settings.steps, prompts.bucket), "ode", 0.0, None),
         guidance=settings.guidance,
         noise=Noise((settings.seed,)),
         places=[(indices[prompt], copy) for prompt, copy in keys],

@@ -76,7 +76,7 @@ class Algorithm(Protocol[P]):
     guidance: float  # the CFG scale at which the student is trained
     on_images: OnImages | None  # called with each batch of images during the rollout
 
-    def plan(self, update: int) -> Schedule:
+    def plan(self, update: int, bucket: int = 0) -> Schedule:
         """How the rollout of an update steps, and which of its states are trained."""
         ...
 

@@ -280,6 +280,8 @@ READERS: Mapping[str, Callable[[Path, str], list[Row]]] = {
 
 # Sampling ----------------------------------------------------------------------------------------
 
+Drawn = dict[tuple[str, int], int]  # prompts by (task, bucket)
+
 
 class PromptSampler:
     """Draws the P prompts of an update, a pure function of (seed, update): a resume is exact.
@@ -287,50 +289,82 @@ class PromptSampler:
     In every batch the tasks have the proportions of their weights: by the largest remainder, with
     the rounding debt carried to the next batch. Each task goes through a new permutation of its set
     per epoch, so no prompt repeats within an epoch. weights: > 0.
+
+    buckets: the image sizes of a task by their numbers, which take turns; None = all have size 0.
+    All images of a batch have one size. So where tasks have different ones, a batch holds those of
+    the size that is owed most, and the proportions are those of several batches together.
     """
 
     def __init__(
-        self, sets: Mapping[str, PromptBatch], weights: Mapping[str, float], prompts: int, seed: int
+        self,
+        sets: Mapping[str, PromptBatch],
+        weights: Mapping[str, float],
+        prompts: int,
+        seed: int,
+        buckets: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         if set(sets) != set(weights):
             raise ValueError(f"prompt sets for {sorted(sets)}, but weights for {sorted(weights)}")
         self.sets, self.prompts, self.seed = dict(sets), prompts, seed
+        buckets = buckets or dict.fromkeys(sets, (0,))
         # integers, as floats would round debts: 0.1 and 0.2 become 1 and 2
-        exact = {task: Fraction(str(weights[task])) for task in sets}
+        exact = {
+            (task, bucket): Fraction(str(weights[task])) / len(buckets[task])
+            for task in sets
+            for bucket in buckets[task]
+        }
         unit = lcm(*(weight.denominator for weight in exact.values()))
-        self._weights = {task: int(weight * unit) for task, weight in exact.items()}
-        self._drawn = [dict.fromkeys(sets, 0)]  # [u]: prompts per task before update u; a memo
+        self._weights = {stream: int(weight * unit) for stream, weight in exact.items()}
+        self._drawn = [dict.fromkeys(exact, 0)]  # [u]: prompts per stream before update u; a memo
+        self._buckets: list[int] = []  # [u]: that of update u
 
     def batch(self, update: int) -> PromptBatch:
         """The P prompts of this update (0, 1, ...)."""
-        before, after = self._before(update), self._before(update + 1)
+        before, after = (self._before(u) for u in (update, update + 1))
         rows: list[tuple[float, str, int]] = []
         for task in self.sets:
-            count = after[task] - before[task]
-            rows += [((j + 0.5) / count, task, before[task] + j) for j in range(count)]
+            first, end = (
+                sum(count for (name, _), count in drawn.items() if name == task)
+                for drawn in (before, after)
+            )
+            count = end - first
+            rows += [((j + 0.5) / count, task, first + j) for j in range(count)]
         rows.sort(key=lambda row: row[0])  # stable: ties keep the order of the tasks
         picked = [(self.sets[task], self._row(task, place)) for _, task, place in rows]
         return PromptBatch(
             prompts=[source.prompts[i] for source, i in picked],
             tasks=[task for _, task, _ in rows],
             metadata=[source.metadata[i] for source, i in picked],
+            bucket=self._buckets[update],
         )
 
-    def _before(self, update: int) -> dict[str, int]:
-        """Prompts that each task has given before this update.
+    def _before(self, update: int) -> Drawn:
+        """Prompts that each stream has given before this update: a task's images of one size.
 
-        A slot goes to the task that is owed most, counted at the end of its batch. So every slot
-        is given at a debt > 0, and no task gets ahead by a whole prompt: debts stay bounded, and
-        the long-run shares are exact. Integers, in units of 1/total.
+        A slot goes to the stream of the batch's bucket that is owed most, counted at the end of the
+        batch. So every slot is given at a debt > 0, and no stream gets ahead by a whole prompt:
+        debts stay bounded, and the long-run shares are exact. Integers, in units of 1/total.
         """
-        total = sum(self._weights.values())
         while len(self._drawn) <= update:
-            drawn, slots = dict(self._drawn[-1]), self.prompts * len(self._drawn)
+            drawn = dict(self._drawn[-1])
+            bucket = self._owed_most(drawn)
+            own = {stream: w for stream, w in self._weights.items() if stream[1] == bucket}
+            total, slots = sum(own.values()), self.prompts + sum(drawn[stream] for stream in own)
             for _ in range(self.prompts):
-                owed = {t: w * slots - drawn[t] * total for t, w in self._weights.items()}
+                owed = {stream: w * slots - drawn[stream] * total for stream, w in own.items()}
                 drawn[max(owed, key=owed.__getitem__)] += 1
             self._drawn.append(drawn)
+            self._buckets.append(bucket)
         return self._drawn[update]
+
+    def _owed_most(self, drawn: Drawn) -> int:
+        """The bucket of the next batch, by what all its streams have been given so far."""
+        total, slots = sum(self._weights.values()), self.prompts + sum(drawn.values())
+        owed: dict[int, int] = {}
+        for stream, weight in self._weights.items():
+            owed.setdefault(stream[1], 0)
+            owed[stream[1]] += weight * slots - drawn[stream] * total
+        return max(owed, key=owed.__getitem__)
 
     def _row(self, task: str, place: int) -> int:
         """The row of the prompt that is the place-th of this task since the start."""

@@ -214,7 +214,7 @@ class Loop:
         return sample(
             self.backbone,
             batch,
-            self.algorithm.plan(update),
+            self.algorithm.plan(update, batch.bucket),
             guidance=settings.guidance,
             noise=Noise((self.config.seed, update), settings.shared_noise),
             places=places,
@@ -427,7 +427,8 @@ class Loop:
             return {}
         began = time.perf_counter()
         self._at("the drift of the rollout", offset=1)
-        check = self.monitor.rollout(rollout, self.algorithm.plan(self.update), self.update)
+        schedule = self.algorithm.plan(self.update, rollout.batch.bucket)
+        check = self.monitor.rollout(rollout, schedule, self.update)
         values = self._drift(check, "the rollout", metrics.IMAGE_DRIFT, snapshots.DRIFT)
         return {**values, metrics.SECONDS_DRIFT: time.perf_counter() - began}
 

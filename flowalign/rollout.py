@@ -53,12 +53,12 @@ class Schedule:
     solver: str = "euler"
 
     @staticmethod
-    def of(config: TrainingStage, backbone: Backbone) -> Schedule:
-        """The schedule of a config's rollouts: by default every step but the last is trained. That
-        of a window that moves holds all steps that it comes to; see `window_of`."""
+    def of(config: TrainingStage, backbone: Backbone, bucket: int = 0) -> Schedule:
+        """The schedule of a config's rollouts of a bucket: by default every step but the last is
+        trained. That of a window that moves holds all steps that it comes to; see `window_of`."""
         r = config.rollout
         return Schedule(
-            sigmas=backbone.sigmas(r.steps),
+            sigmas=backbone.sigmas(r.steps, bucket),
             kind=r.kind,
             noise_level=r.noise_level,
             window=r.trained,
@@ -66,6 +66,17 @@ class Schedule:
             means=config.needs_means,
             solver=r.solver,
         )
+
+    @staticmethod
+    def clean(rollout: RolloutConfig, backbone: Backbone, bucket: int = 0) -> Schedule:
+        """That of rollouts whose images alone are learnt from: no noise, no trained state."""
+        sigmas = backbone.sigmas(rollout.steps, bucket)
+        return Schedule(sigmas, "ode", 0.0, None, solver=rollout.solver)
+
+    @staticmethod
+    def each(config: TrainingStage, backbone: Backbone) -> list[Schedule]:
+        """That of every bucket."""
+        return [Schedule.of(config, backbone, i) for i in range(len(backbone.latent_shapes))]
 
     @property
     def trained(self) -> list[int]:
@@ -179,7 +190,7 @@ def sample(
     """
     finish = decode if finish is None else finish
     cond = backbone.encode(batch.prompts)
-    shape, extra = backbone.latent_shape, len(schedule.noisy)
+    shape, extra = backbone.latent_shapes[batch.bucket], len(schedule.noisy)
     parts = list(batches(sources or [None] * len(batch), batch_size))
     if sources:  # without sources all processes have equally many
         parts += parts[-1:] * missing_steps(len(parts), backbone.sharded)

@@ -148,7 +148,7 @@ def settle(args: argparse.Namespace, lora: Lora | None) -> Plan:
     if run:
         sampling = run.evaluation_sampling
         steps, guidance = sampling.steps, sampling.guidance
-        height, width = run.model.height, run.model.width
+        height, width = run.model.sizes[0]
     if args.size:
         height = width = args.size
     if most and max(height, width) > most:

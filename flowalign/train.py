@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -240,6 +241,7 @@ def wire(
         {t.name: t.weight for t in config.tasks},
         config.rollout.prompts,
         config.seed,
+        {t.name: config.buckets(t) for t in config.tasks},
     )
     progress = Progress(config, accelerator.is_main_process)
     loop = Loop(
@@ -363,7 +365,8 @@ def evaluator(
         return None
     benchmarks, settings = held_out(config, rewards), config.evaluation_sampling
     seconds, share = config.train.score_seconds, config.evaluation.max_invalid_share
-    watched = suite.build_sets(config.watched, "evaluation.watch", accelerator.device)
+    place, device = "evaluation.watch", accelerator.device
+    watched = suite.build_sets(config.watched, place, device, config.model)
     sets = [*map(suite.ImageSet.of, benchmarks), *watched]
 
     def evaluate() -> tuple[float, EvalReport]:
@@ -402,6 +405,7 @@ def held_out(config: TrainingStage, rewards: Mapping[str, Reward]) -> list[Bench
     for task in config.tasks:
         if task.validation and task.reward:
             prompts = subset(load_prompts(task.validation, task.name), count)
+            prompts = replace(prompts, bucket=config.model.bucket(task.size))
             benchmarks.append(Benchmark(task.name, prompts, rewards[task.name]))
     return benchmarks
 

@@ -18,11 +18,15 @@ Metadata = Sequence[Mapping[str, Any]]  # a mapping an image: what its reward ne
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """P prompts, each with the task it belongs to and what its reward needs to judge it."""
+    """P prompts, each with the task it belongs to and what its reward needs to judge it.
+
+    bucket: which of the model's sizes their images have; a batch has one size.
+    """
 
     prompts: list[str]
     tasks: list[str]
     metadata: list[dict[str, Any]]
+    bucket: int = 0
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -33,6 +37,7 @@ class PromptBatch:
             prompts=[self.prompts[i] for i in rows],
             tasks=[self.tasks[i] for i in rows],
             metadata=[self.metadata[i] for i in rows],
+            bucket=self.bucket,
         )
 
 

@@ -82,8 +82,6 @@ class Forward:
         rewards: Mapping[str, Reward],
     ) -> None:
         self.config, self.backbone, self.guidance = config, backbone, config.guidance
-        sigmas, solver = backbone.sigmas(config.rollout.steps), config.rollout.solver
-        self.schedule = Schedule(sigmas, "ode", 0.0, None, solver=solver)
         self.scored = Scored(config, config.forward, accelerator, rewards)
         self.on_images = self.scored.on_images
         self.policies = {name: Policy(backbone, name, s) for name, s in config.policies.items()}
@@ -91,9 +89,9 @@ class Forward:
 
     # What the loop asks ------------------------------------------------------------------------
 
-    def plan(self, update: int) -> Schedule:
+    def plan(self, update: int, bucket: int = 0) -> Schedule:
         """To the end, without noise; no state on the way is kept."""
-        return self.schedule
+        return Schedule.clean(self.config.rollout, self.backbone, bucket)
 
     def sources(self, tasks: list[str]) -> list[Source] | None:
         """The old policy samples, if it is not the student."""
@@ -104,12 +102,12 @@ class Forward:
     def prepare(self, rollout: Rollout, update: int) -> Matched:
         """Score the images, and noise their latents."""
         credit = self.scored.credit(rollout, update)
-        key = (self.config.seed, update)
+        key, bucket = (self.config.seed, update), rollout.batch.bucket
         if self.config.forward.own_levels:
             places = zip(rollout.group.tolist(), rollout.copy.tolist(), strict=True)
-            sigmas = torch.stack([self._levels((*key, LEVELS, *place)) for place in places])
+            sigmas = torch.stack([self._levels((*key, LEVELS, *p), bucket) for p in places])
         else:
-            sigmas = self._levels((*key, LEVELS))
+            sigmas = self._levels((*key, LEVELS), bucket)
         states = noised(rollout, sigmas, (*key, FORWARD))
         return Matched(
             rollout=states.rollout,
@@ -120,12 +118,13 @@ class Forward:
             velocity=states.velocity,
         )
 
-    def _levels(self, key: tuple[int, ...]) -> Tensor:
-        """Noise levels [S] that a key draws."""
-        settings = self.config.forward
+    def _levels(self, key: tuple[int, ...], bucket: int) -> Tensor:
+        """Noise levels [S] that a key draws for images of a bucket."""
+        settings, steps = self.config.forward, self.config.rollout.steps
         if settings.levels == "sampler":
-            return of_sampler(self.schedule.sigmas, settings.states, key, settings.within)
-        shift = self.backbone.shift(self.config.rollout.steps)
+            sigmas = self.backbone.sigmas(steps, bucket)
+            return of_sampler(sigmas, settings.states, key, settings.within)
+        shift = self.backbone.shift(steps, bucket)
         return stratified(shift, settings.states, key, settings.within)
 
     def learnt(self, steps: int) -> None:

@@ -43,16 +43,16 @@ class Grpo(Stateless):
     ) -> None:
         self.settings, self.backbone = config.grpo, backbone
         self.guidance = config.rollout.guidance
-        self.schedule, self.seed = Schedule.of(config, backbone), config.seed
+        self.schedules, self.seed = Schedule.each(config, backbone), config.seed
         self.rollout = config.rollout
-        self.kl_factors = kl_factors(self.schedule.sigmas, config.grpo.kl)
+        self.kl_factors = [kl_factors(s.sigmas, config.grpo.kl) for s in self.schedules]
         self.scored = Scored(config, config.grpo, accelerator, rewards)
         self.on_images = self.scored.on_images
-        self.guard_weights = guard_weights(self.schedule.sigmas)
+        self.guard_weights = [guard_weights(s.sigmas) for s in self.schedules]
 
-    def plan(self, update: int) -> Schedule:
+    def plan(self, update: int, bucket: int = 0) -> Schedule:
         """All steps of the update's window, which is a function of (seed, update)."""
-        return replace(self.schedule, window=window_of(self.rollout, self.seed, update))
+        return replace(self.schedules[bucket], window=window_of(self.rollout, self.seed, update))
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """What the advantages remember of earlier rollouts."""
@@ -70,7 +70,9 @@ class Grpo(Stateless):
         """The clipped policy loss, plus kl_weight times the KL to the base. With the ratio of
         GRPO-Guard, the policy loss of a step is weighted by `losses.guard_weights`."""
         s, x, sigma, cond = self.settings, pairs.x, pairs.sigma, pairs.conditioning
-        new = self.schedule.transition(x, velocity, pairs.steps)
+        bucket = prepared.rollout.batch.bucket
+        schedule = self.schedules[bucket]
+        new = schedule.transition(x, velocity, pairs.steps)
         advantage = prepared.advantage[pairs.rows]
         x_next, old = pairs.action()
         if s.ratio == "guard":
@@ -79,7 +81,7 @@ class Grpo(Stateless):
             elements, ratio = policy_loss(
                 log_ratio, torch.zeros_like(log_ratio), advantage, clip_range=s.clip_range
             )
-            elements = self.guard_weights.to(elements.device)[pairs.steps] * elements
+            elements = self.guard_weights[bucket].to(elements.device)[pairs.steps] * elements
         else:
             log_prob = sde.log_prob(new, x_next)
             elements, ratio = policy_loss(log_prob, old, advantage, clip_range=s.clip_range)
@@ -93,9 +95,9 @@ class Grpo(Stateless):
                 reference = self.backbone.velocity(
                     x, sigma, cond, guidance=self.guidance, rows=pairs.size
                 )
-            kl = sde.kl(new, self.schedule.transition(x, reference, pairs.steps))
+            kl = sde.kl(new, schedule.transition(x, reference, pairs.steps))
             measured[metrics.KL] = float(kl.detach().mean())  # the exact one, whatever grpo.kl says
             if s.kl_weight > 0:
-                factors = self.kl_factors.to(kl.device)[pairs.steps]
+                factors = self.kl_factors[bucket].to(kl.device)[pairs.steps]
                 total = total + s.kl_weight * (factors * kl).mean()
         return StepLoss(total=total, policy=policy, metrics=measured)

@@ -121,7 +121,8 @@ def test_sft_draws_what_it_drew_before_it_shared_this(random_model: str, tmp_pat
     assert sampled.latents is not None
     rng = np.random.default_rng([0, update, SFT])
     u = torch.from_numpy((np.arange(4) + rng.random(4)) / 4).flip(0).float()
-    sigmas = sft.shift * u / (1 + (sft.shift - 1) * u)
+    shift = loop.backbone.shift(found.rollout.steps)
+    sigmas = shift * u / (1 + (shift - 1) * u)
     clean, own = sampled.latents[:, None], Noise((0, update, SFT))
     places = zip(sampled.group.tolist(), sampled.copy.tolist(), strict=True)
     noise = torch.stack([own.draw(p, c, clean.shape[2:], 3) for p, c in places])

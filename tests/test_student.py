@@ -106,7 +106,7 @@ def test_the_pathwise_gradient_is_that_of_the_written_kl(random_model: str, tmp_
     ours = gradient(loop, student.loss(pairs, loop.velocity(pairs), labels).total)
     label = labels.velocity[pairs.rows, pairs.columns]
     a, b = (
-        student.schedule.transition(pairs.x, velocity, pairs.steps)
+        student.schedules[0].transition(pairs.x, velocity, pairs.steps)
         for velocity in (loop.velocity(pairs), label)
     )
     written = gradient(loop, sde.kl(a, b).mean())
@@ -155,7 +155,7 @@ def test_the_ratio_is_one_and_only_the_published_form_leaks(
     _, pairs, _ = pairs_of(labels.rollout, torch.ones(8, dtype=torch.bool), 8)  # as the rollout
     velocity = loop.velocity(pairs)
     x_next, old = pairs.action()
-    new = sde.log_prob(student.schedule.transition(pairs.x, velocity, pairs.steps), x_next)
+    new = sde.log_prob(student.schedules[0].transition(pairs.x, velocity, pairs.steps), x_next)
     assert torch.equal(new, old)
     label = labels.velocity[pairs.rows, pairs.columns]
     error = ((velocity - label) ** 2).mean((1, 2, 3))
@@ -163,7 +163,7 @@ def test_the_ratio_is_one_and_only_the_published_form_leaks(
     if how == "policy":
         assert labels.advantage is not None
         advantage = labels.advantage[pairs.rows, pairs.columns]
-        teacher = student.schedule.transition(pairs.x, label, pairs.steps)
+        teacher = student.schedules[0].transition(pairs.x, label, pairs.steps)
         assert_close(advantage, (sde.log_prob(teacher, x_next) - old).detach())
     else:
         advantage = -distance if how == "published" else -distance.detach()
@@ -182,12 +182,12 @@ def test_the_log_ratio_of_a_teacher_is_on_average_minus_the_kl(
     for column, step in enumerate(rollout.steps):
         x, steps = rollout.states[:, column], torch.full((len(rollout),), step)
         assert rollout.next_states is not None
-        teacher = student.schedule.transition(x, labels.velocity[:, column], steps)
-        sigma = float(student.schedule.sigmas[step])
+        teacher = student.schedules[0].transition(x, labels.velocity[:, column], steps)
+        sigma = float(student.schedules[0].sigmas[step])
         velocity = student.backbone.velocity(
             x, sigma, rollout.conditioning, guidance=student.guidance
         ).detach()
-        kl.append(sde.kl(student.schedule.transition(x, velocity, steps), teacher))
+        kl.append(sde.kl(student.schedules[0].transition(x, velocity, steps), teacher))
     assert labels.advantage is not None
     mean, expected = labels.advantage.mean(0), -torch.stack(kl, 1).mean(0)
     error = labels.advantage.std(0) / len(rollout) ** 0.5

@@ -26,6 +26,7 @@ from flowalign.backbone.loading import family_of, load_pipeline
 from flowalign.backbone.lora import put_lora, several_adapters
 from flowalign.backbone.precision import compute_in_the_bases_dtype, lora_layers
 from flowalign.config import ModelConfig
+from flowalign.config.schema import sizes_of
 from flowalign.frozen import fingerprint
 from flowalign.text import TextEncoder, joined
 from flowalign.types import Conditioning
@@ -38,8 +39,9 @@ class Backbone:
     """One frozen base with named adapters.
 
     pipe: a diffusers pipeline of a known family; family: the name of another one (`model.family`).
-    height, width: of the images, in pixels. dtype: of all arithmetic of the transformer, adapters
-    included (None = that of its weights). decode_batch: images per VAE decode (None = all at once).
+    height, width: of the images, in pixels; lists of them are several sizes, the buckets. dtype: of
+    all arithmetic of the transformer, adapters included (None = that of its weights).
+    decode_batch: images per VAE decode (None = all at once).
     text_cache, offload_text_encoders: see `flowalign.text.TextEncoder`. name: the id of the base,
     which saved adapters carry.
 
@@ -57,8 +59,8 @@ class Backbone:
         self,
         pipe: Any,
         *,
-        height: int,
-        width: int,
+        height: int | Sequence[int],
+        width: int | Sequence[int],
         max_sequence_length: int,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
@@ -86,6 +88,9 @@ class Backbone:
             cache=text_cache,
             offload=offload_text_encoders,
         )
+        self.latent_shapes = [self._latent_shape(*size) for size in sizes_of(height, width)]
+
+    def _latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
         factor, largest = self.family.factor, self.family.largest
         grid = factor * self.family.patch
         if height % grid or width % grid:
@@ -97,7 +102,12 @@ class Backbone:
                 f"model.height, model.width: {height}x{width} pixels; this model has positions for "
                 f"{largest} at most. Use fewer."
             )
-        self.latent_shape = (self.family.channels, height // factor, width // factor)
+        return self.family.channels, height // factor, width // factor
+
+    @property
+    def latent_shape(self) -> tuple[int, int, int]:
+        """C, h, w of the first size."""
+        return self.latent_shapes[0]
 
     @classmethod
     def load(cls, model: ModelConfig, device: torch.device | str = "cpu") -> Backbone:
@@ -132,14 +142,15 @@ class Backbone:
 
     # Sampling ----------------------------------------------------------------------------------
 
-    def sigmas(self, num_steps: int) -> Tensor:
-        """The schedule [T+1] of the pipeline's own scheduler, with all its settings. Raises
-        ModelError for a scheduler that steps otherwise than a rollout does."""
-        return self.family.sigmas(num_steps, self.family.tokens(self.latent_shape))
+    def sigmas(self, num_steps: int, bucket: int = 0) -> Tensor:
+        """The schedule [T+1] of the pipeline's own scheduler, with all its settings, for images of
+        a bucket's size. Raises ModelError for a scheduler that steps otherwise than a rollout
+        does."""
+        return self.family.sigmas(num_steps, self.family.tokens(self.latent_shapes[bucket]))
 
-    def shift(self, num_steps: int) -> float:
+    def shift(self, num_steps: int, bucket: int = 0) -> float:
         """The shift of that schedule: sigma = shift u / (1 + (shift - 1) u) of an even grid u."""
-        return self.family.shift(self.family.tokens(self.latent_shape), num_steps)
+        return self.family.shift(self.family.tokens(self.latent_shapes[bucket]), num_steps)
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], copies: int = 1) -> Conditioning:

@@ -61,6 +61,15 @@ FileName = Annotated[str, AfterValidator(_file_name)]
 # YAML has lists only, and a strict pydantic takes no list for a tuple.
 _as_tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 
+MARKS = ("[fixed]", "[moving]", "[one]", "[several]")  # forms of a value in pydantic's errors
+Side = Annotated[
+    Annotated[Pixels, Tag(MARKS[2])]
+    | Annotated[list[Pixels], Field(min_length=1, max_length=64), Tag(MARKS[3])],
+    Discriminator(lambda value: MARKS[2 + isinstance(value, list)]),
+]
+Size = tuple[int, int]  # height and width in pixels
+Pair = Annotated[tuple[Pixels, Pixels], _as_tuple]
+
 RENAMED = {"train.mixed_precision": "model.dtype"}  # keys of past versions, and what they are now
 ADAPTER = "pytorch_lora_weights.safetensors"  # what an adapter folder holds
 
@@ -88,6 +97,13 @@ def _places(names: Sequence[str]) -> str:
 def close_to(word: str, possible: Iterable[str], cutoff: float = 0.6) -> str | None:
     """What may have been meant, of the possible words; cutoff: similarity in 0..1 at least."""
     return next(iter(difflib.get_close_matches(word, possible, n=1, cutoff=cutoff)), None)
+
+
+def sizes_of(height: int | Sequence[int], width: int | Sequence[int]) -> list[Size]:
+    """(height, width) of each bucket, of numbers or lists of them; one number stands for all."""
+    count = max((len(side) for side in (height, width) if not isinstance(side, int)), default=1)
+    heights, widths = ([s] * count if isinstance(s, int) else s for s in (height, width))
+    return list(zip(heights, widths, strict=False))  # of unequal lengths: refused elsewhere
 
 
 class Section(BaseModel):
@@ -129,10 +145,11 @@ class ModelConfig(Section):
     quantization: Literal["nf4", "fp8"] | None = None
     """The frozen transformer is stored in fewer bits and computes in dtype. nf4: 4 bits; needs
     bitsandbytes and a GPU. fp8: 8 bits; use gradient_checkpointing with it."""
-    height: Pixels = 512
-    """Pixels, a multiple of 16."""
-    width: Pixels = 512
-    """Pixels, a multiple of 16."""
+    height: Side = Field(default=512, examples=[512, [512, 768]])
+    """Pixels, a multiple of 16. A list: several sizes, the buckets. All images of a rollout have
+    one of them, and they take turns."""
+    width: Side = Field(default=512, examples=[512, [768, 512]])
+    """Pixels, a multiple of 16, or a list as long as that of height. One number stands for all."""
     max_sequence_length: Annotated[int, Field(ge=1, le=1024)] = 128
     """Tokens of a prompt, at most (of the T5 encoder where there are several)."""
     text_cache: Place | None = Field(default=None, examples=["outputs/text_cache"])
@@ -149,6 +166,41 @@ class ModelConfig(Section):
     """Recompute activations in the backward pass: slower, much less memory."""
     compile: bool = False
     """torch.compile the blocks of the transformer."""
+
+    @property
+    def sizes(self) -> list[Size]:
+        """(height, width) of each bucket."""
+        return sizes_of(self.height, self.width)
+
+    @property
+    def listed_sizes(self) -> str:
+        """As text, such as 512x512, 512x768: height first."""
+        return ", ".join(f"{height}x{width}" for height, width in self.sizes)
+
+    def bucket(self, size: Size | None) -> int:
+        """The number of one of its sizes; None = the first."""
+        return self.sizes.index(size) if size else 0
+
+    def size_problems(self, wanted: Mapping[str, Size | None]) -> Iterator[str]:
+        """Sizes that the model does not have. wanted: {place in the config: size}."""
+        for place, size in wanted.items():
+            if size and size not in self.sizes:
+                listed = ", ".join(f"[{height}, {width}]" for height, width in self.sizes)
+                yield (
+                    f"{place}.size: [{size[0]}, {size[1]}] is none of the model's sizes, "
+                    f"{listed}. Use one of them, or add it to model.height and model.width."
+                )
+
+    def problems(self) -> Iterator[str]:
+        """Sizes that are no pairs, or come twice."""
+        lists = [side for side in (self.height, self.width) if not isinstance(side, int)]
+        if len({len(side) for side in lists}) > 1:
+            yield (
+                f"height: {len(lists[0])} sizes, but width has {len(lists[1])}. Give lists of the "
+                "same length, or one number for all."
+            )
+        elif len(set(self.sizes)) < len(self.sizes):
+            yield f"height: with width {self.width} two sizes are the same. List each once."
 
 
 class LoraConfig(Section):
@@ -193,6 +245,9 @@ class TaskConfig(Section):
     both is trained and not evaluated."""
     teacher: str | None = Field(default=None, examples=["ocr"])
     """The teacher that labels its images (opd, sft); null = the teacher with the task's name."""
+    size: Pair | None = Field(default=None, examples=[[512, 768]])
+    """[height, width] of its images, one of the model's sizes; null = all of them in turn, and the
+    first in evaluations. A rollout holds tasks of one size only."""
 
     @property
     def evaluated(self) -> bool:
@@ -213,7 +268,6 @@ class WindowConfig(Section):
     last place. true: its place is drawn anew."""
 
 
-MARKS = ("[fixed]", "[moving]")  # how pydantic marks the form of a window in an error's place
 Window = Annotated[
     Annotated[tuple[int, int], _as_tuple, Tag(MARKS[0])] | Annotated[WindowConfig, Tag(MARKS[1])],
     Discriminator(lambda value: MARKS[isinstance(value, Mapping | WindowConfig)]),
@@ -597,6 +651,8 @@ class BenchmarkConfig(Section):
     first tags. A larger limit later reuses the images that are there."""
     images: Count = 1
     """Images per prompt, each with its own noise. The official GenEval has 4."""
+    size: Pair | None = Field(default=None, examples=[[512, 768]])
+    """[height, width] of its images, one of the model's sizes; null = the first."""
     reward: RewardConfig | None = None
     """Scores its images. The score has the name of the benchmark."""
     rewards: dict[FileName, RewardConfig] = Field(
@@ -860,6 +916,13 @@ class TrainingStage(Job):
             f"evaluation.watch.{i}": benchmark.judges for i, benchmark in enumerate(self.watched)
         }
         yield from _same_names({**tasks, **watched})
+        sizes = {f"tasks.{index}": task.size for index, task in enumerate(self.tasks)}
+        sizes |= {f"evaluation.watch.{i}": b.size for i, b in enumerate(self.watched)}
+        yield from self.model.size_problems(sizes)
+
+    def buckets(self, task: TaskConfig) -> list[int]:
+        """The numbers of the sizes that a task's images have."""
+        return [self.model.bucket(task.size)] if task.size else list(range(len(self.model.sizes)))
 
 
 class RewardStage(TrainingStage):
@@ -1236,6 +1299,7 @@ class EvalStage(Stage):
     def problems(self) -> Iterator[str]:
         """Names that tables and files cannot hold or tell apart; models that are not there."""
         places = {f"benchmarks.{i}": benchmark for i, benchmark in enumerate(self.benchmarks)}
+        yield from self.model.size_problems({place: b.size for place, b in places.items()})
         names = _same_names({place: [benchmark.name] for place, benchmark in places.items()})
         columns = _same_names({place: benchmark.judges for place, benchmark in places.items()})
         yield from _same_names({f"models.{name}": [name] for name in self.models})

@@ -120,8 +120,9 @@ def noise(plan: Plan) -> Iterator[Finding]:
     config, rollout, backbone = plan.config, plan.config.rollout, plan.backbone
     if rollout.kind == "ode" or isinstance(config, SftStage) or backbone is None:
         return
-    try:
-        sigmas = backbone.sigmas(rollout.steps)
+    pixels = [height * width for height, width in config.model.sizes]
+    try:  # of the smallest size: where the shift depends on it, its last steps have the least noise
+        sigmas = backbone.sigmas(rollout.steps, pixels.index(min(pixels)))
     except ModelError as error:
         yield fault(f"schedule: {error}")
         return

@@ -23,7 +23,7 @@ from flowalign.data import spread
 from flowalign.drift import statistics
 from flowalign.drift.compare import Drift, by_prompt, drift
 from flowalign.images import eight_bits
-from flowalign.rollout import Noise, Schedule, sample
+from flowalign.rollout import Noise, Place, Schedule, sample
 from flowalign.snapshots import webp
 from flowalign.types import PromptBatch, Rollout, Source
 
@@ -123,6 +123,33 @@ def checked(config: TrainingStage) -> tuple[int, int]:
     return min(rollout.prompts, max(1, limit // copies)), copies
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out images of one size: a row of batch each, COPIES of a prompt, and their places in the
+    sets of their tasks."""
+
+    batch: PromptBatch
+    places: list[Place]
+
+    @staticmethod
+    def of(sets: Sequence[PromptBatch], bucket: int, count: int) -> HeldOut:
+        """Of so many prompts of each of those sets that are of a bucket."""
+        parts: list[PromptBatch] = []
+        own: list[Place] = []
+        for prompts in sets:
+            if prompts.bucket == bucket:
+                places = [(p, c) for p in spread(len(prompts), count) for c in range(COPIES)]
+                parts.append(prompts.select([prompt for prompt, _ in places]))
+                own += places
+        batch = PromptBatch(
+            [text for part in parts for text in part.prompts],
+            [task for part in parts for task in part.tasks],
+            [row for part in parts for row in part.metadata],
+            bucket,
+        )
+        return HeldOut(batch, own)
+
+
 class Monitor:
     """The checks of one run. held_out: prompts of a task, whose images its evaluations see."""
 
@@ -137,17 +164,9 @@ class Monitor:
         assert config.alarm
         self.settings, self.config, self.backbone = config.alarm, config, backbone
         self.accelerator, self.lens = accelerator, lens
-        self.places: list[tuple[int, int]] = []  # (prompt of its set, copy) of each held-out image
-        rows: list[PromptBatch] = []
-        for prompts in held_out:
-            chosen = spread(len(prompts), max(1, self.settings.images // COPIES))
-            self.places += [(place, copy) for place in chosen for copy in range(COPIES)]
-            rows.append(prompts.select([place for place in chosen for _ in range(COPIES)]))
-        self.held_out = PromptBatch(
-            [text for batch in rows for text in batch.prompts],
-            [task for batch in rows for task in batch.tasks],
-            [row for batch in rows for row in batch.metadata],
-        )
+        count = max(1, self.settings.images // COPIES)
+        buckets = sorted({prompts.bucket for prompts in held_out})
+        self.held_out = [HeldOut.of(held_out, bucket, count) for bucket in buckets]
         self.base: Values = {}  # of the held-out images; empty until they are sampled
 
     # Rollouts ----------------------------------------------------------------------------------
@@ -212,50 +231,62 @@ class Monitor:
     def evaluation(self) -> Check | None:
         """Compare the active adapter with the base on held-out prompts; None without any. Each
         process samples the images of some prompts."""
-        batch, accelerator = self.held_out, self.accelerator
-        if not len(batch):
+        if not self.held_out:
             return None
-        count, world = len(batch) // COPIES, accelerator.num_processes
-        own, padded = share(count, accelerator.process_index, world)
-        rows = [prompt * COPIES + copy for prompt in padded for copy in range(COPIES)]
-        if not self.base:
-            self.base = self._measured(self._images(rows, base=True), rows, len(own))
-        model = self._images(rows)
-        values = self._measured(model, rows, len(own))
-        prompts = [row // COPIES for row in range(len(batch))]
-        drifts = compare(self.base, values, prompts, batch.tasks)
-        chosen = worst(self.base, values, prompts)
-        base = self._images([row for row, _ in chosen], base=True)  # its images are not kept
-        pictures = [
-            shown(batch, row, sigmas, image, model[rows.index(row)])
-            for (row, sigmas), image in zip(chosen, base, strict=True)
-            if row // COPIES in own
-        ]
+        accelerator = self.accelerator
+        base, model, kept = [], [], []
+        for images in self.held_out:
+            count = len(images.batch) // COPIES
+            own, padded = share(count, accelerator.process_index, accelerator.num_processes)
+            rows = [prompt * COPIES + copy for prompt in padded for copy in range(COPIES)]
+            if not self.base:
+                base.append(self._measured(images, self._images(images, rows, True), rows, own))
+            sampled = self._images(images, rows)
+            model.append(self._measured(images, sampled, rows, own))
+            kept.append({row: sampled[i] for i, row in enumerate(rows) if row // COPIES in own})
+        self.base = self.base or _joined(base)
+        values = _joined(model)
+        tasks = [task for images in self.held_out for task in images.batch.tasks]
+        prompts = [row // COPIES for row in range(len(tasks))]
+        drifts = compare(self.base, values, prompts, tasks)
+        chosen, first, pictures = worst(self.base, values, prompts), 0, []
+        for images, sampled in zip(self.held_out, kept, strict=True):
+            end = first + len(images.batch)
+            those = [(row - first, sigmas) for row, sigmas in chosen if first <= row < end]
+            again = self._images(images, [row for row, _ in those], True) if those else ()
+            pictures += [  # the base's images are not kept
+                shown(images.batch, row, sigmas, image, sampled[row])
+                for (row, sigmas), image in zip(those, again, strict=True)
+                if row in sampled
+            ]
+            first = end
         return Check.gathered(drifts, pictures)
 
-    def _measured(self, images: Tensor, rows: Sequence[int], prompts: int) -> Values:
-        """What is measured of the images of all processes, of which each counts its first
-        `prompts`."""
+    def _measured(
+        self, images: HeldOut, sampled: Tensor, rows: Sequence[int], own: Sequence[int]
+    ) -> Values:
+        """What is measured of the images of all processes; each counts those of its own prompts,
+        which come first."""
         groups = [row // COPIES for row in rows]
-        values = self.lens.measure(images, self.held_out.select(rows), groups)
-        kept = {name: column[: prompts * COPIES] for name, column in values.items()}
+        values = self.lens.measure(sampled, images.batch.select(rows), groups)
+        kept = {name: column[: len(own) * COPIES] for name, column in values.items()}
         return _joined(gather_object([kept]))
 
-    def _images(self, rows: Sequence[int], *, base: bool = False) -> Tensor:
+    def _images(self, images: HeldOut, rows: Sequence[int], base: bool = False) -> Tensor:
         """Held-out images [B,3,H,W] as an evaluation samples them, at 8 bits a channel."""
-        settings = self.config.evaluation_sampling
+        settings, bucket = self.config.evaluation_sampling, images.batch.bucket
         with self.backbone.base() if base else nullcontext():
-            images = sample(
+            sampled = sample(
                 self.backbone,
-                self.held_out.select(rows),
-                Schedule(self.backbone.sigmas(settings.steps), "ode", 0.0, None),
+                images.batch.select(rows),
+                Schedule(self.backbone.sigmas(settings.steps, bucket), "ode", 0.0, None),
                 guidance=settings.guidance,
                 noise=Noise((settings.seed,)),
-                places=[self.places[row] for row in rows],
+                places=[images.places[row] for row in rows],
                 batch_size=settings.batch_size,
             ).images
-        assert images is not None
-        return eight_bits(images)
+        assert sampled is not None
+        return eight_bits(sampled)
 
     # Resume ------------------------------------------------------------------------------------
 
@@ -272,7 +303,8 @@ class Monitor:
             )
             for name, values in state.get("base", {}).items()
         }
-        fits = all(len(values) == len(self.held_out) for values in base.values())
+        count = sum(len(images.batch) for images in self.held_out)
+        fits = all(len(values) == count for values in base.values())
         self.base = base if fits else {}
 
 

@@ -83,13 +83,13 @@ def _shapes(stage: Stage) -> Iterator[str]:
     except LookupError:
         yield f"model: {model.id}, whose shapes are not known here"
         return
-    latent = backbone.latent_shape
+    latents = [", ".join(map(str, latent)) for latent in backbone.latent_shapes]
     text = backbone.family.text_shapes(model.max_sequence_length).values()
     listed = " and ".join(f"[P, {', '.join(map(str, shape))}]" for shape in text)
     yield f"model: {model.id} in {model.dtype}, VAE in {model.vae_dtype}"
     yield (
-        f"shapes: latents [B, {', '.join(map(str, latent))}] float32, images [B, 3, "
-        f"{model.height}, {model.width}], text {listed} {model.dtype}"
+        f"shapes: latents {' or '.join(f'[B, {latent}]' for latent in latents)} float32, images "
+        f"{' or '.join(f'[B, 3, {h}, {w}]' for h, w in model.sizes)}, text {listed} {model.dtype}"
     )
 
 

@@ -135,7 +135,8 @@ def predict(
 
     ranks: {folder: rank} of adapters that an earlier stage of a recipe will write. drawn: the
     updates whose drawn states are averaged; None = the first DRAWS. Raises LookupError where the
-    shapes of model.id are not known. Not included: torch.compile, and the memory of rewards, of
+    shapes of model.id are not known. Of several sizes the largest counts, for all images. Not
+    included: torch.compile, and the memory of rewards, of
     kernels (cuDNN, GEMM workspaces) and of the device's context.
     """
     ranks = ranks or {}
@@ -224,8 +225,11 @@ class _Shapes:
             whole = (pipe.transformer, pipe.vae, *self.encoders)
             self.host = size_of(*whole)
             self.download = SIXTEEN * sum(p.numel() for part in whole for p in part.parameters())
-        self.latent = rounded(4 * math.prod(self.backbone.latent_shape))  # bytes, float32
-        self.pixels = 4 * 3 * model.height * model.width  # bytes of an image, float32
+        sizes = [height * width for height, width in model.sizes]
+        largest = sizes.index(max(sizes))
+        self.latent_shape = self.backbone.latent_shapes[largest]
+        self.latent = rounded(4 * math.prod(self.latent_shape))  # bytes, float32
+        self.pixels = 4 * 3 * sizes[largest]  # bytes of an image, float32
 
     def shrink(self) -> None:
         """Count the frozen base as nf4 stores it, if it does; called after the adapters."""
@@ -296,7 +300,7 @@ class _Shapes:
         return measure(lambda: self.backbone.decode(latents, batch), self.device_type)
 
     def _latents(self, rows: int) -> Tensor:  # [rows,C,h,w], float32
-        return torch.empty(rows, *self.backbone.latent_shape, device="meta")
+        return torch.empty(rows, *self.latent_shape, device="meta")
 
     def _conditioning(self, rows: int) -> Conditioning:  # each row has its own prompt
         shapes = self.backbone.family.text_shapes(self.model.max_sequence_length)

@@ -326,7 +326,7 @@ def _sampling(sampling: SamplingConfig, config: Stage) -> str:
     model = config.model
     return (
         f"{sampling.steps} Euler steps, guidance {sampling.guidance:g}, seed {sampling.seed}, "
-        f"{model.height}x{model.width}, {model.dtype}"
+        f"{model.listed_sizes}, {model.dtype}"
     )
 
 

@@ -26,7 +26,7 @@ from flowalign.config import OpdStage, StatesConfig
 from flowalign.losses import policy_loss, published_loss, step_weights, velocity_error
 from flowalign.parallel import Means
 from flowalign.rollout import Schedule, window_of
-from flowalign.types import Rollout, StepLoss, Teacher
+from flowalign.types import PromptBatch, Rollout, StepLoss, Teacher
 
 BETA = {"low_noise": (5.0, 2.0), "high_noise": (2.0, 5.0)}  # over the place in the window, 0..1
 
@@ -44,7 +44,8 @@ class Labels(Prepared):
 class Opd(Stateless):
     """The algorithm. teachers label by task; anchor labels every task (MAR).
 
-    schedule holds the window, or all steps that a moving one comes to. Which steps an update trains
+    schedules: of each bucket; they hold the window, or all steps that a moving one comes to. Which
+    steps an update trains
     is a function of (seed, update): those of its window, or a draw among them by student.states.
     grpo adds its loss on the tasks' rewards, times student.reward_weight.
     """
@@ -63,19 +64,19 @@ class Opd(Stateless):
         self.backbone, self.accelerator = backbone, accelerator
         self.teachers, self.anchor, self.grpo = teachers, anchor, grpo
         self.anchor_weight = config.anchor.weight if config.anchor else 0.0
-        self.schedule = Schedule.of(config, backbone)
-        self.weights = weights(self.schedule, config.student.weighting)
-        self.kl_weights = weights(self.schedule, "kl")
+        self.schedules = Schedule.each(config, backbone)
+        self.weights = [weights(s, config.student.weighting) for s in self.schedules]
+        self.kl_weights = [weights(s, "kl") for s in self.schedules]
         self.needs_images = self.needs_latents = grpo is not None
         self.on_images = grpo.on_images if grpo else None
 
     # What the loop asks ------------------------------------------------------------------------
 
-    def plan(self, update: int) -> Schedule:
+    def plan(self, update: int, bucket: int = 0) -> Schedule:
         """The states that this update trains: a function of (seed, update)."""
         window = window_of(self.rollout, self.seed, update)
         steps = chosen(self.settings.states, list(range(*window)), (self.seed, update))
-        return dataclasses.replace(self.schedule, window=window, chosen=steps)
+        return dataclasses.replace(self.schedules[bucket], window=window, chosen=steps)
 
     def sources(self, tasks: list[str]) -> None:
         """The student samples: on-policy."""
@@ -88,7 +89,9 @@ class Opd(Stateless):
         policy = self.settings.gradient == "policy"
         measured = dict(rewarded.metrics) if rewarded else {}
         for step in rollout.steps:
-            measured[metrics.WEIGHT + metrics.step_label(step)] = float(self.weights[step])
+            measured[metrics.WEIGHT + metrics.step_label(step)] = float(
+                self.weights[rollout.batch.bucket][step]
+            )
         labels = Labels(
             rollout=rollout,
             keep=torch.ones(len(rollout), dtype=torch.bool),  # all, whatever their advantage
@@ -106,10 +109,10 @@ class Opd(Stateless):
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: Labels) -> StepLoss:
         """Distillation + anchor_weight * anchor + reward_weight * policy, means over b pairs."""
         error = velocity_error(velocity, prepared.velocity[pairs.rows, pairs.columns])
-        weight = self.weights.to(error.device)[pairs.steps]
+        weight = self.weights[prepared.rollout.batch.bucket].to(error.device)[pairs.steps]
         total = distill = self._distillation(pairs, velocity, weight * error, prepared).mean()
         anchor = policy = None
-        measured, counts = self._errors(pairs, error.detach(), prepared.rollout.batch.tasks)
+        measured, counts = self._errors(pairs, error.detach(), prepared.rollout.batch)
         measured[metrics.DISTILL] = float(distill.detach())
         if prepared.anchor is not None:
             away = velocity_error(velocity, prepared.anchor[pairs.rows, pairs.columns])
@@ -136,7 +139,8 @@ class Opd(Stateless):
         if s.gradient == "pathwise":
             return distance
         x_next, old = pairs.action()
-        log_prob = sde.log_prob(self.schedule.transition(pairs.x, velocity, pairs.steps), x_next)
+        schedule = self.schedules[labels.rollout.batch.bucket]
+        log_prob = sde.log_prob(schedule.transition(pairs.x, velocity, pairs.steps), x_next)
         if labels.advantage is not None:  # policy
             advantage = labels.advantage[pairs.rows, pairs.columns]
             return policy_loss(log_prob, old, advantage, clip_range=s.clip_range)[0]
@@ -150,11 +154,11 @@ class Opd(Stateless):
     def _log_ratios(self, rollout: Rollout, labels: Tensor) -> Tensor:
         """log pi_teacher(a|s) - log pi_old(a|s) [B,S], from labels [B,S,C,h,w]."""
         assert rollout.next_states is not None and rollout.log_probs is not None
-        columns = []
+        columns, schedule = [], self.schedules[rollout.batch.bucket]
         for column, step in enumerate(rollout.steps):
             x, label = rollout.states[:, column], labels[:, column].float()
             steps = torch.full((len(x),), step, device=x.device)
-            teacher = self.schedule.transition(x, label, steps)
+            teacher = schedule.transition(x, label, steps)
             columns.append(sde.log_prob(teacher, rollout.next_states[:, column]))
         ratio = torch.stack(columns, 1) - rollout.log_probs
         if self.settings.reward_to_go:
@@ -164,12 +168,12 @@ class Opd(Stateless):
     # Diagnostics -------------------------------------------------------------------------------
 
     def _errors(
-        self, pairs: Pairs, error: Tensor, tasks: list[str]
+        self, pairs: Pairs, error: Tensor, batch: PromptBatch
     ) -> tuple[dict[str, float], dict[str, int]]:
         """KL to the teacher (ode: velocity error) by task and by step, and the pairs of each."""
-        kind = metrics.TEACHER_KL if self.schedule.noisy else metrics.TEACHER_ERROR
-        values = (error * self.kl_weights.to(error.device)[pairs.steps]).tolist()
-        names = [tasks[row] for row in pairs.rows.tolist()]
+        kind = metrics.TEACHER_KL if self.schedules[0].noisy else metrics.TEACHER_ERROR
+        values = (error * self.kl_weights[batch.bucket].to(error.device)[pairs.steps]).tolist()
+        names = [batch.tasks[row] for row in pairs.rows.tolist()]
         steps = [metrics.step_label(step) for step in pairs.steps.tolist()]
         by_name: dict[str, list[float]] = {}
         for label, value in zip([*names, *steps], [*values, *values], strict=True):

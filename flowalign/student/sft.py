@@ -44,13 +44,11 @@ class Sft(Stateless):
 
     def __init__(self, config: SftStage, backbone: Backbone, bank: Bank) -> None:
         self.bank, self.seed, self.states = bank, config.seed, config.sft.states
-        self.guidance, self.shift = config.guidance, backbone.shift(config.rollout.steps)
-        sigmas, solver = backbone.sigmas(config.rollout.steps), config.rollout.solver
-        self.schedule = Schedule(sigmas, "ode", 0.0, None, solver=solver)
+        self.guidance, self.backbone, self.rollout = config.guidance, backbone, config.rollout
 
-    def plan(self, update: int) -> Schedule:
+    def plan(self, update: int, bucket: int = 0) -> Schedule:
         """To the end, without noise; no state on the way is kept."""
-        return self.schedule
+        return Schedule.clean(self.rollout, self.backbone, bucket)
 
     def sources(self, tasks: list[str]) -> list[Source]:
         """Each image is sampled by its task's teacher."""
@@ -59,7 +57,8 @@ class Sft(Stateless):
     def prepare(self, rollout: Rollout, update: int) -> Targets:
         """Noise the teachers' latents: the states and target velocities of this update."""
         key = (self.seed, update, SFT)
-        states = noised(rollout, stratified(self.shift, self.states, key), key)
+        shift = self.backbone.shift(self.rollout.steps, rollout.batch.bucket)
+        states = noised(rollout, stratified(shift, self.states, key), key)
         return Targets(
             rollout=states.rollout,
             keep=torch.ones(len(rollout), dtype=torch.bool),

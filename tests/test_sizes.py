@@ -1,0 +1,197 @@
+"""Several image sizes: one a rollout, in turn or by task; each has its own schedule."""
+
+import json
+from pathlib import Path
+
+import fakes
+import families
+import pytest
+import test_checkpoint
+import torch
+import yaml
+from test_loop import ratio_errors
+
+from flowalign import config
+from flowalign.config import ConfigError
+from flowalign.data import PromptSampler
+from flowalign.eval import run as evaluation
+from flowalign.forecast.estimate import predict
+from flowalign.loop import Loop
+from flowalign.pictures import pixels_of
+from flowalign.types import PromptBatch
+
+SIZES = ["model.height=[32, 32]", "model.width=[32, 64]"]
+SHAPES = [(4, 4), (4, 8)]  # of their latents
+
+
+def shape(loop: Loop, update: int) -> tuple[int, ...]:
+    return tuple(loop.rollout(update).states.shape[-2:])
+
+
+def by_task(found: config.TrainingStage, *changes: str) -> config.TrainingStage:
+    """Its two tasks have a size each."""
+    raw = found.model_dump(mode="json")
+    raw["model"] |= {"height": 32, "width": [32, 64]}
+    for task, width in zip(raw["tasks"], (32, 64), strict=True):
+        task["size"] = [32, width]
+    return config.parse(raw, changes)
+
+
+# Prompts -----------------------------------------------------------------------------------------
+
+
+def sampler(buckets: dict[str, list[int]], weights: dict[str, float]) -> PromptSampler:
+    sets = {t: PromptBatch([f"{t}{i}" for i in range(7)], [t] * 7, [{}] * 7) for t in buckets}
+    return PromptSampler(sets, weights, 4, seed=0, buckets=buckets)
+
+
+def test_sizes_take_turns_and_change_no_prompt() -> None:
+    one, two = (sampler({"a": b}, {"a": 1.0}) for b in ([0], [0, 1]))
+    batches = [two.batch(update) for update in range(6)]
+    assert [batch.bucket for batch in batches] == [0, 1, 0, 1, 0, 1]
+    assert [batch.prompts for batch in batches] == [one.batch(u).prompts for u in range(6)]
+
+
+def test_a_batch_has_tasks_of_one_size_and_all_together_have_their_weights() -> None:
+    found = sampler({"a": [0], "b": [1], "c": [0, 1]}, {"a": 1.0, "b": 3.0, "c": 2.0})
+    batches = [found.batch(update) for update in range(60)]
+    for batch in batches:
+        assert set(batch.tasks) <= ({"a", "c"}, {"b", "c"})[batch.bucket]
+    tasks = [task for batch in batches for task in batch.tasks]
+    assert {task: tasks.count(task) for task in "abc"} == {"a": 40, "b": 120, "c": 80}
+    assert sum(batch.bucket for batch in batches) == 40  # 1 + 3/3 of 6 against 3 + 1
+    again = sampler({"a": [0], "b": [1], "c": [0, 1]}, {"a": 1.0, "b": 3.0, "c": 2.0})
+    assert again.batch(37) == batches[37]  # a function of the update alone
+
+
+# Runs --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", ["grpo", "nft", "awm"])
+def test_a_run_trains_each_size_and_goes_on_where_it_stopped(
+    random_model: str, tmp_path: Path, stage: str
+) -> None:
+    def settings(name: str, updates: int) -> config.TrainingStage:
+        given = [*SIZES, f"train.updates={updates}", "train.checkpoint_every=1"]
+        if stage == "grpo":
+            return fakes.settings(random_model, tmp_path / name, *given)
+        return fakes.forward(random_model, tmp_path / name, *given, stage=stage)
+
+    whole = fakes.wired(settings("whole", 3))
+    assert [shape(whole, update) for update in range(2)] == SHAPES
+    whole.run()
+    assert all(row["grad_norm"] > 0 for row in test_checkpoint.state(whole)["metrics"])
+    fakes.wired(settings("run", 2)).run()
+    again = fakes.wired(settings("run", 3))
+    assert again.resume()
+    again.run()
+    test_checkpoint.assert_same(test_checkpoint.state(again), test_checkpoint.state(whole))
+
+
+@pytest.mark.parametrize("stage", ["opd", "sft"])
+def test_tasks_of_two_sizes_are_distilled(random_model: str, tmp_path: Path, stage: str) -> None:
+    found = fakes.distillation(random_model, tmp_path / "run", "train.updates=4", stage=stage)
+    loop = fakes.wired(by_task(found))
+    batches = [loop.rollout(update).batch for update in range(2)]
+    assert [set(batch.tasks) for batch in batches] == [{"even"}, {"odd"}]
+    assert [shape(loop, update) for update in range(2)] == SHAPES
+    loop.run()
+    rows = test_checkpoint.state(loop)["metrics"]
+    assert len(rows) == 4 and all(row["grad_norm"] > 0 for row in rows)
+
+
+def test_two_processes_take_the_same_size(random_model: str, tmp_path: Path) -> None:
+    alone = fakes.wired(fakes.settings(random_model, tmp_path / "1", *SIZES, "train.updates=2"))
+    alone.run()
+    found = fakes.settings(random_model, tmp_path / "2", *SIZES, "train.updates=2")
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(found.model_dump(mode="json")))
+    done = fakes.launch(fakes.ROOT / "train.py", "--config", path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = (tmp_path / "2" / "metrics.jsonl").read_text().splitlines()
+    norms = [row["grad_norm"] for row in test_checkpoint.state(alone)["metrics"]]
+    assert [json.loads(line)["grad_norm"] for line in lines] == pytest.approx(norms, rel=1e-3)
+
+
+def test_the_schedule_is_that_of_the_size(tmp_path: Path) -> None:
+    """FLUX's shift depends on it. The loss must take the schedule of the rollout, for a ratio of
+    exactly 1."""
+    model = str(tmp_path / "flux")
+    families.pipeline("flux").save_pretrained(model)
+    given = [*SIZES, "model.max_sequence_length=16"]
+    loop = fakes.wired(fakes.settings(model, tmp_path / "run", *given), moved=True)
+    square, wide = (loop.rollout(update) for update in range(2))
+    assert not torch.equal(square.sigmas, wide.sigmas)
+    for update, size in enumerate((32, 64)):
+        alone = fakes.settings(model, tmp_path / f"{size}", f"model.width={size}", *given[2:])
+        assert torch.equal(loop.rollout(update).sigmas, fakes.wired(alone).rollout(0).sigmas)
+        prepared = loop.algorithm.prepare(loop.rollout(update), update)
+        values = loop.learn(prepared)
+        assert values["ratio_error"] == 0
+    assert ratio_errors(loop, square, torch.ones(8, dtype=torch.bool), 8).numel() == 24
+
+
+def test_held_out_images_have_the_sizes_of_their_tasks(random_model: str, tmp_path: Path) -> None:
+    """And the alarm measures them, and the base's, in that size."""
+    found = fakes.mixed(fakes.settings(random_model, tmp_path / "run")).model_dump(mode="json")
+    for task in found["tasks"]:
+        task["validation"] = task["prompts"]
+    found |= {"evaluation": {"every": 1, "prompts": 4}, "alarm": {"images": 8}}
+    loop = fakes.wired(by_task(config.parse(found), "train.updates=2"), moved=True)
+    assert loop.monitor
+    seen = [(images.batch.bucket, set(images.batch.tasks)) for images in loop.monitor.held_out]
+    assert seen == [(0, {"red"}), (1, {"vivid"})]
+    check = loop.monitor.evaluation()
+    assert check and {drift.name.split("/")[0] for drift in check.drifts} == {"red", "vivid"}
+    assert {row["task"] for row in check.rows} == {"red", "vivid"}
+    loop.run()
+    assert (loop.folder / "adapter").is_dir()
+
+
+def test_a_benchmark_has_its_own_size(random_model: str, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(fakes.PROMPTS[:2]))
+    mark = {"prompts": str(prompts), "reward": {"name": "fakes:redness"}}
+    data = {
+        "stage": "eval",
+        "output": str(tmp_path / "table"),
+        "model": {"id": random_model, "height": 32, "width": [32, 64], "max_sequence_length": 16},
+        "models": {"base": None},
+        "benchmarks": [{**mark, "name": "square"}, {**mark, "name": "wide", "size": [32, 64]}],
+        "sampling": {"steps": 2, "guidance": 1.0},
+        "keep_images": True,
+    }
+    path = tmp_path / "eval.yaml"
+    path.write_text(yaml.safe_dump(data))
+    assert evaluation.main(["--config", str(path)]) == 0
+    for name, width in (("square", 32), ("wide", 64)):
+        files = list((tmp_path / "table" / "images" / "base" / name).rglob("*.png"))
+        sizes = [pixels_of(file.read_bytes()).shape for file in files]
+        assert sizes == [(3, 32, width)] * 2
+
+
+# Settings ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (["model.height=[32, 64, 32]", "model.width=[32, 64]"], r"model\.height: 3 sizes.*2"),
+        (["model.height=[32, 32]"], r"model\.height: .*the same"),
+        (["model.height=[32, 40]"], r"model\.height\.1: .*16"),
+        (["model.height=[]"], r"model\.height: "),
+        (["model.height=wide"], r"model\.height: .*'wide'"),
+        ([*SIZES, "tasks.0.size=[64, 64]"], r"tasks\.0\.size: \[64, 64\].*\[32, 32\], \[32, 64\]"),
+    ],
+)
+def test_impossible_sizes_are_refused(changes: list[str], problem: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        fakes.settings("tiny", tmp_path / "run", *changes)
+
+
+def test_the_largest_size_is_predicted(random_model: str, tmp_path: Path) -> None:
+    wide, both = (
+        predict(fakes.settings(random_model, tmp_path / "run", *changes))
+        for changes in (["model.width=64"], SIZES)
+    )
+    assert both.peak == wide.peak and both.flops == wide.flops
