@@ -202,6 +202,8 @@ Tensor over(c10::Storage storage, DispatchKey key, const Tensor& like) {
       std::move(storage), DispatchKeySet(key), like.dtype());
   found.unsafeGetTensorImpl()->set_sizes_and_strides(
       like.sizes(), like.strides(), like.storage_offset());
+  found._set_conj(like.is_conj());  // a view that is read as conjugate, or as negative
+  found._set_neg(like.is_neg());
   return found;
 }
 
@@ -428,6 +430,14 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   // of these torch would ask for kernels of ours, or make do with slower ones that bear less
   for (auto name : {"convolution", "convolution_backward", "native_group_norm", "native_layer_norm"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+// Of a conjugate or negative view torch copies the values first, by this very operation.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
 TORCH_LIBRARY(second, m) {  // for second_device.py

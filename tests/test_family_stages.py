@@ -2,7 +2,6 @@
 is evaluated. test_second_device.py runs this file on a second device, too."""
 
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,6 @@ import diffusers
 import fakes
 import families
 import pytest
-import second_device
 import test_checkpoint
 import yaml
 
@@ -25,16 +23,12 @@ from flowalign.loop import Loop
 from flowalign.teachers.merge import merge
 
 MODELS = [name for name in families.PIPELINES if name not in ("sd3", "schnell")]
-COMPLEX = ("qwen_image", "z_image")  # their rotary embeddings
 STAGES = ("grpo", "nft", "awm", "sft", "opd")
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The folder of a pipeline."""
-    if second_device.NAME in os.environ.get("ACCELERATE_TORCH_DEVICE", ""):
-        if request.param in COMPLEX:
-            pytest.skip("the second device of the tests does not conjugate complex numbers")
     folder = tmp_path_factory.mktemp(request.param)
     families.pipeline(request.param).save_pretrained(folder)
     return str(folder)

@@ -35,6 +35,6 @@ def test_on_the_second_device(subject: str) -> None:
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(FOLDER.parent), str(FOLDER)])},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
