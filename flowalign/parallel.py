@@ -401,6 +401,7 @@ class Fsdp2(Parallel):
         plugin: Any = self.accelerator.state.fsdp_plugin
         plugin.ignored_modules = ADAPTERS
         plugin.mixed_precision_policy = MixedPrecisionPolicy()  # no cast
+        plugin.transformer_cls_names_to_wrap = sorted({type(b).__name__ for b in backbone.blocks})
         backbone.sharded = True
         return super().prepare(config, backbone, optimizer)
 

@@ -24,6 +24,7 @@ from flowalign.config.schema import (
     RewardConfig,
     Stage,
     TrainingStage,
+    close_to,
 )
 from flowalign.data import PromptError, load_prompts
 from flowalign.pictures import IMAGES, image_files
@@ -59,6 +60,7 @@ def world_problems(
     needs that code is not checked.
     """
     problems = [*_package_problems(config), *_adapter_problems(config, pending)]
+    problems += _model_problems(config)
     if isinstance(config, TrainingStage):
         problems += [*_sharing_problems(config, num_processes), *determinism.problems(config)]
         if resume is not None:
@@ -262,6 +264,45 @@ def _adapter_problems(config: Stage, pending: Collection[str]) -> Iterator[str]:
                 yield (
                     f"{place}: {source!r} was trained on {lora.base!r}, and model.id is "
                     f"{config.model.id!r}. Name an adapter of this base, or that base as model.id."
+                )
+
+
+def _model_problems(config: Stage) -> Iterator[str]:
+    """Settings that the model does not have, where its shapes are known here: sizes, lengths of
+    prompts, guidance, layers."""
+    from flowalign.backbone import ModelError
+    from flowalign.backbone.structure import family_without_text
+
+    model = config.model
+    try:
+        family = family_without_text(model.id, model.revision, model.family)
+    except (LookupError, ModelError, OSError, ValueError):  # said where the model is loaded
+        return
+    for size in model.sizes:
+        yield from family.size_problems(*size)
+    if model.max_sequence_length > family.longest:
+        yield (
+            f"model.max_sequence_length: {model.max_sequence_length}; this model takes "
+            f"{family.longest} tokens at most. Use fewer."
+        )
+    if family.guidance == "none":
+        for place, scale in config.scales.items():
+            if scale != 1:
+                yield (
+                    f"{place}: {scale:g}, and {model.id} has no guidance (it was distilled "
+                    "without). Set it to 1."
+                )
+    if isinstance(config, TrainingStage) and config.lora.targets and not config.lora.init:
+        modules = family.core.named_modules()
+        layers = [f".{name}" for name, module in modules if isinstance(module, torch.nn.Linear)]
+        for target in config.lora.targets:
+            if not any(layer.endswith(f".{target}") for layer in layers):
+                ends = {layer.rpartition(".")[2] for layer in layers} | set(family.targets)
+                close = close_to(target, ends)
+                hint = f" Did you mean {close!r}?" if close else ""
+                yield (
+                    f"lora.targets: no layer of {model.id} ends with {target!r}.{hint} By default "
+                    f"(null) they are {', '.join(family.targets)}."
                 )
 
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from flowalign import tensors
 from flowalign.files import replacing
@@ -167,13 +169,9 @@ def _digest(text: str) -> str:
 def stacked(texts: Sequence[Mapping[str, Tensor]]) -> Text:
     """A batch {name: [P, ...]} of texts {name: [...]}. Where their first dimensions differ, the
     shorter ones are padded with zeros at the end; a family whose texts do has a mask among them."""
-    return {name: _padded([text[name] for text in texts]) for name in texts[0]}
-
-
-def _padded(parts: Sequence[Tensor]) -> Tensor:
-    longest = max(len(part) for part in parts)
-    filled = [_filled(part, 0, longest) for part in parts]
-    return torch.stack(filled)
+    return {
+        name: pad_sequence([text[name] for text in texts], batch_first=True) for name in texts[0]
+    }
 
 
 def joined(negative: Mapping[str, Tensor], positive: Mapping[str, Tensor]) -> Text:
@@ -184,16 +182,11 @@ def joined(negative: Mapping[str, Tensor], positive: Mapping[str, Tensor]) -> Te
         other = negative[name].expand(len(own), *negative[name].shape[1:])
         if own.dim() > 1:
             longest = max(own.shape[1], other.shape[1])
-            own, other = _filled(own, 1, longest), _filled(other, 1, longest)
+            own, other = (_filled(part, longest) for part in (own, other))
         both[name] = torch.cat([other, own])
     return both
 
 
-def _filled(part: Tensor, dim: int, length: int) -> Tensor:
-    """A tensor with zeros at the end of a dimension, up to a length."""
-    missing = length - part.shape[dim]
-    if not missing:
-        return part
-    shape = list(part.shape)
-    shape[dim] = missing
-    return torch.cat([part, part.new_zeros(shape)], dim)
+def _filled(text: Tensor, length: int) -> Tensor:
+    """[B,L,...] with zeros at the end of L, up to a length."""
+    return pad(text, [0, 0] * (text.dim() - 2) + [0, length - text.shape[1]])

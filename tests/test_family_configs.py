@@ -10,6 +10,7 @@ from flowalign.config import ConfigError, EvalStage, Stage, TrainingStage, load
 from flowalign.doctor import plan
 from flowalign.forecast.budget import usable
 from flowalign.forecast.estimate import predict
+from flowalign.preflight import check_world, world_problems
 
 __all__ = ["data"]  # a fixture
 FAMILIES = ("flux", "flux2", "qwen_image", "sana", "z_image")
@@ -43,6 +44,39 @@ def test_a_config_runs_on_one_gpu_and_on_two_machines_of_eight(path: Path) -> No
         assert len(models) == 1 and "stabilityai" not in models.pop()
 
 
+PLANTED = [
+    ("sana", "model.height=1008", r"model\.height, model\.width: .*multiples of 32"),
+    ("sana", "model.max_sequence_length=512", r"model\.max_sequence_length: 512.*300"),
+    ("flux", "lora.targets=[attn.to_w]", r"lora\.targets: .*'attn\.to_w'.*'attn\.to_"),
+    (
+        "flux2",
+        "model.id=black-forest-labs/FLUX.2-klein-4B rollout.guidance=4",
+        r"rollout\.guidance: 4.*to 1",
+    ),
+    ("qwen_image", "model.width=[1024,1032]", r"model\.width\.1: .*16"),
+    ("z_image", "tasks.0.size=[640,512]", r"tasks\.0\.size: \[640, 512\]"),
+]
+
+
+@pytest.mark.usefixtures("data")
+@pytest.mark.parametrize(("family", "change", "problem"), PLANTED)
+def test_what_a_family_does_not_have_is_refused_before_it_is_loaded(
+    family: str, change: str, problem: str
+) -> None:
+    path = ROOT / "configs" / family / "teacher_ocr_nft.yaml"
+    sound = load(path, stage=TrainingStage)
+    assert world_problems(sound, 1) == []
+    with pytest.raises(ConfigError, match=problem):
+        check_world(load(path, change.split(), stage=TrainingStage), 1)
+
+
+FITS = {  # what the heads of the variants promise: bytes of the GPU, and families
+    "1x24gb_nf4.yaml": (24e9, ("flux", "flux2", "z_image")),
+    "1x48gb_checkpointing.yaml": (48e9, ("flux", "flux2", "z_image", "sana")),
+    "1x80gb_checkpointing.yaml": (80e9, FAMILIES),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("data")
 @pytest.mark.parametrize("name", ["teacher_ocr_nft", "student_flow_opd", "eval"])
@@ -52,13 +86,17 @@ def test_the_doctor_passes_it_in_shapes_and_finds_what_is_planted(family: str, n
     config = load(path, stage=Stage)
     assert isinstance(config, TrainingStage | EvalStage)
     found = predict(config, ranks={})
-    if family in ("flux", "flux2", "z_image"):
-        small = load(path, variant=ROOT / "configs/variants/1x24gb_nf4.yaml", stage=Stage)
-        assert isinstance(small, TrainingStage | EvalStage)
-        assert predict(small, ranks={}).peak < usable(24e9, "cuda")
+    for variant, (size, families) in FITS.items():
+        if family in families:
+            small = load(path, variant=ROOT / "configs" / "variants" / variant, stage=Stage)
+            assert isinstance(small, TrainingStage | EvalStage)
+            assert predict(small, ranks={}).peak < usable(size, "cuda"), variant
     assert found.peak > found.resident > 1e9 and found.all_phases[-1].flops > 1e12
     if isinstance(config, TrainingStage):
         assert not [f.text for f in plan.examine(config) if f.level == "fault"]
         planted = load(path, ["model.max_sequence_length=4"])
         faults = [f.text for f in plan.examine(planted) if f.level == "fault"]
         assert any(text.startswith("length:") for text in faults)
+        other = load(path, ["evaluation.guidance=2", "evaluation.steps=1"])
+        faults = [f.text for f in plan.examine(other) if f.level == "fault"]
+        assert [text.split(":")[0] for text in faults] == ["guidance", "schedule"]

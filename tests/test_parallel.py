@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import fakes
+import families
 import on_cpu
 import pytest
 import torch
@@ -48,13 +49,10 @@ def test_a_config_is_what_its_name_says(path: Path) -> None:
     assert command.startswith(f"# accelerate launch --config_file configs/accelerate/{path.name} ")
 
 
-def test_the_block_that_fsdp_wraps_is_the_one_of_the_model(random_model: str) -> None:
-    found = load_config_from_file(str(ACCELERATE / "fsdp2_8gpu.yaml"))
-    assert isinstance(found, ClusterConfig) and found.fsdp_config
-    (blocks,) = [m for m in fakes.backbone(random_model).core.children()
-                 if isinstance(m, torch.nn.ModuleList)]  # fmt: skip
-    wrapped = found.fsdp_config["fsdp_transformer_layer_cls_to_wrap"]
-    assert {type(block).__name__ for block in blocks} == {wrapped}
+def test_the_blocks_that_fsdp_wraps_are_those_of_the_model(random_model: str) -> None:
+    backbone = fakes.backbone(random_model)
+    (blocks,) = [m for m in backbone.core.children() if isinstance(m, torch.nn.ModuleList)]
+    assert backbone.blocks == list(blocks)
 
 
 # In one process ----------------------------------------------------------------------------------
@@ -312,6 +310,23 @@ def test_in_half_precision_adapters_stay_whole_and_the_first_ratio_is_one(
         assert_close(two[key], one[key], rtol=0, atol=1e-3, msg=key)
     whole = torch.cat([value.flatten() for key, value in two.items() if key.startswith("kept")])
     assert (whole != whole.bfloat16()).float().mean() > 0.5  # nor is it rounded on the way
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["flux", "klein", "qwen_image", "z_image", "sana"])
+def test_every_family_is_sharded(family: str, tmp_path: Path) -> None:
+    """By its own blocks, with prompts of different lengths on the two processes."""
+    model = str(tmp_path / "model")
+    families.pipeline(family).save_pretrained(model)
+    given = ["model.height=64", "rollout.guidance=4.5", "train.updates=2", *LINEAR]
+    path = written(fakes.settings(model, tmp_path / "run" / "alone", *given), tmp_path)
+    alone(path)
+    output = tmp_path / "run" / "sharded"
+    launch("fsdp2_8gpu", ["--config", path, f"output={output}"])
+    one, two = state(output.with_name("alone")), state(output)
+    for key in (key for key in one if not key.startswith("optimizer")):
+        assert_close(two[key], one[key], rtol=1e-5, atol=1e-5, msg=key)
+    assert any((value != 0).any() for key, value in two.items() if ".lora_B." in key)
 
 
 @pytest.mark.slow

@@ -93,7 +93,7 @@ def test_the_rollout_stops_at_the_last_trained_state(
 def test_the_states_are_those_of_the_whole_rollout(random_model: str, tmp_path: Path) -> None:
     loop, _, labels = labelled(random_model, tmp_path / "run")
     one = dataclasses.replace(loop.algorithm.plan(0), chosen=(2,))
-    loop.algorithm.plan = lambda update: one  # pyright: ignore[reportAttributeAccessIssue]
+    loop.algorithm.plan = lambda update, bucket: one  # pyright: ignore[reportAttributeAccessIssue]
     assert torch.equal(loop.rollout(0).states[:, 0], labels.rollout.states[:, 2])
 
 
@@ -159,7 +159,7 @@ def test_the_ratio_is_one_and_only_the_published_form_leaks(
     assert torch.equal(new, old)
     label = labels.velocity[pairs.rows, pairs.columns]
     error = ((velocity - label) ** 2).mean((1, 2, 3))
-    distance = student.weights[pairs.steps] * error
+    distance = student.weights[0][pairs.steps] * error
     if how == "policy":
         assert labels.advantage is not None
         advantage = labels.advantage[pairs.rows, pairs.columns]

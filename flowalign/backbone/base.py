@@ -88,21 +88,10 @@ class Backbone:
             cache=text_cache,
             offload=offload_text_encoders,
         )
-        self.latent_shapes = [self._latent_shape(*size) for size in sizes_of(height, width)]
-
-    def _latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
-        factor, largest = self.family.factor, self.family.largest
-        grid = factor * self.family.patch
-        if height % grid or width % grid:
-            raise ValueError(
-                f"{height}x{width} pixels: height and width must be multiples of {grid}"
-            )
-        if largest and max(height, width) > largest:
-            raise ModelError(
-                f"model.height, model.width: {height}x{width} pixels; this model has positions for "
-                f"{largest} at most. Use fewer."
-            )
-        return self.family.channels, height // factor, width // factor
+        sizes, factor = sizes_of(height, width), self.family.factor
+        if problems := [text for size in sizes for text in self.family.size_problems(*size)]:
+            raise ModelError(problems[0])
+        self.latent_shapes = [(self.family.channels, h // factor, w // factor) for h, w in sizes]
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
@@ -207,12 +196,16 @@ class Backbone:
             velocity = self.family.guided(negative, positive, guidance)
         return velocity[:batch]
 
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The repeated blocks of the transformer, as diffusers names their classes."""
+        kinds = set(self.core._repeated_blocks or self.core._no_split_modules or ())
+        return [block for block in self.core.modules() if type(block).__name__ in kinds]
+
     def compile(self, backend: str = "inductor") -> None:
         """torch.compile each block of the transformer (blocks of one kind share their code). To be
         called before the transformer is wrapped for several processes."""
-        kinds = set(self.core._repeated_blocks or self.core._no_split_modules or ())
-        blocks = [block for block in self.core.modules() if type(block).__name__ in kinds]
-        for block in blocks or [self.core]:
+        for block in self.blocks or [self.core]:
             block.compile(backend=backend)
         self.compiled = True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import diffusers
@@ -108,6 +108,20 @@ class Family(ABC):
     def channels(self) -> int:
         """C of a latent."""
         return self.core.config.in_channels
+
+    def size_problems(self, height: int, width: int) -> Iterator[str]:
+        """Why the model has no images of this size; nothing for one that it has."""
+        grid = self.factor * self.patch
+        if height % grid or width % grid:
+            yield (
+                f"model.height, model.width: {height}x{width} pixels; this model takes multiples "
+                f"of {grid}."
+            )
+        if self.largest and max(height, width) > self.largest:
+            yield (
+                f"model.height, model.width: {height}x{width} pixels; this model has positions for "
+                f"{self.largest} at most. Use fewer."
+            )
 
     def tokens(self, latent: Sequence[int]) -> int:
         """Tokens of an image, on which a dynamic shift depends."""

@@ -75,14 +75,16 @@ def without_data(model: ModelConfig) -> Backbone:
         return Backbone.of(pipe, model.model_copy(update=plain), "meta")
 
 
-def family_without_text(model: str) -> Family:
+def family_without_text(
+    model: str, revision: str | None = None, family: str | None = None
+) -> Family:
     """The family of a model, with its transformer and autoencoder on the meta device. LookupError
     where its shapes are not known."""
-    found = find(model)
+    found = find(model, revision)
     parts = {name: found.parts[name] for name in ("transformer", "vae")}
     with torch.device("meta"):
         pipe = build(replace(found, parts=parts))
-    return family_of(found.pipeline)(pipe)
+    return family_of(found.pipeline, family)(pipe)
 
 
 def build(architecture: Architecture, dtype: torch.dtype = torch.float32) -> Any:

@@ -772,6 +772,11 @@ class Stage(Section):
         """{place in the config: folder or Hub id} of every adapter that the stage reads."""
         return {}
 
+    @property
+    def scales(self) -> dict[str, float]:
+        """{place in the config: guidance scale} of all that are given there."""
+        return {}
+
 
 class Job(Stage):
     """What `flowalign train` runs."""
@@ -858,6 +863,14 @@ class TrainingStage(Job):
     def labellers(self) -> dict[str, TeacherConfig]:
         """{place in the config: teacher}, with the anchor; empty for a stage without teachers."""
         return {}
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """Of rollouts, evaluations and teachers."""
+        given = {f"{place}.guidance": who.guidance for place, who in self.labellers.items()}
+        given["evaluation.guidance"] = self.evaluation.guidance if self.evaluation else None
+        known = {place: scale for place, scale in given.items() if scale is not None}
+        return {"rollout.guidance": self.rollout.guidance, **known}
 
     @property
     def mixtures(self) -> dict[str, float]:
@@ -1295,6 +1308,11 @@ class EvalStage(Stage):
     def inputs(self) -> dict[str, str]:
         """{place in the config: folder or Hub id} of every adapter that the stage reads."""
         return _given({f"models.{name}": folder for name, folder in self.models.items()})
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """That of its images."""
+        return {"sampling.guidance": self.sampling.guidance}
 
     def problems(self) -> Iterator[str]:
         """Names that tables and files cannot hold or tell apart; models that are not there."""

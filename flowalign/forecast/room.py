@@ -5,12 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from flowalign.adapters.files import AdapterError, read_lora
-from flowalign.backbone import family_of
-from flowalign.backbone.structure import build, find
+from flowalign.backbone.structure import family_without_text
 from flowalign.config import ConfigError, ForwardStage, TrainingStage
 from flowalign.disk import existing
 
@@ -26,13 +24,11 @@ def adapter_bytes(config: TrainingStage) -> int:
             return lora.file.stat().st_size
         except (AdapterError, OSError):
             pass  # of an earlier stage, or on the Hub: as a fresh one
-    with torch.device("meta"):
-        pipe = build(find(config.model.id, config.model.revision))
-    family = family_of(type(pipe).__name__, config.model.family)
+    family = family_without_text(config.model.id, config.model.revision, config.model.family)
     ends = tuple(f".{target}" for target in config.lora.targets or family.targets)
     layers = [
         layer
-        for name, layer in pipe.transformer.named_modules()
+        for name, layer in family.core.named_modules()
         if isinstance(layer, nn.Linear) and f".{name}".endswith(ends)
     ]
     return 4 * config.lora.rank * sum(layer.in_features + layer.out_features for layer in layers)
