@@ -325,7 +325,8 @@ def test_every_family_is_sharded(family: str, tmp_path: Path) -> None:
     launch("fsdp2_8gpu", ["--config", path, f"output={output}"])
     one, two = state(output.with_name("alone")), state(output)
     for key in (key for key in one if not key.startswith("optimizer")):
-        assert_close(two[key], one[key], rtol=1e-5, atol=1e-5, msg=key)
+        scale = max(1.0, float(one[key].abs().max()))
+        assert_close(two[key], one[key], rtol=0, atol=1e-5 * scale, msg=key)
     assert any((value != 0).any() for key, value in two.items() if ".lora_B." in key)
 
 
