@@ -60,7 +60,8 @@ def world_problems(
     needs that code is not checked.
     """
     problems = [*_package_problems(config), *_adapter_problems(config, pending)]
-    problems += _model_problems(config)
+    if isinstance(config, TrainingStage | EvalStage):
+        problems += _model_problems(config)
     if isinstance(config, TrainingStage):
         problems += [*_sharing_problems(config, num_processes), *determinism.problems(config)]
         if resume is not None:
@@ -267,7 +268,7 @@ def _adapter_problems(config: Stage, pending: Collection[str]) -> Iterator[str]:
                 )
 
 
-def _model_problems(config: Stage) -> Iterator[str]:
+def _model_problems(config: TrainingStage | EvalStage) -> Iterator[str]:
     """Settings that the model does not have, where its shapes are known here: sizes, lengths of
     prompts, guidance, layers."""
     from flowalign.backbone import ModelError

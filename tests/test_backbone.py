@@ -129,7 +129,7 @@ def test_guidance_extrapolates_from_the_unconditional_velocity(random_model: str
 def test_pixels_that_are_no_whole_patches_are_refused(
     random_model: str, height: int, width: int
 ) -> None:
-    with pytest.raises(ValueError, match=f"{height}x{width} pixels: .* multiples of 16"):
+    with pytest.raises(ModelError, match=f"{height}x{width} pixels; .* multiples of 16"):
         Backbone(load_pipeline(random_model), height=height, width=width, max_sequence_length=16)
 
 

@@ -318,15 +318,15 @@ def test_every_family_is_sharded(family: str, tmp_path: Path) -> None:
     """By its own blocks, with prompts of different lengths on the two processes."""
     model = str(tmp_path / "model")
     families.pipeline(family).save_pretrained(model)
-    given = ["model.height=64", "rollout.guidance=4.5", "train.updates=2", *LINEAR]
+    given = ["model.height=64", "rollout.guidance=4.5", "train.updates=2", *LINEAR,
+             "optimizer.lr=3.0"]  # fmt: skip
     path = written(fakes.settings(model, tmp_path / "run" / "alone", *given), tmp_path)
     alone(path)
     output = tmp_path / "run" / "sharded"
     launch("fsdp2_8gpu", ["--config", path, f"output={output}"])
     one, two = state(output.with_name("alone")), state(output)
     for key in (key for key in one if not key.startswith("optimizer")):
-        scale = max(1.0, float(one[key].abs().max()))
-        assert_close(two[key], one[key], rtol=0, atol=1e-5 * scale, msg=key)
+        assert_close(two[key], one[key], rtol=0, atol=1e-5, msg=key)
     assert any((value != 0).any() for key, value in two.items() if ".lora_B." in key)
 
 
