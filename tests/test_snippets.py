@@ -33,7 +33,7 @@ __all__ = ["hub"]  # a fixture
 
 REQUIRED: dict[str, Any] = {  # what a page that shows a part of a config leaves out
     "output": "outputs/x",
-    "model": {"id": "tiny"},
+    "model": {"id": "tiny", "height": 64, "width": 64},
     "tasks": [{"name": "signs", "prompts": "prompts.jsonl", "reward": {"name": "ocr"}}],
     "benchmarks": [{"name": "ocr", "prompts": "tiny/ocr_test", "reward": {"name": "ocr"}}],
     "adapters": ["tiny/ocr", "tiny/geneval"],
