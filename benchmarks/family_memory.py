@@ -1,8 +1,9 @@
-"""Predicted peak memory of the configs of every family on GPUs of three sizes:
+"""Predicted memory and hours of the configs of every family on GPUs of three sizes:
 `python benchmarks/family_memory.py`, without weights.
 
-Prints a Markdown table: GiB of the preference teacher, the student and the evaluation of
-configs/FAMILY, with each variant. Numbers in parentheses do not fit the variant's GPU.
+Prints a Markdown table, a row a stage: peak GiB and hours of the whole stage with each variant of
+configs/variants, on one GPU of a kind. "no": it does not fit. Prompt sets that are not here are
+taken to be long enough.
 """
 
 from __future__ import annotations
@@ -12,30 +13,39 @@ from pathlib import Path
 from flowalign.config import EvalStage, Stage, TrainingStage, load
 from flowalign.forecast.budget import GIB, usable
 from flowalign.forecast.estimate import predict
+from flowalign.forecast.gpus import named
+from flowalign.forecast.pace import Pace, times
 
 FAMILIES = ("flux", "flux2", "qwen_image", "z_image", "sana")
 STAGES = ("teacher_pickscore_nft", "student_flow_opd", "eval")
-VARIANTS = {"1x24gb_nf4": 24, "1x48gb_checkpointing": 48, "1x80gb_checkpointing": 80}
+VARIANTS = {  # bytes of the GPU, and its kind
+    "1x24gb_nf4": (24e9, "4090"),
+    "1x48gb_checkpointing": (48e9, "l40s"),
+    "1x80gb_checkpointing": (80e9, "h100"),
+}
 
 
-def cell(family: str, variant: str) -> str:
-    """The three peaks of a family with a variant."""
-    peaks = []
-    for name in STAGES:
-        path = Path("configs", family, f"{name}.yaml")
-        config = load(path, variant=Path("configs/variants", f"{variant}.yaml"), stage=Stage)
-        assert isinstance(config, TrainingStage | EvalStage)
-        peak = predict(config, ranks={}).peak
-        fits = peak <= usable(VARIANTS[variant] * 1e9, "cuda")
-        peaks.append(f"{peak / GIB:.1f}" if fits else f"({peak / GIB:.1f})")
-    return ", ".join(peaks)
+def cell(path: Path, variant: str) -> str:
+    """Peak and hours of a stage with a variant."""
+    (size, kind), file = VARIANTS[variant], Path("configs/variants", f"{variant}.yaml")
+    config = load(path, variant=file, stage=Stage)
+    assert isinstance(config, TrainingStage | EvalStage)
+    estimate = predict(config, ranks={})
+    if estimate.peak > usable(size, "cuda"):
+        return f"no ({estimate.peak / GIB:.0f})"
+    hours = times(estimate, Pace.of_gpu(named(kind), config.model.dtype)).hours
+    return f"{estimate.peak / GIB:.1f}, {hours:,.{0 if hours >= 10 else 1}f} h"
 
 
 def main() -> None:
     """Print the table."""
-    print("| config | " + " | ".join(VARIANTS) + " |\n" + "|---" * (1 + len(VARIANTS)) + "|")
+    heads = [f"`{variant}`, {kind}" for variant, (_, kind) in VARIANTS.items()]
+    print("| config | " + " | ".join(heads) + " |\n" + "|---" * (1 + len(heads)) + "|")
     for family in FAMILIES:
-        print(f"| `{family}` | " + " | ".join(cell(family, v) for v in VARIANTS) + " |", flush=True)
+        for name in STAGES:
+            path = Path("configs", family, f"{name}.yaml")
+            cells = " | ".join(cell(path, variant) for variant in VARIANTS)
+            print(f"| `{family}/{path.name}` | {cells} |", flush=True)
 
 
 if __name__ == "__main__":
