@@ -5,6 +5,7 @@ from pathlib import Path
 
 import fakes
 import pytest
+import test_checkpoint
 import torch
 from agreement import assert_same
 
@@ -57,3 +58,27 @@ def test_every_block_is_compiled_and_no_more(random_model: str, tmp_path: Path) 
     core = loop.backbone.core
     found = {type(m).__name__ for m in core.modules() if m._compiled_call_impl is not None}
     assert loop.backbone.compiled and found == {"JointTransformerBlock"}
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("aot_eager", marks=pytest.mark.slow),
+        pytest.param("inductor", marks=pytest.mark.long),
+    ],
+)
+def test_images_of_several_sizes(random_model: str, tmp_path: Path, backend: str) -> None:
+    """Sizes take turns, and the graph of one must not be taken for the other."""
+    sizes = ["model.height=32", "model.width=[32, 64]", "train.updates=4"]
+    loops = []
+    for name in ("eager", "compiled"):
+        loop = fakes.wired(fakes.settings(random_model, tmp_path / name, *sizes), moved=True)
+        if name == "compiled":
+            loop.backbone.compile(backend=backend)
+        loop.run()
+        loops.append(loop)
+    eager, compiled = (test_checkpoint.state(loop)["metrics"] for loop in loops)
+    for one, two in zip(eager, compiled, strict=True):
+        assert two["ratio_error"] < 1e-5
+        assert two["reward"] == pytest.approx(one["reward"], abs=1e-5)
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-2)
