@@ -10,6 +10,7 @@ from typing import Any
 
 from flowalign import metrics
 from flowalign.drift.compare import Drift
+from flowalign.types import EvalRow
 
 Measured = tuple[float, float]  # a mean and its standard error
 SURE = 2.0  # standard errors of a difference that count as a change
@@ -17,6 +18,14 @@ COLLAPSED = 0.25  # a held-out reward below this share of the first one is a col
 LASTING = 5  # updates in a row that must look wrong
 CLIPPED = 0.5  # share of clipped policy ratios above which little is learnt
 FARTHER = 10.0  # times the first distance to the teachers, which should only fall
+
+
+def measured(row: EvalRow) -> Measured:
+    """The mean of a held-out number, and its standard error over prompts; of a share at least the
+    error of independent images. A tag may have two prompts, whose means agree by chance: their
+    spread alone would make it certain."""
+    alone = max(0.0, row.mean * (1 - row.mean)) / max(1, row.n)
+    return row.mean, max(row.stderr, math.sqrt(alone))
 
 
 class Alarm:

@@ -36,7 +36,7 @@ from flowalign import (
     snapshots,
     trackers,
 )
-from flowalign.alarm import Alarm, drifted
+from flowalign.alarm import Alarm, drifted, measured
 from flowalign.algorithm import (
     STUDENT,
     Algorithm,
@@ -398,7 +398,7 @@ class Loop:
             with self.requests.whole():
                 main = self.accelerator.is_main_process
                 known = [row for row in report.rows if row.benchmark not in report.lost]
-                rows = {f"{r.benchmark}/{r.metric}": (r.mean, r.stderr) for r in known}
+                rows = {f"{r.benchmark}/{r.metric}": measured(r) for r in known}
                 means = {metrics.EVAL + name: mean for name, (mean, _) in rows.items()}
                 for text in report.lost.values() if main else ():
                     log.warning("update %d: the evaluation lost %s", self.update, text)

@@ -2,10 +2,12 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
-from flowalign.alarm import Alarm
+from flowalign.alarm import Alarm, measured
+from flowalign.types import EvalRow
 
 
 def told(rewards: list[list[float]], held_out: list[float], error: float = 0.01) -> list[int]:
@@ -38,6 +40,15 @@ def test_it_speaks_when_one_rises_and_the_other_falls(
     rewards: list[list[float]], held_out: list[float], expected: list[int]
 ) -> None:
     assert told(rewards, held_out) == expected
+
+
+def test_two_prompts_that_happen_to_agree_are_not_certain() -> None:
+    """44 images of two prompts, each with 19 of 22 right: their means do not differ at all."""
+    row = EvalRow("geneval", "colors", 38 / 44, 0.0, 44)
+    assert measured(row) == (38 / 44, pytest.approx(math.sqrt(38 * 6 / 44**3)))
+    assert measured(replace(row, stderr=0.2)) == (38 / 44, 0.2)
+    assert math.isnan(measured(replace(row, stderr=math.nan))[1])
+    assert measured(replace(row, mean=21.5, stderr=0.1)) == (21.5, 0.1)  # no share
 
 
 def test_what_is_not_known_raises_no_alarm() -> None:
