@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flowalign import files, sources
+from flowalign.config.schema import TrainingStage
 from flowalign.tiny import PROMPTS
 from flowalign.types import PromptBatch
 
@@ -317,6 +318,17 @@ class PromptSampler:
         self._weights = {stream: int(weight * unit) for stream, weight in exact.items()}
         self._drawn = [dict.fromkeys(exact, 0)]  # [u]: prompts per stream before update u; a memo
         self._buckets: list[int] = []  # [u]: that of update u
+
+    @classmethod
+    def of(cls, config: TrainingStage) -> PromptSampler:
+        """That of a config's tasks. Raises PromptError for a set that cannot be read."""
+        return cls(
+            {task.name: load_prompts(task.prompts, task.name) for task in config.tasks},
+            {task.name: task.weight for task in config.tasks},
+            config.rollout.prompts,
+            config.seed,
+            {task.name: config.buckets(task) for task in config.tasks},
+        )
 
     def batch(self, update: int) -> PromptBatch:
         """The P prompts of this update (0, 1, ...)."""

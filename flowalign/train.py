@@ -221,7 +221,7 @@ def wire(
     from accelerate.utils import set_seed
 
     from flowalign import parallel, rewards, trackers
-    from flowalign.data import PromptSampler, load_prompts
+    from flowalign.data import PromptSampler
     from flowalign.loop import Loop
     from flowalign.progress import Progress
 
@@ -236,19 +236,12 @@ def wire(
     if problems := [*problems, *parts_problems(config, single)]:
         raise ConfigError(problems)
     backbone = student(config, accelerator.device)
-    sampler = PromptSampler(
-        {t.name: load_prompts(t.prompts, t.name) for t in config.tasks},
-        {t.name: t.weight for t in config.tasks},
-        config.rollout.prompts,
-        config.seed,
-        {t.name: config.buckets(t) for t in config.tasks},
-    )
     progress = Progress(config, accelerator.is_main_process)
     loop = Loop(
         config,
         backbone,
         accelerator,
-        sampler,
+        PromptSampler.of(config),
         algorithm(config, backbone, built, accelerator),
         evaluator(config, backbone, built, accelerator),
         progress.update,

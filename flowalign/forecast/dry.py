@@ -20,7 +20,7 @@ from flowalign.config import (
     TrainingStage,
     WindowConfig,
 )
-from flowalign.data import PromptSampler, load_prompts
+from flowalign.data import PromptSampler
 from flowalign.forecast import plan
 from flowalign.forecast.estimate import scored
 from flowalign.forecast.findings import note, show
@@ -147,13 +147,7 @@ def _evaluation(stage: EvalStage) -> Iterator[str]:
 
 def _first_batch(stage: TrainingStage) -> Iterator[str]:
     """The prompts of the first rollout, with task, and teacher or reward."""
-    sampler = PromptSampler(
-        {task.name: load_prompts(task.prompts, task.name) for task in stage.tasks},
-        {task.name: task.weight for task in stage.tasks},
-        stage.rollout.prompts,
-        stage.seed,
-    )
-    batch, who = sampler.batch(0), _judges(stage)
+    batch, who = PromptSampler.of(stage).batch(0), _judges(stage)
     yield "first batch of prompts (task, teacher or reward, prompt):"
     for task, prompt in list(zip(batch.tasks, batch.prompts, strict=True))[:PROMPTS]:
         yield f"  {task} | {who[task]} | {prompt}"
