@@ -221,6 +221,13 @@ def nft(model: str, folder: Path, *overrides: str) -> Path:
     return written(fakes.forward(model, output, *overrides, options, reward="Choosy"), folder)
 
 
+def awm(model: str, folder: Path, *overrides: str) -> Path:
+    """A run that is held near an average of its own weights, and near the base."""
+    overrides = ("rollout.batch_size=16", "optimizer.micro_batch=3", "train.updates=2",
+                 "awm.ema_kl_weight=1.0", "awm.kl_weight=0.1", *LINEAR, *overrides)  # fmt: skip
+    return written(fakes.forward(model, folder / "run" / "alone", *overrides, stage="awm"), folder)
+
+
 def alone(path: Path) -> None:
     fakes.AcceleratorState._reset_state(reset_partial_state=True)
     assert train.main(["--config", str(path)]) == 0
@@ -228,9 +235,9 @@ def alone(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folders(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """What one process makes of each of three runs: folder/run/alone beside folder/config.yaml."""
+    """What one process makes of each of four runs: folder/run/alone beside folder/config.yaml."""
     found = {}
-    for make in (grpo, opd, nft):
+    for make in (grpo, opd, nft, awm):
         folder = tmp_path_factory.mktemp(make.__name__)
         alone(make(random_model, folder))
         found[make.__name__] = folder
@@ -273,10 +280,12 @@ def test_two_processes_do_what_one_does(folders: dict[str, Path], strategy: str)
         ["--config", config["grpo"], f"output={resumed}", "--resume"],
         ["--config", config["opd"], f"output={outputs['opd']}"],
         ["--config", config["nft"], f"output={outputs['nft']}"],
+        ["--config", config["awm"], f"output={outputs['awm']}"],
     )
     for name, output in outputs.items():
         one, two = state(output.with_name("alone")), state(output)
-        assert any(key.startswith("policy_old") for key in two) == (name == "nft")
+        policies = {key.split(".")[0] for key in two if key.startswith("policy_")}
+        assert policies == {"nft": {"policy_old"}, "awm": {"policy_average"}}.get(name, set())
         assert (output / "checkpoints" / "update_000002" / "rng_1.json").exists()  # two, indeed
         for key in (key for key in one if not key.startswith("optimizer")):
             assert_close(two[key], one[key], rtol=0, atol=1e-5, msg=f"{name} {key}")
