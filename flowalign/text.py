@@ -189,4 +189,5 @@ def joined(negative: Mapping[str, Tensor], positive: Mapping[str, Tensor]) -> Te
 
 def _filled(text: Tensor, length: int) -> Tensor:
     """[B,L,...] with zeros at the end of L, up to a length."""
-    return pad(text, [0, 0] * (text.dim() - 2) + [0, length - text.shape[1]])
+    missing = length - text.shape[1]
+    return pad(text, [0, 0] * (text.dim() - 2) + [0, missing]) if missing else text  # no copy
