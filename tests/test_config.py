@@ -28,11 +28,12 @@ from flowalign.config import (
 from flowalign.config.schema import RENAMED
 from flowalign.preflight import check_world
 
+TINY = {"id": "tiny", "height": 64, "width": 64}
 TASK = {"name": "ocr", "prompts": "a.txt", "validation": "b.txt", "reward": {"name": "ocr"}}
 
 
 def raw(**sections: Any) -> dict[str, Any]:
-    base = {"stage": "grpo", "output": "runs/x", "model": {"id": "tiny"}, "tasks": [TASK]}
+    base = {"stage": "grpo", "output": "runs/x", "model": TINY, "tasks": [TASK]}
     return {**base, **sections}
 
 
@@ -40,7 +41,7 @@ MARK = {"name": "ocr", "prompts": "b.txt", "reward": {"name": "ocr"}}
 
 
 def raw_eval(**sections: Any) -> dict[str, Any]:
-    base = {"stage": "eval", "output": "runs/x", "model": {"id": "tiny"}, "benchmarks": [MARK]}
+    base = {"stage": "eval", "output": "runs/x", "model": TINY, "benchmarks": [MARK]}
     return {**base, **sections}
 
 
@@ -453,7 +454,7 @@ def test_reference_images_that_are_not_there_are_reported(rewards: None, tmp_pat
 def test_four_bits_are_refused_where_they_cannot_be_had(
     rewards: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = parse(raw(model={"id": "tiny", "quantization": "nf4"}, evaluation=None))
+    config = parse(raw(model={**TINY, "quantization": "nf4"}, evaluation=None))
     there = SimpleNamespace(origin="there")
     for missing, text in ((None, "[gpu]"), (there, "torch sees none")):
         monkeypatch.setattr(

@@ -18,6 +18,8 @@ from flowalign.timeouts import FOREVER, SAMPLING, SLACK, group_timeout
 
 SECONDS = 100.0
 
+TINY = {"id": "tiny", "height": 64, "width": 64}
+
 
 def grpo(tmp_path: Path, *overrides: str) -> TrainingStage:
     """32 images a rollout in batches of 8."""
@@ -31,7 +33,7 @@ def evaluation(tmp_path: Path, *overrides: str) -> EvalStage:
     prompts.write_text("\n".join("ABCDEFGHIJ"))
     judges = {name: {"name": f"fakes:{name}"} for name in ("redness", "constant")}
     mark = {"name": "a", "prompts": str(prompts), "images": 2, "rewards": judges}
-    data = {"stage": "eval", "output": str(tmp_path / "out"), "model": {"id": "tiny"},
+    data = {"stage": "eval", "output": str(tmp_path / "out"), "model": TINY,
             "benchmarks": [mark], "sampling": {"batch_size": 4},
             "score_seconds": SECONDS}  # fmt: skip
     found = parse(data, overrides, stage=EvalStage)
@@ -101,7 +103,7 @@ def test_the_stages_of_a_recipe_share_the_longest(tmp_path: Path, given: dict[st
         name: grpo(tmp_path, f"train.score_seconds={seconds}").model_dump(mode="json")
         for name, seconds in {"quick": 1, "slow": 50, "quiet": 2}.items()
     }
-    data = {"stage": "recipe", "output": str(tmp_path / "out"), "model": {"id": "tiny"},
+    data = {"stage": "recipe", "output": str(tmp_path / "out"), "model": TINY,
             "stages": stages}  # fmt: skip
 
     def train(config: TrainingStage) -> None:
