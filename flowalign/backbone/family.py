@@ -113,7 +113,7 @@ class Family(ABC):
         """Why the model has no images of this size; nothing for one that it has."""
         grid = self.factor * self.patch
         if height % grid or width % grid:
-            yield (f"model.height: {height}x{width} pixels; this model takes multiples of {grid}.")
+            yield f"model.height: {height}x{width} pixels; this model takes multiples of {grid}."
         if self.largest and max(height, width) > self.largest:
             yield (
                 f"model.height: {height}x{width} pixels; this model has positions for "
