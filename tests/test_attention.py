@@ -1,8 +1,10 @@
 """`model.attention` decides which kernel computes attention; what is computed stays the same."""
 
+from pathlib import Path
 from typing import Any
 
 import fakes
+import families
 import pytest
 import torch
 from torch.testing import assert_close
@@ -50,3 +52,12 @@ def test_a_backend_is_used_and_changes_no_value(random_model: str, attention: st
 def test_one_that_is_not_installed_is_refused(random_model: str) -> None:
     with pytest.raises((ImportError, RuntimeError)):
         velocity(random_model, "_flash_3")
+
+
+def test_the_backend_of_one_model_is_not_that_of_the_next(
+    random_model: str, tmp_path: Path
+) -> None:
+    """diffusers' switch also sets a global choice, which models without one of their own take."""
+    families.pipeline("flux").save_pretrained(tmp_path / "flux")
+    velocity(random_model, "_native_math")
+    assert FLASH in velocity(str(tmp_path / "flux"), None)[1]

@@ -21,11 +21,13 @@ from flowalign.packages import hint, installed
 
 
 def use_backend(transformer: nn.Module, name: str) -> None:
-    """Let every attention layer use a backend of diffusers, which raises if it is not installed."""
+    """Let every attention layer use a backend of diffusers, which raises if it is not installed.
+    Other models keep theirs."""
     for module in transformer.modules():
         if isinstance(module, Attention) and type(module.processor) is JointAttnProcessor2_0:
             module.set_processor(JointAttention())  # pyright: ignore[reportArgumentType]
-    transformer.set_attention_backend(name)  # pyright: ignore[reportCallIssue]
+    with attention_backend(name):  # puts diffusers' global choice back, which the switch sets, too
+        transformer.set_attention_backend(name)  # pyright: ignore[reportCallIssue]
 
 
 def unavailable(name: str) -> str | None:
