@@ -34,7 +34,7 @@ def table(runs: Sequence[str] = RUNS, prompts: int = 16, guidance: float = 1.0) 
     texts = [load_prompts(f"tiny/{task}_val", task).select(range(prompts)) for task in TASKS]
 
     def latents(solver: str, steps: int) -> Tensor:
-        schedule = Schedule(backbone.sigmas(steps), "ode", 0.0, None, solver=solver)
+        schedule = Schedule.clean(backbone, steps, 0, solver)
         ends = [
             sample(
                 backbone, batch, schedule, guidance=guidance, noise=Noise((7, number)),

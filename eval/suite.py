@@ -131,7 +131,7 @@ def generate(
     rollout = sample(
         backbone,
         prompts.select([prompt for prompt, _ in keys]),
-        Schedule(backbone.sigmas(settings.steps, prompts.bucket), "ode", 0.0, None),
+        Schedule.clean(backbone, settings.steps, prompts.bucket),
         guidance=settings.guidance,
         noise=Noise((settings.seed,)),
         places=[(indices[prompt], copy) for prompt, copy in keys],

@@ -68,10 +68,9 @@ class Schedule:
         )
 
     @staticmethod
-    def clean(rollout: RolloutConfig, backbone: Backbone, bucket: int = 0) -> Schedule:
-        """That of rollouts whose images alone are learnt from: no noise, no trained state."""
-        sigmas = backbone.sigmas(rollout.steps, bucket)
-        return Schedule(sigmas, "ode", 0.0, None, solver=rollout.solver)
+    def clean(backbone: Backbone, steps: int, bucket: int, solver: str = "euler") -> Schedule:
+        """That of samples whose images alone are of use: no noise, no trained state."""
+        return Schedule(backbone.sigmas(steps, bucket), "ode", 0.0, None, solver=solver)
 
     @staticmethod
     def each(config: TrainingStage, backbone: Backbone) -> list[Schedule]:

@@ -91,7 +91,8 @@ class Forward:
 
     def plan(self, update: int, bucket: int = 0) -> Schedule:
         """To the end, without noise; no state on the way is kept."""
-        return Schedule.clean(self.config.rollout, self.backbone, bucket)
+        rollout = self.config.rollout
+        return Schedule.clean(self.backbone, rollout.steps, bucket, rollout.solver)
 
     def sources(self, tasks: list[str]) -> list[Source] | None:
         """The old policy samples, if it is not the student."""

@@ -279,7 +279,7 @@ class Monitor:
             sampled = sample(
                 self.backbone,
                 images.batch.select(rows),
-                Schedule(self.backbone.sigmas(settings.steps, bucket), "ode", 0.0, None),
+                Schedule.clean(self.backbone, settings.steps, bucket),
                 guidance=settings.guidance,
                 noise=Noise((settings.seed,)),
                 places=[images.places[row] for row in rows],

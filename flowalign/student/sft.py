@@ -48,7 +48,7 @@ class Sft(Stateless):
 
     def plan(self, update: int, bucket: int = 0) -> Schedule:
         """To the end, without noise; no state on the way is kept."""
-        return Schedule.clean(self.rollout, self.backbone, bucket)
+        return Schedule.clean(self.backbone, self.rollout.steps, bucket, self.rollout.solver)
 
     def sources(self, tasks: list[str]) -> list[Source]:
         """Each image is sampled by its task's teacher."""
