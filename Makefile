@@ -18,7 +18,7 @@ test-long: setup
 	$(PYTEST) -m long
 
 demo: setup
-	$(PY) -m flowalign.cli demo
+	$(PY) -m flowalign.commands.cli demo
 
 check: setup
 	$(PY) -m ruff check .

@@ -21,8 +21,8 @@ import statistics
 import time
 from pathlib import Path
 
+from flowalign.commands.train import train
 from flowalign.config import TrainingStage, load
-from flowalign.train import train
 
 CONFIG = "configs/tiny/teacher_geneval.yaml"
 REWARD = (

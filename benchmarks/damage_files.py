@@ -23,8 +23,8 @@ from pathlib import Path
 
 import yaml
 
-from flowalign import manifest
 from flowalign.eval.run import main as evaluate
+from flowalign.system import manifest
 
 Harm = Callable[[bytes], bytes | None]  # None: the file is deleted
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from flowalign.commands.doctor.budget import GIB, usable
+from flowalign.commands.doctor.estimate import predict
+from flowalign.commands.doctor.gpus import named
+from flowalign.commands.doctor.pace import Pace, times
 from flowalign.config import EvalStage, Stage, TrainingStage, load
-from flowalign.forecast.budget import GIB, usable
-from flowalign.forecast.estimate import predict
-from flowalign.forecast.gpus import named
-from flowalign.forecast.pace import Pace, times
 
 FAMILIES = ("flux", "flux2", "qwen_image", "z_image", "sana")
 STAGES = ("teacher_pickscore_nft", "student_flow_opd", "eval")

@@ -73,7 +73,7 @@ def config_of(
 
 def wired(config: Any) -> Any:
     """The run of a config."""
-    from flowalign import train
+    from flowalign.commands import train
 
     AcceleratorState._reset_state(reset_partial_state=True)
     loop, *_ = train.wire(config)
@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, help="images of an update")
     args = parser.parse_args()
     from flowalign.config import ModelConfig
-    from flowalign.progress import quiet
+    from flowalign.training.report.progress import quiet
 
     quiet()
     clock = CLOCKS[args.clock]

@@ -100,7 +100,7 @@ def tests(setup: Setup, case: Case) -> Mapping[str, Any]:
 
 def rate(setup: Setup, case: Case) -> Mapping[str, Any]:
     """FLOP/s of large matrix products in bf16."""
-    from flowalign.forecast.pace import matmul_rate
+    from flowalign.commands.doctor.pace import matmul_rate
 
     found = matmul_rate(torch.bfloat16, setup.device)
     return {"rate": found, "note": f"{found / 1e12:.4g} TFLOP/s"}
@@ -108,7 +108,7 @@ def rate(setup: Setup, case: Case) -> Mapping[str, Any]:
 
 def stage(setup: Setup, case: Case) -> Mapping[str, Any]:
     """A config of the tiny world, cut short: its path, then changes."""
-    from flowalign import train
+    from flowalign.commands import train
     from flowalign.config import EvalStage, Job, Stage, load
     from flowalign.eval.run import evaluate
 
@@ -145,7 +145,7 @@ def student(setup: Setup, case: Case) -> Mapping[str, Any]:
     config = config_of(setup, case)
     from accelerate.state import AcceleratorState
 
-    from flowalign.forecast.estimate import predict
+    from flowalign.commands.doctor.estimate import predict
 
     expected = predict(config, device_type=setup.device)
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -210,14 +210,14 @@ def _deterministic(config: Any) -> Any:
 
     if not getattr(config.train, "deterministic", False):
         return nullcontext()
-    from flowalign.determinism import deterministic  # pyright: ignore[reportMissingImports]
+    from flowalign.training.run.determinism import deterministic  # pyright: ignore[reportMissingImports]
 
     return deterministic(True)
 
 
 def measured(config: Any, device: str) -> tuple[dict[str, float], int | None]:
     """Seconds of the parts of a second update, and the peak of memory (None on a CPU)."""
-    from flowalign import train
+    from flowalign.commands import train
 
     loop, *_ = train.wire(config)
     seconds: dict[str, float] = {}
@@ -280,7 +280,7 @@ def work(pipe: Connection, setup: Setup, environment: Mapping[str, str]) -> None
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **environment}
     sys.stdout = sys.stderr = open(setup.folder / "log.txt", "a")  # what the runs print
-    from flowalign.progress import quiet
+    from flowalign.training.report.progress import quiet
 
     quiet()
     pipe.send(("ready", None))

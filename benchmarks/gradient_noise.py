@@ -17,10 +17,10 @@ import torch
 from teacher_methods import passes
 from torch import Tensor
 
-from flowalign import train
+from flowalign.commands import train
 from flowalign.config import ForwardStage, load
-from flowalign.loop import Loop
-from flowalign.parallel import Means
+from flowalign.training.loop import Loop
+from flowalign.training.run.processes import Means
 from flowalign.types import Rollout
 
 

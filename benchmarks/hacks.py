@@ -27,19 +27,20 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from flowalign import checkpoint, resume, snapshots
 from flowalign import rewards as rewards_room
-from flowalign.algorithm import STUDENT
 from flowalign.backbone import Backbone
+from flowalign.backbone.tiny.detector import TinyDetector
+from flowalign.commands.train import student, train
 from flowalign.config import TaskConfig, TrainingAlarmConfig, TrainingStage, load
-from flowalign.data import PromptSampler, load_prompts
-from flowalign.drift.compare import SIGMAS, Drift
-from flowalign.drift.monitor import COPIES, Lens, Monitor
-from flowalign.drift.panel import of_json
-from flowalign.progress import quiet
-from flowalign.rollout import Noise, Schedule, places, sample
-from flowalign.tiny.detector import TinyDetector
-from flowalign.train import student, train
+from flowalign.training.algorithm import STUDENT
+from flowalign.training.data import PromptSampler, load_prompts
+from flowalign.training.report import samples
+from flowalign.training.report.drift.compare import SIGMAS, Drift
+from flowalign.training.report.drift.monitor import COPIES, Lens, Monitor
+from flowalign.training.report.drift.panel import of_json
+from flowalign.training.report.progress import quiet
+from flowalign.training.rollout import Noise, Schedule, places, sample
+from flowalign.training.run import checkpoint, resume
 from flowalign.types import Rollout, Scores
 
 Metadata = Sequence[Mapping[str, Any]]
@@ -95,8 +96,8 @@ def told(folder: Path, warn: float) -> Told:
     """Of a run's own checks: samples/drift_rollout_*.json."""
     fired: dict[str, int] = {}
     largest: dict[str, float] = {}
-    for path in sorted((folder / "samples").glob(f"{snapshots.DRIFT}*.json")):
-        rollout = int(path.stem.removeprefix(snapshots.DRIFT)) + 1
+    for path in sorted((folder / "samples").glob(f"{samples.DRIFT}*.json")):
+        rollout = int(path.stem.removeprefix(samples.DRIFT)) + 1
         rows = json.loads(path.read_text())["drifts"]
         note(list(map(of_json, rows)), rollout, warn, fired, largest)
     return Told(fired, largest)

@@ -35,7 +35,7 @@ import torch
 import yaml
 from killing import OUT, Kill
 
-from flowalign.progress import quiet
+from flowalign.training.report.progress import quiet
 from flowalign.types import Scores
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -252,7 +252,7 @@ def launched(scenario: Scenario, number: int, seconds: float, whom: str) -> Chai
 def _command(scenario: Scenario, folder: Path, again: bool) -> subprocess.Popen[bytes]:
     name, *rest = scenario.argv(again)
     if scenario.processes == 1:
-        command = ["flowalign.cli", name, *rest]
+        command = ["flowalign.commands.cli", name, *rest]
     else:
         ways = ROOT / "configs/accelerate/ddp_2cpu.yaml"
         program = ["-m", "flowalign.eval"] if name == "eval" else [str(ROOT / "train.py")]

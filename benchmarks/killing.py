@@ -1,10 +1,11 @@
 """Runs of flowalign that are forked from a process that has imported it, and killed on demand.
 
 A fork saves the ten seconds that the imports take, so that hundreds of runs fit into minutes. The
-forked process does what the command does: it calls `flowalign.cli.main`. An audit hook of Python
-(PEP 578) sees each of its operations on the file system and kills the process just before the one
-that is asked for: so every state between two of them is reached, and nothing is replaced by a mock.
-Files that C++ or Rust code writes are not seen; kills some time after an operation reach those.
+forked process does what the command does: it calls `flowalign.commands.cli.main`. An audit hook of
+Python (PEP 578) sees each of its operations on the file system and kills the process just before
+the one that is asked for: so every state between two of them is reached, and nothing is replaced by
+a mock. Files that C++ or Rust code writes are not seen; kills some time after an operation reach
+those.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from flowalign import cli
+from flowalign.commands import cli
 
 OUT = "out"  # the run's folder, below the one that it is started in
 MODULES = "modules"  # a file beside it: what a run has imported

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import CLIPTextModel
 
 from flowalign.backbone import Backbone, load_pipeline
-from flowalign.tiny import MODEL
+from flowalign.backbone.tiny import MODEL
 
 sys.path.append(str(Path(__file__).parent.parent / "scripts" / "tiny"))
 import parts

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from flowalign.backbone import DTYPES, Backbone
 from flowalign.backbone.shapes import PUBLIC, Architecture
 from flowalign.backbone.structure import build
+from flowalign.backbone.tiny import MODEL
 from flowalign.config import ModelConfig
-from flowalign.tiny import MODEL
 
 MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
 

@@ -17,10 +17,11 @@ import torch
 from accelerate.state import AcceleratorState
 from medium import write
 
-from flowalign import config, train
-from flowalign.forecast.estimate import predict
-from flowalign.forecast.meter import size_of
-from flowalign.loop import Loop
+from flowalign import config
+from flowalign.commands import train
+from flowalign.commands.doctor.estimate import predict
+from flowalign.commands.doctor.meter import size_of
+from flowalign.training.loop import Loop
 
 PROMPTS = "tiny/geneval_train"
 CASES = {

@@ -21,12 +21,13 @@ import medium
 import memory
 from accelerate.state import AcceleratorState
 
-from flowalign import metrics, train
+from flowalign.commands import train
+from flowalign.commands.doctor import live
+from flowalign.commands.doctor.estimate import predict
+from flowalign.commands.doctor.pace import times
 from flowalign.config import TrainingStage, load, parse
-from flowalign.doctor import live
-from flowalign.forecast.estimate import predict
-from flowalign.forecast.pace import times
-from flowalign.progress import quiet
+from flowalign.training import metrics
+from flowalign.training.report.progress import quiet
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ("teacher_geneval", "teacher_ocr", "teacher_preference", "teacher_ocr_nft",

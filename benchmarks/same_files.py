@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from flowalign.files import read_lines
+from flowalign.system.files import read_lines
 
 TIMES = {
     "seconds/rollout", "seconds/score", "seconds/update", "seconds/image_drift",

@@ -17,9 +17,10 @@ from typing import Any
 
 from torch import Tensor
 
-from flowalign import rewards, train
+from flowalign import rewards
+from flowalign.commands import train
 from flowalign.config import load
-from flowalign.progress import quiet
+from flowalign.training.report.progress import quiet
 from flowalign.types import Scores
 
 PRESET = "configs/tiny/teacher_preference.yaml"

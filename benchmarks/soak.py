@@ -35,7 +35,7 @@ from typing import Any
 import psutil
 import yaml
 
-from flowalign.files import read_lines
+from flowalign.system.files import read_lines
 
 MODEL = {"id": "tiny", "height": 64, "width": 64, "max_sequence_length": 16}
 GENEVAL = {"name": "geneval", "options": {"detector": "tiny", "reward": "official"}}
@@ -97,7 +97,7 @@ def long_run(folder: Path, url: str) -> dict[str, Any]:
 
 def work(folder: Path) -> int:
     """In a process of its own: run the config in a folder, and a recipe again and again."""
-    from flowalign.train import main
+    from flowalign.commands.train import main
 
     config = yaml.safe_load((folder / "config.yaml").read_text())
     for number in itertools.count(1):
@@ -113,7 +113,14 @@ def started(base: Path) -> dict[str, psutil.Popen]:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-    serve = ["flowalign.cli", "serve-reward", "geneval", "--port", str(port), "detector=tiny"]
+    serve = [
+        "flowalign.commands.cli",
+        "serve-reward",
+        "geneval",
+        "--port",
+        str(port),
+        "detector=tiny",
+    ]
     processes = {"server": _start(base / "server", ["-m", *serve])}
     for name in ("recipes", "long"):
         folder = base / name

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from flowalign.backbone import Backbone
 from flowalign.config import ModelConfig
-from flowalign.data import load_prompts
-from flowalign.progress import quiet
-from flowalign.rollout import Noise, Schedule, places, sample
-from flowalign.solvers import forwards
+from flowalign.training.data import load_prompts
+from flowalign.training.report.progress import quiet
+from flowalign.training.rollout import Noise, Schedule, places, sample
+from flowalign.training.solvers import forwards
 
 TASKS = ("geneval", "ocr", "preference")
 RUNS = [

@@ -22,7 +22,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from flowalign import train
+from flowalign.commands import train
 from flowalign.config import OpdStage, load
 from flowalign.eval import suite
 from flowalign.eval.stats import difference
@@ -152,7 +152,7 @@ def main() -> None:
     if not (args.out / "merged").exists():
         merge([t.adapter for t in preset.teachers.values() if t.adapter], args.out / "merged")
     from flowalign import rewards
-    from flowalign.progress import quiet
+    from flowalign.training.report.progress import quiet
 
     quiet()
     built = {

@@ -14,8 +14,8 @@ import json
 import time
 from pathlib import Path
 
+from flowalign.commands.train import train
 from flowalign.config import load
-from flowalign.train import train
 
 VARIANTS: dict[str, list[str]] = {
     "default": [],

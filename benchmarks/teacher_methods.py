@@ -25,12 +25,13 @@ from pathlib import Path
 
 import torch
 
-from flowalign import checkpoint, train
-from flowalign.algorithm import STUDENT
+from flowalign.commands import train
 from flowalign.config import ForwardStage, GrpoStage, TrainingStage, load
-from flowalign.data import load_prompts, subset
-from flowalign.ema import MovingAverage
-from flowalign.solvers import forwards
+from flowalign.training.algorithm import STUDENT
+from flowalign.training.averages import MovingAverage
+from flowalign.training.data import load_prompts, subset
+from flowalign.training.run import checkpoint
+from flowalign.training.solvers import forwards
 
 TASKS = ("geneval", "ocr", "preference")
 METHODS = ("grpo", "nft", "awm")

@@ -2,7 +2,7 @@
 
 import sys
 
-from flowalign.entry import leaving, run
+from flowalign.system.exit import leaving, run
 
 if __name__ == "__main__":
     sys.exit(leaving(run("eval", "flowalign.eval.run:main", sys.argv[1:])))

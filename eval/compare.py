@@ -19,11 +19,10 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, Field, ValidationError
 
-from flowalign import manifest
 from flowalign.eval import stats
 from flowalign.eval.table import line
-from flowalign.markdown import escaped
-from flowalign.printable import harmless, shown
+from flowalign.system import manifest
+from flowalign.system.escape import escaped, harmless, shown
 from flowalign.types import EvalRow
 
 VERSION = 1  # of results.json; raised whenever an older reader would misread a newer file

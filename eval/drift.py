@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from flowalign.alarm import Alarm, drifted
 from flowalign.backbone import Backbone
 from flowalign.config import EvalStage
-from flowalign.drift.compare import Drift
-from flowalign.drift.monitor import Lens, compare, shown, worst
-from flowalign.drift.panel import Panel, panel
 from flowalign.eval.suite import ImageSet, Judged
-from flowalign.pictures import pixels_of
+from flowalign.training.report.alarm import Alarm, drifted
+from flowalign.training.report.drift.compare import Drift
+from flowalign.training.report.drift.monitor import Lens, compare, shown, worst
+from flowalign.training.report.drift.panel import Panel, panel
+from flowalign.training.report.pictures import pixels_of
 
 
 class Checked:

@@ -26,8 +26,8 @@ from flowalign import rewards
 from flowalign.config import ConfigError, EvalStage
 from flowalign.eval.stats import FIDELITY, normal_row
 from flowalign.eval.suite import ImageSet, Judged
-from flowalign.images import to_float
-from flowalign.pictures import image_files
+from flowalign.system.images import to_float
+from flowalign.training.report.pictures import image_files
 from flowalign.types import EvalRow
 
 GROUPS = 20  # of prompts, each left out once for the jackknife error of a distance
@@ -202,7 +202,7 @@ def load_reference(
 
 def _scenes(metadata: Sequence[Mapping[str, Any]], seed: int) -> Iterator[Tensor]:
     """Batches of scenes [B,3,64,64] that fulfil tiny metadata."""
-    from flowalign.tiny.scenes import rendered
+    from flowalign.backbone.tiny.scenes import rendered
 
     try:
         yield from rendered(metadata, seed, SCENES).split(BATCH)

@@ -13,19 +13,19 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from flowalign import manifest
 from flowalign.config import EvalStage, to_yaml
-from flowalign.data import spread, spread_text
 from flowalign.eval import report
 from flowalign.eval.compare import VERSION, Incomparable, load
 from flowalign.eval.fidelity import GROUPS
 from flowalign.eval.stats import AVERAGE, FIDELITY, part_of
 from flowalign.eval.suite import Benchmark, environment
 from flowalign.eval.table import Results, details, markdown, tables
-from flowalign.files import replacing, to_json
-from flowalign.markdown import escaped
-from flowalign.pictures import COLUMNS, Block, Row, comparison, pixels_of
 from flowalign.rewards import describe
+from flowalign.system import manifest
+from flowalign.system.escape import escaped
+from flowalign.system.files import replacing, to_json
+from flowalign.training.data import spread, spread_text
+from flowalign.training.report.pictures import COLUMNS, Block, Row, comparison, pixels_of
 from flowalign.types import EvalRow
 
 log = logging.getLogger("flowalign")

@@ -30,13 +30,13 @@ from PIL import Image
 from torch import Tensor
 
 from flowalign.config import assignments
-from flowalign.files import replacing
-from flowalign.images import to_uint8
-from flowalign.pictures import pixels_of
-from flowalign.printable import harmless, shown
 from flowalign.rewards import check
 from flowalign.rewards.geneval import DETECTORS, GenEval, build_detector
 from flowalign.rewards.geneval_judge import judge, select, summarize
+from flowalign.system.escape import harmless, shown
+from flowalign.system.files import replacing
+from flowalign.system.images import to_uint8
+from flowalign.training.report.pictures import pixels_of
 from flowalign.types import Detections, Detector
 
 LAYOUT = (

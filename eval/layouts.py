@@ -29,8 +29,8 @@ from torch import Tensor
 from flowalign.eval import geneval_folder
 from flowalign.eval.store import Store, StoreError, another_run, read_record, write_record
 from flowalign.eval.store import differences as what_differs
-from flowalign.files import replacing
-from flowalign.pictures import png
+from flowalign.system.files import replacing
+from flowalign.training.report.pictures import png
 from flowalign.types import PromptBatch
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flowalign import page
-from flowalign.data import spread_text
 from flowalign.eval import published
 from flowalign.eval.stats import FIELDS, headline_rows, part_of
 from flowalign.eval.suite import Benchmark
 from flowalign.eval.table import Results, Table, shown
-from flowalign.pictures import thumbnail
+from flowalign.training.data import spread_text
+from flowalign.training.report import page
+from flowalign.training.report.pictures import thumbnail
 from flowalign.types import EvalRow
 
 LONGEST = 256  # pixels of an image in the page; larger ones are reduced

@@ -17,10 +17,10 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowalign import lock
 from flowalign.config import ConfigError, EvalStage, load
-from flowalign.preflight import check_launch, check_world
-from flowalign.printable import harmless
+from flowalign.system.escape import harmless
+from flowalign.training.preflight import check_launch, check_world
+from flowalign.training.run import lock
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -63,12 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:  # before the libraries are imported, which takes many seconds
         print(error, file=sys.stderr)
         return 2
-    from flowalign import parallel, results, rewards
+    from flowalign import rewards
     from flowalign.backbone import ModelError
     from flowalign.eval.store import StoreError
     from flowalign.eval.suite import EvaluationError
+    from flowalign.training.report import results
+    from flowalign.training.run import processes
 
-    status = parallel.ExitStatus(  # docs/evaluation.md documents the statuses
+    status = processes.ExitStatus(  # docs/evaluation.md documents the statuses
         refused=(ConfigError, ModelError, StoreError),
         stopped=(EvaluationError,),
         interrupted="no table was written. The same command continues from here.",
@@ -76,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rewards.look_beside(args.config)
     with status:
         evaluate(config)
-        if parallel.state().is_main_process:
+        if processes.state().is_main_process:
             print(results.summary(config), flush=True)
     return status.code
 
@@ -87,21 +89,20 @@ def evaluate(config: EvalStage) -> Path:
     Raises ConfigError before any image is sampled, EvaluationError if more than
     `max_invalid_share` of a benchmark's images have no score.
     """
-    from flowalign import parallel
-    from flowalign.progress import quiet
+    from flowalign.training.report.progress import quiet
+    from flowalign.training.run import processes
 
     quiet()
-    accelerator = parallel.accelerator(config)
+    accelerator = processes.accelerator(config)
     check_launch(accelerator.num_processes)
     check_world(config, accelerator.num_processes)
     with lock.holding(config.output, accelerator.is_main_process):
         _evaluate(config, accelerator)
-    parallel.finish(accelerator)
+    processes.finish(accelerator)
     return Path(config.output)
 
 
 def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
-    from flowalign import files, ranks
     from flowalign.backbone import Backbone
     from flowalign.eval.drift import Checked
     from flowalign.eval.fidelity import load_reference
@@ -110,6 +111,8 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
     from flowalign.eval.store import fingerprint, open_stores
     from flowalign.eval.suite import EvaluationError, build_sets
     from flowalign.eval.table import Results
+    from flowalign.system import files
+    from flowalign.training.run import ranks
 
     if accelerator.is_main_process:
         files.remove_leftovers(config.output)
@@ -154,7 +157,7 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
 
 def load_adapters(backbone: Backbone, config: EvalStage) -> dict[str, str | None]:
     """Load the adapters of all models -> {model: its digest, None for the base}, or ConfigError."""
-    from flowalign.adapters.files import read_lora
+    from flowalign.backbone.adapters.files import read_lora
 
     digests: dict[str, str | None] = {}
     for name, folder in config.models.items():
@@ -226,9 +229,9 @@ def score_models(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as Left
 
-    from flowalign import ranks
     from flowalign.eval.stats import headline_rows, lost
     from flowalign.eval.suite import EvaluationError, judge_set
+    from flowalign.training.run import ranks
 
     console = Console(stderr=True, quiet=not accelerator.is_main_process)
     name_of = TextColumn("{task.description}", markup=False)

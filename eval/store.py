@@ -38,14 +38,14 @@ from accelerate.utils import gather_object
 from PIL import Image
 from torch import Tensor
 
-from flowalign import frozen, manifest
-from flowalign.backbone import Backbone
+from flowalign.system import manifest
+from flowalign.backbone import Backbone, placement
 from flowalign.config import EvalStage
-from flowalign.data import spread
+from flowalign.training.data import spread
 from flowalign.eval.stats import from_json
-from flowalign.files import replacing, to_json
-from flowalign.pictures import pixels_of, png
-from flowalign.printable import shown
+from flowalign.system.files import replacing, to_json
+from flowalign.training.report.pictures import pixels_of, png
+from flowalign.system.escape import shown
 from flowalign.rewards import describe
 from flowalign.types import PromptBatch
 
@@ -351,8 +351,8 @@ def open_stores(
 
 
 def fingerprint(backbone: Backbone) -> str:
-    """`flowalign.frozen.fingerprint` of a base, before adapters are loaded onto it."""
-    return frozen.fingerprint((backbone.core, backbone.pipe.vae, *backbone.family.encoders))
+    """`flowalign.backbone.placement.fingerprint` of a base, before adapters are loaded onto it."""
+    return placement.fingerprint((backbone.core, backbone.pipe.vae, *backbone.family.encoders))
 
 
 # What a folder holds -----------------------------------------------------------------------------

@@ -23,16 +23,16 @@ from torch import Tensor
 from flowalign import rewards
 from flowalign.backbone import Backbone
 from flowalign.config import BenchmarkConfig, ConfigError, ModelConfig, SamplingConfig
-from flowalign.data import load_prompts, spread
-from flowalign.devices import current
 from flowalign.eval.layouts import check_layout
 from flowalign.eval.stats import average, headline_row, lost, part_of, rows_of
 from flowalign.eval.store import Key, Store
-from flowalign.images import eight_bits
-from flowalign.parallel import missing_steps
-from flowalign.pictures import png
 from flowalign.rewards.scoring import Ahead, score
-from flowalign.rollout import Noise, Schedule, places, sample
+from flowalign.system.devices import current
+from flowalign.system.images import eight_bits
+from flowalign.training.data import load_prompts, spread
+from flowalign.training.report.pictures import png
+from flowalign.training.rollout import Noise, Schedule, places, sample
+from flowalign.training.run.processes import missing_steps
 from flowalign.types import EvalReport, EvalRow, Example, PromptBatch, Reward, Scores
 
 

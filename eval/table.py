@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from flowalign.drift.panel import Panel
 from flowalign.eval.fidelity import Distance
 from flowalign.eval.stats import AVERAGE, FIDELITY, average, difference, headline_row, rows_of
 from flowalign.eval.suite import Benchmark, Judged
-from flowalign.markdown import escaped
+from flowalign.system.escape import escaped
+from flowalign.training.report.drift.panel import Panel
 from flowalign.types import EvalRow
 
 LOWER_IS_BETTER = {FIDELITY}

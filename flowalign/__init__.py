@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flowalign.pictures import gallery
+    from flowalign.training.report.pictures import gallery
 
 __all__ = ["__version__", "gallery", "load"]
 __version__ = "0.1.0"
@@ -32,8 +32,8 @@ def load(model: str = "tiny", lora: str | Path | None = None, **kw: Any) -> Any:
     raises HubError or AdapterError before the model is loaded, a pipeline of no known family
     ModelError.
     """
-    from flowalign.adapters.files import read_lora
     from flowalign.backbone import put_lora, resolve
+    from flowalign.backbone.adapters.files import read_lora
     from flowalign.backbone.pipeline import pipeline_class, text_length
 
     adapter = read_lora(lora, newest=True) if lora else None
@@ -51,7 +51,7 @@ def load(model: str = "tiny", lora: str | Path | None = None, **kw: Any) -> Any:
 def __getattr__(name: str) -> Any:
     """`flowalign.gallery`, imported when it is first asked for."""
     if name == "gallery":
-        from flowalign.pictures import gallery
+        from flowalign.training.report.pictures import gallery
 
         return gallery
     raise AttributeError(f"module 'flowalign' has no attribute {name!r}; it has {__all__}")

@@ -6,8 +6,8 @@ failed; such a row leaves every statistic and gets advantage 0. Computed in floa
 float32 [B], without gradient.
 
 Some variants use more than the reward: the parts of a composed reward (`gdpo`), or what was seen
-in earlier rollouts (`adora`, `gated`; flowalign.earlier keeps it). Without it they say what they do
-in its place, so that every variant can be called with (value, group) alone.
+in earlier rollouts (`adora`, `gated`; flowalign.teachers.running_rewards keeps it). Without it they
+say what they do in its place, so that every variant can be called with (value, group) alone.
 """
 
 from __future__ import annotations

@@ -41,10 +41,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from flowalign.devices import resolve
-from flowalign.packages import installed
 from flowalign.rewards.options import check_call, makes, suggestion
 from flowalign.rewards.scoring import score
+from flowalign.system.devices import resolve
+from flowalign.system.packages import installed
 from flowalign.types import Metadata, Reward
 
 __all__ = [

@@ -9,10 +9,10 @@ import numpy as np
 from torch import Tensor
 from transformers import AutoTokenizer, CLIPModel
 
+from flowalign.backbone.tiny import PREFERENCE
 from flowalign.rewards import preprocess, weights
 from flowalign.rewards.options import pretrained
 from flowalign.rewards.towers import TwoTowers
-from flowalign.tiny import PREFERENCE
 
 CONTEXT = 77  # tokens of CLIP's text tower; longer prompts are cut
 LARGE = "openai/clip-vit-large-patch14"

@@ -19,10 +19,10 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from flowalign.frozen import Placement
-from flowalign.packages import require
+from flowalign.backbone.placement import Placement
 from flowalign.rewards.geneval_judge import COLORS
 from flowalign.rewards.options import Device, OpenClip, checked
+from flowalign.system.packages import require
 
 TEMPLATES = (
     "a photo of a {color} {thing}",
@@ -60,8 +60,8 @@ class ClipColors:
         (.safetensors, or .pt without pickled code). GenEval's are "ViT-L-14", "openai".
     quick_gelu: None = as the tag's model was trained; a local file counts as OpenAI's weights,
         which need it. (open_clip 3 warns, but computes wrongly, where "ViT-L-14" gets them.)
-    device, offload: as in `flowalign.frozen.Placement`. `name` says which model answers.
-    Raises ImportError without open_clip, ValueError for a model that it does not know.
+    device, offload: as in `flowalign.backbone.placement.Placement`. `name` says which model
+    answers. Raises ImportError without open_clip, ValueError for a model that it does not know.
     """
 
     def __init__(

@@ -14,9 +14,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from flowalign.devices import resolve
-from flowalign.images import to_uint8
 from flowalign.rewards.options import Count, Device, checked
+from flowalign.system.devices import resolve
+from flowalign.system.images import to_uint8
 from flowalign.types import Metadata, Scores
 
 MODEL = "zhiyuanyou/DeQA-Score-Mix3"

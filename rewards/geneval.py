@@ -16,7 +16,7 @@ from flowalign.rewards.options import Count, Device, Number, check_call, checked
 from flowalign.types import Detections, Detector, Metadata, Scores
 
 DETECTORS: dict[str, str] = {
-    "tiny": "flowalign.tiny.detector:TinyDetector",
+    "tiny": "flowalign.backbone.tiny.detector:TinyDetector",
     "mask2former": "flowalign.rewards.mask2former:Mask2Former",
 }
 Overlap = Annotated[float, Field(gt=0, le=1, description="1 turns suppression off")]

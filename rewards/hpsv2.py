@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from torch import Tensor
 
-from flowalign.packages import require
 from flowalign.rewards import preprocess
 from flowalign.rewards.options import Count, Device, Divisor, OpenClip, TextCache, checked
 from flowalign.rewards.preference import Preference
 from flowalign.rewards.towers import TEXT_CACHE, TwoTowers
 from flowalign.rewards.weights import fit, locate, read, weights_file
+from flowalign.system.packages import require
 
 FILES = {"v2.1": "xswu/HPSv2/HPS_v2.1_compressed.pt", "v2.0": "xswu/HPSv2/HPS_v2_compressed.pt"}
 

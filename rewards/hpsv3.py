@@ -15,10 +15,10 @@ from PIL import Image
 from pydantic import AfterValidator
 from torch import Tensor
 
-from flowalign.devices import resolve
-from flowalign.images import to_uint8
-from flowalign.packages import require
 from flowalign.rewards.options import Count, Device, checked
+from flowalign.system.devices import resolve
+from flowalign.system.images import to_uint8
+from flowalign.system.packages import require
 from flowalign.types import Metadata, Scores
 
 

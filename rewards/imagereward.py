@@ -17,7 +17,7 @@ from transformers import (
     BlipVisionModel,
 )
 
-from flowalign.frozen import Placement
+from flowalign.backbone.placement import Placement
 from flowalign.rewards import preprocess
 from flowalign.rewards.options import Count, Device, Divisor, checked, pretrained
 from flowalign.rewards.preference import Head, Preference

@@ -19,12 +19,12 @@ from pydantic import AfterValidator
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
-from flowalign.frozen import Placement
-from flowalign.images import to_uint8
+from flowalign.backbone.placement import Placement
 from flowalign.rewards import weights
 from flowalign.rewards.clip_colors import ClipColors, OpenClipWeights
 from flowalign.rewards.geneval_names import NAMES
 from flowalign.rewards.options import Count, Device, OpenClip, checked, pretrained
+from flowalign.system.images import to_uint8
 from flowalign.types import Detections
 
 MODEL = "facebook/mask2former-swin-small-coco-instance"

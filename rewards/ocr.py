@@ -12,9 +12,9 @@ import torch
 from rapidfuzz.distance import Levenshtein
 from torch import Tensor
 
-from flowalign.images import to_uint8
 from flowalign.rewards.ocr_engines import ENGINES, Engine, Line, read_all
 from flowalign.rewards.options import Count, check_call, checked
+from flowalign.system.images import to_uint8
 from flowalign.types import Metadata, Scores
 
 

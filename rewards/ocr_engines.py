@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import yaml
 
-from flowalign.packages import require
+from flowalign.system.packages import require
 
 Line = tuple[str, float]
 

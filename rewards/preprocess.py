@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from flowalign.images import to_uint8
+from flowalign.system.images import to_uint8
 
 try:  # the same pixels, whether torchvision is installed or not
     from transformers.models.clip import CLIPImageProcessorPil as ImageProcessor

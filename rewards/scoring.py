@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowalign.devices import Beside
-from flowalign.stopping import Interrupted
+from flowalign.system.devices import Beside
+from flowalign.system.signals import Interrupted
 from flowalign.types import Metadata, PromptBatch, Reward, Scores
 
 log = logging.getLogger(__name__)

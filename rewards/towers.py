@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from flowalign.frozen import Placement
+from flowalign.backbone.placement import Placement
 from flowalign.rewards.preprocess import batches
 
 TEXT_CACHE = 4096  # prompts whose vectors are kept: 16 MB at D = 1024
@@ -25,8 +25,8 @@ class TwoTowers:
     """An image tower and a text tower; a subclass says how they are called.
 
     device: where they compute, None = the GPU if there is one. batch_size: images a forward pass;
-    texts are encoded one by one. offload: `flowalign.frozen.Placement`. text_cache: how many
-    prompts' vectors are kept, on the CPU; the least recently used go first.
+    texts are encoded one by one. offload: `flowalign.backbone.placement.Placement`. text_cache: how
+    many prompts' vectors are kept, on the CPU; the least recently used go first.
     """
 
     def __init__(

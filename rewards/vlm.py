@@ -21,12 +21,12 @@ from PIL import Image
 from pydantic import Field
 from torch import Tensor
 
-from flowalign.http import Client, check_url
-from flowalign.images import to_uint8
-from flowalign.printable import shown
 from flowalign.rewards import load
 from flowalign.rewards.options import Count, checked, suggestion
 from flowalign.rewards.service.wire import Retries, Seconds, TokenEnv, read_token
+from flowalign.system.escape import shown
+from flowalign.system.http import Client, check_url
+from flowalign.system.images import to_uint8
 from flowalign.types import Metadata, Scores
 
 MAX_BYTES = 2**20  # of an answer
@@ -166,7 +166,7 @@ class VLM:
         score (default 5, the lowest is then 0). value = score / scale.
     image_size: images are sent as PNG of this width and height; None = as they are.
     concurrency: questions at once. timeout: seconds without a sign of life, per request.
-    retries: further attempts at a question, as `flowalign.http` has it.
+    retries: further attempts at a question, as `flowalign.system.http` has it.
     token_env: the environment variable that holds the API key, if there is one.
     max_tokens: length of an answer. The temperature is 0.
     parts: "raw", the score before division, 1 to 5 with the built-in templates.

@@ -13,11 +13,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from flowalign.algorithm import TrainingError
 from flowalign.config import AdvantageConfig, EarlierConfig, TaskConfig
 from flowalign.credit import ADVANTAGES, clip_advantage
-from flowalign.earlier import Earlier
 from flowalign.rewards import weights_of
+from flowalign.teachers.running_rewards import Earlier
+from flowalign.training.algorithm import TrainingError
 from flowalign.types import PromptBatch, Reward, Scores
 
 

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from accelerate import Accelerator
 from torch import Tensor
 
-from flowalign import metrics
-from flowalign.algorithm import Pairs
 from flowalign.backbone import Backbone
 from flowalign.config import AwmStage
-from flowalign.losses import clip_fraction, policy_loss, velocity_error
-from flowalign.matching import awm_log_prob
 from flowalign.teachers.forward import Forward, Matched, keeping
+from flowalign.training import metrics
+from flowalign.training.algorithm import Pairs
+from flowalign.training.losses import clip_fraction, policy_loss, velocity_error
+from flowalign.training.matching import awm_log_prob
 from flowalign.types import Reward, Rollout, StepLoss
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flowalign.algorithm import NotFinite
 from flowalign.backbone import Backbone
-from flowalign.finite import NARROW, Fault, of_all, place
-from flowalign.parallel import missing_steps
-from flowalign.rollout import batches
+from flowalign.training.algorithm import NotFinite
+from flowalign.training.nonfinite import NARROW, Fault, of_all, place
+from flowalign.training.rollout import batches
+from flowalign.training.run.processes import missing_steps
 from flowalign.types import Rollout, Source, TeacherLabel
 
 

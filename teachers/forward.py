@@ -13,15 +13,15 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from flowalign import metrics
-from flowalign.algorithm import STUDENT, Pairs
 from flowalign.backbone import Backbone
 from flowalign.config import ForwardStage, PolicyConfig
-from flowalign.ema import rising_decay
-from flowalign.losses import velocity_error
-from flowalign.noising import noised, of_sampler, stratified
-from flowalign.rollout import Schedule
 from flowalign.teachers.scored import Credit, Scored
+from flowalign.training import metrics
+from flowalign.training.algorithm import STUDENT, Pairs
+from flowalign.training.averages import rising_decay
+from flowalign.training.losses import velocity_error
+from flowalign.training.noising import noised, of_sampler, stratified
+from flowalign.training.rollout import Schedule
 from flowalign.types import Reward, Rollout, Source
 
 FORWARD, LEVELS = 4, 5  # beside (seed, update) in a seed: these draws are not the rollout's

@@ -13,19 +13,20 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from flowalign import metrics, sde
-from flowalign.algorithm import Pairs, Stateless
+from flowalign import sde
 from flowalign.backbone import Backbone
 from flowalign.config import GrpoStage, OpdStage
-from flowalign.losses import (
+from flowalign.teachers.scored import Credit, Scored
+from flowalign.training import metrics
+from flowalign.training.algorithm import Pairs, Stateless
+from flowalign.training.losses import (
     clip_fraction,
     guard_log_ratio,
     guard_weights,
     kl_factors,
     policy_loss,
 )
-from flowalign.rollout import Schedule, window_of
-from flowalign.teachers.scored import Credit, Scored
+from flowalign.training.rollout import Schedule, window_of
 from flowalign.types import Reward, Rollout, StepLoss
 
 

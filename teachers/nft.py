@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from accelerate import Accelerator
 from torch import Tensor
 
-from flowalign.algorithm import Pairs
 from flowalign.backbone import Backbone
 from flowalign.config import NftStage
-from flowalign.matching import chosen_advantage, nft_loss, optimality
 from flowalign.teachers.forward import Forward, Matched, keeping
+from flowalign.training.algorithm import Pairs
+from flowalign.training.matching import chosen_advantage, nft_loss, optimality
 from flowalign.types import Reward, Rollout, StepLoss
 
 

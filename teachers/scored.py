@@ -14,14 +14,14 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from flowalign import metrics
-from flowalign.algorithm import Prepared, TrainingError
 from flowalign.config import AdvantageConfig, TrainingStage
-from flowalign.parallel import Means
 from flowalign.rewards.scoring import Ahead, ByTask
-from flowalign.rollout import OnImages
-from flowalign.snapshots import note
 from flowalign.teachers.advantages import Advantages
+from flowalign.training import metrics
+from flowalign.training.algorithm import Prepared, TrainingError
+from flowalign.training.report.samples import note
+from flowalign.training.rollout import OnImages
+from flowalign.training.run.processes import Means
 from flowalign.types import PromptBatch, Reward, Rollout, Scores
 
 

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowalign.algorithm import pairs_of
-from flowalign.loop import Loop
-from flowalign.student.opd import Labels
+from flowalign.training.algorithm import pairs_of
+from flowalign.training.loop import Loop
+from flowalign.training.student.opd import Labels
 
 
 def assert_same(one: Loop, other: Loop, *, values: float, gradients: float) -> None:

@@ -22,11 +22,12 @@ from accelerate.state import AcceleratorState
 from diffusers import AutoencoderKL, SD3Transformer2DModel, StableDiffusion3Pipeline
 from torch import Tensor
 
-from flowalign import config, train
-from flowalign.algorithm import STUDENT
+from flowalign import config
 from flowalign.backbone import Backbone, load_pipeline
 from flowalign.backbone.sd3 import SD3
-from flowalign.loop import Loop
+from flowalign.commands import train
+from flowalign.training.algorithm import STUDENT
+from flowalign.training.loop import Loop
 from flowalign.types import PromptBatch, Scores
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts" / "tiny"))  # in processes of ours, too

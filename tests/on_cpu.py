@@ -27,7 +27,7 @@ def pretend() -> None:
 
 def run(argv: list[str]) -> None:
     """As train.main, but that the processes stay together, and errors are raised."""
-    from flowalign import train
+    from flowalign.commands import train
     from flowalign.config import Job, load
 
     args = train.parser().parse_args(argv)
@@ -35,7 +35,7 @@ def run(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    from flowalign import parallel
+    from flowalign.training.run import processes
 
     if "--honest" in sys.argv:
         sys.argv.remove("--honest")
@@ -44,4 +44,4 @@ if __name__ == "__main__":
     for then, argv in itertools.groupby(sys.argv[1:], lambda arg: arg == "--then"):
         if not then:
             run(list(argv))
-    parallel.part()
+    processes.part()

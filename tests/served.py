@@ -127,7 +127,15 @@ def process(
     """`flowalign serve-reward` in a process of its own, and its URL."""
     paths = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
     started = subprocess.Popen(
-        [sys.executable, "-m", "flowalign.cli", "serve-reward", *argv, "--port", str(port)],
+        [
+            sys.executable,
+            "-m",
+            "flowalign.commands.cli",
+            "serve-reward",
+            *argv,
+            "--port",
+            str(port),
+        ],
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **(environment or {})},
         stdout=subprocess.PIPE,
         text=True,

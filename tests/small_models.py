@@ -16,8 +16,8 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
 
+from flowalign.backbone.tiny import PREFERENCE
 from flowalign.rewards import check
-from flowalign.tiny import PREFERENCE
 from flowalign.types import Reward
 
 MEAN = np.array([0.48145466, 0.4578275, 0.40821073])  # of OpenAI's CLIP, as its README prints them

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import flowalign
-from flowalign import cli
-from flowalign.adapters.files import (
+from flowalign.backbone import Backbone
+from flowalign.backbone.adapters.files import (
     ADAPTER,
     AdapterError,
     adapter_folder,
@@ -30,14 +30,14 @@ from flowalign.adapters.files import (
     read_lora,
     write_lora,
 )
-from flowalign.backbone import Backbone
+from flowalign.backbone.tiny import TEACHERS
+from flowalign.commands import cli
+from flowalign.commands.push import gather
 from flowalign.config import ConfigError, OpdStage, parse
-from flowalign.manifest import MANIFEST
-from flowalign.preflight import check_world
-from flowalign.publish.push import gather
+from flowalign.system.manifest import MANIFEST
 from flowalign.teachers.bank import Bank, Member
 from flowalign.teachers.merge import merge
-from flowalign.tiny import TEACHERS
+from flowalign.training.preflight import check_world
 
 PATTERNS = {  # regular expressions and endings, as peft reads them
     "rank_pattern": {r"transformer_blocks\.0\.attn\.to_[qk]": 2, "attn.to_out.0": 5},

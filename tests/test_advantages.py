@@ -13,14 +13,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowalign import train
-from flowalign.algorithm import TrainingError
+from flowalign.commands import train
 from flowalign.config import ConfigError, parse, to_yaml
 from flowalign.credit import adora, gated, gdpo
-from flowalign.earlier import Earlier
-from flowalign.loop import Loop
-from flowalign.preflight import check_world
 from flowalign.rewards.scoring import score
+from flowalign.teachers.running_rewards import Earlier
+from flowalign.training.algorithm import TrainingError
+from flowalign.training.loop import Loop
+from flowalign.training.preflight import check_world
 from flowalign.types import PromptBatch, Scores
 
 ROOT = Path(__file__).parents[1]

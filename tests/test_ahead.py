@@ -9,8 +9,8 @@ import fakes
 import pytest
 import torch
 
-from flowalign.algorithm import TrainingError
 from flowalign.rewards.scoring import Ahead, score
+from flowalign.training.algorithm import TrainingError
 from flowalign.types import PromptBatch, Scores
 
 REDNESS = fakes.redness

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from flowalign.alarm import Alarm, measured
+from flowalign.training.report.alarm import Alarm, measured
 from flowalign.types import EvalRow
 
 

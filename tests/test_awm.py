@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowalign import matching
-from flowalign.algorithm import STUDENT, Pairs, pairs_of
-from flowalign.loop import Loop
 from flowalign.teachers.awm import Awm
 from flowalign.teachers.forward import Matched
+from flowalign.training import matching
+from flowalign.training.algorithm import STUDENT, Pairs, pairs_of
+from flowalign.training.loop import Loop
 
 
 def ready(model: str, folder: Path, *overrides: str) -> tuple[Loop, Matched, Pairs]:

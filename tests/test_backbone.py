@@ -12,9 +12,9 @@ from torch.testing import assert_close
 
 import flowalign
 from flowalign import sde
-from flowalign.algorithm import STUDENT
 from flowalign.backbone import Backbone, ModelError, load_pipeline
 from flowalign.config import ModelConfig
+from flowalign.training.algorithm import STUDENT
 from flowalign.types import Conditioning
 
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowalign.adapters.files import read_lora, write_lora
-from flowalign.algorithm import STUDENT
 from flowalign.backbone import Backbone
-from flowalign.rollout import Noise, Schedule, places, sample
+from flowalign.backbone.adapters.files import read_lora, write_lora
 from flowalign.teachers.bank import Bank, LabelError, Member
+from flowalign.training.algorithm import STUDENT
+from flowalign.training.rollout import Noise, Schedule, places, sample
 from flowalign.types import PromptBatch, Rollout
 
 KINDS = {  # teachers that differ in rank, alpha and layers

@@ -7,9 +7,11 @@ import fakes
 import pytest
 import torch
 
-from flowalign import before_after, config, train
+from flowalign import config
+from flowalign.commands import train
+from flowalign.eval import before_after
 from flowalign.eval.suite import generate
-from flowalign.pictures import Block, comparison
+from flowalign.training.report.pictures import Block, comparison
 from flowalign.types import PromptBatch
 
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowalign.algorithm import Pairs
-from flowalign.checkpoint import Checkpoints, get_rng, set_rng
 from flowalign.config import ConfigError
-from flowalign.loop import Loop
-from flowalign.stopping import CODES, Interrupted
+from flowalign.system.signals import CODES, Interrupted
+from flowalign.training.algorithm import Pairs
+from flowalign.training.loop import Loop
+from flowalign.training.run.checkpoint import Checkpoints, get_rng, set_rng
 from flowalign.types import StepLoss
 
 EVALUATED = ["evaluation={every: 2, prompts: 2}"]

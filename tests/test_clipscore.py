@@ -19,9 +19,9 @@ from small_models import (
 )
 from transformers import CLIPModel, PreTrainedTokenizerFast
 
+from flowalign.backbone.tiny.scenes import rendered
 from flowalign.config import EvalStage, load
 from flowalign.rewards import build, check
-from flowalign.tiny.scenes import rendered
 
 
 @pytest.fixture(scope="module")

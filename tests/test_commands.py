@@ -14,8 +14,10 @@ import fakes
 import pytest
 from test_packages import fake
 
-from flowalign import __version__, cli, packages, rewards
-from flowalign.entry import silenced
+from flowalign import __version__, rewards
+from flowalign.commands import cli
+from flowalign.system import packages
+from flowalign.system.exit import silenced
 
 ROOT = Path(__file__).parent.parent
 REWARD = """
@@ -35,7 +37,7 @@ def script(tmp_path: Path) -> list[str]:
     (tmp_path / "bin").mkdir()
     (tmp_path / "here").mkdir()
     path = tmp_path / "bin" / "flowalign"
-    path.write_text("import sys\nfrom flowalign.cli import main\nsys.exit(main())\n")
+    path.write_text("import sys\nfrom flowalign.commands.cli import main\nsys.exit(main())\n")
     return [sys.executable, str(path)]
 
 
@@ -76,7 +78,7 @@ def test_what_ends_a_command_early_is_one_line(
     def fail(argv: object) -> int:
         raise error
 
-    monkeypatch.setattr("flowalign.prompts.cli.main", fail)
+    monkeypatch.setattr("flowalign.commands.prompts.cli.main", fail)
     assert cli.main(["data", "list"]) == status
     assert len(capsys.readouterr().err.splitlines()) == 1
 
@@ -123,7 +125,7 @@ def test_a_reader_that_leaves_ends_a_command_without_a_word(script: list[str], l
 
 
 @pytest.mark.parametrize(
-    "how", ["flowalign data", "-m flowalign.cli data", "train.py", "-m flowalign.eval"]
+    "how", ["flowalign data", "-m flowalign.commands.cli data", "train.py", "-m flowalign.eval"]
 )
 def test_another_project_of_the_same_name_is_refused(
     script: list[str], tmp_path: Path, how: str
@@ -212,7 +214,7 @@ def warning_of(module: str) -> list[str]:
 def test_warnings_of_libraries_are_not_shown_and_others_are() -> None:
     assert warning_of("transformers.models.clip") == []
     assert warning_of("torch") == []
-    for module in ("torchy", "my_rewards", "flowalign.loop"):
+    for module in ("torchy", "my_rewards", "flowalign.training.loop"):
         assert warning_of(module) == ["x"]
 
 

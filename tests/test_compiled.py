@@ -9,7 +9,7 @@ import test_checkpoint
 import torch
 from agreement import assert_same
 
-from flowalign.loop import Loop
+from flowalign.training.loop import Loop
 
 # aot_eager compiles the same graphs under the same guards, and leaves out the code generation
 CASES = [

@@ -26,7 +26,7 @@ from flowalign.config import (
     to_yaml,
 )
 from flowalign.config.schema import RENAMED
-from flowalign.preflight import check_world
+from flowalign.training.preflight import check_world
 
 TINY = {"id": "tiny", "height": 64, "width": 64}
 TASK = {"name": "ocr", "prompts": "a.txt", "validation": "b.txt", "reward": {"name": "ocr"}}
@@ -375,7 +375,7 @@ def rewards(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_world_lacks_is_reported_at_once(
     rewards: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowalign.packages.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("flowalign.system.packages.importlib.util.find_spec", lambda name: None)
     (tmp_path / "a.txt").write_text("x")
     task = {**TASK, "prompts": str(tmp_path / "a.txt"), "validation": str(tmp_path / "b.txt")}
     optimizer = {"updates_per_rollout": 2, "name": "adamw8bit"}
@@ -458,9 +458,9 @@ def test_four_bits_are_refused_where_they_cannot_be_had(
     there = SimpleNamespace(origin="there")
     for missing, text in ((None, "[gpu]"), (there, "torch sees none")):
         monkeypatch.setattr(
-            "flowalign.packages.importlib.util.find_spec", lambda name, m=missing: m
+            "flowalign.system.packages.importlib.util.find_spec", lambda name, m=missing: m
         )
-        monkeypatch.setattr("flowalign.preflight.torch.cuda.is_available", lambda: False)
+        monkeypatch.setattr("flowalign.training.preflight.torch.cuda.is_available", lambda: False)
         with pytest.raises(ConfigError) as caught:
             check_world(config, num_processes=1)
         assert any("model.quantization" in p and text in p for p in caught.value.problems)

@@ -7,9 +7,16 @@ from pathlib import Path
 import fakes
 import pytest
 
-import flowalign.data
-from flowalign import train
-from flowalign.data import PromptError, PromptSampler, load_prompts, spread, spread_text, subset
+import flowalign.training.data
+from flowalign.commands import train
+from flowalign.training.data import (
+    PromptError,
+    PromptSampler,
+    load_prompts,
+    spread,
+    spread_text,
+    subset,
+)
 from flowalign.types import PromptBatch
 
 
@@ -136,7 +143,7 @@ def test_a_training_set_is_no_replacement_for_a_test_set(tmp_path: Path) -> None
 
 
 def test_tiny_names_a_set_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flowalign.data, "PROMPTS", tmp_path)
+    monkeypatch.setattr(flowalign.training.data, "PROMPTS", tmp_path)
     (tmp_path / "ocr_train.jsonl").write_text('{"prompt": "x"}')
     assert load_prompts("tiny/ocr_train", "ocr").prompts == ["x"]
     with pytest.raises(PromptError, match="Did you mean 'tiny/ocr_train'"):

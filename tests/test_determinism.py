@@ -10,13 +10,13 @@ import torch
 from diffusers.models import attention_dispatch
 from safetensors.torch import load_file
 
-from flowalign import train
-from flowalign.algorithm import TrainingError
 from flowalign.backbone.attention import unavailable
+from flowalign.commands import train
 from flowalign.config import ConfigError
-from flowalign.determinism import deterministic
-from flowalign.loop import Loop
-from flowalign.preflight import check_world
+from flowalign.training.algorithm import TrainingError
+from flowalign.training.loop import Loop
+from flowalign.training.preflight import check_world
+from flowalign.training.run.determinism import deterministic
 
 ON = "train.deterministic=true"
 

@@ -10,7 +10,13 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign import sde
-from flowalign.losses import WEIGHTINGS, kl_factors, published_loss, step_weights, velocity_error
+from flowalign.training.losses import (
+    WEIGHTINGS,
+    kl_factors,
+    published_loss,
+    step_weights,
+    velocity_error,
+)
 from flowalign.types import Gaussian
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -31,8 +31,9 @@ from documents import Command
 from safetensors.torch import load_file
 from test_package import CONFIGS
 
-from flowalign import cli, recipe, rewards
-from flowalign.adapters.files import adapter_folder
+from flowalign import rewards
+from flowalign.backbone.adapters.files import adapter_folder
+from flowalign.commands import cli, recipe
 from flowalign.config import (
     ADAPTER,
     EvalStage,
@@ -44,7 +45,7 @@ from flowalign.config import (
     assignments,
     load,
 )
-from flowalign.preflight import check_world
+from flowalign.training.preflight import check_world
 
 # what configs ask for counts as installed
 pytestmark = pytest.mark.usefixtures("clip_extra")

@@ -7,8 +7,8 @@ import fakes
 import pytest
 import torch
 
-from flowalign.cli import main
-from flowalign.doctor import diagnose
+from flowalign.commands.cli import main
+from flowalign.commands.doctor import diagnose
 from flowalign.types import Scores
 
 _calls = itertools.count()

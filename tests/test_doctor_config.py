@@ -9,9 +9,9 @@ from accelerate.state import AcceleratorState
 from test_doctor import of_the_batch  # noqa: F401 (a reward that is planted by its name)
 
 from flowalign import config
-from flowalign.adapters.files import read_lora, write_lora
-from flowalign.cli import main
-from flowalign.doctor import live, plan
+from flowalign.backbone.adapters.files import read_lora, write_lora
+from flowalign.commands.cli import main
+from flowalign.commands.doctor import live, plan
 
 TINY = sorted(Path(__file__).parent.parent.glob("configs/tiny/*.yaml"))
 EVALUATED = [
@@ -38,7 +38,7 @@ def is_one(texts, kind, key):
 def stages(path):
     root = config.load(path, stage=config.Stage)
     if isinstance(root, config.RecipeStage):
-        from flowalign.recipe import plan as plan_recipe
+        from flowalign.commands.recipe import plan as plan_recipe
 
         return list(plan_recipe(root, path.parent).values())
     return [root]

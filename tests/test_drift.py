@@ -1,5 +1,5 @@
-"""flowalign.drift: statistics of images made by hand, drift of a model that has and has not moved,
-and what a run makes of it."""
+"""flowalign.training.report.drift: statistics of images made by hand, drift of a model that has and
+has not moved, and what a run makes of it."""
 
 import json
 import math
@@ -11,15 +11,19 @@ import pytest
 import torch
 from scipy.stats import t as student_t
 
-from flowalign import config, manifest, resume, snapshots, watch
-from flowalign.alarm import Alarm
-from flowalign.algorithm import TrainingError
+from flowalign import config
+from flowalign.commands import watch
 from flowalign.config import ConfigError, EvalStage
-from flowalign.drift import compare, statistics
-from flowalign.drift.compare import SIGMAS, Drift, drift
-from flowalign.drift.monitor import Lens, share
 from flowalign.eval.run import evaluate
-from flowalign.loop import Loop
+from flowalign.system import manifest
+from flowalign.training.algorithm import TrainingError
+from flowalign.training.loop import Loop
+from flowalign.training.report import samples
+from flowalign.training.report.alarm import Alarm
+from flowalign.training.report.drift import compare, statistics
+from flowalign.training.report.drift.compare import SIGMAS, Drift, drift
+from flowalign.training.report.drift.monitor import Lens, share
+from flowalign.training.run import resume
 from flowalign.types import PromptBatch
 
 SIDE, PERIOD = 64, 16
@@ -224,8 +228,8 @@ def test_a_run_logs_its_drift_and_shows_it(random_model: str, tmp_path: Path) ->
     held_out = [row for row in rows if "image_drift_held_out/entropy" in row]
     assert [row["update"] for row in held_out] == [0, 1, 2, 3]
     assert all("image_drift_alarms" in row for row in (*rollouts, *held_out))
-    for kind in snapshots.DRIFTS:
-        assert snapshots.newest(loop.folder, kind)
+    for kind in samples.DRIFTS:
+        assert samples.newest(loop.folder, kind)
     (loop.folder / "config.yaml").write_text(config.to_yaml(loop.config))
     watch.write(loop.folder)
     assert "Drift from the base" in (loop.folder / "watch.html").read_text()
@@ -341,9 +345,9 @@ def test_two_processes_measure_what_one_does(
         )
         path = tmp_path / f"{name}.yaml"
         path.write_text(config.to_yaml(stage))
-        command = ["-m", "flowalign.cli", "train", "--config", str(path)]
+        command = ["-m", "flowalign.commands.cli", "train", "--config", str(path)]
         if processes == 1:
-            from flowalign import train
+            from flowalign.commands import train
 
             fakes.AcceleratorState._reset_state(reset_partial_state=True)
             assert train.main(command[3:]) == 0

@@ -8,8 +8,10 @@ import torch
 import yaml
 from accelerate.state import AcceleratorState
 
-from flowalign import config, manifest, resume
-from flowalign.cli import main
+from flowalign import config
+from flowalign.commands.cli import main
+from flowalign.system import manifest
+from flowalign.training.run import resume
 
 
 @pytest.fixture(autouse=True)

@@ -15,11 +15,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from flowalign import config
 from flowalign.backbone.shapes import PUBLIC
 from flowalign.backbone.structure import build, find
+from flowalign.commands.doctor import budget, costs
+from flowalign.commands.doctor.estimate import predict
+from flowalign.commands.doctor.meter import Meter, measure, size_of
+from flowalign.commands.doctor.pace import Pace, times
 from flowalign.config.schema import RewardConfig
-from flowalign.forecast import budget, costs
-from flowalign.forecast.estimate import predict
-from flowalign.forecast.meter import Meter, measure, size_of
-from flowalign.forecast.pace import Pace, times
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import medium  # noqa: E402  # pyright: ignore[reportMissingImports]

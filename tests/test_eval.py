@@ -14,8 +14,9 @@ import torch
 import yaml
 from PIL import Image
 
-from flowalign import text
-from flowalign.backbone import Backbone, load_pipeline
+from flowalign.backbone import Backbone, load_pipeline, text
+from flowalign.backbone.placement import Placement
+from flowalign.backbone.text import TextEncoder
 from flowalign.config import SamplingConfig
 from flowalign.eval import suite
 from flowalign.eval.fidelity import distance, enough, frechet
@@ -25,9 +26,7 @@ from flowalign.eval.stats import average, difference, lost, rows_of
 from flowalign.eval.store import Store
 from flowalign.eval.suite import Benchmark, ImageSet, Judged
 from flowalign.eval.table import details
-from flowalign.frozen import Placement
-from flowalign.pictures import pixels_of
-from flowalign.text import TextEncoder
+from flowalign.training.report.pictures import pixels_of
 from flowalign.types import EvalReport, EvalRow, PromptBatch, Scores
 
 NAN = math.nan

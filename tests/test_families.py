@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from flowalign import sde
 from flowalign.backbone import Backbone, ModelError, load_pipeline
 from flowalign.backbone.attention import use_backend
-from flowalign.rollout import Noise, Schedule, places, sample
+from flowalign.training.rollout import Noise, Schedule, places, sample
 from flowalign.types import PromptBatch
 
 STEPS, LENGTH = 3, 40

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from test_sd35_configs import ROOT, data, stages
 
+from flowalign.commands.doctor import plan
+from flowalign.commands.doctor.budget import usable
+from flowalign.commands.doctor.estimate import predict
 from flowalign.config import ConfigError, EvalStage, Stage, TrainingStage, load
-from flowalign.doctor import plan
-from flowalign.forecast.budget import usable
-from flowalign.forecast.estimate import predict
-from flowalign.preflight import check_world, world_problems
+from flowalign.training.preflight import check_world, world_problems
 
 __all__ = ["data"]  # a fixture
 FAMILIES = ("flux", "flux2", "qwen_image", "sana", "z_image")

@@ -14,13 +14,13 @@ import test_checkpoint
 import yaml
 
 import flowalign
-from flowalign.adapters.files import read_lora
 from flowalign.backbone import ModelError, family_of, loading
+from flowalign.backbone.adapters.files import read_lora
 from flowalign.backbone.flux import Flux
 from flowalign.config import TrainingStage
 from flowalign.eval import run as evaluation
-from flowalign.loop import Loop
 from flowalign.teachers.merge import merge
+from flowalign.training.loop import Loop
 
 MODELS = [name for name in families.PIPELINES if name not in ("sd3", "schnell")]
 STAGES = ("grpo", "nft", "awm", "sft", "opd")

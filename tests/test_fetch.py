@@ -13,13 +13,13 @@ from typing import Any
 import httpx
 import pytest
 
-import flowalign.prompts.fetch as module
-from flowalign import http
-from flowalign.cli import main
-from flowalign.data import load_prompts
-from flowalign.prompts.fetch import FetchError, fetch
-from flowalign.prompts.held_out import digest
-from flowalign.sources import SOURCES, File, Source, commands
+import flowalign.commands.prompts.fetch as module
+from flowalign.commands.cli import main
+from flowalign.commands.prompts.fetch import FetchError, fetch
+from flowalign.commands.prompts.held_out import digest
+from flowalign.system import http
+from flowalign.training.data import load_prompts
+from flowalign.training.sources import SOURCES, File, Source, commands
 from flowalign.types import PromptBatch
 
 SETS = [parent / "shared" / "data" for parent in Path(__file__).resolve().parents]

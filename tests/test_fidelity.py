@@ -4,8 +4,8 @@ import numpy as np
 import prompts
 import pytest
 
+from flowalign.backbone.tiny.scenes import rendered
 from flowalign.eval.fidelity import frechet
-from flowalign.tiny.scenes import rendered
 
 RNG = np.random.default_rng(0)
 NORMAL = RNG.normal(size=(500, 4))

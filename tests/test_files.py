@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowalign import files
-from flowalign.files import replacing
-from flowalign.images import to_float, to_uint8
+from flowalign.system import files
+from flowalign.system.files import replacing
+from flowalign.system.images import to_float, to_uint8
 
 
 def test_a_file_appears_at_the_end_and_its_folders_are_made(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_leftovers_of_killed_writes_are_removed_and_nothing_else(tmp_path: Path)
     code = """
 import os, signal, sys
 from pathlib import Path
-from flowalign.files import replacing
+from flowalign.system.files import replacing
 with replacing(Path(sys.argv[1]) / "a" / sys.argv[2]) as part:
     part.mkdir() if sys.argv[2] == "folder" else None
     (part / "file" if sys.argv[2] == "folder" else part).write_text("half")

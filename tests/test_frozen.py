@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from flowalign.frozen import Placement
+from flowalign.backbone.placement import Placement
 
 
 class Tied(nn.Module):

@@ -10,10 +10,11 @@ from typing import Any
 import fakes
 import pytest
 
-from flowalign import disk, train
+from flowalign.commands import train
+from flowalign.commands.doctor import disk_space
 from flowalign.config import to_yaml
-from flowalign.files import append
-from flowalign.forecast import room
+from flowalign.system.files import append
+from flowalign.training.run import disk
 
 MOUNT = 'mount -t tmpfs -o size="$0" tmpfs "$1" && shift && exec "$@"'
 
@@ -72,7 +73,7 @@ def config_file(model: str, small: Path, *words: str) -> str:
 
 def test_an_appended_line_is_whole_or_not_there(small: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from flowalign.files import append\n"
+        "import sys; from pathlib import Path; from flowalign.system.files import append\n"
         "path, lines = Path(sys.argv[1]), 0\n"
         "try:\n"
         "  while True: append(path, 'x' * 999 + chr(10)); lines += 1\n"
@@ -88,12 +89,12 @@ def test_an_appended_line_is_whole_or_not_there(small: Path) -> None:
 def test_the_bytes_of_a_checkpoint_are_foretold(random_model: str, tmp_path: Path) -> None:
     found = fakes.settings(random_model, tmp_path / "run", "train.updates=1")
     loop = fakes.wired(found)
-    assert room.adapter_bytes(found) == sum(4 * p.numel() for p in loop.parameters)
+    assert disk_space.adapter_bytes(found) == sum(4 * p.numel() for p in loop.parameters)
     loop.begin()
     loop.run()
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
     size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
-    assert 0.6 < room.checkpoint_bytes(found, room.adapter_bytes(found)) / size < 1.4
+    assert 0.6 < disk_space.checkpoint_bytes(found, disk_space.adapter_bytes(found)) / size < 1.4
 
 
 def test_a_run_that_has_no_room_is_refused_with_numbers(

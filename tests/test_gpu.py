@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowalign.algorithm import pairs_of
 from flowalign.backbone import Backbone
 from flowalign.config import ADAPTER, ModelConfig, TrainConfig, to_yaml
-from flowalign.loop import Loop
 from flowalign.rewards import score
 from flowalign.rewards.pickscore import PickScore
 from flowalign.rewards.scoring import Ahead
+from flowalign.training.algorithm import pairs_of
+from flowalign.training.loop import Loop
 from flowalign.types import PromptBatch
 
 PATHS = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
@@ -101,7 +101,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_where_it_is_deterministic(
         path = folder / "given.yaml"
         path.write_text(to_yaml(found))
         subprocess.run(
-            [sys.executable, "-m", "flowalign.cli", "train", "--config", str(path), *more],
+            [sys.executable, "-m", "flowalign.commands.cli", "train", "--config", str(path), *more],
             env=os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": PATHS},
             check=True,
             timeout=300,

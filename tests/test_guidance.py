@@ -9,7 +9,7 @@ import fakes
 import pytest
 
 from flowalign import config
-from flowalign.publish.card import origins
+from flowalign.commands.card import origins
 
 OCR = {"name": "ocr", "prompts": "tiny/ocr_train"}
 DATA: dict[str, Any] = {

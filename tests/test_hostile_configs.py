@@ -11,7 +11,7 @@ from generated import examples, holds, mutated, nothing_else, scalars, texts, va
 from hypothesis import strategies as st
 from yaml import YAMLError
 
-from flowalign import cli, recipe
+from flowalign.commands import cli, recipe
 from flowalign.config import (
     ConfigError,
     RecipeStage,

@@ -6,9 +6,9 @@ import pytest
 from generated import examples, holds, json_values, mutated
 from hypothesis import strategies as st
 
-from flowalign.data import load_prompts
 from flowalign.rewards.geneval import GenEval
 from flowalign.rewards.geneval_judge import COLORS, judge, partial_credit
+from flowalign.training.data import load_prompts
 
 NAMES = ["dog", "cup", "red", "", "é"]
 WRONG = {

@@ -9,9 +9,10 @@ import pytest
 from generated import examples, holds, json_values, nothing_else, texts
 from hypothesis import strategies as st
 
-from flowalign import cli, rewards
-from flowalign.data import PromptError, load_prompts, subset
-from flowalign.prompts.check import examine
+from flowalign import rewards
+from flowalign.commands import cli
+from flowalign.commands.prompts.check import examine
+from flowalign.training.data import PromptError, load_prompts, subset
 
 FILES = {  # each was a traceback, a hang, or silently something else
     "deep JSON": ("a.jsonl", '{"prompt": "a", "x": ' + "[" * 100_000),

@@ -10,7 +10,7 @@ import pytest
 from generated import examples, holds, json_values, mutated
 from hypothesis import strategies as st
 
-from flowalign import cli
+from flowalign.commands import cli
 from flowalign.eval.compare import Incomparable, compare, load, markdown, model_of
 from flowalign.eval.store import Rows, Store, StoreError
 from flowalign.types import PromptBatch

@@ -12,11 +12,11 @@ import pytest
 import torch
 from hostile import response, saying
 
-from flowalign.http import Client, Refused
-from flowalign.prompts import fetch
+from flowalign.commands.prompts import fetch
 from flowalign.rewards import score
 from flowalign.rewards.service.client import Remote
 from flowalign.rewards.vlm import VLM
+from flowalign.system.http import Client, Refused
 
 IMAGE = torch.zeros(1, 3, 4, 4)
 BOMB = gzip.compress(bytes(2**26))
@@ -182,7 +182,7 @@ def test_no_cookie_is_kept_and_none_is_sent():
 def test_the_fetch_of_prompts_is_bounded(talk, tmp_path, monkeypatch):
     monkeypatch.setattr(fetch, "MAX_BYTES", 2**20)
     monkeypatch.setattr(fetch, "SECONDS", 1.0)
-    monkeypatch.setattr("flowalign.http.LONGEST_WAIT", 0.01)
+    monkeypatch.setattr("flowalign.system.http.LONGEST_WAIT", 0.01)
     with saying(talk, pause=0.01 if talk is dripping_body else 0) as server:
         began = time.monotonic()
         with pytest.raises(fetch.FetchError):

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 
-from flowalign import http
-from flowalign.http import Client, Refused, check_url
+from flowalign.system import http
+from flowalign.system.http import Client, Refused, check_url
 
 Serve = Callable[..., list[httpx.Request]]
 

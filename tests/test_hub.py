@@ -10,12 +10,12 @@ from fake_hub import PEFT
 from huggingface_hub import constants
 
 import flowalign
-from flowalign.adapters import hub
-from flowalign.adapters.files import adapter_folder, read_lora, write_lora
+from flowalign.backbone.adapters import hub
+from flowalign.backbone.adapters.files import adapter_folder, read_lora, write_lora
+from flowalign.commands.recipe import file_digest
 from flowalign.config import ConfigError
-from flowalign.preflight import check_world
-from flowalign.recipe import file_digest
 from flowalign.teachers.merge import merge
+from flowalign.training.preflight import check_world
 
 
 @pytest.fixture

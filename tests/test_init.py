@@ -13,7 +13,7 @@ import fake_hub
 import pytest
 import yaml
 
-from flowalign import cli, recipe
+from flowalign.commands import cli, recipe
 from flowalign.config import STAGES, EvalStage, OpdStage, RecipeStage, Stage, TrainingStage, load
 from flowalign.config.schema import Section
 
@@ -240,7 +240,7 @@ def in_a_terminal(typed: str, *words: str) -> tuple[int, str]:
     controller, terminal = pty.openpty()
     os.write(controller, typed.encode())
     done = subprocess.run(
-        [sys.executable, "-m", "flowalign.cli", "init", *words],
+        [sys.executable, "-m", "flowalign.commands.cli", "init", *words],
         stdin=terminal,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -18,8 +18,8 @@ from flowalign.config import ConfigError, EvalStage, SamplingConfig, parse
 from flowalign.eval import geneval_folder, suite
 from flowalign.eval.run import main
 from flowalign.eval.suite import Benchmark, ImageSet
-from flowalign.pictures import pixels_of
-from flowalign.stopping import Interrupted
+from flowalign.system.signals import Interrupted
+from flowalign.training.report.pictures import pixels_of
 from flowalign.types import PromptBatch, Scores
 
 SMALL: dict[str, Any] = {"height": 32, "width": 32, "max_sequence_length": 16}

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign import sde
-from flowalign.adapters.files import read_lora
-from flowalign.algorithm import STUDENT, Prepared, TrainingError, pairs_of
+from flowalign.backbone.adapters.files import read_lora
 from flowalign.credit import group_relative
-from flowalign.loop import Loop
 from flowalign.rewards.scoring import score
+from flowalign.training.algorithm import STUDENT, Prepared, TrainingError, pairs_of
+from flowalign.training.loop import Loop
 from flowalign.types import Rollout, Scores
 
 LINEAR = ["optimizer.eps=1.0", "optimizer.lr=30.0"]  # Adam's first step ~ lr * gradient

@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from flowalign import sde
-from flowalign.losses import (
+from flowalign.training.losses import (
     KLS,
     clip_fraction,
     guard_log_ratio,

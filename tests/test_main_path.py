@@ -10,7 +10,7 @@ import torch
 from diffusers import SD3Transformer2DModel
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from flowalign import train
+from flowalign.commands import train
 from flowalign.config import to_yaml
 
 HOUSE = tuple(str(fakes.ROOT / room) for room in ("flowalign", "rewards", "teachers", "eval"))

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from flowalign import files, manifest
-from flowalign.manifest import MANIFEST, Damaged
+from flowalign.system import files, manifest
+from flowalign.system.manifest import MANIFEST, Damaged
 
 
 def sealed(folder: Path) -> Path:

@@ -19,9 +19,8 @@ from test_hostile_files import harmless
 from flowalign.eval import table
 from flowalign.eval.run import main
 from flowalign.eval.stats import rows_of
-from flowalign.markdown import block, code, escaped
-from flowalign.pictures import grid
-from flowalign.printable import shown
+from flowalign.system.escape import block, code, escaped, shown
+from flowalign.training.report.pictures import grid
 from flowalign.types import EvalRow
 
 NASTY = [
@@ -105,8 +104,8 @@ def test_a_log_and_an_error_show_what_a_terminal_would_obey(
 ) -> None:
     """As a subprocess prints it: the handler of the log is made once per process."""
     code = (
-        "import logging, sys; from flowalign.progress import quiet; quiet()\n"
-        "from flowalign.parallel import ExitStatus\n"
+        "import logging, sys; from flowalign.training.report.progress import quiet; quiet()\n"
+        "from flowalign.training.run.processes import ExitStatus\n"
         "logging.getLogger('flowalign').warning('a reason: %s', '\\x1b[2J\\x07\\r\\ud800')\n"
         "with ExitStatus((ValueError,), (), '') as status: raise ValueError('x\\x1b[31m\\ny')\n"
         "sys.exit(status.code)"

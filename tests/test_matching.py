@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowalign import matching
-from flowalign.losses import policy_loss, velocity_error
-from flowalign.matching import awm_log_prob, chosen_advantage, nft_loss, optimality
+from flowalign.training import matching
+from flowalign.training.losses import policy_loss, velocity_error
+from flowalign.training.matching import awm_log_prob, chosen_advantage, nft_loss, optimality
 
 GOLDEN = Path(__file__).parent / "golden"
 VECTORS = json.loads((GOLDEN / "forward_process.json").read_text())

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flowalign.adapters.files import read_lora, write_lora
 from flowalign.backbone import Backbone
-from flowalign.cli import main
-from flowalign.status import SILENCE, STATUS
+from flowalign.backbone.adapters.files import read_lora, write_lora
+from flowalign.commands.cli import main
 from flowalign.teachers.merge import Factors, merge, merge_layer
+from flowalign.training.report.status import SILENCE, STATUS
 
 SHAPES = [(4, 4.0, 1), (6, 12.0, 2)]  # rank, alpha, seed
 

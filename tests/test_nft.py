@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowalign import matching
-from flowalign.algorithm import STUDENT, pairs_of
 from flowalign.config import ConfigError, to_yaml
-from flowalign.ema import rising_decay
-from flowalign.loop import Loop
-from flowalign.rollout import Noise, places, sample
 from flowalign.teachers.awm import Awm
 from flowalign.teachers.forward import Forward, Matched, Policy
 from flowalign.teachers.nft import Nft
+from flowalign.training import matching
+from flowalign.training.algorithm import STUDENT, pairs_of
+from flowalign.training.averages import rising_decay
+from flowalign.training.loop import Loop
+from flowalign.training.rollout import Noise, places, sample
 from flowalign.types import Source
 
 AVERAGED = "nft.old={decay: 0.5, rise: 0.25}"

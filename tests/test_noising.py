@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowalign.algorithm import pairs_of
 from flowalign.config.schema import steps_within
-from flowalign.noising import noised, of_sampler, stratified
-from flowalign.rollout import Noise
-from flowalign.student.sft import SFT, Sft
+from flowalign.training.algorithm import pairs_of
+from flowalign.training.noising import noised, of_sampler, stratified
+from flowalign.training.rollout import Noise
+from flowalign.training.student.sft import SFT, Sft
 from flowalign.types import Rollout
 
 

@@ -16,10 +16,12 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor
 
-from flowalign import config, parallel, train
-from flowalign.algorithm import Pairs, TrainingError
-from flowalign.finite import Fault, Skips
-from flowalign.loop import Loop
+from flowalign import config
+from flowalign.commands import train
+from flowalign.training.algorithm import Pairs, TrainingError
+from flowalign.training.loop import Loop
+from flowalign.training.nonfinite import Fault, Skips
+from flowalign.training.run import processes
 
 
 def rows(loop: Loop) -> list[dict[str, Any]]:
@@ -252,7 +254,7 @@ def main() -> None:
     spoil(loop, lambda pairs: rank == 1 and loop.update == 1 and pairs.first)
     loop.run()
     torch.save({"weights": weights(loop), "steps": loop.steps}, f"{sys.argv[2]}/{rank}.pt")
-    parallel.part()
+    processes.part()
 
 
 if __name__ == "__main__":

@@ -14,11 +14,12 @@ import psutil
 import pytest
 import yaml
 
-from flowalign import lock, train
+from flowalign.commands import train
 from flowalign.config import ConfigError, to_yaml
 from flowalign.eval.run import main as evaluate
-from flowalign.lock import LOCK, OWNER
-from flowalign.status import SILENCE
+from flowalign.training.report.status import SILENCE
+from flowalign.training.run import lock
+from flowalign.training.run.lock import LOCK, OWNER
 
 HOLD = (
     "import sys, time; from flowalign import lock\nwith lock.holding(sys.argv[1]):\n  print()\n  "
@@ -161,7 +162,7 @@ def test_an_output_that_is_a_file_or_cannot_be_written_is_refused(
 @pytest.mark.slow
 def test_it_is_refused_before_the_libraries_are_imported(random_model: str, tmp_path: Path) -> None:
     given = command("train", random_model, tmp_path / "run")
-    code = "import sys; from flowalign.train import main; status = main(sys.argv[1:])\n"
+    code = "import sys; from flowalign.commands.train import main; status = main(sys.argv[1:])\n"
     code += "assert 'diffusers' not in sys.modules; sys.exit(status)"
     done = subprocess.run(
         [sys.executable, "-c", code, *given, "output=/proc/run"],

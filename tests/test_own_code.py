@@ -8,9 +8,10 @@ import pytest
 import yaml
 from accelerate.state import AcceleratorState
 
-from flowalign import cli, rewards
+from flowalign import rewards
+from flowalign.commands import cli
 from flowalign.config import parse, read
-from flowalign.preflight import own_code, world_problems
+from flowalign.training.preflight import own_code, world_problems
 
 ROOT = Path(__file__).parent.parent
 TRACE = "import pathlib; (pathlib.Path(__file__).parent / 'trace').touch()\n"
@@ -111,7 +112,7 @@ NO_REWARDS = {
     "os:mkdir": {"path": "called"},
     "shutil:copy": {"src": "run.yaml", "dst": "called"},
     "runpy:run_path": {"path_name": "evil.py"},
-    "flowalign.files:replacing": {"path": "called"},
+    "flowalign.system.files:replacing": {"path": "called"},
 }
 
 

@@ -17,31 +17,31 @@ from flowalign.config import Stage, load
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("flowalign.rewards", "flowalign.teachers", "flowalign.eval")
-PURE = ("flowalign.sde", "flowalign.credit", "flowalign.losses")
+PURE = ("flowalign.sde", "flowalign.credit", "flowalign.training.losses")
 WIRING = (
-    "flowalign.train",
-    "flowalign.cli",
-    "flowalign.before_after",
-    "flowalign.demo",
-    "flowalign.doctor",
-    "flowalign.forecast",
-    "flowalign.prompts",
-    "flowalign.publish.push",
-    "flowalign.init",
-    "flowalign.recipe",
-    "flowalign.sample",
+    "flowalign.commands.train",
+    "flowalign.commands.cli",
+    "flowalign.eval.before_after",
+    "flowalign.commands.demo",
+    "flowalign.commands.doctor",
+    "flowalign.commands.doctor",
+    "flowalign.commands.prompts",
+    "flowalign.commands.push",
+    "flowalign.commands.init",
+    "flowalign.commands.recipe",
+    "flowalign.commands.sample",
 )
 BELOW_REWARDS = (
     "flowalign.types",
-    "flowalign.devices",
-    "flowalign.frozen",
-    "flowalign.images",
-    "flowalign.files",
-    "flowalign.http",
-    "flowalign.packages",
-    "flowalign.printable",
-    "flowalign.stopping",
-    "flowalign.adapters.hub",
+    "flowalign.system.devices",
+    "flowalign.backbone.placement",
+    "flowalign.system.images",
+    "flowalign.system.files",
+    "flowalign.system.http",
+    "flowalign.system.packages",
+    "flowalign.system.escape",
+    "flowalign.system.signals",
+    "flowalign.backbone.adapters.hub",
 )
 ASKING = ("own_code", "_scoring_problems", "_fidelity_problems")
 HEAVY = ("diffusers", "transformers", "peft", "accelerate")
@@ -81,20 +81,22 @@ def allowed(module: str, name: str) -> bool:
     if not under(name, "flowalign"):
         return not under(name, "rewards", "teachers", "eval")
     if under(module, "flowalign.rewards"):  # of tiny: where the shipped models lie
-        return name == "flowalign.tiny" or under(name, "flowalign.rewards", *BELOW_REWARDS)
-    if under(module, "flowalign.student"):
+        return name == "flowalign.backbone.tiny" or under(name, "flowalign.rewards", *BELOW_REWARDS)
+    if under(module, "flowalign.training.student"):
         return not under(name, "flowalign.rewards", "flowalign.eval")
     if under(module, *ROOMS, *WIRING):
         return True
-    if module == "flowalign.tiny.detector":  # a plug-in of a reward: what users write looks so
-        return under(name, "flowalign.types", "flowalign.images", "flowalign.tiny")
+    if (
+        module == "flowalign.backbone.tiny.detector"
+    ):  # a plug-in of a reward: what users write looks so
+        return under(name, "flowalign.types", "flowalign.system.images", "flowalign.backbone.tiny")
     return not under(name, *ROOMS)
 
 
 def violations(module: str, source: str) -> list[str]:
     tree = ast.parse(source)
     excused: set[ast.AST] = set()
-    if module == "flowalign.preflight":  # it asks the rewards about names and options
+    if module == "flowalign.training.preflight":  # it asks the rewards about names and options
         for node in tree.body:
             if isinstance(node, ast.FunctionDef) and node.name in ASKING:
                 excused |= set(ast.walk(node))
@@ -108,13 +110,16 @@ def violations(module: str, source: str) -> list[str]:
 def test_the_rule_catches_a_forbidden_import() -> None:
     cases = [
         ("flowalign.sde", "import diffusers.schedulers"),
-        ("flowalign.losses", "from flowalign import config"),
-        ("flowalign.rewards.ocr", "from flowalign.types import Scores; import flowalign.data"),
-        ("flowalign.data", "def f():\n    import flowalign.rewards as r"),
-        ("flowalign.data", "from flowalign import rewards"),
+        ("flowalign.training.losses", "from flowalign import config"),
+        (
+            "flowalign.rewards.ocr",
+            "from flowalign.types import Scores; import flowalign.training.data",
+        ),
+        ("flowalign.training.data", "def f():\n    import flowalign.rewards as r"),
+        ("flowalign.training.data", "from flowalign import rewards"),
         ("flowalign.config", "def f():\n    from flowalign.rewards import check"),
-        ("flowalign.train", "from rewards import ocr"),
-        ("flowalign.train", "from . import data"),
+        ("flowalign.commands.train", "from rewards import ocr"),
+        ("flowalign.commands.train", "from . import data"),
     ]
     for module, source in cases:
         assert len(violations(module, source)) == 1, (module, source)
@@ -173,10 +178,10 @@ def test_a_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     data = [
         p
         for kind in ("json", "jsonl", "safetensors")
-        for p in ROOT.glob(f"flowalign/tiny/**/*.{kind}")
+        for p in ROOT.glob(f"flowalign/backbone/tiny/**/*.{kind}")
     ]
     assert {str(path.relative_to(ROOT)) for path in data} <= names
-    assert "flowalign/templates/report.html.j2" in names
+    assert "flowalign/training/report/templates/report.html.j2" in names
 
 
 def test_only_the_backbone_knows_a_family_by_name() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flowalign import packages
+from flowalign.system import packages
 
 if sys.version_info >= (3, 11):
     import tomllib

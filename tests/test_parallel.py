@@ -18,9 +18,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowalign import parallel, train
-from flowalign.algorithm import filled, pairs_of
+from flowalign.commands import train
 from flowalign.config import ConfigError, to_yaml
+from flowalign.training.algorithm import filled, pairs_of
+from flowalign.training.run import processes
 
 ROOT = Path(__file__).parent.parent
 ACCELERATE = ROOT / "configs" / "accelerate"
@@ -76,7 +77,7 @@ class Started:
     """An accelerator that was started with some strategy's settings, as far as they are asked."""
 
     def __init__(self, kind: str, **plugin: Any) -> None:
-        self.distributed_type = parallel.DistributedType(kind)
+        self.distributed_type = processes.DistributedType(kind)
         self.state = self
         self.fsdp_plugin = self.deepspeed_plugin = type("Plugin", (), plugin)()
 
@@ -115,7 +116,7 @@ def test_what_is_not_supported_is_refused(
     config = fakes.settings(random_model, tmp_path / "run", override)
     asked = ["FSDP"] if kind == "MULTI_CPU" else []
     started: Any = Started(kind, **plugin)
-    (problem,) = parallel._problems(config, started, asked)
+    (problem,) = processes._problems(config, started, asked)
     assert said in problem
 
 
@@ -127,7 +128,7 @@ def test_what_is_supported_is_not(
 ) -> None:
     config = fakes.settings(random_model, tmp_path / "run", "model.dtype=bfloat16")
     started: Any = Started(kind, **plugin)
-    assert list(parallel._problems(config, started, [kind])) == []
+    assert list(processes._problems(config, started, [kind])) == []
 
 
 def test_a_strategy_that_does_not_start_is_refused_before_the_model_is_looked_for(
@@ -149,7 +150,7 @@ def test_accelerates_own_precision_is_said_not_to_count(
 ) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     fakes.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = parallel.start(fakes.settings(random_model, tmp_path / "run"))
+    accelerator = processes.start(fakes.settings(random_model, tmp_path / "run"))
     assert accelerator.mixed_precision == "no"
     assert "accelerate's config says mixed_precision: bf16" in caplog.text
 

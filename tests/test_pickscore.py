@@ -13,11 +13,11 @@ from small_models import assert_refused
 from torch import Tensor
 from transformers import CLIPModel, CLIPProcessor
 
+from flowalign.backbone.tiny import PREFERENCE
+from flowalign.backbone.tiny.scenes import rendered
 from flowalign.rewards import build, check, score
 from flowalign.rewards.clip import Clip
 from flowalign.rewards.pickscore import PickScore
-from flowalign.tiny import PREFERENCE
-from flowalign.tiny.scenes import rendered
 
 OPTIONS = {"model": "tiny", "normalizer": 25.0, "device": "cpu"}
 REWARD = PickScore(**OPTIONS)

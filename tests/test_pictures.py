@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 
 import flowalign
-from flowalign import pictures
-from flowalign.pictures import Block, Row, comparison, gallery, metrics_plot
+from flowalign.training.report import pictures
+from flowalign.training.report.pictures import Block, Row, comparison, gallery, metrics_plot
 
 COLOURS = torch.tensor(
     [[[220, 0, 0], [0, 180, 0], [0, 0, 240]], [[240, 200, 0], [0, 200, 200], [150, 0, 150]]]

@@ -28,7 +28,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def flowalign(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "flowalign.cli", *arguments]
+    command = [sys.executable, "-m", "flowalign.commands.cli", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 

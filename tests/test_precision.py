@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowalign import parallel, pictures, sample, train
-from flowalign.algorithm import STUDENT
 from flowalign.backbone import Backbone
 from flowalign.backbone.precision import CastingLinear
+from flowalign.commands import sample, train
 from flowalign.config import EvalStage, SamplingConfig, parse
 from flowalign.eval.run import load_adapters, using
 from flowalign.eval.suite import generate
+from flowalign.training.algorithm import STUDENT
+from flowalign.training.report import pictures
+from flowalign.training.run import processes
 
 
 def velocity(backbone: Backbone) -> Tensor:
@@ -141,10 +143,10 @@ def test_float16_asks_accelerate_for_a_scaler_and_nothing_for_autocast(
 ) -> None:
     """accelerate has no fp16 on a CPU, and says so itself: the choice is what can be seen here."""
     seen: list[dict[str, Any]] = []
-    monkeypatch.setattr(parallel, "Accelerator", lambda **given: seen.append(given) or _Stop())
+    monkeypatch.setattr(processes, "Accelerator", lambda **given: seen.append(given) or _Stop())
     for dtype in ("float32", "bfloat16", "float16"):
         with pytest.raises(_Stopped):
-            parallel.start(fakes.settings(random_model, tmp_path / "run", f"model.dtype={dtype}"))
+            processes.start(fakes.settings(random_model, tmp_path / "run", f"model.dtype={dtype}"))
     assert [given["mixed_precision"] for given in seen] == ["no", "no", "fp16"]
     assert all(not handler.enabled for given in seen for handler in given["kwargs_handlers"])
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowalign.printable import shown
+from flowalign.system.escape import shown
 
 HARMLESS = {"a cat", "naïve 猫", "👩\u200d🚀 in space", "می\u200cخواهم"}
 

@@ -10,16 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flowalign.cli import main
-from flowalign.data import load_prompts
-from flowalign.prompts import geneval, held_out, ocr
-from flowalign.prompts.check import examine
-from flowalign.prompts.held_out import digest
+from flowalign.backbone.tiny import MODEL
+from flowalign.commands.cli import main
+from flowalign.commands.prompts import geneval, held_out, ocr
+from flowalign.commands.prompts.check import examine
+from flowalign.commands.prompts.held_out import digest
 from flowalign.rewards.geneval import GenEval
 from flowalign.rewards.geneval_judge import COLORS, judge
 from flowalign.rewards.geneval_names import NAMES
 from flowalign.rewards.ocr import target_of
-from flowalign.tiny import MODEL
+from flowalign.training.data import load_prompts
 from flowalign.types import PromptBatch
 
 SETS = [parent / "shared" / "data" for parent in Path(__file__).resolve().parents]

@@ -19,14 +19,16 @@ from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors.torch import load_file
 
-from flowalign import metrics, recipe, rewards
-from flowalign.adapters.files import ADAPTER, read_lora
-from flowalign.cli import main
+from flowalign import rewards
+from flowalign.backbone.adapters.files import ADAPTER, read_lora
+from flowalign.commands import recipe
+from flowalign.commands.card import CHOICES, command, judge, licence, write_card
+from flowalign.commands.cli import main
 from flowalign.config import MergeStage, load, parse, to_yaml
 from flowalign.eval.run import main as evaluate
-from flowalign.manifest import MANIFEST
-from flowalign.preflight import check_world
-from flowalign.publish.card import CHOICES, command, judge, licence, write_card
+from flowalign.system.manifest import MANIFEST
+from flowalign.training import metrics
+from flowalign.training.preflight import check_world
 
 LOG = [
     {"update": 1, "loss": 1.0},

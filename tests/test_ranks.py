@@ -18,9 +18,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flowalign import parallel, ranks
 from flowalign.config import to_yaml
-from flowalign.status import STATUS, Heartbeat, Status, read_status
+from flowalign.training.report.status import STATUS, Heartbeat, Status, read_status
+from flowalign.training.run import processes, ranks
 
 
 class Troubled:
@@ -224,15 +224,15 @@ def test_only_a_run_of_this_launcher_counts_as_restarted(
     with Heartbeat(tmp_path):
         pass
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
-    assert not parallel.restarted(tmp_path)
+    assert not processes.restarted(tmp_path)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert not parallel.restarted(tmp_path)
+    assert not processes.restarted(tmp_path)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert parallel.restarted(tmp_path)
-    assert not parallel.restarted(tmp_path / "refused before it began")
+    assert processes.restarted(tmp_path)
+    assert not processes.restarted(tmp_path / "refused before it began")
     old = Status(began=psutil.Process(os.getppid()).create_time() - 60)
     (tmp_path / STATUS).write_text(json.dumps(asdict(old)))
-    assert not parallel.restarted(tmp_path)  # an older run
+    assert not processes.restarted(tmp_path)  # an older run
 
 
 @pytest.mark.slow

@@ -12,9 +12,10 @@ import yaml
 from safetensors.torch import load, load_file
 from torch.testing import assert_close
 
-from flowalign import manifest, recipe, train
 from flowalign.backbone import base
+from flowalign.commands import recipe, train
 from flowalign.config import ADAPTER, ConfigError, EvalStage, Stage, TrainingStage
+from flowalign.system import manifest
 
 
 def written(model: str, folder: Path, **stages: dict) -> Path:
@@ -196,7 +197,7 @@ def test_a_killed_stage_continues_from_its_checkpoint(
 
     whole, path = two_teachers(tmp_path / "whole"), two_teachers(tmp_path / "parts")
     assert train.main(["--config", str(whole)]) == 0
-    from flowalign.loop import Loop
+    from flowalign.training.loop import Loop
 
     inner = Loop.rollout
 

@@ -15,14 +15,15 @@ import pytest
 import served
 import torch
 
-from flowalign import doctor, http, train
 from flowalign.backbone import Backbone
+from flowalign.commands import doctor, train
 from flowalign.config import to_yaml
-from flowalign.images import to_float
 from flowalign.rewards import build, build_on, check, describe, score
 from flowalign.rewards.service import wire
 from flowalign.rewards.service.client import Remote
 from flowalign.rewards.service.wire import Limits
+from flowalign.system import http
+from flowalign.system.images import to_float
 from flowalign.types import Scores
 
 PIXELS = torch.arange(10 * 3 * 8 * 8).view(10, 3, 8, 8).mul(7).remainder(251).to(torch.uint8)

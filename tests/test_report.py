@@ -14,7 +14,7 @@ from flowalign.eval import report
 from flowalign.eval.fidelity import Distance
 from flowalign.eval.suite import Benchmark, Judged
 from flowalign.eval.table import Results, Table, markdown, tables
-from flowalign.pictures import png
+from flowalign.training.report.pictures import png
 from flowalign.types import EvalRow, PromptBatch
 
 NAN = math.nan

@@ -10,9 +10,11 @@ import fakes
 import pytest
 import yaml
 
-from flowalign import cli, metrics, results, sample, train
+from flowalign.commands import cli, sample, train
 from flowalign.config import to_yaml
-from flowalign.status import WARNINGS
+from flowalign.training import metrics
+from flowalign.training.report import results
+from flowalign.training.report.status import WARNINGS
 
 
 def places(text: str) -> dict[str, Path]:

@@ -12,9 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flowalign import checkpoint, kept, manifest, resume, train
-from flowalign.checkpoint import Checkpoints
+from flowalign.commands import train
 from flowalign.config import ADAPTER, to_yaml
+from flowalign.system import manifest
+from flowalign.training.run import best_adapter, checkpoint, resume
+from flowalign.training.run.checkpoint import Checkpoints
 
 Damage = Callable[[Path], object]
 EVALUATED = ["evaluation={every: 1, prompts: 2}", "train.checkpoint_every=1", "train.updates=3",
@@ -329,7 +331,7 @@ def test_an_adapter_that_is_damaged_while_the_run_goes_on_is_restored_or_forgott
     best = dict(loop.best)
     shutil.rmtree(loop.folder / "adapter")
     loop.save()
-    assert loop.best == best and kept.wrong(loop.folder, best) == ""
+    assert loop.best == best and best_adapter.wrong(loop.folder, best) == ""
     shutil.rmtree(loop.folder / "adapter")
     shutil.rmtree(loop.checkpoints.folder)
     loop.save()

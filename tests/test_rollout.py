@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign import sde
-from flowalign.algorithm import STUDENT
 from flowalign.backbone import Backbone
 from flowalign.config import RolloutConfig, WindowConfig
-from flowalign.rollout import Noise, Schedule, places, sample, shard, window_of
+from flowalign.training.algorithm import STUDENT
+from flowalign.training.rollout import Noise, Schedule, places, sample, shard, window_of
 from flowalign.types import Rollout, Source
 
 STEPS = 4

@@ -6,12 +6,12 @@ from typing import Any
 import fakes
 import pytest
 
-from flowalign import cli, sample
-from flowalign.adapters.files import read_lora
-from flowalign.algorithm import STUDENT
+from flowalign.backbone.adapters.files import read_lora
+from flowalign.commands import cli, sample
+from flowalign.commands.sample import Plan, parser, settle
 from flowalign.config import to_yaml
-from flowalign.pictures import pixels_of
-from flowalign.sample import Plan, parser, settle
+from flowalign.training.algorithm import STUDENT
+from flowalign.training.report.pictures import pixels_of
 
 
 def plan(*words: str, lora: str | None = None) -> Plan:

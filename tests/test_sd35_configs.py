@@ -9,9 +9,12 @@ from typing import Any
 import fake_hub
 import pytest
 
-from flowalign import recipe
 from flowalign.backbone import structure
-from flowalign.cli import main
+from flowalign.commands import recipe
+from flowalign.commands.cli import main
+from flowalign.commands.doctor import plan
+from flowalign.commands.doctor.budget import usable
+from flowalign.commands.doctor.estimate import predict
 from flowalign.config import (
     STAGES,
     AwmStage,
@@ -24,10 +27,7 @@ from flowalign.config import (
     load,
     read,
 )
-from flowalign.doctor import plan
-from flowalign.forecast.budget import usable
-from flowalign.forecast.estimate import predict
-from flowalign.preflight import check_world
+from flowalign.training.preflight import check_world
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "benchmarks"))

@@ -20,10 +20,10 @@ import served
 import torch
 from safetensors.numpy import save
 
-from flowalign.cli import main
-from flowalign.images import to_float
+from flowalign.commands.cli import main
 from flowalign.rewards.service import command, server, wire
 from flowalign.rewards.service.wire import Limits, WireError
+from flowalign.system.images import to_float
 
 IMAGES = to_float(torch.arange(4 * 3 * 8 * 8).view(4, 3, 8, 8).remainder(251).to(torch.uint8))
 PROMPTS, METADATA = ["a", "bb", "ccc", "dddd"], [{}, {"bonus": 3}, {}, {}]
@@ -299,9 +299,10 @@ def test_the_command_serves_until_it_is_told_to_end():
 def test_serving_imports_nothing_that_an_old_environment_lacks():
     """Nor a file that holds a reward to be served there. pydantic comes with fastapi."""
     code = (
-        "import sys, flowalign.cli, flowalign.rewards.service.server, flowalign.rewards.deqa, "
-        "flowalign.rewards.hpsv3; print([m for m in ('diffusers', 'transformers', 'peft', "
-        "'accelerate', 'httpx', 'tenacity', 'rapidfuzz', 'cv2') if m in sys.modules])"
+        "import sys, flowalign.commands.cli, flowalign.rewards.service.server,
+        flowalign.rewards.deqa, " "flowalign.rewards.hpsv3; print([m for m in ('diffusers',
+        'transformers', 'peft', " "'accelerate', 'httpx', 'tenacity', 'rapidfuzz', 'cv2') if m in
+        sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr

@@ -17,9 +17,9 @@ from diffusers import StableDiffusion3Pipeline
 from PIL import Image
 
 import flowalign
-from flowalign.adapters.files import adapter_folder, read_lora
+from flowalign.backbone.adapters.files import adapter_folder, read_lora
+from flowalign.backbone.tiny import MODEL
 from flowalign.config import ADAPTER
-from flowalign.tiny import MODEL
 
 ROOT = Path(__file__).parents[1]
 
@@ -59,7 +59,9 @@ def test_any_text_length_of_t5_draws_the_same_kind_of_image() -> None:
 
 
 def test_sample_draws_a_grid(tmp_path: Path) -> None:
-    done = command("flowalign.cli", "sample", "a photo of a star", "--out", f"{tmp_path}/x.png")
+    done = command(
+        "flowalign.commands.cli", "sample", "a photo of a star", "--out", f"{tmp_path}/x.png"
+    )
     assert done.returncode == 0, done.stderr
     pixels = np.asarray(Image.open(tmp_path / "x.png").convert("L"))
     assert pixels.std() > 5  # something is drawn
@@ -71,7 +73,9 @@ def test_train_then_evaluate_then_load(tmp_path: Path) -> None:
         f"output={tmp_path}/run", "train.updates=1", "rollout.prompts=2", "rollout.copies=2",
         "train.sample_every=1", "evaluation.prompts=4", "train.trackers=[]",
     ]  # fmt: skip
-    done = command("flowalign.cli", "train", "--config", "configs/tiny/teacher_ocr.yaml", *run)
+    done = command(
+        "flowalign.commands.cli", "train", "--config", "configs/tiny/teacher_ocr.yaml", *run
+    )
     assert done.returncode == 0, done.stderr
     for name in ("before_after.png", "metrics.png", "metrics.jsonl", "adapter/README.md"):
         assert (tmp_path / "run" / name).exists()
@@ -97,7 +101,7 @@ def test_the_shipped_teachers_are_small_and_know_their_base(name: str) -> None:
 
 
 def test_an_unknown_command_says_what_is_possible() -> None:
-    done = command("flowalign.cli", "trian")
+    done = command("flowalign.commands.cli", "trian")
     assert done.returncode == 2
     assert "train" in done.stderr
 
@@ -123,7 +127,7 @@ def test_the_demo_leaves_the_pictures_that_it_names_and_readmes_are_drawn_from_i
     small = ["stages.student.train.updates=1", "stages.student.rollout={prompts: 8}",
              "stages.student.optimizer={updates_per_rollout: 1}",
              f"stages.table.set=[{limits}]", "stages.table.fidelity=null"]  # fmt: skip
-    done = command("flowalign.cli", "demo", "--output", f"{tmp_path}/demo", *small)
+    done = command("flowalign.commands.cli", "demo", "--output", f"{tmp_path}/demo", *small)
     assert done.returncode == 0, done.stderr
     named = [Path(word) for word in done.stdout.split() if word.startswith(f"{tmp_path}/demo/")]
     files = {path for path in named if path.suffix in (".png", ".html")}

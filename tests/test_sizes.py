@@ -11,13 +11,14 @@ import torch
 import yaml
 from test_loop import ratio_errors
 
-from flowalign import config, train
+from flowalign import config
+from flowalign.commands import train
+from flowalign.commands.doctor.estimate import predict
 from flowalign.config import ConfigError
-from flowalign.data import PromptSampler
 from flowalign.eval import run as evaluation
-from flowalign.forecast.estimate import predict
-from flowalign.loop import Loop
-from flowalign.pictures import pixels_of
+from flowalign.training.data import PromptSampler
+from flowalign.training.loop import Loop
+from flowalign.training.report.pictures import pixels_of
 from flowalign.types import PromptBatch
 
 SIZES = ["model.height=[32, 32]", "model.width=[32, 64]"]

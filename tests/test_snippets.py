@@ -22,10 +22,11 @@ import yaml
 from documents import Block
 from test_docs import BLOCKS, COMMANDS, ROOT, hub
 
-from flowalign import cli, rewards
-from flowalign.adapters.files import adapter_folder
+from flowalign import rewards
+from flowalign.backbone.adapters.files import adapter_folder
+from flowalign.commands import cli
 from flowalign.config import STAGES, EvalStage, Stage, TaskConfig, TrainingStage, load, read
-from flowalign.preflight import check_world
+from flowalign.training.preflight import check_world
 
 __all__ = ["hub"]  # a fixture
 

@@ -13,8 +13,8 @@ from torch.testing import assert_close
 from flowalign import sde
 from flowalign.backbone import Backbone
 from flowalign.config import ConfigError
-from flowalign.rollout import Noise, Schedule, places, sample
-from flowalign.solvers import SOLVERS, Solver, forwards
+from flowalign.training.rollout import Noise, Schedule, places, sample
+from flowalign.training.solvers import SOLVERS, Solver, forwards
 from flowalign.types import Rollout
 
 sys.path.append(str(fakes.ROOT / "benchmarks"))

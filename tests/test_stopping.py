@@ -16,11 +16,19 @@ import fakes
 import pytest
 import yaml
 
-from flowalign import train
-from flowalign.checkpoint import Checkpoints
+from flowalign.commands import train
 from flowalign.config import to_yaml
-from flowalign.status import read_status
-from flowalign.stopping import CODES, ECHO, UNFINISHED, Clock, Interrupted, Requests, interruptible
+from flowalign.system.signals import (
+    CODES,
+    ECHO,
+    UNFINISHED,
+    Clock,
+    Interrupted,
+    Requests,
+    interruptible,
+)
+from flowalign.training.report.status import read_status
+from flowalign.training.run.checkpoint import Checkpoints
 
 NUMBERS = sorted(CODES)
 

@@ -16,9 +16,8 @@ import torch
 import yaml
 from torch import Tensor
 
-from flowalign import manifest
-from flowalign.adapters.files import read_lora
 from flowalign.backbone import Backbone, load_pipeline
+from flowalign.backbone.adapters.files import read_lora
 from flowalign.config import EvalStage, SamplingConfig, load
 from flowalign.eval import suite
 from flowalign.eval.compare import Incomparable
@@ -26,7 +25,8 @@ from flowalign.eval.compare import load as load_results
 from flowalign.eval.run import main
 from flowalign.eval.store import Store, fingerprint
 from flowalign.eval.suite import Benchmark, ImageSet
-from flowalign.stopping import Interrupted
+from flowalign.system import manifest
+from flowalign.system.signals import Interrupted
 from flowalign.types import PromptBatch, Scores
 
 SMALL: dict[str, Any] = {"height": 32, "width": 32, "max_sequence_length": 16}

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowalign import metrics, sde
-from flowalign.algorithm import TrainingError, pairs_of
+from flowalign import sde
+from flowalign.commands.train import train
 from flowalign.config import StatesConfig
-from flowalign.loop import Loop
-from flowalign.losses import velocity_error
-from flowalign.preflight import check_world
-from flowalign.student.opd import Labels, Opd, chosen
-from flowalign.student.sft import Sft
-from flowalign.train import train
+from flowalign.training import metrics
+from flowalign.training.algorithm import TrainingError, pairs_of
+from flowalign.training.loop import Loop
+from flowalign.training.losses import velocity_error
+from flowalign.training.preflight import check_world
+from flowalign.training.student.opd import Labels, Opd, chosen
+from flowalign.training.student.sft import Sft
 
 LINEAR = ["optimizer.eps=1.0", "optimizer.lr=30.0"]  # Adam's first step ~ lr * gradient
 EXACT = "student.label_dtype=float32"

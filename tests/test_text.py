@@ -10,8 +10,8 @@ from torch.testing import assert_close
 
 from flowalign.backbone import load_pipeline
 from flowalign.backbone.sd3 import SD3
-from flowalign.text import TextEncoder
-from flowalign.tiny import T5_LENGTH
+from flowalign.backbone.text import TextEncoder
+from flowalign.backbone.tiny import T5_LENGTH
 
 TEXTS = fakes.PROMPTS[:5]
 

@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import flowalign
-from flowalign.adapters.files import read_lora, write_lora
 from flowalign.backbone import Backbone
+from flowalign.backbone.adapters.files import read_lora, write_lora
+from flowalign.backbone.tiny import T5_LENGTH
 from flowalign.config import SamplingConfig
-from flowalign.data import load_prompts
 from flowalign.eval.suite import generate
-from flowalign.rollout import Noise
 from flowalign.teachers.merge import merge
-from flowalign.tiny import T5_LENGTH
+from flowalign.training.data import load_prompts
+from flowalign.training.rollout import Noise
 
 SETTINGS = SamplingConfig(steps=2, guidance=2.0, seed=3, batch_size=2)
 

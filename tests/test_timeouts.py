@@ -11,10 +11,11 @@ import fakes
 import pytest
 from torch.distributed import distributed_c10d as c10d
 
-from flowalign import parallel, recipe
+from flowalign.commands import recipe
 from flowalign.config import EvalStage, RecipeStage, TrainingStage, parse, to_yaml
-from flowalign.ranks import MARGIN
-from flowalign.timeouts import FOREVER, SAMPLING, SLACK, group_timeout
+from flowalign.training.run import processes
+from flowalign.training.run.ranks import MARGIN
+from flowalign.training.run.timeouts import FOREVER, SAMPLING, SLACK, group_timeout
 
 SECONDS = 100.0
 
@@ -90,7 +91,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
 
 def test_the_time_reaches_accelerates_own_state(tmp_path: Path, given: dict[str, Any]) -> None:
-    parallel.accelerator(grpo(tmp_path))
+    processes.accelerator(grpo(tmp_path))
     assert given == {"timeout": timedelta(seconds=SLACK + 4 * SECONDS + MARGIN)}
 
 

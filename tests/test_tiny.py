@@ -10,11 +10,11 @@ import prompts
 import pytest
 import torch
 
+from flowalign.backbone.tiny import PROMPTS, scenes
+from flowalign.backbone.tiny.detector import TinyDetector
+from flowalign.backbone.tiny.scenes import PROMPT_COLORS
 from flowalign.eval.geneval import judge
 from flowalign.rewards import build
-from flowalign.tiny import PROMPTS, scenes
-from flowalign.tiny.detector import TinyDetector
-from flowalign.tiny.scenes import PROMPT_COLORS
 
 DETECTOR = TinyDetector()
 ENGINE = {"engine": "rapidocr", "limit_side_len": 64, "limit_type": "max", "rec_width": 96}

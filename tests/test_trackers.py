@@ -13,9 +13,10 @@ from accelerate.tracking import GeneralTracker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata
 
-from flowalign import trackers, train
+from flowalign.commands import train
 from flowalign.config import TrainingStage, to_yaml
-from flowalign.pictures import grid
+from flowalign.training.report import trackers
+from flowalign.training.report.pictures import grid
 
 EVALUATED = ["evaluation={every: 1, prompts: 2}", "tasks.0.validation=tiny/ocr_val"]
 

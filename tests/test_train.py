@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import flowalign
-from flowalign import preflight, train
+from flowalign.commands import train
 from flowalign.config import ConfigError, to_yaml
-from flowalign.loop import Loop
+from flowalign.training import preflight
+from flowalign.training.loop import Loop
 
 ROOT = Path(__file__).parent.parent
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 from PIL import Image
 
-from flowalign import http
-from flowalign.images import to_uint8
 from flowalign.rewards import build, check, describe, score
 from flowalign.rewards.vlm import TEMPLATES, VLM, Template
+from flowalign.system import http
+from flowalign.system.images import to_uint8
 
 OWN = Template("Rate this.", r"(\d)/9", scale=9.0, lowest=1.0)  # named by its dotted path
 
@@ -276,7 +276,7 @@ def test_a_dead_endpoint_masks_the_batch_and_is_not_asked_for_every_image(serve,
         scores = score(reward, images(5), prompts(5), [{}] * 5)
     assert not scores.valid.any() and "ConnectError" in scores.reasons[0]
     names = [record.name for record in caplog.records]
-    assert sorted(names) == ["flowalign.http", "flowalign.rewards.scoring"]
+    assert sorted(names) == ["flowalign.system.http", "flowalign.rewards.scoring"]
 
 
 def test_an_endpoint_that_dies_midway_keeps_what_it_answered(serve):

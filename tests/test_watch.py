@@ -16,11 +16,13 @@ import pytest
 import torch
 import yaml
 
-from flowalign import metrics, snapshots, train, watch
+from flowalign.commands import train, watch
 from flowalign.config import to_yaml
-from flowalign.pictures import png
-from flowalign.progress import Progress, duration
-from flowalign.status import KEPT, SILENCE, Heartbeat, Status, read_status
+from flowalign.training import metrics
+from flowalign.training.report import samples
+from flowalign.training.report.pictures import png
+from flowalign.training.report.progress import Progress, duration
+from flowalign.training.report.status import KEPT, SILENCE, Heartbeat, Status, read_status
 from flowalign.types import Example
 
 PROMPT = '<b>a sign</b> that says "A&B"'
@@ -93,9 +95,7 @@ def test_it_is_one_file_without_a_network(tmp_path: Path) -> None:
 def keep_images(folder: Path, *scores: float) -> None:
     """As an evaluation after five updates."""
     picture = png(torch.rand(3, 32, 32))
-    snapshots.write_examples(
-        folder, 5, [Example("ocr", PROMPT, score, picture) for score in scores]
-    )
+    samples.write_examples(folder, 5, [Example("ocr", PROMPT, score, picture) for score in scores])
 
 
 def test_samples_stand_with_their_prompts_and_rewards_and_texts_are_escaped(tmp_path: Path) -> None:
@@ -130,13 +130,13 @@ def test_the_newest_samples_are_kept_and_the_oldest(tmp_path: Path) -> None:
     picture = png(torch.zeros(3, 8, 8))
     for update in range(0, 100, 10):
         rows = [Example("signs", PROMPT, 0.5, picture)]
-        snapshots.write_examples(tmp_path, update, rows, keep=3)
+        samples.write_examples(tmp_path, update, rows, keep=3)
     (tmp_path / "samples" / "update_000005.png").touch()  # of a rollout: another kind
     names = sorted(path.name for path in (tmp_path / "samples").glob("held_out_*.json"))
     kept = [0, 70, 80, 90]
     assert names == [f"held_out_{update:06d}.json" for update in kept]
     assert len(list((tmp_path / "samples").iterdir())) == 2 * len(kept) + 1
-    oldest = snapshots.oldest(tmp_path, snapshots.EVALUATION)
+    oldest = samples.oldest(tmp_path, samples.EVALUATION)
     assert oldest and oldest[0] == 0
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.numpy import load, save
 
-from flowalign.images import to_float
 from flowalign.rewards.service import wire
 from flowalign.rewards.service.wire import Limits, WireError
+from flowalign.system.images import to_float
 from flowalign.types import Scores
 
 PIXELS = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (3, 3, 5, 7), np.uint8))

@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from flowalign import train
+from flowalign.commands import train
 
 LINEAR = ["optimizer.eps=1.0", "optimizer.lr=30.0"]  # Adam that does not blow rounding up
 SHARED = ["rollout.prompts=8", "optimizer.updates_per_rollout=2", "optimizer.micro_batch=3",

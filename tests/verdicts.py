@@ -71,7 +71,7 @@ def examined() -> dict[str, dict[str, dict[str, Verdict]]]:
 def look(missing: str) -> dict[str, dict[str, Verdict]]:
     """The verdicts of both commands about every config, in this world."""
     sys.path.insert(0, str(ROOT / "tests"))
-    from flowalign import packages
+    from flowalign.system import packages
 
     hidden = set(packages.EXTRAS) if missing == "extras" else set()
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
@@ -105,7 +105,7 @@ def verdict(argv: list[str]) -> Verdict:
     """Exit status and problems of a command, which stops at its first weights."""
     from accelerate.state import AcceleratorState
 
-    from flowalign.cli import main
+    from flowalign.commands.cli import main
 
     AcceleratorState._reset_state(reset_partial_state=True)
     printed = io.StringIO()
@@ -125,7 +125,7 @@ def stop_at_weights() -> None:
     their time is saved."""
     from flowalign import rewards
     from flowalign.backbone import Backbone
-    from flowalign.forecast import plan
+    from flowalign.commands.doctor import predictions
     from flowalign.teachers import merge
 
     def stop(*args: Any, **options: Any) -> Any:
@@ -135,7 +135,7 @@ def stop_at_weights() -> None:
         raise LookupError("left out")
 
     Backbone.load = rewards.build_on = merge.merge = stop
-    plan.predict = skip
+    predictions.predict = skip
 
 
 def write_prompts(folder: Path) -> None:

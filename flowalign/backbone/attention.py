@@ -17,7 +17,7 @@ from diffusers.models.attention_dispatch import (
 from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
 from torch import Tensor, nn
 
-from flowalign.packages import hint, installed
+from flowalign.system.packages import hint, installed
 
 
 def use_backend(transformer: nn.Module, name: str) -> None:

@@ -19,16 +19,16 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 
-from flowalign.adapters.files import Lora, read_lora, write_lora
+from flowalign.backbone.adapters.files import Lora, read_lora, write_lora
 from flowalign.backbone.attention import use_backend
 from flowalign.backbone.errors import ModelError
 from flowalign.backbone.loading import family_of, load_pipeline
 from flowalign.backbone.lora import put_lora, several_adapters
+from flowalign.backbone.placement import fingerprint
 from flowalign.backbone.precision import compute_in_the_bases_dtype, lora_layers
+from flowalign.backbone.text import TextEncoder, joined
 from flowalign.config import ModelConfig
 from flowalign.config.schema import sizes_of
-from flowalign.frozen import fingerprint
-from flowalign.text import TextEncoder, joined
 from flowalign.types import Conditioning
 
 COMPILATIONS = 256  # per kind of block: adapters x (rollout, update) x shapes; torch allows 8
@@ -42,8 +42,8 @@ class Backbone:
     height, width: of the images, in pixels; lists of them are several sizes, the buckets. dtype: of
     all arithmetic of the transformer, adapters included (None = that of its weights).
     decode_batch: images per VAE decode (None = all at once).
-    text_cache, offload_text_encoders: see `flowalign.text.TextEncoder`. name: the id of the base,
-    which saved adapters carry.
+    text_cache, offload_text_encoders: see `flowalign.backbone.text.TextEncoder`. name: the id of
+    the base, which saved adapters carry.
 
     transformer is `core` (the bare diffusers model) or accelerate's wrapper of it. `velocity` calls
     transformer, so that rollout and update share one forward path; adapters and saving use `core`.
@@ -235,8 +235,8 @@ class Backbone:
         self.activate(name)
 
     def load_adapter(self, name: str, folder: str | Path | Lora, *, frozen: bool = False) -> None:
-        """A saved LoRA: whatever `flowalign.adapters.files.read_lora` takes. It becomes active and
-        trainable. frozen: neither; its weights then have the base's dtype."""
+        """A saved LoRA: whatever `flowalign.backbone.adapters.files.read_lora` takes. It becomes
+        active and trainable. frozen: neither; its weights then have the base's dtype."""
         before = self.active
         weights = put_lora(self.core, name, folder)
         self._own(name, self.dtype if frozen else torch.float32)

@@ -22,8 +22,8 @@ from flowalign.backbone.flux2 import Flux2, Flux2Klein
 from flowalign.backbone.qwen_image import QwenImage
 from flowalign.backbone.sana import Sana
 from flowalign.backbone.sd3 import SD3
+from flowalign.backbone.tiny import MODEL as TINY
 from flowalign.backbone.z_image import ZImage
-from flowalign.tiny import MODEL as TINY
 
 FAMILIES: dict[str, type[Family]] = {
     family.pipeline: family for family in (SD3, Flux, Flux2, Flux2Klein, QwenImage, ZImage, Sana)

@@ -10,7 +10,7 @@ from pathlib import Path
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from flowalign.adapters.files import AdapterError, Lora, read_lora
+from flowalign.backbone.adapters.files import AdapterError, Lora, read_lora
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import diffusers
 from flowalign.backbone.loading import family_of, pipeline_name, resolve
 
 if TYPE_CHECKING:
-    from flowalign.adapters.files import Lora
+    from flowalign.backbone.adapters.files import Lora
 
 LENGTH = "max_sequence_length"
 
@@ -21,8 +21,8 @@ def text_length(model: str, lora: str | Path | Lora | None) -> int | None:
     """Tokens of a prompt: those of the LoRA's training if its file says so, else those of the tiny
     model, else None = diffusers' default. Raises HubError or AdapterError for a LoRA that cannot be
     read."""
-    from flowalign.adapters.files import read_lora
-    from flowalign.tiny import MODEL, T5_LENGTH
+    from flowalign.backbone.adapters.files import read_lora
+    from flowalign.backbone.tiny import MODEL, T5_LENGTH
 
     own = T5_LENGTH if resolve(model) == str(MODEL) else None
     return (read_lora(lora, newest=True).text_length if lora else None) or own

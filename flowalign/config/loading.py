@@ -26,7 +26,6 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from yaml import YAMLError
 
-from flowalign import files
 from flowalign.config import safe_yaml
 from flowalign.config.schema import (
     MARKS,
@@ -40,6 +39,7 @@ from flowalign.config.schema import (
     close_to,
     command,
 )
+from flowalign.system import files
 
 C = TypeVar("C", bound=Stage)
 CHAIN = 20  # files that use each other

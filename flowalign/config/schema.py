@@ -26,7 +26,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from flowalign import files
+from flowalign.system import files
 
 
 def _file_name(name: str) -> str:
@@ -285,7 +285,7 @@ class RolloutConfig(Section):
     """Noise level a: any for sde, at most 1 for cps."""
     solver: Literal["euler", "heun", "dpm2"] = "euler"
     """How an ode is solved. heun and dpm2 are of second order: dpm2 (DPM-Solver++) costs a forward
-    pass a step, heun two. See flowalign.solvers."""
+    pass a step, heun two. See flowalign.training.solvers."""
     guidance: NotNegative = 4.5
     """CFG scale; 1 = no unconditional pass."""
     window: Window | None = Field(default=None, examples=[[0, 5]])
@@ -393,8 +393,8 @@ class GrpoConfig(AdvantageConfig):
     clip_range: Positive = 1e-4
     """PPO's epsilon (log-probs are means over pixels, so ratios stay within 1e-4 of 1)."""
     ratio: Literal["plain", "guard"] = "plain"
-    """guard: GRPO-Guard's normalised ratio and weights of the steps (flowalign.losses). Its ratios
-    are closer to 1, so that it wants a smaller clip_range."""
+    """guard: GRPO-Guard's normalised ratio and weights of the steps (flowalign.training.losses).
+    Its ratios are closer to 1, so that it wants a smaller clip_range."""
     kl_weight: NotNegative = 0.0
     """Weight of the KL to the base model; 0 saves its forward pass."""
     kl: Literal["exact", "published"] = "exact"
@@ -472,7 +472,8 @@ class AwmConfig(ForwardConfig):
     within: Annotated[tuple[Share, Share], _as_tuple] = (0.01, 0.9)
     """The part of the way from noise (0) to the image (1) that noise levels are drawn from."""
     weighting: Literal["ghuber", "uniform", "t", "t2", "huber"] = "ghuber"
-    """How the matching error becomes a log-likelihood; see flowalign.matching.awm_log_prob."""
+    """How the matching error becomes a log-likelihood; see
+    flowalign.training.matching.awm_log_prob."""
     ghuber_power: Annotated[float, Field(gt=0, le=1)] = 0.25
     """The power of ghuber."""
     clip_range: Positive = 1.0
@@ -519,8 +520,8 @@ class StudentConfig(Section):
     teacher's log-ratio. published: the official arithmetic. detached: its control, whose expected
     gradient is zero."""
     weighting: Literal["kl", "published", "mean", "velocity"] = "velocity"
-    """w(sigma) of the distance w |v - v_teacher|^2; see flowalign.losses.step_weights. The defaults
-    here and of states did best in docs/study.md. The paper has kl and all states."""
+    """w(sigma) of the distance w |v - v_teacher|^2; see flowalign.training.losses.step_weights. The
+    defaults here and of states did best in docs/study.md. The paper has kl and all states."""
     states: StatesConfig = StatesConfig(select="high_noise")
     guidance: NotNegative | None = Field(default=None, examples=[1.0])
     """CFG scale of the student in the loss; null = rollout.guidance."""
@@ -611,7 +612,7 @@ class TrainConfig(Section):
     deterministic: bool = False
     """The same run gives the same bits on a GPU as well, also after a resume. Backward passes are
     slower, attention is torch's own, and an operation without a deterministic form raises, in
-    rewards as well. See flowalign.determinism."""
+    rewards as well. See flowalign.training.run.determinism."""
     max_invalid_share: Share = 0.5
     """The run stops when a larger share of a rollout could not be scored."""
     max_skipped: Count = 5
@@ -737,7 +738,7 @@ class AlarmConfig(Section):
 
     warn: Positive = 3.0
     """Sigmas of a statistic's drift beyond which it is warned of. One sigma is half of what honest
-    training moved it; see flowalign.drift.compare."""
+    training moved it; see flowalign.training.report.drift.compare."""
     stop: Positive | None = Field(default=None, examples=[6.0])
     """Sigmas beyond which the run ends; null = never."""
 

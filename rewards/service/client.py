@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from flowalign.http import Client, Refused, check_url
 from flowalign.rewards.options import Count, Divisor, checked
 from flowalign.rewards.scoring import assemble, failed
 from flowalign.rewards.service import wire
 from flowalign.rewards.service.wire import TOKEN, Retries, Seconds, TokenEnv, WireError, read_token
+from flowalign.system.http import Client, Refused, check_url
 from flowalign.types import Metadata, Scores
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,8 @@ class Remote:
     headline: the part that a benchmark of the served reward is known by, if there is one.
     timeout: seconds without a sign of life from a server; connect_timeout: for a connection;
         deadline: for a whole batch.
-    retries, backoff: further attempts at a request, and the first wait, as `flowalign.http` has it.
+    retries, backoff: further attempts at a request, and the first wait, as `flowalign.system.http`
+    has it.
 
     Rows that the server could not score are invalid, with its reasons; so are the rows of requests
     that it refuses. A request refused as too large or malformed (413, 422) is halved until the row

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from flowalign.packages import hint
 from flowalign.rewards import build, check
 from flowalign.rewards.service.wire import TOKEN, Limits, read_token
+from flowalign.system.packages import hint
 
 if TYPE_CHECKING:
     from flowalign.rewards.service.server import Settings

@@ -22,13 +22,13 @@ from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
-from flowalign.images import to_float
-from flowalign.packages import DISTRIBUTION, version
-from flowalign.printable import shown
 from flowalign.rewards import describe
 from flowalign.rewards.scoring import Worker, score
 from flowalign.rewards.service import wire
 from flowalign.rewards.service.wire import Limits, WireError
+from flowalign.system.escape import shown
+from flowalign.system.images import to_float
+from flowalign.system.packages import DISTRIBUTION, version
 from flowalign.types import Reward, Scores
 
 log = logging.getLogger(__name__)

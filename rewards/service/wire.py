@@ -26,8 +26,8 @@ from pydantic import AfterValidator, Field
 from safetensors.numpy import save
 from torch import Tensor
 
-from flowalign.images import to_uint8
-from flowalign.printable import shown
+from flowalign.system.escape import shown
+from flowalign.system.images import to_uint8
 from flowalign.types import Metadata, Scores
 
 VERSION = 2  # 1 had a tensor per image, raw or PNG

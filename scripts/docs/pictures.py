@@ -21,9 +21,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowalign.data import spread, spread_text
 from flowalign.eval.stats import headline_rows
-from flowalign.pictures import COLUMNS, Block, Row, comparison, metrics_plot, pixels_of
+from flowalign.training.data import spread, spread_text
+from flowalign.training.report.pictures import (
+    COLUMNS,
+    Block,
+    Row,
+    comparison,
+    metrics_plot,
+    pixels_of,
+)
 
 DOCS = Path(__file__).parents[2] / "docs"
 TASKS = {"geneval": "GenEval", "ocr": "OCR", "preference": "preference"}

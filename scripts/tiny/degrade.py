@@ -15,8 +15,8 @@ import numpy as np
 import prompts
 from PIL import Image, ImageDraw
 
-from flowalign.tiny import scenes
-from flowalign.tiny.scenes import COLORS, OVERSAMPLE, SHAPES, SIZE
+from flowalign.backbone.tiny import scenes
+from flowalign.backbone.tiny.scenes import COLORS, OVERSAMPLE, SHAPES, SIZE
 
 Rng = np.random.Generator
 Metadata = Mapping[str, Any]

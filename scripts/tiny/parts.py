@@ -18,7 +18,7 @@ from transformers import (
     T5EncoderModel,
 )
 
-from flowalign.tiny import T5_LENGTH as T5_LENGTH
+from flowalign.backbone.tiny import T5_LENGTH as T5_LENGTH
 
 MAX_LENGTH = 18  # CLIP tokens: the longest prompt has 12 words
 CLIP_WIDTHS = (64, 96)

@@ -27,8 +27,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel
 
-from flowalign.files import replacing
-from flowalign.tiny import MODEL
+from flowalign.backbone.tiny import MODEL
+from flowalign.system.files import replacing
 
 KINDS = {  # what spoils a scene, and how often it is drawn in training
     "blur": 1,

@@ -2,8 +2,8 @@
 
     python scripts/tiny/preference_ship.py --work DIR
 
-Writes flowalign/tiny/preference_model in fp16, as a hub folder of a CLIP, with a card that holds
-what it scores on held-out prompts (measured here, on the fp16 weights read back).
+Writes flowalign/backbone/tiny/preference_model in fp16, as a hub folder of a CLIP, with a card that
+holds what it scores on held-out prompts (measured here, on the fp16 weights read back).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from preference import KINDS, SPOILT, Codec, chunk, embed, pixels
 from torch import Tensor
 from transformers import CLIPModel
 
-from flowalign.tiny import MODEL, PREFERENCE
+from flowalign.backbone.tiny import MODEL, PREFERENCE
 
 SCENES = 200  # held-out scenes a kind, with SPOILT pairs each
 BLOCK = 32  # prompts that an image is told apart from; some 40 of shapes are held out
@@ -43,11 +43,12 @@ well-formed, uncluttered, and what the prompt says. As a reward:
 ## How it was made
 
 From scratch, on one CPU core, by `python scripts/tiny/preference.py` ({history}): CLIP's
-contrastive loss on scenes drawn by `flowalign.tiny.scenes`, then PickScore's loss (2305.01569) on
-pairs of a clean scene and a spoilt one (scripts/tiny/degrade.py), beside the contrastive one. Half
-of the images, clean and spoilt alike, went through the tiny model's autoencoder. No image of a
-diffusion model was used. The combinations and words of `flowalign/tiny/prompts/*_val` and `*_test`
-were never drawn (single_object, with four prompts, cannot be held out).
+contrastive loss on scenes drawn by `flowalign.backbone.tiny.scenes`, then PickScore's loss
+(2305.01569) on pairs of a clean scene and a spoilt one (scripts/tiny/degrade.py), beside the
+contrastive one. Half of the images, clean and spoilt alike, went through the tiny model's
+autoencoder. No image of a diffusion model was used. The combinations and words of
+`flowalign/backbone/tiny/prompts/*_val` and `*_test` were never drawn (single_object, with four
+prompts, cannot be held out).
 
 ## What it measures on held-out prompts
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from flowalign.tiny import PROMPTS
-from flowalign.tiny.scenes import COLORS, PROMPT_COLORS, RELATIONS, SHAPES, SIGN_COLORS
+from flowalign.backbone.tiny import PROMPTS
+from flowalign.backbone.tiny.scenes import COLORS, PROMPT_COLORS, RELATIONS, SHAPES, SIGN_COLORS
 
 Metadata = dict[str, Any]
 TAGS = {  # entries of the official test set, which fix the proportions of ours

@@ -2,8 +2,8 @@
 
     python scripts/tiny/ship.py CHECKPOINT --vae WORK/vae_refined
 
-Writes flowalign/tiny/model in fp16 with a card that says how it was made and what it scores on
-held-out prompts (measured here, on the fp16 weights read back).
+Writes flowalign/backbone/tiny/model in fp16 with a card that says how it was made and what it
+scores on held-out prompts (measured here, on the fp16 weights read back).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from diffusers import AutoencoderKL
 
 from flowalign.backbone import load_pipeline
+from flowalign.backbone.tiny import MODEL
 from flowalign.config import EvalStage, load
-from flowalign.tiny import MODEL
 
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny" / "eval.yaml"
 CARD = """---
@@ -43,10 +43,10 @@ flowalign.load("tiny")('a red sign that says "CAT"', num_inference_steps=10).ima
 ## How it was made
 
 From scratch, on two CPU cores, by `python scripts/tiny/pretrain.py` ({history}): flow matching on
-scenes drawn by `flowalign.tiny.scenes`, Muon on the 2-D weights of the blocks, AdamW elsewhere,
-EMA weights. The combinations and words of `flowalign/tiny/prompts/*_val` and `*_test` were never
-drawn (single_object, with four prompts, cannot be held out). The checkpoint was taken where both
-scores are in the middle, so that reinforcement has signal and headroom.
+scenes drawn by `flowalign.backbone.tiny.scenes`, Muon on the 2-D weights of the blocks, AdamW
+elsewhere, EMA weights. The combinations and words of `flowalign/backbone/tiny/prompts/*_val` and
+`*_test` were never drawn (single_object, with four prompts, cannot be held out). The checkpoint was
+taken where both scores are in the middle, so that reinforcement has signal and headroom.
 
 ## What it scores on held-out prompts
 

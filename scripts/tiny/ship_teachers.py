@@ -16,9 +16,9 @@ from pathlib import Path
 
 import yaml
 
-from flowalign.adapters.files import read_lora, write_lora
+from flowalign.backbone.adapters.files import read_lora, write_lora
+from flowalign.backbone.tiny import TEACHERS
 from flowalign.teachers.merge import merge
-from flowalign.tiny import TEACHERS
 
 CARD = """---
 library_name: diffusers

@@ -9,7 +9,7 @@ import prompts
 import torch
 from torch import Tensor
 
-from flowalign.tiny import scenes
+from flowalign.backbone.tiny import scenes
 
 # Shares of the pretraining mix; relations and numbers need more looks than colours.
 TAG_SHARES = {

@@ -19,11 +19,12 @@ from test_train import config_file
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowalign import config, train
-from flowalign.adapters.files import read_lora
-from flowalign.doctor import live
+from flowalign import config
+from flowalign.backbone.adapters.files import read_lora
+from flowalign.commands import train
+from flowalign.commands.doctor import live
 from flowalign.eval import run as evaluation
-from flowalign.loop import Loop
+from flowalign.training.loop import Loop
 from flowalign.types import Scores
 
 HERE, CPU = torch.device("second:1"), torch.device("cpu")
@@ -186,7 +187,7 @@ def test_an_evaluation_gives_the_numbers_of_the_cpu(
 
 
 def _references(folder: Path, count: int) -> None:
-    from flowalign.pictures import png
+    from flowalign.training.report.pictures import png
 
     folder.mkdir()
     for index in range(count):

@@ -1,0 +1,187 @@
+"""Addresses on the Hugging Face Hub, the download of an adapter, and errors that say what to do.
+
+An adapter is `owner/name`, `owner/name@revision` or `owner/name@revision/folder`, which is how
+huggingface_hub spells paths. A folder inside a repository needs the revision before it, so that a
+mistyped local path is not looked for on the Hub. Tokens are left to huggingface_hub (`hf auth
+login`): none is read, written or shown here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
+from typing import cast
+
+from flowalign.system.escape import shown
+
+_NAME = r"[A-Za-z0-9_][\w.-]*"
+_REPOSITORY = rf"(?P<repository>{_NAME}/{_NAME})"
+_REVISION = rf"@(?P<revision>refs/(?:pr|convert)/{_NAME}|{_NAME})"
+_FOLDER = re.compile(rf"{_REPOSITORY}(?:{_REVISION}(?P<path>(?:/{_NAME})*))?")
+_FILE = re.compile(rf"{_REPOSITORY}(?P<path>(?:/[^/@]+)+)(?:@(?P<revision>.+))?")
+MAX_BYTES = 8 * 2**30  # of an adapter's files; rank 256 of an 8-billion model: about 1.5 GB
+LOGIN = "`hf auth login` with a token of yours"
+
+
+class HubError(OSError):
+    """What the Hub did not do: what was seen, what is possible, what to do."""
+
+
+@dataclass(frozen=True)
+class HubAddress:
+    """A place on the Hub: a repository, a revision (None = main), a path in it ("" = all)."""
+
+    repository: str
+    revision: str | None = None
+    path: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> HubAddress | None:
+        """Of `owner/name[@revision[/folder]]`; None for any other text."""
+        return cls._of(_FOLDER.fullmatch(text))
+
+    @classmethod
+    def parse_file(cls, text: str) -> HubAddress | None:
+        """Of `owner/name/path/to/file[@revision]`; None for any other text."""
+        return cls._of(_FILE.fullmatch(text))
+
+    @classmethod
+    def _of(cls, match: re.Match[str] | None) -> HubAddress | None:
+        return match and cls(
+            match["repository"], match["revision"], (match["path"] or "").removeprefix("/")
+        )
+
+
+def is_id(source: str) -> bool:
+    """Whether a source names a repository, and no local folder has the name of its first part."""
+    return HubAddress.parse(source) is not None and not Path(source.split("/")[0]).exists()
+
+
+def download(source: str, *, newest: bool = False) -> Path:
+    """The folder, in huggingface_hub's cache, with the adapter of an id.
+
+    It holds the .safetensors and .json files and the card, nothing of the folders below. newest:
+    ask the Hub even if the cache has the adapter. Raises HubError.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    address = HubAddress.parse(source)
+    if address is None:
+        raise HubError(
+            f"{source!r} is no Hub id. Give owner/name, owner/name@revision, or "
+            "owner/name@revision/folder."
+        )
+    prefix = f"{address.path}/" if address.path else ""
+
+    def get(*names: str, local: bool) -> Path:
+        snapshot = snapshot_download(
+            address.repository,
+            revision=address.revision,
+            allow_patterns=[prefix + name for name in names],
+            ignore_patterns=[f"{prefix}*/*"],  # checkpoints, say: as large as the adapter
+            local_files_only=local,
+        )
+        return Path(snapshot) / address.path
+
+    small, everything = ("*.json", "README.md"), ("*.json", "README.md", "*.safetensors")
+    with explained(f"cannot download {source!r}", address.repository):
+        if not newest:
+            with suppress(LocalEntryNotFoundError):  # not in the cache: ask the Hub
+                return get(*everything, local=True)
+        # The small files come first: with model_index.json it is a whole pipeline, which the caller
+        # refuses, and its gigabytes stay where they are.
+        sizes = _sizes(address)
+        _check_size(source, sizes, small)
+        folder = get(*small, local=False)
+        if not (folder / "model_index.json").is_file():
+            _check_size(source, sizes, everything)
+            folder = get(*everything, local=False)
+    return folder
+
+
+def _sizes(address: HubAddress) -> dict[str, int]:
+    """{name: bytes} of the files of a folder on the Hub. Empty if the Hub does not say: offline,
+    gated, missing; the download says so, or takes the cache."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import RepoFile
+
+    listing = {"revision": address.revision, "recursive": True}
+    try:
+        # asked once: without a network, the list of files would be asked for six times
+        HfApi().model_info(address.repository, revision=address.revision, timeout=10)
+        tree = [*HfApi().list_repo_tree(address.repository, **listing)]
+    except (_http_error(), OSError):
+        return {}
+    files = [(PurePosixPath(file.path), file.size) for file in tree if isinstance(file, RepoFile)]
+    return {path.name: size for path, size in files if path.parent == PurePosixPath(address.path)}
+
+
+def _check_size(source: str, sizes: Mapping[str, int], patterns: Sequence[str]) -> None:
+    """Raise HubError if the files of such names have more than MAX_BYTES together."""
+    chosen = [name for name in sizes if any(fnmatch(name, pattern) for pattern in patterns)]
+    if (total := sum(sizes[name] for name in chosen)) > MAX_BYTES:
+        largest = max(chosen, key=lambda name: sizes[name])
+        raise HubError(
+            f"cannot download {source!r}: its files have {total / 2**30:.1f} GiB together "
+            f"({shown(largest, 100)} {sizes[largest] / 2**30:.1f}), and an adapter may have "
+            f"{MAX_BYTES / 2**30:g}. If you want it all the same, download it with `hf download`, "
+            "and give the folder."
+        )
+
+
+def _http_error() -> type[Exception]:
+    """The base of the errors of huggingface_hub's HTTP: 0.x is built on requests, 1.x on httpx."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return cast("type[Exception]", HfHubHTTPError.__bases__[0])
+
+
+@contextmanager
+def explained(what: str, repository: str) -> Iterator[None]:
+    """HubError for whatever huggingface_hub raises inside. what: begins the message."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except HubError:
+        raise
+    except (_http_error(), OSError, errors.HFValidationError) as error:
+        page = f"https://huggingface.co/{repository}"
+        first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        match error:
+            case errors.GatedRepoError():
+                reason = f"it is gated. Accept its terms on {page}, then {LOGIN}."
+            case errors.RevisionNotFoundError():
+                reason = f"{repository} has no such revision. {page} lists them."
+            case errors.RepositoryNotFoundError():
+                reason = (
+                    f"the Hub knows no {repository}, or it is private. Correct the name (a local "
+                    f"folder that is missing looks the same), or {LOGIN}."
+                )
+            case errors.LocalTokenNotFoundError():
+                reason = f"nobody is logged in. First {LOGIN}."
+            case errors.HFValidationError():
+                reason = first
+            case errors.LocalEntryNotFoundError():
+                reason = (
+                    "the Hub cannot be reached, and the cache does not have it. Go online "
+                    "(HF_HUB_OFFLINE unset), or give a folder."
+                )
+            case errors.HfHubHTTPError() if status == 401:
+                reason = f"the Hub does not know who asks (401). First {LOGIN}."
+            case errors.HfHubHTTPError() if status == 403:
+                reason = (
+                    f"your token may not do that to {repository} (403). {LOGIN} that may write "
+                    "there, or name a repository of your own."
+                )
+            case errors.HfHubHTTPError():
+                reason = f"the Hub answers {first}"
+            case _:
+                reason = f"the Hub cannot be reached ({first}). Go online, HF_HUB_OFFLINE unset."
+        raise HubError(f"{what}: {reason}") from error

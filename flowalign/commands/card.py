@@ -1,0 +1,335 @@
+"""The model card of an adapter: base and licence, how to load it, scores, config.
+
+The text is card.md.j2, the YAML above it huggingface_hub's ModelCardData with the held-out scores.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flowalign.backbone import ModelError, family_of
+from flowalign.backbone.adapters import hub
+from flowalign.backbone.adapters.files import adapter_folder, read_lora
+from flowalign.backbone.structure import find
+from flowalign.config import (
+    EvalStage,
+    MergeStage,
+    ModelConfig,
+    SamplingConfig,
+    Stage,
+    TrainingStage,
+    parse,
+    to_yaml,
+)
+from flowalign.system.escape import block, code, escaped, shown
+from flowalign.system.files import read_lines
+from flowalign.training import metrics
+from flowalign.training.preflight import span
+
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult, ModelCard
+
+# The models under Stability's community licence.
+STABILITY = [f"stable-diffusion-{size}" for size in ("3.5-medium", "3.5-large", "3-medium")]
+# Of code and weights, where their repositories say so; training data has terms of its own.
+LICENSES = {
+    "deqa": "MIT",
+    "geneval": "its rules: MIT",
+    "hpsv2": "Apache-2.0",
+    "hpsv3": "Apache-2.0",
+    "imagereward": "Apache-2.0",
+}
+# The option of a reward that chooses what scores, and its default.
+CHOICES = {"geneval": ("detector", "tiny"), "ocr": ("engine", "rapidocr")}
+MODEL = ("model", None)  # of the other rewards
+CHOSEN = {
+    "tiny": "Apache-2.0, ships with flowalign",
+    "rapidocr": "Apache-2.0",
+    "paddleocr": "Apache-2.0",
+    "mask2former": "its weights have a licence of their own",
+}
+PROGRAMS = {
+    "flowalign": "flowalign",
+    "cli.py": "flowalign",  # python -m flowalign.commands.cli
+    "train.py": "accelerate launch train.py",
+}
+CONFIG = "config.yaml"  # of the run: beside the card on the Hub, one folder up before
+REPORT = "report.md"  # of a merge: what was done, in its first line, and the error of each layer
+SCORES = "## Scores"
+SECTION = re.compile(rf"\n{SCORES}.*?(?=\n## |\Z)", re.DOTALL)
+
+
+class NoScores(ValueError):
+    """Results that hold no scores of this adapter: what was seen, what to do."""
+
+
+def write_card(folder: Path, config: TrainingStage | MergeStage, argv: Sequence[str]) -> None:
+    """Write folder/adapter/README.md for the run in a folder. argv: its command, program first."""
+    card(folder, config, command(argv)).save(folder / "adapter" / "README.md")
+
+
+def command(argv: Sequence[str]) -> str | None:
+    """The command line of the run; None if another program made it, such as a notebook's kernel."""
+    program = PROGRAMS.get(Path(argv[0]).name)
+    return f"{program} {shlex.join(argv[1:])}" if program else None
+
+
+def card(folder: Path, config: TrainingStage | MergeStage, made_by: str | None = None) -> ModelCard:
+    """The card of the run in a folder: its adapter, and the scores of its log. A merge has no
+    scores. made_by: the run's command."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    from flowalign import __version__
+
+    base, tasks, results = config.model.id, [], []
+    adapter = read_lora(folder / "adapter")
+    title, scores = SCORES, "(none: a merge takes none)"
+    if isinstance(config, TrainingStage):
+        tasks = [task.name for task in config.tasks]
+        rows = _evaluations(folder)
+        results = _model_index(config, _best(rows)) if rows else []
+        title = f"{SCORES} on held-out prompts while training"
+        scores = score_table(rows, "`lora.init`" if config.lora.init else "base")
+        if rows and config.evaluation:
+            scores += f" {_sampling(config.evaluation_sampling, config)}, at most "
+            scores += f"{config.evaluation.prompts} prompts a task."
+    fields: dict[str, Any] = licence(base)
+    if hub.is_id(base):  # the Hub would link a folder's name to somebody else's model
+        fields |= {"base_model": base, "base_model_relation": "adapter"}
+    data = ModelCardData(
+        **fields,
+        library_name="diffusers",
+        pipeline_tag="text-to-image",
+        tags=["lora", "text-to-image", *_family(config.model), "flow-matching", "flowalign"],
+        model_name=folder.name,
+        eval_results=results or None,
+    )
+    return ModelCard.from_template(
+        data,
+        template_path=str(Path(__file__).with_name("card.md.j2")),
+        name=escaped(folder.name),
+        version=__version__,
+        base=base,
+        base_code=code(base),
+        base_text=json.dumps(base, ensure_ascii=False),
+        stage=config.stage,
+        tasks=", ".join(map(escaped, tasks)),
+        source_text=json.dumps(str(folder / "adapter"), ensure_ascii=False),
+        lora=adapter,
+        rank=span(adapter.ranks),
+        scale=span(adapter.scales),
+        scores_title=title,
+        scores=scores,
+        origins=origins(folder, config),
+        # a line break in it would end its block
+        command=made_by if not made_by or made_by.isprintable() else shown(made_by, 2000),
+        overruled=isinstance(config, TrainingStage) and config.lora.init,
+        file=f"../{CONFIG}",
+        config=block(to_yaml(config), "yaml"),
+    )
+
+
+def _family(model: ModelConfig) -> list[str]:
+    """The tag of the base's family; none where it is not known here."""
+    with suppress(LookupError, ModelError):
+        return [family_of(find(model.id, model.revision).pipeline, model.family).tag]
+    return []
+
+
+def licence(base: str) -> dict[str, str]:
+    """The fields of the base's licence, which holds for adapters, too; {} if it is not known."""
+    if base == "tiny":
+        return {"license": "apache-2.0"}
+    owner, _, name = base.partition("/")
+    if owner != "stabilityai" or name.removesuffix("-diffusers") not in STABILITY:
+        return {}
+    return {
+        "license": "other",
+        "license_name": "stabilityai-ai-community",
+        "license_link": f"https://huggingface.co/{base}/blob/main/LICENSE.md",
+    }
+
+
+def origins(folder: Path, config: TrainingStage | MergeStage) -> str:
+    """The base, adapters and rewards of a run as a Markdown list, with their licences if known."""
+    terms = licence(config.model.id)
+    known = terms.get("license_link") or terms.get("license") or "see there"
+    lines = [f"base {code(config.model.id)}; its licence holds for this adapter, too: {known}"]
+    lines += [f"{escaped(place)}: {code(source)}" for place, source in config.inputs.items()]
+    if isinstance(config, TrainingStage):
+        lines += [
+            f"guidance of {escaped(place)}: {scale:g}, where the student is trained at "
+            f"{config.guidance:g}: a mixture of two scales"
+            for place, scale in config.mixtures.items()
+        ]
+        use = "reward" if config.learns_from_rewards else "scored, but not trained, by the reward"
+        for task in config.tasks:
+            if task.reward and (config.learns_from_rewards or config.evaluation):
+                lines.append(
+                    f"{escaped(task.name)}: {use} {judge(task.reward.name, task.reward.options)}"
+                )
+    if (report := folder / REPORT).is_file():
+        first = report.read_text(encoding="utf-8").partition("\n")[0]
+        lines.append(f"merged as: {escaped(first)}")
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def judge(name: str, options: Mapping[str, Any]) -> str:
+    """A reward with these options as Markdown, and the licences of what they use, if known."""
+    components = [*options.get("rewards", ()), options.get("reward"), options.get("gate")]
+    if specs := [spec for spec in components if isinstance(spec, Mapping)]:
+        return (
+            f"{code(name)} of {', '.join(judge(s['name'], s.get('options') or {}) for s in specs)}"
+        )
+    option, default = CHOICES.get(name, MODEL)
+    chosen = options.get(option, default)
+    notes = [LICENSES[name]] if name in LICENSES else []
+    if isinstance(chosen, str):
+        notes.append(
+            f"{option} {code(chosen)}" + (f": {CHOSEN[chosen]}" if chosen in CHOSEN else "")
+        )
+    return code(name) + (f" ({'; '.join(notes)})" if notes else "")
+
+
+# Scores of the run -------------------------------------------------------------------------------
+
+
+def _evaluations(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's log that hold an evaluation, without the numbers that are none."""
+    rows = read_lines(folder / "metrics.jsonl")
+    known = [{name: value for name, value in row.items() if value is not None} for row in rows]
+    return [row for row in known if metrics.HEADLINE in row]
+
+
+def _best(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    # its weights became the adapter
+    return max(rows, key=lambda row: row[metrics.HEADLINE])
+
+
+def _model_index(config: TrainingStage, row: Mapping[str, Any]) -> list[EvalResult]:
+    """The metrics `eval/<task or benchmark>/<metric>` of an evaluation."""
+    prompts = {task.name: task.validation or task.prompts for task in config.tasks}
+    prompts |= {benchmark.name: benchmark.prompts for benchmark in config.watched}
+    results = []
+    for key, value in row.items():
+        benchmark, _, metric = key.removeprefix(metrics.EVAL).rpartition("/")
+        if key.startswith(metrics.EVAL) and benchmark in prompts:
+            results.append(_result(benchmark, prompts[benchmark], metric, value))
+    return results
+
+
+def _result(benchmark: str, prompts: str, metric: str, value: float) -> EvalResult:
+    from huggingface_hub import EvalResult
+
+    return EvalResult(
+        task_type="text-to-image",
+        # the name of a file, not its place on this machine
+        dataset_type=prompts if prompts.startswith("tiny/") else Path(prompts).name,
+        dataset_name=benchmark,
+        metric_type=metric,
+        metric_name=metric,
+        metric_value=round(value, 6),
+    )
+
+
+def score_table(rows: Sequence[Mapping[str, Any]], start: str) -> str:
+    """First, best and last evaluation of a run as Markdown. start: what it started from."""
+    if not rows:
+        return "(none were taken)"
+    first, best, last = rows[0], _best(rows), rows[-1]
+    title = start if first["update"] == 0 else "first"  # the start's may not have counted
+    table = [f"| metric | {title} | this adapter (best) | last |", "|---|---|---|---|"]
+    for name in first:
+        if name.startswith(metrics.EVAL):
+            cells = [f"{row.get(name, float('nan')):.3f}" for row in (first, best, last)]
+            table.append(f"| {escaped(name.removeprefix(metrics.EVAL))} | {' | '.join(cells)} |")
+    note = (
+        f"Taken at updates {first['update']}, {best['update']} and {last['update']}; the best one "
+        "was chosen by its headline on these very prompts."
+    )
+    return "\n".join([*table, "", note])
+
+
+# Scores of a later evaluation --------------------------------------------------------------------
+
+
+def add_results(card: ModelCard, document: Mapping[str, Any], path: Path, adapter: Path) -> str:
+    """Replace the scores of a card by those of an evaluation; returns its config as YAML.
+
+    document, path: a results.json as read, and where it lies. Raises NoScores if none of its models
+    is `adapter`, by the digest that the evaluation's images tell, else by its folder.
+    """
+    name = _name_of(document, path, adapter)
+    config = parse(document.get("config"), stage=EvalStage)
+    assert isinstance(config, EvalStage)
+    prompts = {benchmark.name: benchmark.prompts for benchmark in config.benchmarks}
+    card.data["eval_results"] = [
+        _result(row["benchmark"], prompts[row["benchmark"]], row["metric"], row["mean"])
+        for row in document["models"][name]["rows"]
+        if row["mean"] is not None
+    ]
+    card.data["model_name"] = card.data.get("model_name") or adapter.parent.name
+    section = f"\n{SCORES}\n\n{_results_table(document, name, config)}\n"
+    text, count = SECTION.subn(lambda _: section, card.text, count=1)
+    card.text = text if count else text + section
+    return to_yaml(config)
+
+
+def _name_of(document: Mapping[str, Any], path: Path, adapter: Path) -> str:
+    digest, others = read_lora(adapter).digest, []
+    for name, model in document["models"].items():
+        source = model.get("adapter")
+        if source is None:
+            continue
+        # of the adapter that sampled the images, as their folders say (eval/store.py)
+        files = (path.parent / "images" / name).glob("*/settings.json")
+        digests = {json.loads(f.read_text(encoding="utf-8")).get("adapter") for f in files}
+        same_place = not digests and adapter_folder(source).resolve() == adapter.resolve()
+        if digests == {digest} or same_place:
+            return name
+        others.append(f"{name} ({source})")
+    raise NoScores(
+        f"{path} has no scores of the adapter in {adapter}: it has {', '.join(others) or 'none'}. "
+        "If that was trained on since, evaluate it again."
+    )
+
+
+def _results_table(document: Mapping[str, Any], name: str, config: EvalStage) -> str:
+    """The scores of an adapter as Markdown, beside those of the first model of the results."""
+    models = document["models"]
+    first = next(iter(models))
+    reference = {(row["benchmark"], row["metric"]): row for row in models[first]["rows"]}
+    beside = [first] if first != name else []
+    columns = ["benchmark", "metric", *map(escaped, beside), "this adapter", "prompts"]
+    table = [columns, ["---"] * len(columns)]
+    for row in models[name]["rows"]:
+        key = (row["benchmark"], row["metric"])
+        other = [_cell(reference.get(key)) for _ in beside]
+        table.append([*map(escaped, key), *other, _cell(row), str(row["n"])])
+    environment = models[name].get("environment") or {}
+    versions = ", ".join(f"{package} {version}" for package, version in environment.items())
+    note = (
+        f"Mean ± standard error. {_sampling(config.sampling, config)}. "
+        f"Measured by `flowalign eval --config eval.yaml` with {escaped(versions)}."
+    )
+    return "\n".join([*(f"| {' | '.join(cells)} |" for cells in table), "", note])
+
+
+def _sampling(sampling: SamplingConfig, config: Stage) -> str:
+    model = config.model
+    return (
+        f"{sampling.steps} Euler steps, guidance {sampling.guidance:g}, seed {sampling.seed}, "
+        f"{model.listed_sizes}, {model.dtype}"
+    )
+
+
+def _cell(row: Mapping[str, Any] | None) -> str:
+    if row is None or row["mean"] is None:
+        return "–"
+    return f"{row['mean']:.3f}" + ("" if row["stderr"] is None else f" ± {row['stderr']:.3f}")

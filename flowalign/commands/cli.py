@@ -1,0 +1,117 @@
+"""The `flowalign` command, which runs one of COMMANDS."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from flowalign import __version__
+from flowalign.system import exit, packages
+from flowalign.system.escape import harmless
+
+COMMANDS = {
+    "init": ("flowalign.commands.init:main", "Write a config, with the meaning of its keys."),
+    "train": (
+        "flowalign.commands.train:main",
+        "Train from a config, as `accelerate launch train.py`.",
+    ),
+    "watch": ("flowalign.commands.watch:main", "One page that shows a run while it goes on."),
+    "eval": ("flowalign.eval.run:main", "Score models on held-out prompts."),
+    "sample": (
+        "flowalign.commands.sample:main",
+        "Sample images with a model and an optional LoRA.",
+    ),
+    "merge": ("flowalign.commands.cli:merge", "Merge LoRA adapters of one base into one."),
+    "data": ("flowalign.commands.prompts.cli:main", "Prompt sets: generate, fetch, list, check."),
+    "push": ("flowalign.commands.push:main", "Upload an adapter to the Hugging Face Hub."),
+    "doctor": ("flowalign.commands.doctor:main", "Examine a config or a reward before a run."),
+    "serve-reward": (
+        "flowalign.rewards.service.command:main",
+        "Serve a reward over HTTP, for runs that name it as `remote`.",
+    ),
+    "demo": (
+        "flowalign.commands.demo:main",
+        "Distil three tiny teachers into one student, in minutes.",
+    ),
+}
+"""Name -> (module:function from arguments to exit status, what it does)."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. Its exit status; 2 for what is refused, 130 after Ctrl-C. Without arguments
+    it is the whole of a process, which then ends."""
+    whole, argv = argv is None, sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: flowalign COMMAND ...\n")
+        for name, (_, text) in COMMANDS.items():
+            print(f"  {name:14}{text}")
+        print("\n`flowalign COMMAND --help` tells more, `flowalign --version` what is installed.")
+        return 0
+    name, *rest = argv
+    if name == "--version":
+        print(version())
+        return 0
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        text = f"no command {name!r}.{hint} Possible: {', '.join(COMMANDS)}."
+        print(f"flowalign: {text}", file=sys.stderr)
+        return 2
+    status = exit.run(name, COMMANDS[name][0], rest)
+    return exit.leaving(status) if whole else status
+
+
+def version() -> str:
+    """The versions that matter, and where this package lies."""
+    return ", ".join(
+        [
+            f"flowalign {__version__} ({Path(__file__).parent})",
+            *(f"{name} {packages.version(name)}" for name in ("torch", "diffusers")),
+            f"Python {platform.python_version()}",
+        ]
+    )
+
+
+def merge(argv: Sequence[str]) -> int:
+    """Merge LoRA adapters of one base into one, by adding their weight updates. The folder of --out
+    is the adapter: give it to --lora, lora.init or flowalign.load."""
+    parser = argparse.ArgumentParser("flowalign merge", description=merge.__doc__)
+    parser.add_argument("adapters", nargs="+", help="adapter folders, such as outputs/.../adapter")
+    parser.add_argument("--out", required=True, help="the adapter's folder, to be written")
+    parser.add_argument("--method", default="concat", help="concat (exact), svd, ties or dare")
+    parser.add_argument("--weights", nargs="+", type=float, help="one each; default: 1, the sum")
+    parser.add_argument("--rank", type=int, help="of the result; default: the largest given")
+    parser.add_argument("--density", type=float, default=0.5, help="what ties and dare keep")
+    parser.add_argument("--seed", type=int, default=0, help="of what dare drops")
+    parser.add_argument("--lines", nargs=2, type=float, metavar=("SHALLOW", "DEEP"))
+    args = vars(parser.parse_args(argv))
+    from flowalign.backbone.adapters.files import read_lora
+    from flowalign.teachers import merge as merging
+    from flowalign.training.report import results
+    from flowalign.training.report.status import read_status
+
+    try:
+        for source in args["adapters"]:
+            status = read_status(read_lora(source, newest=True).file.parent.parent)
+            if status and status.state == "running" and not status.silent(time.time()):
+                print(
+                    f"flowalign merge: warning: the run of {source} goes on (update "
+                    f"{status.update} of {status.total}): this is the best adapter up to now. "
+                    "Merge again when the run has ended.",
+                    file=sys.stderr,
+                )
+        print(merging.merge(args.pop("adapters"), out := args.pop("out"), **args))
+        print(results.merged(out))
+    except (ValueError, OSError) as error:
+        print(harmless(f"flowalign merge: {error}"), file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""`flowalign train --dry-run`: the plan of a run, from what is known before a weight is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from flowalign.backbone.structure import without_data
+from flowalign.commands import recipe
+from flowalign.commands.doctor import predictions
+from flowalign.commands.doctor.downloads import needs
+from flowalign.commands.doctor.estimate import scored
+from flowalign.commands.doctor.findings import note, show
+from flowalign.config import (
+    ConfigError,
+    DistillationStage,
+    EvalStage,
+    ForwardStage,
+    Job,
+    MergeStage,
+    OpdStage,
+    SftStage,
+    Stage,
+    TrainingStage,
+    WindowConfig,
+)
+from flowalign.training.data import PromptSampler
+from flowalign.training.preflight import check_launch, unexamined
+from flowalign.training.run.processes import state
+from flowalign.training.solvers import forwards
+
+PROMPTS = 6  # of the first batch that are printed
+
+
+def run(config: Job, home: Path, resume: bool, any_world: bool = False, trust: bool = True) -> None:
+    """Print the plan of every stage. Writes nothing; ConfigError with what `train` would refuse.
+    trust: as for `flowalign.training.preflight.world_problems`."""
+    stages, problems = recipe.examine(config, home, state().num_processes, resume, any_world, trust)
+    check_launch(state().num_processes)
+    if problems:
+        raise ConfigError(problems)
+    if not state().is_main_process:
+        return
+    if not trust:
+        show(map(note, unexamined(stages)))
+    here = predictions.Device(state().num_processes)
+    ranks = predictions.ranks(stages)
+    forecasts = [predictions.forecast(name, stage, here, ranks) for name, stage in stages.items()]
+    show(needs(stages, [f.estimate for f in forecasts if f.estimate]))
+    for number, forecast in enumerate(forecasts, 1):
+        stage = forecast.stage
+        print(f"\n[{number}/{len(stages)}] {forecast.name} ({stage.stage}) -> {stage.output}")
+        for text in _lines(stage, here.gpus):
+            print(f"  {text}")
+        forecast.hurry(here)
+        if forecast.times and forecast.estimate and forecast.estimate.device_type == "cpu":
+            forecast.source += " (a guess; `flowalign doctor` measures)"
+    print()
+    predictions.total(forecasts)
+    print("Nothing was written, and no weight was loaded.")
+
+
+def _lines(stage: Stage, processes: int) -> Iterator[str]:
+    """The plan of a stage, a line each."""
+    for place, source in stage.inputs.items():
+        yield f"{place}: {source}"
+    if isinstance(stage, MergeStage):
+        yield f"merge: {len(stage.adapters)} adapters by {stage.method!r}"
+        return
+    yield from _shapes(stage)
+    if isinstance(stage, TrainingStage):
+        yield from _training(stage, processes)
+        yield from _first_batch(stage)
+    elif isinstance(stage, EvalStage):
+        yield from _evaluation(stage)
+
+
+def _shapes(stage: Stage) -> Iterator[str]:
+    """Of what passes through the model. B images, P prompts."""
+    model = stage.model
+    try:
+        backbone = without_data(model)
+    except LookupError:
+        yield f"model: {model.id}, whose shapes are not known here"
+        return
+    latents = [", ".join(map(str, latent)) for latent in backbone.latent_shapes]
+    text = backbone.family.text_shapes(model.max_sequence_length).values()
+    listed = " and ".join(f"[P, {', '.join(map(str, shape))}]" for shape in text)
+    yield f"model: {model.id} in {model.dtype}, VAE in {model.vae_dtype}"
+    yield (
+        f"shapes: latents {' or '.join(f'[B, {latent}]' for latent in latents)} float32, images "
+        f"{' or '.join(f'[B, 3, {h}, {w}]' for h, w in model.sizes)}, text {listed} {model.dtype}"
+    )
+
+
+def _training(stage: TrainingStage, processes: int) -> Iterator[str]:
+    """Images, batches and updates of a process, and the evaluations."""
+    rollout, optimizer = stage.rollout, stage.optimizer
+    images = rollout.images // processes
+    batch = min(rollout.batch_size, images)
+    (start, stop), moving = rollout.trained, rollout.window
+    passes = forwards(rollout.solver, rollout.steps)
+    solver = "" if rollout.solver == "euler" else f", {rollout.solver}: {passes} forward passes"
+    yield (
+        f"rollout: {rollout.prompts} prompts x {rollout.copies} images = {rollout.images}; each of "
+        f"{processes} process(es) samples {images}, in batches of B = {batch}; {rollout.steps} "
+        f"steps ({rollout.kind}{solver}) at guidance {rollout.guidance:g}"
+    )
+    states = f"steps {start} to {stop - 1}"
+    count = rollout.width
+    if isinstance(moving, WindowConfig):
+        how = "drawn anew" if moving.random else "moves on"
+        states = f"{count} of {states}, a window that {how} every {moving.every} update(s)"
+    if isinstance(stage, SftStage):
+        count, states = stage.sft.states, f"{stage.sft.states} noise levels"
+    elif isinstance(stage, ForwardStage):
+        count, states = stage.forward.states, f"{stage.forward.states} noise levels"
+    elif isinstance(stage, OpdStage) and stage.student.states.select != "all":
+        count = stage.student.states.count
+        states = f"{count} of {states} ({stage.student.states.select})"
+    pairs = images * count // optimizer.updates_per_rollout
+    yield (
+        f"update: {states}; {optimizer.updates_per_rollout} optimizer step(s) a rollout, each on "
+        f"{pairs} (image, step) pairs a process, in micro-batches of "
+        f"{min(optimizer.micro_batch, pairs)}"
+    )
+    yield f"run: {stage.train.updates} rollouts, {stage.optimizer_steps} optimizer steps"
+    if stage.evaluation and stage.evaluates:
+        listed = ", ".join(f"{name} {count:g}" for name, (_, count) in scored(stage).items())
+        sampling = stage.evaluation_sampling
+        yield (
+            f"evaluation: every {stage.evaluation.every} rollouts, {sampling.steps} steps at "
+            f"guidance {sampling.guidance:g}; images: {listed}"
+        )
+
+
+def _evaluation(stage: EvalStage) -> Iterator[str]:
+    """Models, and images of each benchmark."""
+    listed = ", ".join(f"{name} {count:g}" for name, (_, count) in scored(stage).items())
+    sampling = stage.sampling
+    yield (
+        f"evaluation: {len(stage.models)} models ({', '.join(stage.models)}), {sampling.steps} "
+        f"steps at guidance {sampling.guidance:g}, batches of B = {sampling.batch_size}; images of "
+        f"all models: {listed}"
+    )
+
+
+def _first_batch(stage: TrainingStage) -> Iterator[str]:
+    """The prompts of the first rollout, with task, and teacher or reward."""
+    batch, who = PromptSampler.of(stage).batch(0), _judges(stage)
+    yield "first batch of prompts (task, teacher or reward, prompt):"
+    for task, prompt in list(zip(batch.tasks, batch.prompts, strict=True))[:PROMPTS]:
+        yield f"  {task} | {who[task]} | {prompt}"
+    if len(batch) > PROMPTS:
+        yield f"  and {len(batch) - PROMPTS} more"
+
+
+def _judges(stage: TrainingStage) -> Mapping[str, str]:
+    """{task: the teacher that labels it, or the reward that it is learnt from}."""
+    if isinstance(stage, DistillationStage):
+        return {task: f"teacher {teacher}" for task, teacher in stage.routing.items()}
+    return {task.name: f"reward {task.reward.name}" for task in stage.tasks if task.reward}

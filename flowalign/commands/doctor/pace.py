@@ -1,0 +1,181 @@
+"""From operations to hours: how long a stage takes on a GPU of the table, or at measured rates."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+
+from flowalign.backbone import DTYPES
+from flowalign.commands.doctor.costs import of_reward
+from flowalign.commands.doctor.estimate import Estimate, scored
+from flowalign.commands.doctor.gpus import Gpu
+from flowalign.config.schema import EvalStage, RewardConfig, TrainingStage
+
+OF_PRODUCTS = 0.5  # of the rate of large matrix products, which is about 0.8 of a GPU's peak
+GROUP = {"text": "sampling", "rollout": "sampling", "VAE decode": "sampling", "evaluation":
+         "sampling", "labels": "labels", "noising": "learning", "image drift": "alarm",
+         "update": "learning"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pace:
+    """FLOP/s of a process in each kind of phase (`GROUP`), and where they are from.
+
+    rewards: FLOP/s of rewards, which compute in float32. waiting, judging: measured seconds an
+    image, of waiting for the scores of a rollout, and of the reward of each task; None and {} =
+    they are computed from the table of `costs`.
+    """
+
+    sampling: float
+    labels: float
+    learning: float
+    source: str
+    rewards: float
+    waiting: float | None = None
+    judging: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def alarm(self) -> float:
+        """The alarm samples, and decodes."""
+        return self.sampling
+
+    @classmethod
+    def constant(cls, rate: float, source: str, rewards: float | None = None) -> Pace:
+        """The same rate, in FLOP/s, in all phases."""
+        return cls(rate, rate, rate, source, rewards or rate)
+
+    @classmethod
+    def of_gpu(cls, gpu: Gpu, dtype: str) -> Pace:
+        """What a GPU of the table sustains in a dtype of the config."""
+        rate = gpu.rate(dtype)
+        source = f"{gpu.title}, {rate / 1e12:.3g} TFLOP/s sustained"
+        return cls.constant(rate, source, gpu.rate("float32"))
+
+    @classmethod
+    def of_products(cls, dtype: str, device_type: str) -> Pace:
+        """From large matrix products on this machine."""
+        rate = matmul_rate(DTYPES[dtype], device_type) * OF_PRODUCTS
+        share = f"{OF_PRODUCTS:.0%} of what large matrix products reach here"
+        return cls.constant(rate, f"{share}, {rate / 1e12:.3g} TFLOP/s")
+
+    def seconds(self, estimate: Estimate) -> dict[str, float]:
+        """{kind of phase: seconds of an update}, without rewards."""
+        kinds: dict[str, float] = dict.fromkeys(GROUP.values(), 0.0)
+        for phase in estimate.phases:
+            kind = GROUP[phase.name]
+            kinds[kind] += phase.flops / getattr(self, kind)
+        return kinds
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one process, and counts. unknown: rewards whose cost is not in them."""
+
+    kinds: Mapping[str, float]  # of an update: sampling, labels, learning, alarm
+    scoring: float  # of an update: waiting for rewards
+    evaluation: float  # of one evaluation, with its rewards
+    judging: float  # of that, waiting for rewards
+    updates: int
+    evaluations: int
+    processes: int
+    unknown: tuple[str, ...]
+
+    @property
+    def update(self) -> float:
+        """Seconds of an update."""
+        return sum(self.kinds.values()) + self.scoring
+
+    @property
+    def hours(self) -> float:
+        """Of the whole stage, wall time."""
+        return (self.updates * self.update + self.evaluations * self.evaluation) / 3600
+
+    @property
+    def gpu_hours(self) -> float:
+        """Of all processes together."""
+        return self.hours * self.processes
+
+
+def times(estimate: Estimate, pace: Pace) -> Times:
+    """How long a stage takes at a pace, with rewards and evaluations."""
+    config, kinds = estimate.config, pace.seconds(estimate)
+    unknown: dict[str, None] = {}
+    scoring = 0.0
+    if isinstance(config, TrainingStage) and config.learns_from_rewards:
+        images = config.rollout.images / estimate.processes
+        if pace.waiting is not None:
+            scoring = pace.waiting * images
+        else:
+            weights = sum(task.weight for task in config.tasks)
+            rewards = {
+                task.name: ([task.reward], images * task.weight / weights)
+                for task in config.tasks
+                if task.reward
+            }
+            batches = math.ceil(images / config.rollout.batch_size)
+            scoring = _scoring(rewards, pace, kinds["sampling"], batches, unknown)
+    sampled = judging = 0.0
+    if estimate.evaluation and estimate.evaluations:
+        sampled = estimate.evaluation.flops / pace.sampling
+        rewards = {
+            name: (given, count / estimate.processes)
+            for name, (given, count) in scored(config).items()
+        }
+        images = sum(count for _, count in rewards.values())
+        own = config.sampling if isinstance(config, EvalStage) else config.evaluation_sampling
+        batches = max(1, math.ceil(images / own.batch_size))
+        judging = _scoring(rewards, pace, sampled, batches, unknown)
+    return Times(
+        kinds, scoring, sampled + judging, judging, estimate.updates, estimate.evaluations,
+        estimate.processes, tuple(unknown),
+    )  # fmt: skip
+
+
+def _scoring(
+    images: Mapping[str, tuple[Iterable[RewardConfig], float]],
+    pace: Pace,
+    sampling: float,
+    batches: int,
+    unknown: dict[str, None],
+) -> float:
+    """Seconds that the rewards of these images add to `sampling` seconds in so many batches.
+
+    What they compute on the device comes on top. What they compute on the CPU runs while the next
+    batch is sampled, so that the last batch's counts, and what is slower than the sampling.
+    """
+    device = beside = 0.0
+    for name, (rewards, count) in images.items():
+        if name in pace.judging:
+            beside += pace.judging[name] * count
+            continue
+        for reward in rewards:
+            for part, cost in of_reward(reward):
+                if cost is None:
+                    unknown[part] = None
+                else:
+                    device += cost.flops / pace.rewards * count
+                    beside += cost.seconds * count
+    return device + max(beside / batches, beside - sampling * (batches - 1) / batches)
+
+
+@lru_cache  # the rates of all stages of a recipe are one
+def matmul_rate(dtype: torch.dtype, device_type: str = "cuda", repeats: int = 8) -> float:
+    """FLOP/s of large matrix products on a device."""
+    size = 8192 if device_type == "cuda" else 1024
+    a = torch.randn(size, size, device=device_type, dtype=dtype)
+
+    def run() -> float:
+        began = time.perf_counter()
+        for _ in range(repeats):
+            torch.mm(a, a)
+        if device_type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    run()  # the first product loads its library
+    return 2 * size**3 * repeats / run()  # a multiplication and an addition each

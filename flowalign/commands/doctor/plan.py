@@ -1,0 +1,315 @@
+"""What is wrong with a stage before any weight is loaded: its numbers, prompts and adapters."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from flowalign.backbone import Backbone, ModelError
+from flowalign.backbone.adapters.files import AdapterError, read_lora
+from flowalign.backbone.structure import local_folder, without_data
+from flowalign.commands.doctor.findings import Finding, fault, note
+from flowalign.config.schema import DistillationStage, GrpoStage, OpdStage, SftStage, TrainingStage
+from flowalign.training.averages import MovingAverage
+from flowalign.training.data import load_prompts, subset
+from flowalign.training.losses import step_weights
+from flowalign.training.preflight import start
+from flowalign.training.rollout import Schedule
+
+SAMPLE = 2000  # prompts of a set whose length is checked
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A stage, the shapes of its base model, and the adapters that it reads."""
+
+    config: TrainingStage
+
+    @cached_property
+    def loras(self) -> dict[str, Mapping[str, Tensor]]:
+        """{place in the config: weights} of the adapters that are on this machine."""
+        loras = {}
+        for place, source in self.config.inputs.items():
+            with suppress(AdapterError, OSError):  # an earlier stage will write it
+                loras[place] = read_lora(source).weights
+        return loras
+
+    @cached_property
+    def backbone(self) -> Backbone | None:
+        """The base without data; None where its shapes are not known."""
+        with suppress(LookupError):
+            return without_data(self.config.model)
+
+
+def examine(config: TrainingStage) -> list[Finding]:
+    """All findings of a stage, in the order of CHECKS."""
+    plan = Plan(config)
+    return [finding for check in CHECKS for finding in check(plan)]
+
+
+# Numbers ---------------------------------------------------------------------------------------
+
+
+def dtypes(plan: Plan) -> Iterator[Finding]:
+    """float16, which overflows; float32 where bfloat16 is faster."""
+    dtype = plan.config.model.dtype
+    if dtype == "float16":
+        yield note(
+            "dtype: model.dtype float16 overflows where bfloat16 does not. Use bfloat16 on a GPU "
+            "that has it."
+        )
+    elif dtype == "float32" and torch.cuda.is_available():
+        yield note("dtype: model.dtype is float32; on a GPU bfloat16 is about four times faster.")
+
+
+def attention(plan: Plan) -> Iterator[Finding]:
+    """An attention backend that is downloaded when the run starts."""
+    name = plan.config.model.attention
+    if name and name.endswith("_hub"):
+        yield note(f"attention: {name!r} is downloaded from the Hub at the start.")
+
+
+def guidance(plan: Plan) -> Iterator[Finding]:
+    """Rollout, labels, update and evaluation at different CFG scales."""
+    config, own = plan.config, plan.config.guidance
+    for place, scale in config.mixtures.items():
+        effect = "learns" if scale > own else "unlearns"
+        yield Finding(
+            "fault" if scale < own and place != "anchor" else "note",
+            f"guidance: {place} labels at CFG scale {scale}, but the student is trained at {own}. "
+            f"From this mixture the student {effect} guidance. Leave {place}.guidance out.",
+        )
+    if own != config.rollout.guidance:
+        yield note(
+            f"guidance: the student is trained at CFG scale {own}, but its states are sampled at "
+            f"rollout.guidance = {config.rollout.guidance}."
+        )
+    evaluated = config.evaluation_sampling.guidance
+    if config.evaluates and evaluated != own:
+        yield fault(
+            f"guidance: trained at {own}, evaluated at {evaluated}. The evaluation, which also "
+            "chooses the adapter that is kept, measures another sampler. "
+            f"Set evaluation.guidance = {own}."
+        )
+
+
+def steps(plan: Plan) -> Iterator[Finding]:
+    """Evaluations with fewer steps than the rollouts, or with far more."""
+    config, trained = plan.config, plan.config.rollout.steps
+    evaluated = config.evaluation_sampling.steps  # as many as trained where nothing else is said
+    if evaluated < trained:
+        yield fault(
+            f"schedule: evaluated with {evaluated} steps, but rollouts have {trained}. The "
+            "evaluated images are worse than those of training. Use as many steps, or more."
+        )
+    elif evaluated > 8 * trained:
+        yield note(
+            f"schedule: evaluated with {evaluated} steps, but rollouts have {trained}. What is "
+            "learned on such a coarse schedule may not carry over."
+        )
+
+
+def noise(plan: Plan) -> Iterator[Finding]:
+    """Trained steps with hardly any noise, and a loss that comes from one step."""
+    config, rollout, backbone = plan.config, plan.config.rollout, plan.backbone
+    if rollout.kind == "ode" or isinstance(config, SftStage) or backbone is None:
+        return
+    pixels = [height * width for height, width in config.model.sizes]
+    try:  # of the smallest size: where the shift depends on it, its last steps have the least noise
+        sigmas = backbone.sigmas(rollout.steps, pixels.index(min(pixels)))
+    except ModelError as error:
+        yield fault(f"schedule: {error}")
+        return
+    schedule = Schedule(sigmas, rollout.kind, rollout.noise_level, rollout.trained)
+    window = schedule.trained
+    zero = torch.zeros(len(window), 1, 1, 1)  # the standard deviation depends on the step alone
+    std = schedule.transition(zero, zero, torch.tensor(window)).std.flatten()
+    # log-probs and KL divide by the variance: 1e-6 here
+    quiet = [step for step, value in zip(window, std.tolist(), strict=True) if value < 1e-3]
+    if quiet:
+        yield fault(
+            f"noise: steps {quiet} of the trained window have a standard deviation of "
+            f"{float(std.min()):.2g}, so that log-probs and KL explode. "
+            "Let rollout.window stop before them, or raise rollout.noise_level."
+        )
+    if isinstance(config, OpdStage) and config.student.weighting in ("kl", "published"):
+        weighting, kind, level = config.student.weighting, rollout.kind, rollout.noise_level
+        weight = step_weights(sigmas, weighting=weighting, kind=kind, noise_level=level)[window]
+        share, place = (weight / weight.sum()).max(0)
+        if len(window) > 2 and share > 0.5:
+            yield note(
+                f"weighting: {weighting!r} puts {float(share):.0%} of the loss on step "
+                f"{window[int(place)]} of {len(window)}. 'velocity' weights all steps equally."
+            )
+
+
+def clip(plan: Plan) -> Iterator[Finding]:
+    """A clip range that clips every ratio, or none."""
+    config, ranges = plan.config, {}
+    if isinstance(config, GrpoStage | OpdStage) and config.learns_from_rewards:
+        ranges["grpo.clip_range"] = config.grpo.clip_range
+    if isinstance(config, OpdStage) and config.student.gradient != "pathwise":
+        ranges["student.clip_range"] = config.student.clip_range
+    for key, value in ranges.items():
+        if value < 1e-6:  # ten times float32's epsilon at 1
+            yield fault(
+                f"clip: {key} = {value:g} is close to the rounding error of a ratio in float32 "
+                "(1e-7), so that every ratio is clipped. 1e-5 to 1e-3 is usual."
+            )
+        elif value > 1e-2:
+            yield fault(
+                f"clip: {key} = {value:g}. Log-probs are means over pixels and ratios stay within "
+                "about 1e-4 of 1, so that no ratio is ever clipped. 1e-5 to 1e-3 is usual."
+            )
+
+
+def average(plan: Plan) -> Iterator[Finding]:
+    """A moving average that lags behind by half of the run."""
+    ema, total = plan.config.ema, plan.config.optimizer_steps
+    if ema is None:
+        return
+    # average a number that is 1 in the first half of the run and 0 after it
+    probe = [torch.ones(1)]
+    moving = MovingAverage(probe, decay=ema.decay, every=ema.every)
+    for step in range(ema.every, total + 1, ema.every)[-20_000:]:  # earlier ones have decayed
+        probe[0].fill_(float(step <= total // 2))
+        moving.step(probe, step)
+    probe[0].fill_(0.0)
+    with moving.of(probe, total):
+        old = float(probe[0])
+    if old > 0.1:
+        yield Finding(
+            "fault" if old > 0.5 else "note",
+            f"ema: {old:.0%} of the average that is evaluated and kept comes from the first half "
+            f"of the run (decay {ema.decay}, every {ema.every}, {total} optimizer steps). "
+            "Lower ema.decay or ema.every, train longer, or write `ema: null`.",
+        )
+
+
+# Prompts ---------------------------------------------------------------------------------------
+
+
+def held_out(plan: Plan) -> Iterator[Finding]:
+    """Validation prompts that a task trains on."""
+    config = plan.config
+    if config.evaluation is None:
+        return
+    trained = {p for task in config.tasks for p in load_prompts(task.prompts, task.name).prompts}
+    for task in config.tasks:
+        if task.validation is None:
+            continue
+        whole = load_prompts(task.validation, task.name)
+        prompts = subset(whole, config.evaluation.prompts).prompts
+        shared = [prompt for prompt in prompts if prompt in trained]
+        if shared:
+            yield Finding(
+                "fault" if len(shared) > len(prompts) / 4 else "note",
+                f"validation: {len(shared)} of {len(prompts)} prompts of {task.validation} (task "
+                f"{task.name!r}) are trained on, such as {shared[0]!r}. Remove them from one set.",
+            )
+
+
+def lengths(plan: Plan) -> Iterator[Finding]:
+    """Prompts that the text encoder cuts."""
+    model = plan.config.model
+    limit, folder = model.max_sequence_length, local_folder(model.id, model.revision)
+    tokenizer, family = None, plan.backbone.family if plan.backbone else None
+    if folder and family and (folder / family.tokenizer).is_dir():
+        from transformers import AutoTokenizer
+
+        place = folder / family.tokenizer
+        tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True)
+
+    def tokens(prompt: str) -> int:
+        if tokenizer is None:  # about 4 tokens for 3 words
+            return len(prompt.split()) * 4 // 3 + 1
+        return len(tokenizer.encode(prompt))
+
+    most = f" (up to {family.longest})" if family else ""
+    for task in plan.config.tasks:
+        prompts = load_prompts(task.prompts, task.name).prompts
+        prompts = prompts[:: max(1, len(prompts) // SAMPLE)]  # many sets are sorted: take all parts
+        long = [prompt for prompt in prompts if tokens(prompt) > limit]
+        if long:
+            share, about = len(long) / len(prompts), "about " if tokenizer is None else ""
+            yield Finding(
+                "fault" if share > 0.05 else "note",
+                f"length: {about}{share:.0%} of the prompts of task {task.name!r} have more than "
+                f"model.max_sequence_length = {limit} tokens and are cut, such as "
+                f"{long[0][:60]!r}. Raise it{most}.",
+            )
+
+
+# Adapters --------------------------------------------------------------------------------------
+
+
+def fitting(plan: Plan) -> Iterator[Finding]:
+    """Adapters whose layers are not those of the base, whatever their metadata say."""
+    if plan.backbone is None:
+        return
+    modules = plan.backbone.core.named_modules()
+    layers = {name: m.weight.shape for name, m in modules if isinstance(m, nn.Linear)}
+    for place, weights in plan.loras.items():
+        for key, weight in weights.items():
+            layer, _, half = key.partition(".lora_")
+            side = 1 if half.startswith("A") else 0  # A has the layer's inputs, B its outputs
+            width = layers[layer][side] if layer in layers else None
+            if weight.shape[side] != width:
+                seen = f"is {weight.shape[side]} wide there, and {width} in the base"
+                yield fault(
+                    f"{place}: an adapter of another base: its layer {layer} "
+                    f"{seen if width else 'is not in the base'} {plan.config.model.id!r}. "
+                    "Use an adapter that was trained on this base."
+                )
+                break  # one layer is enough to tell
+
+
+def working(plan: Plan) -> Iterator[Finding]:
+    """Adapters that change nothing. Those that are not finite are refused on reading."""
+    for place, weights in plan.loras.items():
+        b_weights = [weight for key, weight in weights.items() if ".lora_B" in key]
+        if b_weights and not any(bool(weight.any()) for weight in b_weights):
+            yield fault(
+                f"{place}: equals the base: all B are 0, as in a LoRA that was never trained. "
+                "Use the adapter of a finished run, or null for the base itself."
+            )
+
+
+def apart(plan: Plan) -> Iterator[Finding]:
+    """Teachers that equal the student's start, or each other."""
+
+    def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+        return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+    config, origin = plan.config, plan.loras.get("lora.init")
+    if not isinstance(config, DistillationStage):
+        return
+    teachers = {place: lora for place, lora in plan.loras.items() if place.startswith("teachers.")}
+    for place, weights in teachers.items():
+        if origin and same(weights, origin):
+            yield Finding(
+                "fault" if len(config.teachers) == 1 else "note",
+                f"{place}: it is the student's start (lora.init). There is nothing to learn.",
+            )
+    for (one, a), (other, b) in itertools.combinations(teachers.items(), 2):
+        if same(a, b):
+            yield note(f"{one} and {other} have the same weights.")
+
+
+def ignored(plan: Plan) -> Iterator[Finding]:
+    """Keys of `lora` that lora.init overrules."""
+    with suppress(AdapterError, OSError):  # an earlier stage will write it
+        if adapter := start(plan.config.lora):
+            yield from (note(f"{text}. Leave it out.") for text in adapter.ignored)
+
+
+CHECKS: tuple[Callable[[Plan], Iterator[Finding]], ...] = (
+    dtypes, attention, guidance, steps, noise, clip, average, held_out, lengths,
+    fitting, working, apart, ignored,
+)  # fmt: skip

@@ -1,0 +1,252 @@
+"""Official prompt sets, from where they are published to this machine.
+
+Nothing is shipped with the package. A file is written only after all of it came, its checksum holds
+and it reads as a prompt set. FILE.source.json beside it says where it came from. If no checksum is
+known, that record holds the one of the first fetch, and later fetches are compared to it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Sequence, Set
+from datetime import datetime, timezone
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from flowalign.commands.prompts.geneval import same_picture
+from flowalign.commands.prompts.held_out import GENEVAL, OCR, digest
+from flowalign.system.files import replacing
+from flowalign.system.http import Client, Refused
+from flowalign.training.data import PromptError, load_prompts
+from flowalign.training.sources import File, Source
+from flowalign.types import PromptBatch
+
+MAX_BYTES = 64 * 2**20  # the largest, dpg_bench.csv, has 7.4 MB
+SECONDS = 600.0  # for a file, further attempts included
+VALIDATION = 256  # prompts of a training set that are set aside
+FIRST = "of the first fetch, in its .source.json"
+
+
+class FetchError(OSError):
+    """A set that could not be fetched, or that is not what it should be; nothing was changed."""
+
+
+def fetch(
+    source: Source,
+    out: str | Path,
+    *,
+    force: bool = False,
+    unverified: bool = False,
+    say: Callable[[str], None] = print,
+) -> list[Path]:
+    """Fetch the files of a set into `out`; their paths, each validation set after its training set.
+
+    A file that is there with the right checksum is left alone, without asking the network.
+    force: replace a file that differs. unverified: keep what came though its checksum is another.
+    Raises FetchError if an address does not answer, breaks off, leads away from https, sends no
+    prompts or the wrong ones, and if a file would have to be overwritten.
+    """
+    say(f"{source.prompts}\nsource:  {source.page}\nlicence: {source.licence}")
+    if source.note:
+        say(f"NOTE:    {source.note}")
+    paths: list[Path] = []
+    for file in source.files:
+        apart = list(paths) if file.validation else []
+        paths += _fetch(file, source, Path(out), apart, force, unverified, say)
+    return paths
+
+
+def _fetch(
+    file: File,
+    source: Source,
+    out: Path,
+    apart: Sequence[Path],
+    force: bool,
+    unverified: bool,
+    say: Callable[[str], None],
+) -> list[Path]:
+    """apart: files whose prompts must not be set aside to validate."""
+    target = out / file.name
+    paths = [target, out / file.validation] if file.validation else [target]
+    expected, known = _expected(file, target)
+    say(f"{file.name}: {file.url}\n  checksum {expected or '-'} ({known})")
+    if expected and _is_there(paths, expected):
+        say(f"  {' and '.join(map(str, paths))}: there already, and the checksum holds")
+        return paths
+    content = _download(file.url)
+    if file.unique:
+        lines = {line.strip() for line in content.decode("utf-8", "replace").split("\n")}
+        content = "".join(f"{line}\n" for line in sorted(lines - {""})).encode()
+    checksum = _checksum(content, expected or "sha256:")
+    if expected and checksum != expected and not unverified:
+        raise FetchError(
+            f"{file.url} sent {len(content)} bytes with the checksum {checksum}, but it should be "
+            f"{expected} ({known}). Nothing was written. Try again; if you trust what comes, "
+            "--unverified keeps it."
+        )
+
+    parts = _split(content, file.name, apart) if file.validation else [content]
+    counts = [len(_prompts(part, path.name)) for path, part in zip(paths, parts, strict=True)]
+    for path, part in zip(paths, parts, strict=True):
+        if path.is_file() and path.read_bytes() != part and not force:
+            raise FetchError(
+                f"{path} is there and differs from what {file.url} sends"
+                f"{', less what is set aside to validate' if file.validation else ''}. Nothing "
+                "was written. Move it away, choose another --out, or replace it with --force."
+            )
+    verified = checksum == expected
+    summary = {"prompts": sum(counts), "verified": verified and known != FIRST}
+    _write(file, source, content, dict(zip(paths, parts, strict=True)), summary)
+    verdict = "its checksum holds" if verified else f"NOT VERIFIED: recorded {checksum}"
+    for path, count in zip(paths, counts, strict=True):
+        say(f"  {count} prompts in {path} ({verdict})")
+    return paths
+
+
+def _write(
+    file: File, source: Source, content: bytes, parts: dict[Path, bytes], summary: dict[str, Any]
+) -> None:
+    """Write the parts {path: bytes} of a content, and the record of where it came from."""
+    record = {
+        "file": file.name,
+        "url": file.url,
+        "source": source.page,
+        "commit": source.commit,
+        "licence": source.licence,
+        "note": source.note,
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "bytes": len(content),
+        "lines": "unique and sorted" if file.unique else "as published",
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        **summary,
+    }
+    if file.validation:
+        sums = {path.name: hashlib.sha256(part).hexdigest() for path, part in parts.items()}
+        record["parts"] = sums
+    target = next(iter(parts))
+    # the training set after its validation set: where the first lies, the second does
+    for path, part in reversed(list(parts.items())):
+        with replacing(path) as beside:
+            beside.write_bytes(part)
+    with replacing(_record(target)) as beside:
+        beside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+# Checksums ---------------------------------------------------------------------------------------
+
+
+def _record(target: Path) -> Path:
+    return target.with_name(f"{target.name}.source.json")
+
+
+def _expected(file: File, target: Path) -> tuple[str, str]:
+    """The checksum that must come, and how it is known: from the table, or an earlier fetch."""
+    if file.checksum:
+        return file.checksum, file.known
+    try:
+        record = json.loads(_record(target).read_text(encoding="utf-8"))
+        if record["url"] == file.url:
+            return f"sha256:{record['sha256']}", FIRST
+    except FileNotFoundError:
+        pass
+    except (ValueError, KeyError, TypeError) as error:
+        raise FetchError(
+            f"{_record(target)} cannot be read ({type(error).__name__}: {error}), so the checksum "
+            "in it is lost. Delete it to fetch without a checksum."
+        ) from None
+    return "", "none known: what comes is recorded, and later fetches are compared to it"
+
+
+def _is_there(paths: Sequence[Path], expected: str) -> bool:
+    """Whether a file, or the two parts of one, lie there as they were written."""
+    if not all(path.is_file() for path in paths):
+        return False
+    if len(paths) == 1:
+        return _checksum(paths[0].read_bytes(), expected) == expected
+    try:
+        record = json.loads(_record(paths[0]).read_text(encoding="utf-8"))
+        whole, parts = record["sha256"], [record["parts"][path.name] for path in paths]
+    except (OSError, ValueError, KeyError, TypeError):  # it was fetched before there was a split
+        return False
+    sums = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
+    return f"sha256:{whole}" == expected and parts == sums
+
+
+def _checksum(content: bytes, like: str) -> str:
+    """ "algorithm:hex" of a content, by the algorithm of another such text."""
+    name = like.split(":")[0]
+    return f"{name}:{hashlib.new(name, content, usedforsecurity=False).hexdigest()}"
+
+
+# Contents ----------------------------------------------------------------------------------------
+
+
+def _download(url: str) -> bytes:
+    """All that an address sends. Raises FetchError."""
+    try:
+        with Client(
+            timeout=60.0,
+            connect_timeout=10.0,
+            total=SECONDS,
+            deadline=SECONDS,
+            max_bytes=MAX_BYTES,
+            redirects=True,
+        ) as client:
+            answer = client.request("GET", url)
+    except (OSError, Refused) as error:
+        raise FetchError(
+            f"could not fetch: {error}. Nothing was written. Is there a way to the network from "
+            "here (or HTTPS_PROXY)? Try again. If the set has moved, fetch it by hand: any command "
+            "takes the path of a file."
+        ) from error
+    if "html" in answer.headers.get("content-type", ""):
+        raise FetchError(f"{url} sends a web page, not prompts. Is there a login page between?")
+    return answer.body
+
+
+def _prompts(content: bytes, name: str) -> PromptBatch:
+    """The prompts in a content that would be a file of that name. Raises FetchError."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / Path(name).name
+        path.write_bytes(content)
+        try:
+            return load_prompts(path, "fetched")
+        except PromptError as error:
+            said = str(error).replace(str(path), path.name)
+            raise FetchError(f"what came is no prompt set: {said} Nothing was written.") from None
+
+
+def set_aside(prompts: PromptBatch, apart: Set[str]) -> tuple[list[int], list[int]]:
+    """The rows that are trained on, and VALIDATION different ones that are set aside, in order.
+
+    As many of each metadata `tag`, and at most a quarter of a tag. A prompt that shows the same as
+    one of them (objects swapped, or another case) is not trained on either. apart: digests of
+    prompts that must not be set aside. A function of the set.
+    """
+    looks = [[digest(same) for same in same_picture(prompt)] for prompt in prompts.prompts]
+    tags: dict[str, dict[str, int]] = {}  # tag -> {a picture: its first row}
+    for row, metadata in enumerate(prompts.metadata):
+        if apart.isdisjoint(looks[row]):
+            tags.setdefault(str(metadata.get("tag")), {}).setdefault(min(looks[row]), row)
+    chosen: dict[int, None] = {}
+    for tag, rows in tags.items():
+        places = sorted(rows.values())
+        random.Random(f"validation/{tag}").shuffle(places)  # a text seed: the same everywhere
+        count = min(VALIDATION // len(tags), len(places) // 4)
+        chosen |= dict.fromkeys(places[:count])
+    taken = {look for row in chosen for look in looks[row]}
+    return [row for row, same in enumerate(looks) if taken.isdisjoint(same)], sorted(chosen)
+
+
+def _split(content: bytes, name: str, apart: Sequence[Path]) -> list[bytes]:
+    avoid = set(GENEVAL | OCR)
+    for path in apart:
+        avoid |= set(map(digest, load_prompts(path, "other").prompts))
+    lines = [line for line in content.decode("utf-8-sig").split("\n") if line.strip()]
+    return [
+        "".join(f"{lines[row].strip()}\n" for row in rows).encode()
+        for rows in set_aside(_prompts(content, name), avoid)
+    ]

@@ -1,0 +1,206 @@
+"""Training prompts as GenEval words them, without those that it tests.
+
+Wording, classes and rules are those of djghosh13/geneval (MIT), `prompts/create_prompts.py`: "a
+photo of", a or an by the first letter, plurals by -s, or -es after an s (so "two sheeps", "four
+knifes": a model is tested on these words), counts 2 to 4, two different classes, two different
+colours, and no coloured persons. The mix of tags is Flow-GRPO's (arXiv 2505.05470, appendix).
+
+A tag with fewer different prompts than the mix asks for repeats its prompts evenly (in 50,000 rows:
+counting has 160 prompts for 14,706 rows, colors 696 for 2,941). As in Flow-GRPO, a prompt that only
+swaps the objects of a test prompt is no training prompt. Here that holds for positions too ("a dog
+left of a cat" is "a cat right of a dog").
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from flowalign.commands.prompts.held_out import GENEVAL, digest
+from flowalign.rewards.geneval_judge import COLORS
+from flowalign.rewards.geneval_names import NAMES
+
+Row = dict[str, Any]
+VALIDATION = 30  # rows of each tag; of counting, which has 160 prompts, 130 are left to train on
+MIX = {"position": 7, "counting": 5, "color_attr": 3, "colors": 1, "two_object": 1}
+COUNTS = {2: "two", 3: "three", 4: "four"}
+MIRRORED = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
+COLORED = tuple(name for name in NAMES if name != "person")
+
+
+@dataclass(frozen=True)
+class Tag:
+    """How the prompts of a tag are numbered and built."""
+
+    sizes: tuple[int, ...]  # how many values each choice has
+    build: Callable[..., Row]  # a choice of each -> the row
+
+    def row(self, number: int) -> Row:
+        """The row behind a number below the product of the sizes."""
+        choices = []
+        for size in self.sizes:
+            number, choice = divmod(number, size)
+            choices.append(choice)
+        return self.build(*choices)
+
+
+def article(words: str) -> str:
+    return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
+
+
+def plural(name: str) -> str:
+    return f"{name}es" if name.endswith("s") else f"{name}s"
+
+
+def same_picture(prompt: str) -> list[str]:
+    """A prompt, and if it has two objects also the prompt that names them in the other order."""
+    match = re.fullmatch(f"a photo of (.+) (and|{'|'.join(MIRRORED)}) (.+)", prompt)
+    if match is None:
+        return [prompt]
+    first, relation, second = match.groups()
+    return [prompt, f"a photo of {second} {MIRRORED.get(relation, relation)} {first}"]
+
+
+def generate(
+    count: int, seed: int, held_out: Collection[str] = GENEVAL, repeats: bool = True
+) -> list[Row]:
+    """`count` rows {tag, include, exclude (counting only), prompt}, a function of the seed.
+
+    The first rows of a longer set are those of a shorter one, and every 17 of them hold the mix.
+    held_out: digests of prompts that must not appear, whichever object comes first in them.
+    repeats: may a tag's prompts come again when there are no more?
+    Raises ValueError where they may not, and `count` asks for more, or where a tag has none.
+    """
+    if count < 1:
+        raise ValueError(f"{count} prompts were asked for; give a count of 1 or more.")
+    streams = {tag: _stream(tag, seed, held_out) for tag in MIX}
+    rows: list[Row] = []
+    for tag in _slots(seed):
+        if len(rows) == count:
+            return rows
+        row, known = next(streams[tag])
+        if known and not repeats:
+            raise ValueError(
+                f"without repeats there are {len(rows)} prompts at most: {tag} has {known} "
+                f"different ones that are not held out, and {count} rows in the mix {MIX} ask for "
+                f"{count * MIX[tag] // sum(MIX.values())}. Ask for fewer, or let them repeat."
+            )
+        rows.append(row)
+    raise AssertionError("the slots never end")
+
+
+def validation(seed: int, held_out: Collection[str] = GENEVAL) -> list[Row]:
+    """The rows of a validation set, as many of each tag, none twice: a function of the seed.
+
+    A training set must hold them out. Raises ValueError where a tag has too few that are not.
+    """
+    streams = {tag: _stream(tag, f"{seed}/validation", held_out) for tag in MIX}
+    rows = []
+    for _ in range(VALIDATION):
+        for tag, stream in streams.items():
+            row, known = next(stream)
+            if known:
+                raise ValueError(
+                    f"the tag {tag} has {known} prompts that are not held out, and a validation "
+                    f"set takes {VALIDATION}. Exclude fewer."
+                )
+            rows.append(row)
+    return rows
+
+
+def _slots(seed: int) -> Iterator[str]:  # the tags of the rows: the mix once every 17 rows
+    rng = random.Random(f"{seed}/geneval/slots")  # a text seed: the same numbers everywhere
+    while True:
+        slots = [tag for tag, weight in MIX.items() for _ in range(weight)]
+        rng.shuffle(slots)
+        yield from slots
+
+
+def _stream(tag: str, seed: int | str, held_out: Collection[str]) -> Iterator[tuple[Row, int]]:
+    """(row, 0) for every prompt that is not held out; then again and again (row, their number)."""
+    rule, usable = TAGS[tag], []
+    rng = random.Random(f"{seed}/geneval/{tag}")
+    for number in _shuffled(prod(rule.sizes), rng):
+        row = rule.row(number)
+        if not any(digest(prompt) in held_out for prompt in same_picture(row["prompt"])):
+            usable.append(number)
+            yield row, 0
+    if not usable:
+        raise ValueError(f"every prompt of the tag {tag} is held out. Exclude fewer.")
+    while True:
+        rng.shuffle(usable)
+        for number in usable:
+            yield rule.row(number), len(usable)
+
+
+def _shuffled(size: int, rng: random.Random) -> Iterator[int]:
+    """0 ... size-1 in a random order, as far as it is read: color_attr has 554,580 prompts."""
+    moved: dict[int, int] = {}  # a Fisher-Yates shuffle of a list that is never built
+    for place in range(size):
+        drawn = rng.randrange(place, size)
+        yield moved.pop(drawn, drawn)
+        if drawn != place:
+            moved[drawn] = moved.pop(place, place)
+
+
+def _other(first: int, second: int) -> int:
+    return second + (second >= first)  # second: its number among those that are left
+
+
+def _thing(name: str, count: int = 1, **more: Any) -> dict[str, Any]:
+    return {"class": name, "count": count, **more}
+
+
+def _two_object(a: int, b: int) -> Row:
+    names = [NAMES[a], NAMES[_other(a, b)]]
+    prompt = f"a photo of {article(names[0])} and {article(names[1])}"
+    return {"tag": "two_object", "include": [_thing(name) for name in names], "prompt": prompt}
+
+
+def _counting(number: int, a: int) -> Row:
+    count, word = list(COUNTS.items())[number]
+    return {
+        "tag": "counting",
+        "include": [_thing(NAMES[a], count)],
+        "exclude": [_thing(NAMES[a], count + 1)],
+        "prompt": f"a photo of {word} {plural(NAMES[a])}",
+    }
+
+
+def _colors(color: int, a: int) -> Row:
+    prompt = f"a photo of {article(COLORS[color])} {COLORED[a]}"
+    include = [_thing(COLORED[a], color=COLORS[color])]
+    return {"tag": "colors", "include": include, "prompt": prompt}
+
+
+def _position(relation: int, a: int, b: int) -> Row:
+    wanted, name, reference = list(MIRRORED)[relation], NAMES[a], NAMES[_other(a, b)]
+    return {
+        "tag": "position",
+        "include": [_thing(reference), _thing(name, position=[wanted, 0])],
+        "prompt": f"a photo of {article(name)} {wanted} {article(reference)}",
+    }
+
+
+def _color_attr(a: int, b: int, c: int, d: int) -> Row:
+    pairs = [(COLORS[c], COLORED[a]), (COLORS[_other(c, d)], COLORED[_other(a, b)])]
+    texts = [f"{article(color)} {name}" for color, name in pairs]
+    return {
+        "tag": "color_attr",
+        "include": [_thing(name, color=color) for color, name in pairs],
+        "prompt": f"a photo of {texts[0]} and {texts[1]}",
+    }
+
+
+_things, _hues = len(COLORED), len(COLORS)
+TAGS: dict[str, Tag] = {
+    "two_object": Tag((_things + 1, _things), _two_object),
+    "counting": Tag((len(COUNTS), _things + 1), _counting),
+    "colors": Tag((_hues, _things), _colors),
+    "position": Tag((len(MIRRORED), _things + 1, _things), _position),
+    "color_attr": Tag((_things, _things - 1, _hues, _hues - 1), _color_attr),
+}

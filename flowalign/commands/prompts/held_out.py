@@ -1,0 +1,42 @@
+"""Digests of the official test sets, so that training prompts can avoid them; no text is shipped.
+
+held_out_geneval.txt has the 553 prompts of GenEval's test set. held_out_ocr.txt has the 953
+different target texts of Flow-GRPO's OCR test set (1,018 prompts). Both are what
+`python -m flowalign.commands.prompts.held_out FILE` prints of the files that `flowalign data fetch
+geneval ocr` downloads: the digests of the target texts of a .txt, and of the prompts of a .jsonl.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+
+
+def digest(text: str) -> str:
+    """40 bits of SHA-256 of a text, in hex; case and white space do not count."""
+    plain = "".join(text.lower().split())
+    # 1e-9: the chance to collide with one of a thousand others, which costs one training prompt
+    return hashlib.sha256(plain.encode()).hexdigest()[:10]
+
+
+def _shipped(name: str) -> frozenset[str]:
+    return frozenset(Path(__file__).with_name(name).read_text().split())
+
+
+GENEVAL = _shipped("held_out_geneval.txt")
+OCR = _shipped("held_out_ocr.txt")
+
+
+def main() -> None:
+    from flowalign.rewards.ocr import target_of
+    from flowalign.training.data import load_prompts
+
+    (path,) = sys.argv[1:]
+    prompts = load_prompts(path, "held out").prompts
+    texts = map(target_of, prompts) if path.endswith(".txt") else prompts
+    print("\n".join(sorted(set(map(digest, texts)))))
+
+
+if __name__ == "__main__":
+    main()

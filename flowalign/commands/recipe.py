@@ -1,0 +1,312 @@
+"""A list of stages, each with its folder: teachers -> merge or sft -> student -> table.
+
+A recipe is checked as a whole before its first stage runs. A stage that is finished is skipped when
+the recipe is run again, and one that was killed continues from its last checkpoint. A finished
+stage proves itself by a manifest; one that is damaged is run again, as if it had been killed.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flowalign.backbone.adapters.files import file_digest
+from flowalign.commands.card import REPORT, write_card
+from flowalign.config import (
+    STAGES,
+    ConfigError,
+    EvalStage,
+    MergeStage,
+    RecipeStage,
+    Stage,
+    TrainingStage,
+    overlay,
+    parse,
+    read,
+    to_yaml,
+)
+from flowalign.system import files, manifest
+from flowalign.system.manifest import Damaged
+from flowalign.training.preflight import check_launch, world_problems
+from flowalign.training.report.status import Heartbeat
+from flowalign.training.run import lock
+
+if TYPE_CHECKING:
+    from flowalign.teachers.merge import MergeReport
+
+REFERENCE = "stage:"
+# The manifest of a finished stage. It tells the stage's config and the inputs it was made from.
+DONE = "done.json"
+PROVED = (  # the files that it vouches for: what later stages and people read
+    "adapter/*.safetensors", "adapter/*.json", "config.yaml", "metrics.jsonl", "report.md",
+    "results.json", "table.md",
+)  # fmt: skip
+
+log = logging.getLogger("flowalign")
+
+
+def run(
+    config: RecipeStage,
+    home: Path,
+    train: Callable[[TrainingStage], object],
+    evaluate: Callable[[EvalStage], object],
+    *,
+    record: bool = True,
+    any_world: bool = False,
+) -> Path:
+    """Run what is not finished; returns the output folder. home: where `use` files are looked for.
+
+    train and evaluate run one stage each; train resumes where there are checkpoints. record: keep
+    the recipe and its status in the folder. any_world: checkpoints may be of another number of
+    processes. Raises ConfigError, before any stage runs, with everything that is wrong in any of
+    them.
+    """
+    from flowalign.training.run import processes
+
+    stages, problems = _read_stages(config, home)
+    state = processes.state(*stages.values())  # one group of processes serves all stages
+    check_launch(state.num_processes)
+    if problems := _problems(config, stages, problems, state.num_processes, any_world):
+        raise ConfigError(problems)
+    folder, main = Path(config.output), state.is_main_process
+    with lock.holding(folder, main and record):
+        if main and record:
+            whole = {name: stage.model_dump(mode="json") for name, stage in stages.items()}
+            with files.replacing(folder / "config.yaml") as part:  # without the files that it uses
+                part.write_text(to_yaml(config.model_copy(update={"stages": whole})))
+        for place in ([folder] if record else [s.output for s in stages.values()]) if main else ():
+            files.remove_leftovers(place)
+        with Heartbeat(folder, main and record, total=len(stages)) as heartbeat:
+            _run_stages(stages, heartbeat, train, evaluate)
+    return folder
+
+
+def _run_stages(
+    stages: Mapping[str, Stage],
+    heartbeat: Heartbeat,
+    train: Callable[[TrainingStage], object],
+    evaluate: Callable[[EvalStage], object],
+) -> None:
+    from flowalign.training.run import processes, ranks
+
+    state = processes.state()
+    main = state.is_main_process
+    show = print if main else (lambda *text, **how: None)
+    for number, (name, stage) in enumerate(stages.items(), 1):
+        heartbeat.say(update=number - 1, text=name)
+        ranks.watch().at(f"stage {name}")
+        head = f"[{number}/{len(stages)}] {name} ({stage.stage})"
+        damage = damage_of(stage)
+        if damage is None:
+            if changed := _stale(stage, {}):  # by a damaged stage that ran again
+                raise ConfigError(changed)
+            show(f"{head}: finished before", flush=True)
+            continue
+        if damage and main:
+            log.warning("%s was finished, and %s. It is run again.", stage.output, damage)
+        show(f"{head} -> {stage.output}", flush=True)
+        if isinstance(stage, TrainingStage):
+            train(stage)
+        elif isinstance(stage, MergeStage):
+            if main:
+                show(f"  {merged(stage).summary}", flush=True)
+        elif isinstance(stage, EvalStage):
+            evaluate(stage)
+        processes.release()
+        if main:
+            _mark_finished(stage)
+        state.wait_for_everyone()
+    heartbeat.say(update=len(stages))
+
+
+def _mark_finished(stage: Stage) -> None:
+    inputs = {source: file_digest(source) for source in stage.inputs.values()}
+    folder = Path(stage.output)
+    proved = [path.relative_to(folder).as_posix() for name in PROVED for path in folder.glob(name)]
+    done = {"config": stage.model_dump(mode="json"), "inputs": inputs}
+    manifest.seal(folder, done, proved, file=DONE)
+
+
+def examine(
+    config: Stage,
+    home: Path,
+    num_processes: int = 1,
+    resume: bool = False,
+    any_world: bool = False,
+    trust: bool = True,
+) -> tuple[dict[str, Stage], list[str]]:
+    """The config of every stage that can be read, by name, and everything that keeps the whole
+    from starting here: what `train` and `eval` refuse. A stage that is no recipe is named by its
+    folder. resume, any_world: as for `train`. trust: as for `world_problems`."""
+    if isinstance(config, MergeStage):
+        config = alone(config)
+    if not isinstance(config, RecipeStage):
+        problems = world_problems(
+            config, num_processes, resume=resume, any_world=any_world, trust=trust
+        )
+        return {Path(config.output).name: config}, problems
+    stages, problems = _read_stages(config, home)
+    return stages, _problems(config, stages, problems, num_processes, any_world, trust)
+
+
+def plan(config: RecipeStage, home: Path, num_processes: int = 1) -> dict[str, Stage]:
+    """The config of every stage by name, checked; ConfigError with all that is wrong."""
+    stages, problems = examine(config, home, num_processes)
+    if problems:
+        raise ConfigError(problems)
+    return stages
+
+
+def alone(config: MergeStage) -> RecipeStage:
+    """A merge as a recipe of one stage."""
+    stages = {Path(config.output).name: config.model_dump(mode="json", exclude={"output", "model"})}
+    return RecipeStage.model_construct(  # unchecked: its folder may have any name
+        stage="recipe", output=str(Path(config.output).parent), model=config.model, stages=stages
+    )
+
+
+# Planning --------------------------------------------------------------------------------------
+
+
+def _read_stages(config: RecipeStage, home: Path) -> tuple[dict[str, Stage], list[str]]:
+    """The stages that can be read, and what is wrong with the others."""
+    stages: dict[str, Stage] = {}
+    problems: list[str] = []
+    adapters: dict[str, str] = {}  # of the earlier stages
+    for name in config.stages:
+        try:
+            stages[name] = _read_stage(config, name, home, adapters)
+        except ConfigError as error:
+            problems += [f"stages.{name}.{text}" for text in error.problems]
+        adapters[name] = _adapter_of(config, name)
+    return stages, problems
+
+
+def _read_stage(config: RecipeStage, name: str, home: Path, adapters: Mapping[str, str]) -> Stage:
+    """The config of one stage, in the layers of flowalign.config.loading. adapters: {name: folder}
+    of those that earlier stages leave."""
+    own = dict(config.stages[name])
+    use, changes = own.pop("use", None), own.pop("set", [])
+    if use is not None and not isinstance(use, str):
+        raise ConfigError([f"use: got {use!r}; want the name of a YAML file."])
+    if not isinstance(changes, list) or not all(isinstance(text, str) for text in changes):
+        raise ConfigError([f"set: got {changes!r}; want a list of texts, key.path=value."])
+    if moved := [text for text in changes if text.partition("=")[0].strip() == "output"]:
+        raise ConfigError([f"set: {moved[0]!r}, but a stage writes below the recipe's output."])
+    base = {} if use is None else read(home / use)
+    data = overlay(base if isinstance(base, Mapping) else {}, own)
+    kind = str(data.get("stage"))
+    if kind == "recipe":
+        raise ConfigError(["stage: 'recipe' inside a recipe. List its stages here instead."])
+    data["model"] = config.model.model_dump(mode="json")  # all stages have one base
+    data = overlay(data, *(keys for variant, keys in config.variant.items() if variant == kind))
+    data["output"] = str(Path(config.output) / name)
+    if "seed" in STAGES.get(kind, Stage).model_fields and "seed" not in own:
+        data["seed"] = config.seed
+    problems: list[str] = []
+    data = _resolve(data, adapters, problems)
+    if problems:
+        raise ConfigError(problems)
+    return parse(data, changes, source=name, stage=Stage)
+
+
+def _resolve(value: Any, adapters: Mapping[str, str], problems: list[str]) -> Any:
+    """The value with every `stage:NAME` in it replaced by the adapter of that stage."""
+    if isinstance(value, Mapping):
+        return {key: _resolve(item, adapters, problems) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_resolve(item, adapters, problems) for item in value]
+    if not isinstance(value, str) or not value.startswith(REFERENCE):
+        return value
+    name = value.removeprefix(REFERENCE)
+    if name not in adapters:
+        problems.append(f"{value}: no earlier stage has this name; there are {list(adapters)}.")
+    return adapters.get(name)
+
+
+def _adapter_of(config: RecipeStage, name: str) -> str:
+    """Where a stage leaves its adapter."""
+    return str(Path(config.output) / name / "adapter")
+
+
+def _problems(
+    config: RecipeStage,
+    stages: Mapping[str, Stage],
+    problems: Sequence[str],
+    num_processes: int,
+    any_world: bool,
+    trust: bool = True,
+) -> list[str]:
+    """These problems, and whatever else keeps the stages from running."""
+    problems = list(problems)
+    pending: list[str] = []
+    damages = {name: damage_of(stage) for name, stage in stages.items()}
+    for name in config.stages:
+        if name in stages:
+            stage = stages[name]
+            resume = None if damages[name] is None else True
+            found = world_problems(stage, num_processes, pending, resume, any_world, trust)
+            problems += [f"stages.{name}.{text}" for text in found]
+        pending.append(_adapter_of(config, name))  # of a wrong stage, too, which is blamed once
+    dtypes = {n: s.model.dtype for n, s in stages.items() if isinstance(s, TrainingStage)}
+    if len({dtype == "float16" for dtype in dtypes.values()}) > 1:
+        # accelerate scales the loss, as float16 needs, in a whole process or not at all
+        problems.append(
+            f"stages: model.dtype is float16 in some ({dtypes}). Use it in all of them, or in none."
+        )
+    # Only a sound recipe is compared with what ran before.
+    if problems:
+        return problems
+    adapters = {_adapter_of(config, name): damage for name, damage in damages.items()}
+    done = [stage for name, stage in stages.items() if damages[name] is None]
+    return [text for stage in done for text in _stale(stage, adapters)]
+
+
+def damage_of(stage: Stage) -> str | None:
+    """None for a finished stage, "" for one that is not, and what is damaged in one that was."""
+    if not (Path(stage.output) / DONE).exists():
+        return ""
+    try:
+        manifest.check(stage.output, file=DONE)
+    except Damaged as error:
+        return str(error)
+    return None
+
+
+def _stale(stage: Stage, damages: Mapping[str, str | None]) -> list[str]:
+    """What of a finished stage is not as the recipe asks for now. damages: `damage_of` the stage
+    of each adapter, where it may not be sound; what was read of a damaged one is compared when that
+    one has been run again."""
+    done = manifest.read(stage.output, file=DONE).about
+    again = f"Delete {stage.output} to run it again, or choose another `output`."
+    now, then = stage.model_dump(mode="json"), done["config"]
+    changed = sorted(key for key in now.keys() | then if now.get(key) != then.get(key))
+    if changed:
+        return [f"{stage.output}: finished with another {', '.join(changed)}. {again}"]
+    for place, source in stage.inputs.items():
+        if damages.get(source):
+            continue
+        unready = damages.get(source) == ""
+        if unready or file_digest(source) != done["inputs"].get(source):
+            return [f"{stage.output}: finished with another {place} ({source}). {again}"]
+    return []
+
+
+def merged(stage: MergeStage) -> MergeReport:
+    """Merge into <output>/adapter, with its card; the report, which says what was done, lies beside
+    it."""
+    from flowalign.teachers import merge as merging
+
+    folder = Path(stage.output)
+    with lock.holding(folder):
+        shutil.rmtree(folder / "adapter", ignore_errors=True)  # of a merge that was killed
+        settings = stage.model_dump(exclude={"stage", "output", "model", "adapters"})
+        report = merging.merge(stage.adapters, folder / "adapter", **settings)
+        (folder / REPORT).write_text(f"{report}\n")
+        (folder / "config.yaml").write_text(to_yaml(stage))
+        write_card(folder, stage, sys.argv)
+    return report

@@ -1,0 +1,290 @@
+"""`flowalign sample`: images of prompts, with the settings that the model or the LoRA asks for.
+
+Steps, CFG scale and size come from the first of these that says them: the command line, the run
+that trained the LoRA, the model's card, diffusers' pipeline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flowalign.system.escape import harmless
+
+if TYPE_CHECKING:  # --help need not import torch
+    import torch
+    from torch import Tensor
+
+    from flowalign.backbone.adapters.files import Lora
+    from flowalign.config import TrainingStage
+
+TINY = (10, 1.0)  # as the tiny configs train and evaluate
+MULTIPLE = 16  # of pixels: the VAE's factor 8, patches of 2
+SHOWN = 256  # pixels: a grid shows wider images smaller than they are
+FORMATS = (".png", ".jpg", ".jpeg", ".webp", ".pdf")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of `sample`."""
+    parser = argparse.ArgumentParser(
+        "flowalign sample",
+        description="Sample images of prompts as one labelled grid. They are the images that an "
+        "evaluation with the same seed, steps and guidance scores.",
+    )
+    parser.add_argument("prompts", nargs="+", help="for example 'a red sign that says \"CAT\"'")
+    parser.add_argument("--model", help="tiny, a folder or a Hub id; default: the LoRA's, or tiny")
+    parser.add_argument("--lora", help="an adapter folder, such as outputs/.../adapter, or Hub id")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help=f"file of the grid; default: samples.png, or the next free number. Images above "
+        f"{SHOWN} pixels are also written in full size, to a folder of the same name",
+    )
+    parser.add_argument("--images", type=_at_least(1), default=1, metavar="N", help="per prompt")
+    of_the_model = "default: that of the LoRA's run, else the model's own"
+    parser.add_argument("--steps", type=_at_least(1), help=of_the_model)
+    parser.add_argument("--guidance", type=_scale, help=f"CFG scale; 1 = none; {of_the_model}")
+    parser.add_argument("--size", type=_pixels, help=f"pixels; {of_the_model}")
+    parser.add_argument("--seed", type=_at_least(0), default=0, help="of the initial noise")
+    parser.add_argument("--device", help="such as cuda:1; default: the GPU if there is one")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16, float32 on a CPU")
+    return parser
+
+
+def _at_least(least: int):
+    def number(text: str) -> int:
+        if text.strip().lstrip("+").isdecimal() and int(text) >= least:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"got {text!r}; want a whole number from {least} up")
+
+    return number
+
+
+def _scale(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text!r}; want a number from 0 up, such as 4.5")
+    return value
+
+
+def _pixels(text: str) -> int:
+    size = _at_least(1)(text)
+    if size % MULTIPLE:
+        below, above = size // MULTIPLE * MULTIPLE, -(-size // MULTIPLE) * MULTIPLE
+        near = f"{below} or {above}" if below else f"{above}"
+        raise argparse.ArgumentTypeError(
+            f"got {size}; want a multiple of {MULTIPLE} pixels, such as {near}"
+        )
+    return size
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 2 refused."""
+    args = parser().parse_args(argv)
+    from flowalign.training.report.progress import quiet
+
+    quiet()  # before diffusers is imported, which logs while it is
+    import torch
+
+    from flowalign.backbone.adapters.files import read_lora
+
+    try:
+        lora = read_lora(args.lora, newest=True) if args.lora else None
+        if lora:
+            lora.check_values()
+        plan = settle(args, lora)
+        images = draw(args.prompts, plan, lora)
+    except (ValueError, OSError) as error:
+        print(harmless(f"flowalign sample: {error}"), file=sys.stderr)
+        return 2
+    except torch.OutOfMemoryError as error:
+        first = str(error).partition(". ")[0]
+        print(
+            f"flowalign sample: {first}. Give a smaller --size, or --device cpu.", file=sys.stderr
+        )
+        return 2
+    write(plan.out, images, args.prompts, args.images)
+    return 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is sampled where. height, width: pixels. guidance: 1 = no unconditional pass."""
+
+    model: str
+    steps: int
+    guidance: float
+    height: int
+    width: int
+    images: int
+    seed: int
+    device: torch.device
+    dtype: str
+    out: Path
+
+    def __str__(self) -> str:
+        return (
+            f"{self.model}: {self.width}x{self.height} pixels, {self.steps} steps, guidance "
+            f"{self.guidance:g}, seed {self.seed}, {self.dtype} on {self.device}"
+        )
+
+
+def settle(args: argparse.Namespace, lora: Lora | None) -> Plan:
+    """The settings of a command. Raises ValueError for what cannot be sampled, or written, here.
+    Nothing is loaded but small config files."""
+    model = args.model or (lora and lora.base) or "tiny"
+    run = run_of(lora)
+    steps, guidance = recommended(model)
+    height, width, most = sizes(model)
+    if run:
+        sampling = run.evaluation_sampling
+        steps, guidance = sampling.steps, sampling.guidance
+        height, width = run.model.sizes[0]
+    if args.size:
+        height = width = args.size
+    if most and max(height, width) > most:
+        raise ValueError(
+            f"--size: got {max(height, width)}; {model} has positions for at most {most} pixels."
+        )
+    device = usable(args.device)
+    guidance = guidance if args.guidance is None else args.guidance
+    return Plan(
+        model=model,
+        steps=args.steps or steps,
+        guidance=max(1.0, guidance),  # below 1 there is no guidance, as in diffusers' pipeline
+        height=height,
+        width=width,
+        images=args.images,
+        seed=args.seed,
+        device=device,
+        dtype=args.dtype or ("float32" if device.type == "cpu" else "bfloat16"),
+        out=place(args.out),
+    )
+
+
+def run_of(lora: Lora | None) -> TrainingStage | None:
+    """The run that trained a LoRA, by the config.yaml that it leaves above its adapter's folder."""
+    from flowalign.config import ConfigError, load
+
+    try:
+        return load(lora.file.parent.parent / "config.yaml") if lora else None
+    except ConfigError:  # there is none, or it is another program's
+        return None
+
+
+def recommended(model: str) -> tuple[int, float]:
+    """(steps, guidance scale) of a model: of its card, else of its pipeline."""
+    from flowalign.backbone import families, family_of, pipeline_name, resolve
+    from flowalign.backbone.tiny import MODEL
+
+    if resolve(model) == str(MODEL):
+        return TINY
+    cards = {name: card for family in families().values() for name, card in family.cards.items()}
+    if (name := Path(model).name.lower()) in cards:
+        return cards[name]
+    return family_of(pipeline_name(model)).defaults()
+
+
+def sizes(model: str) -> tuple[int, int, int | None]:
+    """(height, width, the largest side) in pixels of a model; the last is None if not known."""
+    from flowalign.backbone.structure import family_without_text
+
+    try:
+        family = family_without_text(model)
+    except LookupError:  # a Hub id that is not in the cache: the size of most of these models
+        return 1024, 1024, None
+    return family.usual, family.usual, family.largest
+
+
+def usable(name: str | None) -> torch.device:
+    """The device of that name, None = the GPU if there is one; ValueError if it is not here."""
+    import torch
+
+    from flowalign.system.devices import resolve
+
+    here = [torch.device("cpu")]
+    if accelerator := torch.accelerator.current_accelerator(check_available=True):
+        count = torch.accelerator.device_count()
+        here += [torch.device(accelerator.type, index) for index in range(count)]
+    try:
+        device = resolve(name)
+    except RuntimeError:
+        device = None
+    if device not in here:
+        raise ValueError(f"--device: got {name!r}; here are {', '.join(map(str, here))}.")
+    return device
+
+
+def place(out: Path | None) -> Path:
+    """A file that is not there yet; ValueError if `out` is, or has no format."""
+    if out is None:
+        numbered = (Path(f"samples-{number}.png") for number in itertools.count(2))
+        free = itertools.chain([Path("samples.png")], numbered)
+        return next(file for file in free if not (file.exists() or file.with_suffix("").exists()))
+    if out.suffix.lower() not in FORMATS:
+        raise ValueError(
+            f"--out: got {str(out)!r}; want the name of a file that ends in {', '.join(FORMATS)}."
+        )
+    for taken in (out, out.with_suffix("")):  # the folder of the images in full size
+        if taken.exists():
+            raise ValueError(f"--out: {taken} is there already. Name another file, or remove it.")
+    return out
+
+
+def draw(prompts: Sequence[str], plan: Plan, lora: Lora | None) -> Tensor:
+    """Images [P*N,3,H,W] in [0,1] on the CPU; the images of a prompt follow one another."""
+    from flowalign.backbone import DTYPES, Backbone, load_pipeline
+    from flowalign.backbone.pipeline import default_length, text_length
+    from flowalign.config import SamplingConfig
+    from flowalign.eval.suite import generate
+    from flowalign.types import PromptBatch
+
+    print(plan, file=sys.stderr, flush=True)
+    pipe = load_pipeline(plan.model, dtype=DTYPES[plan.dtype])
+    on_gpu = plan.device.type != "cpu"
+    backbone = Backbone(
+        pipe,
+        height=plan.height,
+        width=plan.width,
+        max_sequence_length=text_length(plan.model, lora) or default_length(type(pipe)),
+        device=plan.device,
+        decode_batch=1 if on_gpu else None,  # a float32 VAE needs 2.4 GB for 1024 pixels
+        offload_text_encoders=on_gpu,
+    )
+    if lora:
+        backbone.load_adapter("sampled", lora, frozen=True)
+    settings = SamplingConfig(
+        steps=plan.steps,
+        guidance=plan.guidance,
+        seed=plan.seed,
+        batch_size=max(1, min(8, 8 * 512**2 // (plan.height * plan.width))),
+    )
+    count = len(prompts)
+    batch = PromptBatch(list(prompts), ["sample"] * count, [{}] * count)
+    with backbone.adapter("sampled" if lora else None):
+        return generate(backbone, batch, settings, copies=plan.images).cpu()
+
+
+def write(out: Path, images: Tensor, prompts: Sequence[str], copies: int) -> None:
+    """The grid, and large images one by one; prints where they are."""
+    from flowalign.system.files import replacing
+    from flowalign.training.report.pictures import grid, png
+
+    if images.shape[-1] > SHOWN:
+        with replacing(out.with_suffix("")) as folder:
+            folder.mkdir()
+            for number, image in enumerate(images):
+                prompt, copy = divmod(number, copies)
+                (folder / f"{prompt + 1:03d}_{copy + 1:02d}.png").write_bytes(png(image))
+        print(f"{out.with_suffix('')}/: {len(images)} images in full size")
+    grid(out, images, [prompt for prompt in prompts for _ in range(copies)])
+    print(out)

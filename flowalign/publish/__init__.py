@@ -1,1 +1,0 @@
-"""Model cards, and what goes to the Hub."""

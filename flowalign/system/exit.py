@@ -1,0 +1,102 @@
+"""Around every command: what it refuses at once, how it ends early, and what stays off stderr."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
+
+from flowalign.system import packages
+from flowalign.system.signals import CODES, Interrupted, interruptible
+
+LEVELS = {  # read by the libraries when they are imported; processes that are started inherit them
+    "TRANSFORMERS_VERBOSITY": "error",
+    "DIFFUSERS_VERBOSITY": "error",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+LIBRARIES = (
+    "accelerate", "bitsandbytes", "deepspeed", "diffusers", "fastapi", "huggingface_hub",
+    "open_clip", "peft", "starlette", "torch", "torchvision", "transformers", "triton", "uvicorn",
+    "xformers",
+)  # fmt: skip
+
+
+def run(name: str, target: str, argv: Sequence[str]) -> int:
+    """Run the command `flowalign NAME`; its exit status. 2 where another project has our import
+    name or a package is missing, 130 after Ctrl-C, 143 after SIGTERM, 75 after SIGUSR1, each with
+    one line on stderr; 141 without one where nobody reads its output any more (`| head`).
+
+    target: "module:function", from arguments to exit status. It is imported here, late.
+    """
+    if problem := packages.other_project():
+        print(f"flowalign: {problem}", file=sys.stderr)
+        return 2
+    module, function = target.split(":")
+    try:
+        with interruptible(), silenced():
+            status = getattr(import_module(module), function)(list(argv))
+            sys.stdout.flush()  # whoever reads it may be gone: said here, not while Python ends
+            return status
+    except packages.MissingPackage as error:
+        print(f"flowalign {name}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt as error:
+        print(f"flowalign {name}: interrupted ({str(error) or 'SIGINT'})", file=sys.stderr)
+        return error.code if isinstance(error, Interrupted) else CODES[signal.SIGINT]
+
+
+def leaving(status: int, seconds: float = 60.0) -> int:
+    """The status, with which the process is about to end. Python would wait for ever for a thread
+    that hangs in a reward's own pool: so many seconds from now the process ends without it. One of
+    several processes ends without Python's own end (`_end`)."""
+
+    def abandon() -> None:
+        names = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+        print(f"flowalign: not waiting for threads that hang: {names}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(status)
+
+    timer = threading.Timer(seconds, abandon)
+    timer.daemon = True
+    timer.start()
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        atexit.register(_end, status)
+    return status
+
+
+def _end(status: int) -> None:
+    """The end of one of several processes, without that of Python: while Python ends, it kills a
+    thread that comes back from torch's C++ (gloo has some), and that aborts the process. The other
+    ranks and the launcher would take it for a failure."""
+    atexit.unregister(_end)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # of a terminal that is gone
+            stream.flush()
+    os._exit(status)
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Inside the `with`, notices and Python warnings of these libraries are not shown. Errors are,
+    and warnings of any other code: ours, and the user's rewards. Enter it before the libraries are
+    imported. What the environment, `python -W` or an earlier filter says comes first."""
+    added = [name for name in LEVELS if name not in os.environ]
+    os.environ.update({name: LEVELS[name] for name in added})
+    try:
+        with warnings.catch_warnings():
+            module = rf"({'|'.join(LIBRARIES)})(\.|$)"
+            warnings.filterwarnings("ignore", module=module, append=True)
+            yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)

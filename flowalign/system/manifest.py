@@ -1,0 +1,134 @@
+"""manifest.json: what a folder held when it was finished, so that damage is seen before it is used.
+
+A checkpoint, an adapter and a finished stage have one. `seal` writes it last; `check` compares the
+folder with it. It tells damage, not malice: whoever can write the folder can write its manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from flowalign.system import files
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+class Damaged(ValueError):
+    """A folder that is not what its manifest says, or has none: what is wrong with it."""
+
+
+class Foreign(Damaged):
+    """A folder without a manifest of ours: none, or another program's file of that name."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """files: {path below the folder, with slashes: (bytes, SHA-256)}. about: what the folder
+    depends on, as JSON."""
+
+    files: Mapping[str, tuple[int, str]]
+    about: Mapping[str, Any]
+
+
+def seal(
+    folder: str | Path,
+    about: Mapping[str, Any],
+    names: Iterable[str] | None = None,
+    *,
+    file: str = MANIFEST,
+) -> Manifest:
+    """Write the manifest of a folder, after its files are on the disk itself.
+
+    names: the files that it vouches for, below the folder; None = all that are there. file: the
+    name of the manifest, where a folder has several.
+    """
+    folder = Path(folder)
+    if names is None:
+        found = (path for path in folder.rglob("*") if path.is_file() and path != folder / file)
+        names = (path.relative_to(folder).as_posix() for path in found)
+    listed = {}
+    for name in sorted(names):
+        path = folder / name
+        files.flush(path)
+        listed[name] = (path.stat().st_size, digest(path))
+    with files.replacing(folder / file, durable=True) as part:
+        part.write_text(text(listed, about))
+    return Manifest(listed, dict(about))
+
+
+def text(listed: Mapping[str, tuple[int, str]], about: Mapping[str, Any]) -> str:
+    """The content of a manifest. listed: as in `Manifest`."""
+    content = {"format": FORMAT, "files": dict(listed), "about": dict(about)}
+    return json.dumps({"sha256": _own_digest(content), **content}, indent=1)
+
+
+def read(folder: str | Path, *, file: str = MANIFEST) -> Manifest:
+    """The manifest of a folder, without a look at the files; Damaged if it is missing or broken."""
+    path = Path(folder) / file
+    try:
+        content = json.loads(path.read_bytes())
+        if isinstance(content, dict) and not content.keys() & {"sha256", "format", "files"}:
+            raise Foreign(f"{MANIFEST} is another program's")
+        said = content.pop("sha256")
+        if said != _own_digest(content):
+            raise ValueError("it does not have the digest that it says")
+        if content["format"] != FORMAT:
+            raise Damaged(f"{file} has format {content['format']!r}; want {FORMAT}")
+        listed = {name: (size, sha256) for name, (size, sha256) in content["files"].items()}
+        return Manifest(listed, content["about"])
+    except FileNotFoundError:
+        raise Foreign(f"{MANIFEST} is missing") from None
+    except Damaged:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{file} cannot be read ({error})") from None
+
+
+def check(
+    folder: str | Path, names: Collection[str] | None = None, *, file: str = MANIFEST
+) -> Manifest:
+    """The manifest of a folder whose files are as it says; Damaged with what is wrong otherwise.
+
+    Files that the manifest does not name are not looked at. names: look at no others (None = all).
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise Damaged("it is no folder")
+    manifest = read(folder, file=file)
+    for name, (size, sha256) in manifest.files.items():
+        if names is not None and name not in names:
+            continue
+        place = PurePosixPath(name)
+        if place.is_absolute() or ".." in place.parts:
+            raise Damaged(f"{file} names {name!r}, which lies outside of the folder")
+        path = folder / name
+        try:
+            now = path.stat().st_size
+            if now != size:
+                raise Damaged(f"{name} has {now} bytes, and had {size}")
+            if digest(path) != sha256:
+                raise Damaged(f"{name} has changed: its SHA-256 differs")
+        except FileNotFoundError:
+            raise Damaged(f"{name} is missing") from None
+        except OSError as error:
+            raise Damaged(f"{name} cannot be read ({error.strerror or error})") from None
+    return manifest
+
+
+def digest(path: str | Path) -> str:
+    """SHA-256 of a file."""
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _own_digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

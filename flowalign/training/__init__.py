@@ -1,0 +1,1 @@
+"""The path of a run: rollout -> prepare -> learn -> report."""

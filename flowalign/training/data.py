@@ -1,0 +1,392 @@
+"""Prompt sets, one per task, and the sampler that draws P prompts of mixed tasks per update."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import io
+import json
+import math
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from itertools import chain, islice, pairwise
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+from flowalign.backbone.tiny import PROMPTS
+from flowalign.config.schema import TrainingStage
+from flowalign.system import files
+from flowalign.training import sources
+from flowalign.types import PromptBatch
+
+Row = tuple[str, dict[str, Any]]  # a prompt, its metadata
+LARGEST = 2**29  # characters of a file, which is read as a whole
+LONGEST = 100_000  # characters of a prompt; text encoders read some 2,000
+DEEPEST = 50  # levels of nesting in metadata; GenEval has 4
+
+
+class PromptError(ValueError):
+    """A prompt set that is missing, empty or malformed."""
+
+
+def load_prompts(source: str | Path, task: str) -> PromptBatch:
+    """The prompts of a file or folder, in its order.
+
+    `.txt`: one a line. `.jsonl`: an object a line, its key `prompt`; the other keys are metadata.
+    `.csv`: a header with the column `prompt` (or `text`); the other columns are metadata, and rows
+    of one `item_id` are one prompt (DPG-Bench's dpg_bench.csv has a row a question).
+    A folder: one prompt a `.txt`, whose name becomes the metadata `item_id` (DPG-Bench's prompts/).
+    `tiny/NAME` is a set that ships with the package. Blank lines are skipped, repeats are kept.
+    Raises PromptError for a set that is missing, empty or malformed.
+    """
+    path = _locate(str(source))
+    if path.is_dir():
+        rows = _read_folder(path)
+    elif path.suffix in READERS:
+        rows = _read_file(path, _text(path))
+    else:
+        raise PromptError(
+            f"{path} is neither a .txt (one prompt a line) nor a .jsonl (one object with a "
+            "`prompt` a line) nor a .csv (with a column `prompt` or `text`). Rename or convert it."
+        )
+    if not rows:
+        raise PromptError(f"{path} holds no prompts. Write one a line.")
+    prompts, metadata = [prompt for prompt, _ in rows], [dict(rest) for _, rest in rows]
+    longest = max(range(len(prompts)), key=lambda row: len(prompts[row]))
+    if len(prompts[longest]) > LONGEST:
+        raise PromptError(
+            f"{path}: prompt {longest + 1} has {len(prompts[longest])} characters, of which no "
+            f"model reads more than {LONGEST}. Is it one prompt a line?"
+        )
+    return PromptBatch(prompts, [task] * len(prompts), metadata)
+
+
+def subset(prompts: PromptBatch, count: int) -> PromptBatch:
+    """`count` rows that stand for the whole set, in its order; all of them where there are fewer.
+
+    Every value of the metadata `tag` keeps its share, since many files are sorted by tag (GenEval's
+    first 128 rows have two of its six). Rows without a tag count as one more. The choice depends on
+    the set alone, and a larger count holds the rows of a smaller one.
+    """
+    tags: dict[str, list[int]] = {}
+    for row, metadata in enumerate(prompts.metadata):
+        tags.setdefault(str(metadata.get("tag")), []).append(row)
+    places: list[tuple[float, int]] = []
+    for tag, rows in tags.items():
+        for j, place in enumerate(_permutation(f"subset/{tag}", len(rows))):
+            places.append(((j + 0.5) / len(rows), rows[place]))
+    return prompts.select(sorted(row for _, row in sorted(places)[:count]))
+
+
+def spread(total: int, count: int) -> list[int]:
+    """`count` of the places 0 to total - 1, evenly spaced from the first; all if there are fewer.
+
+    This chooses the prompts that pictures show: by their place alone, never by their scores.
+    """
+    count = min(count, total)
+    return [i * total // count for i in range(count)]
+
+
+def spread_text(places: Sequence[int], total: int) -> str:
+    """How many of `total` prompts these places are, and by which rule: "24 of 192, every 8th"."""
+    count, steps = len(places), {b - a for a, b in pairwise(places)}
+    if count == total:
+        return f"all {total} prompts"
+    if steps <= {1}:
+        return f"the first {count} of {total} prompts"
+    if len(steps) > 1:
+        return f"{count} of {total} prompts, evenly spaced"
+    (step,) = steps
+    teens = step % 100 in (11, 12, 13)
+    ending = "th" if teens else {1: "st", 2: "nd", 3: "rd"}.get(step % 10, "th")
+    return f"{count} of {total} prompts, every {step}{ending}"
+
+
+# Reading -----------------------------------------------------------------------------------------
+
+
+def _locate(source: str) -> Path:
+    """The file or folder of a source; an error names the nearest name beside it."""
+    tiny = source.startswith("tiny/") and not Path(source).suffix
+    if problem := files.impossible(source):
+        raise PromptError(f"no prompt set {source[:80]!r}: the path {problem}.")
+    path = PROMPTS / f"{source[5:]}.jsonl" if tiny else Path(source).expanduser()
+    if path.is_file() or (path.is_dir() and not tiny):
+        return path
+    missing = f"no prompt set {source!r}" + ("" if tiny else f" (looked at {path.absolute()})")
+    if commands := sources.commands(source):
+        raise PromptError(f"{missing}. Run {' or '.join(f'`{text}`' for text in commands)}.")
+    listed = islice(path.parent.glob("*"), 1000)  # to be compared with what was meant
+    present = sorted(p for p in listed if p.suffix in READERS)
+    names = [f"tiny/{p.stem}" for p in present] if tiny else [str(p) for p in present]
+    near = difflib.get_close_matches(source, [n for n in names if not _other_part(n, source)], n=1)
+    raise PromptError(
+        f"{missing}. "
+        + (f"Did you mean {near[0]!r}? " if near else "")
+        + (f"There are {', '.join(names[:12])}." if names else "There are no prompt files near.")
+        + " Give a .txt, .jsonl or .csv file, a folder of .txt files, or tiny/NAME"
+        + " (`flowalign data list` names the official sets)."
+    )  # fmt: skip
+
+
+def _other_part(name: str, other: str) -> bool:
+    """Is one, by its name, a training set and the other a test set, say? Neither replaces the
+    other, however close their names are."""
+    part, another = (re.findall("train|test|val", Path(text).name) for text in (name, other))
+    return bool(part and another) and part != another
+
+
+def _text(path: Path) -> str:
+    try:
+        # newlines as they are: csv knows itself which of them end a row
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            text = file.read(LARGEST + 1)
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{path} is not UTF-8 ({error}). Save it as UTF-8.") from None
+    except OSError as error:
+        raise PromptError(f"{path} cannot be read ({error}).") from None
+    if len(text) > LARGEST:
+        raise PromptError(f"{path} has more than {LARGEST} characters. Give a part of it.")
+    return text
+
+
+@lru_cache(maxsize=16)  # a start asks for each set several times: to check it, count it, use it
+def _read_file(path: Path, text: str) -> list[Row]:
+    return READERS[path.suffix](path, text)  # shared by all callers, who must not change them
+
+
+def _lines(text: str) -> list[tuple[int, str]]:
+    """The lines that are not blank, stripped, with their numbers from 1."""
+    # not str.splitlines: it would also cut at U+2028 and its like, inside a prompt
+    lines = enumerate(re.split(r"\r\n?|\n", text), 1)
+    return [(number, line.strip()) for number, line in lines if line.strip()]
+
+
+def _read_jsonl(path: Path, text: str) -> list[Row]:
+    rows: list[Row] = []
+    for number, line in _lines(text):
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line, parse_constant=_not_finite, parse_float=_finite)
+        except json.JSONDecodeError as error:
+            raise PromptError(f"{where}: not JSON ({error.msg}, column {error.colno}).") from None
+        except RecursionError:
+            raise PromptError(f"{where}: nested too deeply.") from None
+        except ValueError as error:  # a number of thousands of digits, or one that is not finite
+            raise PromptError(f"{where}: {str(error).partition(';')[0]}.") from None
+        if problem := _unfit(row):
+            raise PromptError(f"{where}: {problem}.")
+        if not isinstance(row, dict):
+            kind = type(row).__name__
+            raise PromptError(f'{where}: a {kind}; want an object, {{"prompt": "..."}}.')
+        prompt = row.pop("prompt", None)
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise PromptError(
+                f"{where}: the key `prompt` is {repr(prompt)[:80]}; want a non-empty text. "
+                f"The other keys are {sorted(row)[:12]}."
+            )
+        rows.append((prompt, row))
+    return rows
+
+
+def _not_finite(text: str) -> float:
+    raise ValueError(f"the number {text[:40]} is not finite, which JSON does not have")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _not_finite(text)
+
+
+def _unfit(value: Any, depth: int = 0) -> str:
+    """Why a value of JSON cannot be metadata, "" if it can: it is written, compared and shown."""
+    if isinstance(value, str):
+        half = re.search("[\ud800-\udfff]", value)
+        return f"{half[0]!r} is half a character" if half else ""
+    if not isinstance(value, dict | list):
+        return ""
+    if depth == DEEPEST:
+        return f"nested more than {DEEPEST} levels deep"
+    parts = chain(value, value.values()) if isinstance(value, dict) else value
+    return next(filter(None, (_unfit(part, depth + 1) for part in parts)), "")
+
+
+def _read_csv(path: Path, text: str) -> list[Row]:
+    """A prompt a row; rows of one item_id are folded into one, with the columns that they share."""
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    try:
+        header = list(reader.fieldnames or ())
+    except csv.Error as error:
+        raise PromptError(f"{path}: the header is not CSV ({error}).") from None
+    column = next((name for name in ("prompt", "text") if name in header), None)
+    if column is None:
+        raise PromptError(
+            f"{path} has the columns {str(header)[:200]}; want a header with `prompt` or "
+            "`text`. Name the column of the prompts so."
+        )
+    if len(set(header)) < len(header):
+        raise PromptError(f"{path}: two columns have one name: {str(header)[:200]}. Rename one.")
+    rows: list[Row] = []
+    places: dict[str, int] = {}  # of each item_id in rows
+    try:
+        for row in reader:
+            where = f"{path}, line {reader.line_num}"
+            if None in row or None in row.values():
+                raise PromptError(f"{where}: not as many cells as the header names. Fix the row.")
+            prompt = (row.pop(column) or "").strip()
+            if not prompt:
+                raise PromptError(f"{where}: the column `{column}` is empty. Write the prompt.")
+            item = row.get("item_id")
+            if item is None or item not in places:
+                places |= {item: len(rows)} if item is not None else {}
+                rows.append((prompt, row))
+                continue
+            first, kept = rows[places[item]]
+            if first != prompt:
+                raise PromptError(
+                    f"{where}: the item {item!r} has another prompt here, {prompt[:60]!r}, than "
+                    f"before, {first[:60]!r}. Give each prompt an item_id of its own."
+                )
+            rows[places[item]] = (prompt, {k: v for k, v in kept.items() if row[k] == v})
+    except csv.Error as error:
+        raise PromptError(f"{path}: not CSV after line {reader.line_num} ({error}).") from None
+    return rows
+
+
+def _read_folder(path: Path) -> list[Row]:
+    """A prompt a file; T2I-CompBench's files of many prompts must not become one prompt each."""
+    rows: list[Row] = []
+    for file in sorted(file for file in path.glob("*.txt") if file.is_file()):
+        lines = _lines(_text(file))
+        if len(lines) != 1:
+            raise PromptError(
+                f"{file} has {len(lines)} lines, but a folder is read as one prompt a file. Give "
+                "the path of the file itself, or put each prompt into a file of its own."
+            )
+        rows.append((lines[0][1], {"item_id": file.stem}))
+    if not rows:
+        raise PromptError(f"the folder {path} holds no .txt. Give a file, or one .txt a prompt.")
+    return rows
+
+
+READERS: Mapping[str, Callable[[Path, str], list[Row]]] = {
+    ".txt": lambda path, text: [(line, {}) for _, line in _lines(text)],
+    ".jsonl": _read_jsonl,
+    ".csv": _read_csv,
+}
+
+
+# Sampling ----------------------------------------------------------------------------------------
+
+Drawn = dict[tuple[str, int], int]  # prompts by (task, bucket)
+
+
+class PromptSampler:
+    """Draws the P prompts of an update, a pure function of (seed, update): a resume is exact.
+
+    In every batch the tasks have the proportions of their weights: by the largest remainder, with
+    the rounding debt carried to the next batch. Each task goes through a new permutation of its set
+    per epoch, so no prompt repeats within an epoch. weights: > 0.
+
+    buckets: the image sizes of a task by their numbers, which take turns; None = all have size 0.
+    All images of a batch have one size. So where tasks have different ones, a batch holds those of
+    the size that is owed most, and the proportions are those of several batches together.
+    """
+
+    def __init__(
+        self,
+        sets: Mapping[str, PromptBatch],
+        weights: Mapping[str, float],
+        prompts: int,
+        seed: int,
+        buckets: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        if set(sets) != set(weights):
+            raise ValueError(f"prompt sets for {sorted(sets)}, but weights for {sorted(weights)}")
+        self.sets, self.prompts, self.seed = dict(sets), prompts, seed
+        buckets = buckets or dict.fromkeys(sets, (0,))
+        # integers, as floats would round debts: 0.1 and 0.2 become 1 and 2
+        exact = {
+            (task, bucket): Fraction(str(weights[task])) / len(buckets[task])
+            for task in sets
+            for bucket in buckets[task]
+        }
+        unit = lcm(*(weight.denominator for weight in exact.values()))
+        self._weights = {stream: int(weight * unit) for stream, weight in exact.items()}
+        self._drawn = [dict.fromkeys(exact, 0)]  # [u]: prompts per stream before update u; a memo
+        self._buckets: list[int] = []  # [u]: that of update u
+
+    @classmethod
+    def of(cls, config: TrainingStage) -> PromptSampler:
+        """That of a config's tasks. Raises PromptError for a set that cannot be read."""
+        return cls(
+            {task.name: load_prompts(task.prompts, task.name) for task in config.tasks},
+            {task.name: task.weight for task in config.tasks},
+            config.rollout.prompts,
+            config.seed,
+            {task.name: config.buckets(task) for task in config.tasks},
+        )
+
+    def batch(self, update: int) -> PromptBatch:
+        """The P prompts of this update (0, 1, ...)."""
+        before, after = (self._before(u) for u in (update, update + 1))
+        rows: list[tuple[float, str, int]] = []
+        for task in self.sets:
+            first, end = (
+                sum(count for (name, _), count in drawn.items() if name == task)
+                for drawn in (before, after)
+            )
+            count = end - first
+            rows += [((j + 0.5) / count, task, first + j) for j in range(count)]
+        rows.sort(key=lambda row: row[0])  # stable: ties keep the order of the tasks
+        picked = [(self.sets[task], self._row(task, place)) for _, task, place in rows]
+        return PromptBatch(
+            prompts=[source.prompts[i] for source, i in picked],
+            tasks=[task for _, task, _ in rows],
+            metadata=[source.metadata[i] for source, i in picked],
+            bucket=self._buckets[update],
+        )
+
+    def _before(self, update: int) -> Drawn:
+        """Prompts that each stream has given before this update: a task's images of one size.
+
+        A slot goes to the stream of the batch's bucket that is owed most, counted at the end of the
+        batch. So every slot is given at a debt > 0, and no stream gets ahead by a whole prompt:
+        debts stay bounded, and the long-run shares are exact. Integers, in units of 1/total.
+        """
+        while len(self._drawn) <= update:
+            drawn = dict(self._drawn[-1])
+            bucket = self._owed_most(drawn)
+            own = {stream: w for stream, w in self._weights.items() if stream[1] == bucket}
+            total, slots = sum(own.values()), self.prompts + sum(drawn[stream] for stream in own)
+            for _ in range(self.prompts):
+                owed = {stream: w * slots - drawn[stream] * total for stream, w in own.items()}
+                drawn[max(owed, key=owed.__getitem__)] += 1
+            self._drawn.append(drawn)
+            self._buckets.append(bucket)
+        return self._drawn[update]
+
+    def _owed_most(self, drawn: Drawn) -> int:
+        """The bucket of the next batch, by what all its streams have been given so far."""
+        total, slots = sum(self._weights.values()), self.prompts + sum(drawn.values())
+        owed: dict[int, int] = {}
+        for stream, weight in self._weights.items():
+            owed.setdefault(stream[1], 0)
+            owed[stream[1]] += weight * slots - drawn[stream] * total
+        return max(owed, key=owed.__getitem__)
+
+    def _row(self, task: str, place: int) -> int:
+        """The row of the prompt that is the place-th of this task since the start."""
+        epoch, offset = divmod(place, len(self.sets[task]))
+        return _permutation(f"{self.seed}/{task}/{epoch}", len(self.sets[task]))[offset]
+
+
+@lru_cache(maxsize=64)
+def _permutation(key: str, size: int) -> list[int]:
+    rows = list(range(size))
+    random.Random(key).shuffle(rows)  # a text seed goes through SHA-512: the same everywhere
+    return rows

@@ -1,0 +1,86 @@
+"""Clean latents with noise added: the states that sft, nft and awm learn from.
+
+At x_sigma = (1 - sigma) x0 + sigma eps the velocity eps - x0 is that of flow matching (2210.02747,
+eq. 23 for this path). The noise is a function of a key and of an image's place in the batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowalign.config.schema import steps_within
+from flowalign.training.rollout import Noise
+from flowalign.types import Rollout
+
+WHOLE = (0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Noised:
+    """A rollout whose states are its noised latents, and what is matched there."""
+
+    rollout: Rollout
+    velocity: Tensor  # [B,S,C,h,w] eps - x0 at the states
+
+
+def stratified(
+    shift: float, count: int, key: tuple[int, ...], within: tuple[float, float] = WHOLE
+) -> Tensor:
+    """`count` noise levels [S], falling: one drawn in each of so many equal parts of a schedule.
+
+    sigma = shift u / (1 + (shift - 1) u), u in (0, 1). within: the part of the way from noise (0)
+    to the image (1) that they are drawn from. key seeds the draw.
+    """
+    rng = np.random.default_rng(key)
+    u = torch.from_numpy((np.arange(count) + rng.random(count)) / count)
+    low, high = 1 - within[1], 1 - within[0]
+    u = (low + (high - low) * u).flip(0).float()
+    return shift * u / (1 + (shift - 1) * u)
+
+
+def of_sampler(
+    sigmas: Tensor, count: int, key: tuple[int, ...], within: tuple[float, float] = WHOLE
+) -> Tensor:
+    """`count` noise levels [S], falling, of a sampler's own sigmas [T+1]: of the steps within, one
+    drawn in each of so many parts of about equal size; all of them, where there are `count`. (AWM's
+    code draws so, with its time_type "discrete"; DiffusionNFT takes all.)
+
+    Raises ValueError where there are fewer steps than levels.
+    """
+    start, stop = steps_within(len(sigmas) - 1, within)
+    if count > stop - start:
+        raise ValueError(f"{count} noise levels of {max(stop - start, 0)} steps; take fewer")
+    bounds = np.linspace(start, stop, count + 1).astype(int)
+    drawn = np.random.default_rng(key).random(count) * np.diff(bounds)
+    return sigmas[torch.from_numpy(bounds[:-1] + drawn.astype(int))]
+
+
+def noised(rollout: Rollout, sigmas: Tensor, key: tuple[int, ...]) -> Noised:
+    """A rollout's last latents at the noise levels sigmas, each image and level with a noise of its
+    own. sigmas: [S] for all images, or [B,S]."""
+    assert rollout.latents is not None
+    count, clean = sigmas.shape[-1], rollout.latents[:, None]  # [B,1,C,h,w]
+    own = Noise(key)
+    drawn = [
+        own.draw(prompt, copy, clean.shape[2:], count - 1)
+        for prompt, copy in zip(rollout.group.tolist(), rollout.copy.tolist(), strict=True)
+    ]
+    noise = torch.stack(drawn).to(clean)
+    noisy = torch.empty_like(noise)
+    for level in range(count):  # one by one, which saves memory
+        sigma = sigmas[..., level].to(clean).view(-1, 1, 1, 1)
+        noisy[:, level] = (1 - sigma) * clean[:, 0] + sigma * noise[:, level]
+    first = sigmas if sigmas.ndim == 1 else sigmas[0]
+    states = dataclasses.replace(
+        rollout,
+        states=noisy,
+        steps=list(range(count)),
+        sigmas=torch.cat([first, torch.zeros(1)]),  # [S+1], as of a schedule
+        own_sigmas=None if sigmas.ndim == 1 else sigmas.to(clean.device),
+    )
+    return Noised(states, noise.sub_(clean))

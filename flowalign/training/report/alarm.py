@@ -1,0 +1,141 @@
+"""Warnings of a run about itself: a divergence; reward hacking, where what is trained improves and
+what is held out falls; and, before that shows, images that drift from the base model's."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flowalign.training import metrics
+from flowalign.training.report.drift.compare import Drift
+from flowalign.types import EvalRow
+
+Measured = tuple[float, float]  # a mean and its standard error
+SURE = 2.0  # standard errors of a difference that count as a change
+COLLAPSED = 0.25  # a held-out reward below this share of the first one is a collapse
+LASTING = 5  # updates in a row that must look wrong
+CLIPPED = 0.5  # share of clipped policy ratios above which little is learnt
+FARTHER = 10.0  # times the first distance to the teachers, which should only fall
+
+
+def measured(row: EvalRow) -> Measured:
+    """The mean of a held-out number, and its standard error over prompts; of a share at least the
+    error of independent images. A tag may have two prompts, whose means agree by chance: their
+    spread alone would make it certain."""
+    alone = max(0.0, row.mean * (1 - row.mean)) / max(1, row.n)
+    return row.mean, max(row.stderr, math.sqrt(alone))
+
+
+class Alarm:
+    """Compares what is trained (reward, or minus distillation loss) with every held-out number."""
+
+    def __init__(self) -> None:
+        self.trained: list[Measured] = []  # one for each period between evaluations
+        self.watched: list[dict[str, Measured]] = []  # one for each evaluation
+        self.period: list[float] = []  # objectives since the last evaluation
+        self.first_distance: float | None = None  # to the teachers, or the loss of a cold start
+        self.lasting = {"clipped": 0, "farther": 0}  # updates in a row that look so
+        self.drifting: dict[str, list[str]] = {}  # {where: statistics that were warned of}
+
+    def update(self, values: Mapping[str, float]) -> list[str]:
+        """Note an update. Returns a sentence when LASTING updates in a row had too many clipped
+        ratios, or were FARTHER from the teachers than the first one."""
+        value = values.get(metrics.REWARD, -values.get(metrics.DISTILL, math.nan))
+        self.period += [value] if math.isfinite(value) else []
+        clipped = values.get(metrics.CLIP_FRACTION, 0.0)
+        distance = values.get(metrics.DISTILL, values.get(metrics.LOSS, math.nan))
+        if metrics.REWARD in values and metrics.DISTILL not in values:
+            distance = math.nan  # the loss of a policy has no scale
+        if self.first_distance is None and math.isfinite(distance):
+            self.first_distance = distance
+        times = distance / self.first_distance if self.first_distance else math.nan
+        texts = {
+            "clipped": f"clip_fraction is {clipped:.2f}, and was above {CLIPPED:g} in {LASTING} "
+            "updates: most of the gradient is cut off",
+            "farther": f"the distance to the teachers is {times:.3g} times that of the first "
+            f"update, and was above {FARTHER:g} times in {LASTING} updates: the student diverges",
+        }
+        for name, wrong in {"clipped": clipped > CLIPPED, "farther": times > FARTHER}.items():
+            self.lasting[name] = self.lasting[name] + 1 if wrong else 0
+        remedy = ". Look at the samples; lower optimizer.lr, or updates_per_rollout"
+        return [texts[name] + remedy for name, count in self.lasting.items() if count == LASTING]
+
+    def look(self, held_out: Mapping[str, Measured]) -> list[str]:
+        """A sentence for each reward that collapsed since the first evaluation, and for each number
+        that fell from its best while training improved from the first period to this one.
+        Differences within SURE standard errors, or whose error is not known, raise no alarm."""
+        if len(self.period) > 1:
+            error = statistics.stdev(self.period) / math.sqrt(len(self.period))
+            self.trained.append((statistics.fmean(self.period), error))
+        self.period = []
+        self.watched.append(dict(held_out))
+        improved = len(self.trained) > 1 and _beyond(self.trained[0], self.trained[-1])
+        fallen = []
+        for name, now in held_out.items():
+            seen = [report[name] for report in self.watched if name in report]
+            first, best = seen[0], max(seen[:-1], default=now)
+            # of all its prompts: a tag of a few may well fall from one success to none
+            whole = name.rpartition("/")[2] == metrics.REWARD and first[0] > 0
+            if whole and now[0] < COLLAPSED * first[0] and _beyond(now, first):
+                fallen.append(
+                    f"held-out {name} collapsed from {first[0]:.3f} to {now[0]:.3f} (± "
+                    f"{now[1]:.3f}): the run has diverged, or learnt to please its reward alone. "
+                    "Look at the samples; lower optimizer.lr, or go back to an earlier adapter"
+                )
+            elif improved and _beyond(now, best):
+                fallen.append(
+                    f"held-out {name} fell from {best[0]:.3f} to {now[0]:.3f} (± {now[1]:.3f}) "
+                    f"while training improved from {self.trained[0][0]:.3g} to "
+                    f"{self.trained[-1][0]:.3g}: look at the samples; an earlier adapter, a lower "
+                    "learning rate or an anchor may help"
+                )
+        return fallen
+
+    def drift(self, drifts: Sequence[Drift], warn: float, where: str) -> list[str]:
+        """A sentence for each statistic that has come to lie beyond `warn` sigmas; it is said again
+        when it has been back. where: whose images, such as "the rollout"."""
+        beyond = [drift for drift in drifts if drift.beyond(warn)]
+        before = self.drifting.get(where, [])
+        self.drifting[where] = [drift.name for drift in beyond]
+        return [
+            f"images of {where} drift from the base: {drifted(drift)}, beyond alarm.warn = "
+            f"{warn:g}. Look at them (`flowalign watch`): an honest gain, or a hack of the reward?"
+            for drift in beyond
+            if drift.name not in before
+        ]
+
+    def state(self) -> dict[str, Any]:
+        """Everything; an error that is not known is NaN."""
+        return dict(vars(self))
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go back to what `state` returned."""
+        self.trained = [_measured(pair) for pair in state["trained"]]
+        self.watched = [
+            {name: _measured(pair) for name, pair in report.items()} for report in state["watched"]
+        ]
+        self.period = list(state["period"])
+        self.first_distance = state["first_distance"]
+        self.lasting = dict(state["lasting"])
+        drifting = state.get("drifting", {})  # a checkpoint of before it has none
+        self.drifting = {where: list(names) for where, names in drifting.items()}
+
+
+def drifted(drift: Drift) -> str:
+    """What has moved how far, in words."""
+    return (
+        f"{drift.name} by {drift.sigmas:+.1f} sigma (90 % {drift.low:+.1f} to {drift.high:+.1f}), "
+        f"from {drift.base:.3g} to {drift.model:.3g}"
+    )
+
+
+def _measured(pair: Sequence[float | None]) -> Measured:
+    mean, error = (math.nan if number is None else number for number in pair)  # of JSON
+    return mean, error
+
+
+def _beyond(low: Measured, high: Measured) -> bool:
+    # the standard error of a difference of two independent means
+    return high[0] - low[0] > SURE * math.hypot(low[1], high[1])

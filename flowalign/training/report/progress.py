@@ -1,0 +1,151 @@
+"""How a run shows itself: a rich bar on a terminal, one plain line per update in a log."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as Bar
+
+from flowalign.config import TrainingStage
+from flowalign.system.escape import harmless
+from flowalign.training import metrics
+from flowalign.training.report.status import Heartbeat
+
+WINDOW = 20  # updates whose mean speed predicts the rest
+CLOCK = "%Y-%m-%d %H:%M:%S"  # of every line of a log
+FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+SHOWN = {
+    metrics.LOSS: "loss {:.3g}",  # where it is all there is
+    metrics.REWARD: "reward {:.3f}",
+    metrics.DISTILL: "distance {:.4f}",
+    metrics.KL: "KL {:.2e}",
+    metrics.VELOCITY_DRIFT: "velocity drift {:.2e}",
+    metrics.CLIP_FRACTION: "clip {:.0%}",
+    metrics.IMAGES_PER_SECOND: "{:.1f} images/s",
+    metrics.HEADLINE: "held-out {:.3f}",
+    metrics.LOST: "held-out scores are missing",
+}
+
+
+class Pace:
+    """Seconds an update by the clock: with evaluations, checkpoints and pictures.
+
+    The first update, which compiles and fills caches, counts only until there is a second.
+    """
+
+    def __init__(self, window: int) -> None:
+        self._marks: deque[tuple[float, int]] = deque(maxlen=window + 1)
+        self.seconds: float | None = None
+
+    def mark(self, update: int, spent: float) -> None:
+        """An update is done. spent: seconds that it says it took."""
+        self._marks.append((time.monotonic(), update))
+        (began, first), (now, last) = self._marks[0], self._marks[-1]
+        self.seconds = (now - began) / (last - first) if last > first else spent
+
+
+class Progress:
+    """Shows the updates of a run, and tells status.json; silent on all processes but the main one.
+
+    In a log that is no terminal an update is one plain line: time, figures, speed, time left.
+    """
+
+    def __init__(self, config: TrainingStage, main: bool) -> None:
+        self.main, self.total, self.folder = main, config.train.updates, Path(config.output)
+        every = config.evaluation.every if config.evaluation else 0
+        self.pace = Pace(max(WINDOW, every))  # an evaluation counts with its share
+        self.held_out = ""  # of the last evaluation; shown beside every later update
+        self.bar: Bar | None = None  # None in a log file
+        self.heartbeat: Heartbeat | None = None
+
+    @contextmanager
+    def live(self, update: int) -> Iterator[None]:
+        """Around the run, which starts after `update` updates."""
+        begun = {"update": update, "total": self.total}
+        try:
+            with Heartbeat(self.folder, self.main, **begun) as self.heartbeat:
+                if self.main and sys.stderr.isatty():
+                    self.bar = Bar(
+                        TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(),
+                        TextColumn("{task.fields[left]}"), TextColumn("{task.fields[figures]}"),
+                        console=Console(stderr=True),
+                    )  # fmt: skip
+                    self.bar.add_task(
+                        "update", total=self.total, completed=update, left="", figures=""
+                    )
+                    self.bar.start()
+                yield
+        finally:
+            if self.bar:
+                self.bar.stop()  # leaves the terminal in order
+            self.bar = self.heartbeat = None
+
+    def update(self, update: int, values: Mapping[str, float]) -> None:
+        """Show the metrics of an update, or of an evaluation."""
+        if not self.main:
+            return
+        shown = {key: text for key, text in SHOWN.items() if key in values}
+        if len(shown.keys() & {metrics.LOSS, metrics.REWARD, metrics.DISTILL}) > 1:
+            del shown[metrics.LOSS]  # a policy's is about 0 whatever it learns
+        line = "  ".join(text.format(values[key]) for key, text in shown.items())
+        if metrics.HEADLINE in values:
+            self.held_out = line
+        elif metrics.LOST not in values:
+            self.pace.mark(update, sum(values.get(name, 0.0) for name in metrics.SECONDS))
+        seconds = self.pace.seconds
+        if self.heartbeat:
+            self.heartbeat.say(update=update, seconds=seconds)
+        left = "" if seconds is None else f"ETA {duration(seconds * (self.total - update))}"
+        if self.bar:
+            figures = line if line == self.held_out else f"{line}  {self.held_out}"
+            self.bar.update(self.bar.task_ids[0], completed=update, left=left, figures=figures)
+        else:
+            speed = "" if seconds is None else f"{seconds:.3g} s/update"
+            figures = "  ".join(filter(None, (f"update {update}/{self.total}", line, speed, left)))
+            # not through rich: FORCE_COLOR would put colours into a log
+            print(time.strftime(CLOCK), figures, file=sys.stderr, flush=True)
+
+
+def duration(seconds: float, exact: bool = False) -> str:
+    """A time span for people: 45 s, 12 min, 1 h 05 min, 2 d 3 h. exact: 0.45 s, 4.5 s."""
+    if exact and seconds < 100:
+        return f"{seconds:.3g} s"
+    minutes, hours = round(seconds / 60), round(seconds / 3600)
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if minutes < 100:
+        return f"{minutes} min"
+    if hours < 48:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{hours // 24} d {hours % 24} h"
+
+
+def quiet() -> None:
+    """Silence the loading bars of the libraries; errors and our own log stay. To be called before
+    the libraries are imported, since some warn at their import."""
+    import logging
+    import warnings
+
+    warnings.filterwarnings("ignore", "IProgress not found")  # tqdm's, in notebooks
+    from diffusers.utils import logging as diffusers_log
+    from transformers.utils import logging as transformers_log
+
+    class Plain(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            return harmless(super().format(record))  # reasons and prompts are foreign texts
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(Plain(FORMAT, CLOCK))
+    logging.basicConfig(handlers=[handler], level=logging.INFO)
+    for name in ("httpx", "RapidOCR", "onnxruntime", "matplotlib", "PIL"):  # they log at INFO
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for library in (diffusers_log, transformers_log):
+        library.disable_progress_bar()
+        library.set_verbosity_error()

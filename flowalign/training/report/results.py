@@ -1,0 +1,123 @@
+"""What a command says at its end: where its results lie, and what can be done next."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flowalign.config import RecipeStage, Stage, TrainingStage
+from flowalign.system.files import read_lines
+from flowalign.training import metrics
+from flowalign.training.run.resume import checkpoints
+
+PLACES = {  # below the folder of a run, in the order in which they are of use
+    "report": "report.html",
+    "grid": "grid.png",
+    "table": "table.md",
+    "numbers": "results.json",
+    "page": "watch.html",
+    "adapter": "adapter",
+    "checkpoint": "checkpoints",
+    "metrics": "metrics.jsonl",
+    "curves": "metrics.png",
+    "samples": "samples",
+    "before, after": "before_after.png",
+    "merge": "report.md",
+    "images": "images",
+    "config": "config.yaml",
+}
+PARTS = ("report", "grid", "adapter")  # what is named of a stage of a recipe
+PAGES = ("report", "page")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Which evaluation chose the adapter of a run, and its held-out score; the same of the last."""
+
+    update: int
+    score: float
+    last: int
+    last_score: float
+
+    def __str__(self) -> str:
+        last = "" if self.update == self.last else f"; the last: {self.last_score:.3f}"
+        return f"update {self.update} of {self.last} (held-out {self.score:.3f}{last})"
+
+
+def kept(folder: Path) -> Kept | None:
+    """Of the run in a folder; None if no evaluation chose its adapter."""
+    try:
+        best = json.loads((folder / "adapter" / "scores.json").read_text())
+    except (OSError, ValueError):
+        return None
+    headlines = [row for row in read_lines(folder / "metrics.jsonl") if metrics.HEADLINE in row]
+    if not best or not headlines:
+        return None
+    last = headlines[-1]
+    return Kept(best["update"], best["headline"], last[metrics.UPDATE], last[metrics.HEADLINE])
+
+
+def untrained(config: TrainingStage) -> str | None:
+    """A warning if the adapter of a run that was trained is the one that it began with."""
+    chosen = kept(Path(config.output))
+    if chosen is None or chosen.update or not chosen.last:
+        return None
+    assert config.evaluation
+    return (
+        f"the adapter that is kept is that of {chosen}: nothing that was learnt is in it, it "
+        f"equals {config.lora.init or 'the base model'}. No later evaluation scored higher. Train "
+        "longer, lower optimizer.lr, or score more than evaluation.prompts = "
+        f"{config.evaluation.prompts} a task, if noise decides. To keep the last adapter instead, "
+        "give the command again with --resume evaluation=null."
+    )
+
+
+def summary(config: Stage) -> str:
+    """Which adapter was kept, where the results of a stage lie, one line each, and what comes next.
+    Only what is there."""
+    folder, chosen = Path(config.output), {}
+    places = _found(folder)
+    if isinstance(config, TrainingStage):
+        chosen = {"kept": kept(folder)}
+    if isinstance(config, RecipeStage):
+        for name in config.stages:
+            stage = _found(folder / name)
+            chosen[f"{name}: kept"] = kept(folder / name)
+            places |= {f"{name}: {kind}": stage[kind] for kind in PARTS if kind in stage}
+    lines = [f"\n{what}: {which}" for what, which in chosen.items() if which]
+    return "".join([*lines, "\n" * bool(lines), _text(places, list(_next(places)))])
+
+
+def merged(adapter: str | Path) -> str:
+    """The same for the adapter that `flowalign merge` wrote."""
+    return _text({"adapter": Path(adapter)}, [_sample(Path(adapter))])
+
+
+def _found(folder: Path) -> dict[str, Path]:
+    """What there is below the folder of a run: {what: path}."""
+    places = {what: folder / name for what, name in PLACES.items()}
+    if newest := checkpoints(folder)[-1:]:
+        places["checkpoint"] = newest[0]
+    return {what: path for what, path in places.items() if path.exists()}
+
+
+def _next(places: Mapping[str, Path]) -> Iterator[str]:
+    pages = [path for what, path in places.items() if what.endswith(PAGES)]
+    for path in pages[:1]:
+        yield f"open {path} in a browser"
+    if adapter := places.get("adapter"):
+        yield _sample(adapter)
+        yield f"flowalign push {shlex.quote(str(adapter.parent))} --repo YOU/NAME --dry-run"
+
+
+def _sample(adapter: Path) -> str:
+    return f"flowalign sample 'a red sign that says \"CAT\"' --lora {shlex.quote(str(adapter))}"
+
+
+def _text(places: Mapping[str, Path], steps: Sequence[str]) -> str:
+    width = max(map(len, places), default=0)
+    lines = [f"  {what:{width}}  {path}" for what, path in places.items()]
+    return "\n".join(["", "Results:", *lines, "Next:", *(f"  {step}" for step in steps)])

@@ -1,0 +1,88 @@
+"""What a run logs to accelerate's trackers: TensorBoard, Weights & Biases, or one's own.
+
+Each gets the config and the metrics of every update; those that take images and tables get the
+sample grids and the tables of the evaluations.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from textwrap import indent
+from typing import Any
+
+import numpy as np
+from accelerate import Accelerator
+from PIL import Image
+
+from flowalign.config import TrainingStage, to_yaml
+from flowalign.training.run.resume import checkpoints
+from flowalign.types import EvalReport
+
+WANDB_RUN = "wandb_run.txt"  # the id under which a resumed run goes on
+
+
+def begin(accelerator: Accelerator, config: TrainingStage) -> None:
+    """Start the trackers of a run, with its config; the run is named as its folder."""
+    folder = Path(config.output)
+    if accelerator.is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+    options: dict[str, dict[str, Any]] = {}
+    if accelerator.is_main_process and "wandb" in config.train.trackers:
+        options = {"wandb": {"name": folder.name, "dir": str(folder), **_wandb_run(folder)}}
+    accelerator.init_trackers(config.train.project, init_kwargs=options)
+    whole = config.model_dump(mode="json")
+    for tracker in accelerator.trackers:
+        flat = tracker.name == "tensorboard"  # its hyperparameters are scalars
+        tracker.store_init_configuration(dict(_scalars(whole)) if flat else whole)
+        if flat:  # the hyperparameters' page shows a long list; this is the file
+            tracker.log({"config": indent(to_yaml(config), "    ")}, step=0)
+
+
+def _wandb_run(folder: Path) -> dict[str, str]:
+    """W&B's options of the run in a folder: a run that has checkpoints goes on under its id."""
+    path = folder / WANDB_RUN
+    if path.is_file() and checkpoints(folder):
+        return {"id": path.read_text().strip(), "resume": "allow"}
+    path.write_text(run := uuid.uuid4().hex[:8])
+    return {"id": run}
+
+
+def image(accelerator: Accelerator, name: str, path: Path, step: int) -> None:
+    """Log a picture file."""
+    with Image.open(path) as picture:
+        pixels = np.asarray(picture.convert("RGB"))[None]
+    for tracker in accelerator.trackers:
+        options = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
+        if log := getattr(tracker, "log_images", None):
+            log({name: pixels}, step=step, **options)
+
+
+def table(accelerator: Accelerator, name: str, report: EvalReport, step: int) -> None:
+    """Log the numbers of an evaluation, one row each."""
+    columns = ["benchmark", "metric", "mean", "standard error", "images"]
+    rows = [[r.benchmark, r.metric, r.mean, r.stderr, r.n] for r in report.rows]
+    for tracker in accelerator.trackers:
+        if tracker.name == "tensorboard":
+            cells = [
+                columns,
+                ["---"] * len(columns),
+                *([b, m, f"{mean:.4f}", f"{error:.4f}", str(n)] for b, m, mean, error, n in rows),
+            ]
+            text = "\n".join(f"| {' | '.join(line)} |" for line in cells)  # it shows Markdown
+            tracker.log({name: text}, step=step)
+        elif log := getattr(tracker, "log_table", None):
+            log(name, columns=columns, data=rows, step=step)
+
+
+def _scalars(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """("rollout.steps", 10), ...; a list of scalars is one text."""
+    if isinstance(value, list) and not any(isinstance(item, dict | list) for item in value):
+        value = ", ".join(map(str, value))
+    if isinstance(value, Mapping | list):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            yield from _scalars(item, f"{place}.{key}" if place else str(key))
+    elif value is not None:
+        yield place, value

@@ -1,0 +1,294 @@
+"""From prompts to a Rollout: the one sampling loop, for training and for evaluation.
+
+Every image owns its noise: it depends on the key of the call, on the place of the prompt in the
+whole batch and on the number of the copy, not on batch size or number of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowalign import sde
+from flowalign.backbone import Backbone
+from flowalign.config import RolloutConfig, TrainingStage, WindowConfig
+from flowalign.training.run.processes import missing_steps
+from flowalign.training.solvers import Solver
+from flowalign.types import Conditioning, Gaussian, PromptBatch, Rollout, Source
+
+# Takes a batch of images: the row of the first one, images [b,3,H,W] in [0,1], their b prompts.
+OnImages = Callable[[int, Tensor, PromptBatch], None]
+
+
+WINDOW = 3  # beside (seed, move) in a seed: these draws are not those of states or of sft
+
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """sigmas [T+1] and how to step along them: noise inside the window only, Euler outside.
+
+    window (start, stop): the steps with noise and training; None = no step has either. chosen: the
+    steps of the window that are trained, in order; None = all. actions: whether the sampled
+    successors of the trained states are needed, and their log-probs (an ode has none); means:
+    whether the means that they were sampled around are, too. solver: of an ode, one of
+    `flowalign.training.solvers`; the trained states are those between its steps.
+    """
+
+    sigmas: Tensor
+    kind: str
+    noise_level: float
+    window: tuple[int, int] | None
+    chosen: tuple[int, ...] | None = None
+    actions: bool = True
+    means: bool = False
+    solver: str = "euler"
+
+    @staticmethod
+    def of(config: TrainingStage, backbone: Backbone, bucket: int = 0) -> Schedule:
+        """The schedule of a config's rollouts of a bucket: by default every step but the last is
+        trained. That of a window that moves holds all steps that it comes to; see `window_of`."""
+        r = config.rollout
+        return Schedule(
+            sigmas=backbone.sigmas(r.steps, bucket),
+            kind=r.kind,
+            noise_level=r.noise_level,
+            window=r.trained,
+            actions=config.needs_actions,
+            means=config.needs_means,
+            solver=r.solver,
+        )
+
+    @staticmethod
+    def clean(backbone: Backbone, steps: int, bucket: int, solver: str = "euler") -> Schedule:
+        """That of samples whose images alone are of use: no noise, no trained state."""
+        return Schedule(backbone.sigmas(steps, bucket), "ode", 0.0, None, solver=solver)
+
+    @staticmethod
+    def each(config: TrainingStage, backbone: Backbone) -> list[Schedule]:
+        """That of every bucket."""
+        return [Schedule.of(config, backbone, i) for i in range(len(backbone.latent_shapes))]
+
+    @property
+    def trained(self) -> list[int]:
+        """The steps whose states are kept, in order."""
+        return list(range(*(self.window or (0, 0))) if self.chosen is None else self.chosen)
+
+    @property
+    def noisy(self) -> range:
+        """The steps with noise."""
+        return range(*self.window) if self.window and self.kind != "ode" else range(0)
+
+    def transition(
+        self, x: Tensor, velocity: Tensor, steps: Tensor, *, noisy: bool = True
+    ) -> Gaussian:
+        """The transition at steps [B] from x [B,C,h,w]; if not noisy, the Euler step."""
+        sigmas, kind = self.sigmas.to(x.device), self.kind if noisy else "ode"
+        now, after, a = sigmas[steps], sigmas[steps + 1], self.noise_level
+        return sde.transition(
+            x, velocity, now, after, noise_level=a, kind=kind, sigma_max=float(self.sigmas[1])
+        )
+
+
+def window_of(rollout: RolloutConfig, seed: int, update: int) -> tuple[int, int]:
+    """[start, stop) of the steps with noise and training in an update: a function of (seed,
+    update), so that a resumed run has the same.
+
+    A window that moves (MixGRPO, 2507.21802) goes on by one step every `every` updates, from high
+    to low noise, or is drawn anew among its places. After the last place it starts over, as with
+    the `roll_back` that the authors' scripts set; without it, it would stay there to the end.
+    """
+    window, (start, stop) = rollout.window, rollout.trained
+    if not isinstance(window, WindowConfig):
+        return start, stop
+    places, move = stop - start - window.width + 1, update // window.every
+    if window.random:
+        place = int(np.random.default_rng([seed, move, WINDOW]).integers(places))
+    else:
+        place = move % places
+    return start + place, start + place + window.width
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The seeded noise of a call. shared: the images of a prompt have one initial noise."""
+
+    key: tuple[int, ...]  # names the call, such as (seed, update)
+    shared: bool = False
+
+    def draw(self, prompt: int, copy: int, shape: tuple[int, ...], extra: int) -> Tensor:
+        """[1+extra, C,h,w] on the CPU: the initial noise, then one for each noisy step."""
+        own = self._generator(prompt, copy)
+        start = self._generator(prompt, -1) if self.shared else own
+        first = torch.randn(1, *shape, generator=start)
+        return torch.cat([first, torch.randn(extra, *shape, generator=own)])
+
+    def _generator(self, prompt: int, copy: int) -> torch.Generator:
+        # copy + 1, as seeds are not negative: copy -1 is the start that a group shares
+        entropy = np.random.SeedSequence([*self.key, prompt, copy + 1]).generate_state(1, np.uint64)
+        return torch.Generator().manual_seed(int(entropy[0]))
+
+
+Place = tuple[int, int]  # of an image: its prompt's number in the batch of all processes, its copy
+
+
+def places(prompts: int, copies: int) -> list[Place]:
+    """The places of all images of a batch; the copies of a prompt follow one another."""
+    return [(prompt, copy) for prompt in range(prompts) for copy in range(copies)]
+
+
+def shard(prompts: int, copies: int, shares: int, rank: int, world: int) -> list[Place]:
+    """The images of process `rank` of `world`, ordered by the optimizer step that they are for.
+
+    The batch is cut into `shares` of whole prompts, one for each optimizer step. Every process has
+    an equal part of each share, so that a step learns from the same images whatever `world` is.
+    Raises ValueError where they cannot be shared evenly.
+    """
+    size, rest = divmod(prompts // shares * copies, world)
+    if prompts % shares or rest:
+        raise ValueError(
+            f"{prompts} prompts x {copies} images cannot be shared by {world} processes in "
+            f"{shares} equal shares of whole prompts"
+        )
+    everyone = places(prompts, copies)
+    starts = range(0, len(everyone), size * world)
+    return [everyone[i] for s in starts for i in range(s + rank * size, s + (rank + 1) * size)]
+
+
+@torch.no_grad()
+def sample(
+    backbone: Backbone,
+    batch: PromptBatch,
+    schedule: Schedule,
+    *,
+    guidance: float,
+    noise: Noise,
+    places: Sequence[Place],
+    batch_size: int = 32,
+    decode: bool = True,
+    finish: bool | None = None,
+    sources: Sequence[Source] | None = None,
+    on_images: OnImages | None = None,
+) -> Rollout:
+    """Sample B images -> Rollout. batch: B rows, the prompt of each image.
+
+    places: of the B images; what their noise is drawn for. batch_size: images per forward pass.
+    decode: the latents to images. finish: sample to the last latents; by default only to decode
+    them, else the rollout stops at the last trained state. sources: who samples each image (None =
+    the active adapter, at `guidance`); images of one source are sampled together. on_images: called
+    with each batch of images as soon as it is decoded, before the next is sampled (with sources,
+    only where all images have the same).
+    """
+    finish = decode if finish is None else finish
+    cond = backbone.encode(batch.prompts)
+    shape, extra = backbone.latent_shapes[batch.bucket], len(schedule.noisy)
+    parts = list(batches(sources or [None] * len(batch), batch_size))
+    if sources:  # without sources all processes have equally many
+        parts += parts[-1:] * missing_steps(len(parts), backbone.sharded)
+    order, trajectories, images = [], [], []
+    for source, rows in parts:
+        drawn = torch.stack([noise.draw(*places[row], shape, extra) for row in rows])
+        own = cond.select(torch.tensor(rows, device=cond.index.device))
+        scale = source.guidance if source else guidance
+        with backbone.adapter(source.adapter) if source else nullcontext():
+            trajectories.append(_trajectory(backbone, own, scale, schedule, drawn, finish))
+        order += rows
+        if decode:
+            images.append(backbone.decode(trajectories[-1].last, batch_size))
+            if on_images:
+                on_images(rows[0], images[-1], batch.select(rows))
+    # In the order of the batch, without repeats; without sources they are so already.
+    back = torch.tensor(order, device=backbone.device)[: len(batch)].argsort() if sources else ...
+    return Rollout(
+        states=_joined([t.states for t in trajectories], back),
+        next_states=_joined([t.next_states for t in trajectories], back),
+        steps=schedule.trained,
+        sigmas=schedule.sigmas,
+        log_probs=_joined([t.log_probs for t in trajectories], back),
+        means=_joined([t.means for t in trajectories], back),
+        latents=_joined([t.last for t in trajectories], back) if finish else None,
+        images=_joined(images, back),
+        group=torch.tensor([prompt for prompt, _ in places]),
+        copy=torch.tensor([copy for _, copy in places]),
+        batch=batch,
+        conditioning=cond,
+        sources=sources,
+    )
+
+
+def _joined(parts: Sequence[Tensor | None], back: Tensor | EllipsisType) -> Any:
+    """All batches as one tensor, its rows indexed by back; None where a batch has none."""
+    known = [part for part in parts if part is not None]
+    return torch.cat(known)[back] if known else None
+
+
+def batches(kinds: Sequence[K], size: int) -> Iterator[tuple[K, list[int]]]:
+    """(kind, at most `size` rows of it, in order) for each forward pass; kinds: of all rows."""
+    for kind in dict.fromkeys(kinds):
+        rows = [row for row, other in enumerate(kinds) if other == kind]
+        for start in range(0, len(rows), size):
+            yield kind, rows[start : start + size]
+
+
+@dataclass(frozen=True)
+class _Trajectory:
+    """A batch of B images along the schedule."""
+
+    states: Tensor  # [B,S,C,h,w], the trained ones
+    next_states: Tensor | None  # [B,S,C,h,w]; None where no action is needed, or none is random
+    log_probs: Tensor | None  # [B,S] of next_states
+    means: Tensor | None  # [B,S,C,h,w] that next_states were sampled around; None = not kept
+    last: Tensor  # [B,C,h,w] latents
+
+
+def _trajectory(
+    backbone: Backbone,
+    cond: Conditioning,
+    guidance: float,
+    schedule: Schedule,
+    noise: Tensor,
+    finish: bool,
+) -> _Trajectory:
+    """Sample one batch. noise [B,1+N,C,h,w]: the start, and one for each noisy step."""
+    noise = noise.to(backbone.device)
+    x, trained, noisy = noise[:, 0], schedule.trained, schedule.noisy
+    states, following, log_probs, means = [], [], [], []
+    count = len(schedule.sigmas) - 1
+    # steps: to the end, or until the last trained state (and its action) is known
+    taken = count if finish else trained[-1] + schedule.actions if trained else 0
+    solver = None if schedule.solver == "euler" else Solver(schedule.solver, schedule.sigmas)
+    for step in range(count):
+        if step in trained:
+            states.append(x)
+        if step == taken:  # nothing after it is trained or decoded
+            break
+        if solver:
+            for sigma in solver.levels(step):
+                x = solver.advance(x, backbone.velocity(x, sigma, cond, guidance=guidance))
+            continue
+        velocity = backbone.velocity(x, float(schedule.sigmas[step]), cond, guidance=guidance)
+        steps = torch.full((len(x),), step, device=x.device)
+        gaussian = schedule.transition(x, velocity, steps, noisy=step in noisy)
+        if step not in noisy:
+            x = gaussian.mean
+            continue
+        x = sde.sample(gaussian, noise[:, 1 + step - noisy.start])
+        if step in trained and schedule.actions:
+            following.append(x)
+            log_probs.append(sde.log_prob(gaussian, x))  # of x as it is stored, in float32
+            means += [gaussian.mean] * schedule.means
+    return _Trajectory(
+        states=torch.stack(states, 1) if states else x.new_zeros(len(x), 0, *x.shape[1:]),  # S = 0
+        next_states=torch.stack(following, 1) if following else None,
+        log_probs=torch.stack(log_probs, 1) if log_probs else None,
+        means=torch.stack(means, 1) if means else None,
+        last=x,
+    )

@@ -1,0 +1,486 @@
+"""How the processes of a run share the work: one alone, DDP, FSDP2 or DeepSpeed ZeRO-2.
+
+accelerate's config file (configs/accelerate/) chooses, and accelerate does most of the work; this
+file does what it leaves to its caller. Every process holds every adapter whole and in float32, so
+that EMA, checkpoints and saved adapters are those of a single process. FSDP2 shards the frozen
+base, ZeRO-2 the optimizer's state; docs/scaling.md says when either pays.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import (
+    AutocastKwargs,
+    DistributedType,
+    ProjectConfiguration,
+    broadcast_object_list,
+    gather_object,
+)
+from accelerate.utils.memory import clear_device_cache
+from packaging.version import Version
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from flowalign.backbone import Backbone
+from flowalign.config import ConfigError, Stage, TrainingStage
+from flowalign.system.escape import harmless
+from flowalign.system.signals import CODES, Interrupted
+from flowalign.training.report.status import read_status
+from flowalign.training.run import disk, ranks
+from flowalign.training.run.timeouts import group_timeout
+
+log = logging.getLogger("flowalign")
+T = TypeVar("T")
+
+ADAPTERS = r".*\.lora_[AB]\..*"  # what peft calls the modules of all adapters
+# What `accelerate launch` sets -> the DistributedType that is then expected.
+ASKED = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DEEPSPEED"}
+
+
+def state(*configs: Stage) -> PartialState:
+    """What accelerate knows of the processes. Ask it before an Accelerator is made: several
+    processes on a machine without a GPU would each believe that they are alone.
+
+    The first call makes their group and the watch over its ranks (`flowalign.training.run.ranks`).
+    The timeout is the longest that the stages of these configs need
+    (`flowalign.training.run.timeouts`). Later calls return that group.
+    """
+    launched = int(os.environ.get("WORLD_SIZE") or 1)  # the group does not exist yet
+    longest = max((group_timeout(config, launched) for config in configs), default=None)
+    options: dict[str, Any] = _fresh_store()
+    if longest is not None:  # the watch comes first: it names the rank that is waited for
+        options["timeout"] = timedelta(seconds=longest + ranks.MARGIN)
+    made = PartialState(cpu=not torch.accelerator.is_available(), **options)
+    ranks.watch().begin(longest)
+    return made
+
+
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # the launcher tells its ranks which attempt this is
+
+
+def _fresh_store() -> dict[str, Any]:
+    """What the group of restarted ranks is made with. Where the launcher's rendezvous is static, as
+    accelerate's is, torch gives them the store of the ranks before them, with addresses where
+    nobody listens any more. So the keys of each attempt have a prefix."""
+    attempt, world = (int(os.environ.get(key) or 0) for key in (RESTARTS, "WORLD_SIZE"))
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"  # takes no store
+    if not attempt or world < 2 or deepspeed or torch.distributed.is_initialized():
+        return {}
+    store, rank, size = next(torch.distributed.rendezvous("env://"))
+    prefixed = torch.distributed.PrefixStore(f"attempt_{attempt}", store)
+    return {"store": prefixed, "rank": rank, "world_size": size}
+
+
+def restarted(folder: Path) -> bool:
+    """Whether the launcher has started these processes again (`--max-restarts`) after it began the
+    run in this folder. A run that was refused has not begun. All processes must ask."""
+    if int(os.environ.get(RESTARTS) or 0) == 0:
+        return False
+    status = read_status(folder)
+    launcher = psutil.Process(os.getppid())
+    answers = [status is not None and status.began > launcher.create_time()]
+    return bool(broadcast_object_list(answers)[0])  # of rank 0, which wrote it
+
+
+def accelerator(config: Stage, **options: Any) -> Accelerator:
+    """The one way to make an Accelerator: on the processes that `state` finds."""
+    state(config)
+    return Accelerator(**options)
+
+
+def start(config: TrainingStage) -> Accelerator:
+    """The accelerator of a run, made before any model is loaded. Raises ConfigError for a strategy
+    that is not supported.
+
+    model.dtype sets the precision, whatever accelerate's config file says: the backbone computes in
+    that dtype itself, without autocast.
+    """
+    asked = [kind for key, kind in ASKED.items() if os.environ.get(key, "").lower() == "true"]
+    started = accelerator(
+        config,
+        # fp16: for accelerate's scaling of the loss, without which small gradients become 0
+        mixed_precision="fp16" if config.model.dtype == "float16" and not asked else "no",
+        kwargs_handlers=[AutocastKwargs(enabled=False)],
+        log_with=list(config.train.trackers) or None,
+        project_config=ProjectConfiguration(
+            project_dir=config.output, logging_dir=str(Path(config.output) / "tensorboard")
+        ),
+    )
+    if problems := list(_problems(config, started, asked)):
+        raise ConfigError(problems, "accelerate")
+    ignored = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if ignored != "no" and started.is_main_process:
+        log.warning(
+            "accelerate's config says mixed_precision: %s, and model.dtype is %s: the latter "
+            "counts. Leave it out of accelerate's config.", ignored, config.model.dtype,
+        )  # fmt: skip
+    return started
+
+
+def finish(accelerator: Accelerator) -> None:
+    """After a run, end its trackers."""
+    # not end_training(): it also ends the process group, which the next stage of a recipe needs
+    accelerator.wait_for_everyone()
+    for tracker in accelerator.trackers:
+        tracker.finish()
+
+
+def release() -> None:
+    """Between the stages of a recipe, free the models of the last one, on the GPU too."""
+    clear_device_cache(garbage_collection=True)  # their parts refer to one another
+
+
+def part() -> None:
+    """At the end of everything, end the process group."""
+    if torch.distributed.is_initialized():
+        state().destroy_process_group()
+
+
+Errors = tuple[type[Exception], ...]
+
+
+@dataclass
+class ExitStatus:
+    """Around the work of a command; `code`: 0 done, 1 it had to stop, 2 it was refused, 130, 143 or
+    75 interrupted (`flowalign.system.signals`).
+
+    refused, stopped: the errors of which only the text is printed; any other is raised on.
+    interrupted: how to go on after an interrupt, where the work itself does not say.
+    """
+
+    refused: Errors
+    stopped: Errors
+    interrupted: str
+    code: int = 0
+
+    def __enter__(self) -> ExitStatus:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        watch = ranks.watch()
+        if error is None:
+            watch.leave()
+            part()
+        elif isinstance(lost := watch.explain(error) or error, ranks.LostRank):
+            watch.tell(str(lost))
+            self.code = 1
+        elif isinstance(error, self.refused):
+            print(harmless(str(error)), file=sys.stderr)
+            self.code = 2
+        elif isinstance(error, self.stopped):
+            print(harmless(f"stopped: {error}"), file=sys.stderr)
+            self.code = 1
+        elif isinstance(error, Exception) and disk.is_full(error):
+            print(
+                f"stopped: the disk is full ({error}). What was finished is kept. Free some space, "
+                "and run the same command again, `train` with --resume.",
+                file=sys.stderr,
+            )
+            self.code = 1
+        elif isinstance(error, KeyboardInterrupt):
+            known = isinstance(error, Interrupted)
+            note = error.note if known and error.note is not None else self.interrupted
+            if note:
+                print(f"interrupted ({str(error) or 'SIGINT'}): {note}", file=sys.stderr)
+            self.code = error.code if known else CODES[signal.SIGINT]
+        elif isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
+            raise error.__context__  # rich exits where nobody reads its tables any more (`| head`)
+        elif isinstance(error, SystemExit):  # of a plugin: we never exit while we work
+            *_, last = traceback.extract_tb(trace)
+            print(
+                f"stopped: {last.filename}, line {last.lineno}, called exit({error.code!r}). Code "
+                "that is part of a run must raise an error instead.",
+                file=sys.stderr,
+            )
+            self.code = 1
+        if error is not None:
+            watch.leave(self.code or 1, f"{type(error).__name__}: {error}")
+        return error is None or self.code != 0
+
+
+def _problems(
+    config: TrainingStage, accelerator: Accelerator, asked: Sequence[str]
+) -> Iterator[str]:
+    kind = accelerator.distributed_type
+    plugins: Any = accelerator.state  # Any: its type says that each plugin might be missing
+    if asked and kind.value not in asked:
+        yield (
+            f"asked for {asked[0]}, and accelerate started {kind.value}: it runs {asked[0]} on "
+            "GPUs only. Use configs/accelerate/ddp_2cpu.yaml on CPUs."
+        )
+    elif kind == DistributedType.FSDP:
+        yield from _fsdp_problems(config, plugins.fsdp_plugin)
+    elif kind == DistributedType.DEEPSPEED:
+        yield from _deepspeed_problems(config, plugins.deepspeed_plugin.deepspeed_config)
+    elif kind == DistributedType.MEGATRON_LM:
+        yield "Megatron-LM is not supported. Use DDP, FSDP2 or DeepSpeed ZeRO-2."
+    names = {DistributedType.FSDP: "FSDP2", DistributedType.DEEPSPEED: "DeepSpeed"}
+    if config.model.dtype == "float16" and kind in names:
+        yield f"model.dtype: 'float16' does not go with {names[kind]}. Use another dtype, or DDP."
+
+
+def _fsdp_problems(config: TrainingStage, plugin: Any) -> Iterator[str]:
+    if plugin.fsdp_version != 2:
+        yield "fsdp_config.fsdp_version: got 1; only 2 keeps adapters and base apart. Set it to 2."
+    if plugin.cpu_ram_efficient_loading:
+        yield (
+            "fsdp_config.fsdp_cpu_ram_efficient_loading: true leaves the adapters, which are not "
+            "sharded, without weights on all processes but one. Set it to false."
+        )
+    if config.model.quantization:
+        yield (
+            f"model.quantization: {config.model.quantization!r} is not sharded by FSDP2. Set it "
+            "to null, or use DDP: a quantised base is small."
+        )
+    if Version(torch.__version__) < Version("2.7"):
+        yield f"FSDP2 needs torch 2.7 or newer to leave adapters out; this is {torch.__version__}."
+
+
+def _deepspeed_problems(config: TrainingStage, settings: Any) -> Iterator[str]:
+    zero = settings["zero_optimization"]
+    if zero.get("stage") != 2:
+        yield (
+            f"deepspeed_config.zero_stage: got {zero.get('stage')}; only 2 is supported. Use 2, or "
+            "FSDP2 to shard the base."
+        )
+    for half in ("bf16", "fp16"):
+        if settings.get(half, {}).get("enabled"):
+            yield (
+                f"DeepSpeed's {half}.enabled would cast the adapters to {half}. Set it to false, "
+                "and say model.dtype: bfloat16."
+            )
+    offload = zero.get("offload_optimizer", {}).get("device")
+    if offload not in (None, "none"):
+        yield (
+            f"deepspeed_config.offload_optimizer_device: got {offload!r}, which is not supported "
+            "(an adapter's state is small). Set it to none."
+        )
+    if config.optimizer.name != "adamw":
+        yield f"optimizer.name: {config.optimizer.name!r} does not go with DeepSpeed. Use 'adamw'."
+
+
+def from_main(function: Callable[[], T]) -> T:
+    """What a function returns on the main process, on every process; all must call it. An error
+    there is raised on all: an OSError, such as of a full disk, as it is, any other elsewhere as a
+    RuntimeError."""
+    told: list[Any] = [None, None]  # result, error
+    if PartialState().is_main_process:
+        try:
+            told[0] = function()
+        except OSError as error:
+            told[1] = error
+        except Exception as error:
+            broadcast_object_list([None, RuntimeError(f"on the main process: {error}")])
+            raise
+    broadcast_object_list(told)
+    if told[1] is not None:
+        raise told[1]
+    return told[0]
+
+
+def missing_steps(count: int, lockstep: bool) -> int:
+    """How many zero-weight batches this rank adds to its `count`, so that all ranks run the same
+    number of steps. 0 unless `lockstep`; with it, all ranks must call this, before their first
+    step: it is a collective operation, too, and ranks must meet in the same order."""
+    return max(gather_object([count])) - count if lockstep else 0
+
+
+class Means:
+    """Means of what was measured, by name, over all processes."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, tuple[float, int]] = {}
+
+    def add(self, name: str, value: float, count: int = 1) -> None:
+        """Add a mean over `count` values."""
+        self.add_sum(name, value * count, count)
+
+    def add_sum(self, name: str, total: float, count: int) -> None:
+        """Add a sum of `count` values."""
+        before, known = self.sums.get(name, (0, 0))
+        self.sums[name] = before + total, known + count
+
+    def over_processes(self) -> dict[str, float]:
+        """Means over the processes that have a name; NaN for no values. All must call it."""
+        everyone: list[dict[str, tuple[float, int]]] = gather_object([self.sums])
+        means = {}
+        for name in dict.fromkeys(name for sums in everyone for name in sums):
+            totals, counts = zip(*(sums[name] for sums in everyone if name in sums), strict=True)
+            means[name] = sum(totals) / sum(counts) if sum(counts) else math.nan
+        return means
+
+
+def of(accelerator: Accelerator) -> Parallel:
+    """The strategy of an accelerator."""
+    kinds = {DistributedType.FSDP: Fsdp2, DistributedType.DEEPSPEED: Zero2}
+    return kinds.get(accelerator.distributed_type, Parallel)(accelerator)
+
+
+class Parallel:
+    """One process, or DDP: every process holds the whole model. The backward pass of an optimizer
+    step's last micro-batch averages the gradients.
+
+    lockstep: all processes must run the same number of micro-batches (`missing_steps`).
+    steps_itself: the last backward pass takes the optimizer step, so that none can be left out.
+    """
+
+    lockstep = False
+    steps_itself = False
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+
+    def prepare(
+        self, config: TrainingStage, backbone: Backbone, optimizer: torch.optim.Optimizer
+    ) -> Any:
+        """Wrap the backbone's transformer; returns accelerate's optimizer."""
+        backbone.transformer, optimizer = self.accelerator.prepare(backbone.core, optimizer)
+        if isinstance(backbone.transformer, DistributedDataParallel):
+            # the base's buffers are constants; DDP would broadcast them at the forward pass after
+            # a reduction, where ranks with fewer micro-batches are in another collective
+            backbone.transformer.broadcast_buffers = False
+        return optimizer
+
+    def learning(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward pass of a micro-batch."""
+        return nullcontext() if last else self.accelerator.no_sync(model)
+
+    @contextmanager
+    def aside(self, backbone: Backbone) -> Iterator[None]:
+        """Around torch.autograd.grad, for a gradient of this process alone. It bypasses the
+        wrapper: DDP takes every forward pass for one of all processes."""
+        wrapped, backbone.transformer = backbone.transformer, backbone.core
+        try:
+            yield
+        finally:
+            backbone.transformer = wrapped
+
+    def average(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Make the gradients those of all processes, where the backward pass has not."""
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The whole optimizer's state_dict, the same on every process; all must ask for it."""
+        return optimizer.state_dict()
+
+    def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
+        """Put back what `optimizer_state` gave, after the parameters have been put back."""
+        _check_groups(state, optimizer.optimizer)
+        optimizer.load_state_dict(state)
+
+
+class Fsdp2(Parallel):
+    """torch's fully_shard of the frozen base; a forward pass of one process is one of all.
+
+    The adapters are not sharded: as DTensors they would be in groups of mixed dtype (bf16 base,
+    float32 adapter), all for 1 % of the weights. Their gradients are averaged as DDP would.
+    """
+
+    lockstep = True
+
+    def prepare(
+        self, config: TrainingStage, backbone: Backbone, optimizer: torch.optim.Optimizer
+    ) -> Any:
+        """Without accelerate's cast of inputs and weights: it would round the timesteps to bf16."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        plugin: Any = self.accelerator.state.fsdp_plugin
+        plugin.ignored_modules = ADAPTERS
+        plugin.mixed_precision_policy = MixedPrecisionPolicy()  # no cast
+        plugin.transformer_cls_names_to_wrap = sorted({type(b).__name__ for b in backbone.blocks})
+        backbone.sharded = True
+        return super().prepare(config, backbone, optimizer)
+
+    def average(self, parameters: Sequence[nn.Parameter]) -> None:
+        """One reduction of all gradients."""
+        grads = [p.grad for p in parameters if p.grad is not None]
+        flat = torch.cat([grad.flatten() for grad in grads])
+        mean: Any = self.accelerator.reduce(flat, "mean")
+        for grad, part in zip(grads, mean.split([g.numel() for g in grads]), strict=True):
+            grad.copy_(part.view_as(grad))
+
+
+class Zero2(Parallel):
+    """DeepSpeed ZeRO-2 in float32: the adapter's gradients and optimizer state are sharded.
+
+    Every backward pass reduces, and the last one steps. The adapters are float32, as DeepSpeed's
+    master copy is; the base stays in model.dtype, as DeepSpeed does not know of it.
+    """
+
+    lockstep = True
+    steps_itself = True
+
+    def prepare(
+        self, config: TrainingStage, backbone: Backbone, optimizer: torch.optim.Optimizer
+    ) -> Any:
+        """DeepSpeed's own settings come from the config of the run."""
+        micro = config.optimizer.micro_batch
+        plugins: Any = self.accelerator.state
+        plugins.deepspeed_plugin.deepspeed_config |= {
+            "train_micro_batch_size_per_gpu": micro,  # only for its logs: it loads no data
+            "train_batch_size": micro * self.accelerator.num_processes,
+            "gradient_accumulation_steps": 1,  # losses come divided
+            "gradient_clipping": config.optimizer.max_grad_norm,
+        }
+        return super().prepare(config, backbone, optimizer)
+
+    @contextmanager
+    def learning(self, model: nn.Module, *, last: bool) -> Iterator[None]:
+        """accelerate's backward reads this flag to know whether DeepSpeed is to step."""
+        self.accelerator.sync_gradients = last
+        try:
+            yield
+        finally:
+            self.accelerator.sync_gradients = True
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """That of one flat parameter, gathered: each process holds an equal piece of it."""
+        state = optimizer.optimizer.optimizer.state_dict()
+        gathered = {
+            key: {k: self.accelerator.gather(v) if v.dim() else v for k, v in part.items()}
+            for key, part in state["state"].items()
+        }
+        return {**state, "state": gathered}  # DeepSpeed's own checkpoints are pickles
+
+    def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
+        """Take the piece of this process, and copy the adapter into the master copy again."""
+        zero = optimizer.optimizer
+        _check_groups(state, zero.optimizer)
+        zero.refresh_fp32_params()
+        (piece,) = (p for group in zero.optimizer.param_groups for p in group["params"])
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        for part in state["state"].values():
+            for key, value in part.items():
+                if value.dim() and value.numel() != piece.numel() * world:
+                    raise ValueError(
+                        "the checkpoint's optimizer state is of another number of processes. Under "
+                        "DeepSpeed a run is resumed with as many processes as it had."
+                    )
+                part[key] = value.chunk(world)[rank] if value.dim() else value
+        zero.optimizer.load_state_dict(state)
+
+
+def _check_groups(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse the state of another strategy: DeepSpeed's is of one flat parameter."""
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    if saved != own:
+        raise ValueError(
+            f"the checkpoint's optimizer state is of {saved} parameters, this run's of {own}: a "
+            "run that began under DeepSpeed goes on under DeepSpeed, any other under DDP or FSDP2. "
+            "Use the accelerate config that it began with."
+        )

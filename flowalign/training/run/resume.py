@@ -1,0 +1,244 @@
+"""What the folder of a run holds, and whether a run may start there or go on.
+
+Nothing here needs a model: manifests and hashes tell, so a run is refused in a moment. Only folders
+named update_NNNNNN whose manifest agrees with their files count as checkpoints.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flowalign.backbone.adapters.files import file_digest
+from flowalign.config.loading import load, parse
+from flowalign.config.schema import ConfigError, TrainingStage
+from flowalign.system import manifest
+from flowalign.system.files import read_lines
+from flowalign.system.manifest import Damaged
+from flowalign.training import metrics
+from flowalign.training.report.status import read_status
+
+CHECKPOINTS = "checkpoints"  # below the folder of a run
+NAME = re.compile(r"update_(\d{6,})")
+# what a resumed run may change, such as train.updates
+FREE = {"train", "evaluation", "alarm", "output"}
+START_ANEW = "Delete the folder to start again, or choose another `output`."
+
+
+def name_of(update: int) -> str:
+    """The name of a checkpoint. Six digits: names sort as numbers."""
+    return f"update_{update:06d}"
+
+
+def update_of(folder: Path) -> int:
+    """The number in the name of a checkpoint; -1 for a folder that is not named as one."""
+    match = NAME.fullmatch(folder.name)
+    return int(match[1]) if match else -1
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The folders of a run that are named as checkpoints, sound or not, oldest first."""
+    found = [path for path in (run / CHECKPOINTS).glob("update_*") if update_of(path) >= 0]
+    return sorted((path for path in found if path.is_dir()), key=update_of)
+
+
+def identity(config: TrainingStage) -> dict[str, Any]:
+    """What a checkpoint of this run says of itself: its config, the version of flowalign, and the
+    digests of the adapters that it reads, by their place in the config."""
+    from flowalign import __version__
+
+    return {
+        "config": config.model_dump(mode="json"),
+        "version": __version__,
+        "inputs": {place: file_digest(source) for place, source in config.inputs.items()},
+    }
+
+
+@dataclass(frozen=True)
+class Found:
+    """The newest checkpoint that a run can go on from. folder: None = there is none. about: what it
+    says of itself. skipped: {newer folder: why it cannot be used}. other: the keys of the config
+    that differ, where a checkpoint is sound and of another config."""
+
+    folder: Path | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
+    skipped: Mapping[Path, str] = field(default_factory=dict)
+    other: tuple[str, ...] = ()
+
+
+def newest(run: Path, config: TrainingStage) -> Found:
+    """Look for it from the newest folder to the oldest, every byte of each."""
+    skipped: dict[Path, str] = {}
+    other: list[str] = []
+    for folder in reversed(checkpoints(run)):
+        try:
+            about = manifest.check(folder).about
+        except Damaged as error:
+            skipped[folder] = str(error)
+            if not (folder / manifest.MANIFEST).exists() and any(folder.iterdir()):
+                skipped[folder] += " (cut short, or written by an earlier version of flowalign)"
+            continue
+        changed = _changed(config, about.get("config"))
+        if about.get("update") != update_of(folder):
+            skipped[folder] = f"it is a copy of update {about.get('update')}"
+        elif changed:
+            skipped[folder] = f"it is of another config ({', '.join(changed)})"
+            other = other or changed
+        else:
+            return Found(folder, about, skipped)
+    return Found(skipped=skipped, other=tuple(other))
+
+
+def _changed(config: TrainingStage, saved: object) -> list[str]:
+    """The sections of a saved config in which the run's differs, but for those in FREE."""
+    try:
+        old = parse(saved, source="checkpoint").model_dump(exclude=FREE)
+    except ConfigError:
+        return ["unreadable"]
+    new = config.model_dump(exclude=FREE)
+    return sorted(key for key in new.keys() | old if new.get(key) != old.get(key))
+
+
+# Whether a run may start, or go on ---------------------------------------------------------------
+
+
+def problems(
+    config: TrainingStage,
+    processes: int,
+    *,
+    resume: bool,
+    any_world: bool = False,
+    pending: Collection[str] = (),
+) -> Iterator[str]:
+    """What the output folder says against this run. resume: whether it is to go on there.
+    any_world: with any number of processes. pending: adapters that an earlier stage of a recipe
+    will write."""
+    run = Path(config.output)
+    if not checkpoints(run):
+        yield from _unfinished(run, config, resume)
+    elif not resume:
+        yield (
+            f"output: {run} holds the checkpoints of a run. Continue it with --resume, "
+            "choose another `output`, or delete the folder."
+        )
+    else:
+        found = newest(run, config)
+        yield from against(config, found, processes, any_world=any_world, pending=pending)
+
+
+def against(
+    config: TrainingStage,
+    found: Found,
+    processes: int,
+    *,
+    any_world: bool,
+    pending: Collection[str] = (),
+) -> Iterator[str]:
+    """What keeps a run from going on from the checkpoint that was found."""
+    if found.folder is None:
+        yield refusal(Path(config.output), found)
+        return
+    for place, source in config.inputs.items():
+        now = None if source in pending else file_digest(source)  # None: others complain
+        if now is not None and now != found.about["inputs"].get(place):
+            yield (
+                f"{place}: {source!r} has changed since {found.folder} was written. Put the "
+                "adapter of that time back, or choose another `output` to start with this one."
+            )
+    if not any_world and (text := another_world(found, processes)):
+        yield (
+            f"--resume: {text} Start as many processes as before, or accept that with "
+            "--allow-world-change."
+        )
+
+
+def warnings(found: Found, own: Mapping[str, Any]) -> Iterator[str]:
+    """What a run says as it goes on. own: its identity, and its number of processes."""
+    assert found.folder
+    for path, reason in found.skipped.items():
+        yield f"--resume: {path} is not used: {reason}. The run continues from {found.folder.name}."
+    if text := another_world(found, own["processes"]):
+        yield f"--allow-world-change: {text}"
+    if (before := found.about["version"]) != own["version"]:
+        yield (
+            f"--resume: {found.folder} was written by flowalign {before}, and this is "
+            f"{own['version']}: the numbers may differ from those of one version."
+        )
+
+
+def refusal(run: Path, found: Found) -> str:
+    """Why no checkpoint of a run can be used."""
+    if found.other:
+        return (
+            f"--resume: {', '.join(found.other)} differ from the run in {run}. A resumed run keeps "
+            "its config (but for train and evaluation); undo the change or choose another `output`."
+        )
+    listed = "; ".join(f"{path.name}: {reason}" for path, reason in found.skipped.items())
+    return (
+        f"--resume: no checkpoint in {run / CHECKPOINTS} can be used ({listed}). Put a sound copy "
+        f"of one back. {START_ANEW}"
+    )
+
+
+def another_world(found: Found, processes: int) -> str:
+    """What is no longer exact if so many processes go on from a checkpoint; "" if as many wrote
+    it."""
+    before = found.about["processes"]
+    if before == processes:
+        return ""
+    return (
+        f"{found.folder} was written by a run of {before} process(es), and there are {processes} "
+        "now: prompts and noise stay the same, but gradients are summed in another order, so that "
+        "the last digits differ, and rewards that draw random numbers draw others."
+    )
+
+
+def _unfinished(run: Path, config: TrainingStage, resume: bool) -> Iterator[str]:
+    """Of a folder without checkpoints: a log that is not that of a run of this config which ended
+    before its first checkpoint."""
+    log, key = run / "metrics.jsonl", "--resume" if resume else "output"
+    updates = [n for row in read_lines(log) if isinstance(n := row.get(metrics.UPDATE), int)]
+    if not updates:
+        if (run / "adapter").exists():
+            yield f"{key}: {run / 'adapter'} is there, and no log of its run. {START_ANEW}"
+        return
+    try:
+        old = load(run / "config.yaml")
+    except (ConfigError, OSError, ValueError):
+        yield (
+            f"{key}: {log} is the log of a run, and no config.yaml beside it tells of which. "
+            f"{START_ANEW}"
+        )
+        return
+    if changed := _changed(config, old.model_dump(mode="json")):
+        yield (
+            f"{key}: {', '.join(changed)} differ from {run / 'config.yaml'}, whose log and adapter "
+            f"are there. {START_ANEW}"
+        )
+    elif max(updates) > old.train.checkpoint_every or _finished(run):
+        yield (
+            f"{key}: {log} goes to update {max(updates)}, and there is no checkpoint. Put them "
+            f"back if they were deleted. {START_ANEW}"
+        )
+
+
+def _finished(run: Path) -> bool:
+    status = read_status(run)
+    return status is not None and status.state == "finished"
+
+
+def anew(run: Path) -> str:
+    """Why --resume starts from the first update, "" if there is a checkpoint. A folder that does
+    not exist may be mistyped: one beside it with a similar name and checkpoints is named."""
+    if checkpoints(run):
+        return ""
+    text = f"--resume: no checkpoint in {run / CHECKPOINTS}. The run starts from its first update."
+    if not run.exists():
+        runs = {path.parents[1].name for path in run.parent.glob(f"*/{CHECKPOINTS}/update_*")}
+        for name in difflib.get_close_matches(run.name, sorted(runs), n=1, cutoff=0.8):
+            text += f" {run.parent / name} has checkpoints: did you mean it?"
+    return text

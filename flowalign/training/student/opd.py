@@ -1,0 +1,243 @@
+"""Flow-OPD's student (2605.08063): the loop with labels of routed teachers, and an anchor.
+
+The student samples its own trajectories. At each trained state it matches the velocity of the
+teacher for that prompt's task. Flow-OPD, DiffusionOPD and DanceOPD are settings of it
+(configs/tiny/{flow,diffusion,dance}_opd.yaml).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from flowalign import sde
+from flowalign.backbone import Backbone
+from flowalign.config import OpdStage, StatesConfig
+from flowalign.training import metrics
+from flowalign.training.algorithm import Algorithm, Pairs, Prepared, Stateless, pairs_of
+from flowalign.training.losses import policy_loss, published_loss, step_weights, velocity_error
+from flowalign.training.rollout import Schedule, window_of
+from flowalign.training.run import processes
+from flowalign.training.run.processes import Means
+from flowalign.types import PromptBatch, Rollout, StepLoss, Teacher
+
+BETA = {"low_noise": (5.0, 2.0), "high_noise": (2.0, 5.0)}  # over the place in the window, 0..1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Labels(Prepared):
+    """A rollout with the labels of its states."""
+
+    velocity: Tensor  # [B,S,C,h,w] of the teachers
+    anchor: Tensor | None = None  # [B,S,C,h,w] velocity of the anchor
+    advantage: Tensor | None = None  # [B,S] log-ratios of gradient "policy"
+    rewarded: Prepared | None = None  # for the loss on rewards, with student.reward_weight
+
+
+class Opd(Stateless):
+    """The algorithm. teachers label by task; anchor labels every task (MAR).
+
+    schedules: of each bucket; they hold the window, or all steps that a moving one comes to. Which
+    steps an update trains
+    is a function of (seed, update): those of its window, or a draw among them by student.states.
+    grpo adds its loss on the tasks' rewards, times student.reward_weight.
+    """
+
+    def __init__(
+        self,
+        config: OpdStage,
+        backbone: Backbone,
+        accelerator: Accelerator,
+        teachers: Teacher,
+        anchor: Teacher | None = None,
+        grpo: Algorithm[Any] | None = None,
+    ) -> None:
+        self.settings, self.seed, self.guidance = config.student, config.seed, config.guidance
+        self.micro_batch, self.rollout = config.optimizer.micro_batch, config.rollout
+        self.backbone, self.accelerator = backbone, accelerator
+        self.teachers, self.anchor, self.grpo = teachers, anchor, grpo
+        self.anchor_weight = config.anchor.weight if config.anchor else 0.0
+        self.schedules = Schedule.each(config, backbone)
+        self.weights = [weights(s, config.student.weighting) for s in self.schedules]
+        self.kl_weights = [weights(s, "kl") for s in self.schedules]
+        self.needs_images = self.needs_latents = grpo is not None
+        self.on_images = grpo.on_images if grpo else None
+
+    # What the loop asks ------------------------------------------------------------------------
+
+    def plan(self, update: int, bucket: int = 0) -> Schedule:
+        """The states that this update trains: a function of (seed, update)."""
+        window = window_of(self.rollout, self.seed, update)
+        steps = chosen(self.settings.states, list(range(*window)), (self.seed, update))
+        return dataclasses.replace(self.schedules[bucket], window=window, chosen=steps)
+
+    def sources(self, tasks: list[str]) -> None:
+        """The student samples: on-policy."""
+
+    def prepare(self, rollout: Rollout, update: int) -> Labels:
+        """Label the trained states, once: the labels do not depend on the student's weights."""
+        label = self.teachers(rollout)
+        anchor = self.anchor(rollout).velocity if self.anchor else None
+        rewarded = self.grpo.prepare(rollout, update) if self.grpo else None
+        policy = self.settings.gradient == "policy"
+        measured = dict(rewarded.metrics) if rewarded else {}
+        for step in rollout.steps:
+            measured[metrics.WEIGHT + metrics.step_label(step)] = float(
+                self.weights[rollout.batch.bucket][step]
+            )
+        labels = Labels(
+            rollout=rollout,
+            keep=torch.ones(len(rollout), dtype=torch.bool),  # all, whatever their advantage
+            metrics=measured,
+            notes=rewarded.notes if rewarded else list(label.teacher),
+            velocity=label.velocity,
+            anchor=anchor,
+            advantage=self._log_ratios(rollout, label.velocity) if policy else None,
+            rewarded=rewarded,
+        )
+        if update % self.settings.diagnose_every:
+            return labels
+        return dataclasses.replace(labels, metrics={**measured, **self._cosines(labels)})
+
+    def loss(self, pairs: Pairs, velocity: Tensor, prepared: Labels) -> StepLoss:
+        """Distillation + anchor_weight * anchor + reward_weight * policy, means over b pairs."""
+        error = velocity_error(velocity, prepared.velocity[pairs.rows, pairs.columns])
+        weight = self.weights[prepared.rollout.batch.bucket].to(error.device)[pairs.steps]
+        total = distill = self._distillation(pairs, velocity, weight * error, prepared).mean()
+        anchor = policy = None
+        measured, counts = self._errors(pairs, error.detach(), prepared.rollout.batch)
+        measured[metrics.DISTILL] = float(distill.detach())
+        if prepared.anchor is not None:
+            away = velocity_error(velocity, prepared.anchor[pairs.rows, pairs.columns])
+            anchor = (weight * away).mean()
+            total = total + self.anchor_weight * anchor
+            measured[metrics.ANCHOR] = float(anchor.detach())
+        if self.grpo:
+            rewarded = self.grpo.loss(pairs, velocity, prepared.rewarded)
+            policy, measured = rewarded.total, {**measured, **rewarded.metrics}
+            total = total + self.settings.reward_weight * policy
+        return StepLoss(total, policy, distill, anchor, measured, counts)
+
+    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
+        """What the loss on rewards remembers."""
+        return self.grpo.tensors() if self.grpo else {}
+
+    # The four gradients ------------------------------------------------------------------------
+
+    def _distillation(
+        self, pairs: Pairs, velocity: Tensor, distance: Tensor, labels: Labels
+    ) -> Tensor:
+        """The loss [b] of student.gradient; distance [b] is the weighted velocity distance."""
+        s = self.settings
+        if s.gradient == "pathwise":
+            return distance
+        x_next, old = pairs.action()
+        schedule = self.schedules[labels.rollout.batch.bucket]
+        log_prob = sde.log_prob(schedule.transition(pairs.x, velocity, pairs.steps), x_next)
+        if labels.advantage is not None:  # policy
+            advantage = labels.advantage[pairs.rows, pairs.columns]
+            return policy_loss(log_prob, old, advantage, clip_range=s.clip_range)[0]
+        # detached is the control: the distance does not depend on the sampled action, so
+        # E[grad log pi * distance] = 0
+        distance = distance if s.gradient == "published" else distance.detach()
+        return published_loss(
+            distance, log_prob, old, clip_range=s.clip_range, advantage_clip=s.advantage_clip
+        )[0]
+
+    def _log_ratios(self, rollout: Rollout, labels: Tensor) -> Tensor:
+        """log pi_teacher(a|s) - log pi_old(a|s) [B,S], from labels [B,S,C,h,w]."""
+        assert rollout.next_states is not None and rollout.log_probs is not None
+        columns, schedule = [], self.schedules[rollout.batch.bucket]
+        for column, step in enumerate(rollout.steps):
+            x, label = rollout.states[:, column], labels[:, column].float()
+            steps = torch.full((len(x),), step, device=x.device)
+            teacher = schedule.transition(x, label, steps)
+            columns.append(sde.log_prob(teacher, rollout.next_states[:, column]))
+        ratio = torch.stack(columns, 1) - rollout.log_probs
+        if self.settings.reward_to_go:
+            ratio = ratio.flip(1).cumsum(1).flip(1)  # at each step the sum from there to the end
+        return ratio.clamp(-self.settings.advantage_clip, self.settings.advantage_clip)
+
+    # Diagnostics -------------------------------------------------------------------------------
+
+    def _errors(
+        self, pairs: Pairs, error: Tensor, batch: PromptBatch
+    ) -> tuple[dict[str, float], dict[str, int]]:
+        """KL to the teacher (ode: velocity error) by task and by step, and the pairs of each."""
+        kind = metrics.TEACHER_KL if self.schedules[0].noisy else metrics.TEACHER_ERROR
+        values = (error * self.kl_weights[batch.bucket].to(error.device)[pairs.steps]).tolist()
+        names = [batch.tasks[row] for row in pairs.rows.tolist()]
+        steps = [metrics.step_label(step) for step in pairs.steps.tolist()]
+        by_name: dict[str, list[float]] = {}
+        for label, value in zip([*names, *steps], [*values, *values], strict=True):
+            by_name.setdefault(kind + label, []).append(value)
+        means = {name: sum(some) / len(some) for name, some in by_name.items()}
+        return means, {name: len(some) for name, some in by_name.items()}
+
+    def _cosines(self, labels: Labels) -> dict[str, float]:
+        """Cosines of the gradients of the tasks' losses, each on one micro-batch of its own."""
+        tasks = labels.rollout.batch.tasks
+        names = set(tasks)
+        if self.backbone.sharded:  # every process takes part in each of these gradients
+            names = set(gather_object(sorted(names)))
+        active = [p for p in self.backbone.core.parameters() if p.requires_grad]
+        grads, means = {}, Means()
+        for name in sorted(names) if len(names) > 1 else []:
+            own = torch.tensor([task == name for task in tasks])
+            rows = own if own.any() else torch.ones_like(own)  # only to take part
+            pairs = next(pairs_of(labels.rollout, rows, self.micro_batch))
+            x, sigma, cond = pairs.x, pairs.sigma, pairs.conditioning
+            with processes.of(self.accelerator).aside(self.backbone):
+                velocity = self.backbone.velocity(
+                    x, sigma, cond, guidance=self.guidance, rows=pairs.size
+                )
+                parts = torch.autograd.grad(self.loss(pairs, velocity, labels).total, active)
+            if own.any():
+                grads[name] = torch.cat([part.flatten() for part in parts])
+        for a, b in itertools.combinations(grads, 2):
+            cosine = torch.nn.functional.cosine_similarity(grads[a], grads[b], dim=0)
+            means.add(f"{metrics.GRADIENT_COSINE}{a}~{b}", float(cosine))
+        return means.over_processes()  # those that have both tasks
+
+
+def weights(schedule: Schedule, weighting: str) -> Tensor:
+    """`losses.step_weights` of a schedule [T]; 0 for steps outside its window, which are never
+    trained. An ode has no KL: there "kl" is 1, so that errors are shown as they are."""
+    if schedule.kind == "ode" and weighting == "kl":
+        weighting = "velocity"
+    every = step_weights(
+        schedule.sigmas, weighting=weighting, kind=schedule.kind, noise_level=schedule.noise_level
+    )
+    inside = torch.zeros(len(every), dtype=torch.bool)
+    inside[list(range(*(schedule.window or (0, 0))))] = True
+    return torch.where(inside, every, 0.0)
+
+
+def chosen(states: StatesConfig, window: list[int], key: tuple[int, ...]) -> tuple[int, ...]:
+    """The steps of the window that an update trains, in order; key seeds the draw.
+
+    One draw serves all images of an update, so that the rollout can stop early. (DanceOPD draws for
+    each image; then every rollout is as long as the longest.)
+    """
+    if states.select == "all":
+        return tuple(window)
+    rng = np.random.default_rng([*key, 1])
+    if states.select == "window":
+        start = int(rng.integers(len(window) - states.count + 1))
+        return tuple(window[start : start + states.count])
+    if states.select == "random":
+        return tuple(sorted(rng.permutation(window)[: states.count].tolist()))
+    places: set[int] = set()
+    while len(places) < states.count:
+        # the place of a draw u of the Beta among n steps is floor(u n), and n - 1 for u = 1
+        places.add(min(math.floor(rng.beta(*BETA[states.select]) * len(window)), len(window) - 1))
+    return tuple(sorted(window[i] for i in places))
