@@ -38,15 +38,15 @@ from accelerate.utils import gather_object
 from PIL import Image
 from torch import Tensor
 
-from flowalign.system import manifest
 from flowalign.backbone import Backbone, placement
 from flowalign.config import EvalStage
-from flowalign.training.data import spread
 from flowalign.eval.stats import from_json
-from flowalign.system.files import replacing, to_json
-from flowalign.training.report.pictures import pixels_of, png
-from flowalign.system.escape import shown
 from flowalign.rewards import describe
+from flowalign.system import manifest
+from flowalign.system.escape import shown
+from flowalign.system.files import replacing, to_json
+from flowalign.training.data import spread
+from flowalign.training.report.pictures import pixels_of, png
 from flowalign.types import PromptBatch
 
 if TYPE_CHECKING:

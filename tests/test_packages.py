@@ -40,7 +40,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_distribution_and_its_extras_are_those_of_the_project() -> None:
     assert PROJECT["name"] == packages.DISTRIBUTION
-    assert PROJECT["scripts"]["flowalign"] == packages.OURS
+    assert PROJECT["scripts"]["flowalign"] == packages.OURS[0]
     extras = PROJECT["optional-dependencies"]
     for module, extra in packages.EXTRAS.items():
         names = [re.split(r"[<>=\[]", text)[0] for text in extras[extra]]
@@ -50,7 +50,7 @@ def test_the_distribution_and_its_extras_are_those_of_the_project() -> None:
 
 
 def test_an_installed_distribution_is_asked_for_its_extra_by_name(site: Path) -> None:
-    fake(site, packages.DISTRIBUTION, "0.1.0", packages.OURS)
+    fake(site, packages.DISTRIBUTION, "0.1.0", packages.OURS[0])
     assert packages.install_command("open_clip") == "pip install 'flowalign-t2i[clip]'"
     assert packages.install_command("hpsv3") == "pip install hpsv3==1.0.0"
 
@@ -70,7 +70,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
 
 def test_another_project_of_the_import_name_is_noticed(site: Path) -> None:
     assert packages.other_project() is None
-    fake(site, "flowalign", "0.1.0", packages.OURS)  # ours, under the name it once had
+    fake(site, "flowalign", "0.1.0", packages.OURS[0])  # ours, under the name it once had
     assert packages.other_project() is None
 
 
@@ -87,7 +87,7 @@ def test_the_remedy_installs_this_one_from_where_it_came(
 ) -> None:
     monkeypatch.setattr(packages, "ROOT", root)
     fake(site, "flowalign", "0.11", "flowalign:__main__.main")
-    fake(site, packages.DISTRIBUTION, "0.1.0", packages.OURS, **files)
+    fake(site, packages.DISTRIBUTION, "0.1.0", packages.OURS[0], **files)
     problem = packages.other_project() or ""
     assert "0.11" in problem and str(site) in problem
     assert f"--no-deps {source}`" in problem

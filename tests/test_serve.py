@@ -299,10 +299,10 @@ def test_the_command_serves_until_it_is_told_to_end():
 def test_serving_imports_nothing_that_an_old_environment_lacks():
     """Nor a file that holds a reward to be served there. pydantic comes with fastapi."""
     code = (
-        "import sys, flowalign.commands.cli, flowalign.rewards.service.server,
-        flowalign.rewards.deqa, " "flowalign.rewards.hpsv3; print([m for m in ('diffusers',
-        'transformers', 'peft', " "'accelerate', 'httpx', 'tenacity', 'rapidfuzz', 'cv2') if m in
-        sys.modules])"
+        "import sys, flowalign.commands.cli, flowalign.rewards.service.server; "
+        "import flowalign.rewards.deqa, flowalign.rewards.hpsv3; "
+        "print([m for m in ('diffusers', 'transformers', 'peft', 'accelerate', 'httpx', "
+        "'tenacity', 'rapidfuzz', 'cv2') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr

@@ -70,7 +70,7 @@ def version() -> str:
     """The versions that matter, and where this package lies."""
     return ", ".join(
         [
-            f"flowalign {__version__} ({Path(__file__).parent})",
+            f"flowalign {__version__} ({Path(__file__).parents[1]})",
             *(f"{name} {packages.version(name)}" for name in ("torch", "diffusers")),
             f"Python {platform.python_version()}",
         ]

@@ -171,9 +171,9 @@ def train(
     from flowalign.training.run import processes, ranks
     from flowalign.training.run.determinism import deterministic
 
-    processes = processes.state(config).num_processes
-    check_launch(processes)
-    check_world(config, processes, resume=resume, any_world=any_world)
+    world = processes.state(config).num_processes
+    check_launch(world)
+    check_world(config, world, resume=resume, any_world=any_world)
     folder, main = Path(config.output), processes.state().is_main_process
     if main and (begin := start(config.lora)):
         log.info(begin.text)

@@ -30,10 +30,9 @@ EXTRAS = {
 """Import name -> the extra of pyproject.toml that has it."""
 OTHERS = {"rapidocr": "rapidocr onnxruntime", "hpsv3": "hpsv3==1.0.0"}
 """Import name -> what pip is asked for, for packages that no extra has."""
-ROOT = Path(__file__).resolve().parent.parent  # of a checkout; else site-packages
-OURS = (
-    "flowalign.commands.cli:main"  # the command, also of past releases, which were named flowalign
-)
+ROOT = Path(__file__).resolve().parents[2]  # of a checkout; else site-packages
+# the command, also of past releases, which were named flowalign
+OURS = ("flowalign.commands.cli:main", "flowalign.cli:main")
 
 
 class MissingPackage(ImportError):
@@ -89,7 +88,7 @@ def other_project() -> str | None:
     """What is wrong where PyPI's `flowalign` is installed, too: each of the two overwrites or hides
     files of the other. None where it is not."""
     other = _distribution("flowalign")
-    if other is None or any(point.value == OURS for point in other.entry_points):
+    if other is None or any(point.value in OURS for point in other.entry_points):
         return None
     return (
         f"another project's package `flowalign` {other.version} is installed in "

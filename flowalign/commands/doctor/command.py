@@ -147,13 +147,13 @@ def _examine_stage(
     only a prediction is made. pace: what was measured in an earlier stage.
     """
     from flowalign.backbone.structure import local_folder
-    from flowalign.commands.doctor import live
+    from flowalign.commands.doctor import live, plan
 
     config, estimate = forecast.stage, forecast.estimate
     assert isinstance(config, TrainingStage | EvalStage)
     findings = []
     if isinstance(config, TrainingStage) and not refused:
-        findings = predictions.examine(config)
+        findings = plan.examine(config)
     show(findings)
     missing = [place for place, source in config.inputs.items() if source in ranks]
     large = estimate is not None and estimate.resident > CPU_MODEL
