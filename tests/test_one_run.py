@@ -22,7 +22,7 @@ from flowalign.training.run import lock
 from flowalign.training.run.lock import LOCK, OWNER
 
 HOLD = (
-    "import sys, time; from flowalign import lock\nwith lock.holding(sys.argv[1]):\n  print()\n  "
+    "import sys, time; from flowalign.training.run import lock\nwith lock.holding(sys.argv[1]):\n  print()\n  "
 )
 
 
