@@ -28,9 +28,7 @@ def frames() -> list[str]:
 
 
 @pytest.mark.parametrize("stage", ["grpo", "opd"])
-def test_the_transformer_is_few_calls_away(
-    random_model: str, tmp_path: Path, stage: str
-) -> None:
+def test_the_transformer_is_few_calls_away(random_model: str, tmp_path: Path, stage: str) -> None:
     """For the rollout, the labels of a student, and the update with its KL to the base."""
     paths: dict[str, list[str]] = {}
 
