@@ -73,10 +73,10 @@ def config_of(
 
 def wired(config: Any) -> Any:
     """The run of a config."""
-    from flowalign.commands import train
+    from flowalign.commands import build
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    loop, *_ = train.wire(config)
+    loop, *_ = build.wire(config)
     loop.update = 1  # the same prompts and noise at each repeat; 0 would take diagnostics
     return loop
 

@@ -217,9 +217,9 @@ def _deterministic(config: Any) -> Any:
 
 def measured(config: Any, device: str) -> tuple[dict[str, float], int | None]:
     """Seconds of the parts of a second update, and the peak of memory (None on a CPU)."""
-    from flowalign.commands import train
+    from flowalign.commands import build
 
-    loop, *_ = train.wire(config)
+    loop, *_ = build.wire(config)
     seconds: dict[str, float] = {}
     for update in (1, 2):  # 0 would take diagnostics
         loop.update = update

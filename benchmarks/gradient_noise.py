@@ -17,7 +17,7 @@ import torch
 from teacher_methods import passes
 from torch import Tensor
 
-from flowalign.commands import train
+from flowalign.commands import build
 from flowalign.config import ForwardStage, load
 from flowalign.training.loop import Loop
 from flowalign.training.run.processes import Means
@@ -52,13 +52,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         changes = [f"output={folder}", "alarm=null", "train.trackers=[]"]
         config = load(args.config, changes, stage=ForwardStage)
-        sampler, *_ = train.wire(config)
+        sampler, *_ = build.wire(config)
         rollouts = [sampler.rollout(update) for update in range(args.rollouts)]
         print("| noise levels | forward passes an image and update | agreement |\n|---|---|---|")
         for count in args.states:
             section = config.forward.model_copy(update={"states": count})
             changed = config.model_copy(update={config.stage: section})
-            loop, *_ = train.wire(changed)  # the same weights, as the seed is the same
+            loop, *_ = build.wire(changed)  # the same weights, as the seed is the same
             found = [gradient(loop, rollout, i) for i, rollout in enumerate(rollouts)]
             print(f"| {count} | {passes(changed):.0f} | {agreement(found):.3f} |", flush=True)
 

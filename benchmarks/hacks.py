@@ -30,7 +30,8 @@ from torch import Tensor
 from flowalign import rewards as rewards_room
 from flowalign.backbone import Backbone
 from flowalign.backbone.tiny.detector import TinyDetector
-from flowalign.commands.train import student, train
+from flowalign.commands.build import student
+from flowalign.commands.train import train
 from flowalign.config import TaskConfig, TrainingAlarmConfig, TrainingStage, load
 from flowalign.training.algorithm import STUDENT
 from flowalign.training.data import PromptSampler, load_prompts
@@ -39,9 +40,9 @@ from flowalign.training.report.drift.compare import SIGMAS, Drift
 from flowalign.training.report.drift.monitor import COPIES, Lens, Monitor
 from flowalign.training.report.drift.panel import of_json
 from flowalign.training.report.progress import quiet
-from flowalign.training.rollout import Noise, Schedule, places, sample
+from flowalign.training.rollout import Noise, places, sample, schedule_of
 from flowalign.training.run import checkpoint, resume
-from flowalign.types import Rollout, Scores
+from flowalign.types import Rollout, Schedule, Scores
 
 Metadata = Sequence[Mapping[str, Any]]
 PATCH = 16  # pixels, of the tiny model
@@ -170,7 +171,7 @@ def _rollouts(
     task, settings = config.tasks[0], config.rollout
     prompts = {task.name: load_prompts(task.prompts, task.name)}
     sampler = PromptSampler(prompts, {task.name: 1.0}, settings.prompts, config.seed)
-    schedule = Schedule.of(config, backbone)
+    schedule = schedule_of(config, backbone)
     few = min(COPIES, settings.copies)
 
     def rollout(update: int) -> tuple[Rollout, Schedule]:

@@ -18,7 +18,7 @@ from accelerate.state import AcceleratorState
 from medium import write
 
 from flowalign import config
-from flowalign.commands import train
+from flowalign.commands import build
 from flowalign.commands.doctor.estimate import predict
 from flowalign.commands.doctor.meter import size_of
 from flowalign.training.loop import Loop
@@ -71,7 +71,7 @@ def settings(
 def measured(found: config.TrainingStage) -> dict[str, int]:
     """Bytes: what lies there all the time, and the peak of the phases of a second update."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    loop, *_ = train.wire(found)
+    loop, *_ = build.wire(found)
     once(loop)  # Adam's moments come into being
     moments = [t for s in loop.optimizer.state.values() for t in s.values() if t.numel() > 1]
     average = loop.ema.shadow_params if loop.ema else []

@@ -21,7 +21,7 @@ import medium
 import memory
 from accelerate.state import AcceleratorState
 
-from flowalign.commands import train
+from flowalign.commands import build
 from flowalign.commands.doctor import live
 from flowalign.commands.doctor.estimate import predict
 from flowalign.commands.doctor.pace import times
@@ -51,7 +51,7 @@ def measured(config: TrainingStage, updates: int) -> float:
         changes = [f"output={json.dumps(folder)}", f"train.updates={updates + 1}",
                    "train.trackers=[]"]  # fmt: skip
         run = parse(config.model_dump(mode="json") | {"evaluation": None}, changes)
-        loop, *_ = train.wire(run)
+        loop, *_ = build.wire(run)
         loop.on_update = lambda update, values: None
         loop.run()
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from flowalign import rewards
-from flowalign.commands import train
+from flowalign.commands import build
 from flowalign.config import load
 from flowalign.training.report.progress import quiet
 from flowalign.types import Scores
@@ -50,7 +50,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         settings = ["rollout.prompts=8", "rollout.batch_size=16", "evaluation=null"]
         settings += ["tasks.0.reward={name: waiting}"]
-        loop, *_ = train.wire(load(PRESET, [f"output={folder}", "train.trackers=[]", *settings]))
+        loop, *_ = build.wire(load(PRESET, [f"output={folder}", "train.trackers=[]", *settings]))
     algorithm = loop.algorithm
     on_images, found = algorithm.on_images, {"after": [], "beside": []}
     for repeat in range(args.repeats + 1):

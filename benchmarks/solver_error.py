@@ -16,7 +16,7 @@ from flowalign.backbone import Backbone
 from flowalign.config import ModelConfig
 from flowalign.training.data import load_prompts
 from flowalign.training.report.progress import quiet
-from flowalign.training.rollout import Noise, Schedule, places, sample
+from flowalign.training.rollout import Noise, clean_schedule, places, sample
 from flowalign.training.solvers import forwards
 
 TASKS = ("geneval", "ocr", "preference")
@@ -34,7 +34,7 @@ def table(runs: Sequence[str] = RUNS, prompts: int = 16, guidance: float = 1.0) 
     texts = [load_prompts(f"tiny/{task}_val", task).select(range(prompts)) for task in TASKS]
 
     def latents(solver: str, steps: int) -> Tensor:
-        schedule = Schedule.clean(backbone, steps, 0, solver)
+        schedule = clean_schedule(backbone, steps, solver=solver)
         ends = [
             sample(
                 backbone, batch, schedule, guidance=guidance, noise=Noise((7, number)),

@@ -22,7 +22,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from flowalign.commands import train
+from flowalign.commands import build
 from flowalign.config import OpdStage, load
 from flowalign.eval import suite
 from flowalign.eval.stats import difference
@@ -94,7 +94,7 @@ def run(name: str, overrides: list[str], args: argparse.Namespace) -> dict[str, 
     if found.exists():
         return json.loads(found.read_text())
     config = config_of(overrides, folder, args)
-    loop, _, rewards = train.wire(config)
+    loop, _, rewards = build.wire(config)
     meter, evaluate = Meter(loop.backbone.core), loop.evaluate
     loop.evaluate = None
     began = time.time()
@@ -113,7 +113,7 @@ def run(name: str, overrides: list[str], args: argparse.Namespace) -> dict[str, 
                 config.evaluation_sampling,
                 Accelerator(),
             )[0].rows
-            for mark in train.held_out(wide, rewards)
+            for mark in build.held_out(wide, rewards)
         }
     result = {"seconds": seconds, "forwards": meter.forwards, "rows": rows}
     folder.mkdir(parents=True, exist_ok=True)
@@ -158,7 +158,7 @@ def main() -> None:
     built = {
         t.name: rewards.build(t.reward.name, **t.reward.options) for t in preset.tasks if t.reward
     }
-    marks = train.held_out(preset, built)
+    marks = build.held_out(preset, built)
     names = " | ".join(mark.name for mark in marks)
     head = f"| variant | {names} | mean | to the default | seconds | forwards |"
     results = {}

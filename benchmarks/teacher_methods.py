@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from flowalign.commands import train
+from flowalign.commands import build, train
 from flowalign.config import ForwardStage, GrpoStage, TrainingStage, load
 from flowalign.training.algorithm import STUDENT
 from flowalign.training.averages import MovingAverage
@@ -99,7 +99,7 @@ def drifts(config: TrainingStage, rollouts: Sequence[int]) -> list[float]:
     known: dict[str, float] = json.loads(cache.read_text()) if cache.exists() else {"0": 0.0}
     if any(str(update) not in known for update in rollouts):
         torch.manual_seed(0)
-        backbone = train.student(config, torch.device("cpu"))
+        backbone = build.student(config, torch.device("cpu"))
         parameters = backbone.adapter_parameters(STUDENT)
         task = config.tasks[0]
         assert task.validation and config.ema

@@ -332,7 +332,7 @@ def open_stores(
     for model, adapter in adapters.items():
         for images, depends in zip(sets, scores, strict=True):
             shown = set(spread(len(images.prompts), config.report.images))
-            height, width = config.model.sizes[images.prompts.bucket]
+            height, width = images.prompts.size or config.model.sizes[0]
             content = {
                 "model": base | {"height": height, "width": width},
                 "adapter": adapter,

@@ -31,7 +31,7 @@ from flowalign.system.devices import current
 from flowalign.system.images import eight_bits
 from flowalign.training.data import load_prompts, spread
 from flowalign.training.report.pictures import png
-from flowalign.training.rollout import Noise, Schedule, places, sample
+from flowalign.training.rollout import Noise, clean_schedule, places, sample
 from flowalign.training.run.processes import missing_steps
 from flowalign.types import EvalReport, EvalRow, Example, PromptBatch, Reward, Scores
 
@@ -87,12 +87,12 @@ def build_sets(
     for index, config in enumerate(configs):
         prompts = load_prompts(config.prompts, config.name)
         prompts = prompts.select(range(len(prompts))[: config.limit])
-        bucket = model.bucket(config.size)
-        prompts = replace(prompts, bucket=bucket)
+        size = config.size or model.sizes[0]
+        prompts = replace(prompts, size=size)
         prompt_sets.append(prompts)
         try:
             if config.layout:
-                check_layout(config.layout, prompts, (config.images, *model.sizes[bucket]))
+                check_layout(config.layout, prompts, (config.images, *size))
         except ValueError as error:
             problems.append(f"{place}.{index}.layout: {error}")
     if problems:
@@ -131,7 +131,7 @@ def generate(
     rollout = sample(
         backbone,
         prompts.select([prompt for prompt, _ in keys]),
-        Schedule.clean(backbone, settings.steps, prompts.bucket),
+        clean_schedule(backbone, settings.steps, prompts.size),
         guidance=settings.guidance,
         noise=Noise((settings.seed,)),
         places=[(indices[prompt], copy) for prompt, copy in keys],

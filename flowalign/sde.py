@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from flowalign.types import Gaussian
+from flowalign.types import Gaussian, Schedule
 
 KINDS = ("sde", "cps", "ode")
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
@@ -106,6 +106,22 @@ def transition(
         mean = x * (1 + drift * dt) + velocity * (1 + drift * (1 - sigma)) * dt
         std = s * torch.sqrt(-dt)
     return Gaussian(mean=mean, std=std)
+
+
+def scheduled_transition(
+    schedule: Schedule, x: Tensor, velocity: Tensor, steps: Tensor, *, noisy: bool = True
+) -> Gaussian:
+    """The transition at steps [B] of a schedule, from x [B,C,h,w]; if not noisy, the Euler step."""
+    sigmas = schedule.sigmas.to(x.device)
+    return transition(
+        x,
+        velocity,
+        sigmas[steps],
+        sigmas[steps + 1],
+        noise_level=schedule.noise_level,
+        kind=schedule.kind if noisy else "ode",
+        sigma_max=float(sigmas[1]),
+    )
 
 
 def sample(gaussian: Gaussian, noise: Tensor) -> Tensor:

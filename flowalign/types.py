@@ -20,13 +20,13 @@ Metadata = Sequence[Mapping[str, Any]]  # a mapping an image: what its reward ne
 class PromptBatch:
     """P prompts, each with the task it belongs to and what its reward needs to judge it.
 
-    bucket: which of the model's sizes their images have; a batch has one size.
+    size: (height, width) of their images in pixels; None = the model's first size.
     """
 
     prompts: list[str]
     tasks: list[str]
     metadata: list[dict[str, Any]]
-    bucket: int = 0
+    size: tuple[int, int] | None = None
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -37,7 +37,7 @@ class PromptBatch:
             prompts=[self.prompts[i] for i in rows],
             tasks=[self.tasks[i] for i in rows],
             metadata=[self.metadata[i] for i in rows],
-            bucket=self.bucket,
+            size=self.size,
         )
 
 
@@ -63,24 +63,54 @@ class Conditioning:
 
 
 @dataclass(frozen=True)
+class Schedule:
+    """sigmas [T+1] and how to step along them: noise inside the window only, Euler outside.
+
+    kind: sde, cps or ode (`flowalign.sde.transition`). window (start, stop): the steps with noise
+    and training; None = no step has either. chosen: the steps of the window that are trained, in
+    order; None = all. actions: whether the sampled successors of the trained states are needed, and
+    their log-probs (an ode has none); means: whether the means that they were sampled around are,
+    too. solver: of an ode, one of `flowalign.training.solvers`.
+    """
+
+    sigmas: Tensor
+    kind: str
+    noise_level: float
+    window: tuple[int, int] | None
+    chosen: tuple[int, ...] | None = None
+    actions: bool = True
+    means: bool = False
+    solver: str = "euler"
+
+    @property
+    def trained(self) -> list[int]:
+        """The steps whose states are kept, in order."""
+        return list(range(*(self.window or (0, 0))) if self.chosen is None else self.chosen)
+
+    @property
+    def noisy(self) -> range:
+        """The steps with noise."""
+        return range(*self.window) if self.window and self.kind != "ode" else range(0)
+
+
+@dataclass(frozen=True)
 class Rollout:
     """Trajectories sampled now. Only the S trained steps are kept.
 
     states, next_states [B,S,C,h,w] before and after each trained step, in their storage dtype;
-    steps [S] positions in the schedule; sigmas [T+1]; log_probs [B,S] of the next states (both
-    None where no action is needed, or none is random); means [B,S,C,h,w] that the next states were
-    sampled around (None = not needed); latents [B,C,h,w] at the end of the trajectory and images
-    [B,3,H,W] in [0,1] (None where the rollout stopped before); group [B], the place of an image's
-    prompt in the batch of all processes, and copy [B], which of that prompt's images it is; batch:
-    the prompts, tasks and metadata of the B images, one row an image; own_sigmas [B,S]: noise
-    levels of the states, where each image has its own (None = those of the steps); sources [B]: who
+    schedule: along which they were sampled; log_probs [B,S] of the next states (both None where no
+    action is needed, or none is random); means [B,S,C,h,w] that the next states were sampled around
+    (None = not needed); latents [B,C,h,w] at the end of the trajectory and images [B,3,H,W] in
+    [0,1] (None where the rollout stopped before); group [B], the place of an image's prompt in the
+    batch of all processes, and copy [B], which of that prompt's images it is; batch: the prompts,
+    tasks and metadata of the B images, one row an image; own_sigmas [B,S]: noise levels of the
+    states, where they differ between images (None = those of the schedule); sources [B]: who
     sampled each image (None = the active adapter).
     """
 
     states: Tensor
     next_states: Tensor | None
-    steps: list[int]
-    sigmas: Tensor
+    schedule: Schedule
     log_probs: Tensor | None
     latents: Tensor | None
     images: Tensor | None
@@ -94,6 +124,16 @@ class Rollout:
 
     def __len__(self) -> int:
         return self.states.shape[0]
+
+    @property
+    def steps(self) -> list[int]:
+        """The S trained steps, as positions in the schedule."""
+        return self.schedule.trained
+
+    @property
+    def sigmas(self) -> Tensor:
+        """Noise levels [T+1] of the schedule."""
+        return self.schedule.sigmas
 
 
 @dataclass(frozen=True)
@@ -235,4 +275,8 @@ class Teacher(Protocol):
 
     def __call__(self, rollout: Rollout) -> TeacherLabel:
         """Velocities at rollout.states, routed by rollout.batch.tasks."""
+        ...
+
+    def sources(self, tasks: list[str]) -> list[Source]:
+        """Who samples the images of these tasks: the teacher of each."""
         ...

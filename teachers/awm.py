@@ -6,33 +6,18 @@ will do. configs/tiny/teacher_ocr_awm.yaml is a run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from accelerate import Accelerator
 from torch import Tensor
 
-from flowalign.backbone import Backbone
-from flowalign.config import AwmStage
 from flowalign.teachers.forward import Forward, Matched, keeping
 from flowalign.training import metrics
 from flowalign.training.algorithm import Pairs
 from flowalign.training.losses import clip_fraction, policy_loss, velocity_error
 from flowalign.training.matching import awm_log_prob
-from flowalign.types import Reward, Rollout, StepLoss
+from flowalign.types import Rollout, StepLoss
 
 
 class Awm(Forward):
-    """The algorithm. rewards: by task name. The student samples."""
-
-    def __init__(
-        self,
-        config: AwmStage,
-        backbone: Backbone,
-        accelerator: Accelerator,
-        rewards: Mapping[str, Reward],
-    ) -> None:
-        self.settings = config.awm
-        super().__init__(config, backbone, accelerator, rewards)
+    """The algorithm. The student samples."""
 
     def prepare(self, rollout: Rollout, update: int) -> Matched:
         """Without an advantage only the distances to base and average have a gradient."""

@@ -6,25 +6,23 @@ no noise, no log-probabilities and no stored trajectory (DiffusionNFT, 2509.1611
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from flowalign.backbone import Backbone
 from flowalign.config import ForwardStage, PolicyConfig
 from flowalign.teachers.scored import Credit, Scored
 from flowalign.training import metrics
-from flowalign.training.algorithm import STUDENT, Pairs
+from flowalign.training.algorithm import STUDENT, Algorithm, Compared, Keeps, Pairs, Parts
 from flowalign.training.averages import rising_decay
 from flowalign.training.losses import velocity_error
 from flowalign.training.noising import noised, of_sampler, stratified
-from flowalign.training.rollout import Schedule
-from flowalign.types import Reward, Rollout, Source
-
-FORWARD, LEVELS = 4, 5  # beside (seed, update) in a seed: these draws are not the rollout's
+from flowalign.training.rollout import Size, Stream, clean_schedule
+from flowalign.types import Rollout, Schedule, Source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,49 +48,60 @@ class Policy:
     def is_student(self) -> bool:
         """Whether its weights are those of the student now."""
         pairs = zip(self.parameters, self.student, strict=True)
-        return not torch.stack([(own != new).any() for own, new in pairs]).any()
+        return not torch.stack([(policy != student).any() for policy, student in pairs]).any()
 
     @torch.no_grad()
     def follow(self, steps: int) -> None:
         """After the optimizer steps of a rollout; steps: those of the run so far."""
-        kept = rising_decay(steps, **self.settings.model_dump())
-        for own, new in zip(self.parameters, self.student, strict=True):
-            own.copy_(kept * own + (1 - kept) * new)
+        decay = rising_decay(steps, **self.settings.model_dump())
+        for policy, student in zip(self.parameters, self.student, strict=True):
+            policy.copy_(decay * policy + (1 - decay) * student)
 
     @torch.no_grad()
     def velocity(self, pairs: Pairs, guidance: float) -> Tensor:
         """Its velocity [b,C,h,w] at the pairs."""
         with self.backbone.adapter(self.name):
-            return self.backbone.velocity(
-                pairs.x, pairs.sigma, pairs.conditioning, guidance=guidance, rows=pairs.size
-            )
+            return pairs.velocity(self.backbone, guidance)
 
 
-class Forward:
-    """The algorithm without its loss. rewards: by task name. The policies of the config are frozen
-    adapters; the one named "old" samples. Without it, the student does."""
+class Forward(Algorithm[Matched]):
+    """The algorithm without its loss. The policies of the config are frozen adapters; the one named
+    "old" samples. Without it, the student does."""
 
-    needs_images = needs_latents = True
-
-    def __init__(
-        self,
-        config: ForwardStage,
-        backbone: Backbone,
-        accelerator: Accelerator,
-        rewards: Mapping[str, Reward],
-    ) -> None:
-        self.config, self.backbone, self.guidance = config, backbone, config.guidance
-        self.scored = Scored(config, config.forward, accelerator, rewards)
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        config = self.config
+        self.settings = config.forward
+        self.scored = Scored(config, config.forward, parts.accelerator, parts.rewards)
         self.on_images = self.scored.on_images
-        self.policies = {name: Policy(backbone, name, s) for name, s in config.policies.items()}
+        policies = config.policies.items()
+        self.policies = {name: Policy(self.backbone, name, s) for name, s in policies}
         self.old = self.policies.get("old")
+
+    @classmethod
+    def keeps(cls, config: ForwardStage, updates: Sequence[int] | None = None) -> Keeps:
+        """Images and their latents; noised states with the velocity to match; the base for the
+        drift, which is only logged without a weight, and the policies."""
+        updates = range(config.train.updates) if updates is None else updates
+        policies = [
+            Compared(STUDENT, _differing_share(config, policy, updates) if name == "old" else 1.0)
+            for name, policy in config.policies.items()
+        ]
+        return Keeps(
+            images=True,
+            latents=True,
+            noise_levels=config.forward.states,
+            targets=["float32"],
+            policies=list(config.policies),
+            compared=[Compared(None, float(config.forward.kl_weight > 0)), *policies],
+        )
 
     # What the loop asks ------------------------------------------------------------------------
 
-    def plan(self, update: int, bucket: int = 0) -> Schedule:
+    def plan(self, update: int, size: Size | None = None) -> Schedule:
         """To the end, without noise; no state on the way is kept."""
         rollout = self.config.rollout
-        return Schedule.clean(self.backbone, rollout.steps, bucket, rollout.solver)
+        return clean_schedule(self.backbone, rollout.steps, size, rollout.solver)
 
     def sources(self, tasks: list[str]) -> list[Source] | None:
         """The old policy samples, if it is not the student."""
@@ -103,13 +112,14 @@ class Forward:
     def prepare(self, rollout: Rollout, update: int) -> Matched:
         """Score the images, and noise their latents."""
         credit = self.scored.credit(rollout, update)
-        key, bucket = (self.config.seed, update), rollout.batch.bucket
-        if self.config.forward.own_levels:
-            places = zip(rollout.group.tolist(), rollout.copy.tolist(), strict=True)
-            sigmas = torch.stack([self._levels((*key, LEVELS, *p), bucket) for p in places])
+        key, size = (self.config.seed, update), rollout.batch.size
+        levels = (*key, Stream.LEVELS)
+        if self.settings.own_levels:
+            images = zip(rollout.group.tolist(), rollout.copy.tolist(), strict=True)
+            sigmas = torch.stack([self._levels((*levels, *image), size) for image in images])
         else:
-            sigmas = self._levels((*key, LEVELS), bucket)
-        states = noised(rollout, sigmas, (*key, FORWARD))
+            sigmas = self._levels(levels, size)
+        states = noised(rollout, sigmas, (*key, Stream.NOISE))
         return Matched(
             rollout=states.rollout,
             keep=credit.keep,
@@ -119,13 +129,13 @@ class Forward:
             velocity=states.velocity,
         )
 
-    def _levels(self, key: tuple[int, ...], bucket: int) -> Tensor:
-        """Noise levels [S] that a key draws for images of a bucket."""
-        settings, steps = self.config.forward, self.config.rollout.steps
+    def _levels(self, key: tuple[int, ...], size: Size | None) -> Tensor:
+        """Noise levels [S] that a key draws for images of a size."""
+        settings, steps = self.settings, self.config.rollout.steps
         if settings.levels == "sampler":
-            sigmas = self.backbone.sigmas(steps, bucket)
+            sigmas = self.backbone.sigmas(steps, size)
             return of_sampler(sigmas, settings.states, key, settings.within)
-        shift = self.backbone.shift(steps, bucket)
+        shift = self.backbone.shift(steps, size)
         return stratified(shift, settings.states, key, settings.within)
 
     def learnt(self, steps: int) -> None:
@@ -135,14 +145,14 @@ class Forward:
 
     def tensors(self) -> Mapping[str, Sequence[Tensor]]:
         """The weights of the policies, and what the advantages remember."""
-        own = {f"policy_{name}": policy.parameters for name, policy in self.policies.items()}
-        return {**own, **self.scored.tensors()}
+        policies = {f"policy_{name}": policy.parameters for name, policy in self.policies.items()}
+        return {**policies, **self.scored.tensors()}
 
     # What a loss asks --------------------------------------------------------------------------
 
     def old_velocity(self, pairs: Pairs, velocity: Tensor) -> Tensor:
-        """That of the policy that sampled [b,C,h,w], from the student's; a forward pass only where
-        they differ."""
+        """The velocity [b,C,h,w] of the policy that sampled; velocity: the student's, which it is
+        without another forward pass where the two have the same weights."""
         if self.old is None or self.old.is_student:
             return velocity.detach()
         return self.old.velocity(pairs, self.guidance)
@@ -155,18 +165,17 @@ class Forward:
         drift = self.drift(pairs, velocity)
         if drift is None:
             return policy, {}
-        weight, measured = self.config.forward.kl_weight, float(drift.detach().mean())
+        weight, measured = self.settings.kl_weight, float(drift.detach().mean())
         total = policy + weight * drift.mean() if weight > 0 else policy
         return total, {metrics.VELOCITY_DRIFT: measured}
 
     def drift(self, pairs: Pairs, velocity: Tensor) -> Tensor | None:
         """|v - v_base|^2 [b]. Without a weight only of an update's first micro-batch, for the log:
         else None, at no cost."""
-        if not (self.config.forward.kl_weight > 0 or pairs.first):
+        if not (self.settings.kl_weight > 0 or pairs.first):
             return None
-        x, sigma, cond = pairs.x, pairs.sigma, pairs.conditioning
         with torch.no_grad(), self.backbone.base():
-            base = self.backbone.velocity(x, sigma, cond, guidance=self.guidance, rows=pairs.size)
+            base = pairs.velocity(self.backbone, self.guidance)
         return velocity_error(velocity, base)
 
 
@@ -174,3 +183,11 @@ def keeping(prepared: Matched, everything: bool, advantage: Tensor) -> Matched:
     """The rollout with these advantages [B]: kept are the images whose is not 0, or all."""
     keep = (advantage.cpu() != 0) | everything
     return replace(prepared, advantage=advantage, keep=keep)
+
+
+def _differing_share(config: ForwardStage, old: PolicyConfig, updates: Sequence[int]) -> float:
+    """The share of the micro-batches at which the policy that sampled is not the student."""
+    steps = config.optimizer.updates_per_rollout
+    begins = old.after // steps + 1 if old.decay else math.inf  # update in which it lags behind
+    lagging = sum(update >= begins for update in updates) / max(1, len(updates))
+    return lagging + (1 - lagging) * (steps - 1) / steps  # it is the student in the first step

@@ -6,19 +6,17 @@ clipped ratio of PPO at every trained step, and optionally a KL to the base mode
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from flowalign import sde
-from flowalign.backbone import Backbone
 from flowalign.config import GrpoStage, OpdStage
 from flowalign.teachers.scored import Credit, Scored
 from flowalign.training import metrics
-from flowalign.training.algorithm import Pairs, Stateless
+from flowalign.training.algorithm import Algorithm, Compared, Keeps, Pairs, Parts
 from flowalign.training.losses import (
     clip_fraction,
     guard_log_ratio,
@@ -26,41 +24,39 @@ from flowalign.training.losses import (
     kl_factors,
     policy_loss,
 )
-from flowalign.training.rollout import Schedule, window_of
-from flowalign.types import Reward, Rollout, StepLoss
+from flowalign.training.rollout import Size, schedule_of
+from flowalign.types import Rollout, Schedule, StepLoss
 
 
-class Grpo(Stateless):
-    """The algorithm. rewards: by task name."""
+class Grpo(Algorithm[Credit]):
+    """The algorithm; also the loss on rewards of a student (`student.reward_weight`)."""
 
-    needs_images = needs_latents = True
-
-    def __init__(
-        self,
-        config: GrpoStage | OpdStage,
-        backbone: Backbone,
-        accelerator: Accelerator,
-        rewards: Mapping[str, Reward],
-    ) -> None:
-        self.settings, self.backbone = config.grpo, backbone
-        self.guidance = config.rollout.guidance
-        self.schedules, self.seed = Schedule.each(config, backbone), config.seed
-        self.rollout = config.rollout
-        self.kl_factors = [kl_factors(s.sigmas, config.grpo.kl) for s in self.schedules]
-        self.scored = Scored(config, config.grpo, accelerator, rewards)
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self.settings = parts.config.grpo
+        self.scored = Scored(parts.config, self.settings, parts.accelerator, parts.rewards)
         self.on_images = self.scored.on_images
-        self.guard_weights = [guard_weights(s.sigmas) for s in self.schedules]
 
-    def plan(self, update: int, bucket: int = 0) -> Schedule:
+    @classmethod
+    def keeps(cls, config: GrpoStage | OpdStage, updates: Sequence[int] | None = None) -> Keeps:
+        """Images and actions, and the base for the KL; without a weight that is only logged."""
+        return Keeps(
+            images=True,
+            latents=True,
+            actions=True,
+            means=config.needs_means,
+            compared=[Compared(None, float(config.grpo.kl_weight > 0))],
+        )
+
+    def plan(self, update: int, size: Size | None = None) -> Schedule:
         """All steps of the update's window, which is a function of (seed, update)."""
-        return replace(self.schedules[bucket], window=window_of(self.rollout, self.seed, update))
+        steps = self.trained_steps(self.config, update)
+        schedule = schedule_of(self.config, self.backbone, size)
+        return replace(schedule, window=(steps[0], steps[-1] + 1))
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """What the advantages remember of earlier rollouts."""
         return self.scored.tensors()
-
-    def sources(self, tasks: list[str]) -> None:
-        """The student samples."""
 
     def prepare(self, rollout: Rollout, update: int) -> Credit:
         """Score the images. Without an advantage only the KL has a gradient."""
@@ -70,10 +66,9 @@ class Grpo(Stateless):
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: Credit) -> StepLoss:
         """The clipped policy loss, plus kl_weight times the KL to the base. With the ratio of
         GRPO-Guard, the policy loss of a step is weighted by `losses.guard_weights`."""
-        s, x, sigma, cond = self.settings, pairs.x, pairs.sigma, pairs.conditioning
-        bucket = prepared.rollout.batch.bucket
-        schedule = self.schedules[bucket]
-        new = schedule.transition(x, velocity, pairs.steps)
+        s, x = self.settings, pairs.x
+        schedule = prepared.rollout.schedule
+        new = sde.scheduled_transition(schedule, x, velocity, pairs.steps)
         advantage = prepared.advantage[pairs.rows]
         x_next, old = pairs.action()
         if s.ratio == "guard":
@@ -82,7 +77,8 @@ class Grpo(Stateless):
             elements, ratio = policy_loss(
                 log_ratio, torch.zeros_like(log_ratio), advantage, clip_range=s.clip_range
             )
-            elements = self.guard_weights[bucket].to(elements.device)[pairs.steps] * elements
+            weights = guard_weights(schedule.sigmas).to(elements.device)
+            elements = weights[pairs.steps] * elements
         else:
             log_prob = sde.log_prob(new, x_next)
             elements, ratio = policy_loss(log_prob, old, advantage, clip_range=s.clip_range)
@@ -93,12 +89,10 @@ class Grpo(Stateless):
         }
         if s.kl_weight > 0 or pairs.first:  # without a weight one micro-batch is enough for the log
             with torch.no_grad(), self.backbone.base():
-                reference = self.backbone.velocity(
-                    x, sigma, cond, guidance=self.guidance, rows=pairs.size
-                )
-            kl = sde.kl(new, schedule.transition(x, reference, pairs.steps))
+                base = pairs.velocity(self.backbone, self.guidance)
+            kl = sde.kl(new, sde.scheduled_transition(schedule, x, base, pairs.steps))
             measured[metrics.KL] = float(kl.detach().mean())  # the exact one, whatever grpo.kl says
             if s.kl_weight > 0:
-                factors = self.kl_factors[bucket].to(kl.device)[pairs.steps]
+                factors = kl_factors(schedule.sigmas, s.kl).to(kl.device)[pairs.steps]
                 total = total + s.kl_weight * (factors * kl).mean()
         return StepLoss(total=total, policy=policy, metrics=measured)

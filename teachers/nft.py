@@ -7,37 +7,23 @@ run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from accelerate import Accelerator
 from torch import Tensor
 
-from flowalign.backbone import Backbone
-from flowalign.config import NftStage
 from flowalign.teachers.forward import Forward, Matched, keeping
 from flowalign.training.algorithm import Pairs
 from flowalign.training.matching import chosen_advantage, nft_loss, optimality
-from flowalign.types import Reward, Rollout, StepLoss
+from flowalign.types import Rollout, StepLoss
 
 
 class Nft(Forward):
-    """The algorithm. rewards: by task name."""
-
-    def __init__(
-        self,
-        config: NftStage,
-        backbone: Backbone,
-        accelerator: Accelerator,
-        rewards: Mapping[str, Reward],
-    ) -> None:
-        self.settings, self.several = config.nft, config.optimizer.updates_per_rollout > 1
-        super().__init__(config, backbone, accelerator, rewards)
+    """The algorithm."""
 
     def prepare(self, rollout: Rollout, update: int) -> Matched:
         """An image without an advantage (r = 1/2) has no gradient while the student is the old
         policy: it then only keeps the student near it, and near the base."""
         prepared, s = super().prepare(rollout, update), self.settings
-        moved = self.old is not None and (self.several or not self.old.is_student)
+        several = self.config.optimizer.updates_per_rollout > 1
+        moved = self.old is not None and (several or not self.old.is_student)
         advantage = chosen_advantage(prepared.advantage, s.adv_mode)
         return keeping(prepared, moved or s.kl_weight > 0, advantage)
 

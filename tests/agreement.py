@@ -32,5 +32,5 @@ def gradient(loop: Loop, labels: Labels) -> Tensor:
     """Of the loss on all pairs, by the trained parameters, flat."""
     rollout = labels.rollout
     (pairs,) = pairs_of(rollout, torch.ones(len(rollout), dtype=torch.bool), 100)
-    loss = loop.algorithm.loss(pairs, loop.velocity(pairs), labels).total
+    loss = loop.algorithm.loss(pairs, loop.algorithm.velocity(pairs), labels).total
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, loop.parameters)])

@@ -25,7 +25,7 @@ from torch import Tensor
 from flowalign import config
 from flowalign.backbone import Backbone, load_pipeline
 from flowalign.backbone.sd3 import SD3
-from flowalign.commands import train
+from flowalign.commands import build
 from flowalign.training.algorithm import STUDENT
 from flowalign.training.loop import Loop
 from flowalign.types import PromptBatch, Scores
@@ -256,7 +256,7 @@ def mixed(found: config.TrainingStage, *overrides: str) -> config.TrainingStage:
 def wired(found: config.TrainingStage, *, moved: bool = False) -> Loop:
     """The run of a config as `train` builds it; moved: its adapter already matters."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    loop, *_ = train.wire(found)
+    loop, *_ = build.wire(found)
     if moved:
         shake(loop.backbone)
     return loop

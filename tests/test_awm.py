@@ -42,17 +42,17 @@ def test_at_ratio_one_it_is_advantage_weighted_matching(
 ) -> None:
     """-A times the slope of the log-likelihood; with uniform weights, A |v - target|^2."""
     loop, found, pairs = ready(random_model, tmp_path / "run", f"awm.weighting={weighting}")
-    step = loop.algorithm.loss(pairs, loop.velocity(pairs), found)
+    step = loop.algorithm.loss(pairs, loop.algorithm.velocity(pairs), found)
     assert step.metrics["ratio_error"] == 0 and step.metrics["clip_fraction"] == 0
     advantage = found.advantage[pairs.rows]
     assert float(step.total.detach()) == pytest.approx(-float(advantage.mean()), abs=1e-6)
     target = found.velocity[pairs.rows, pairs.columns]
     log_prob = matching.awm_log_prob(
-        loop.velocity(pairs), target, pairs.sigma, weighting=weighting, power=0.25
+        loop.algorithm.velocity(pairs), target, pairs.sigma, weighting=weighting, power=0.25
     )
     expected = gradient(loop, -(advantage * log_prob).mean())
     if weighting == "uniform":
-        error = ((loop.velocity(pairs) - target) ** 2).mean((1, 2, 3))
+        error = ((loop.algorithm.velocity(pairs) - target) ** 2).mean((1, 2, 3))
         assert_close(expected, gradient(loop, (advantage * error).mean()))
     scale = float(expected.abs().max())
     assert_close(gradient(loop, step.total), expected, rtol=1e-4, atol=1e-6 * scale)
@@ -65,7 +65,7 @@ def test_the_ratio_is_to_the_weights_that_sampled(random_model: str, tmp_path: P
     old = velocity(loop, pairs, "old")
     assert isinstance(loop.algorithm, Awm)
     assert loop.algorithm.old and not loop.algorithm.old.is_student  # as after a step
-    step = loop.algorithm.loss(pairs, loop.velocity(pairs), found)
+    step = loop.algorithm.loss(pairs, loop.algorithm.velocity(pairs), found)
     target = found.velocity[pairs.rows, pairs.columns]
     new, before = (
         ((v - target) ** 2).mean((1, 2, 3)) for v in (velocity(loop, pairs, STUDENT), old)
@@ -88,8 +88,8 @@ def test_base_and_average_hold_the_student_back(random_model: str, tmp_path: Pat
     loop, found, pairs = ready(random_model, tmp_path / "run", *given)
     assert found.keep.all()
     plain, same, _ = ready(random_model, tmp_path / "plain")
-    step = loop.algorithm.loss(pairs, loop.velocity(pairs), found)
-    alone = plain.algorithm.loss(pairs, plain.velocity(pairs), same)
+    step = loop.algorithm.loss(pairs, loop.algorithm.velocity(pairs), found)
+    alone = plain.algorithm.loss(pairs, plain.algorithm.velocity(pairs), same)
     v = velocity(loop, pairs, STUDENT)
     base, average = (((v - velocity(loop, pairs, name)) ** 2).mean() for name in (None, "average"))
     assert (

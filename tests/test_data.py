@@ -8,7 +8,7 @@ import fakes
 import pytest
 
 import flowalign.training.data
-from flowalign.commands import train
+from flowalign.commands import build
 from flowalign.training.data import (
     PromptError,
     PromptSampler,
@@ -254,7 +254,7 @@ def test_a_run_evaluates_every_tag_of_a_sorted_file(random_model: str, tmp_path:
     like_geneval(source)
     changes = [f"tasks.0.validation={source}", "evaluation={prompts: 128}"]
     found = fakes.settings(random_model, tmp_path / "run", *changes)
-    (mark,) = train.held_out(found, {"red": fakes.redness})
+    (mark,) = build.held_out(found, {"red": fakes.redness})
     tags = Counter(row["tag"] for row in mark.prompts.metadata)
     assert tags.keys() == GENEVAL_TAGS.keys() and min(tags.values()) >= 18
 

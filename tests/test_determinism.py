@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from flowalign.backbone.attention import unavailable
 from flowalign.commands import train
 from flowalign.config import ConfigError
-from flowalign.training.algorithm import TrainingError
-from flowalign.training.loop import Loop
+from flowalign.training.algorithm import Algorithm, TrainingError
 from flowalign.training.preflight import check_world
 from flowalign.training.run.determinism import deterministic
 
@@ -60,13 +59,13 @@ def test_an_error_puts_the_switches_back() -> None:
 def test_an_operation_without_a_deterministic_form_stops_the_run_with_its_name(
     random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Loop.velocity
+    real = Algorithm.velocity
 
-    def velocity(loop: Loop, pairs: Any) -> Any:
+    def velocity(algorithm: Any, pairs: Any) -> Any:
         torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))  # torch has no other on any device
-        return real(loop, pairs)
+        return real(algorithm, pairs)
 
-    monkeypatch.setattr(Loop, "velocity", velocity)
+    monkeypatch.setattr(Algorithm, "velocity", velocity)
     fakes.AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.raises(TrainingError, match=r"train\.deterministic: put_ "):
         train.train(fakes.settings(random_model, tmp_path / "run", ON))

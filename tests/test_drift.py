@@ -195,7 +195,7 @@ def test_a_model_that_has_not_moved_drifts_by_exactly_nothing(
     check = loop.monitor.evaluation()
     assert check and {found.sigmas for found in check.drifts} == {0.0}
     rollout = loop.rollout(3)
-    check = loop.monitor.rollout(rollout, loop.algorithm.plan(3), 3)
+    check = loop.monitor.rollout(rollout, 3)
     assert {found.name for found in check.drifts} >= {"dark", "entropy", "grid", "diversity"}
     assert {found.sigmas for found in check.drifts} == {0.0} and check.drifts[0].n == 2
 

@@ -170,7 +170,7 @@ def test_the_ratio_of_a_fresh_rollout_is_one_in_16_bits(name: str) -> None:
         x, sigma = rollout.states[:, column].float(), schedule.sigmas[step]
         velocity = ours.velocity(x, sigma, rollout.conditioning, guidance=scale)
         assert velocity.requires_grad
-        transition = schedule.transition(x, velocity, torch.full((count,), step))
+        transition = sde.scheduled_transition(schedule, x, velocity, torch.full((count,), step))
         again = sde.log_prob(transition, rollout.next_states[:, column].float())
         assert torch.equal(again, rollout.log_probs[:, column])
 

@@ -64,7 +64,7 @@ def test_the_first_ratio_is_exactly_1_in_bf16_where_batches_are_equal(
     prepared = loop.algorithm.prepare(rollout, 0)
     keep = torch.ones(len(rollout), dtype=torch.bool)
     for pairs in pairs_of(rollout, keep, loop.config.rollout.batch_size):
-        velocity = loop.velocity(pairs)
+        velocity = loop.algorithm.velocity(pairs)
         metrics = loop.algorithm.loss(pairs, velocity, prepared).metrics
         assert metrics["ratio_error"] == 0
 

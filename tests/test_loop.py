@@ -44,7 +44,9 @@ def ratio_errors(loop: Loop, rollout: Rollout, keep: Tensor, size: int) -> Tenso
     """|ratio - 1| of every pair, computed as an update does, in micro-batches of `size`."""
     found = []
     for pairs in pairs_of(rollout, keep, size):
-        gaussian = loop.algorithm.plan(0).transition(pairs.x, loop.velocity(pairs), pairs.steps)
+        gaussian = sde.scheduled_transition(
+            loop.algorithm.plan(0), pairs.x, loop.algorithm.velocity(pairs), pairs.steps
+        )
         x_next, old_log_prob = pairs.action()
         log_prob = sde.log_prob(gaussian, x_next)
         assert log_prob.requires_grad
@@ -105,7 +107,7 @@ def test_the_first_guard_ratio_is_one_and_its_loss_is_weighted_by_step(
     prepared: Any = loop.prepare(loop.rollout(0))
     sigmas = loop.algorithm.plan(0).sigmas
     for pairs in pairs_of(prepared.rollout, torch.ones(8, dtype=torch.bool), 8):
-        step = loop.algorithm.loss(pairs, loop.velocity(pairs), prepared)
+        step = loop.algorithm.loss(pairs, loop.algorithm.velocity(pairs), prepared)
         assert step.metrics["ratio_error"] == 0
         gaps = (sigmas[:-1] - sigmas[1:])[pairs.steps]
         assert_close(step.total.detach(), (-prepared.advantage[pairs.rows] / gaps).mean())
@@ -123,8 +125,8 @@ def test_the_guard_ratio_of_a_second_step_is_the_published_one(
     for parameter in loop.parameters:
         parameter.data += 0.2 * torch.randn(parameter.shape)
     (pairs,) = pairs_of(prepared.rollout, torch.ones(8, dtype=torch.bool), 24)
-    velocity = loop.velocity(pairs)
-    new = loop.algorithm.plan(0).transition(pairs.x, velocity, pairs.steps)
+    velocity = loop.algorithm.velocity(pairs)
+    new = sde.scheduled_transition(loop.algorithm.plan(0), pairs.x, velocity, pairs.steps)
     x_next, old = pairs.action()
     std = new.std.flatten()
     shift = ((new.mean - pairs.mean) ** 2).mean((1, 2, 3)) / (2 * std**2)  # type: ignore[operator]
@@ -301,7 +303,7 @@ def test_the_kl_is_the_one_that_is_named(random_model: str, tmp_path: Path) -> N
         everything = torch.ones(len(rollout), dtype=torch.bool)
         parts[form] = []
         for pairs in pairs_of(rollout, everything, len(rollout)):  # one step each
-            step = loop.algorithm.loss(pairs, loop.velocity(pairs), prepared)
+            step = loop.algorithm.loss(pairs, loop.algorithm.velocity(pairs), prepared)
             assert step.policy is not None
             parts[form].append((step.total - step.policy).detach())
             exact = float(parts["default"][len(parts[form]) - 1])

@@ -12,8 +12,8 @@ from torch.testing import assert_close
 from flowalign.config.schema import steps_within
 from flowalign.training.algorithm import pairs_of
 from flowalign.training.noising import noised, of_sampler, stratified
-from flowalign.training.rollout import Noise
-from flowalign.training.student.sft import SFT, Sft
+from flowalign.training.rollout import Noise, Stream
+from flowalign.training.student.sft import Sft
 from flowalign.types import Rollout
 
 
@@ -119,11 +119,11 @@ def test_sft_draws_what_it_drew_before_it_shared_this(random_model: str, tmp_pat
     assert isinstance(sft, Sft)
     sampled = loop.rollout(update)
     assert sampled.latents is not None
-    rng = np.random.default_rng([0, update, SFT])
+    rng = np.random.default_rng([0, update, Stream.SFT])
     u = torch.from_numpy((np.arange(4) + rng.random(4)) / 4).flip(0).float()
     shift = loop.backbone.shift(found.rollout.steps)
     sigmas = shift * u / (1 + (shift - 1) * u)
-    clean, own = sampled.latents[:, None], Noise((0, update, SFT))
+    clean, own = sampled.latents[:, None], Noise((0, update, Stream.SFT))
     places = zip(sampled.group.tolist(), sampled.copy.tolist(), strict=True)
     noise = torch.stack([own.draw(p, c, clean.shape[2:], 3) for p, c in places])
     sigma = sigmas[:, None, None, None]

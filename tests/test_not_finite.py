@@ -17,7 +17,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor
 
 from flowalign import config
-from flowalign.commands import train
+from flowalign.commands import build
 from flowalign.training.algorithm import Pairs, TrainingError
 from flowalign.training.loop import Loop
 from flowalign.training.nonfinite import Fault, Skips
@@ -40,13 +40,13 @@ def weights(loop: Loop) -> Tensor:
 
 def spoil(loop: Loop, bad: Callable[[Pairs], bool], value: float = math.nan) -> None:
     """Let the student's velocity at the first of some pairs be no number."""
-    real = loop.velocity
+    real = loop.algorithm.velocity
 
     def velocity(pairs: Pairs) -> Tensor:
         found = real(pairs)
         return torch.cat([found[:1] * value, found[1:]]) if bad(pairs) else found
 
-    loop.velocity = velocity  # pyright: ignore[reportAttributeAccessIssue]
+    loop.algorithm.velocity = velocity  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize("stage", ["grpo", "opd", "sft"])
@@ -225,7 +225,7 @@ def test_two_processes_skip_together_where_one_has_nan(random_model: str, tmp_pa
 
 def main() -> None:
     """On each of two processes: a run whose second one has a velocity that is NaN, once."""
-    loop, *_ = train.wire(config.load(sys.argv[1]))  # type: ignore[arg-type]
+    loop, *_ = build.wire(config.load(sys.argv[1]))  # type: ignore[arg-type]
     fakes.shake(loop.backbone)
     rank = loop.accelerator.process_index
     spoil(loop, lambda pairs: rank == 1 and loop.update == 1 and pairs.first)

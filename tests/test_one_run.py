@@ -17,7 +17,11 @@ from flowalign.eval.run import main as evaluate
 from flowalign.training.run import lock
 from flowalign.training.run.lock import LOCK, OWNER
 
-HOLD = "import sys, time; from flowalign.training.run import lock\nwith lock.holding(sys.argv[1]):\n  print()\n  "
+HOLD = """import sys, time
+from flowalign.training.run import lock
+with lock.holding(sys.argv[1]):
+  print()
+  """
 
 
 def holder(folder: Path, then: str = "time.sleep(99)") -> subprocess.Popen[str]:

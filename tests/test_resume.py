@@ -248,7 +248,7 @@ def test_a_disk_that_is_full_leaves_the_older_checkpoints(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint.manifest, "seal", full)
+        patched.setattr(checkpoint.manifest, "write_manifest", full)
         with pytest.raises(OSError, match="No space left"):
             save(checkpoints, 3)
     assert sorted(checkpoints.folder.iterdir()) == kept

@@ -134,7 +134,7 @@ def test_only_trained_steps_are_kept_with_the_log_prob_of_what_is_kept(
             velocity = backbone.velocity(
                 x, float(rollout.sigmas[step]), rollout.conditioning, guidance=1.0
             )
-            gaussian = schedule.transition(x, velocity, torch.full((8,), step))
+            gaussian = sde.scheduled_transition(schedule, x, velocity, torch.full((8,), step))
             found = sde.log_prob(gaussian, rollout.next_states[:, column])
             assert torch.equal(found, rollout.log_probs[:, column])
 
@@ -237,7 +237,8 @@ def test_the_means_are_kept_where_they_are_asked_for(backbone: Backbone) -> None
     assert found.means.shape == found.next_states.shape
     assert run(backbone, window=(1, 3)).means is None
     for column, step in enumerate(found.steps):
-        gaussian = schedule.transition(
+        gaussian = sde.scheduled_transition(
+            schedule,
             found.states[:, column],
             backbone.velocity(
                 found.states[:, column], float(found.sigmas[step]), found.conditioning, guidance=1.0

@@ -41,27 +41,30 @@ def by_task(found: config.TrainingStage, *changes: str) -> config.TrainingStage:
 # Prompts -----------------------------------------------------------------------------------------
 
 
-def sampler(buckets: dict[str, list[int]], weights: dict[str, float]) -> PromptSampler:
-    sets = {t: PromptBatch([f"{t}{i}" for i in range(7)], [t] * 7, [{}] * 7) for t in buckets}
-    return PromptSampler(sets, weights, 4, seed=0, buckets=buckets)
+SMALL, WIDE = (64, 64), (64, 96)
+
+
+def sampler(sizes: dict[str, list[tuple[int, int]]], weights: dict[str, float]) -> PromptSampler:
+    sets = {t: PromptBatch([f"{t}{i}" for i in range(7)], [t] * 7, [{}] * 7) for t in sizes}
+    return PromptSampler(sets, weights, 4, seed=0, sizes=sizes)
 
 
 def test_sizes_take_turns_and_change_no_prompt() -> None:
-    one, two = (sampler({"a": b}, {"a": 1.0}) for b in ([0], [0, 1]))
+    one, two = (sampler({"a": b}, {"a": 1.0}) for b in ([SMALL], [SMALL, WIDE]))
     batches = [two.batch(update) for update in range(6)]
-    assert [batch.bucket for batch in batches] == [0, 1, 0, 1, 0, 1]
+    assert [batch.size for batch in batches] == [SMALL, WIDE] * 3
     assert [batch.prompts for batch in batches] == [one.batch(u).prompts for u in range(6)]
 
 
 def test_a_batch_has_tasks_of_one_size_and_all_together_have_their_weights() -> None:
-    found = sampler({"a": [0], "b": [1], "c": [0, 1]}, {"a": 1.0, "b": 3.0, "c": 2.0})
+    found = sampler({"a": [SMALL], "b": [WIDE], "c": [SMALL, WIDE]}, {"a": 1.0, "b": 3.0, "c": 2.0})
     batches = [found.batch(update) for update in range(60)]
     for batch in batches:
-        assert set(batch.tasks) <= ({"a", "c"}, {"b", "c"})[batch.bucket]
+        assert set(batch.tasks) <= ({"a", "c"} if batch.size == SMALL else {"b", "c"})
     tasks = [task for batch in batches for task in batch.tasks]
     assert {task: tasks.count(task) for task in "abc"} == {"a": 40, "b": 120, "c": 80}
-    assert sum(batch.bucket for batch in batches) == 40  # 1 + 3/3 of 6 against 3 + 1
-    again = sampler({"a": [0], "b": [1], "c": [0, 1]}, {"a": 1.0, "b": 3.0, "c": 2.0})
+    assert sum(batch.size == WIDE for batch in batches) == 40  # 1 + 3/3 of 6 against 3 + 1
+    again = sampler({"a": [SMALL], "b": [WIDE], "c": [SMALL, WIDE]}, {"a": 1.0, "b": 3.0, "c": 2.0})
     assert again.batch(37) == batches[37]  # a function of the update alone
 
 
@@ -140,8 +143,8 @@ def test_held_out_images_have_the_sizes_of_their_tasks(random_model: str, tmp_pa
     found |= {"evaluation": {"every": 1, "prompts": 4}, "alarm": {"images": 8}}
     loop = fakes.wired(by_task(config.parse(found), "train.updates=2"), moved=True)
     assert loop.monitor
-    seen = [(images.batch.bucket, set(images.batch.tasks)) for images in loop.monitor.held_out]
-    assert seen == [(0, {"red"}), (1, {"vivid"})]
+    seen = [(images.batch.size, set(images.batch.tasks)) for images in loop.monitor.held_out]
+    assert seen == [((32, 32), {"red"}), ((32, 64), {"vivid"})]
     check = loop.monitor.evaluation()
     assert check and {drift.name.split("/")[0] for drift in check.drifts} == {"red", "vivid"}
     assert {row["task"] for row in check.rows} == {"red", "vivid"}

@@ -173,7 +173,7 @@ def test_the_end_does_not_wait_for_a_pool_that_hangs() -> None:
     code = """if True:
         import sys, threading
         from concurrent.futures import ThreadPoolExecutor
-        from flowalign import entry
+        from flowalign.system import exit as entry
         ThreadPoolExecutor(1).submit(threading.Event().wait)
         sys.exit(entry.leaving(7, 0.5))"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30)
@@ -186,7 +186,7 @@ def test_a_rank_ends_with_its_status_whatever_torchs_threads_do() -> None:
         import atexit, os, sys, threading, time
         os.environ["WORLD_SIZE"] = "2"
         import torch.distributed as dist
-        from flowalign import entry
+        from flowalign.system import exit as entry
         atexit.register(print, "the other exit functions run")
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         group = dist.distributed_c10d._get_default_group()

@@ -94,7 +94,7 @@ def test_the_rollout_stops_at_the_last_trained_state(
 def test_the_states_are_those_of_the_whole_rollout(random_model: str, tmp_path: Path) -> None:
     loop, _, labels = labelled(random_model, tmp_path / "run")
     one = dataclasses.replace(loop.algorithm.plan(0), chosen=(2,))
-    loop.algorithm.plan = lambda update, bucket: one  # pyright: ignore[reportAttributeAccessIssue]
+    loop.algorithm.plan = lambda update, size: one  # pyright: ignore[reportAttributeAccessIssue]
     assert torch.equal(loop.rollout(0).states[:, 0], labels.rollout.states[:, 2])
 
 
@@ -104,11 +104,11 @@ def test_the_states_are_those_of_the_whole_rollout(random_model: str, tmp_path: 
 def test_the_pathwise_gradient_is_that_of_the_written_kl(random_model: str, tmp_path: Path) -> None:
     loop, student, labels = labelled(random_model, tmp_path / "run")
     (pairs,) = pairs_of(labels.rollout, torch.ones(8, dtype=torch.bool), 100)
-    ours = gradient(loop, student.loss(pairs, loop.velocity(pairs), labels).total)
+    ours = gradient(loop, student.loss(pairs, loop.algorithm.velocity(pairs), labels).total)
     label = labels.velocity[pairs.rows, pairs.columns]
     a, b = (
-        student.schedules[0].transition(pairs.x, velocity, pairs.steps)
-        for velocity in (loop.velocity(pairs), label)
+        sde.scheduled_transition(labels.rollout.schedule, pairs.x, velocity, pairs.steps)
+        for velocity in (loop.algorithm.velocity(pairs), label)
     )
     written = gradient(loop, sde.kl(a, b).mean())
     assert_close(ours, written, rtol=1e-4, atol=1e-6 * float(written.abs().max()))
@@ -137,7 +137,7 @@ def test_a_student_that_is_its_teacher_has_no_loss(
     assert isinstance(student, Opd)
     labels = student.prepare(loop.rollout(0), 0)
     (pairs,) = pairs_of(labels.rollout, torch.ones(8, dtype=torch.bool), 100)
-    loss = student.loss(pairs, loop.velocity(pairs), labels)
+    loss = student.loss(pairs, loop.algorithm.velocity(pairs), labels)
     assert loss.distill is not None and loss.distill.item() == 0
     if anchor == "null":
         assert loss.total.item() == 0 and not gradient(loop, loss.total).any()
@@ -154,22 +154,23 @@ def test_the_ratio_is_one_and_only_the_published_form_leaks(
     given = [f"student.gradient={how}", f"student.weighting={weighting}"]
     loop, student, labels = labelled(random_model, tmp_path / "run", *given)
     _, pairs, _ = pairs_of(labels.rollout, torch.ones(8, dtype=torch.bool), 8)  # as the rollout
-    velocity = loop.velocity(pairs)
+    velocity = loop.algorithm.velocity(pairs)
     x_next, old = pairs.action()
-    new = sde.log_prob(student.schedules[0].transition(pairs.x, velocity, pairs.steps), x_next)
+    schedule = labels.rollout.schedule
+    new = sde.log_prob(sde.scheduled_transition(schedule, pairs.x, velocity, pairs.steps), x_next)
     assert torch.equal(new, old)
     label = labels.velocity[pairs.rows, pairs.columns]
     error = ((velocity - label) ** 2).mean((1, 2, 3))
-    distance = student.weights[0][pairs.steps] * error
+    distance = labels.weights[pairs.steps] * error
     if how == "policy":
         assert labels.advantage is not None
         advantage = labels.advantage[pairs.rows, pairs.columns]
-        teacher = student.schedules[0].transition(pairs.x, label, pairs.steps)
+        teacher = sde.scheduled_transition(labels.rollout.schedule, pairs.x, label, pairs.steps)
         assert_close(advantage, (sde.log_prob(teacher, x_next) - old).detach())
     else:
         advantage = -distance if how == "published" else -distance.detach()
     expected = gradient(loop, (-advantage * torch.exp(new - old.detach())).mean())
-    ours = gradient(loop, student.loss(pairs, loop.velocity(pairs), labels).total)
+    ours = gradient(loop, student.loss(pairs, loop.algorithm.velocity(pairs), labels).total)
     assert_close(ours, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
 
 
@@ -183,12 +184,13 @@ def test_the_log_ratio_of_a_teacher_is_on_average_minus_the_kl(
     for column, step in enumerate(rollout.steps):
         x, steps = rollout.states[:, column], torch.full((len(rollout),), step)
         assert rollout.next_states is not None
-        teacher = student.schedules[0].transition(x, labels.velocity[:, column], steps)
-        sigma = float(student.schedules[0].sigmas[step])
+        schedule = rollout.schedule
+        teacher = sde.scheduled_transition(schedule, x, labels.velocity[:, column], steps)
+        sigma = float(labels.rollout.sigmas[step])
         velocity = student.backbone.velocity(
             x, sigma, rollout.conditioning, guidance=student.guidance
         ).detach()
-        kl.append(sde.kl(student.schedules[0].transition(x, velocity, steps), teacher))
+        kl.append(sde.kl(sde.scheduled_transition(schedule, x, velocity, steps), teacher))
     assert labels.advantage is not None
     mean, expected = labels.advantage.mean(0), -torch.stack(kl, 1).mean(0)
     error = labels.advantage.std(0) / len(rollout) ** 0.5
@@ -210,10 +212,10 @@ def test_a_student_with_rewards_adds_their_loss(random_model: str, tmp_path: Pat
     for name, given in {"opd": [], "both": ["student.reward_weight=2"]}.items():
         loop, student, labels = labelled(random_model, tmp_path / name, *given)
         (pairs,) = pairs_of(labels.rollout, torch.ones(8, dtype=torch.bool), 100)
-        loss = student.loss(pairs, loop.velocity(pairs), labels)
+        loss = student.loss(pairs, loop.algorithm.velocity(pairs), labels)
         found[name] = gradient(loop, loss.total)
         if loss.policy is not None:
-            again = student.loss(pairs, loop.velocity(pairs), labels)
+            again = student.loss(pairs, loop.algorithm.velocity(pairs), labels)
             reward = gradient(loop, again.policy)  # pyright: ignore
             assert labels.rollout.images is not None and reward.abs().max() > 0
             assert_close(found[name], found["opd"] + 2 * reward, rtol=1e-3, atol=1e-6)
@@ -232,7 +234,7 @@ def test_a_run_comes_nearer_to_its_teachers(random_model: str, tmp_path: Path) -
 
     def errors() -> Tensor:
         with torch.no_grad():
-            return velocity_error(loop.velocity(pairs), label[pairs.rows, pairs.columns])
+            return velocity_error(loop.algorithm.velocity(pairs), label[pairs.rows, pairs.columns])
 
     before = errors()
     loop.run()
@@ -295,7 +297,7 @@ def test_sft_learns_the_straight_way_to_the_teachers_images(
     assert isinstance(loop.algorithm, Sft)
     rollout = loop.rollout(0)
     assert rollout.latents is not None
-    bank = loop.algorithm.bank
+    bank = loop.algorithm.teachers
     sampled = [source.adapter for source in bank.sources(rollout.batch.tasks)]
     assert sampled == [f"teacher_{task}" for task in rollout.batch.tasks]
     targets = loop.algorithm.prepare(rollout, 0)

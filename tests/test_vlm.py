@@ -276,7 +276,7 @@ def test_a_dead_endpoint_masks_the_batch_and_is_not_asked_for_every_image(serve,
         scores = score(reward, images(5), prompts(5), [{}] * 5)
     assert not scores.valid.any() and "ConnectError" in scores.reasons[0]
     names = [record.name for record in caplog.records]
-    assert sorted(names) == ["flowalign.system.http", "flowalign.rewards.scoring"]
+    assert sorted(names) == ["flowalign.rewards.scoring", "flowalign.system.http"]
 
 
 def test_an_endpoint_that_dies_midway_keeps_what_it_answered(serve):

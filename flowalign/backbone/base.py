@@ -88,10 +88,12 @@ class Backbone:
             cache=text_cache,
             offload=offload_text_encoders,
         )
-        sizes, factor = sizes_of(height, width), self.family.factor
-        if problems := [text for size in sizes for text in self.family.size_problems(*size)]:
+        self.sizes, factor = sizes_of(height, width), self.family.factor
+        if problems := [text for size in self.sizes for text in self.family.size_problems(*size)]:
             raise ModelError(problems[0])
-        self.latent_shapes = [(self.family.channels, h // factor, w // factor) for h, w in sizes]
+        self.latent_shapes = [
+            (self.family.channels, h // factor, w // factor) for h, w in self.sizes
+        ]
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
@@ -131,15 +133,18 @@ class Backbone:
 
     # Sampling ----------------------------------------------------------------------------------
 
-    def sigmas(self, num_steps: int, bucket: int = 0) -> Tensor:
-        """The schedule [T+1] of the pipeline's own scheduler, with all its settings, for images of
-        a bucket's size. Raises ModelError for a scheduler that steps otherwise than a rollout
-        does."""
-        return self.family.sigmas(num_steps, self.family.tokens(self.latent_shapes[bucket]))
+    def latent_shape_of(self, size: tuple[int, int] | None) -> tuple[int, int, int]:
+        """C, h, w of images of a size (height, width) in pixels; None = the first size."""
+        return self.latent_shapes[self.sizes.index(size) if size else 0]
 
-    def shift(self, num_steps: int, bucket: int = 0) -> float:
+    def sigmas(self, num_steps: int, size: tuple[int, int] | None = None) -> Tensor:
+        """The schedule [T+1] of the pipeline's own scheduler, with all its settings, for images of
+        a size. Raises ModelError for a scheduler that steps otherwise than a rollout does."""
+        return self.family.sigmas(num_steps, self.family.tokens(self.latent_shape_of(size)))
+
+    def shift(self, num_steps: int, size: tuple[int, int] | None = None) -> float:
         """The shift of that schedule: sigma = shift u / (1 + (shift - 1) u) of an even grid u."""
-        return self.family.shift(self.family.tokens(self.latent_shapes[bucket]), num_steps)
+        return self.family.shift(self.family.tokens(self.latent_shape_of(size)), num_steps)
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], copies: int = 1) -> Conditioning:

@@ -7,22 +7,15 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flowalign.config import (
-    AwmStage,
     ConfigError,
-    GrpoStage,
     Job,
     MergeStage,
-    NftStage,
-    OpdStage,
     RecipeStage,
-    SftStage,
-    TeacherConfig,
     TrainingStage,
     load,
     to_yaml,
@@ -32,25 +25,16 @@ from flowalign.system.signals import Clock
 from flowalign.training.preflight import (
     check_launch,
     check_world,
-    group_problems,
-    parts_problems,
     start,
 )
 from flowalign.training.run import lock
 from flowalign.training.run.resume import anew
 
 if TYPE_CHECKING:  # --help need not import diffusers
-    import torch
     from accelerate import Accelerator
 
-    from flowalign.backbone import Backbone
-    from flowalign.eval.suite import Benchmark
-    from flowalign.teachers.bank import Bank
-    from flowalign.training.algorithm import Algorithm
     from flowalign.training.loop import Loop
-    from flowalign.training.report.drift.monitor import Monitor
-    from flowalign.training.report.progress import Progress
-    from flowalign.types import EvalReport, Reward
+    from flowalign.types import Reward
 
 log = logging.getLogger("flowalign")
 
@@ -167,6 +151,7 @@ def train(
     is asked to.
     """
     from flowalign.commands import watch
+    from flowalign.commands.build import wire
     from flowalign.training.run import processes, ranks
     from flowalign.training.run.determinism import deterministic
 
@@ -218,203 +203,10 @@ def _hint_threads(accelerator: Accelerator) -> None:
         )
 
 
-# The parts of a run ------------------------------------------------------------------------------
-
-
-def wire(
-    config: TrainingStage, clock: Clock | None = None
-) -> tuple[Loop, Progress, dict[str, Reward]]:
-    """Build every part of a run from its config -> the loop, its display, its rewards."""
-    from accelerate.utils import set_seed
-
-    from flowalign import rewards
-    from flowalign.training.data import PromptSampler
-    from flowalign.training.loop import Loop
-    from flowalign.training.report import trackers
-    from flowalign.training.report.progress import Progress
-    from flowalign.training.run import processes
-
-    accelerator = processes.start(config)
-    set_seed(config.seed)  # for the LoRA's initial A; all else has generators of its own
-    built = _rewards(config, accelerator.device)
-    # a reward of the user's may say only now that it is groupwise
-    whole = [name for name, reward in built.items() if getattr(reward, "groupwise", False)]
-    problems = list(group_problems(config, whole, accelerator.num_processes))
-    # nor do we know before which parts it sums
-    single = [name for name, reward in built.items() if not rewards.weights_of(reward)]
-    if problems := [*problems, *parts_problems(config, single)]:
-        raise ConfigError(problems)
-    backbone = student(config, accelerator.device)
-    progress = Progress(config, accelerator.is_main_process)
-    loop = Loop(
-        config,
-        backbone,
-        accelerator,
-        PromptSampler.of(config),
-        algorithm(config, backbone, built, accelerator),
-        evaluator(config, backbone, built, accelerator),
-        progress.update,
-        clock,
-        monitor(config, backbone, built, accelerator),
-    )
-    trackers.begin(accelerator, config)
-    for place, scale in config.mixtures.items() if accelerator.is_main_process else ():
-        log.warning(
-            "%s: labels at guidance %g for a student that is trained at %g: a mixture, which "
-            "teaches the student that scale, too", place, scale, config.guidance
-        )  # fmt: skip
-    return loop, progress, built
-
-
-def _rewards(config: TrainingStage, device: torch.device) -> dict[str, Reward]:
-    """The reward of each task; ConfigError for those that cannot be built."""
-    from flowalign import rewards
-
-    built, problems = {}, []
-    for index, task in enumerate(config.tasks):
-        try:
-            if task.reward:
-                built[task.name] = rewards.build_on(device, task.reward.name, task.reward.options)
-        except (ImportError, ValueError, OSError) as error:
-            problems.append(f"tasks.{index}.reward: {error}")
-    if problems:
-        raise ConfigError(problems)
-    return built
-
-
-def student(config: TrainingStage, device: torch.device) -> Backbone:
-    """The base model with the student's adapter on it, fresh or read from lora.init."""
-    from flowalign.backbone import Backbone
-    from flowalign.training.algorithm import STUDENT
-
-    backbone, lora = Backbone.load(config.model, device), config.lora
-    if lora.init:
-        backbone.load_adapter(STUDENT, lora.init)
-    else:
-        backbone.add_adapter(STUDENT, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
-    if config.model.compile:
-        backbone.compile()
-    return backbone
-
-
-def algorithm(
-    config: TrainingStage,
-    backbone: Backbone,
-    rewards: Mapping[str, Reward],
-    accelerator: Accelerator,
-) -> Algorithm[Any]:
-    """What the stage of a config learns, with the teachers that it names."""
-    from flowalign.teachers.awm import Awm
-    from flowalign.teachers.grpo import Grpo
-    from flowalign.teachers.nft import Nft
-    from flowalign.training.student.opd import Opd
-    from flowalign.training.student.sft import Sft
-
-    if isinstance(config, GrpoStage):
-        return Grpo(config, backbone, accelerator, rewards)
-    if isinstance(config, NftStage):
-        return Nft(config, backbone, accelerator, rewards)
-    if isinstance(config, AwmStage):
-        return Awm(config, backbone, accelerator, rewards)
-    if isinstance(config, SftStage):
-        return Sft(config, backbone, bank(config, backbone, config.teachers, config.routing))
-    assert isinstance(config, OpdStage)
-    teachers = bank(config, backbone, config.teachers, config.routing)
-    anchor = grpo = None
-    if config.anchor:
-        everywhere = dict.fromkeys(config.routing, "anchor")  # it labels every task
-        anchor = bank(config, backbone, {"anchor": config.anchor}, everywhere)
-    if config.learns_from_rewards:
-        grpo = Grpo(config, backbone, accelerator, rewards)
-    return Opd(config, backbone, accelerator, teachers, anchor, grpo)
-
-
-def bank(
-    config: OpdStage | SftStage,
-    backbone: Backbone,
-    teachers: Mapping[str, TeacherConfig],
-    routing: Mapping[str, str],
-) -> Bank:
-    """Teachers on the student's base. Raises ConfigError if one does not fit it."""
-    from flowalign.backbone import DTYPES
-    from flowalign.teachers.bank import Bank, Member
-
-    members = {name: Member(t.adapter, config.guidance_of(t)) for name, t in teachers.items()}
-    labels = {}
-    if isinstance(config, OpdStage):  # those of sft sample, and label nothing
-        dtype = DTYPES[config.student.label_dtype]
-        labels = {"dtype": dtype, "batch_size": config.student.label_batch}
-    try:
-        return Bank(backbone, members, routing, **labels)
-    except ValueError as error:
-        raise ConfigError([f"teachers: {error}"]) from error
-
-
-# Evaluation and pictures -------------------------------------------------------------------------
-
-
-def evaluator(
-    config: TrainingStage,
-    backbone: Backbone,
-    rewards: Mapping[str, Reward],
-    accelerator: Accelerator,
-) -> Callable[[], tuple[float, EvalReport]] | None:
-    """What the loop calls to score the current adapter on held-out prompts."""
-    from flowalign.eval import suite
-    from flowalign.training.report import samples
-
-    if config.evaluation is None or not config.evaluates:
-        return None
-    benchmarks, settings = held_out(config, rewards), config.evaluation_sampling
-    seconds, share = config.train.score_seconds, config.evaluation.max_invalid_share
-    place, device = "evaluation.watch", accelerator.device
-    watched = suite.build_sets(config.watched, place, device, config.model)
-    sets = [*map(suite.ImageSet.of, benchmarks), *watched]
-
-    def evaluate() -> tuple[float, EvalReport]:
-        report = suite.run(
-            backbone, sets, settings, accelerator,
-            seconds=seconds, max_invalid_share=share, shown=samples.HELD_OUT,
-        )  # fmt: skip
-        return suite.headline(report, benchmarks), report
-
-    return evaluate
-
-
-def monitor(
-    config: TrainingStage,
-    backbone: Backbone,
-    rewards: Mapping[str, Reward],
-    accelerator: Accelerator,
-) -> Monitor | None:
-    """What the loop asks for the drift of its images; None without `alarm`."""
-    from flowalign.training.report.drift.monitor import Lens, Monitor
-
-    if config.alarm is None:
-        return None
-    sets = held_out(config, rewards) if config.evaluates else []
-    lens, prompts = Lens.of(backbone, rewards), [benchmark.prompts for benchmark in sets]
-    return Monitor(config, backbone, accelerator, lens, prompts)
-
-
-def held_out(config: TrainingStage, rewards: Mapping[str, Reward]) -> list[Benchmark]:
-    """The validation benchmarks of a config, at most evaluation.prompts a task."""
-    from flowalign.eval.suite import Benchmark
-    from flowalign.training.data import load_prompts, subset
-
-    assert config.evaluation
-    count, benchmarks = config.evaluation.prompts, []
-    for task in config.tasks:
-        if task.validation and task.reward:
-            prompts = subset(load_prompts(task.validation, task.name), count)
-            prompts = replace(prompts, bucket=config.model.bucket(task.size))
-            benchmarks.append(Benchmark(task.name, prompts, rewards[task.name]))
-    return benchmarks
-
-
 def finish(loop: Loop, config: TrainingStage, rewards: Mapping[str, Reward]) -> None:
     """After the last update: a warning if it was in vain, the metrics plot, the model card and the
     before/after grid."""
+    from flowalign.commands.build import held_out
     from flowalign.commands.card import write_card
     from flowalign.eval.before_after import before_after
     from flowalign.training.report import results, trackers

@@ -12,7 +12,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -786,6 +786,8 @@ class Job(Stage):
 class TrainingStage(Job):
     """A training run. What it learns from depends on the stage."""
 
+    algorithm: ClassVar[str]
+    """module:Class of what is learnt (`flowalign.training.algorithm.Algorithm`)."""
     seed: Seed = 0
     """Seed of prompts, noise and initial weights."""
     lora: LoraConfig = LoraConfig()
@@ -961,6 +963,7 @@ class RewardStage(TrainingStage):
 class GrpoStage(RewardStage):
     """Group-relative policy optimisation (GRPO) on the rewards of one or more tasks."""
 
+    algorithm = "flowalign.teachers.grpo:Grpo"
     stage: Literal["grpo"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Learn from rewards."""
     grpo: GrpoConfig = GrpoConfig()
@@ -1040,6 +1043,7 @@ class ForwardStage(RewardStage):
 class NftStage(ForwardStage):
     """DiffusionNFT on the rewards of one or more tasks."""
 
+    algorithm = "flowalign.teachers.nft:Nft"
     stage: Literal["nft"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Learn from rewards, on clean images."""
     nft: NftConfig = NftConfig()
@@ -1060,6 +1064,7 @@ class NftStage(ForwardStage):
 class AwmStage(ForwardStage):
     """Advantage weighted matching on the rewards of one or more tasks."""
 
+    algorithm = "flowalign.teachers.awm:Awm"
     stage: Literal["awm"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Learn from rewards, on clean images."""
     awm: AwmConfig = AwmConfig()
@@ -1113,6 +1118,7 @@ class DistillationStage(TrainingStage):
 class OpdStage(DistillationStage):
     """A student by on-policy distillation from routed teachers."""
 
+    algorithm = "flowalign.training.student.opd:Opd"
     stage: Literal["opd"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Learn from teachers, on the student's own trajectories."""
     student: StudentConfig = StudentConfig()
@@ -1184,6 +1190,7 @@ class OpdStage(DistillationStage):
 class SftStage(DistillationStage):
     """A cold start from routed teachers' images."""
 
+    algorithm = "flowalign.training.student.sft:Sft"
     stage: Literal["sft"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Learn from teachers' images."""
     sft: SftConfig = SftConfig()

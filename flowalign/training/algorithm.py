@@ -1,21 +1,28 @@
-"""What is learnt from a rollout: the protocol of an algorithm, and the micro-batches it sees.
+"""What is learnt from a rollout: algorithms, what they are built from, and the pairs they see.
 
-An Algorithm prepares a rollout once (it scores the images, or asks teachers for labels), and turns
-velocities at (image, step) pairs into a loss. `flowalign.training.loop` does the rest.
+An algorithm prepares a rollout once (it scores the images, or asks teachers for labels), and turns
+velocities at (image, step) pairs into a loss. `flowalign.training.loop` does the rest. A new one is
+its file, its config section (a `TrainingStage` whose `algorithm` names the class) and one line in
+`flowalign.config.STAGES`, or an entry point of the group `flowalign.algorithms`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from pkgutil import resolve_name
+from typing import Any, Generic, TypeVar
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
+from flowalign.backbone import Backbone
+from flowalign.config import TrainingStage
 from flowalign.training.nonfinite import Fault
-from flowalign.training.rollout import OnImages, Schedule
-from flowalign.types import Conditioning, Rollout, Source, StepLoss
+from flowalign.training.rollout import OnImages, Size, window_of
+from flowalign.types import Conditioning, Reward, Rollout, Schedule, Source, StepLoss, Teacher
 
 STUDENT = "student"  # name of the adapter that is trained
 
@@ -31,6 +38,130 @@ class NotFinite(TrainingError):
     def __init__(self, fault: Fault) -> None:
         super().__init__(f"{fault}. {fault.remedy}.")
         self.fault = fault
+
+
+# Algorithms --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an algorithm is built from.
+
+    rewards: by task name. teachers: label each image's states by its task; anchor: labels those of
+    every task (both None where the config names none).
+    """
+
+    config: Any  # the TrainingStage of the algorithm
+    backbone: Backbone
+    accelerator: Accelerator
+    rewards: Mapping[str, Reward] = field(default_factory=dict)
+    teachers: Teacher | None = None
+    anchor: Teacher | None = None
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A velocity beside the student's that the loss asks for in an update. adapter: None = the
+    base, else as large as the student's. share: of the micro-batches; 0 = of one, for the log."""
+
+    adapter: str | None
+    share: float
+
+
+@dataclass(frozen=True)
+class Keeps:
+    """What an algorithm keeps of a rollout, and what it compares there. The loop samples by it, and
+    the memory and the hours of a run are predicted from it."""
+
+    images: bool = False  # decoded images
+    latents: bool = False  # the ends of the trajectories; else they stop after the trained states
+    actions: bool = False  # sampled successors of the trained states, and their log-probs
+    means: bool = False  # the means that those were sampled around
+    noise_levels: int = 0  # states an image, made of its latents; 0 = states of its trajectory
+    targets: Sequence[str] = ()  # dtype of each velocity that is stored for every state
+    labels: bool = False  # teachers (and the anchor) label every state
+    taught_images: bool = False  # teachers sample the images
+    policies: Sequence[str] = ()  # frozen copies of the student's adapter
+    compared: Sequence[Compared] = ()
+    task_gradients: bool = False  # the gradients of all tasks lie side by side, for a diagnostic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A rollout that is ready to be learnt from; an algorithm adds what its loss needs."""
+
+    rollout: Rollout  # the states to train on, which need not be those that were sampled
+    keep: Tensor  # [B] images that carry gradient
+    metrics: Mapping[str, float]  # means over all processes
+    notes: list[str]  # B texts that stand below the samples: a reward, a teacher
+
+
+P = TypeVar("P", bound=Prepared)
+
+
+class Algorithm(ABC, Generic[P]):
+    """What is learnt from a rollout.
+
+    guidance: the CFG scale at which the student is trained. on_images: called with each batch of
+    images during the rollout.
+    """
+
+    on_images: OnImages | None = None
+
+    def __init__(self, parts: Parts) -> None:
+        self.config, self.backbone, self.accelerator = (
+            parts.config,
+            parts.backbone,
+            parts.accelerator,
+        )
+        self.guidance: float = parts.config.guidance
+
+    @classmethod
+    @abstractmethod
+    def keeps(cls, config: Any, updates: Sequence[int] | None = None) -> Keeps:
+        """What a stage keeps. updates: those that shares are averaged over; None = all."""
+
+    @classmethod
+    def trained_steps(cls, config: Any, update: int) -> tuple[int, ...]:
+        """The steps whose states an update trains: a function of (seed, update)."""
+        return tuple(range(*window_of(config.rollout, config.seed, update)))
+
+    @abstractmethod
+    def plan(self, update: int, size: Size | None = None) -> Schedule:
+        """How the rollout of an update steps, and which of its states are trained."""
+
+    @abstractmethod
+    def prepare(self, rollout: Rollout, update: int) -> P:
+        """Score or label a rollout, once."""
+
+    @abstractmethod
+    def loss(self, pairs: Pairs, velocity: Tensor, prepared: P) -> StepLoss:
+        """Mean loss of b pairs, from the student's velocity [b,C,h,w] there."""
+
+    def velocity(self, pairs: Pairs) -> Tensor:
+        """The student's velocity [b,C,h,w] at the pairs, with gradient."""
+        return pairs.velocity(self.backbone, self.guidance)
+
+    def sources(self, tasks: list[str]) -> list[Source] | None:
+        """Who samples each image, by its task; None = the student."""
+        return None
+
+    def learnt(self, steps: int) -> None:  # noqa: B027, by default nothing
+        """After the optimizer steps of a rollout, of which at least one was taken. steps: those of
+        the run so far."""
+
+    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
+        """Weights of its own, by name, that a checkpoint holds; they are written to in place when
+        one is read."""
+        return {}
+
+
+def algorithm_class(config: TrainingStage | type[TrainingStage]) -> type[Algorithm[Any]]:
+    """The class that the config of a stage names."""
+    return resolve_name(config.algorithm)
+
+
+# Pairs -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -54,63 +185,11 @@ class Pairs:
         assert self.x_next is not None and self.old_log_prob is not None
         return self.x_next, self.old_log_prob
 
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """A rollout that is ready to be learnt from; an algorithm adds what its loss needs."""
-
-    rollout: Rollout  # the states to train on, which need not be those that were sampled
-    keep: Tensor  # [B] images that carry gradient
-    metrics: Mapping[str, float]  # means over all processes
-    notes: list[str]  # B texts that stand below the samples: a reward, a teacher
-
-
-P = TypeVar("P", bound=Prepared)
-
-
-class Algorithm(Protocol[P]):
-    """What is learnt from a rollout."""
-
-    needs_images: bool  # rollouts are decoded
-    needs_latents: bool  # rollouts run to their end
-    guidance: float  # the CFG scale at which the student is trained
-    on_images: OnImages | None  # called with each batch of images during the rollout
-
-    def plan(self, update: int, bucket: int = 0) -> Schedule:
-        """How the rollout of an update steps, and which of its states are trained."""
-        ...
-
-    def sources(self, tasks: list[str]) -> list[Source] | None:
-        """Who samples each image, by its task; None = the student."""
-        ...
-
-    def prepare(self, rollout: Rollout, update: int) -> P:
-        """Score or label a rollout, once."""
-        ...
-
-    def loss(self, pairs: Pairs, velocity: Tensor, prepared: P) -> StepLoss:
-        """Mean loss of b pairs, from the student's velocity [b,C,h,w] there."""
-        ...
-
-    def learnt(self, steps: int) -> None:
-        """After the optimizer steps of a rollout, of which at least one was taken. steps: those of
-        the run so far."""
-        ...
-
-    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
-        """Weights of its own, by name, that a checkpoint holds."""
-        ...
-
-
-class Stateless:
-    """The part of an algorithm that keeps nothing from one rollout to the next."""
-
-    def learnt(self, steps: int) -> None:
-        """Nothing to do."""
-
-    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
-        """None."""
-        return {}
+    def velocity(self, backbone: Backbone, guidance: float) -> Tensor:
+        """The velocity [b,C,h,w] of the active adapter at the pairs."""
+        return backbone.velocity(
+            self.x, self.sigma, self.conditioning, guidance=guidance, rows=self.size
+        )
 
 
 def pairs_of(rollout: Rollout, keep: Tensor, size: int) -> Iterator[Pairs]:
@@ -126,13 +205,13 @@ def pairs_of(rollout: Rollout, keep: Tensor, size: int) -> Iterator[Pairs]:
     rows = images.repeat(len(rollout.steps)).to(device)
     columns = torch.arange(len(rollout.steps)).repeat_interleave(len(images)).to(device)
     steps, sigmas = torch.tensor(rollout.steps, device=device), rollout.sigmas.to(device)
-    own = rollout.own_sigmas
+    per_image = rollout.own_sigmas
     for i, (r, c) in enumerate(zip(rows.split(size), columns.split(size), strict=True)):
         yield Pairs(
             rows=r,
             columns=c,
             steps=steps[c],
-            sigma=sigmas[steps[c]] if own is None else own[r, c],
+            sigma=sigmas[steps[c]] if per_image is None else per_image[r, c],
             x=rollout.states[r, c],
             x_next=None if rollout.next_states is None else rollout.next_states[r, c],
             old_log_prob=None if rollout.log_probs is None else rollout.log_probs[r, c],

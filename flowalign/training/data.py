@@ -282,7 +282,8 @@ READERS: Mapping[str, Callable[[Path, str], list[Row]]] = {
 
 # Sampling ----------------------------------------------------------------------------------------
 
-Drawn = dict[tuple[str, int], int]  # prompts by (task, bucket)
+Size = tuple[int, int]
+Drawn = dict[tuple[str, Size | None], int]  # prompts by (task, size)
 
 
 class PromptSampler:
@@ -292,7 +293,7 @@ class PromptSampler:
     the rounding debt carried to the next batch. Each task goes through a new permutation of its set
     per epoch, so no prompt repeats within an epoch. weights: > 0.
 
-    buckets: the image sizes of a task by their numbers, which take turns; None = all have size 0.
+    sizes: the image sizes of a task, which take turns; None = all have the model's first size.
     All images of a batch have one size. So where tasks have different ones, a batch holds those of
     the size that is owed most, and the proportions are those of several batches together.
     """
@@ -303,22 +304,22 @@ class PromptSampler:
         weights: Mapping[str, float],
         prompts: int,
         seed: int,
-        buckets: Mapping[str, Sequence[int]] | None = None,
+        sizes: Mapping[str, Sequence[Size | None]] | None = None,
     ) -> None:
         if set(sets) != set(weights):
             raise ValueError(f"prompt sets for {sorted(sets)}, but weights for {sorted(weights)}")
         self.sets, self.prompts, self.seed = dict(sets), prompts, seed
-        buckets = buckets or dict.fromkeys(sets, (0,))
+        sizes = sizes or dict.fromkeys(sets, (None,))
         # integers, as floats would round debts: 0.1 and 0.2 become 1 and 2
         exact = {
-            (task, bucket): Fraction(str(weights[task])) / len(buckets[task])
+            (task, size): Fraction(str(weights[task])) / len(sizes[task])
             for task in sets
-            for bucket in buckets[task]
+            for size in sizes[task]
         }
         unit = lcm(*(weight.denominator for weight in exact.values()))
         self._weights = {stream: int(weight * unit) for stream, weight in exact.items()}
         self._drawn = [dict.fromkeys(exact, 0)]  # [u]: prompts per stream before update u; a memo
-        self._buckets: list[int] = []  # [u]: that of update u
+        self._sizes: list[Size | None] = []  # [u]: of the images of update u
 
     @classmethod
     def of(cls, config: TrainingStage) -> PromptSampler:
@@ -328,7 +329,7 @@ class PromptSampler:
             {task.name: task.weight for task in config.tasks},
             config.rollout.prompts,
             config.seed,
-            {task.name: config.buckets(task) for task in config.tasks},
+            {t.name: [t.size] if t.size else config.model.sizes for t in config.tasks},
         )
 
     def batch(self, update: int) -> PromptBatch:
@@ -348,32 +349,33 @@ class PromptSampler:
             prompts=[source.prompts[i] for source, i in picked],
             tasks=[task for _, task, _ in rows],
             metadata=[source.metadata[i] for source, i in picked],
-            bucket=self._buckets[update],
+            size=self._sizes[update],
         )
 
     def _before(self, update: int) -> Drawn:
         """Prompts that each stream has given before this update: a task's images of one size.
 
-        A slot goes to the stream of the batch's bucket that is owed most, counted at the end of the
+        A slot goes to the stream of the batch's size that is owed most, counted at the end of the
         batch. So every slot is given at a debt > 0, and no stream gets ahead by a whole prompt:
         debts stay bounded, and the long-run shares are exact. Integers, in units of 1/total.
         """
         while len(self._drawn) <= update:
             drawn = dict(self._drawn[-1])
-            bucket = self._owed_most(drawn)
-            own = {stream: w for stream, w in self._weights.items() if stream[1] == bucket}
-            total, slots = sum(own.values()), self.prompts + sum(drawn[stream] for stream in own)
+            size = self._owed_most(drawn)
+            weights = {stream: w for stream, w in self._weights.items() if stream[1] == size}
+            total = sum(weights.values())
+            slots = self.prompts + sum(drawn[stream] for stream in weights)
             for _ in range(self.prompts):
-                owed = {stream: w * slots - drawn[stream] * total for stream, w in own.items()}
+                owed = {stream: w * slots - drawn[stream] * total for stream, w in weights.items()}
                 drawn[max(owed, key=owed.__getitem__)] += 1
             self._drawn.append(drawn)
-            self._buckets.append(bucket)
+            self._sizes.append(size)
         return self._drawn[update]
 
-    def _owed_most(self, drawn: Drawn) -> int:
-        """The bucket of the next batch, by what all its streams have been given so far."""
+    def _owed_most(self, drawn: Drawn) -> Size | None:
+        """The size of the next batch, by what all its streams have been given so far."""
         total, slots = sum(self._weights.values()), self.prompts + sum(drawn.values())
-        owed: dict[int, int] = {}
+        owed: dict[Size | None, int] = {}
         for stream, weight in self._weights.items():
             owed.setdefault(stream[1], 0)
             owed[stream[1]] += weight * slots - drawn[stream] * total

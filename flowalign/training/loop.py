@@ -33,7 +33,6 @@ from flowalign.training.algorithm import (
     STUDENT,
     Algorithm,
     NotFinite,
-    Pairs,
     Prepared,
     TrainingError,
     filled,
@@ -77,7 +76,7 @@ class Loop:
     ) -> None:
         self.config, self.backbone, self.accelerator = config, backbone, accelerator
         self.prompts, self.algorithm, self.evaluate = prompts, algorithm, evaluate
-        self.on_update = on_update
+        self.on_update, self.keeps = on_update, algorithm.keeps(config)
         self.folder = Path(config.output)
         self.checkpoints = checkpoint.Checkpoints(self.folder, config.train.keep)
         self.identity = {
@@ -199,13 +198,13 @@ class Loop:
         return sample(
             self.backbone,
             batch,
-            self.algorithm.plan(update, batch.bucket),
+            self.algorithm.plan(update, batch.size),
             guidance=settings.guidance,
             noise=Noise((self.config.seed, update), settings.shared_noise),
             places=places,
             batch_size=settings.batch_size,
-            decode=self.algorithm.needs_images,
-            finish=self.algorithm.needs_images or self.algorithm.needs_latents,
+            decode=self.keeps.images,
+            finish=self.keeps.images or self.keeps.latents,
             sources=self.algorithm.sources(batch.tasks),
             on_images=self.algorithm.on_images,
         )
@@ -264,7 +263,7 @@ class Loop:
         batches += processes.missing_steps(batches, self.parallel.lockstep)
         for i, (pairs, weight) in enumerate(filled(pairs_of(rollout, keep, size), batches)):
             with self.parallel.learning(self.backbone.transformer, last=i == batches - 1):
-                velocity = self.velocity(pairs)
+                velocity = self.algorithm.velocity(pairs)
                 step = self.algorithm.loss(pairs, velocity, prepared)
                 # an infinite velocity may have a clipped, finite loss; asked together: one wait
                 sound = torch.isfinite(velocity).all()
@@ -281,13 +280,6 @@ class Loop:
                 if math.isfinite(value):
                     means.add(name, value, step.counts.get(name, len(pairs.rows)))
         return fault
-
-    def velocity(self, pairs: Pairs) -> Tensor:
-        """The student's velocity [b,C,h,w] at the pairs, with gradient."""
-        x, sigma, guidance = pairs.x, pairs.sigma, self.algorithm.guidance
-        return self.backbone.velocity(
-            x, sigma, pairs.conditioning, guidance=guidance, rows=pairs.size
-        )
 
     def _descend(self) -> tuple[float, bool]:
         """One optimizer step, if the gradient is finite: its norm before clipping, and whether the
@@ -403,8 +395,7 @@ class Loop:
             return {}
         began = time.perf_counter()
         self._at("the drift of the rollout", offset=1)
-        schedule = self.algorithm.plan(self.update, rollout.batch.bucket)
-        check = self.monitor.rollout(rollout, schedule, self.update)
+        check = self.monitor.rollout(rollout, self.update)
         values = self._drift(check, "the rollout", metrics.IMAGE_DRIFT, samples.DRIFT)
         return {**values, metrics.SECONDS_DRIFT: time.perf_counter() - began}
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flowalign.config.schema import steps_within
 from flowalign.training.rollout import Noise
-from flowalign.types import Rollout
+from flowalign.types import Rollout, Schedule
 
 WHOLE = (0.0, 1.0)
 
@@ -65,9 +65,9 @@ def noised(rollout: Rollout, sigmas: Tensor, key: tuple[int, ...]) -> Noised:
     own. sigmas: [S] for all images, or [B,S]."""
     assert rollout.latents is not None
     count, clean = sigmas.shape[-1], rollout.latents[:, None]  # [B,1,C,h,w]
-    own = Noise(key)
+    source = Noise(key)
     drawn = [
-        own.draw(prompt, copy, clean.shape[2:], count - 1)
+        source.draw(prompt, copy, clean.shape[2:], count - 1)
         for prompt, copy in zip(rollout.group.tolist(), rollout.copy.tolist(), strict=True)
     ]
     noise = torch.stack(drawn).to(clean)
@@ -79,8 +79,7 @@ def noised(rollout: Rollout, sigmas: Tensor, key: tuple[int, ...]) -> Noised:
     states = dataclasses.replace(
         rollout,
         states=noisy,
-        steps=list(range(count)),
-        sigmas=torch.cat([first, torch.zeros(1)]),  # [S+1], as of a schedule
+        schedule=Schedule(torch.cat([first, torch.zeros(1)]), "ode", 0.0, (0, count)),
         own_sigmas=None if sigmas.ndim == 1 else sigmas.to(clean.device),
     )
     return Noised(states, noise.sub_(clean))

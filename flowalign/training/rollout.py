@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from enum import IntEnum
 from types import EllipsisType
 from typing import Any, TypeVar
 
@@ -21,81 +22,47 @@ from flowalign.backbone import Backbone
 from flowalign.config import RolloutConfig, TrainingStage, WindowConfig
 from flowalign.training.run.processes import missing_steps
 from flowalign.training.solvers import Solver
-from flowalign.types import Conditioning, Gaussian, PromptBatch, Rollout, Source
+from flowalign.types import Conditioning, PromptBatch, Rollout, Schedule, Source
 
 # Takes a batch of images: the row of the first one, images [b,3,H,W] in [0,1], their b prompts.
 OnImages = Callable[[int, Tensor, PromptBatch], None]
+Size = tuple[int, int]  # height, width in pixels
 
-
-WINDOW = 3  # beside (seed, move) in a seed: these draws are not those of states or of sft
 
 K = TypeVar("K", bound=Hashable)
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """sigmas [T+1] and how to step along them: noise inside the window only, Euler outside.
+class Stream(IntEnum):
+    """What a random draw is for, beside (seed, update): no two draws share a seed. The rollout's
+    own noise has (seed, update) alone."""
 
-    window (start, stop): the steps with noise and training; None = no step has either. chosen: the
-    steps of the window that are trained, in order; None = all. actions: whether the sampled
-    successors of the trained states are needed, and their log-probs (an ode has none); means:
-    whether the means that they were sampled around are, too. solver: of an ode, one of
-    `flowalign.training.solvers`; the trained states are those between its steps.
-    """
+    STATES = 1  # which states an update trains
+    SFT = 2  # noise levels and noise of sft
+    WINDOW = 3  # where a random window lies
+    NOISE = 4  # noise on the images that nft and awm learn from
+    LEVELS = 5  # their noise levels
 
-    sigmas: Tensor
-    kind: str
-    noise_level: float
-    window: tuple[int, int] | None
-    chosen: tuple[int, ...] | None = None
-    actions: bool = True
-    means: bool = False
-    solver: str = "euler"
 
-    @staticmethod
-    def of(config: TrainingStage, backbone: Backbone, bucket: int = 0) -> Schedule:
-        """The schedule of a config's rollouts of a bucket: by default every step but the last is
-        trained. That of a window that moves holds all steps that it comes to; see `window_of`."""
-        r = config.rollout
-        return Schedule(
-            sigmas=backbone.sigmas(r.steps, bucket),
-            kind=r.kind,
-            noise_level=r.noise_level,
-            window=r.trained,
-            actions=config.needs_actions,
-            means=config.needs_means,
-            solver=r.solver,
-        )
+def schedule_of(config: TrainingStage, backbone: Backbone, size: Size | None = None) -> Schedule:
+    """The schedule of a config's rollouts of a size: by default every step but the last is trained.
+    That of a window that moves holds all steps that it comes to; see `window_of`."""
+    r = config.rollout
+    return Schedule(
+        sigmas=backbone.sigmas(r.steps, size),
+        kind=r.kind,
+        noise_level=r.noise_level,
+        window=r.trained,
+        actions=config.needs_actions,
+        means=config.needs_means,
+        solver=r.solver,
+    )
 
-    @staticmethod
-    def clean(backbone: Backbone, steps: int, bucket: int, solver: str = "euler") -> Schedule:
-        """That of samples whose images alone are of use: no noise, no trained state."""
-        return Schedule(backbone.sigmas(steps, bucket), "ode", 0.0, None, solver=solver)
 
-    @staticmethod
-    def each(config: TrainingStage, backbone: Backbone) -> list[Schedule]:
-        """That of every bucket."""
-        return [Schedule.of(config, backbone, i) for i in range(len(backbone.latent_shapes))]
-
-    @property
-    def trained(self) -> list[int]:
-        """The steps whose states are kept, in order."""
-        return list(range(*(self.window or (0, 0))) if self.chosen is None else self.chosen)
-
-    @property
-    def noisy(self) -> range:
-        """The steps with noise."""
-        return range(*self.window) if self.window and self.kind != "ode" else range(0)
-
-    def transition(
-        self, x: Tensor, velocity: Tensor, steps: Tensor, *, noisy: bool = True
-    ) -> Gaussian:
-        """The transition at steps [B] from x [B,C,h,w]; if not noisy, the Euler step."""
-        sigmas, kind = self.sigmas.to(x.device), self.kind if noisy else "ode"
-        now, after, a = sigmas[steps], sigmas[steps + 1], self.noise_level
-        return sde.transition(
-            x, velocity, now, after, noise_level=a, kind=kind, sigma_max=float(self.sigmas[1])
-        )
+def clean_schedule(
+    backbone: Backbone, steps: int, size: Size | None = None, solver: str = "euler"
+) -> Schedule:
+    """For samples of which only the images matter: no noise, no trained state."""
+    return Schedule(backbone.sigmas(steps, size), "ode", 0.0, None, solver=solver)
 
 
 def window_of(rollout: RolloutConfig, seed: int, update: int) -> tuple[int, int]:
@@ -111,7 +78,7 @@ def window_of(rollout: RolloutConfig, seed: int, update: int) -> tuple[int, int]
         return start, stop
     places, move = stop - start - window.width + 1, update // window.every
     if window.random:
-        place = int(np.random.default_rng([seed, move, WINDOW]).integers(places))
+        place = int(np.random.default_rng([seed, move, Stream.WINDOW]).integers(places))
     else:
         place = move % places
     return start + place, start + place + window.width
@@ -189,7 +156,7 @@ def sample(
     """
     finish = decode if finish is None else finish
     cond = backbone.encode(batch.prompts)
-    shape, extra = backbone.latent_shapes[batch.bucket], len(schedule.noisy)
+    shape, extra = backbone.latent_shape_of(batch.size), len(schedule.noisy)
     parts = list(batches(sources or [None] * len(batch), batch_size))
     if sources:  # without sources all processes have equally many
         parts += parts[-1:] * missing_steps(len(parts), backbone.sharded)
@@ -210,8 +177,7 @@ def sample(
     return Rollout(
         states=_joined([t.states for t in trajectories], back),
         next_states=_joined([t.next_states for t in trajectories], back),
-        steps=schedule.trained,
-        sigmas=schedule.sigmas,
+        schedule=schedule,
         log_probs=_joined([t.log_probs for t in trajectories], back),
         means=_joined([t.means for t in trajectories], back),
         latents=_joined([t.last for t in trajectories], back) if finish else None,
@@ -276,7 +242,7 @@ def _trajectory(
             continue
         velocity = backbone.velocity(x, float(schedule.sigmas[step]), cond, guidance=guidance)
         steps = torch.full((len(x),), step, device=x.device)
-        gaussian = schedule.transition(x, velocity, steps, noisy=step in noisy)
+        gaussian = sde.scheduled_transition(schedule, x, velocity, steps, noisy=step in noisy)
         if step not in noisy:
             x = gaussian.mean
             continue

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flowalign import sde
 from flowalign.backbone import Backbone, ModelError
-from flowalign.commands import train
+from flowalign.commands import build
 from flowalign.commands.doctor import reward as rewards
 from flowalign.commands.doctor.estimate import predict, scored
 from flowalign.commands.doctor.findings import Finding, fault, note, ok
@@ -46,7 +46,7 @@ from flowalign.training.algorithm import TrainingError, pairs_of
 from flowalign.training.data import load_prompts, subset
 from flowalign.training.loop import Loop
 from flowalign.training.losses import guard_log_ratio
-from flowalign.training.rollout import Noise, Schedule, places, sample
+from flowalign.training.rollout import Noise, places, sample, schedule_of
 from flowalign.training.student.sft import Sft
 from flowalign.types import PromptBatch, Reward, Rollout
 
@@ -100,7 +100,7 @@ def _train(
 ) -> Pace:
     """Findings of a small run, and its pace."""
     small = _small(config, folder)
-    loop, _, built = train.wire(small)
+    loop, _, built = build.wire(small)
     loop.on_update = lambda update, metrics: None
     rollout = _rollout(small, loop)
     if rollout.log_probs is not None and isinstance(small, GrpoStage | OpdStage):
@@ -208,7 +208,7 @@ def _small(config: TrainingStage, folder: str) -> TrainingStage:
 def _rollout(config: TrainingStage, loop: Loop) -> Rollout:
     """All states of the window, with their successors where there is noise."""
     steps = dataclasses.replace(
-        Schedule.of(config, loop.backbone), chosen=None, actions=config.rollout.kind != "ode"
+        schedule_of(config, loop.backbone), chosen=None, actions=config.rollout.kind != "ode"
     )
     images = places(config.rollout.prompts, config.rollout.copies)
     return sample(
@@ -228,7 +228,7 @@ def _rollout(config: TrainingStage, loop: Loop) -> Rollout:
 
 def _ratio(config: GrpoStage | OpdStage, loop: Loop, rollout: Rollout) -> Iterator[Finding]:
     """The ratio of new and old policy before any update, by the forward path of the update."""
-    steps, worst = Schedule.of(config, loop.backbone), 0.0
+    steps, worst = schedule_of(config, loop.backbone), 0.0
     keep = torch.ones(len(rollout), dtype=torch.bool)
     for pairs in pairs_of(rollout, keep, config.optimizer.micro_batch):
         x_next, old = pairs.action()
@@ -239,7 +239,7 @@ def _ratio(config: GrpoStage | OpdStage, loop: Loop, rollout: Rollout) -> Iterat
             guidance=config.rollout.guidance,
             rows=pairs.size,
         ).detach()
-        new = steps.transition(pairs.x, velocity, pairs.steps)
+        new = sde.scheduled_transition(steps, pairs.x, velocity, pairs.steps)
         if pairs.mean is None:
             change = sde.log_prob(new, x_next) - old
         else:
@@ -337,7 +337,7 @@ def _scores(
 @torch.no_grad()
 def _velocity(loop: Loop, rollout: Rollout) -> Tensor:
     keep = torch.arange(len(rollout)) < 2  # two images are enough to see a change
-    return loop.velocity(next(pairs_of(rollout, keep, 2)))
+    return loop.algorithm.velocity(next(pairs_of(rollout, keep, 2)))
 
 
 def _moved(before: Tensor, after: Tensor) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from flowalign import sde
 from flowalign.backbone import Backbone, ModelError
 from flowalign.backbone.adapters.files import AdapterError, read_lora
 from flowalign.backbone.structure import local_folder, without_data
@@ -20,7 +21,7 @@ from flowalign.training.averages import MovingAverage
 from flowalign.training.data import load_prompts, subset
 from flowalign.training.losses import step_weights
 from flowalign.training.preflight import start
-from flowalign.training.rollout import Schedule
+from flowalign.types import Schedule
 
 SAMPLE = 2000  # prompts of a set whose length is checked
 
@@ -122,14 +123,14 @@ def noise(plan: Plan) -> Iterator[Finding]:
         return
     pixels = [height * width for height, width in config.model.sizes]
     try:  # of the smallest size: where the shift depends on it, its last steps have the least noise
-        sigmas = backbone.sigmas(rollout.steps, pixels.index(min(pixels)))
+        sigmas = backbone.sigmas(rollout.steps, backbone.sizes[pixels.index(min(pixels))])
     except ModelError as error:
         yield fault(f"schedule: {error}")
         return
     schedule = Schedule(sigmas, rollout.kind, rollout.noise_level, rollout.trained)
     window = schedule.trained
     zero = torch.zeros(len(window), 1, 1, 1)  # the standard deviation depends on the step alone
-    std = schedule.transition(zero, zero, torch.tensor(window)).std.flatten()
+    std = sde.scheduled_transition(schedule, zero, zero, torch.tensor(window)).std.flatten()
     # log-probs and KL divide by the variance: 1e-6 here
     quiet = [step for step, value in zip(window, std.tolist(), strict=True) if value < 1e-3]
     if quiet:

@@ -15,20 +15,26 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
 from flowalign import sde
-from flowalign.backbone import Backbone
-from flowalign.config import OpdStage, StatesConfig
+from flowalign.config import GrpoStage, OpdStage, StatesConfig
 from flowalign.training import metrics
-from flowalign.training.algorithm import Algorithm, Pairs, Prepared, Stateless, pairs_of
+from flowalign.training.algorithm import (
+    Algorithm,
+    Keeps,
+    Pairs,
+    Parts,
+    Prepared,
+    algorithm_class,
+    pairs_of,
+)
 from flowalign.training.losses import policy_loss, published_loss, step_weights, velocity_error
-from flowalign.training.rollout import Schedule, window_of
+from flowalign.training.rollout import Size, Stream, schedule_of, window_of
 from flowalign.training.run import processes
 from flowalign.training.run.processes import Means
-from flowalign.types import PromptBatch, Rollout, StepLoss, Teacher
+from flowalign.types import Rollout, Schedule, StepLoss
 
 BETA = {"low_noise": (5.0, 2.0), "high_noise": (2.0, 5.0)}  # over the place in the window, 0..1
 
@@ -38,50 +44,60 @@ class Labels(Prepared):
     """A rollout with the labels of its states."""
 
     velocity: Tensor  # [B,S,C,h,w] of the teachers
+    weights: Tensor  # [T] of the distances at each step
+    kl_weights: Tensor  # [T] which make them a KL, for the log
     anchor: Tensor | None = None  # [B,S,C,h,w] velocity of the anchor
     advantage: Tensor | None = None  # [B,S] log-ratios of gradient "policy"
     rewarded: Prepared | None = None  # for the loss on rewards, with student.reward_weight
 
 
-class Opd(Stateless):
-    """The algorithm. teachers label by task; anchor labels every task (MAR).
+class Opd(Algorithm[Labels]):
+    """The algorithm. The teachers label by task; the anchor labels every task (MAR).
 
-    schedules: of each bucket; they hold the window, or all steps that a moving one comes to. Which
-    steps an update trains
-    is a function of (seed, update): those of its window, or a draw among them by student.states.
-    grpo adds its loss on the tasks' rewards, times student.reward_weight.
+    Which steps an update trains is a function of (seed, update): those of its window, or a draw
+    among them by student.states. With student.reward_weight, the loss of GRPO on the tasks' rewards
+    is added.
     """
 
-    def __init__(
-        self,
-        config: OpdStage,
-        backbone: Backbone,
-        accelerator: Accelerator,
-        teachers: Teacher,
-        anchor: Teacher | None = None,
-        grpo: Algorithm[Any] | None = None,
-    ) -> None:
-        self.settings, self.seed, self.guidance = config.student, config.seed, config.guidance
-        self.micro_batch, self.rollout = config.optimizer.micro_batch, config.rollout
-        self.backbone, self.accelerator = backbone, accelerator
-        self.teachers, self.anchor, self.grpo = teachers, anchor, grpo
-        self.anchor_weight = config.anchor.weight if config.anchor else 0.0
-        self.schedules = Schedule.each(config, backbone)
-        self.weights = [weights(s, config.student.weighting) for s in self.schedules]
-        self.kl_weights = [weights(s, "kl") for s in self.schedules]
-        self.needs_images = self.needs_latents = grpo is not None
-        self.on_images = grpo.on_images if grpo else None
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        assert parts.teachers
+        self.settings = self.config.student
+        self.teachers, self.anchor = parts.teachers, parts.anchor
+        self.anchor_weight = self.config.anchor.weight if self.config.anchor else 0.0
+        self.grpo: Algorithm[Any] | None = None
+        if self.config.learns_from_rewards:
+            self.grpo = algorithm_class(GrpoStage)(parts)
+            self.on_images = self.grpo.on_images
+
+    @classmethod
+    def keeps(cls, config: OpdStage, updates: Sequence[int] | None = None) -> Keeps:
+        """Labels of the trained states, and what the loss on rewards keeps, if there is one."""
+        rewarded = Keeps(actions=config.needs_actions)
+        if config.learns_from_rewards:
+            rewarded = algorithm_class(GrpoStage).keeps(config, updates)
+        return dataclasses.replace(
+            rewarded,
+            targets=[config.student.label_dtype] * (2 if config.anchor else 1),
+            labels=True,
+            task_gradients=True,
+        )
+
+    @classmethod
+    def trained_steps(cls, config: OpdStage, update: int) -> tuple[int, ...]:
+        """Those of the window, or a draw among them: a function of (seed, update)."""
+        window = list(range(*window_of(config.rollout, config.seed, update)))
+        return chosen(config.student.states, window, (config.seed, update))
 
     # What the loop asks ------------------------------------------------------------------------
 
-    def plan(self, update: int, bucket: int = 0) -> Schedule:
-        """The states that this update trains: a function of (seed, update)."""
-        window = window_of(self.rollout, self.seed, update)
-        steps = chosen(self.settings.states, list(range(*window)), (self.seed, update))
-        return dataclasses.replace(self.schedules[bucket], window=window, chosen=steps)
-
-    def sources(self, tasks: list[str]) -> None:
-        """The student samples: on-policy."""
+    def plan(self, update: int, size: Size | None = None) -> Schedule:
+        """The states that this update trains."""
+        return dataclasses.replace(
+            schedule_of(self.config, self.backbone, size),
+            window=window_of(self.config.rollout, self.config.seed, update),
+            chosen=self.trained_steps(self.config, update),
+        )
 
     def prepare(self, rollout: Rollout, update: int) -> Labels:
         """Label the trained states, once: the labels do not depend on the student's weights."""
@@ -90,16 +106,17 @@ class Opd(Stateless):
         rewarded = self.grpo.prepare(rollout, update) if self.grpo else None
         policy = self.settings.gradient == "policy"
         measured = dict(rewarded.metrics) if rewarded else {}
+        weights = weights_of(rollout.schedule, self.settings.weighting)
         for step in rollout.steps:
-            measured[metrics.WEIGHT + metrics.step_label(step)] = float(
-                self.weights[rollout.batch.bucket][step]
-            )
+            measured[metrics.WEIGHT + metrics.step_label(step)] = float(weights[step])
         labels = Labels(
             rollout=rollout,
             keep=torch.ones(len(rollout), dtype=torch.bool),  # all, whatever their advantage
             metrics=measured,
             notes=rewarded.notes if rewarded else list(label.teacher),
             velocity=label.velocity,
+            weights=weights,
+            kl_weights=weights_of(rollout.schedule, "kl"),
             anchor=anchor,
             advantage=self._log_ratios(rollout, label.velocity) if policy else None,
             rewarded=rewarded,
@@ -111,10 +128,10 @@ class Opd(Stateless):
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: Labels) -> StepLoss:
         """Distillation + anchor_weight * anchor + reward_weight * policy, means over b pairs."""
         error = velocity_error(velocity, prepared.velocity[pairs.rows, pairs.columns])
-        weight = self.weights[prepared.rollout.batch.bucket].to(error.device)[pairs.steps]
+        weight = prepared.weights.to(error.device)[pairs.steps]
         total = distill = self._distillation(pairs, velocity, weight * error, prepared).mean()
         anchor = policy = None
-        measured, counts = self._errors(pairs, error.detach(), prepared.rollout.batch)
+        measured, counts = self._errors(pairs, error.detach(), prepared)
         measured[metrics.DISTILL] = float(distill.detach())
         if prepared.anchor is not None:
             away = velocity_error(velocity, prepared.anchor[pairs.rows, pairs.columns])
@@ -141,8 +158,9 @@ class Opd(Stateless):
         if s.gradient == "pathwise":
             return distance
         x_next, old = pairs.action()
-        schedule = self.schedules[labels.rollout.batch.bucket]
-        log_prob = sde.log_prob(schedule.transition(pairs.x, velocity, pairs.steps), x_next)
+        schedule = labels.rollout.schedule
+        new = sde.scheduled_transition(schedule, pairs.x, velocity, pairs.steps)
+        log_prob = sde.log_prob(new, x_next)
         if labels.advantage is not None:  # policy
             advantage = labels.advantage[pairs.rows, pairs.columns]
             return policy_loss(log_prob, old, advantage, clip_range=s.clip_range)[0]
@@ -156,11 +174,11 @@ class Opd(Stateless):
     def _log_ratios(self, rollout: Rollout, labels: Tensor) -> Tensor:
         """log pi_teacher(a|s) - log pi_old(a|s) [B,S], from labels [B,S,C,h,w]."""
         assert rollout.next_states is not None and rollout.log_probs is not None
-        columns, schedule = [], self.schedules[rollout.batch.bucket]
+        columns = []
         for column, step in enumerate(rollout.steps):
             x, label = rollout.states[:, column], labels[:, column].float()
             steps = torch.full((len(x),), step, device=x.device)
-            teacher = schedule.transition(x, label, steps)
+            teacher = sde.scheduled_transition(rollout.schedule, x, label, steps)
             columns.append(sde.log_prob(teacher, rollout.next_states[:, column]))
         ratio = torch.stack(columns, 1) - rollout.log_probs
         if self.settings.reward_to_go:
@@ -170,12 +188,13 @@ class Opd(Stateless):
     # Diagnostics -------------------------------------------------------------------------------
 
     def _errors(
-        self, pairs: Pairs, error: Tensor, batch: PromptBatch
+        self, pairs: Pairs, error: Tensor, labels: Labels
     ) -> tuple[dict[str, float], dict[str, int]]:
         """KL to the teacher (ode: velocity error) by task and by step, and the pairs of each."""
-        kind = metrics.TEACHER_KL if self.schedules[0].noisy else metrics.TEACHER_ERROR
-        values = (error * self.kl_weights[batch.bucket].to(error.device)[pairs.steps]).tolist()
-        names = [batch.tasks[row] for row in pairs.rows.tolist()]
+        rollout = labels.rollout
+        kind = metrics.TEACHER_KL if rollout.schedule.noisy else metrics.TEACHER_ERROR
+        values = (error * labels.kl_weights.to(error.device)[pairs.steps]).tolist()
+        names = [rollout.batch.tasks[row] for row in pairs.rows.tolist()]
         steps = [metrics.step_label(step) for step in pairs.steps.tolist()]
         by_name: dict[str, list[float]] = {}
         for label, value in zip([*names, *steps], [*values, *values], strict=True):
@@ -192,16 +211,13 @@ class Opd(Stateless):
         active = [p for p in self.backbone.core.parameters() if p.requires_grad]
         grads, means = {}, Means()
         for name in sorted(names) if len(names) > 1 else []:
-            own = torch.tensor([task == name for task in tasks])
-            rows = own if own.any() else torch.ones_like(own)  # only to take part
-            pairs = next(pairs_of(labels.rollout, rows, self.micro_batch))
-            x, sigma, cond = pairs.x, pairs.sigma, pairs.conditioning
+            of_task = torch.tensor([task == name for task in tasks])
+            rows = of_task if of_task.any() else torch.ones_like(of_task)  # only to take part
+            pairs = next(pairs_of(labels.rollout, rows, self.config.optimizer.micro_batch))
             with processes.of(self.accelerator).aside(self.backbone):
-                velocity = self.backbone.velocity(
-                    x, sigma, cond, guidance=self.guidance, rows=pairs.size
-                )
+                velocity = self.velocity(pairs)
                 parts = torch.autograd.grad(self.loss(pairs, velocity, labels).total, active)
-            if own.any():
+            if of_task.any():
                 grads[name] = torch.cat([part.flatten() for part in parts])
         for a, b in itertools.combinations(grads, 2):
             cosine = torch.nn.functional.cosine_similarity(grads[a], grads[b], dim=0)
@@ -209,7 +225,7 @@ class Opd(Stateless):
         return means.over_processes()  # those that have both tasks
 
 
-def weights(schedule: Schedule, weighting: str) -> Tensor:
+def weights_of(schedule: Schedule, weighting: str) -> Tensor:
     """`losses.step_weights` of a schedule [T]; 0 for steps outside its window, which are never
     trained. An ode has no KL: there "kl" is 1, so that errors are shown as they are."""
     if schedule.kind == "ode" and weighting == "kl":
@@ -230,7 +246,7 @@ def chosen(states: StatesConfig, window: list[int], key: tuple[int, ...]) -> tup
     """
     if states.select == "all":
         return tuple(window)
-    rng = np.random.default_rng([*key, 1])
+    rng = np.random.default_rng([*key, Stream.STATES])
     if states.select == "window":
         start = int(rng.integers(len(window) - states.count + 1))
         return tuple(window[start : start + states.count])

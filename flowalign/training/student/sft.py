@@ -7,21 +7,17 @@ sigma eps the student's velocity is fitted to eps - x0 (2210.02747, eq. 23 for t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from flowalign.backbone import Backbone
 from flowalign.config import SftStage
-from flowalign.teachers.bank import Bank
-from flowalign.training.algorithm import Pairs, Prepared, Stateless
+from flowalign.training.algorithm import Algorithm, Keeps, Pairs, Parts, Prepared
 from flowalign.training.losses import velocity_error
 from flowalign.training.noising import noised, stratified
-from flowalign.training.rollout import OnImages, Schedule
-from flowalign.types import Rollout, Source, StepLoss
-
-SFT = 2  # beside (seed, update) in a seed: these draws are not the rollout's
+from flowalign.training.rollout import Size, Stream, clean_schedule
+from flowalign.types import Rollout, Schedule, Source, StepLoss
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,34 +27,40 @@ class Targets(Prepared):
     velocity: Tensor  # [B,S,C,h,w] eps - x0 at the states
 
 
-class Sft(Stateless):
-    """The algorithm. The teachers of `bank` sample without noise.
+class Sft(Algorithm[Targets]):
+    """The algorithm. The teachers sample without noise.
 
     Each image is learnt from at `sft.states` noise levels an update, which all images of the update
     share. They are stratified over the shift of the teachers' schedule:
     sigma = shift u / (1 + (shift - 1) u), u in (0, 1).
     """
 
-    needs_images, needs_latents = False, True
-    on_images: OnImages | None = None
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        assert parts.teachers
+        self.teachers = parts.teachers
 
-    def __init__(self, config: SftStage, backbone: Backbone, bank: Bank) -> None:
-        self.bank, self.seed, self.states = bank, config.seed, config.sft.states
-        self.guidance, self.backbone, self.rollout = config.guidance, backbone, config.rollout
+    @classmethod
+    def keeps(cls, config: SftStage, updates: Sequence[int] | None = None) -> Keeps:
+        """The teachers' latents; noised states with the velocity to match."""
+        return Keeps(
+            latents=True, noise_levels=config.sft.states, targets=["float32"], taught_images=True
+        )
 
-    def plan(self, update: int, bucket: int = 0) -> Schedule:
+    def plan(self, update: int, size: Size | None = None) -> Schedule:
         """To the end, without noise; no state on the way is kept."""
-        return Schedule.clean(self.backbone, self.rollout.steps, bucket, self.rollout.solver)
+        rollout = self.config.rollout
+        return clean_schedule(self.backbone, rollout.steps, size, rollout.solver)
 
     def sources(self, tasks: list[str]) -> list[Source]:
         """Each image is sampled by its task's teacher."""
-        return self.bank.sources(tasks)
+        return self.teachers.sources(tasks)
 
     def prepare(self, rollout: Rollout, update: int) -> Targets:
         """Noise the teachers' latents: the states and target velocities of this update."""
-        key = (self.seed, update, SFT)
-        shift = self.backbone.shift(self.rollout.steps, rollout.batch.bucket)
-        states = noised(rollout, stratified(shift, self.states, key), key)
+        key = (self.config.seed, update, Stream.SFT)
+        shift = self.backbone.shift(self.config.rollout.steps, rollout.batch.size)
+        states = noised(rollout, stratified(shift, self.config.sft.states, key), key)
         return Targets(
             rollout=states.rollout,
             keep=torch.ones(len(rollout), dtype=torch.bool),
@@ -72,7 +74,3 @@ class Sft(Stateless):
         target = prepared.velocity[pairs.rows, pairs.columns]
         error = velocity_error(velocity, target).mean()
         return StepLoss(total=error, distill=error)
-
-    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
-        """Nothing."""
-        return {}

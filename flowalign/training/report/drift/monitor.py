@@ -24,7 +24,7 @@ from flowalign.training.data import spread
 from flowalign.training.report.drift import statistics
 from flowalign.training.report.drift.compare import Drift, by_prompt, drift
 from flowalign.training.report.samples import webp
-from flowalign.training.rollout import Noise, Place, Schedule, sample
+from flowalign.training.rollout import Noise, Place, clean_schedule, sample
 from flowalign.types import PromptBatch, Rollout, Source
 
 COPIES = 2  # images of a prompt: for their distance; more prompts tell more than more copies
@@ -132,12 +132,12 @@ class HeldOut:
     places: list[Place]
 
     @staticmethod
-    def of(sets: Sequence[PromptBatch], bucket: int, count: int) -> HeldOut:
-        """Of so many prompts of each of those sets that are of a bucket."""
+    def of(sets: Sequence[PromptBatch], size: tuple[int, int] | None, count: int) -> HeldOut:
+        """Of so many prompts of each of those sets whose images have a size."""
         parts: list[PromptBatch] = []
         own: list[Place] = []
         for prompts in sets:
-            if prompts.bucket == bucket:
+            if prompts.size == size:
                 places = [(p, c) for p in spread(len(prompts), count) for c in range(COPIES)]
                 parts.append(prompts.select([prompt for prompt, _ in places]))
                 own += places
@@ -145,7 +145,7 @@ class HeldOut:
             [text for part in parts for text in part.prompts],
             [task for part in parts for task in part.tasks],
             [row for part in parts for row in part.metadata],
-            bucket,
+            size,
         )
         return HeldOut(batch, own)
 
@@ -165,8 +165,8 @@ class Monitor:
         self.settings, self.config, self.backbone = config.alarm, config, backbone
         self.accelerator, self.lens = accelerator, lens
         count = max(1, self.settings.images // COPIES)
-        buckets = sorted({prompts.bucket for prompts in held_out})
-        self.held_out = [HeldOut.of(held_out, bucket, count) for bucket in buckets]
+        sizes = [s for s in backbone.sizes if s in {prompts.size for prompts in held_out}]
+        self.held_out = [HeldOut.of(held_out, size, count) for size in sizes]
         self.base: Values = {}  # of the held-out images; empty until they are sampled
 
     # Rollouts ----------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class Monitor:
             rollout.images is not None and own and update > 0 and update % self.settings.every == 0
         )
 
-    def rollout(self, rollout: Rollout, schedule: Schedule, update: int) -> Check:
+    def rollout(self, rollout: Rollout, update: int) -> Check:
         """Compare a rollout with the base's images for its prompts and noise. Each process takes
         some of its own images."""
         assert rollout.images is not None
@@ -190,7 +190,7 @@ class Monitor:
         base = sample(
             self.backbone,
             batch,
-            schedule,
+            rollout.schedule,
             guidance=settings.guidance,
             noise=Noise((self.config.seed, update), settings.shared_noise),
             places=places,
@@ -274,12 +274,12 @@ class Monitor:
 
     def _images(self, images: HeldOut, rows: Sequence[int], base: bool = False) -> Tensor:
         """Held-out images [B,3,H,W] as an evaluation samples them, at 8 bits a channel."""
-        settings, bucket = self.config.evaluation_sampling, images.batch.bucket
+        settings = self.config.evaluation_sampling
         with self.backbone.base() if base else nullcontext():
             sampled = sample(
                 self.backbone,
                 images.batch.select(rows),
-                Schedule.clean(self.backbone, settings.steps, bucket),
+                clean_schedule(self.backbone, settings.steps, images.batch.size),
                 guidance=settings.guidance,
                 noise=Noise((settings.seed,)),
                 places=[images.places[row] for row in rows],

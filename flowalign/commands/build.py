@@ -1,0 +1,197 @@
+"""From a config to the parts of a run: rewards, model, teachers, algorithm, evaluation, loop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+from flowalign import rewards
+from flowalign.backbone import DTYPES, Backbone
+from flowalign.config import (
+    ConfigError,
+    DistillationStage,
+    OpdStage,
+    TeacherConfig,
+    TrainingStage,
+)
+from flowalign.eval import suite
+from flowalign.eval.suite import Benchmark
+from flowalign.system.signals import Clock
+from flowalign.teachers.bank import Bank, Member
+from flowalign.training.algorithm import STUDENT, Algorithm, Parts, algorithm_class
+from flowalign.training.data import PromptSampler, load_prompts, subset
+from flowalign.training.loop import Loop
+from flowalign.training.preflight import group_problems, parts_problems
+from flowalign.training.report import samples, trackers
+from flowalign.training.report.drift.monitor import Lens, Monitor
+from flowalign.training.report.progress import Progress
+from flowalign.training.run import processes
+from flowalign.types import EvalReport, Reward
+
+log = logging.getLogger("flowalign")
+
+# The parts of a run ------------------------------------------------------------------------------
+
+
+def wire(
+    config: TrainingStage, clock: Clock | None = None
+) -> tuple[Loop, Progress, dict[str, Reward]]:
+    """Build every part of a run from its config -> the loop, its display, its rewards."""
+
+    accelerator = processes.start(config)
+    set_seed(config.seed)  # for the LoRA's initial A; all else has generators of its own
+    built = build_rewards(config, accelerator.device)
+    # a reward of the user's may say only now that it is groupwise
+    whole = [name for name, reward in built.items() if getattr(reward, "groupwise", False)]
+    problems = list(group_problems(config, whole, accelerator.num_processes))
+    # nor do we know before which parts it sums
+    single = [name for name, reward in built.items() if not rewards.weights_of(reward)]
+    if problems := [*problems, *parts_problems(config, single)]:
+        raise ConfigError(problems)
+    backbone = student(config, accelerator.device)
+    progress = Progress(config, accelerator.is_main_process)
+    loop = Loop(
+        config,
+        backbone,
+        accelerator,
+        PromptSampler.of(config),
+        algorithm(config, backbone, built, accelerator),
+        evaluator(config, backbone, built, accelerator),
+        progress.update,
+        clock,
+        monitor(config, backbone, built, accelerator),
+    )
+    trackers.begin(accelerator, config)
+    for place, scale in config.mixtures.items() if accelerator.is_main_process else ():
+        log.warning(
+            "%s: labels at guidance %g for a student that is trained at %g: a mixture, which "
+            "teaches the student that scale, too", place, scale, config.guidance
+        )  # fmt: skip
+    return loop, progress, built
+
+
+def build_rewards(config: TrainingStage, device: torch.device) -> dict[str, Reward]:
+    """The reward of each task; ConfigError for those that cannot be built."""
+
+    built, problems = {}, []
+    for index, task in enumerate(config.tasks):
+        try:
+            if task.reward:
+                built[task.name] = rewards.build_on(device, task.reward.name, task.reward.options)
+        except (ImportError, ValueError, OSError) as error:
+            problems.append(f"tasks.{index}.reward: {error}")
+    if problems:
+        raise ConfigError(problems)
+    return built
+
+
+def student(config: TrainingStage, device: torch.device) -> Backbone:
+    """The base model with the student's adapter on it, fresh or read from lora.init."""
+
+    backbone, lora = Backbone.load(config.model, device), config.lora
+    if lora.init:
+        backbone.load_adapter(STUDENT, lora.init)
+    else:
+        backbone.add_adapter(STUDENT, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+    if config.model.compile:
+        backbone.compile()
+    return backbone
+
+
+def algorithm(
+    config: TrainingStage,
+    backbone: Backbone,
+    rewards: Mapping[str, Reward],
+    accelerator: Accelerator,
+) -> Algorithm[Any]:
+    """What the stage of a config learns, with the teachers that it names."""
+    teachers = anchor = None
+    if isinstance(config, DistillationStage):
+        teachers = bank(config, backbone, config.teachers, config.routing)
+    if labeller := config.labellers.get("anchor"):
+        tasks = [task.name for task in config.tasks]
+        anchor = bank(config, backbone, {"anchor": labeller}, dict.fromkeys(tasks, "anchor"))
+    parts = Parts(config, backbone, accelerator, rewards, teachers, anchor)
+    return algorithm_class(config)(parts)
+
+
+def bank(
+    config: TrainingStage,
+    backbone: Backbone,
+    teachers: Mapping[str, TeacherConfig],
+    routing: Mapping[str, str],
+) -> Bank:
+    """Teachers on the student's base. Raises ConfigError if one does not fit it."""
+
+    members = {name: Member(t.adapter, config.guidance_of(t)) for name, t in teachers.items()}
+    labels = {}
+    if isinstance(config, OpdStage):  # those of sft sample, and label nothing
+        dtype = DTYPES[config.student.label_dtype]
+        labels = {"dtype": dtype, "batch_size": config.student.label_batch}
+    try:
+        return Bank(backbone, members, routing, **labels)
+    except ValueError as error:
+        raise ConfigError([f"teachers: {error}"]) from error
+
+
+# Evaluation and pictures -------------------------------------------------------------------------
+
+
+def evaluator(
+    config: TrainingStage,
+    backbone: Backbone,
+    rewards: Mapping[str, Reward],
+    accelerator: Accelerator,
+) -> Callable[[], tuple[float, EvalReport]] | None:
+    """What the loop calls to score the current adapter on held-out prompts."""
+
+    if config.evaluation is None or not config.evaluates:
+        return None
+    benchmarks, settings = held_out(config, rewards), config.evaluation_sampling
+    seconds, share = config.train.score_seconds, config.evaluation.max_invalid_share
+    place, device = "evaluation.watch", accelerator.device
+    watched = suite.build_sets(config.watched, place, device, config.model)
+    sets = [*map(suite.ImageSet.of, benchmarks), *watched]
+
+    def evaluate() -> tuple[float, EvalReport]:
+        report = suite.run(
+            backbone, sets, settings, accelerator,
+            seconds=seconds, max_invalid_share=share, shown=samples.HELD_OUT,
+        )  # fmt: skip
+        return suite.headline(report, benchmarks), report
+
+    return evaluate
+
+
+def monitor(
+    config: TrainingStage,
+    backbone: Backbone,
+    rewards: Mapping[str, Reward],
+    accelerator: Accelerator,
+) -> Monitor | None:
+    """What the loop asks for the drift of its images; None without `alarm`."""
+
+    if config.alarm is None:
+        return None
+    sets = held_out(config, rewards) if config.evaluates else []
+    lens, prompts = Lens.of(backbone, rewards), [benchmark.prompts for benchmark in sets]
+    return Monitor(config, backbone, accelerator, lens, prompts)
+
+
+def held_out(config: TrainingStage, rewards: Mapping[str, Reward]) -> list[Benchmark]:
+    """The validation benchmarks of a config, at most evaluation.prompts a task."""
+
+    assert config.evaluation
+    count, benchmarks = config.evaluation.prompts, []
+    for task in config.tasks:
+        if task.validation and task.reward:
+            prompts = subset(load_prompts(task.validation, task.name), count)
+            prompts = replace(prompts, size=task.size or config.model.sizes[0])
+            benchmarks.append(Benchmark(task.name, prompts, rewards[task.name]))
+    return benchmarks
