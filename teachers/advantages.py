@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flowalign.config import AdvantageConfig, EarlierConfig, TaskConfig
 from flowalign.credit import ADVANTAGES, clip_advantage
-from flowalign.rewards import weights_of
+from flowalign.rewards import as_reward
 from flowalign.teachers.running_rewards import Earlier
 from flowalign.training.algorithm import TrainingError
 from flowalign.types import PromptBatch, Reward, Scores
@@ -32,7 +32,9 @@ class Advantages:
         rewards: Mapping[str, Reward],
     ) -> None:
         self.settings, self.accelerator = settings, accelerator
-        self.weights = {name: weights_of(reward) for name, reward in rewards.items()}
+        self.weights = {
+            name: dict(as_reward(reward).weights or {}) for name, reward in rewards.items()
+        }
         self.earlier = Earlier.of(settings, tasks)
 
     def __call__(
