@@ -118,7 +118,7 @@ def ends(folder: Path) -> dict[str, bytes]:
 def damaged(folder: Path) -> bool:
     """Whether the manifest of an evaluation tells that."""
     try:
-        manifest.check(folder)
+        manifest.check_manifest(folder)
     except manifest.Damaged:
         return True
     return False

@@ -76,7 +76,7 @@ def load(path: str | Path) -> dict[str, Any]:
     another version."""
     path = Path(path)
     try:
-        manifest.check(path.parent, [path.name])
+        manifest.check_manifest(path.parent, [path.name])
     except manifest.Foreign:
         pass
     except manifest.Damaged as error:

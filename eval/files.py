@@ -35,7 +35,7 @@ def write(config: EvalStage, results: Results) -> str:
     """Write all files into config.output, and their manifest; returns the tables as Markdown,
     without the details."""
     short, names = _write_all(config, results)
-    manifest.seal(config.output, {}, names)
+    manifest.write_manifest(config.output, {}, names)
     return short
 
 

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load(args.config, args.overrides, stage=EvalStage, variant=args.variant)
         if int(os.environ.get("RANK") or 0) == 0:
-            lock.check(config.output)
+            lock.check_free(config.output)
     except ConfigError as error:  # before the libraries are imported, which takes many seconds
         print(error, file=sys.stderr)
         return 2

@@ -184,7 +184,7 @@ class Store:
         """SHA-256 of the file of an image; None where there is none."""
         if key not in self._digests:
             try:
-                self._digests[key] = manifest.digest(self._path(key))
+                self._digests[key] = manifest.file_sha256(self._path(key))
             except OSError:
                 self._digests[key] = None
         return self._digests[key]

@@ -17,7 +17,7 @@ from torch import Tensor
 from flowalign.backbone import Backbone
 from flowalign.backbone.adapters.files import Lora
 from flowalign.training.algorithm import NotFinite
-from flowalign.training.nonfinite import NARROW, Fault, of_all, place
+from flowalign.training.nonfinite import NARROW, Fault, describe_pair, first_fault
 from flowalign.training.rollout import batches
 from flowalign.training.run.processes import missing_steps
 from flowalign.types import Rollout, Source, TeacherLabel
@@ -94,7 +94,7 @@ class Bank:
                         guidance=source.guidance,
                     )
                     velocity[row, column] = label.to(self.dtype)
-        if fault := of_all(self._fault(rollout, velocity, names)):
+        if fault := first_fault(self._fault(rollout, velocity, names)):
             raise LabelError(fault)
         return TeacherLabel(velocity, names)
 
@@ -106,7 +106,7 @@ class Bank:
         row, column = broken.nonzero()[0].tolist()
         return Fault(
             f"a label of teacher {names[row]!r}",
-            f"{place(rollout, row, rollout.steps[column])} ({int(broken.sum())} of "
+            f"{describe_pair(rollout, row, rollout.steps[column])} ({int(broken.sum())} of "
             f"{broken.numel()} states)",
             f"Its adapter may be broken: look at it alone, {NARROW}",
         )

@@ -1,8 +1,8 @@
 """Runs of `flowalign train`, one after the other (--then), in processes on a CPU, for the tests.
 
-accelerate starts FSDP2 and DeepSpeed on GPUs only, by what PartialState says of the machine. Here
-PartialState is told otherwise; all that follows is accelerate's, torch's and DeepSpeed's own code,
-on CPU tensors, over gloo.
+accelerate starts FSDP2 on GPUs only, by what PartialState says of the machine. Here
+PartialState is told otherwise; all that follows is accelerate's and torch's own code, on
+CPU tensors, over gloo.
 """
 
 import itertools
@@ -13,14 +13,10 @@ from pathlib import Path
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
-DEEPSPEED = Path(sys.prefix) / "deepspeed"  # beside the environment, as open_clip is
-
 
 def pretend() -> None:
     """Make this process's accelerate take its CPU for a GPU."""
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        PartialState(backend="gloo")
-    elif os.environ.get("ACCELERATE_USE_FSDP") == "true":
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         PartialState(cpu=True)
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 

@@ -259,12 +259,12 @@ def test_a_resumed_run_measures_the_same_without_sampling_the_base_again(
 def test_a_checkpoint_of_before_the_alarm_is_continued(random_model: str, tmp_path: Path) -> None:
     fakes.wired(validated(random_model, tmp_path / "run", "train.updates=1")).run()
     (folder,) = resume.checkpoints(tmp_path / "run")
-    about, path = manifest.read(folder).about, folder / "progress.json"
+    about, path = manifest.read_manifest(folder).about, folder / "progress.json"
     progress = json.loads(path.read_text())
     del progress["drift"], progress["alarm"]["drifting"]
     path.write_text(json.dumps(progress))
     (folder / manifest.MANIFEST).unlink()
-    manifest.seal(folder, about)
+    manifest.write_manifest(folder, about)
     again = fakes.wired(validated(random_model, tmp_path / "run", "train.updates=2"))
     assert again.resume()
     again.run()

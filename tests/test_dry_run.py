@@ -93,7 +93,7 @@ def test_a_finished_run_is_continued_only_by_resume(random_model, tmp_path, caps
     path.write_text(config.to_yaml(run))
     saved = tmp_path / "run" / "checkpoints" / "update_000001"
     saved.mkdir(parents=True)
-    manifest.seal(saved, {"update": 1, "processes": 1, **resume.identity(run)})
+    manifest.write_manifest(saved, {"update": 1, "processes": 1, **resume.identity(run)})
     (tmp_path / "run" / "config.yaml").write_text(config.to_yaml(run))
     for command in (["doctor", "--no-model"], ["train", "--dry-run"]):
         assert main([command[0], "--config", str(path), *command[1:]]) == 2

@@ -14,14 +14,14 @@ def sealed(folder: Path) -> Path:
     (folder / "a.bin").write_bytes(bytes(range(256)))
     (folder / "inner" / "b.json").write_text('{"x": 1}')
     (folder / "empty").touch()
-    manifest.seal(folder, {"config": {"lr": 1e-4}, "processes": 2})
+    manifest.write_manifest(folder, {"config": {"lr": 1e-4}, "processes": 2})
     return folder
 
 
 def test_what_was_sealed_is_read_back(tmp_path: Path) -> None:
-    found = manifest.check(sealed(tmp_path / "x"))
+    found = manifest.check_manifest(sealed(tmp_path / "x"))
     assert found.about == {"config": {"lr": 1e-4}, "processes": 2}
-    assert found.files["a.bin"] == (256, manifest.digest(tmp_path / "x" / "a.bin"))
+    assert found.files["a.bin"] == (256, manifest.file_sha256(tmp_path / "x" / "a.bin"))
     assert set(found.files) == {"a.bin", "inner/b.json", "empty"}
 
 
@@ -42,7 +42,7 @@ def test_every_harm_to_every_file_is_seen(tmp_path: Path, name: str, harm: str) 
         left = {"cut": content[: len(content) // 2], "empty": b"", "longer": content + b"\n\n{"}
         path.write_bytes(left[harm])
     with pytest.raises(Damaged, match=name.split("/")[-1]):
-        manifest.check(tmp_path / "x")
+        manifest.check_manifest(tmp_path / "x")
 
 
 def test_a_manifest_of_another_folder_or_version_is_refused(tmp_path: Path) -> None:
@@ -50,13 +50,13 @@ def test_a_manifest_of_another_folder_or_version_is_refused(tmp_path: Path) -> N
     other.mkdir()
     (other / MANIFEST).write_bytes((folder / MANIFEST).read_bytes())
     with pytest.raises(Damaged, match=r"a\.bin is missing"):
-        manifest.check(other)
+        manifest.check_manifest(other)
     for content in ("[]", "{}", "null", '{"sha256": 1}', "[" * 100_000):
         (other / MANIFEST).write_text(content)
         with pytest.raises(Damaged, match=MANIFEST):
-            manifest.check(other)
+            manifest.check_manifest(other)
     with pytest.raises(Damaged, match="no folder"):
-        manifest.check(tmp_path / "z")
+        manifest.check_manifest(tmp_path / "z")
 
 
 def test_a_name_outside_of_the_folder_is_refused(tmp_path: Path) -> None:
@@ -64,11 +64,11 @@ def test_a_name_outside_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "secret").touch()
     content = json.loads((folder / MANIFEST).read_text())
     del content["sha256"]
-    content["files"] = {"../secret": [0, manifest.digest(tmp_path / "secret")]}
-    content = {"sha256": manifest._own_digest(content), **content}
+    content["files"] = {"../secret": [0, manifest.file_sha256(tmp_path / "secret")]}
+    content = {"sha256": manifest._json_sha256(content), **content}
     (folder / MANIFEST).write_text(json.dumps(content))
     with pytest.raises(Damaged, match="outside"):
-        manifest.check(folder)
+        manifest.check_manifest(folder)
 
 
 def test_a_durable_folder_is_flushed_before_its_rename(

@@ -149,29 +149,6 @@ def test_a_loss_and_a_gradient_are_named_where_nothing_before_them_is_wrong(
         assert torch.isfinite(weights(loop)).all()
 
 
-def test_a_gradient_is_traced_to_its_micro_batch(
-    random_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    given = ["optimizer.micro_batch=1", "train.updates=2"]
-    loop = fakes.wired(fakes.settings(random_model, tmp_path / "run", *given), moved=True)
-    real, passes = loop.algorithm.velocity, []
-
-    def velocity(pairs: Pairs) -> Tensor:
-        passes.append((int(pairs.rows[0]), int(pairs.steps[0])))
-        found = real(pairs)
-        found.register_hook(lambda grad: grad * (math.nan if len(passes) == 6 else 1))
-        return found
-
-    loop.algorithm.velocity = velocity  # pyright: ignore[reportAttributeAccessIssue]
-    with caplog.at_level(logging.WARNING, "flowalign"):
-        loop.run()
-    assert [row["skipped_steps"] for row in rows(loop)] == [1, 0]
-    row, step = passes[5]
-    (said,) = [r.getMessage() for r in caplog.records if "skipped" in r.getMessage()]
-    prompt = loop.rollout(0).batch.prompts[row]
-    assert f"gradient is NaN or infinite: at step {step} " in said and repr(prompt) in said
-
-
 def scaled(loop: Loop, scale: float) -> torch.amp.GradScaler:
     """Give a run on the CPU the loss scale that accelerate uses for float16 on a GPU."""
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)

@@ -1,6 +1,5 @@
 """Two processes do what one does under each of accelerate's strategies, and can be resumed."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -10,7 +9,6 @@ from typing import Any
 
 import fakes
 import families
-import on_cpu
 import pytest
 import torch
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
@@ -25,7 +23,7 @@ from flowalign.training.run import processes
 
 ROOT = Path(__file__).parent.parent
 ACCELERATE = ROOT / "configs" / "accelerate"
-STRATEGIES = ["ddp_2cpu", "fsdp2_8gpu", "zero2_8gpu"]
+STRATEGIES = ["ddp_2cpu", "fsdp2_8gpu"]
 LINEAR = ["optimizer.eps=1.0", "optimizer.lr=30.0"]  # Adam that does not blow rounding up
 HELD_OUT = ["evaluation={every: 1, prompts: 5, batch_size: 2}"]  # three batches: one and two
 
@@ -39,12 +37,11 @@ def test_a_config_is_what_its_name_says(path: Path) -> None:
     assert isinstance(found, ClusterConfig)
     strategy, _, rest = path.stem.partition("_")
     several = path.stem.startswith("multi_node")
-    kinds = {"ddp": "MULTI_GPU", "multi": "MULTI_GPU", "fsdp2": "FSDP", "zero2": "DEEPSPEED"}
+    kinds = {"ddp": "MULTI_GPU", "multi": "MULTI_GPU", "fsdp2": "FSDP"}
     assert found.distributed_type == kinds[strategy]
     assert found.num_processes == (16 if several else int(rest[0]))
     assert found.num_machines == (2 if several else 1)
     assert (found.fsdp_config or {}).get("fsdp_version") == (2 if strategy == "fsdp2" else None)
-    assert (found.deepspeed_config or {}).get("zero_stage") == (2 if strategy == "zero2" else None)
     assert found.mixed_precision is None  # model.dtype says it
     command = path.read_text().splitlines()[0]
     assert command.startswith(f"# accelerate launch --config_file configs/accelerate/{path.name} ")
@@ -79,11 +76,7 @@ class Started:
     def __init__(self, kind: str, **plugin: Any) -> None:
         self.distributed_type = processes.DistributedType(kind)
         self.state = self
-        self.fsdp_plugin = self.deepspeed_plugin = type("Plugin", (), plugin)()
-
-
-def zero(**changed: Any) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": 2}, **changed}
+        self.fsdp_plugin = type("Plugin", (), plugin)()
 
 
 FSDP = {"fsdp_version": 2, "cpu_ram_efficient_loading": False}
@@ -98,37 +91,26 @@ FSDP = {"fsdp_version": 2, "cpu_ram_efficient_loading": False}
          "fsdp_config.fsdp_cpu_ram_efficient_loading"),
         ("FSDP", FSDP, "model.quantization=fp8", "model.quantization: 'fp8'"),
         ("FSDP", FSDP, "model.dtype=float16", "model.dtype: 'float16'"),
-        ("DEEPSPEED", {"deepspeed_config": zero(zero_optimization={"stage": 3})}, "seed=1",
-         "deepspeed_config.zero_stage: got 3"),
-        ("DEEPSPEED", {"deepspeed_config": zero(bf16={"enabled": True})}, "seed=1",
-         "bf16.enabled"),
-        ("DEEPSPEED", {"deepspeed_config": zero()}, "optimizer.name=adamw8bit", "optimizer.name"),
-        ("DEEPSPEED", {"deepspeed_config": zero()}, "model.dtype=float16", "model.dtype"),
-        ("DEEPSPEED", {"deepspeed_config": zero(zero_optimization={
-            "stage": 2, "offload_optimizer": {"device": "cpu"}})}, "seed=1",
-         "deepspeed_config.offload_optimizer_device"),
-        ("MEGATRON_LM", {}, "seed=1", "Megatron-LM"),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused(
     random_model: str, tmp_path: Path, kind: str, plugin: dict[str, Any], override: str, said: str
 ) -> None:
     config = fakes.settings(random_model, tmp_path / "run", override)
-    asked = ["FSDP"] if kind == "MULTI_CPU" else []
     started: Any = Started(kind, **plugin)
-    (problem,) = processes._problems(config, started, asked)
+    (problem,) = processes._problems(config, started, kind == "MULTI_CPU")
     assert said in problem
 
 
-@pytest.mark.parametrize(
-    ("kind", "plugin"), [("FSDP", FSDP), ("DEEPSPEED", {"deepspeed_config": zero()})]
-)
-def test_what_is_supported_is_not(
-    random_model: str, tmp_path: Path, kind: str, plugin: dict[str, Any]
+def test_fsdp2_is_supported_and_deepspeed_is_not(
+    random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = fakes.settings(random_model, tmp_path / "run", "model.dtype=bfloat16")
-    started: Any = Started(kind, **plugin)
-    assert list(processes._problems(config, started, [kind])) == []
+    started: Any = Started("FSDP", **FSDP)
+    assert list(processes._problems(config, started, True)) == []
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ConfigError, match="DeepSpeed"):
+        processes.state(config)
 
 
 def test_a_strategy_that_does_not_start_is_refused_before_the_model_is_looked_for(
@@ -158,16 +140,6 @@ def test_accelerates_own_precision_is_said_not_to_count(
 # In two processes --------------------------------------------------------------------------------
 
 
-def needs(strategy: str) -> dict[str, str]:
-    """The environment of a launch; skips the test where a package is missing."""
-    folders = [ROOT, ROOT / "tests"]
-    if strategy == "zero2_8gpu" and importlib.util.find_spec("deepspeed") is None:
-        if not on_cpu.DEEPSPEED.is_dir():
-            pytest.skip("DeepSpeed is not installed; docs/scaling.md says how")
-        folders.append(on_cpu.DEEPSPEED)
-    return os.environ | {"PYTHONPATH": ":".join(map(str, folders)), "OMP_NUM_THREADS": "1"}
-
-
 def launch(strategy: str, *runs: list[object], status: int = 0) -> str:
     """Two processes under a shipped config of accelerate's, one run after the other; what they
     printed to stderr."""
@@ -175,7 +147,8 @@ def launch(strategy: str, *runs: list[object], status: int = 0) -> str:
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
                str(ACCELERATE / f"{strategy}.yaml"), "--num_processes", "2",
                "--main_process_port", "0", str(ROOT / "tests" / "on_cpu.py"), *given]  # fmt: skip
-    done = subprocess.run(command, env=needs(strategy), capture_output=True, text=True, timeout=500)
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
     assert (done.returncode != 0) == (status != 0), done.stderr[-5000:]
     return done.stderr
 

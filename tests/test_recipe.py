@@ -152,9 +152,11 @@ def test_a_recipe_runs_once_and_notices_what_changed(
     (changed,) = problems(path)
     assert "out/second: finished with another seed. Delete" in changed
     written(random_model, tmp_path)
-    done = manifest.read(out / "merge", file="done.json")
+    done = manifest.read_manifest(out / "merge", file="done.json")
     inputs = {**done.about["inputs"], str(out / "first" / "adapter"): "0" * 64}
-    manifest.seal(out / "merge", {**done.about, "inputs": inputs}, done.files, file="done.json")
+    manifest.write_manifest(
+        out / "merge", {**done.about, "inputs": inputs}, done.files, file="done.json"
+    )
     (stale,) = problems(path)
     assert "out/merge: finished with another adapters.0" in stale
 
@@ -171,7 +173,7 @@ def test_a_damaged_stage_is_run_again_and_the_others_stay(
     out = tmp_path / "out"
     # read, not mapped: one of the files is about to be cut
     before = {file: load(file.read_bytes()) for file in out.rglob(f"adapter/{ADAPTER}")}
-    sound = manifest.read(out / "second", file="done.json")
+    sound = manifest.read_manifest(out / "second", file="done.json")
     (out / name).write_text("garbage")
     assert train.main(["--config", str(path)]) == 0
     (said,) = [r.getMessage() for r in caplog.records if "It is run again" in r.getMessage()]
@@ -180,8 +182,8 @@ def test_a_damaged_stage_is_run_again_and_the_others_stay(
         now = load_file(file)
         assert now.keys() == weights.keys()
         assert all((now[key] == weights[key]).all() for key in weights)
-    assert manifest.check(out / name.split("/")[0], file="done.json")
-    assert manifest.check(out / "second", file="done.json") == sound
+    assert manifest.check_manifest(out / name.split("/")[0], file="done.json")
+    assert manifest.check_manifest(out / "second", file="done.json") == sound
 
 
 def test_a_killed_stage_continues_from_its_checkpoint(

@@ -37,7 +37,7 @@ def main(*argv: object) -> int:
 
 def end(run: Path) -> dict[str, Any]:
     """What a run leaves, without seconds."""
-    manifest.check(run / "adapter")
+    manifest.check_manifest(run / "adapter")
     weights = load_file(run / "adapter" / ADAPTER)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     adapter = {key: value.numpy().tobytes() for key, value in weights.items()}
@@ -101,7 +101,7 @@ def test_a_damaged_checkpoint_is_skipped_and_the_end_is_the_same(
     (said,) = [r.getMessage() for r in caplog.records if "is not used" in r.getMessage()]
     assert str(newest) in said and "continues from update_000002" in said
     assert end(run) == end(whole / "run")
-    manifest.check(newest)  # written again
+    manifest.check_manifest(newest)  # written again
 
 
 def test_without_a_sound_checkpoint_the_run_is_refused(
@@ -226,8 +226,8 @@ def test_another_version_is_a_warning(
     whole: Path, run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for folder in resume.checkpoints(run):
-        sealed = manifest.read(folder)
-        manifest.seal(folder, {**sealed.about, "version": "0.0.9"}, sealed.files)
+        sealed = manifest.read_manifest(folder)
+        manifest.write_manifest(folder, {**sealed.about, "version": "0.0.9"}, sealed.files)
     assert go(whole, run, "--resume") == 0
     (said,) = [r for r in caplog.records if "written by flowalign 0.0.9" in r.getMessage()]
     assert said.levelno == logging.WARNING
@@ -248,12 +248,12 @@ def test_a_disk_that_is_full_leaves_the_older_checkpoints(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint.manifest, "seal", full)
+        patched.setattr(checkpoint.manifest, "write_manifest", full)
         with pytest.raises(OSError, match="No space left"):
             save(checkpoints, 3)
     assert sorted(checkpoints.folder.iterdir()) == kept
     for folder in kept:
-        manifest.check(folder)
+        manifest.check_manifest(folder)
     assert save(checkpoints, 3).is_dir()
 
 
@@ -263,7 +263,7 @@ def test_what_is_in_the_way_of_a_checkpoint_is_replaced(tmp_path: Path) -> None:
     (checkpoints.folder / "update_000002").mkdir()
     (checkpoints.folder / "update_000003").touch()
     for update in (2, 3):
-        manifest.check(save(checkpoints, update))
+        manifest.check_manifest(save(checkpoints, update))
     assert [path.name for path in checkpoints.folder.iterdir()] == ["update_000003"]
 
 
@@ -281,8 +281,8 @@ def test_another_number_of_processes_is_refused_unless_it_is_allowed(
     whole: Path, run: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     for folder in resume.checkpoints(run):
-        sealed = manifest.read(folder)
-        manifest.seal(folder, {**sealed.about, "processes": 2}, sealed.files)
+        sealed = manifest.read_manifest(folder)
+        manifest.write_manifest(folder, {**sealed.about, "processes": 2}, sealed.files)
     assert go(whole, run, "--resume") == 2
     assert "--resume: " in (said := capsys.readouterr().err) and "--allow-world-change" in said
     assert go(whole, run, "--resume", "--allow-world-change") == 0

@@ -548,7 +548,7 @@ def test_what_is_damaged_is_made_again_and_the_results_are_those_of_a_whole_run(
             assert sampled == PROMPTS[:2] and set(Watched.asked) <= set(PROMPTS[:2])
         elif name != "rows.0.jsonl":
             assert sampled == Watched.asked == []
-        manifest.check(out)
+        manifest.check_manifest(out)
 
 
 def test_files_that_changed_places_are_seen(config: Path, sampled: list[str]):

@@ -137,7 +137,7 @@ class TextEncoder:
                 [text] = self._encode([prompt])
                 whole = {name: part.cpu().contiguous() for name, part in text.items()}
                 with replacing(self._path(prompt)) as part:
-                    tensors.save(whole, part, {SHA256: self._sha256(prompt, whole)})
+                    tensors.save_tensors(whole, part, {SHA256: self._sha256(prompt, whole)})
                 yield prompt, whole
 
     def _read(self, prompt: str) -> Text | None:
@@ -159,7 +159,7 @@ class TextEncoder:
     def _sha256(self, prompt: str, whole: Mapping[str, Tensor]) -> str:
         """Of the tensors, the encoders and the text: the file of another text does not fit."""
         assert self.folder
-        return tensors.digest(whole, f"{self.folder.name} {_digest(prompt)}")
+        return tensors.digest_tensors(whole, f"{self.folder.name} {_digest(prompt)}")
 
 
 def _digest(text: str) -> str:

@@ -117,8 +117,8 @@ def gather(folder: Path, repo: str, *, results: Path | None = None, force: bool 
     files["README.md"] = str(card).encode()
     # the folder's own may name files that stay here
     sealed = [path for path in (weights, adapter / PEFT_CONFIG) if path.is_file()]
-    listed = {path.name: (path.stat().st_size, manifest.digest(path)) for path in sealed}
-    files[manifest.MANIFEST] = manifest.text(listed, {}).encode()
+    listed = {path.name: (path.stat().st_size, manifest.file_sha256(path)) for path in sealed}
+    files[manifest.MANIFEST] = manifest.manifest_text(listed, {}).encode()
     _check_secrets(files)
     remarks = []
     if not card.data.get("base_model") and card.data.get("license") != "apache-2.0":

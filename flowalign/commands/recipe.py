@@ -128,7 +128,7 @@ def _mark_finished(stage: Stage) -> None:
     folder = Path(stage.output)
     proved = [path.relative_to(folder).as_posix() for name in PROVED for path in folder.glob(name)]
     done = {"config": stage.model_dump(mode="json"), "inputs": inputs}
-    manifest.seal(folder, done, proved, file=DONE)
+    manifest.write_manifest(folder, done, proved, file=DONE)
 
 
 def examine(
@@ -271,7 +271,7 @@ def damage_of(stage: Stage) -> str | None:
     if not (Path(stage.output) / DONE).exists():
         return ""
     try:
-        manifest.check(stage.output, file=DONE)
+        manifest.check_manifest(stage.output, file=DONE)
     except Damaged as error:
         return str(error)
     return None
@@ -281,7 +281,7 @@ def _stale(stage: Stage, damages: Mapping[str, str | None]) -> list[str]:
     """What of a finished stage is not as the recipe asks for now. damages: `damage_of` the stage
     of each adapter, where it may not be sound; what was read of a damaged one is compared when that
     one has been run again."""
-    done = manifest.read(stage.output, file=DONE).about
+    done = manifest.read_manifest(stage.output, file=DONE).about
     again = f"Delete {stage.output} to run it again, or choose another `output`."
     now, then = stage.model_dump(mode="json"), done["config"]
     changed = sorted(key for key in now.keys() | then if now.get(key) != then.get(key))

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load(args.config, args.overrides, stage=Job, variant=args.variant)
         if not args.dry_run and int(os.environ.get("RANK") or 0) == 0:
-            lock.check(config.output)
+            lock.check_free(config.output)
     except ConfigError as error:  # before the libraries are imported, which takes many seconds
         print(error, file=sys.stderr)
         return 2
@@ -148,7 +148,6 @@ def train(
     """
     from flowalign.commands import watch
     from flowalign.commands.build import wire
-    from flowalign.commands.doctor.disk_space import check_room
     from flowalign.training.run import processes, ranks
     from flowalign.training.run.determinism import deterministic
 
@@ -167,8 +166,6 @@ def train(
     rank = ranks.watch()
     rank.at("loading the models")
     with lock.holding(folder, main), deterministic(config.train.deterministic):
-        if main:
-            check_room(config)
         loop, report, rewards = wire(config, clock, inputs)
         if main:
             files.remove_leftovers(folder)

@@ -29,6 +29,7 @@ from yaml import YAMLError
 from flowalign.config import safe_yaml
 from flowalign.config.schema import (
     MARKS,
+    REMOVED,
     RENAMED,
     STAGES,
     ConfigError,
@@ -294,6 +295,8 @@ def _explain(error: Any, root: Any) -> list[str]:
     if error["type"] == "extra_forbidden":
         if where in RENAMED:
             return [f"{where}: renamed to `{RENAMED[where]}`. Use that key."]
+        if where in REMOVED:
+            return [f"{where}: removed: {REMOVED[where]}"]
         close = close_to(str(name), fields, cutoff=0.5)
         hint = f" Did you mean `{close}`?" if close else ""
         return [f"{where}: unknown key.{hint} Possible keys: {', '.join(fields)}."]

@@ -71,6 +71,9 @@ Size = tuple[int, int]  # height and width in pixels
 Pair = Annotated[tuple[Pixels, Pixels], _as_tuple]
 
 RENAMED = {"train.mixed_precision": "model.dtype"}  # keys of past versions, and what they are now
+REMOVED = {  # and those that have no successor, with what to do
+    "train.disk_full": "a full disk always stops the run, with its last checkpoint. Leave it out."
+}
 ADAPTER = "pytorch_lora_weights.safetensors"  # what an adapter folder holds
 
 
@@ -623,11 +626,8 @@ class TrainConfig(Section):
     score_seconds: Seconds | None = 1800.0
     """A batch of images is invalid if its reward takes longer; null = wait for ever."""
     timeout_seconds: Seconds | None = Field(default=None, examples=[7200.0])
-    """With several processes, the run ends when one has waited this long for another; null = longer
-    than all calls of a reward that hangs can take (30 days if score_seconds is null)."""
-    disk_full: Literal["stop", "continue"] = "stop"
-    """What a run does when its disk is full: stop with its last checkpoint, or go on without
-    checkpoints, log and samples until there is room. Its adapter must be written."""
+    """With several processes, the run ends when one has waited this long for another; null = two
+    hours. Each batch of a reward that hangs takes score_seconds."""
     max_minutes: Positive | None = Field(default=None, examples=[1430.0])
     """For a queue: the run ends with a checkpoint and exit status 75 before an update that would
     probably end later than this many minutes after the command's start. One update is always

@@ -21,7 +21,7 @@ LEVELS = {  # read by the libraries when they are imported; processes that are s
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 LIBRARIES = (
-    "accelerate", "bitsandbytes", "deepspeed", "diffusers", "fastapi", "huggingface_hub",
+    "accelerate", "bitsandbytes", "diffusers", "fastapi", "huggingface_hub",
     "open_clip", "peft", "starlette", "torch", "torchvision", "transformers", "triton", "uvicorn",
     "xformers",
 )  # fmt: skip

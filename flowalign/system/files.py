@@ -3,6 +3,7 @@ which grow."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -74,6 +75,21 @@ def remove_leftovers(folder: str | Path) -> None:
                 shown = path.name.startswith(".watch.html.")
                 if not shown or time.time() - path.stat().st_mtime > PAGE_SECONDS:
                     path.unlink()
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is full, or the user's share of it
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an error says that there is no room left, itself or what caused it. The errors of
+    safetensors and of other processes have only the system's text."""
+    cause: BaseException | None = error
+    while cause is not None:
+        texts = (os.strerror(number) for number in FULL)
+        if getattr(cause, "errno", None) in FULL or any(text in str(cause) for text in texts):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def append(path: Path, text: str) -> None:

@@ -1,7 +1,7 @@
 """manifest.json: what a folder held when it was finished, so that damage is seen before it is used.
 
-A checkpoint, an adapter and a finished stage have one. `seal` writes it last; `check` compares the
-folder with it. It tells damage, not malice: whoever can write the folder can write its manifest.
+A checkpoint, an adapter and a finished stage have one. It tells damage, not malice: whoever can
+write the folder can write its manifest.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Manifest:
     about: Mapping[str, Any]
 
 
-def seal(
+def write_manifest(
     folder: str | Path,
     about: Mapping[str, Any],
     names: Iterable[str] | None = None,
@@ -50,34 +50,32 @@ def seal(
     """
     folder = Path(folder)
     if names is None:
-        found = (path for path in folder.rglob("*") if path.is_file() and path != folder / file)
-        names = (path.relative_to(folder).as_posix() for path in found)
+        paths = (path for path in folder.rglob("*") if path.is_file() and path != folder / file)
+        names = (path.relative_to(folder).as_posix() for path in paths)
     listed = {}
     for name in sorted(names):
         path = folder / name
         files.flush(path)
-        listed[name] = (path.stat().st_size, digest(path))
+        listed[name] = (path.stat().st_size, file_sha256(path))
     with files.replacing(folder / file, durable=True) as part:
-        part.write_text(text(listed, about))
+        part.write_text(manifest_text(listed, about))
     return Manifest(listed, dict(about))
 
 
-def text(listed: Mapping[str, tuple[int, str]], about: Mapping[str, Any]) -> str:
+def manifest_text(listed: Mapping[str, tuple[int, str]], about: Mapping[str, Any]) -> str:
     """The content of a manifest. listed: as in `Manifest`."""
     content = {"format": FORMAT, "files": dict(listed), "about": dict(about)}
-    return json.dumps({"sha256": _own_digest(content), **content}, indent=1)
+    return json.dumps({"sha256": _json_sha256(content), **content}, indent=1)
 
 
-def read(folder: str | Path, *, file: str = MANIFEST) -> Manifest:
+def read_manifest(folder: str | Path, *, file: str = MANIFEST) -> Manifest:
     """The manifest of a folder, without a look at the files; Damaged if it is missing or broken."""
-    path = Path(folder) / file
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads((Path(folder) / file).read_bytes())
         if isinstance(content, dict) and not content.keys() & {"sha256", "format", "files"}:
             raise Foreign(f"{MANIFEST} is another program's")
-        said = content.pop("sha256")
-        if said != _own_digest(content):
-            raise ValueError("it does not have the digest that it says")
+        if content.pop("sha256") != _json_sha256(content):
+            raise Damaged(f"{file} does not have the SHA-256 that it says")
         if content["format"] != FORMAT:
             raise Damaged(f"{file} has format {content['format']!r}; want {FORMAT}")
         listed = {name: (size, sha256) for name, (size, sha256) in content["files"].items()}
@@ -90,7 +88,7 @@ def read(folder: str | Path, *, file: str = MANIFEST) -> Manifest:
         raise Damaged(f"{file} cannot be read ({error})") from None
 
 
-def check(
+def check_manifest(
     folder: str | Path, names: Collection[str] | None = None, *, file: str = MANIFEST
 ) -> Manifest:
     """The manifest of a folder whose files are as it says; Damaged with what is wrong otherwise.
@@ -100,19 +98,19 @@ def check(
     folder = Path(folder)
     if not folder.is_dir():
         raise Damaged("it is no folder")
-    manifest = read(folder, file=file)
+    manifest = read_manifest(folder, file=file)
     for name, (size, sha256) in manifest.files.items():
         if names is not None and name not in names:
             continue
-        place = PurePosixPath(name)
-        if place.is_absolute() or ".." in place.parts:
+        relative = PurePosixPath(name)
+        if relative.is_absolute() or ".." in relative.parts:
             raise Damaged(f"{file} names {name!r}, which lies outside of the folder")
         path = folder / name
         try:
             now = path.stat().st_size
             if now != size:
                 raise Damaged(f"{name} has {now} bytes, and had {size}")
-            if digest(path) != sha256:
+            if file_sha256(path) != sha256:
                 raise Damaged(f"{name} has changed: its SHA-256 differs")
         except FileNotFoundError:
             raise Damaged(f"{name} is missing") from None
@@ -121,7 +119,7 @@ def check(
     return manifest
 
 
-def digest(path: str | Path) -> str:
+def file_sha256(path: str | Path) -> str:
     """SHA-256 of a file."""
     with open(path, "rb") as file:
         digest = hashlib.sha256()
@@ -130,5 +128,5 @@ def digest(path: str | Path) -> str:
     return digest.hexdigest()
 
 
-def _own_digest(content: Mapping[str, Any]) -> str:
+def _json_sha256(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

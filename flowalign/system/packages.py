@@ -24,7 +24,6 @@ EXTRAS = {
     "bitsandbytes": "gpu",
     "fastapi": "serve",
     "uvicorn": "serve",
-    "deepspeed": "deepspeed",
     "wandb": "wandb",
 }
 """Import name -> the extra of pyproject.toml that has it."""

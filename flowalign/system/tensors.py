@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 SIZE = 8  # bytes of the number that a file begins with, and a multiple of them is its head
 
 
-def save(tensors: Mapping[str, Tensor], path: Path, head: Mapping[str, str]) -> None:
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, head: Mapping[str, str]) -> None:
     """Write a safetensors file. head: the entries of its `__metadata__`.
 
     safetensors writes those entries in an order that differs from call to call; here they are
@@ -33,7 +33,7 @@ def save(tensors: Mapping[str, Tensor], path: Path, head: Mapping[str, str]) -> 
         file.write(memoryview(data)[start:])
 
 
-def digest(tensors: Mapping[str, Tensor], about: str = "") -> str:
+def digest_tensors(tensors: Mapping[str, Tensor], about: str = "") -> str:
     """SHA-256 of tensors on the CPU, with their names, dtypes and shapes, after a text."""
     import torch
 

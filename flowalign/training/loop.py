@@ -40,7 +40,7 @@ from flowalign.training.algorithm import (
 )
 from flowalign.training.averages import MovingAverage
 from flowalign.training.data import PromptSampler
-from flowalign.training.nonfinite import Accumulated, Fault, Skips
+from flowalign.training.nonfinite import Fault, Skips
 from flowalign.training.report import samples, trackers
 from flowalign.training.report.alarm import Alarm, drifted, measured
 from flowalign.training.report.drift.monitor import Check, Monitor
@@ -48,7 +48,6 @@ from flowalign.training.rollout import Noise, sample, shard
 from flowalign.training.run import (
     best_adapter,
     checkpoint,
-    disk,
     history,
     processes,
     ranks,
@@ -101,25 +100,12 @@ class Loop:
         several = accelerator.num_processes > 1
         clock = clock or Clock(time.monotonic(), config.train.max_minutes)
         self.requests = Requests(gather_object if several else None, clock)
-        self.spare = disk.Spare(self.folder, config.train.disk_full == "continue")
 
     # The main path -----------------------------------------------------------------------------
 
     def run(self) -> None:
         """To the configured end. A signal, or the clock, ends it earlier and leaves a checkpoint of
         the last whole update (`flowalign.system.signals`)."""
-        try:
-            self._run()
-        except Exception as error:
-            if not disk.is_full(error):
-                raise
-            raise TrainingError(
-                f"update {self.update}: the disk of {self.folder} is full ({error}). The last "
-                f"checkpoint is {self.checkpoints.latest() or 'missing'}. Free some space, and run "
-                "again with --resume."
-            ) from error
-
-    def _run(self) -> None:
         self._mark_whole()
         with self.requests:
             try:
@@ -179,7 +165,7 @@ class Loop:
             self._evaluate()
             due = self._due(train.checkpoint_every)
             if self.update == train.updates or self.skips.saves(due):
-                with self.requests.whole(), self.spare.writing():
+                with self.requests.whole():
                     self.save()
             longest = max(longest or 0.0, time.perf_counter() - began)
 
@@ -227,7 +213,7 @@ class Loop:
         """What the algorithm makes of a rollout; or, on every process, the fault that a state or a
         label of one of them has. A diverged student is not the reward's fault, nor the teacher's:
         neither is asked about states that are not finite."""
-        if fault := nonfinite.of_all(nonfinite.fault_of_rollout(rollout)):
+        if fault := nonfinite.first_fault(nonfinite.fault_of_rollout(rollout)):
             return fault
         try:
             return self.algorithm.prepare(rollout, self.update)
@@ -252,14 +238,14 @@ class Loop:
             keep[start : start + share] = prepared.keep[start : start + share].cpu()
             if not keep.any():  # every process must take part in the gradient's reduction
                 keep[start] = True
-            own, passes = self.accumulate(prepared, keep, share, means)
+            broken = self.accumulate(prepared, keep, share, means)
             means.add(metrics.LEARNING_RATE, float(self.lr.get_last_lr()[0]))
             norm, taken = self._descend()
             if math.isfinite(norm):
                 means.add(metrics.GRADIENT_NORM, norm)
             if not taken:
                 skipped += 1
-                fault = fault or nonfinite.of_all(own) or self._overflow(prepared.rollout, passes)
+                fault = fault or nonfinite.first_fault(broken) or self._overflow()
         if skipped < steps:
             self.algorithm.learnt(self.steps)
         self._note_skips(fault, skipped)
@@ -267,10 +253,10 @@ class Loop:
 
     def accumulate(
         self, prepared: Prepared, keep: Tensor, share: int, means: Means
-    ) -> tuple[Fault | None, list[Accumulated]]:
-        """The gradient of an optimizer step's pairs, in micro-batches. Returns the first loss of
-        this process that is not finite, and the gradient after each micro-batch."""
-        rollout, fault, passes = prepared.rollout, None, []
+    ) -> Fault | None:
+        """The gradient of an optimizer step's pairs, in micro-batches. Returns the first fault of a
+        velocity or loss of this process."""
+        rollout, fault = prepared.rollout, None
         count = share * len(rollout.steps)
         size = min(self.config.optimizer.micro_batch, count)
         batches = math.ceil(int(keep.sum()) * len(rollout.steps) / size)
@@ -290,11 +276,10 @@ class Loop:
                         velocity, rollout, pairs.rows, pairs.steps
                     )
                 self.accelerator.backward(step.total * part)
-            passes.append(Accumulated.after(pairs.rows, pairs.steps, self.parameters))
             for name, value in {metrics.LOSS: loss, **step.metrics}.items() if weight else ():
                 if math.isfinite(value):
                     means.add(name, value, step.counts.get(name, len(pairs.rows)))
-        return fault, passes
+        return fault
 
     def _descend(self) -> tuple[float, bool]:
         """One optimizer step, if the gradient is finite: its norm before clipping, and whether the
@@ -304,11 +289,6 @@ class Loop:
         norm = self.accelerator.clip_grad_norm_(self.parameters, limit)
         norm = math.nan if norm is None else float(norm)
         taken = math.isfinite(norm)
-        if not taken and self.parallel.steps_itself:
-            raise TrainingError(
-                f"update {self.update}: the gradient is not finite, and DeepSpeed has taken the "
-                f"step. {nonfinite.DIVERGED}. {self._last_good()}"
-            )
         if taken or self.accelerator.scaler:  # it leaves such a step out, and lowers its scale
             self.optimizer.step()
             taken = taken and not self.optimizer.step_was_skipped
@@ -322,16 +302,13 @@ class Loop:
 
     # Numbers that go wrong ---------------------------------------------------------------------
 
-    def _overflow(self, rollout: Rollout, passes: list[Accumulated]) -> Fault | None:
+    def _overflow(self) -> Fault | None:
         """The fault of a gradient that is not finite though the losses are. None under float16,
         where that is how the loss scale finds its place, until the scale is used up."""
         scaler = self.accelerator.scaler
         if scaler and scaler.get_scale() >= nonfinite.LEAST_SCALE:
             return None
-        # the last backward pass also brings the gradients of the other processes
-        own = passes[:-1] if self.accelerator.num_processes > 1 else passes
-        last = Fault("the gradient", "in the last micro-batch of a process", nonfinite.DIVERGED)
-        return nonfinite.of_all(nonfinite.fault_of_gradient(rollout, own)) or last
+        return Fault("the gradient", "while all losses are finite", nonfinite.DIVERGED)
 
     def _note_skips(self, fault: Fault | None, skipped: int) -> None:
         """After an update: how many of its optimizer steps were skipped, and why the first was."""
@@ -358,7 +335,7 @@ class Loop:
 
     def _check_finite(self, values: Any, whose: str) -> None:
         """Raise TrainingError where tensors, at any depth, hold NaN: they are not to be written."""
-        if not nonfinite.whole(values):
+        if not nonfinite.all_finite(values):
             raise TrainingError(
                 f"update {self.update}: {whose} holds NaN or infinity, and is not written. "
                 f"{nonfinite.DIVERGED}. {self._last_good()}"
@@ -439,9 +416,8 @@ class Loop:
         for text in texts if main else ():
             log.warning("update %d: %s", self.update, text)
         if main:
-            with self.spare.writing():
-                keep = self.config.train.keep_samples
-                samples.write_drift(self.folder, self.update, kind, check.about(), keep)
+            keep = self.config.train.keep_samples
+            samples.write_drift(self.folder, self.update, kind, check.about(), keep)
         worst = [drift for drift in check.drifts if drift.beyond(settings.stop)]
         if worst:
             self.too_far = f"{where}: {'; '.join(map(drifted, worst))}"
@@ -457,7 +433,7 @@ class Loop:
             return
         assert self.config.alarm
         checkpoint.set_rng(self._rng)  # a reward may have drawn since
-        with self.requests.whole(), self.spare.writing():
+        with self.requests.whole():
             self.save()
         raise TrainingError(
             f"update {self.update}: the images drift from the base, beyond alarm.stop = "
@@ -469,12 +445,11 @@ class Loop:
 
     def _show(self, report: EvalReport) -> None:
         """The table of an evaluation, and some of its images."""
-        with self.spare.writing():
-            trackers.table(self.accelerator, "evaluation", report, self.update)
-            if report.examples:
-                keep = self.config.train.keep_samples
-                path = samples.write_examples(self.folder, self.update, report.examples, keep)
-                trackers.image(self.accelerator, "held_out", path, self.update)
+        trackers.table(self.accelerator, "evaluation", report, self.update)
+        if report.examples:
+            keep = self.config.train.keep_samples
+            path = samples.write_examples(self.folder, self.update, report.examples, keep)
+            trackers.image(self.accelerator, "held_out", path, self.update)
 
     def _keep_adapter(self, scores: Mapping[str, float]) -> None:
         self._check_finite(self.parameters, "the adapter")
@@ -485,18 +460,15 @@ class Loop:
         if self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
             row = to_json({metrics.UPDATE: self.update, **values})
-            with self.spare.writing():
-                files.append(self.folder / history.LOG, json.dumps(row, allow_nan=False) + "\n")
+            files.append(self.folder / history.LOG, json.dumps(row, allow_nan=False) + "\n")
             self.on_update(self.update, values)
-        with self.spare.writing():
-            self.accelerator.log(dict(values), step=self.update)
+        self.accelerator.log(dict(values), step=self.update)
 
     def _draw(self, rollout: Rollout, notes: list[str]) -> None:
         if self.accelerator.is_main_process and rollout.images is not None:
             keep = self.config.train.keep_samples
-            with self.spare.writing():
-                path = samples.write_rollout(self.folder, self.update + 1, rollout, notes, keep)
-                trackers.image(self.accelerator, "samples", path, self.update + 1)
+            path = samples.write_rollout(self.folder, self.update + 1, rollout, notes, keep)
+            trackers.image(self.accelerator, "samples", path, self.update + 1)
 
     def _due(self, every: int, offset: int = 0) -> bool:
         return (self.update + offset) % every == 0
@@ -521,7 +493,7 @@ class Loop:
             copies[best_adapter.COPY] = self.folder / best_adapter.ADAPTER
         scaler = self.accelerator.scaler
         states = {
-            "optimizer": self.parallel.optimizer_state(self.optimizer),
+            "optimizer": self.optimizer.state_dict(),
             "lr": self.lr.state_dict(),
             "scaler": scaler.state_dict() if scaler else {},
         }
@@ -577,7 +549,7 @@ class Loop:
         rank, place = self.accelerator.process_index, found.folder
         try:
             states, progress = checkpoint.load(place, rank, self._tensors())
-            self.parallel.load_optimizer_state(self.optimizer, states["optimizer"])
+            self.optimizer.load_state_dict(states["optimizer"])
         except ValueError as error:  # it is whole, and of another strategy
             raise ConfigError([f"--resume: {error}"]) from error
         self.lr.load_state_dict(states["lr"])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from flowalign.system.escape import shown
 from flowalign.types import Rollout
@@ -35,13 +34,13 @@ NARROW = "or use bfloat16 if model.dtype is float16"
 DIVERGED = f"The student has diverged. Lower optimizer.lr, {NARROW}"
 
 
-def place(rollout: Rollout, row: int, step: int | None) -> str:
+def describe_pair(rollout: Rollout, row: int, step: int | None) -> str:
     """An image of a rollout, and a step of its schedule if it is known, for a message."""
     task, prompt = rollout.batch.tasks[row], shown(rollout.batch.prompts[row], SHOWN)
     if step is None:
         return f"task {task!r}, prompt {prompt!r}"
-    own = rollout.own_sigmas
-    sigma = float(rollout.sigmas[step] if own is None else own[row, step])
+    sigmas = rollout.sigmas if rollout.own_sigmas is None else rollout.own_sigmas[row]
+    sigma = float(sigmas[step])
     when = f"at step {step} (sigma {sigma:.3f}), "
     return f"{when}task {task!r}, prompt {prompt!r}"
 
@@ -61,7 +60,9 @@ def fault_of_rollout(rollout: Rollout) -> Fault | None:
         row = int(broken.nonzero()[0])
         columns = _broken(rollout.states[row]).nonzero().flatten().tolist()
         step = rollout.steps[columns[0]] if columns else None  # None: after the trained ones
-        where = f"{place(rollout, row, step)} ({int(broken.sum())} of {len(rollout)} images)"
+        where = (
+            f"{describe_pair(rollout, row, step)} ({int(broken.sum())} of {len(rollout)} images)"
+        )
         if rollout.sources is None:
             return Fault("a state that the student sampled", where, DIVERGED)
         name = rollout.sources[row].adapter or "the base"
@@ -69,7 +70,7 @@ def fault_of_rollout(rollout: Rollout) -> Fault | None:
     images = rollout.images
     if images is None or not len(images) or not _broken(images).all():
         return None
-    where = f"{place(rollout, 0, None)} (all {len(images)} images), though the latents are finite"
+    where = f"{describe_pair(rollout, 0, None)} (all {len(images)} images); the latents are finite"
     return Fault("an image that the VAE decoded", where, "Use another model.vae_dtype")
 
 
@@ -80,45 +81,23 @@ def fault_of_pairs(velocity: Tensor, rollout: Rollout, rows: Tensor, steps: Tens
     first = int(broken.nonzero()[0]) if broken.any() else 0
     what = "the student's velocity" if broken.any() else "the loss"
     share = f" ({int(broken.sum())} of {len(broken)} pairs)" if broken.any() else " or beside it"
-    return Fault(what, place(rollout, int(rows[first]), int(steps[first])) + share, DIVERGED)
+    return Fault(
+        what, describe_pair(rollout, int(rows[first]), int(steps[first])) + share, DIVERGED
+    )
 
 
-@dataclass(frozen=True)
-class Accumulated:
-    """The gradient of this process after a micro-batch, without waiting for the device."""
-
-    rows: Tensor  # [b] of the micro-batch's pairs
-    steps: Tensor  # [b]
-    norm: Tensor  # of the sum of the gradients up to there
-
-    @staticmethod
-    def after(rows: Tensor, steps: Tensor, parameters: Sequence[Tensor]) -> Accumulated:
-        """The backward pass of these pairs."""
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        return Accumulated(rows, steps, get_total_norm(gradients))
-
-
-def fault_of_gradient(rollout: Rollout, passes: Sequence[Accumulated]) -> Fault | None:
-    """Of a gradient that is not finite though all losses are: the first such micro-batch."""
-    for batch in passes:
-        if not bool(torch.isfinite(batch.norm)):
-            where = place(rollout, int(batch.rows[0]), int(batch.steps[0]))
-            return Fault("the gradient", f"{where} or beside it", DIVERGED)
-    return None
-
-
-def of_all(fault: Fault | None) -> Fault | None:
+def first_fault(fault: Fault | None) -> Fault | None:
     """The first fault that any process has. All must call it."""
-    return next((known for known in gather_object([fault]) if known), None)
+    return next((each for each in gather_object([fault]) if each), None)
 
 
-def whole(values: Any) -> bool:
+def all_finite(values: Any) -> bool:
     """Whether all tensors of a nested list or mapping are finite."""
     if isinstance(values, Tensor):
         return bool(torch.isfinite(values.detach()).all())
     if isinstance(values, Mapping):
         values = list(values.values())
-    return not isinstance(values, list | tuple) or all(map(whole, values))
+    return not isinstance(values, list | tuple) or all(map(all_finite, values))
 
 
 def _broken(values: Tensor) -> Tensor:

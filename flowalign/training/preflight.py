@@ -260,9 +260,6 @@ def _package_problems(config: Stage) -> Iterator[str]:
             "train.trackers: 'wandb' needs wandb, which is not installed. "
             f"{packages.hint('wandb')} Or leave it out."
         )
-    strategy = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
-    if strategy and not packages.installed("deepspeed"):
-        yield f"launcher: DeepSpeed is not installed. {packages.hint('deepspeed')}"
 
 
 def _sharing_problems(config: TrainingStage, num_processes: int) -> Iterator[str]:

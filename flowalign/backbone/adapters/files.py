@@ -198,7 +198,7 @@ class Lora:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the weights and of `metadata`, whatever the format of the file."""
-        return tensors.digest(self.weights, json.dumps(self.metadata, sort_keys=True))
+        return tensors.digest_tensors(self.weights, json.dumps(self.metadata, sort_keys=True))
 
 
 def read_lora(source: str | Path | Lora, *, newest: bool = False) -> Lora:
@@ -222,7 +222,7 @@ def _check_manifest(file: Path) -> None:
     """Refuse an adapter that is not what the manifest in its folder says. Without one, or where the
     manifest.json is another program's, nothing is known."""
     try:
-        manifest.check(file.parent, [file.name, PEFT_CONFIG])
+        manifest.check_manifest(file.parent, [file.name, PEFT_CONFIG])
     except Foreign:
         return
     except Damaged as error:
@@ -466,5 +466,5 @@ def write_lora(
     if text_length is not None:
         head[TEXT_LENGTH] = str(text_length)
     with replacing(file) as part:
-        tensors.save(load_file(file), part, head)
-    manifest.seal(folder, {}, [ADAPTER])
+        tensors.save_tensors(load_file(file), part, head)
+    manifest.write_manifest(folder, {}, [ADAPTER])

@@ -27,14 +27,14 @@ def write(run: Path, save: Callable[[Path], None], scores: Mapping[str, float]) 
         part.mkdir()
         save(part)
         (part / SCORES).write_text(json.dumps(dict(scores)))
-        manifest.seal(part, {"scores": dict(scores)})
+        manifest.write_manifest(part, {"scores": dict(scores)})
 
 
 def wrong(run: Path, scores: Mapping[str, float]) -> str:
     """What is wrong with the adapter of a run, "" if it is whole and was chosen by this
     evaluation."""
     try:
-        about = manifest.check(run / ADAPTER).about
+        about = manifest.check_manifest(run / ADAPTER).about
     except Damaged as error:
         return str(error)
     return "" if about.get("scores") == dict(scores) else OTHER
@@ -48,4 +48,4 @@ def restore(run: Path, checkpoint: Path) -> Mapping[str, float]:
         return {}
     with files.replacing(run / ADAPTER, durable=True, swap=True) as part:
         shutil.copytree(copy, part)
-    return manifest.read(copy).about["scores"]
+    return manifest.read_manifest(copy).about["scores"]

@@ -81,7 +81,7 @@ class Checkpoints:
                     for name, source in (copies or {}).items():
                         _copy(source, part / name)
                     _write(part, tensors, states, {"update": update, **progress}, rngs)
-                    manifest.seal(part, said)
+                    manifest.write_manifest(part, said)
             self._rotate(update)
 
         from_main(write)
@@ -101,7 +101,7 @@ class Checkpoints:
 
 def _complete(folder: Path) -> bool:
     try:
-        manifest.read(folder)
+        manifest.read_manifest(folder)
     except Damaged:
         return False
     return True
@@ -110,7 +110,7 @@ def _complete(folder: Path) -> bool:
 def _about(folder: Path) -> Mapping[str, Any] | None:
     """What a sound checkpoint says of itself; None for a damaged one."""
     try:
-        return manifest.check(folder).about
+        return manifest.check_manifest(folder).about
     except Damaged:
         return None
 

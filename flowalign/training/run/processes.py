@@ -1,9 +1,9 @@
-"""How the processes of a run share the work: one alone, DDP, FSDP2 or DeepSpeed ZeRO-2.
+"""How the processes of a run share the work: one alone, DDP or FSDP2.
 
 accelerate's config file (configs/accelerate/) chooses, and accelerate does most of the work; this
 file does what it leaves to its caller. Every process holds every adapter whole and in float32, so
 that EMA, checkpoints and saved adapters are those of a single process. FSDP2 shards the frozen
-base, ZeRO-2 the optimizer's state; docs/scaling.md says when either pays.
+base; docs/scaling.md says when that pays.
 """
 
 from __future__ import annotations
@@ -38,18 +38,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flowalign.backbone import Backbone
 from flowalign.config import ConfigError, Stage, TrainingStage
+from flowalign.system import files
 from flowalign.system.escape import harmless
 from flowalign.system.signals import CODES, Interrupted
 from flowalign.training.report.status import read_status
-from flowalign.training.run import disk, ranks
-from flowalign.training.run.timeouts import group_timeout
+from flowalign.training.run import ranks
 
 log = logging.getLogger("flowalign")
 T = TypeVar("T")
 
+TIMEOUT = 7200.0  # seconds that a rank waits for another, unless `timeout_seconds` says it
+
 ADAPTERS = r".*\.lora_[AB]\..*"  # what peft calls the modules of all adapters
-# What `accelerate launch` sets -> the DistributedType that is then expected.
-ASKED = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DEEPSPEED"}
+# What `accelerate launch` sets for a strategy
+FSDP = "ACCELERATE_USE_FSDP"
+UNSUPPORTED = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM"}
 
 
 def state(*configs: Stage) -> PartialState:
@@ -57,17 +60,29 @@ def state(*configs: Stage) -> PartialState:
     processes on a machine without a GPU would each believe that they are alone.
 
     The first call makes their group and the watch over its ranks (`flowalign.training.run.ranks`).
-    The timeout is the longest that the stages of these configs need
-    (`flowalign.training.run.timeouts`). Later calls return that group.
+    The timeout is the longest of these configs. Later calls return that group.
     """
-    launched = int(os.environ.get("WORLD_SIZE") or 1)  # the group does not exist yet
-    longest = max((group_timeout(config, launched) for config in configs), default=None)
+    for key, name in UNSUPPORTED.items():
+        if _launched_with(key):
+            text = f"{name} is not supported. Use DDP, or FSDP2 to shard the base model."
+            raise ConfigError([text], "accelerate")
+    longest = max(map(_timeout, configs), default=None)
     options: dict[str, Any] = _fresh_store()
     if longest is not None:  # the watch comes first: it names the rank that is waited for
         options["timeout"] = timedelta(seconds=longest + ranks.MARGIN)
     made = PartialState(cpu=not torch.accelerator.is_available(), **options)
     ranks.watch().begin(longest)
     return made
+
+
+def _timeout(config: Stage) -> float:
+    """Seconds that a rank waits for another."""
+    settings = config.train if isinstance(config, TrainingStage) else config
+    return getattr(settings, "timeout_seconds", None) or TIMEOUT
+
+
+def _launched_with(key: str) -> bool:
+    return os.environ.get(key, "").lower() == "true"
 
 
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # the launcher tells its ranks which attempt this is
@@ -78,8 +93,7 @@ def _fresh_store() -> dict[str, Any]:
     accelerate's is, torch gives them the store of the ranks before them, with addresses where
     nobody listens any more. So the keys of each attempt have a prefix."""
     attempt, world = (int(os.environ.get(key) or 0) for key in (RESTARTS, "WORLD_SIZE"))
-    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"  # takes no store
-    if not attempt or world < 2 or deepspeed or torch.distributed.is_initialized():
+    if not attempt or world < 2 or torch.distributed.is_initialized():
         return {}
     store, rank, size = next(torch.distributed.rendezvous("env://"))
     prefixed = torch.distributed.PrefixStore(f"attempt_{attempt}", store)
@@ -110,7 +124,7 @@ def start(config: TrainingStage) -> Accelerator:
     model.dtype sets the precision, whatever accelerate's config file says: the backbone computes in
     that dtype itself, without autocast.
     """
-    asked = [kind for key, kind in ASKED.items() if os.environ.get(key, "").lower() == "true"]
+    asked = _launched_with(FSDP)
     started = accelerator(
         config,
         # fp16: for accelerate's scaling of the loss, without which small gradients become 0
@@ -185,7 +199,7 @@ class ExitStatus:
         elif isinstance(error, self.stopped):
             print(harmless(f"stopped: {error}"), file=sys.stderr)
             self.code = 1
-        elif isinstance(error, Exception) and disk.is_full(error):
+        elif isinstance(error, Exception) and files.is_disk_full(error):
             print(
                 f"stopped: the disk is full ({error}). What was finished is kept. Free some space, "
                 "and run the same command again, `train` with --resume.",
@@ -213,28 +227,21 @@ class ExitStatus:
         return error is None or self.code != 0
 
 
-def _problems(
-    config: TrainingStage, accelerator: Accelerator, asked: Sequence[str]
-) -> Iterator[str]:
+def _problems(config: TrainingStage, accelerator: Accelerator, fsdp_asked: bool) -> Iterator[str]:
     kind = accelerator.distributed_type
-    plugins: Any = accelerator.state  # Any: its type says that each plugin might be missing
-    if asked and kind.value not in asked:
+    plugins: Any = accelerator.state  # Any: its type says that the plugin might be missing
+    if fsdp_asked and kind != DistributedType.FSDP:
         yield (
-            f"asked for {asked[0]}, and accelerate started {kind.value}: it runs {asked[0]} on "
-            "GPUs only. Use configs/accelerate/ddp_2cpu.yaml on CPUs."
+            f"asked for FSDP, and accelerate started {kind.value}: it runs FSDP on GPUs only. Use "
+            "configs/accelerate/ddp_2cpu.yaml on CPUs."
         )
     elif kind == DistributedType.FSDP:
         yield from _fsdp_problems(config, plugins.fsdp_plugin)
-    elif kind == DistributedType.DEEPSPEED:
-        yield from _deepspeed_problems(config, plugins.deepspeed_plugin.deepspeed_config)
-    elif kind == DistributedType.MEGATRON_LM:
-        yield "Megatron-LM is not supported. Use DDP, FSDP2 or DeepSpeed ZeRO-2."
-    names = {DistributedType.FSDP: "FSDP2", DistributedType.DEEPSPEED: "DeepSpeed"}
-    if config.model.dtype == "float16" and kind in names:
-        yield f"model.dtype: 'float16' does not go with {names[kind]}. Use another dtype, or DDP."
 
 
 def _fsdp_problems(config: TrainingStage, plugin: Any) -> Iterator[str]:
+    if config.model.dtype == "float16":
+        yield "model.dtype: 'float16' does not go with FSDP2. Use another dtype, or DDP."
     if plugin.fsdp_version != 2:
         yield "fsdp_config.fsdp_version: got 1; only 2 keeps adapters and base apart. Set it to 2."
     if plugin.cpu_ram_efficient_loading:
@@ -249,29 +256,6 @@ def _fsdp_problems(config: TrainingStage, plugin: Any) -> Iterator[str]:
         )
     if Version(torch.__version__) < Version("2.7"):
         yield f"FSDP2 needs torch 2.7 or newer to leave adapters out; this is {torch.__version__}."
-
-
-def _deepspeed_problems(config: TrainingStage, settings: Any) -> Iterator[str]:
-    zero = settings["zero_optimization"]
-    if zero.get("stage") != 2:
-        yield (
-            f"deepspeed_config.zero_stage: got {zero.get('stage')}; only 2 is supported. Use 2, or "
-            "FSDP2 to shard the base."
-        )
-    for half in ("bf16", "fp16"):
-        if settings.get(half, {}).get("enabled"):
-            yield (
-                f"DeepSpeed's {half}.enabled would cast the adapters to {half}. Set it to false, "
-                "and say model.dtype: bfloat16."
-            )
-    offload = zero.get("offload_optimizer", {}).get("device")
-    if offload not in (None, "none"):
-        yield (
-            f"deepspeed_config.offload_optimizer_device: got {offload!r}, which is not supported "
-            "(an adapter's state is small). Set it to none."
-        )
-    if config.optimizer.name != "adamw":
-        yield f"optimizer.name: {config.optimizer.name!r} does not go with DeepSpeed. Use 'adamw'."
 
 
 def from_main(function: Callable[[], T]) -> T:
@@ -327,8 +311,8 @@ class Means:
 
 def of(accelerator: Accelerator) -> Parallel:
     """The strategy of an accelerator."""
-    kinds = {DistributedType.FSDP: Fsdp2, DistributedType.DEEPSPEED: Zero2}
-    return kinds.get(accelerator.distributed_type, Parallel)(accelerator)
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    return (Fsdp2 if sharded else Parallel)(accelerator)
 
 
 class Parallel:
@@ -336,11 +320,9 @@ class Parallel:
     step's last micro-batch averages the gradients.
 
     lockstep: all processes must run the same number of micro-batches (`missing_steps`).
-    steps_itself: the last backward pass takes the optimizer step, so that none can be left out.
     """
 
     lockstep = False
-    steps_itself = False
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -373,15 +355,6 @@ class Parallel:
     def average(self, parameters: Sequence[nn.Parameter]) -> None:
         """Make the gradients those of all processes, where the backward pass has not."""
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The whole optimizer's state_dict, the same on every process; all must ask for it."""
-        return optimizer.state_dict()
-
-    def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
-        """Put back what `optimizer_state` gave, after the parameters have been put back."""
-        _check_groups(state, optimizer.optimizer)
-        optimizer.load_state_dict(state)
-
 
 class Fsdp2(Parallel):
     """torch's fully_shard of the frozen base; a forward pass of one process is one of all.
@@ -412,75 +385,3 @@ class Fsdp2(Parallel):
         mean: Any = self.accelerator.reduce(flat, "mean")
         for grad, part in zip(grads, mean.split([g.numel() for g in grads]), strict=True):
             grad.copy_(part.view_as(grad))
-
-
-class Zero2(Parallel):
-    """DeepSpeed ZeRO-2 in float32: the adapter's gradients and optimizer state are sharded.
-
-    Every backward pass reduces, and the last one steps. The adapters are float32, as DeepSpeed's
-    master copy is; the base stays in model.dtype, as DeepSpeed does not know of it.
-    """
-
-    lockstep = True
-    steps_itself = True
-
-    def prepare(
-        self, config: TrainingStage, backbone: Backbone, optimizer: torch.optim.Optimizer
-    ) -> Any:
-        """DeepSpeed's own settings come from the config of the run."""
-        micro = config.optimizer.micro_batch
-        plugins: Any = self.accelerator.state
-        plugins.deepspeed_plugin.deepspeed_config |= {
-            "train_micro_batch_size_per_gpu": micro,  # only for its logs: it loads no data
-            "train_batch_size": micro * self.accelerator.num_processes,
-            "gradient_accumulation_steps": 1,  # losses come divided
-            "gradient_clipping": config.optimizer.max_grad_norm,
-        }
-        return super().prepare(config, backbone, optimizer)
-
-    @contextmanager
-    def learning(self, model: nn.Module, *, last: bool) -> Iterator[None]:
-        """accelerate's backward reads this flag to know whether DeepSpeed is to step."""
-        self.accelerator.sync_gradients = last
-        try:
-            yield
-        finally:
-            self.accelerator.sync_gradients = True
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """That of one flat parameter, gathered: each process holds an equal piece of it."""
-        state = optimizer.optimizer.optimizer.state_dict()
-        gathered = {
-            key: {k: self.accelerator.gather(v) if v.dim() else v for k, v in part.items()}
-            for key, part in state["state"].items()
-        }
-        return {**state, "state": gathered}  # DeepSpeed's own checkpoints are pickles
-
-    def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
-        """Take the piece of this process, and copy the adapter into the master copy again."""
-        zero = optimizer.optimizer
-        _check_groups(state, zero.optimizer)
-        zero.refresh_fp32_params()
-        (piece,) = (p for group in zero.optimizer.param_groups for p in group["params"])
-        world, rank = self.accelerator.num_processes, self.accelerator.process_index
-        for part in state["state"].values():
-            for key, value in part.items():
-                if value.dim() and value.numel() != piece.numel() * world:
-                    raise ValueError(
-                        "the checkpoint's optimizer state is of another number of processes. Under "
-                        "DeepSpeed a run is resumed with as many processes as it had."
-                    )
-                part[key] = value.chunk(world)[rank] if value.dim() else value
-        zero.optimizer.load_state_dict(state)
-
-
-def _check_groups(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Refuse the state of another strategy: DeepSpeed's is of one flat parameter."""
-    saved = [len(group["params"]) for group in state["param_groups"]]
-    own = [len(group["params"]) for group in optimizer.param_groups]
-    if saved != own:
-        raise ValueError(
-            f"the checkpoint's optimizer state is of {saved} parameters, this run's of {own}: a "
-            "run that began under DeepSpeed goes on under DeepSpeed, any other under DDP or FSDP2. "
-            "Use the accelerate config that it began with."
-        )

@@ -76,7 +76,7 @@ def newest(run: Path, config: TrainingStage) -> Found:
     other: list[str] = []
     for folder in reversed(checkpoints(run)):
         try:
-            about = manifest.check(folder).about
+            about = manifest.check_manifest(folder).about
         except Damaged as error:
             skipped[folder] = str(error)
             if not (folder / manifest.MANIFEST).exists() and any(folder.iterdir()):
@@ -95,11 +95,12 @@ def newest(run: Path, config: TrainingStage) -> Found:
 
 def _changed(config: TrainingStage, saved: object) -> list[str]:
     """The sections of a saved config in which the run's differs, but for those in FREE."""
+    free = {key: value for key, value in config.model_dump(mode="json").items() if key in FREE}
     try:
-        old = parse(saved, source="checkpoint").model_dump(exclude=FREE)
+        old = parse({**saved, **free} if isinstance(saved, dict) else saved, source="checkpoint")
     except ConfigError:
         return ["unreadable"]
-    new = config.model_dump(exclude=FREE)
+    old, new = old.model_dump(exclude=FREE), config.model_dump(exclude=FREE)
     return sorted(key for key in new.keys() | old if new.get(key) != old.get(key))
 
 
