@@ -258,7 +258,7 @@ def _teacher(wanted: Answers) -> dict[str, Any]:
         folder, configs = SD35, _teacher_configs(SD35, wanted.stage)
     by_reward = {data["tasks"][0]["reward"]["name"]: data for data in reversed(configs)}
     data = by_reward.get(names[0]) or by_reward.get("ocr") or configs[0]
-    if folder != (wanted.family or SD35):  # the method of SD3.5, the model and guidance of its own
+    if folder != (wanted.family or SD35):  # the method of SD35, the model and guidance of its own
         if wanted.stage == "grpo":
             guidance = wanted.shipped("eval.yaml")["sampling"]["guidance"]
         else:
@@ -280,9 +280,9 @@ def _student(wanted: Answers) -> dict[str, Any]:
         data = {"sft": {"states": 3}} | data
         data = {key: value for key, value in data.items() if key not in ("student", "anchor")}
     if wanted.teachers:
-        like = next(iter(data["teachers"].values()))
+        like: dict[str, Any] = next(iter(data["teachers"].values()))
         data["teachers"] = {
-            name: like | {"adapter": source} for name, source in wanted.teachers.items()
+            name: {**like, "adapter": source} for name, source in wanted.teachers.items()
         }
     names = list(data["teachers"])
     return _with_tasks(data, wanted, names, _one_each("--reward", wanted.rewards, len(names)))
@@ -366,8 +366,8 @@ def _task(wanted: Answers, name: str, reward: str, prompts: str, held_out: str) 
     shipped = _shipped_tasks(wanted)
     by_reward = {task["reward"]["name"]: task for task in shipped.values()}
     general = {key: shipped["preference"][key] for key in ("prompts", "validation")}
-    task: dict[str, Any] = by_reward.get(reward) or shipped.get(name) or general
-    task = task | {"name": name}
+    like = by_reward.get(reward) or shipped.get(name) or general
+    task: dict[str, Any] = {**like, "name": name}
     if reward:
         task["reward"] = _reward(reward, wanted)
     if prompts:
@@ -380,7 +380,7 @@ def _task(wanted: Answers, name: str, reward: str, prompts: str, held_out: str) 
 
 
 def _shipped_tasks(wanted: Answers) -> dict[str, dict[str, Any]]:
-    """The tasks of the family's student, and those of SD3.5's that it has not."""
+    """The tasks of the family's student, and those of SD35 that it has not."""
     tasks = [*read(SD35 / "student_flow_opd.yaml")["tasks"]] if wanted.model != "tiny" else []
     tasks += wanted.shipped("student_flow_opd.yaml")["tasks"]
     return {task["name"]: task for task in tasks}
