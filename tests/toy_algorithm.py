@@ -64,9 +64,7 @@ class Toy(Algorithm[Best]):
     @classmethod
     def keeps(cls, config: ToyStage, updates: Sequence[int] | None = None) -> Keeps:
         """Images, their latents, and the velocity to match at each noise level."""
-        return Keeps(
-            images=True, latents=True, noise_levels=config.toy.states, targets=["float32"]
-        )
+        return Keeps(images=True, latents=True, noise_levels=config.toy.states, targets=["float32"])
 
     def plan(self, update: int, size: Size | None = None) -> Schedule:
         """Clean images."""
