@@ -177,7 +177,7 @@ def parse(
     possible = {name: kind for name, kind in STAGES.items() if issubclass(kind, stage)}
     name = data.get("stage")
     if isinstance(name, str) and name in stage_names() and issubclass(stage_class(name), stage):
-        possible[name] = stage_class(name)
+        possible[name] = stage_class(name)  # pyright: ignore[reportArgumentType]
     listed = " or ".join(map(repr, possible))
     if isinstance(name, str) and name in stage_names() and name not in possible:
         text = f"stage: {name!r} is run by `{command(name)}`; this command wants {listed}."

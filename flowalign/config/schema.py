@@ -25,7 +25,7 @@ from pydantic import (
     Tag,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from flowalign.system import files
 
@@ -1238,8 +1238,8 @@ class MergeStage(Job):
 
 def _has_stage(name: str) -> str:
     if name == "recipe" or name not in stage_names():
-        possible = ", ".join(stage for stage in stage_names() if stage != "recipe")
-        raise PydanticCustomError("stage", "no stage; possible: {possible}", {"possible": possible})
+        possible = ", ".join(repr(stage) for stage in stage_names() if stage != "recipe")
+        raise PydanticKnownError("literal_error", {"expected": possible})
     return name
 
 
