@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flowalign.backbone import Backbone
+from flowalign.backbone.adapters.files import Lora
 from flowalign.training.algorithm import NotFinite
 from flowalign.training.nonfinite import NARROW, Fault, describe_pair, first_fault
 from flowalign.training.rollout import batches
@@ -30,7 +31,7 @@ class LabelError(NotFinite):
 class Member:
     """One teacher."""
 
-    adapter: str | Path | None  # folder or Hub id; None = the base itself
+    adapter: str | Path | Lora | None  # an opened one, its folder or Hub id; None = the base itself
     guidance: float = 1.0  # CFG scale of its labels
 
 
@@ -61,8 +62,10 @@ class Bank:
             try:
                 backbone.load_adapter(_adapter(name), member.adapter, frozen=True)
             except (RuntimeError, ValueError, KeyError, TypeError) as error:
+                adapter = member.adapter
+                where = adapter.file.parent if isinstance(adapter, Lora) else adapter
                 raise ValueError(
-                    f"the adapter in {member.adapter} does not fit the base "
+                    f"the adapter {where} does not fit the base "
                     f"{backbone.name or 'model'}: {str(error).splitlines()[0]}. Give an adapter "
                     "that was trained on this base."
                 ) from error

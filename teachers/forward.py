@@ -72,7 +72,7 @@ class Forward(Algorithm[Matched]):
         super().__init__(parts)
         config = self.config
         self.settings = config.forward
-        self.scored = Scored(config, config.forward, parts.accelerator, parts.rewards)
+        self.scored = Scored(parts, config.forward)
         self.on_images = self.scored.on_images
         policies = config.policies.items()
         self.policies = {name: Policy(self.backbone, name, s) for name, s in policies}

@@ -34,7 +34,7 @@ class Grpo(Algorithm[Credit]):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self.settings = parts.config.grpo
-        self.scored = Scored(parts.config, self.settings, parts.accelerator, parts.rewards)
+        self.scored = Scored(parts, self.settings)
         self.on_images = self.scored.on_images
 
     @classmethod

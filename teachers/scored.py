@@ -6,23 +6,21 @@ relative to the group of its prompt (`flowalign.credit`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from flowalign.config import AdvantageConfig, TrainingStage
+from flowalign.config import AdvantageConfig
 from flowalign.rewards.scoring import Ahead, ByTask
 from flowalign.teachers.advantages import Advantages
 from flowalign.training import metrics
-from flowalign.training.algorithm import Prepared, TrainingError
+from flowalign.training.algorithm import Parts, Prepared, TrainingError
 from flowalign.training.report.samples import note
 from flowalign.training.rollout import OnImages
 from flowalign.training.run.processes import Means
-from flowalign.types import PromptBatch, Reward, Rollout, Scores
+from flowalign.types import PromptBatch, Rollout, Scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,17 +31,12 @@ class Credit(Prepared):
 
 
 class Scored:
-    """Scores the rollouts of a run. rewards: by task name."""
+    """Scores the rollouts of a run. settings: how its rewards become advantages."""
 
-    def __init__(
-        self,
-        config: TrainingStage,
-        settings: AdvantageConfig,
-        accelerator: Accelerator,
-        rewards: Mapping[str, Reward],
-    ) -> None:
-        self.accelerator = accelerator
-        self.advantages = Advantages(config.tasks, settings, accelerator, rewards)
+    def __init__(self, parts: Parts, settings: AdvantageConfig) -> None:
+        config, rewards = parts.config, parts.rewards
+        self.accelerator = parts.accelerator
+        self.advantages = Advantages(settings, parts.accelerator, rewards, parts.prompts)
         self.max_invalid_share = config.train.max_invalid_share
         score = ByTask(rewards)
         self.scoring = Ahead(score, config.train.score_seconds)
@@ -67,10 +60,10 @@ class Scored:
         device = self.accelerator.device
         # the same numbers on every process, though one may lack a task
         names = sorted(set(gather_object(sorted(set(rollout.batch.tasks)))))
-        own = torch.tensor([names.index(task) for task in rollout.batch.tasks])
+        task = torch.tensor([names.index(task) for task in rollout.batch.tasks])
         value, valid, group, task = (
             self.accelerator.gather(t.to(device)).cpu()  # type: ignore[union-attr]
-            for t in (scores.value, scores.valid, rollout.group, own)
+            for t in (scores.value, scores.valid, rollout.group, task)
         )
         self._check(valid, scores)
         # of all processes, on the CPU: every process computes the same and takes its part

@@ -17,7 +17,7 @@ from flowalign.commands import train
 from flowalign.config import ConfigError, parse, to_yaml
 from flowalign.credit import adora, gated, gdpo
 from flowalign.rewards.scoring import score
-from flowalign.teachers.running_rewards import Earlier
+from flowalign.teachers.advantages import RunningRewards
 from flowalign.training.algorithm import TrainingError
 from flowalign.training.loop import Loop
 from flowalign.training.preflight import check_world
@@ -140,7 +140,7 @@ def test_a_part_that_is_weighted_and_not_given_stops_the_run(
 
 
 def test_averages_of_earlier_rollouts() -> None:
-    earlier = Earlier([("a",), ("b",)], decay=0.5)
+    earlier = RunningRewards([("a",), ("b",)], decay=0.5)
     place, valid = torch.tensor([0, 0, 1, 1]), torch.tensor([True, True, True, False])
     assert earlier.average(place, 0).isnan().all()
     earlier.add(place, torch.tensor([0.0, 1.0, 4.0, torch.nan]), valid, 0)
@@ -151,7 +151,11 @@ def test_averages_of_earlier_rollouts() -> None:
 
 
 def test_an_update_that_is_done_again_counts_once() -> None:
-    earlier, place, sound = Earlier([("a",)], 0.5), torch.zeros(1, dtype=torch.int64), torch.ones(1)
+    earlier, place, sound = (
+        RunningRewards([("a",)], 0.5),
+        torch.zeros(1, dtype=torch.int64),
+        torch.ones(1),
+    )
     earlier.add(place, torch.tensor([1.0]), sound.bool(), 0)
     for _ in range(3):  # interrupted twice, before its gradient was taken
         assert earlier.average(place, 1).tolist() == [1.0]
@@ -160,9 +164,9 @@ def test_an_update_that_is_done_again_counts_once() -> None:
 
 
 def test_a_prompt_of_two_tasks_has_two_averages() -> None:
-    earlier = Earlier([("a", "x"), ("b", "x"), ("a", "y")], 0.9)
+    earlier = RunningRewards([("a", "x"), ("b", "x"), ("a", "y")], 0.9)
     batch = PromptBatch(["x", "x", "y"], ["b", "a", "a"], [{}] * 3)
-    assert earlier.place(batch).tolist() == [1, 0, 2]
+    assert earlier.keys_of(batch).tolist() == [1, 0, 2]
 
 
 @pytest.mark.parametrize("name", ["adora", "gated"])

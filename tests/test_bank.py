@@ -28,8 +28,9 @@ def members(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict
         backbone = fakes.backbone(random_model)
         backbone.add_adapter("t", **kind)
         fakes.shake(backbone, "t", seed=seed, scale=0.3)
-        found[name] = Member(tmp_path_factory.mktemp(name))
-        backbone.save_adapter("t", found[name].adapter or "")
+        folder = tmp_path_factory.mktemp(name)
+        backbone.save_adapter("t", folder)
+        found[name] = Member(folder)
     return found
 
 

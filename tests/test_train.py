@@ -72,14 +72,17 @@ def test_keys_that_an_adapter_to_start_from_decides_are_named(
     init = fakes.teachers(random_model, tmp_path)["even"]
     given = f"lora={json.dumps({**lora, 'init': init})}"
     found = fakes.settings(random_model, tmp_path / "run", given)
-    start = preflight.start(found.lora)
+    start = preflight.start(found.lora, preflight.Inputs())
     assert start is not None
     assert [text.split(":")[0] for text in start.ignored] == ignored
     assert "rank 2" in start.text and "scale 2" in start.text and init in start.text
 
 
 def test_a_fresh_adapter_has_no_start_to_speak_of(random_model: str, tmp_path: Path) -> None:
-    assert preflight.start(fakes.settings(random_model, tmp_path / "run").lora) is None
+    assert (
+        preflight.start(fakes.settings(random_model, tmp_path / "run").lora, preflight.Inputs())
+        is None
+    )
 
 
 def test_a_run_says_where_it_starts_and_what_it_ignores(

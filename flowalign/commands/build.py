@@ -26,9 +26,9 @@ from flowalign.rewards import RewardBase
 from flowalign.system.signals import Clock
 from flowalign.teachers.bank import Bank, Member
 from flowalign.training.algorithm import STUDENT, Algorithm, Parts, algorithm_class
-from flowalign.training.data import PromptSampler, load_prompts, subset
+from flowalign.training.data import PromptSampler, subset
 from flowalign.training.loop import Loop
-from flowalign.training.preflight import group_problems, parts_problems
+from flowalign.training.preflight import Inputs, group_problems, parts_problems
 from flowalign.training.report import samples, trackers
 from flowalign.training.report.drift.monitor import Lens, Monitor
 from flowalign.training.report.progress import Progress
@@ -41,9 +41,11 @@ log = logging.getLogger("flowalign")
 
 
 def wire(
-    config: TrainingStage, clock: Clock | None = None
+    config: TrainingStage, clock: Clock | None = None, inputs: Inputs | None = None
 ) -> tuple[Loop, Progress, dict[str, RewardBase]]:
-    """Build every part of a run from its config -> the loop, its display, its rewards."""
+    """Build every part of a run from its config -> the loop, its display, its rewards. inputs: what
+    `preflight.check_world` has opened; None = nothing yet."""
+    inputs = Inputs() if inputs is None else inputs
 
     accelerator = processes.start(config)
     set_seed(config.seed)  # for the LoRA's initial A; all else has generators of its own
@@ -55,18 +57,18 @@ def wire(
     single = [name for name, reward in built.items() if not reward.weights]
     if problems := [*problems, *parts_problems(config, single)]:
         raise ConfigError(problems)
-    backbone = student(config, accelerator.device)
+    backbone = student(config, accelerator.device, inputs)
     progress = Progress(config, accelerator.is_main_process)
     loop = Loop(
         config,
         backbone,
         accelerator,
-        PromptSampler.of(config),
-        algorithm(config, backbone, built, accelerator),
-        evaluator(config, backbone, built, accelerator),
+        PromptSampler.of(config, inputs.prompts),
+        algorithm(config, backbone, built, accelerator, inputs),
+        evaluator(config, backbone, built, accelerator, inputs),
         progress.update,
         clock,
-        monitor(config, backbone, built, accelerator),
+        monitor(config, backbone, built, accelerator, inputs),
     )
     trackers.begin(accelerator, config)
     for place, scale in config.mixtures.items() if accelerator.is_main_process else ():
@@ -92,12 +94,12 @@ def build_rewards(config: TrainingStage, device: torch.device) -> dict[str, Rewa
     return built
 
 
-def student(config: TrainingStage, device: torch.device) -> Backbone:
+def student(config: TrainingStage, device: torch.device, inputs: Inputs | None = None) -> Backbone:
     """The base model with the student's adapter on it, fresh or read from lora.init."""
 
     backbone, lora = Backbone.load(config.model, device), config.lora
     if lora.init:
-        backbone.load_adapter(STUDENT, lora.init)
+        backbone.load_adapter(STUDENT, (inputs or Inputs()).adapter(lora.init))
     else:
         backbone.add_adapter(STUDENT, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
     if config.model.compile:
@@ -110,15 +112,19 @@ def algorithm(
     backbone: Backbone,
     rewards: Mapping[str, Reward],
     accelerator: Accelerator,
+    inputs: Inputs,
 ) -> Algorithm[Any]:
     """What the stage of a config learns, with the teachers that it names."""
     teachers = anchor = None
     if isinstance(config, DistillationStage):
-        teachers = bank(config, backbone, config.teachers, config.routing)
+        teachers = bank(config, backbone, config.teachers, config.routing, inputs)
     if labeller := config.labellers.get("anchor"):
         tasks = [task.name for task in config.tasks]
-        anchor = bank(config, backbone, {"anchor": labeller}, dict.fromkeys(tasks, "anchor"))
-    parts = Parts(config, backbone, accelerator, rewards, teachers, anchor)
+        anchor = bank(
+            config, backbone, {"anchor": labeller}, dict.fromkeys(tasks, "anchor"), inputs
+        )
+    prompts = {task.name: inputs.prompts(task.prompts, task.name) for task in config.tasks}
+    parts = Parts(config, backbone, accelerator, rewards, teachers, anchor, prompts)
     return algorithm_class(config)(parts)
 
 
@@ -127,10 +133,14 @@ def bank(
     backbone: Backbone,
     teachers: Mapping[str, TeacherConfig],
     routing: Mapping[str, str],
+    inputs: Inputs,
 ) -> Bank:
     """Teachers on the student's base. Raises ConfigError if one does not fit it."""
 
-    members = {name: Member(t.adapter, config.guidance_of(t)) for name, t in teachers.items()}
+    members = {
+        name: Member(t.adapter and inputs.adapter(t.adapter), config.guidance_of(t))
+        for name, t in teachers.items()
+    }
     labels = {}
     if isinstance(config, OpdStage):  # those of sft sample, and label nothing
         dtype = DTYPES[config.student.label_dtype]
@@ -149,12 +159,13 @@ def evaluator(
     backbone: Backbone,
     rewards: Mapping[str, Reward],
     accelerator: Accelerator,
+    inputs: Inputs,
 ) -> Callable[[], tuple[float, EvalReport]] | None:
     """What the loop calls to score the current adapter on held-out prompts."""
 
     if config.evaluation is None or not config.evaluates:
         return None
-    benchmarks, settings = held_out(config, rewards), config.evaluation_sampling
+    benchmarks, settings = held_out(config, rewards, inputs), config.evaluation_sampling
     seconds, share = config.train.score_seconds, config.evaluation.max_invalid_share
     place, device = "evaluation.watch", accelerator.device
     watched = suite.build_sets(config.watched, place, device, config.model)
@@ -175,24 +186,28 @@ def monitor(
     backbone: Backbone,
     rewards: Mapping[str, Reward],
     accelerator: Accelerator,
+    inputs: Inputs,
 ) -> Monitor | None:
     """What the loop asks for the drift of its images; None without `alarm`."""
 
     if config.alarm is None:
         return None
-    sets = held_out(config, rewards) if config.evaluates else []
+    sets = held_out(config, rewards, inputs) if config.evaluates else []
     lens, prompts = Lens.of(backbone, rewards), [benchmark.prompts for benchmark in sets]
     return Monitor(config, backbone, accelerator, lens, prompts)
 
 
-def held_out(config: TrainingStage, rewards: Mapping[str, Reward]) -> list[Benchmark]:
+def held_out(
+    config: TrainingStage, rewards: Mapping[str, Reward], inputs: Inputs | None = None
+) -> list[Benchmark]:
     """The validation benchmarks of a config, at most evaluation.prompts a task."""
 
     assert config.evaluation
     count, benchmarks = config.evaluation.prompts, []
+    inputs = Inputs() if inputs is None else inputs
     for task in config.tasks:
         if task.validation and task.reward:
-            prompts = subset(load_prompts(task.validation, task.name), count)
+            prompts = subset(inputs.prompts(task.validation, task.name), count)
             prompts = replace(prompts, size=task.size or config.model.sizes[0])
             benchmarks.append(Benchmark(task.name, prompts, rewards[task.name]))
     return benchmarks

@@ -22,11 +22,7 @@ from flowalign.config import (
 )
 from flowalign.system import files
 from flowalign.system.signals import Clock
-from flowalign.training.preflight import (
-    check_launch,
-    check_world,
-    start,
-)
+from flowalign.training.preflight import Inputs, check_launch, check_world, start
 from flowalign.training.run import lock
 from flowalign.training.run.resume import anew
 
@@ -157,9 +153,9 @@ def train(
 
     world = processes.state(config).num_processes
     check_launch(world)
-    check_world(config, world, resume=resume, any_world=any_world)
+    inputs = check_world(config, world, resume=resume, any_world=any_world)
     folder, main = Path(config.output), processes.state().is_main_process
-    if main and (begin := start(config.lora)):
+    if main and (begin := start(config.lora, inputs)):
         log.info(begin.text)
         for text in begin.ignored:
             log.warning("%s. Leave it out, or start without lora.init.", text)
@@ -170,7 +166,7 @@ def train(
     rank = ranks.watch()
     rank.at("loading the models")
     with lock.holding(folder, main), deterministic(config.train.deterministic):
-        loop, report, rewards = wire(config, clock)
+        loop, report, rewards = wire(config, clock, inputs)
         if main:
             files.remove_leftovers(folder)
         if not (resume and loop.resume(any_world=any_world)):
@@ -183,7 +179,7 @@ def train(
         with report.live(loop.update), rank.explained():
             loop.run()
             rank.at("pictures and model card")
-            finish(loop, config, rewards)
+            finish(loop, config, rewards, inputs)
         if main:
             watch.write(folder)  # the run's report
         processes.finish(loop.accelerator)
@@ -203,7 +199,9 @@ def _hint_threads(accelerator: Accelerator) -> None:
         )
 
 
-def finish(loop: Loop, config: TrainingStage, rewards: Mapping[str, Reward]) -> None:
+def finish(
+    loop: Loop, config: TrainingStage, rewards: Mapping[str, Reward], inputs: Inputs
+) -> None:
     """After the last update: a warning if it was in vain, the metrics plot, the model card and the
     before/after grid."""
     from flowalign.commands.build import held_out
@@ -220,6 +218,6 @@ def finish(loop: Loop, config: TrainingStage, rewards: Mapping[str, Reward]) -> 
         write_card(folder, config, sys.argv)
     if config.evaluates and (main or loop.backbone.sharded):  # sharded: all must sample
         path = folder / "before_after.png" if main else None
-        before_after(loop.backbone, config, held_out(config, rewards), path)
+        before_after(loop.backbone, config, held_out(config, rewards, inputs), path)
         if path:
             trackers.image(loop.accelerator, path.stem, path, loop.update)

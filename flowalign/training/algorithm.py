@@ -22,7 +22,16 @@ from flowalign.backbone import Backbone
 from flowalign.config import TrainingStage
 from flowalign.training.nonfinite import Fault
 from flowalign.training.rollout import OnImages, Size, window_of
-from flowalign.types import Conditioning, Reward, Rollout, Schedule, Source, StepLoss, Teacher
+from flowalign.types import (
+    Conditioning,
+    PromptBatch,
+    Reward,
+    Rollout,
+    Schedule,
+    Source,
+    StepLoss,
+    Teacher,
+)
 
 STUDENT = "student"  # name of the adapter that is trained
 
@@ -47,8 +56,8 @@ class NotFinite(TrainingError):
 class Parts:
     """What an algorithm is built from.
 
-    rewards: by task name. teachers: label each image's states by its task; anchor: labels those of
-    every task (both None where the config names none).
+    rewards, prompts: by task name. teachers: label each image's states by its task; anchor: labels
+    those of every task (both None where the config names none).
     """
 
     config: Any  # the TrainingStage of the algorithm
@@ -57,6 +66,7 @@ class Parts:
     rewards: Mapping[str, Reward] = field(default_factory=dict)
     teachers: Teacher | None = None
     anchor: Teacher | None = None
+    prompts: Mapping[str, PromptBatch] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

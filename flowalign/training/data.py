@@ -322,10 +322,12 @@ class PromptSampler:
         self._sizes: list[Size | None] = []  # [u]: of the images of update u
 
     @classmethod
-    def of(cls, config: TrainingStage) -> PromptSampler:
-        """That of a config's tasks. Raises PromptError for a set that cannot be read."""
+    def of(
+        cls, config: TrainingStage, read: Callable[[str, str], PromptBatch] = load_prompts
+    ) -> PromptSampler:
+        """The sampler of a config's tasks. Raises PromptError for a set that cannot be read."""
         return cls(
-            {task.name: load_prompts(task.prompts, task.name) for task in config.tasks},
+            {task.name: read(task.prompts, task.name) for task in config.tasks},
             {task.name: task.weight for task in config.tasks},
             config.rollout.prompts,
             config.seed,

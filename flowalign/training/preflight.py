@@ -1,6 +1,7 @@
 """What a config needs that lies outside of it: prompt sets, rewards, adapters, packages, processes.
 
-Everything here happens before a model is loaded.
+Everything here happens before a model is loaded. What is opened here is handed on as `Inputs`, so
+that no file is read twice.
 """
 
 from __future__ import annotations
@@ -8,13 +9,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from flowalign.backbone.adapters import hub
-from flowalign.backbone.adapters.files import AdapterError, read_lora
+from flowalign.backbone.adapters.files import AdapterError, Lora, read_lora
 from flowalign.config.schema import (
     ConfigError,
     EvalStage,
@@ -29,6 +30,27 @@ from flowalign.training.data import PromptError, load_prompts
 from flowalign.training.report.pictures import IMAGES, image_files
 from flowalign.training.run import determinism
 from flowalign.training.run import resume as resuming
+from flowalign.types import PromptBatch
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The files of a stage, each read when it is first asked for, and once."""
+
+    adapters: dict[str, Lora] = field(default_factory=dict)  # by source: a folder or a Hub id
+    prompt_sets: dict[tuple[str, str], PromptBatch] = field(default_factory=dict)
+
+    def adapter(self, source: str) -> Lora:
+        """The adapter of a source; the Hub's newest. Raises AdapterError and HubError."""
+        if source not in self.adapters:
+            self.adapters[source] = read_lora(source, newest=True)
+        return self.adapters[source]
+
+    def prompts(self, source: str, task: str) -> PromptBatch:
+        """The prompts of a source, as those of a task. Raises PromptError and OSError."""
+        if (source, task) not in self.prompt_sets:
+            self.prompt_sets[source, task] = load_prompts(source, task)
+        return self.prompt_sets[source, task]
 
 
 def check_world(
@@ -37,10 +59,13 @@ def check_world(
     pending: Collection[str] = (),
     resume: bool | None = None,
     any_world: bool = False,
-) -> None:
-    """Refuse what `world_problems` finds, as one ConfigError. Called before any model is loaded."""
-    if problems := world_problems(config, num_processes, pending, resume, any_world):
+) -> Inputs:
+    """Refuse what `world_problems` finds, as one ConfigError; else what was opened for it. Called
+    before any model is loaded."""
+    inputs = Inputs()
+    if problems := world_problems(config, num_processes, pending, resume, any_world, inputs=inputs):
         raise ConfigError(problems)
+    return inputs
 
 
 def world_problems(
@@ -50,6 +75,7 @@ def world_problems(
     resume: bool | None = None,
     any_world: bool = False,
     trust: bool = True,
+    inputs: Inputs | None = None,
 ) -> list[str]:
     """What keeps a stage from starting here: missing packages, adapters, rewards and prompt sets,
     images that the processes cannot share, and a folder that holds another run.
@@ -58,9 +84,10 @@ def world_problems(
     earlier stage of a recipe will write them. resume: whether the run is to continue what its
     folder holds; None = the folder is not looked at. any_world: also with another number of
     processes. trust: whether to run the code that the config names (`own_code`); without it, what
-    needs that code is not checked.
+    needs that code is not checked. inputs: keeps what is opened.
     """
-    problems = [*_package_problems(config), *_adapter_problems(config, pending)]
+    inputs = Inputs() if inputs is None else inputs
+    problems = [*_package_problems(config), *_adapter_problems(config, pending, inputs)]
     if isinstance(config, TrainingStage | EvalStage):
         problems += _model_problems(config)
     if isinstance(config, TrainingStage):
@@ -69,7 +96,7 @@ def world_problems(
             problems += resuming.problems(
                 config, num_processes, resume=resume, any_world=any_world, pending=pending
             )
-    problems += _scoring_problems(config, num_processes, trust)
+    problems += _scoring_problems(config, num_processes, trust, inputs)
     if isinstance(config, EvalStage):
         problems += _fidelity_problems(config, trust)
     return problems
@@ -115,7 +142,9 @@ def check_launch(num_processes: int) -> None:
         )
 
 
-def _scoring_problems(config: Stage, num_processes: int, trust: bool) -> Iterator[str]:
+def _scoring_problems(
+    config: Stage, num_processes: int, trust: bool, inputs: Inputs
+) -> Iterator[str]:
     """Rewards that cannot be built, or cannot judge the prompts; prompt sets that are not there."""
     import flowalign.rewards as rewards  # only here: importing a config needs no rewards
 
@@ -146,7 +175,7 @@ def _scoring_problems(config: Stage, num_processes: int, trust: bool) -> Iterato
                 single.append(name)
         for key, source in sources.items():
             try:
-                batch = load_prompts(source, name)
+                batch = inputs.prompts(source, name)
                 for reward in sound:
                     options = reward.options
                     rewards.check_prompts(reward.name, options, batch.prompts, batch.metadata)
@@ -247,14 +276,14 @@ def _sharing_problems(config: TrainingStage, num_processes: int) -> Iterator[str
         )
 
 
-def _adapter_problems(config: Stage, pending: Collection[str]) -> Iterator[str]:
+def _adapter_problems(config: Stage, pending: Collection[str], inputs: Inputs) -> Iterator[str]:
     """Adapters that are not there, cannot be read, hold NaN, or say that they belong to another
     base. Those on the Hub are downloaded."""
     for place, source in config.inputs.items():
         if source in pending:
             continue
         try:
-            lora = read_lora(source, newest=True)
+            lora = inputs.adapter(source)
             lora.check_values()
         except (AdapterError, hub.HubError) as error:
             yield f"{place}: {error}"
@@ -338,11 +367,11 @@ class Start:
     ignored: list[str]
 
 
-def start(lora: LoraConfig) -> Start | None:
+def start(lora: LoraConfig, inputs: Inputs) -> Start | None:
     """Of `lora.init`; None for a fresh adapter."""
     if lora.init is None:
         return None
-    adapter = read_lora(lora.init)
+    adapter = inputs.adapter(lora.init)
     ranks, ignored = adapter.ranks, []
     for key, has in (("rank", ranks), ("alpha", adapter.alphas)):
         wanted = getattr(lora, key)

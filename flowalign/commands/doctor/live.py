@@ -48,7 +48,6 @@ from flowalign.training.data import load_prompts, subset
 from flowalign.training.loop import Loop
 from flowalign.training.losses import guard_log_ratio
 from flowalign.training.rollout import Noise, places, sample, schedule_of
-from flowalign.training.student.sft import Sft
 from flowalign.types import PromptBatch, Rollout
 
 COPIES = 4  # images of a prompt, at most
@@ -107,8 +106,7 @@ def _train(
     if rollout.log_probs is not None and isinstance(small, GrpoStage | OpdStage):
         findings += _ratio(small, loop, rollout)
     if isinstance(config, DistillationStage):
-        algorithm = loop.algorithm
-        bank = algorithm.bank if isinstance(algorithm, Sft) else algorithm.teachers  # type: ignore
+        bank = loop.algorithm.teachers  # type: ignore[attr-defined]
         findings += _labels(config, loop.backbone, bank, rollout)
         findings += _worth(config, loop.backbone, bank, built)
     before = _velocity(loop, rollout)
