@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from flowalign.backbone.adapters.files import file_digest
 from flowalign.commands.card import REPORT, write_card
 from flowalign.config import (
-    STAGES,
     ConfigError,
     EvalStage,
     MergeStage,
@@ -27,6 +26,8 @@ from flowalign.config import (
     overlay,
     parse,
     read,
+    stage_class,
+    stage_names,
     to_yaml,
 )
 from flowalign.system import files, manifest
@@ -205,7 +206,8 @@ def _read_stage(config: RecipeStage, name: str, home: Path, adapters: Mapping[st
     data["model"] = config.model.model_dump(mode="json")  # all stages have one base
     data = overlay(data, *(keys for variant, keys in config.variant.items() if variant == kind))
     data["output"] = str(Path(config.output) / name)
-    if "seed" in STAGES.get(kind, Stage).model_fields and "seed" not in own:
+    known = stage_class(kind) if kind in stage_names() else Stage
+    if "seed" in known.model_fields and "seed" not in own:
         data["seed"] = config.seed
     problems: list[str] = []
     data = _resolve(data, adapters, problems)

@@ -25,6 +25,7 @@ from flowalign.config.schema import (
     OpdStage,
     PolicyConfig,
     RecipeStage,
+    RewardStage,
     RolloutConfig,
     SamplingConfig,
     Section,
@@ -38,4 +39,6 @@ from flowalign.config.schema import (
     TrainingAlarmConfig,
     TrainingStage,
     WindowConfig,
+    stage_class,
+    stage_names,
 )

@@ -39,6 +39,8 @@ from flowalign.config.schema import (
     Variant,
     close_to,
     command,
+    stage_class,
+    stage_names,
 )
 from flowalign.system import files
 
@@ -173,8 +175,11 @@ def parse(
     data = _copy(data)  # overrides are written into it
     problems = [problem for text in overrides if (problem := _assign(data, text))]
     possible = {name: kind for name, kind in STAGES.items() if issubclass(kind, stage)}
-    listed, name = " or ".join(map(repr, possible)), data.get("stage")
-    if isinstance(name, str) and name in STAGES and name not in possible:
+    name = data.get("stage")
+    if isinstance(name, str) and name in stage_names() and issubclass(stage_class(name), stage):
+        possible[name] = stage_class(name)  # pyright: ignore[reportArgumentType]
+    listed = " or ".join(map(repr, possible))
+    if isinstance(name, str) and name in stage_names() and name not in possible:
         text = f"stage: {name!r} is run by `{command(name)}`; this command wants {listed}."
         raise ConfigError([*problems, text], source)
     if not isinstance(name, str) or name not in possible:

@@ -12,6 +12,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import entry_points
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -24,7 +25,7 @@ from pydantic import (
     Tag,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from flowalign.system import files
 
@@ -1235,7 +1236,14 @@ class MergeStage(Job):
             yield f"rank: {self.rank}, but 'concat' adds the ranks. Use 'svd', or leave it out."
 
 
-Variant = dict[Literal["grpo", "nft", "awm", "opd", "sft", "merge", "eval"], dict[str, Any]]
+def _has_stage(name: str) -> str:
+    if name == "recipe" or name not in stage_names():
+        possible = ", ".join(repr(stage) for stage in stage_names() if stage != "recipe")
+        raise PydanticKnownError("literal_error", {"expected": possible})
+    return name
+
+
+Variant = dict[Annotated[str, AfterValidator(_has_stage)], dict[str, Any]]
 """Kind of stage -> keys of its config."""
 
 
@@ -1373,6 +1381,29 @@ STAGES: dict[str, type[Stage]] = {  # by the value of `stage`
     "recipe": RecipeStage,
     "eval": EvalStage,
 }
+
+
+PLUGINS = "flowalign.algorithms"  # entry points: name of a stage -> its config class
+
+
+def stage_names() -> list[str]:
+    """The stages that there are: those of STAGES, then those of plugins."""
+    return [*STAGES, *sorted({point.name for point in entry_points(group=PLUGINS)} - {*STAGES})]
+
+
+def stage_class(name: str) -> type[Stage]:
+    """The config class of a stage. A plugin is imported now; ConfigError if it cannot be."""
+    if name in STAGES:
+        return STAGES[name]
+    (point, *_) = entry_points(group=PLUGINS, name=name)
+    try:
+        kind = point.load()
+        if not issubclass(kind, TrainingStage):
+            raise TypeError(f"{kind.__name__} is no TrainingStage")
+    except Exception as error:
+        text = f"stage: the plugin {name!r} ({point.value}) cannot be loaded: {error}"
+        raise ConfigError([text]) from error
+    return kind
 
 
 def command(stage: str) -> str:

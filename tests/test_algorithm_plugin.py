@@ -1,0 +1,75 @@
+"""An algorithm from outside the library: named by an entry point, it is a stage like any other."""
+
+import json
+from pathlib import Path
+
+import fakes
+import pytest
+from accelerate.state import AcceleratorState
+
+from flowalign.commands import cli
+from flowalign.config import ConfigError, TrainingStage, parse
+from flowalign.training.algorithm import algorithm_class
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/toy_algorithm.py as a distribution on the path."""
+    info = tmp_path / "site" / "toy-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
+    entry = "[flowalign.algorithms]\ntoy = toy_algorithm:ToyStage\nbad = toy_algorithm:Missing\n"
+    (info / "entry_points.txt").write_text(entry)
+    monkeypatch.syspath_prepend(info.parent)
+
+
+def run(model: str, folder: Path, *changes: str) -> Path:
+    """The config file of a run of it."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    raw = fakes.settings(model, folder).model_dump(mode="json", exclude={"grpo", "stage"})
+    raw["rollout"] |= {"kind": "ode", "window": None}
+    path = folder.parent / f"{folder.name}.yaml"
+    config = parse({**raw, "stage": "toy"}, changes, stage=TrainingStage)
+    path.write_text(json.dumps(config.model_dump(mode="json")))
+    return path
+
+
+@pytest.mark.usefixtures("installed")
+def test_it_trains_and_resumes_to_the_same_bits(random_model: str, tmp_path: Path) -> None:
+    config = run(random_model, tmp_path / "run")
+    assert cli.main(["train", "--config", str(config)]) == 0
+    part = run(random_model, tmp_path / "part", "train.updates=2")
+    assert cli.main(["train", "--config", str(part)]) == 0
+    again = ["--resume", "train.updates=4"]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert cli.main(["train", "--config", str(part), *again]) == 0
+    weights = [
+        (tmp_path / name / "adapter" / "pytorch_lora_weights.safetensors").read_bytes()[-4000:]
+        for name in ("run", "part")
+    ]
+    assert weights[0] == weights[1]
+    assert "toy" in (tmp_path / "run" / "adapter" / "README.md").read_text()
+    assert (tmp_path / "run" / "watch.html").stat().st_size > 10_000  # the report of the run
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_doctor_predicts_it_by_what_it_keeps(
+    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = run(random_model, tmp_path / "run")
+    assert cli.main(["doctor", "--no-model", "--config", str(config)]) == 0
+    text = capsys.readouterr().out
+    assert "peak in VAE decode" in text and "labels" not in text
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_entry_point_that_cannot_be_loaded_is_named() -> None:
+    with pytest.raises(ConfigError, match="bad.*Missing"):
+        parse({"stage": "bad"}, stage=TrainingStage)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_config_names_its_class(random_model: str, tmp_path: Path) -> None:
+    config = run(random_model, tmp_path / "run")
+    stage = parse(json.loads(config.read_text()), stage=TrainingStage)
+    assert algorithm_class(stage).__name__ == "Toy"
