@@ -112,34 +112,31 @@ class Loop:
         while self.update < self.config.train.updates:
             self.requests.stop_point(longest)
             began = time.perf_counter()
-            self._one_update()
+            with self._phase("the rollout") as sampling:
+                rollout = self.rollout(self.update)
+            with self._phase("scores and labels") as scoring:
+                prepared = self.prepare(rollout)
+            drift = self._compare_with_base(rollout)  # now: no thread asks a reward any more
+            with self.requests.uninterrupted():  # an update is learnt completely, or not at all
+                self._complete = False
+                with self._phase("the gradient") as learning:
+                    values = self.learn(prepared)
+                images = len(rollout) * self.accelerator.num_processes  # an equal shard each
+                values |= {
+                    metrics.SECONDS_ROLLOUT: sampling.seconds,
+                    metrics.SECONDS_SCORE: scoring.seconds,
+                    metrics.SECONDS_UPDATE: learning.seconds,
+                    metrics.IMAGES_PER_SECOND: images / (time.perf_counter() - began),
+                    **drift,
+                }
+                self.update += 1
+                self._report(rollout, prepared, values)
+                del rollout, prepared  # before anything else is sampled
+                self._note_complete()
             self._check_skips()
             self._evaluate()
             self._save_if_due()
             longest = max(longest or 0.0, time.perf_counter() - began)
-
-    def _one_update(self) -> None:
-        began = time.perf_counter()
-        with self._phase("the rollout") as sampling:
-            rollout = self.rollout(self.update)
-        with self._phase("scores and labels") as scoring:
-            prepared = self.prepare(rollout)
-        drift = self._compare_with_base(rollout)  # now: no thread asks a reward any more
-        with self.requests.uninterrupted():  # an update is learnt completely, or not at all
-            self._complete = False
-            with self._phase("the gradient") as learning:
-                values = self.learn(prepared)
-            images = len(rollout) * self.accelerator.num_processes  # an equal shard each
-            values |= {
-                metrics.SECONDS_ROLLOUT: sampling.seconds,
-                metrics.SECONDS_SCORE: scoring.seconds,
-                metrics.SECONDS_UPDATE: learning.seconds,
-                metrics.IMAGES_PER_SECOND: images / (time.perf_counter() - began),
-                **drift,
-            }
-            self.update += 1
-            self._report(rollout, prepared, values)
-            self._note_complete()
 
     def rollout(self, update: int) -> Rollout:
         """The trajectories of this process for an update: a function of seed, update, weights."""
