@@ -1,7 +1,8 @@
 """`flowalign init`: a config for a stage, a model and rewards or teachers, explained by comments.
 
-Values come from the configs that ship (configs/tiny, configs/sd35_medium), the meaning of a key
-from its docstring in `flowalign.config.schema`.
+Values come from the shipped configs of the model's family (configs/FAMILY); where a family ships no
+config for a stage, from those of Stable Diffusion 3.5. The meaning of a key is its docstring in
+`flowalign.config`.
 """
 
 from __future__ import annotations
@@ -12,18 +13,22 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Any, get_args
 
 import yaml
-from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
-from flowalign.config import STAGES, ConfigError, Stage, assignments, load, read
-from flowalign.config.schema import LoraConfig, Section, command
+from flowalign import rewards as reward_registry
+from flowalign.backbone import ModelError, family_of, pipeline_name
+from flowalign.backbone.adapters.files import adapter_folder
+from flowalign.backbone.structure import find
+from flowalign.config import STAGES, RecipeStage, Section, Stage, assignments, parse, read
+from flowalign.config.schema import LoraConfig, command
 from flowalign.system.files import replacing
+from flowalign.training.sources import validation_file
 
 CONFIGS = Path(__file__).parent / "configs"
+SD35 = CONFIGS / "sd35_medium"  # has configs for all stages
 WIDTH = 100
 ABOUT = {
     "grpo": "train a teacher on a reward",
@@ -35,8 +40,6 @@ ABOUT = {
     "recipe": "merge teachers, train a student from the merge, compare all models",
     "eval": "score models on held-out prompts",
 }
-
-
 TEACHERS = ("grpo", "nft", "awm")  # the stages that learn from rewards
 USED = {  # options that say what a config holds, by the stages that have it
     "reward": ("grpo", "nft", "awm", "opd", "sft", "recipe", "eval"),
@@ -94,8 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if sys.stdin.isatty() and not args.yes:
             ask(args)
-        wanted = answers(args)
-        notes = write(wanted, args.force, args.all)
+        wanted = read_answers(args)
+        notes = write_config(wanted, args.force, args.all)
     except (ValueError, OSError) as error:  # of the config, a reward, a file
         print(f"flowalign init: {error}", file=sys.stderr)
         return 2
@@ -116,10 +119,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 @dataclass(frozen=True)
 class Answers:
     """What a config is written from. teachers: {name: adapter}. An empty collection = as in the
-    config that ships."""
+    shipped config. family: the folder of the shipped configs, None = the family is not known."""
 
     stage: str
     model: str
+    family: Path | None
     rewards: list[str]
     options: dict[str, Any]
     teachers: dict[str, str]
@@ -127,47 +131,37 @@ class Answers:
     validation: list[str]
     out: Path
 
-    @property
-    def family(self) -> Path:
-        """The folder of the configs whose values are used."""
-        return CONFIGS / ("tiny" if self.model == "tiny" else "sd35_medium")
+    def shipped(self, name: str) -> dict[str, Any]:
+        """A shipped config of the family."""
+        return read((self.family or SD35) / name)
+
+
+QUESTIONS = {  # by option: what is asked, and the answer to an empty line
+    "stage": (f"stage ({', '.join(ABOUT)})", "grpo"),
+    "model": ("model (tiny, a folder or a Hub id)", "tiny"),
+    "teachers": ("adapters, as NAME=FOLDER (empty: those of the shipped config)", ""),
+    "reward": ("rewards, one per task (empty: those of the shipped config)", ""),
+    "prompts": ("files of prompts, one per task (empty: those of the shipped config)", ""),
+    "validation": ("files of held-out prompts, one per task (empty: those beside them)", ""),
+}
 
 
 def ask(args: argparse.Namespace) -> None:
     """Ask for what the command line does not give; writes the answers into args."""
-    if args.stage is None:
-        for name, text in ABOUT.items():
-            print(f"  {name:8}{text}")
-    while args.stage not in STAGES:
-        args.stage = _answer("stage", "grpo")
-        if args.stage not in STAGES:
-            print(f"  possible: {', '.join(STAGES)}")
-    args.model = args.model or _answer("model (tiny, a folder or a Hub id)", "tiny")
-    if args.reward is None and args.stage in TEACHERS:
-        args.reward = _answer("reward", "ocr").split()
-    if args.teachers is None and args.stage in USED["teachers"]:
-        shipped = _answer("adapters, as NAME=FOLDER (empty: those of the shipped config)", "")
-        args.teachers = shipped.split() or None
-    if args.reward is None and args.stage == "recipe" and args.teachers:
-        args.reward = _answer("rewards, one per teacher (empty: by its name)", "").split() or None
-    if args.prompts is None and args.stage in USED["validation"]:
-        files = _answer("files of prompts, one per task (empty: those of the shipped config)", "")
-        args.prompts = files.split() or None
-        if args.prompts and args.validation is None:
-            held_out = _answer("files of held-out prompts (empty: no evaluation)", "")
-            args.validation = held_out.split() or None
-    args.out = args.out or Path(_answer("file to write", f"{args.stage}.yaml"))
+    for option, (question, default) in QUESTIONS.items():
+        while getattr(args, option) is None and args.stage in USED.get(option, (args.stage,)):
+            shown = f" [{default}]" if default else ""
+            answer = input(f"{question}{shown}: ").strip() or default
+            if option == "stage" and answer not in STAGES:
+                continue
+            setattr(args, option, answer.split() if option in USED else answer)
+    args.out = args.out or Path(
+        input(f"file to write [{args.stage}.yaml]: ") or f"{args.stage}.yaml"
+    )
 
 
-def _answer(question: str, default: str) -> str:
-    shown = f" [{default}]" if default else ""
-    return input(f"{question}{shown}: ").strip() or default
-
-
-def answers(args: argparse.Namespace) -> Answers:
+def read_answers(args: argparse.Namespace) -> Answers:
     """The arguments, checked; ValueError for what no config could be written from."""
-    from flowalign.backbone.adapters.files import adapter_folder
-
     if args.stage is None:
         raise ValueError(f"--stage: missing; want one of {', '.join(STAGES)}.")
     for option, stages in USED.items():
@@ -177,37 +171,68 @@ def answers(args: argparse.Namespace) -> Answers:
             )
     if args.prompts and args.stage == "eval" and not args.reward:
         raise ValueError("--prompts: say what scores their images, too: --reward, one for each.")
-    teachers: dict[str, str] = {}
-    given: list[str] = args.teachers or []
-    for number, text in enumerate(given, 1):
-        name, equals, adapter = text.partition("=")
-        if not equals:
-            if args.stage not in ("merge", "eval"):
-                raise ValueError(f"--teachers: got {text!r}; want NAME=ADAPTER, as in ocr={text}.")
-            folder = adapter_folder(text)
-            name, adapter = (folder.parent if folder.name == "adapter" else folder).name, text
-        if name in teachers:
-            name = f"{name}_{number}"
-        teachers[name] = adapter
     options = assignments(args.options)
     if options and len(args.reward or ()) != 1:
         raise ValueError("--options: they belong to one reward; give one --reward with them.")
+    model = args.model or "tiny"
     return Answers(
         stage=args.stage,
-        model=args.model or "tiny",
+        model=model,
+        family=family_folder(model),
         rewards=args.reward or [],
         options=options,
-        teachers=teachers,
+        teachers=_read_teachers(args.stage, args.teachers or []),
         prompts=args.prompts or [],
         validation=args.validation or [],
         out=args.out or Path(f"{args.stage}.yaml"),
     )
 
 
+def _read_teachers(stage: str, texts: Sequence[str]) -> dict[str, str]:
+    """{name: adapter} of NAME=ADAPTER; where only a table or a merge names them, of folders."""
+    teachers: dict[str, str] = {}
+    for number, text in enumerate(texts, 1):
+        name, equals, adapter = text.partition("=")
+        if not equals and stage not in ("merge", "eval"):
+            raise ValueError(f"--teachers: got {text!r}; want NAME=ADAPTER, as in ocr={text}.")
+        if not equals:
+            folder = adapter_folder(text)
+            name, adapter = (folder.parent if folder.name == "adapter" else folder).name, text
+        teachers[f"{name}_{number}" if name in teachers else name] = adapter
+    return teachers
+
+
+def family_folder(model: str) -> Path | None:
+    """The folder of the shipped configs for the family of a model; None if there is none, or the
+    family cannot be found out."""
+    if model == "tiny":
+        return CONFIGS / "tiny"
+    try:
+        family = family_of(_pipeline_of(model))
+    except ModelError:
+        return None
+    for file in sorted(CONFIGS.glob("*/eval.yaml")):
+        shipped_model = read(file)["model"]["id"]
+        if shipped_model == "tiny":
+            continue
+        shipped = family_of(_pipeline_of(shipped_model))
+        if issubclass(family, shipped) or issubclass(shipped, family):
+            return file.parent
+    return None
+
+
+def _pipeline_of(model: str) -> str:
+    """The class of a model's pipeline, from this machine if possible, else from the Hub."""
+    try:
+        return find(model).pipeline
+    except LookupError:
+        return pipeline_name(model)
+
+
 # The config --------------------------------------------------------------------------------------
 
 
-def build(wanted: Answers) -> dict[str, Any]:
+def build_config(wanted: Answers) -> dict[str, Any]:
     """The raw config of some answers; ValueError for numbers of files that do not fit."""
     makers = {
         **dict.fromkeys(TEACHERS, _teacher),
@@ -216,7 +241,7 @@ def build(wanted: Answers) -> dict[str, Any]:
         "eval": _eval,
     }
     data = makers.get(wanted.stage, _student)(wanted)
-    model = read(wanted.family / "eval.yaml")["model"] | data.get("model", {})
+    model = wanted.shipped("eval.yaml")["model"] | data.get("model", {})
     return data | {
         "stage": wanted.stage,
         "output": f"outputs/{wanted.out.stem}",
@@ -226,60 +251,63 @@ def build(wanted: Answers) -> dict[str, Any]:
 
 def _teacher(wanted: Answers) -> dict[str, Any]:
     """Of the stages that learn from rewards: the shipped teacher of the first reward."""
-    rewards = wanted.rewards or ["ocr"]
-    files = [f for name in ("teacher_ocr*", "teacher_*") for f in sorted(wanted.family.glob(name))]
-    found = {file: read(file) for file in files}
-    own = [data for data in found.values() if data["stage"] == wanted.stage]
-    shipped = {data["tasks"][0]["reward"]["name"]: data for data in reversed(own)}
-    data = shipped.get(rewards[0]) or next(iter(own), None) or _forward(found[files[0]])
-    return _with_tasks(data, wanted, list(map(_short, rewards)), rewards)
+    names = wanted.rewards or ["ocr"]
+    folder = wanted.family or SD35
+    configs = _teacher_configs(folder, wanted.stage)
+    if not configs:
+        folder, configs = SD35, _teacher_configs(SD35, wanted.stage)
+    by_reward = {data["tasks"][0]["reward"]["name"]: data for data in reversed(configs)}
+    data = by_reward.get(names[0]) or by_reward.get("ocr") or configs[0]
+    if folder != (wanted.family or SD35):  # the method of SD35, the model and guidance of its own
+        if wanted.stage == "grpo":
+            guidance = wanted.shipped("eval.yaml")["sampling"]["guidance"]
+        else:
+            guidance = wanted.shipped("student_flow_opd.yaml")["rollout"]["guidance"]
+        data |= {"model": {}, "rollout": data["rollout"] | {"guidance": guidance}}
+    return _with_tasks(data, wanted, list(map(_short, names)), names)
 
 
-def _forward(data: dict[str, Any]) -> dict[str, Any]:
-    """A GRPO teacher's config for a stage that learns from clean images."""
-    noise = ("noise_level", "window", "shared_noise")
-    rollout = {key: value for key, value in data["rollout"].items() if key not in noise}
-    rest = {key: value for key, value in data.items() if key != "grpo"}
-    return {**rest, "rollout": rollout | {"kind": "ode", "guidance": 1.0}}
+def _teacher_configs(folder: Path, stage: str) -> list[dict[str, Any]]:
+    configs = map(read, sorted(folder.glob("teacher_*.yaml")))
+    return [data for data in configs if data["stage"] == stage]
 
 
 def _student(wanted: Answers) -> dict[str, Any]:
     """Of the stages opd and sft."""
-    own = wanted.family / f"{wanted.stage}.yaml"
-    data = read(own if own.is_file() else wanted.family / "student_flow_opd.yaml")
+    own = (wanted.family or SD35) / f"{wanted.stage}.yaml"
+    data = read(own) if own.is_file() else wanted.shipped("student_flow_opd.yaml")
     if wanted.stage == "sft":
         data = {"sft": {"states": 3}} | data
         data = {key: value for key, value in data.items() if key not in ("student", "anchor")}
     if wanted.teachers:
-        like = next(iter(data["teachers"].values()))
+        like: dict[str, Any] = next(iter(data["teachers"].values()))
         data["teachers"] = {
-            name: like | {"adapter": source} for name, source in wanted.teachers.items()
+            name: {**like, "adapter": source} for name, source in wanted.teachers.items()
         }
     names = list(data["teachers"])
-    return _with_tasks(data, wanted, names, _each("--reward", wanted.rewards, len(names)))
+    return _with_tasks(data, wanted, names, _one_each("--reward", wanted.rewards, len(names)))
 
 
 def _merge(wanted: Answers) -> dict[str, Any]:
-    shipped = read(wanted.family / "student_flow_opd.yaml")["teachers"]
+    shipped = wanted.shipped("student_flow_opd.yaml")["teachers"]
     adapters = list(wanted.teachers.values()) or [t["adapter"] for t in shipped.values()]
     return {"adapters": adapters, "method": "concat"}
 
 
 def _recipe(wanted: Answers) -> dict[str, Any]:
     student = _student(replace(wanted, stage="opd"))  # its teachers, tasks and settings
-    teachers = {name: teacher["adapter"] for name, teacher in student["teachers"].items()}
     shared = ("model", "output", "seed", "stage")
     student = {key: value for key, value in student.items() if key not in shared}
     table = {key: value for key, value in _eval(wanted).items() if key not in shared}
+    teachers = {name: teacher["adapter"] for name, teacher in student["teachers"].items()}
     unscored = [task["name"] for task in student["tasks"] if "reward" not in task]
     if unscored:
         raise ValueError(
             f"--reward: missing for {', '.join(unscored)}. Give one for each of the "
             f"{len(teachers)} teachers, in their order; it scores the images of the table."
         )
-    if wanted.teachers or wanted.prompts or wanted.rewards:  # not of prompts that are trained on
-        found = (_benchmark(wanted, task) for task in student["tasks"])
-        table["benchmarks"] = [benchmark for benchmark in found if benchmark]
+    benchmarks = [_benchmark(wanted, task) for task in student["tasks"]]
+    table["benchmarks"] = [benchmark for benchmark in benchmarks if benchmark]
     models = {"base": None} | teachers
     stages: dict[str, Any] = {}
     if len(teachers) > 1:
@@ -294,55 +322,22 @@ def _recipe(wanted: Answers) -> dict[str, Any]:
 
 
 def _benchmark(wanted: Answers, task: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A task on its test prompts, else on its validation prompts; None without either."""
-    own = {"name": task["name"], "reward": task["reward"]}
-    tasks = read(wanted.family / "student_flow_opd.yaml")["tasks"]
-    shipped = {part["validation"]: part["name"] for part in tasks}
-    for benchmark in read(wanted.family / "eval.yaml")["benchmarks"]:
-        if benchmark["name"] == shipped.get(task.get("validation")):
-            return benchmark | own
-    test = _test_file(Path(task["prompts"]))
-    prompts = str(test) if test.is_file() else task.get("validation")
-    return own | {"prompts": prompts} if prompts else None
-
-
-def _test_file(path: Path) -> Path:
-    """Where the test prompts of a training set are looked for: x_test beside x_train, or x."""
-    return path.with_name(f"{path.stem.removesuffix('_train')}_test{path.suffix}")
-
-
-def _notes(data: Mapping[str, Any]) -> Iterator[str]:
-    """What the reader of a config should know: what is not evaluated, and what not fairly."""
-    stages = data.get("stages", {})
-    student = stages.get("student", data)
-    off = student.get("evaluation", "on") is None
-    if off:
-        needs = "every task a reward and held-out prompts (--reward, --validation)"
-        yield f"evaluation is off, so the last weights are kept; to choose the best, give {needs}."
-    if data["stage"] != "recipe":
-        return
-    rows = {part["name"]: part for part in stages.get("table", {}).get("benchmarks", [])}
-    for task in student["tasks"]:
-        name, test = task["name"], _test_file(Path(task["prompts"]))
-        if name not in rows:
-            yield (
-                f"the task {name} is not scored in the table: it has neither test nor validation "
-                f"prompts. Write {test} and run init again, or give --validation."
-            )
-        elif rows[name]["prompts"] == task.get("validation"):
-            chosen = "" if off else ", which also choose the adapter"
-            yield (
-                f"the table scores {name} on its validation prompts, {task['validation']}{chosen}. "
-                f"For a fair table write {test} and run init again."
-            )
+    """A shipped task on its test prompts, another on its validation prompts; None without them."""
+    row = {"name": task["name"], "reward": task["reward"]}
+    tasks = wanted.shipped("student_flow_opd.yaml")["tasks"]
+    names = {part["validation"]: part["name"] for part in tasks}
+    for benchmark in wanted.shipped("eval.yaml")["benchmarks"]:
+        if benchmark["name"] == names.get(task.get("validation")):
+            return benchmark | row
+    return row | {"prompts": task["validation"]} if "validation" in task else None
 
 
 def _eval(wanted: Answers) -> dict[str, Any]:
-    data = read(wanted.family / "eval.yaml")
+    data = wanted.shipped("eval.yaml")
     data["models"] = {"base": None} | wanted.teachers
     if wanted.stage == "eval" and wanted.rewards:
         shipped = {part["reward"]["name"]: part for part in data["benchmarks"]}
-        sets = _each("--prompts", wanted.prompts, len(wanted.rewards))
+        sets = _one_each("--prompts", wanted.prompts, len(wanted.rewards))
         general = data["benchmarks"][-1]["prompts"]
         data["benchmarks"] = [
             shipped.get(name, {"name": _short(name), "prompts": general})
@@ -357,41 +352,42 @@ def _with_tasks(
     data: dict[str, Any], wanted: Answers, names: Sequence[str], rewards: Sequence[str]
 ) -> dict[str, Any]:
     """The config with these tasks and their rewards ("" = that of the shipped task, if any)."""
-    prompts = _each("--prompts", wanted.prompts, len(names))
-    held_out = _each("--validation", wanted.validation, len(names))
-    each = zip(names, rewards, prompts, held_out, strict=True)
-    tasks = [_task(wanted, *parts) for parts in each]
-    off = (
-        {}
-        if all({"validation", "reward"} <= task.keys() for task in tasks)
-        else {"evaluation": None}
-    )
-    return data | {"tasks": tasks} | off
+    prompts = _one_each("--prompts", wanted.prompts, len(names))
+    held_out = _one_each("--validation", wanted.validation, len(names))
+    rows = zip(names, rewards, prompts, held_out, strict=True)
+    data |= {"tasks": [_task(wanted, *row) for row in rows]}
+    if not all({"validation", "reward"} <= task.keys() for task in data["tasks"]):
+        data |= {"evaluation": None}
+    return data
 
 
 def _task(wanted: Answers, name: str, reward: str, prompts: str, held_out: str) -> dict[str, Any]:
     """A task; what is "" comes from the shipped task of that name or reward, if there is one."""
-    from flowalign.commands.prompts.cli import validation_file
-
-    shipped = {t["name"]: t for t in read(wanted.family / "student_flow_opd.yaml")["tasks"]}
+    shipped = _shipped_tasks(wanted)
     by_reward = {task["reward"]["name"]: task for task in shipped.values()}
-    known = by_reward.get(reward) or shipped.get(name)
-    # any prompts will do for another reward; a student needs none
-    task = known or {key: shipped["preference"][key] for key in ("prompts", "validation")}
-    task = task | {"name": name}
+    general = {key: shipped["preference"][key] for key in ("prompts", "validation")}
+    like = by_reward.get(reward) or shipped.get(name) or general
+    task: dict[str, Any] = {**like, "name": name}
     if reward:
         task["reward"] = _reward(reward, wanted)
     if prompts:
-        beside = validation_file(Path(prompts))
-        task |= {"prompts": prompts, "validation": str(beside) if beside.is_file() else None}
+        validation = validation_file(Path(prompts))
+        task |= {"prompts": prompts, "validation": str(validation) if validation.is_file() else ""}
     if held_out:
         task["validation"] = held_out
     keys = ("name", "weight", "prompts", "validation", "reward")
-    return {key: task[key] for key in keys if task.get(key) is not None}
+    return {key: task[key] for key in keys if task.get(key)}
 
 
-def _each(flag: str, given: Sequence[str], count: int) -> Sequence[str]:
-    """The values of a flag, one each; "" each where none are given."""
+def _shipped_tasks(wanted: Answers) -> dict[str, dict[str, Any]]:
+    """The tasks of the family's student, and those of SD35 that it has not."""
+    tasks = [*read(SD35 / "student_flow_opd.yaml")["tasks"]] if wanted.model != "tiny" else []
+    tasks += wanted.shipped("student_flow_opd.yaml")["tasks"]
+    return {task["name"]: task for task in tasks}
+
+
+def _one_each(flag: str, given: Sequence[str], count: int) -> Sequence[str]:
+    """The values of a flag, one for each task; "" each where none are given."""
     if given and len(given) != count:
         raise ValueError(
             f"{flag}: got {len(given)} for {count} tasks or benchmarks; give one each."
@@ -402,12 +398,10 @@ def _each(flag: str, given: Sequence[str], count: int) -> Sequence[str]:
 def _reward(name: str, wanted: Answers) -> dict[str, Any]:
     """A reward with the options that the shipped configs give it. Raises ValueError for one that
     does not exist or wants other options."""
-    from flowalign import rewards
-
-    tasks = read(wanted.family / "student_flow_opd.yaml")["tasks"]
-    shipped = {task["reward"]["name"]: task["reward"].get("options", {}) for task in tasks}
+    rewards = (task["reward"] for task in _shipped_tasks(wanted).values())
+    shipped = {reward["name"]: reward.get("options", {}) for reward in rewards}
     options = shipped.get(name, {}) | wanted.options
-    rewards.check(name, options)
+    reward_registry.check(name, options)
     return {"name": name} | ({"options": options} if options else {})
 
 
@@ -416,15 +410,42 @@ def _short(reward: str) -> str:
     return reward.rpartition(":")[2].rpartition(".")[2]
 
 
+def _notes(wanted: Answers, data: Mapping[str, Any]) -> Iterator[str]:
+    """What the reader of a config should know: what is not evaluated, and what not fairly."""
+    if wanted.family is None:
+        yield (
+            f"the family of {wanted.model} is not known here, so the values are those of Stable "
+            "Diffusion 3.5. Check model, guidance and steps."
+        )
+    student = data.get("stages", {}).get("student", data)
+    if student.get("evaluation", "on") is None:
+        needs = "every task a reward and held-out prompts (--reward, --validation)"
+        yield f"evaluation is off, so the last weights are kept; to choose the best, give {needs}."
+    if wanted.stage != "recipe":
+        return
+    table = data["stages"].get("table", {}).get("benchmarks", [])
+    prompts = {row["name"]: row["prompts"] for row in table}
+    for task in student["tasks"]:
+        name = task["name"]
+        if name not in prompts:
+            yield f"the table does not score {name}: it has no held-out prompts (--validation)."
+        elif prompts[name] == task.get("validation"):
+            yield (
+                f"the table scores {name} on its validation prompts, {prompts[name]}, which also "
+                "choose the adapter. For a fair table name test prompts in stages.table."
+            )
+
+
 # The file ----------------------------------------------------------------------------------------
 
 
-def write(wanted: Answers, force: bool, every: bool = False) -> list[str]:
-    """Write the config, read it back as `train` does; returns what its reader should know. every:
-    also write the keys at their defaults."""
+def write_config(wanted: Answers, force: bool, every: bool = False) -> list[str]:
+    """Write the config, checked; returns what its reader should know. every: also write the keys at
+    their defaults."""
     if wanted.out.exists() and not force:
         raise ValueError(f"--out: {wanted.out} is there already. Name another, or give --force.")
-    data = build(wanted)
+    data = build_config(wanted)
+    config = parse(data, source=str(wanted.out), stage=Stage)
     if every:
         about = ["# Written by `flowalign init --all`: every key, under its meaning."]
     else:
@@ -433,89 +454,71 @@ def write(wanted: Answers, force: bool, every: bool = False) -> list[str]:
             "# The others keep their defaults. To see them all: "
             f"flowalign init --stage {wanted.stage} --all",
         ]
-    notes = list(_notes(data))
+    notes = list(_notes(wanted, data))
     about += [f"# {line}" for note in notes for line in textwrap.wrap(f"Note: {note}", WIDTH - 2)]
     head = [f"# {command(wanted.stage)} --config {wanted.out}", *about, ""]
-    text = "\n".join([*head, *lines(STAGES[wanted.stage], data, set(), every)]) + "\n"
-    try:
-        with replacing(wanted.out) as part:
-            part.write_text(text, encoding="utf-8")
-            load(part, stage=Stage)
-    except ConfigError as error:
-        raise ConfigError(error.problems, str(wanted.out)) from None
+    with replacing(wanted.out) as part:
+        rows = [*head, *_Writer(every).rows(config)]
+        part.write_text("\n".join(rows) + "\n", encoding="utf-8")
     return notes
 
 
-def lines(
-    section: type[Section], data: Mapping[str, Any], told: set[Any], every: bool = False
-) -> Iterator[str]:
-    """The keys of a section as YAML, each under its meaning, in the schema's order. told: keys
-    whose meaning stands above already. every: also those that data lacks, at their defaults."""
-    for key, field in section.model_fields.items():
-        if key not in data and (field.is_required() or not every):
-            continue
-        inner = _section_in(field.annotation)
-        if (section, key) not in told:
-            told.add((section, key))
-            of_section = (inner.__doc__ or "").partition("\n\n")[0] if inner else ""
-            meaning = " ".join((field.description or of_section).split())
-            yield from (f"# {line}" for line in textwrap.wrap(meaning, WIDTH - 10))
-        if key in data:
-            yield from _entry(key, field, data[key], told, every)
-            continue
-        default = to_jsonable_python(field.get_default(call_default_factory=True))
-        entry = _entry(key, field, default, told, every)
-        yield from _commented(entry) if _not_its_own(section, key, data) else entry
+class _Writer:
+    """Sections as lines of YAML, in the schema's order. The meaning of a key stands above its first
+    use. every: with the keys at their defaults, too."""
+
+    def __init__(self, every: bool) -> None:
+        self.every = every
+        self.explained: set[tuple[type[Section], str]] = set()
+
+    def rows(self, section: Section, inside: bool = False) -> Iterator[str]:
+        """The keys of a section; of a stage in a recipe, those that the recipe does not give it."""
+        for key, field in type(section).model_fields.items():
+            given = key in section.model_fields_set
+            if not (given or self.every) or key not in section.__dict__:
+                continue
+            if inside and isinstance(section, Stage) and key in ("model", "output", "seed"):
+                continue
+            kind = _section_type(field.annotation)
+            if (type(section), key) not in self.explained:
+                self.explained.add((type(section), key))
+                about = (kind.__doc__ or "").partition("\n\n")[0] if kind else ""
+                meaning = " ".join((field.description or about).split())
+                yield from (f"# {line}" for line in textwrap.wrap(meaning, WIDTH - 10))
+            value = getattr(section, key)
+            if isinstance(section, RecipeStage) and key == "stages":
+                shared = {"model": section.model, "output": section.output}
+                value = {n: STAGES[part["stage"]](**part, **shared) for n, part in value.items()}
+            rows = self._entry(key, value, kind)
+            if not given and isinstance(section, LoraConfig) and section.init:
+                rows = _commented(rows)  # the adapter to start from brings its own
+            yield from rows
+
+    def _entry(self, key: str, value: Any, kind: type[Section] | None) -> Iterator[str]:
+        """A key and its value; with `every`, an example of the section that it may hold."""
+        if isinstance(value, Section):
+            rows = self.rows(value, inside=True)
+        elif isinstance(value, list) and value and isinstance(value[0], Section):
+            rows = (row for item in value for row in _list_item(self.rows(item)))
+        elif isinstance(value, dict) and any(isinstance(v, Section) for v in value.values()):
+            rows = (row for name, part in value.items() for row in self._entry(name, part, None))
+        else:
+            text = yaml.safe_dump(
+                [to_jsonable_python(value)], default_flow_style=True, sort_keys=False, width=10**6
+            )
+            yield f"{key}: {text.strip()[1:-1]}"
+            if self.every and kind and all(section is not kind for section, _ in self.explained):
+                required = [(name, f) for name, f in kind.model_fields.items() if f.is_required()]
+                needed = {name: field.examples[0] for name, field in required if field.examples}
+                example = kind.model_construct(**needed)
+                example = [example] if isinstance(value, list) else example
+                yield from _commented(self._entry(key, example, None))
+            return
+        yield f"{key}:"
+        yield from (f"  {row}" for row in rows)
 
 
-def _not_its_own(section: type[Section], key: str, data: Mapping[str, Any]) -> bool:
-    """Whether a key that data lacks comes from elsewhere, so that its default must not be set: what
-    an adapter to start from brings, and the seed of a recipe."""
-    if section is LoraConfig:
-        return data.get("init") is not None
-    return key == "seed" and issubclass(section, Stage) and "output" not in data
-
-
-def _entry(key: str, field: FieldInfo, value: Any, told: set[Any], every: bool) -> Iterator[str]:
-    """A key and its value. With every, what an empty section may hold follows as a comment."""
-    inner, kind = _section_in(field.annotation), _kind(field.annotation)
-    plain = isinstance(value, list) and not any(isinstance(item, Mapping) for item in value)
-    if key == "stages" and not isinstance(value, list):  # of a recipe
-        kinds = {name: STAGES[part["stage"]] for name, part in value.items()}
-        rows = _named(value, kinds, told, every)
-    elif inner is None or not value or plain:
-        yield f"{key}: {_inline(value)}"
-        if every and inner and not any(section is inner for section, _ in told):
-            yield from _commented(_example(key, inner, get_origin(kind) is list, told))
-        return
-    elif isinstance(value, list):
-        rows = (row for item in value for row in _item(lines(inner, item, told, every)))
-    elif inner in _forms(field.annotation):
-        rows = lines(inner, value, told, every)
-    else:
-        rows = _named(value, {name: inner for name in value}, told, every)
-    yield f"{key}:"
-    yield from _indented(rows)
-
-
-def _example(key: str, inner: type[Section], listed: bool, told: set[Any]) -> Iterator[str]:
-    """A section that the config has not, with examples of what it needs."""
-    fields = inner.model_fields.items()
-    needed = {name: f.examples[0] for name, f in fields if f.is_required() and f.examples}
-    rows = lines(inner, needed, told, every=True)
-    yield f"{key}:"
-    yield from _indented(_item(rows) if listed else rows)
-
-
-def _named(
-    parts: Mapping[str, Any], sections: Mapping[str, type[Section]], told: set[Any], every: bool
-) -> Iterator[str]:
-    for name, part in parts.items():
-        yield f"{name}:"
-        yield from _indented(lines(sections[name], part, told, every))
-
-
-def _item(rows: Iterator[str]) -> Iterator[str]:
+def _list_item(rows: Iterator[str]) -> Iterator[str]:
     """The lines of a mapping as an item of a list: a dash before its first key."""
     begun = False
     for row in rows:
@@ -528,39 +531,13 @@ def _item(rows: Iterator[str]) -> Iterator[str]:
             yield f"- {row}"
 
 
-def _indented(rows: Iterator[str]) -> Iterator[str]:
-    return (f"  {row}" for row in rows)
-
-
 def _commented(rows: Iterator[str]) -> Iterator[str]:
     return (f"# {row}" for row in rows)
 
 
-def _inline(value: Any) -> str:
-    text = yaml.safe_dump([value], default_flow_style=True, sort_keys=False, width=10**6)
-    return text.strip()[1:-1]
-
-
-def _kind(annotation: Any) -> Any:
-    """X of `X | None` and of Annotated[X, ...]."""
-    while get_origin(annotation) in (Annotated, Union, UnionType):
-        annotation = get_args(annotation)[0]
-    return annotation
-
-
-def _forms(annotation: Any) -> list[Any]:
-    """X, Y of `X | Y` and of Annotated[X | Y, ...]."""
-    if get_origin(annotation) is Annotated:
-        return _forms(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, UnionType):
-        return [form for part in get_args(annotation) for form in _forms(part)]
-    return [annotation]
-
-
-def _section_in(annotation: Any) -> type[Section] | None:
+def _section_type(annotation: Any) -> type[Section] | None:
     """The section that a key holds: one, a list of them, several by name, or one of its forms."""
-    for form in _forms(annotation):
-        for part in (form, *get_args(form)):
-            if isinstance(part, type) and issubclass(part, Section):
-                return part
-    return None
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    parts = map(_section_type, get_args(annotation))
+    return next((part for part in parts if part), None)

@@ -189,7 +189,7 @@ def _scoring_problems(
 
 def parts_problems(config: TrainingStage, tasks: Collection[str]) -> Iterator[str]:
     """Rewards without parts, where the advantage normalises parts. tasks: those whose reward has no
-    `weights` (`flowalign.rewards.weights_of`)."""
+    `weights`."""
     if config.credited is None or config.credited.advantage != "gdpo":
         return
     for index, task in enumerate(config.tasks):

@@ -22,7 +22,7 @@ from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
-from flowalign.rewards import describe
+from flowalign.rewards import as_reward, describe
 from flowalign.rewards.scoring import Worker, score
 from flowalign.rewards.service import wire
 from flowalign.rewards.service.wire import Limits, WireError
@@ -85,7 +85,7 @@ class _Routes:
     """Everything runs on the event loop, except decoding and the reward's call."""
 
     def __init__(self, reward: Reward, settings: Settings) -> None:
-        self.reward, self.settings, self.worker = reward, settings, Worker()
+        self.reward, self.settings, self.worker = as_reward(reward), settings, Worker()
         self.pending = 0  # requests that are read, wait or are scored
         self.decoding = asyncio.Lock()  # one at a time, as it takes four times a body's memory
 
@@ -108,7 +108,7 @@ class _Routes:
                 "reward": settings.name,
                 "options": json.loads(json.dumps(settings.options, default=str)),
                 "describe": describe(self.reward),
-                "headline": getattr(self.reward, "headline", None),
+                "headline": self.reward.headline,
                 "limits": asdict(settings.limits) | more,
             }
         )

@@ -38,6 +38,7 @@ from flowalign.config.schema import (
     TrainingStage,
 )
 from flowalign.eval.suite import generate
+from flowalign.rewards import RewardBase
 from flowalign.rewards.scoring import score
 from flowalign.system.devices import resolve
 from flowalign.teachers.bank import Bank
@@ -47,7 +48,7 @@ from flowalign.training.data import load_prompts, subset
 from flowalign.training.loop import Loop
 from flowalign.training.losses import guard_log_ratio
 from flowalign.training.rollout import Noise, places, sample, schedule_of
-from flowalign.types import PromptBatch, Reward, Rollout
+from flowalign.types import PromptBatch, Rollout
 
 COPIES = 4  # images of a prompt, at most
 IMAGES = 16  # of an update, at least: enough to see what it does
@@ -100,7 +101,7 @@ def _train(
     """Findings of a small run, and its pace."""
     small = _small(config, folder)
     loop, _, built = build.wire(small)
-    loop.on_update = lambda update, metrics: None
+    loop.log.on_update = lambda update, metrics: None
     rollout = _rollout(small, loop)
     if rollout.log_probs is not None and isinstance(small, GrpoStage | OpdStage):
         findings += _ratio(small, loop, rollout)
@@ -283,7 +284,7 @@ def _labels(
 
 
 def _worth(
-    config: DistillationStage, backbone: Backbone, bank: Bank, built: Mapping[str, Reward]
+    config: DistillationStage, backbone: Backbone, bank: Bank, built: Mapping[str, RewardBase]
 ) -> Iterator[Finding]:
     """Whether a teacher scores less on its own task than the student does at its start.
 
@@ -293,7 +294,7 @@ def _worth(
     count = min(WORTH, config.evaluation.prompts) if config.evaluation else WORTH
     for task in config.tasks:
         reward = built.get(task.name)
-        if reward is None or task.validation is None or getattr(reward, "groupwise", False):
+        if reward is None or task.validation is None or reward.groupwise:
             continue
         prompts = subset(load_prompts(task.validation, task.name), count)
         (source,) = bank.sources([task.name])
@@ -323,12 +324,12 @@ def _worth(
 
 
 def _scores(
-    backbone: Backbone, prompts: PromptBatch, settings: SamplingConfig, reward: Reward
+    backbone: Backbone, prompts: PromptBatch, settings: SamplingConfig, reward: RewardBase
 ) -> Tensor:
     """The reward's headline number [P] of one image of each prompt; NaN = invalid."""
     images = generate(backbone, prompts, settings)
     scores = score(reward, images, prompts.prompts, prompts.metadata)
-    value = scores.parts.get(getattr(reward, "headline", None) or "", scores.value)
+    value = scores.parts.get(reward.headline or "", scores.value)
     return value.float().cpu().where(scores.valid.cpu(), torch.nan)
 
 
