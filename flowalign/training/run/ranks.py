@@ -104,6 +104,23 @@ def watch() -> Watch:
     return Watch()
 
 
+@dataclass
+class Phase:
+    """seconds: how long it took, once it is over."""
+
+    seconds: float = 0.0
+
+
+@contextmanager
+def phase(name: str, update: int | None = None) -> Iterator[Phase]:
+    """Around a part of a run: what other ranks say of this one if it is lost there, and its time.
+    The name stays until the next one."""
+    watch().at(name, update)
+    phase, began = Phase(), time.perf_counter()
+    yield phase
+    phase.seconds = time.perf_counter() - began
+
+
 class Watch:
     """Ends this process if another rank is lost, or the launcher. Does nothing before `begin`, and
     nothing in a process that is alone and has no launcher: its shell may end before it."""
