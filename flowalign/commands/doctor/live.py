@@ -101,7 +101,7 @@ def _train(
     """Findings of a small run, and its pace."""
     small = _small(config, folder)
     loop, _, built = build.wire(small)
-    loop.on_update = lambda update, metrics: None
+    loop.log.on_update = lambda update, metrics: None
     rollout = _rollout(small, loop)
     if rollout.log_probs is not None and isinstance(small, GrpoStage | OpdStage):
         findings += _ratio(small, loop, rollout)
