@@ -27,9 +27,9 @@ from flowalign.types import Rollout
 def gradient(loop: Loop, rollout: Rollout, update: int) -> Tensor:
     """That of the policy loss on a rollout, all parameters side by side."""
     prepared = loop.algorithm.prepare(rollout, update)
-    loop.accumulate(prepared, prepared.keep, len(rollout), Means())
+    loop.step.accumulate(prepared, prepared.keep, len(rollout), Means())
     found = torch.cat([p.grad.flatten() for p in loop.parameters if p.grad is not None])
-    loop.optimizer.zero_grad(set_to_none=True)
+    loop.step.optimizer.zero_grad(set_to_none=True)
     return found
 
 

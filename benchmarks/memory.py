@@ -73,8 +73,8 @@ def measured(found: config.TrainingStage) -> dict[str, int]:
     AcceleratorState._reset_state(reset_partial_state=True)
     loop, *_ = build.wire(found)
     once(loop)  # Adam's moments come into being
-    moments = [t for s in loop.optimizer.state.values() for t in s.values() if t.numel() > 1]
-    average = loop.ema.shadow_params if loop.ema else []
+    moments = [t for s in loop.step.optimizer.state.values() for t in s.values() if t.numel() > 1]
+    average = loop.step.ema.shadow_params if loop.step.ema else []
     pipe = loop.backbone.pipe
     resident = size_of(loop.backbone.core, pipe.vae, *loop.backbone.family.encoders)
     resident += sum(t.numel() * t.element_size() for t in [*moments, *average])

@@ -52,7 +52,7 @@ def measured(config: TrainingStage, updates: int) -> float:
                    "train.trackers=[]"]  # fmt: skip
         run = parse(config.model_dump(mode="json") | {"evaluation": None}, changes)
         loop, *_ = build.wire(run)
-        loop.on_update = lambda update, values: None
+        loop.log.on_update = lambda update, values: None
         loop.run()
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     kinds = (metrics.SECONDS_ROLLOUT, metrics.SECONDS_SCORE, metrics.SECONDS_UPDATE)

@@ -95,8 +95,8 @@ def run(name: str, overrides: list[str], args: argparse.Namespace) -> dict[str, 
         return json.loads(found.read_text())
     config = config_of(overrides, folder, args)
     loop, _, rewards = build.wire(config)
-    meter, evaluate = Meter(loop.backbone.core), loop.evaluate
-    loop.evaluate = None
+    meter, evaluate = Meter(loop.backbone.core), loop.evaluations.evaluate
+    loop.evaluations.evaluate = None
     began = time.time()
     if UNTRAINED not in overrides:
         loop.run()
@@ -105,7 +105,7 @@ def run(name: str, overrides: list[str], args: argparse.Namespace) -> dict[str, 
     wide = config.model_copy(
         update={"evaluation": config.evaluation.model_copy(update={"prompts": args.prompts})}
     )
-    with loop.averaged():
+    with loop.step.averaged():
         rows = {
             mark.name: suite.judge_set(
                 loop.backbone,

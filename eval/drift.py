@@ -1,4 +1,4 @@
-"""The alarm of an evaluation: drift of the models' images from the base's, of those in the report."""
+"""The alarm of an evaluation: drift of the report's images from the base's."""
 
 from __future__ import annotations
 

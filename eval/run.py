@@ -151,8 +151,8 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
             log.warning(text)
         if drift.too_far:
             raise EvaluationError(
-                f"images drift from the base, beyond alarm.stop: {'; '.join(drift.too_far)}. The report is "
-                f"written: look at {Path(config.output) / 'report.html'}."
+                f"images drift from the base, beyond alarm.stop: {'; '.join(drift.too_far)}. "
+                f"The report is written: look at {Path(config.output) / 'report.html'}."
             )
 
 

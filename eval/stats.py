@@ -242,7 +242,7 @@ def prompts_mean(sums: Array, counts: Array, strata: Labels) -> Array:
 def bootstrap_interval(
     sums: Array, counts: Array, strata: Labels, seed: int = 0
 ) -> tuple[float, float]:
-    """The percentile bootstrap interval of `prompts_mean` at CONFIDENCE; NaN for fewer than two prompts.
+    """The percentile bootstrap interval of `prompts_mean`; NaN for fewer than two prompts.
 
     tests/test_bootstrap.py measures its coverage for shares. It is too short for a few prompts.
     """

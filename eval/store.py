@@ -110,8 +110,8 @@ class Store:
     def read(
         self, judges: Mapping[str, PromptBatch], keys: Collection[Key]
     ) -> dict[str, dict[Key, ImageRow]]:
-        """{judge: {image: its row}} of these images, by all processes; a row whose value is NaN says
-        that the reward failed. An image that is not the scored one is damaged from now on.
+        """{judge: {image: its row}} of these images, by all processes; the value of a row is NaN
+        where the reward failed. An image that is not the scored one is damaged from now on.
 
         judges {judge: its prompts with their metadata}.
         """

@@ -26,6 +26,7 @@ from flowalign.config import BenchmarkConfig, ConfigError, ModelConfig, Sampling
 from flowalign.eval.layouts import check_layout
 from flowalign.eval.stats import average, headline_row, lost, part_of, rows_of
 from flowalign.eval.store import ImageRow, Key, Store, is_valid
+from flowalign.rewards import as_reward
 from flowalign.rewards.scoring import Ahead, score
 from flowalign.system.devices import current
 from flowalign.system.images import eight_bits
@@ -53,7 +54,7 @@ class Benchmark:
     @property
     def headline(self) -> str | None:
         """The part of the scores that is the benchmark's number; None = the value itself."""
-        return getattr(self.reward, "headline", None)
+        return as_reward(self.reward).headline
 
 
 @dataclass(frozen=True)
@@ -340,7 +341,7 @@ class _Scoring:
         for judge in self.judges:
             rows = self.rows[judge.name]
             missing[judge.name] = [key for key in keys if not is_valid(rows.get(key))]
-            if getattr(judge.reward, "groupwise", False):  # all images of a prompt, or none
+            if as_reward(judge.reward).groupwise:  # all images of a prompt, or none
                 prompts = {prompt for prompt, _ in missing[judge.name]}
                 missing[judge.name] = [key for key in keys if key[0] in prompts]
             elif any(key not in rows for key in missing[judge.name]):

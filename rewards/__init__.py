@@ -11,17 +11,8 @@ refused, and not called. A dotted path runs the code of its module, so commands 
 config ask `own_code` first.
 The annotations of a factory's options are checked when a config is read (`options.check_call`).
 A reward that computes with torch may take the option `device`; runs fill it in (`build_on`).
-A reward whose attribute `groupwise` is true is called with all images of one prompt at a time.
-A reward that is a weighted sum of parts may have `weights`, {part of its Scores: weight}: the
-advantage gdpo (flowalign.credit) needs it.
-A factory may have `check_options(**options)` and `check_prompts(prompts, metadata, **options)`,
-static methods that raise ValueError, without loading a model, for what it could not work with, and
-`packages(**options)`, the import names of the optional packages that it needs.
-A reward that calls a service may have `connect()`: it raises ConnectionError or TimeoutError if the
-service does not answer, and is called before a run.
-A reward may have `describe() -> dict`: what its scores depend on, as JSON, with the keys `name`,
-`engine`, `model` where it has them, and the options that matter. An evaluation records it with its
-results, as numbers of different engines or models are not comparable.
+What a reward may say of itself are the attributes of `RewardBase`. A reward of the user's may be a
+subclass of it, or a callable that has some of them.
 """
 
 from __future__ import annotations
@@ -41,6 +32,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from flowalign.rewards.base import Cost, RewardBase, as_reward, reward_class
 from flowalign.rewards.options import check_call, makes, suggestion
 from flowalign.rewards.scoring import score
 from flowalign.system.devices import resolve
@@ -48,9 +40,9 @@ from flowalign.system.packages import installed
 from flowalign.types import Metadata, Reward
 
 __all__ = [
-    "REWARDS", "build", "build_on", "check", "check_prompts", "describe", "has_no_weights",
-    "is_groupwise", "leaves", "load", "look_beside", "missing_packages", "names", "own_code",
-    "placed", "register", "score", "weights_of",
+    "REWARDS", "Cost", "RewardBase", "as_reward", "build", "build_on", "check", "check_prompts",
+    "declared", "describe", "has_no_weights", "is_groupwise", "leaves", "load", "look_beside",
+    "missing_packages", "names", "own_code", "placed", "register", "score",
 ]  # fmt: skip
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
@@ -116,20 +108,21 @@ def build(name: str, **options: Any) -> Reward:
     return functools.update_wrapper(functools.partial(factory, **options), factory)
 
 
-def build_on(device: str | torch.device | None, name: str, options: Mapping[str, Any]) -> Reward:
+def build_on(
+    device: str | torch.device | None, name: str, options: Mapping[str, Any]
+) -> RewardBase:
     """As `build`, for a run: with the option `device` filled in, for a reward that takes it and is
     not given one (None = this thread's accelerator, or the CPU).
 
-    Calls `connect()` of a reward that has it. Raises ConnectionError or TimeoutError, which say
-    what to do, if its service does not answer.
+    Calls `connect()`. Raises ConnectionError or TimeoutError, which say what to do, if the reward's
+    service does not answer.
     """
-    reward = build(name, **placed(_find(name), options, device))
-    if connect := getattr(reward, "connect", None):
-        try:
-            connect()
-        except (ConnectionError, TimeoutError) as error:
-            remedy = "Start the service before the run, or correct its address."
-            raise type(error)(f"reward {name!r} has no service: {error}. {remedy}") from error
+    reward = as_reward(build(name, **placed(_find(name), options, device)))
+    try:
+        reward.connect()
+    except (ConnectionError, TimeoutError) as error:
+        remedy = "Start the service before the run, or correct its address."
+        raise type(error)(f"reward {name!r} has no service: {error}. {remedy}") from error
     return reward
 
 
@@ -152,6 +145,17 @@ def check(name: str, options: Mapping[str, Any]) -> None:
     check_call(f"reward {name!r}", factory, options, len(_INPUTS) * _is_reward(factory))
 
 
+def declared(name: str, *, imports: bool = True) -> type[RewardBase]:
+    """What the reward of that name says of itself before it is built, and without a model.
+
+    imports: whether to look for it in the code at a dotted path; without, such a reward says
+    nothing. Raises ValueError if no reward has that name.
+    """
+    if not imports and _is_path(name) and not _is_known(name):
+        return RewardBase
+    return reward_class(_find(name))
+
+
 def check_prompts(
     name: str, options: Mapping[str, Any], prompts: Sequence[str], metadata: Metadata
 ) -> None:
@@ -159,9 +163,7 @@ def check_prompts(
 
     name and options are those of `check`, which is called before. Loads no model.
     """
-    checker = getattr(_find(name), "check_prompts", None)
-    if checker is not None:
-        checker(prompts, metadata, **options)
+    declared(name).check_prompts(prompts, metadata, **options)
 
 
 def own_code(name: str, options: Mapping[str, Any]) -> list[str]:
@@ -184,60 +186,46 @@ def leaves(
     name: str, options: Mapping[str, Any], *, imports: bool = True
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, options) of the rewards that a composed one is made of, at any depth; of any other,
-    its own. Composed is what has a static method `made_of(**options)`, the components. imports:
-    whether to look for it in the code at a dotted path."""
-    known = imports or not _is_path(name) or _is_known(name)
-    made_of = getattr(_find(name), "made_of", None) if known else None
-    if made_of is None:
+    its own. imports: as for `declared`."""
+    parts = declared(name, imports=imports).made_of(**options)
+    if not parts:
         yield name, dict(options)
-    for part in made_of(**options) if made_of else ():
+    for part in parts:
         yield from leaves(part["name"], part.get("options") or {}, imports=imports)
 
 
 def missing_packages(name: str, options: Mapping[str, Any]) -> list[str]:
-    """Packages that a reward imports when it is built with these options, and that are not here.
-
-    A factory says which by a static method `packages(**options)`, import names.
-    """
-    needed: dict[str, None] = {}
-    for part, given in leaves(name, options):
-        own = getattr(_find(part), "packages", None)
-        needed |= dict.fromkeys(own(**given) if own else ())
-    return [package for package in needed if not installed(package)]
+    """Packages that a reward imports when it is built with these options, and that are not here."""
+    needed = [
+        package
+        for part, given in leaves(name, options)
+        for package in declared(part).packages(**given)
+    ]
+    return [package for package in dict.fromkeys(needed) if not installed(package)]
 
 
 def is_groupwise(name: str, options: Mapping[str, Any]) -> bool:
-    """Whether a reward, or one that it is made of, compares all images of a prompt, as far as its
-    factory says so: a plain attribute `groupwise`."""
-    parts = (part for part, _ in leaves(name, options))
-    return any(getattr(_find(part), "groupwise", False) is True for part in parts)
+    """Whether a reward, or one that it is made of, compares all images of a prompt, as far as it
+    says so before it is built."""
+    return any(declared(part).groupwise is True for part, _ in leaves(name, options))
 
 
 def has_no_weights(name: str) -> bool:
-    """Whether a reward is known to have no `weights` (see `weights_of`) before it is built: that of
-    a name in REWARDS. One of the user's may set them when it is."""
-    return name in REWARDS and name not in _registered and not hasattr(_find(name), "weights")
+    """Whether a reward is known to be no weighted sum before it is built. One of the user's may set
+    its `weights` when it is."""
+    return name in REWARDS and name not in _registered and declared(name).weights is None
 
 
-def weights_of(reward: Any) -> dict[str, float]:
-    """{part of its scores: weight} of a reward that is a weighted sum of parts, by its attribute
-    `weights`; {} for any other."""
-    weights = getattr(reward, "weights", None)
-    return dict(weights) if isinstance(weights, Mapping) else {}
-
-
-def describe(reward: Any) -> dict[str, Any]:
+def describe(reward: Reward) -> dict[str, Any]:
     """What a reward's scores depend on, fit for JSON: its own `describe()`, and at least its name.
 
     The name of one that says nothing is its attribute `name`, else that of its class or function.
     A description that fails is no reason to lose results: it is replaced by its error.
     """
-    function = reward.func if isinstance(reward, functools.partial) else reward
-    plain = getattr(function, "__name__", type(function).__name__)
-    name = {"name": getattr(reward, "name", plain)}
+    reward = as_reward(reward)
+    name = {"name": reward.name}
     try:
-        own = getattr(reward, "describe", dict)()
-        return json.loads(json.dumps(name | own, default=str))
+        return json.loads(json.dumps(name | reward.describe(), default=str))
     except Exception as error:
         return name | {"describe": f"{type(error).__name__}: {error}"}
 

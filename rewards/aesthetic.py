@@ -8,6 +8,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from flowalign.rewards.base import CLIP_L, VIT_L, Cost
 from flowalign.rewards.clip import LARGE, Clip, ClipModel
 from flowalign.rewards.options import Count, Device, Divisor, checked
 from flowalign.rewards.preference import Head, Preference
@@ -31,6 +32,7 @@ class Aesthetic(Preference):
     """
 
     name = "aesthetic"
+    cost, downloads = Cost(VIT_L), CLIP_L
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from flowalign.rewards.base import CLIP_L, VIT_L, Cost
 from flowalign.rewards.clip import LARGE, Clip, ClipModel
 from flowalign.rewards.options import Count, Device, Divisor, TextCache, checked
 from flowalign.rewards.preference import Preference
@@ -26,6 +27,7 @@ class ClipScore(Preference):
     """
 
     name = "clipscore"
+    cost, downloads = Cost(VIT_L), CLIP_L
 
     def __init__(
         self,

@@ -17,9 +17,10 @@ from pydantic import AfterValidator, BaseModel, Field, GetPydanticSchema, model_
 from torch import Tensor
 
 import flowalign.rewards as registry
+from flowalign.rewards.base import RewardBase
 from flowalign.rewards.options import Device, Divisor, Number, checked
 from flowalign.rewards.scoring import assemble, score
-from flowalign.types import Metadata, Reward, Scores
+from flowalign.types import Metadata, Scores
 
 
 class Component(BaseModel, extra="forbid"):
@@ -54,20 +55,19 @@ Term = Annotated[Mapping[str, Any], GetPydanticSchema(lambda _, model: model(Sum
 EXAMPLE = "such as [{name: pickscore, weight: 1.0}, {name: ocr, weight: 0.5}]"
 
 
-class Composed:
+class Composed(RewardBase):
     """Base: components {label: reward}, and numbers that say how they are composed."""
-
-    name: str
 
     def __init__(self, specs: Mapping[str, Spec], device: Device, **settings: float) -> None:
         self.settings = settings
-        self.components: dict[str, Reward] = {
+        self.components = {
             label: registry.build_on(device, spec["name"], spec.get("options") or {})
             for label, spec in specs.items()
         }
+        self.groupwise = any(reward.groupwise for reward in self.components.values())
 
-    @staticmethod
-    def made_of(**options: Any) -> list[Mapping[str, Any]]:
+    @classmethod
+    def made_of(cls, **options: Any) -> list[Mapping[str, Any]]:
         """The components, as they are given."""
         specs = (*options.get("rewards", ()), options.get("reward"), options.get("gate"))
         return [spec for spec in specs if spec is not None]  # None: not an option of this class
@@ -77,11 +77,6 @@ class Composed:
         """Raise ValueError if a component cannot judge images of one of these prompts."""
         for spec in cls.made_of(**options):
             registry.check_prompts(spec["name"], spec.get("options") or {}, prompts, metadata)
-
-    @property
-    def groupwise(self) -> bool:
-        """Whether a component must see all images of a prompt at once."""
-        return any(getattr(reward, "groupwise", False) for reward in self.components.values())
 
     def describe(self) -> dict[str, Any]:
         """The components, what their scores depend on, and the numbers."""
@@ -99,7 +94,7 @@ class Weighted(Composed):
     """
 
     name = "weighted"
-    weights: Mapping[str, float] = {}  # by label; the parts of the sum
+    weights: Mapping[str, float] = {}  # by label; set when it is built
 
     def __init__(
         self,
@@ -176,7 +171,7 @@ class Normalized(Composed):
         self, reward: Spec, median: Number, spread: Divisor, *, device: Device = None
     ) -> None:
         super().__init__({"reward": reward}, device, median=median, spread=spread)
-        self.headline = getattr(self.components["reward"], "headline", None) or "raw"  # comparable
+        self.headline = self.components["reward"].headline or "raw"  # comparable
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU."""

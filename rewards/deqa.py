@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from flowalign.rewards.base import RewardBase
 from flowalign.rewards.options import Count, Device, checked
 from flowalign.system.devices import resolve
 from flowalign.system.images import to_uint8
@@ -54,7 +55,7 @@ def question(tokenizer: Any) -> list[int]:
 
 
 @checked
-class DeQA:
+class DeQA(RewardBase):
     """Reward: the expected level in [1,5], raw; Stable Diffusion 3.5 has about 4.07. Prompts do not
     count.
 
@@ -65,6 +66,8 @@ class DeQA:
     """
 
     name = "deqa"
+    licence = "MIT"
+    downloads = None  # not known
 
     def __init__(
         self,

@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
+from flowalign.rewards.base import CLIP_L, RewardBase
 from flowalign.rewards.clip import LARGE, Clip, ClipModel
 from flowalign.rewards.options import Count, Device, checked
 from flowalign.types import Metadata, Scores
 
 
 @checked
-class Diversity:
+class Diversity(RewardBase):
     """Groupwise reward in [0,2]: 1 - mean cosine of an image to the others of its prompt.
 
     The cosine is of CLIP image features. model: a Hub id or folder of a CLIPModel, or "tiny".
@@ -22,6 +23,7 @@ class Diversity:
     """
 
     name = "diversity"
+    downloads = CLIP_L
     groupwise = True
 
     def __init__(

@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 from torch import Tensor
 
 from flowalign.rewards import load, placed
+from flowalign.rewards.base import VIT_L, Cost, RewardBase
 from flowalign.rewards.geneval_judge import Verdict, judge, partial_credit
 from flowalign.rewards.options import Count, Device, Number, check_call, checked, makes
 from flowalign.types import Detections, Detector, Metadata, Scores
@@ -62,7 +63,7 @@ class Form(BaseModel, strict=True):
 
 
 @checked
-class GenEval:
+class GenEval(RewardBase):
     """Reward by GenEval's rules; an image's metadata is a line of GenEval's schema.
 
     detector: a name in DETECTORS ("tiny" for the tiny world, "mask2former" for photographs) or a
@@ -77,6 +78,18 @@ class GenEval:
     """
 
     name = "geneval"
+    licence = "its rules: MIT"
+    choice = ("detector", "tiny")
+    choices = {
+        **RewardBase.choices,
+        "mask2former": "its weights have a licence of their own",
+    }
+    # Swin-S: 313 G multiply-adds at 800 pixels (arXiv 2112.01527, table 1), and a crop or two
+    cost = Cost(2 * 313e9 + 2 * VIT_L)
+    downloads = {
+        "facebook/mask2former-swin-small-coco-instance": 0.28,
+        "open_clip ViT-L-14 (openai)": 0.93,
+    }
     headline = "correct"
 
     def __init__(
@@ -102,8 +115,9 @@ class GenEval:
         }
         self.detector = build_detector(detector, detector_options, device)
 
-    @staticmethod
+    @classmethod
     def check_options(
+        cls,
         detector: str | Detector = "tiny",
         detector_options: Mapping[str, Any] | None = None,
         **others: Any,
@@ -127,8 +141,9 @@ class GenEval:
         else:
             check_call(f"detector {detector!r}", _factory(detector), options)
 
-    @staticmethod
+    @classmethod
     def packages(
+        cls,
         detector: str | Detector = "tiny",
         detector_options: Mapping[str, Any] | None = None,
         **others: Any,
@@ -137,8 +152,8 @@ class GenEval:
         own = getattr(_factory(detector), "packages", None) if isinstance(detector, str) else None
         return own(**(detector_options or {})) if own else ()
 
-    @staticmethod
-    def check_prompts(prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
+    @classmethod
+    def check_prompts(cls, prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
         """Raise ValueError for the first prompt whose metadata is not in GenEval's form."""
         for number, (prompt, meta) in enumerate(zip(prompts, metadata, strict=True), 1):
             read = {key: meta[key] for key in Form.model_fields if key in meta}

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from flowalign.rewards import preprocess
+from flowalign.rewards.base import VIT_H, Cost
 from flowalign.rewards.options import Count, Device, Divisor, OpenClip, TextCache, checked
 from flowalign.rewards.preference import Preference
 from flowalign.rewards.towers import TEXT_CACHE, TwoTowers
@@ -33,6 +34,8 @@ class HPSv2(Preference):
     """
 
     name = "hpsv2"
+    licence = "Apache-2.0"
+    cost, downloads = Cost(VIT_H), {"xswu/HPSv2": 3.9}
 
     def __init__(
         self,
@@ -51,8 +54,8 @@ class HPSv2(Preference):
         self.clip = OpenClipTowers(architecture, file, **computing, text_cache=text_cache)
         super().__init__(normalizer, model=self.clip.name)
 
-    @staticmethod
-    def packages(**options: Any) -> tuple[str, ...]:
+    @classmethod
+    def packages(cls, **options: Any) -> tuple[str, ...]:
         """What it imports."""
         return ("open_clip",)
 

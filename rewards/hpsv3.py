@@ -15,6 +15,7 @@ from PIL import Image
 from pydantic import AfterValidator
 from torch import Tensor
 
+from flowalign.rewards.base import RewardBase
 from flowalign.rewards.options import Count, Device, checked
 from flowalign.system.devices import resolve
 from flowalign.system.images import to_uint8
@@ -39,7 +40,7 @@ def preference(logits: Tensor) -> Tensor:
 
 
 @checked
-class HPSv3:
+class HPSv3(RewardBase):
     """Reward: mu, raw and unbounded; about 5 to 10 for good models.
 
     checkpoint: a .safetensors file; None = MizzenAI/HPSv3 from the Hub. config: the package's.
@@ -50,6 +51,8 @@ class HPSv3:
     """
 
     name = "hpsv3"
+    licence = "Apache-2.0"
+    downloads = None  # not known
 
     def __init__(
         self, checkpoint: Safetensors | None = None, *, device: Device = None, batch_size: Count = 1
@@ -60,8 +63,8 @@ class HPSv3:
         place = str(resolve(device))  # the package wants text
         self.model = package.HPSv3RewardInferencer(checkpoint_path=checkpoint, device=place)
 
-    @staticmethod
-    def packages(**options: Any) -> tuple[str, ...]:
+    @classmethod
+    def packages(cls, **options: Any) -> tuple[str, ...]:
         """What it imports."""
         return ("hpsv3",)
 

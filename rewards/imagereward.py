@@ -19,6 +19,7 @@ from transformers import (
 
 from flowalign.backbone.placement import Placement
 from flowalign.rewards import preprocess
+from flowalign.rewards.base import VIT_L, Cost
 from flowalign.rewards.options import Count, Device, Divisor, checked, pretrained
 from flowalign.rewards.preference import Head, Preference
 from flowalign.rewards.weights import fit, locate, read, weights_file
@@ -98,6 +99,8 @@ class ImageReward(Preference):
     """
 
     name = "imagereward"
+    licence = "Apache-2.0"
+    cost, downloads = Cost(VIT_L), {"THUDM/ImageReward": 1.8}
 
     def __init__(
         self,

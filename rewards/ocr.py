@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ import torch
 from rapidfuzz.distance import Levenshtein
 from torch import Tensor
 
+from flowalign.rewards.base import Cost, RewardBase
 from flowalign.rewards.ocr_engines import ENGINES, Engine, Line, read_all
 from flowalign.rewards.options import Count, check_call, checked
 from flowalign.system.images import to_uint8
@@ -71,7 +73,7 @@ RULES = {"published": text_reward, "strict": strict_reward}
 
 
 @checked
-class OCR:
+class OCR(RewardBase):
     """Reward in [0,1]: the text that an engine reads off the image, against the target text.
 
     engine: "rapidocr", "paddleocr" (with that engine's options), or an Engine object.
@@ -85,6 +87,10 @@ class OCR:
     """
 
     name = "ocr"
+    choice = ("engine", "rapidocr")
+    choices = {"rapidocr": "Apache-2.0", "paddleocr": "Apache-2.0"}
+    cost = Cost(seconds=0.306)  # docs/rewards/ocr.md. PaddleOCR downloads a few MB
+    resizes = frozenset({"limit_side_len", "limit_type", "rec_width", "upscale"})
 
     def __init__(
         self,
@@ -102,8 +108,8 @@ class OCR:
         self.rule_name, self.rule = rule, RULES[rule]
         self.batch_size = batch_size if hasattr(self.engine, "read_many") else 1  # else no gain
 
-    @staticmethod
-    def check_options(engine: str | Engine = "rapidocr", **options: Any) -> None:
+    @classmethod
+    def check_options(cls, engine: str | Engine = "rapidocr", **options: Any) -> None:
         """Raise ValueError for an engine that does not take these options; imports no engine."""
         own = ("rule", "workers", "batch_size")
         engine_options = {name: value for name, value in options.items() if name not in own}
@@ -118,8 +124,14 @@ class OCR:
         else:
             check_call(f"OCR engine {engine!r}", ENGINES[engine], engine_options)
 
-    @staticmethod
-    def packages(engine: str | Engine = "rapidocr", **options: Any) -> tuple[str, ...]:
+    @classmethod
+    def image_cost(cls, *, workers: int = 1, **options: Any) -> Cost | None:
+        """`cost`, shared by the workers."""
+        cost = super().image_cost(**options)
+        return cost and replace(cost, seconds=cost.seconds / workers)
+
+    @classmethod
+    def packages(cls, engine: str | Engine = "rapidocr", **options: Any) -> tuple[str, ...]:
         """What the engine imports."""
         if engine == "rapidocr":
             return ("rapidocr", "onnxruntime")
@@ -128,8 +140,8 @@ class OCR:
         runtime = options.get("inference")
         return ("paddleocr", "onnxruntime" if runtime == "onnxruntime" else "paddle")
 
-    @staticmethod
-    def check_prompts(prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
+    @classmethod
+    def check_prompts(cls, prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
         """Raise ValueError for the first prompt that has no target text."""
         for number, (prompt, meta) in enumerate(zip(prompts, metadata, strict=True), 1):
             try:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from flowalign.rewards.base import VIT_H, Cost
 from flowalign.rewards.clip import Clip, ClipModel
 from flowalign.rewards.options import Count, Device, Divisor, TextCache, checked
 from flowalign.rewards.preference import Preference
@@ -27,6 +28,7 @@ class PickScore(Preference):
     """
 
     name = "pickscore"
+    cost, downloads = Cost(VIT_H), {MODEL: 3.9}
 
     def __init__(
         self,

@@ -7,17 +7,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flowalign.rewards.base import RewardBase
 from flowalign.types import Metadata, Scores
 
 
-class Preference:
+class Preference(RewardBase):
     """Base of rewards with value = raw / normalizer; a subclass computes `raw`.
 
     normalizer: sets the scale of the value only. parts: "raw", the score before division.
     source: what else the scores depend on, such as the model, for `describe`.
     """
-
-    name: str
 
     def __init__(self, normalizer: float, **source: str) -> None:
         self.normalizer, self.source = normalizer, source

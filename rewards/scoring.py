@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowalign.rewards.base import as_reward
 from flowalign.system.devices import Beside
 from flowalign.system.signals import Interrupted
 from flowalign.types import Metadata, PromptBatch, Reward, Scores
@@ -48,6 +49,7 @@ def score(reward: Reward, images: Tensor, prompts: Sequence[str], metadata: Meta
     Raises ValueError if the inputs differ in length; Interrupted passes, and KeyboardInterrupt in
     the main thread, which alone is interrupted.
     """
+    reward = as_reward(reward)
     count = len(images)
     if not count == len(prompts) == len(metadata):
         raise ValueError(
@@ -63,7 +65,7 @@ def score(reward: Reward, images: Tensor, prompts: Sequence[str], metadata: Meta
 
     finite = torch.isfinite(images).flatten(1).all(1) if count else torch.ones(0, dtype=torch.bool)
     broken = (~finite).nonzero().flatten().tolist()
-    groupwise, groups = bool(getattr(reward, "groupwise", False)), {}
+    groupwise, groups = reward.groupwise, {}
     for row in finite.nonzero().flatten().tolist():
         groups.setdefault(prompts[row] if groupwise else None, []).append(row)
 
@@ -77,11 +79,10 @@ def score(reward: Reward, images: Tensor, prompts: Sequence[str], metadata: Meta
         pieces += [(rows, failed(len(rows), error)) for rows in left]
     result = assemble(count, pieces)
 
-    name = getattr(reward, "name", None) or getattr(reward, "__name__", type(reward).__name__)
     line = "reward %s failed on %d of %d images (rows %s), which are invalid: %s"
     for reason in dict.fromkeys(result.failures.values()):
         rows = [row for row, text in result.failures.items() if text == reason]
-        log.warning(line, name, len(rows), count, rows[:8], reason)
+        log.warning(line, reward.name, len(rows), count, rows[:8], reason)
     return result
 
 
@@ -171,12 +172,12 @@ class ByTask:
     """The rewards of a run by task name: every image is scored by the reward of its own task."""
 
     def __init__(self, rewards: Mapping[str, Reward]) -> None:
-        self.rewards = dict(rewards)
+        self.rewards = {task: as_reward(reward) for task, reward in rewards.items()}
 
     @property
     def groupwise(self) -> bool:
         """Whether a reward must see all images of a prompt at once."""
-        return any(getattr(reward, "groupwise", False) for reward in self.rewards.values())
+        return any(reward.groupwise for reward in self.rewards.values())
 
     def __call__(self, images: Tensor, batch: PromptBatch) -> Scores:
         """images [B,3,H,W] and their rows -> Scores of B; parts of other tasks are NaN."""

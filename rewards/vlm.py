@@ -22,6 +22,7 @@ from pydantic import Field
 from torch import Tensor
 
 from flowalign.rewards import load
+from flowalign.rewards.base import RewardBase
 from flowalign.rewards.options import Count, checked, suggestion
 from flowalign.rewards.service.wire import Retries, Seconds, TokenEnv, read_token
 from flowalign.system.escape import shown
@@ -155,7 +156,7 @@ TEMPLATES: dict[str, Template] = {
 
 
 @checked
-class VLM:
+class VLM(RewardBase):
     """Reward in [0,1]: a vision-language model's score of an image for its prompt, over its scale.
 
     url: the base of the endpoint, as in http://127.0.0.1:8000/v1; model: its name there.
@@ -204,8 +205,10 @@ class VLM:
         self.image_size, self.concurrency, self.max_tokens = image_size, concurrency, max_tokens
         self.timeout, self.retries, self.token_env = timeout, retries, token_env  # no token kept
 
-    @staticmethod
-    def check_options(url: str, template: str | Template = "unifiedreward", **others: Any) -> None:
+    @classmethod
+    def check_options(
+        cls, url: str, template: str | Template = "unifiedreward", **others: Any
+    ) -> None:
         """Raise ValueError for a URL or a template that cannot work. Sends no request."""
         check_url("url", url, "the base, such as http://127.0.0.1:8000/v1")
         if url.rstrip("/").endswith("/completions"):

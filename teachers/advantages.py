@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flowalign.config import AdvantageConfig, EarlierConfig
 from flowalign.credit import ADVANTAGES, clip_advantage
-from flowalign.rewards import weights_of
+from flowalign.rewards import as_reward
 from flowalign.training.algorithm import TrainingError
 from flowalign.types import PromptBatch, Reward, Scores
 
@@ -34,7 +34,9 @@ class Advantages:
         prompts: Mapping[str, PromptBatch],
     ) -> None:
         self.settings, self.accelerator = settings, accelerator
-        self.weights = {name: weights_of(reward) for name, reward in rewards.items()}
+        self.weights = {
+            name: dict(as_reward(reward).weights or {}) for name, reward in rewards.items()
+        }
         self.running = RunningRewards.of(settings, prompts)
 
     def __call__(

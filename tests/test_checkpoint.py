@@ -33,15 +33,15 @@ def run(model: str, output: Path, *overrides: str, reward: str = "noisy_redness"
 
 def state(loop: Loop) -> dict[str, Any]:
     """All that a run has become: weights, EMA, optimizer, schedule, generators, best, log."""
-    assert loop.ema is not None
+    assert loop.step.ema is not None
     rows = [json.loads(line) for line in (loop.folder / "metrics.jsonl").read_text().splitlines()]
     return {
         "adapter": [p.detach().clone() for p in loop.parameters],
-        "ema": [p.clone() for p in loop.ema.shadow_params],
-        "optimizer": loop.optimizer.state_dict(),
-        "lr": loop.lr.state_dict(),
+        "ema": [p.clone() for p in loop.step.ema.shadow_params],
+        "optimizer": loop.step.optimizer.state_dict(),
+        "lr": loop.step.lr.state_dict(),
         "rng": (get_rng().tensors, get_rng().rest),
-        "best": loop.best,
+        "best": loop.evaluations.best,
         "metrics": [{k: v for k, v in row.items() if "second" not in k} for row in rows],
     }
 

@@ -12,14 +12,13 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from flowalign import config
+from flowalign import config, rewards
 from flowalign.backbone.shapes import PUBLIC
 from flowalign.backbone.structure import build, find
-from flowalign.commands.doctor import budget, costs
+from flowalign.commands.doctor import budget
 from flowalign.commands.doctor.estimate import predict
 from flowalign.commands.doctor.meter import Meter, measure, size_of
 from flowalign.commands.doctor.pace import Pace, times
-from flowalign.config.schema import RewardConfig
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import medium  # noqa: E402  # pyright: ignore[reportMissingImports]
@@ -330,5 +329,4 @@ def test_the_config_of_a_stage_needs_no_adapter_to_be_there(small):
     ],
 )
 def test_a_reward_of_the_users_own_downloads_nothing_that_it_does_not_name(name, options, files):
-    reward = RewardConfig(name=name, options=options)
-    assert list(costs.files_of(reward)) == [(name, files)]
+    assert rewards.declared(name, imports=False).files(**options) == files

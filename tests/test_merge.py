@@ -269,7 +269,7 @@ def test_adapters_that_do_not_fit_are_refused(random_model: str, tmp_path: Path)
         (few, "adapt different layers"),
         (tmp_path / "wide", "so their bases differ"),
         (tmp_path / "dora", "no plain LoRA"),
-        (tmp_path / "nothing", "no such folder, so no pytorch_lora_weights"),
+        (tmp_path / "nothing", "no such folder"),
     ):
         with pytest.raises(ValueError, match=message):
             merge([one, folder], tmp_path / "out")

@@ -61,8 +61,13 @@ def test_a_velocity_that_is_nan_skips_its_step_alone_and_is_named(
     loop = fakes.wired(found, moved=True)
     spoil(loop, lambda pairs: loop.update == 1 and pairs.first)
     seen = []
-    loop.on_update = lambda update, values: seen.append(
-        (weights(loop), loop.steps, loop.lr.get_last_lr(), [p.clone() for p in shadow(loop)])
+    loop.log.on_update = lambda update, values: seen.append(
+        (
+            weights(loop),
+            loop.step.count,
+            loop.step.lr.get_last_lr(),
+            [p.clone() for p in shadow(loop)],
+        )
     )
     with caplog.at_level(logging.WARNING, "flowalign"):
         loop.run()
@@ -70,15 +75,15 @@ def test_a_velocity_that_is_nan_skips_its_step_alone_and_is_named(
     (first, steps, rate, average), (second, *same, again) = seen[0], seen[1]
     assert torch.equal(first, second) and [steps, rate] == same
     assert all(torch.equal(a, b) for a, b in zip(average, again, strict=True))
-    assert not torch.equal(weights(loop), second) and loop.steps == 3
+    assert not torch.equal(weights(loop), second) and loop.step.count == 3
     (said,) = [r.getMessage() for r in caplog.records if "skipped" in r.getMessage()]
     task, prompt = loop.rollout(1).batch.tasks[0], loop.rollout(1).batch.prompts[0]
     assert "velocity" in said and "step 0" in said and repr(task) in said and repr(prompt) in said
 
 
 def shadow(loop: Loop) -> list[Tensor]:
-    assert loop.ema
-    return loop.ema.shadow_params
+    assert loop.step.ema
+    return loop.step.ema.shadow_params
 
 
 def test_updates_skipped_in_a_row_stop_the_run_at_its_last_good_checkpoint(
@@ -155,10 +160,10 @@ def scaled(loop: Loop, scale: float) -> torch.amp.GradScaler:
     loop.accelerator.scaler, loop.accelerator.native_amp = scaler, True
     loop.accelerator.state._mixed_precision = "fp16"
     assert loop.accelerator.mixed_precision == "fp16"
-    loop.optimizer = AcceleratedOptimizer(
-        loop.optimizer.optimizer, device_placement=False, scaler=scaler
+    loop.step.optimizer = AcceleratedOptimizer(
+        loop.step.optimizer.optimizer, device_placement=False, scaler=scaler
     )
-    loop.accelerator._optimizers = [loop.optimizer]
+    loop.accelerator._optimizers = [loop.step.optimizer]
     return scaler
 
 
@@ -172,7 +177,7 @@ def test_float16_finds_its_scale_without_a_word(
     with caplog.at_level(logging.WARNING, "flowalign"):
         loop.run()
     assert [row["skipped_steps"] for row in rows(loop)] == [1, 1, 0, 0, 0]
-    assert loop.steps == 3 and scaler.get_scale() == 65536 / 4
+    assert loop.step.count == 3 and scaler.get_scale() == 65536 / 4
     assert not [r for r in caplog.records if "skipped" in r.getMessage()]
 
 
@@ -190,7 +195,7 @@ def test_nan_is_never_written(random_model: str, tmp_path: Path) -> None:
     loop = fakes.wired(fakes.settings(random_model, tmp_path / "run", "train.updates=2"))
     loop.run()
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    state = next(iter(loop.optimizer.optimizer.state.values()))
+    state = next(iter(loop.step.optimizer.optimizer.state.values()))
     for tensor in (loop.parameters[1], shadow(loop)[0], state["exp_avg_sq"]):
         good = tensor.detach().clone()
         tensor.data.fill_(math.nan)
@@ -230,7 +235,7 @@ def main() -> None:
     rank = loop.accelerator.process_index
     spoil(loop, lambda pairs: rank == 1 and loop.update == 1 and pairs.first)
     loop.run()
-    torch.save({"weights": weights(loop), "steps": loop.steps}, f"{sys.argv[2]}/{rank}.pt")
+    torch.save({"weights": weights(loop), "steps": loop.step.count}, f"{sys.argv[2]}/{rank}.pt")
     processes.part()
 
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from flowalign import rewards
 from flowalign.backbone.adapters.files import ADAPTER, read_lora
 from flowalign.commands import recipe
-from flowalign.commands.card import CHOICES, command, judge, licence, write_card
+from flowalign.commands.card import command, judge, licence, write_card
 from flowalign.commands.cli import main
 from flowalign.config import MergeStage, load, parse, to_yaml
 from flowalign.eval.run import main as evaluate
@@ -208,11 +208,10 @@ def test_a_card_names_the_licences_of_what_the_rewards_use() -> None:
     assert judge("weighted", {"rewards": parts}) == (
         f"`weighted` of {judge('ocr', {})}, {judge('hpsv2', {})}"
     )
-    for name, (option, default) in CHOICES.items():
-        assert (
-            inspect.signature(rewards.load(rewards.REWARDS[name])).parameters[option].default
-            == default
-        )
+    for name in ("geneval", "ocr"):
+        reward = rewards.declared(name)
+        option, default = reward.choice
+        assert inspect.signature(reward).parameters[option].default == default
 
 
 SMALL = ["train.updates=2", "rollout.prompts=6", "rollout.batch_size=6", "evaluation.prompts=2",

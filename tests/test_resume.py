@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from flowalign.commands import train
 from flowalign.config import ADAPTER, to_yaml
 from flowalign.system import manifest
-from flowalign.training.run import best_adapter, checkpoint, resume
+from flowalign.training.run import checkpoint, resume
 from flowalign.training.run.checkpoint import Checkpoints
 
 Damage = Callable[[Path], object]
@@ -145,7 +145,6 @@ def test_the_log_and_the_adapter_are_put_back(
     (run / "samples" / "update_000012.png").touch()
     assert go(whole, run, "--resume") == 0
     said = [r.getMessage() for r in caplog.records]
-    assert any("metrics.jsonl: 1 of" in text for text in said)
     assert any("adapter" in text and "SHA-256" in text for text in said)
     assert end(run) == end(whole / "run")
     assert not [*run.rglob(".*")] and not (run / "samples" / "update_000012.png").exists()
@@ -328,11 +327,11 @@ def test_an_adapter_that_is_damaged_while_the_run_goes_on_is_restored_or_forgott
     given = [held_out, *EVALUATED, "train.updates=1"]
     loop = fakes.wired(fakes.settings(random_model, tmp_path / "run", *given))
     loop.run()
-    best = dict(loop.best)
+    best = dict(loop.evaluations.best)
     shutil.rmtree(loop.folder / "adapter")
     loop.save()
-    assert loop.best == best and best_adapter.wrong(loop.folder, best) == ""
+    assert loop.evaluations.best == best and checkpoint.why_not_best(loop.folder, best) == ""
     shutil.rmtree(loop.folder / "adapter")
     shutil.rmtree(loop.checkpoints.folder)
     loop.save()
-    assert loop.best == {}  # so that the next evaluation chooses
+    assert loop.evaluations.best == {}  # so that the next evaluation chooses

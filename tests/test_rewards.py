@@ -11,11 +11,15 @@ import pytest
 import torch
 
 from flowalign.rewards import (
+    Cost,
+    RewardBase,
     build,
     build_on,
     check,
     check_prompts,
+    declared,
     describe,
+    is_groupwise,
     names,
     register,
     score,
@@ -312,6 +316,35 @@ def test_a_reward_describes_itself_and_at_least_by_its_name(stranger, registry):
     assert describe(Broken()) == {"name": "Broken", "describe": "KeyError: 'engine'"}
 
 
+def test_a_reward_says_what_differs_from_the_defaults(registry):
+    @register("quiet")
+    class Quiet(RewardBase):
+        licence = "MIT"
+        cost, downloads = Cost(flops=2.0), {"a/model": 0.5}
+
+        def __call__(self, images, prompts, metadata):
+            return Scores.of([0.0] * len(images))
+
+    @register("duck")
+    class Duck:
+        groupwise, headline, weights = True, "half", "not a sum of parts"
+
+        def __call__(self, images, prompts, metadata):
+            return Scores.of([1.0] * len(images))
+
+    quiet, duck = build_on(None, "quiet", {}), build_on(None, "duck", {})
+    assert isinstance(quiet, Quiet) and quiet.name == "Quiet" and describe(quiet)["name"] == "Quiet"
+    assert (quiet.groupwise, quiet.headline, quiet.weights) == (False, None, None)
+    assert (duck.groupwise, duck.headline, duck.weights) == (True, "half", None)
+    assert duck(IMAGES, PROMPTS, METADATA).value.tolist() == [1.0] * 4
+    assert is_groupwise("duck", {}) and not is_groupwise("quiet", {})
+    assert declared("quiet").image_cost() == Cost(2.0)
+    assert declared("quiet").image_cost(model="other") is None
+    assert declared("quiet").files(model="tiny") == {}
+    assert declared("duck").image_cost() is None
+    assert declared("torch:rand", imports=False) is RewardBase
+
+
 class Placed:
     """A reward that says where it computes."""
 
@@ -329,9 +362,8 @@ def any_options(**options: Any) -> Placed:
 
 def test_a_run_tells_a_reward_its_device_unless_its_options_do():
     path = f"{__name__}:Placed"
-    assert vars(build_on("meta", path, {}))["device"] == "meta"
-    assert vars(build_on("meta", path, {"device": None}))["device"] == "meta"
-    assert vars(build_on("meta", path, {"device": "cpu"}))["device"] == "cpu"
+    for given, device in ({}, "meta"), ({"device": None}, "meta"), ({"device": "cpu"}, "cpu"):
+        assert vars(vars(build_on("meta", path, given))["reward"])["device"] == device
     part = {"name": path}
     for name, options in {
         "weighted": {"rewards": [part]},
@@ -340,7 +372,7 @@ def test_a_run_tells_a_reward_its_device_unless_its_options_do():
     }.items():
         reward = build_on("meta", name, options)
         (inner, *_) = vars(reward)["components"].values()
-        assert inner.device == "meta"
+        assert inner.reward.device == "meta"
         with pytest.raises(ValueError, match="device"):
             check(name, {**options, "device": "nowhere"})
 

@@ -64,7 +64,7 @@ def test_a_signal_is_raised_at_once_with_its_exit_status(number: int) -> None:
 def test_what_is_done_as_a_whole_is_done_first() -> None:
     reached = []
     with pytest.raises(Interrupted), alone() as requests:
-        with requests.whole(), requests.whole():
+        with requests.uninterrupted(), requests.uninterrupted():
             signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGTERM)  # a launcher's echo
             reached.append(1)
@@ -74,7 +74,7 @@ def test_what_is_done_as_a_whole_is_done_first() -> None:
 
 def test_a_second_signal_does_not_wait() -> None:
     reached = []
-    with pytest.raises(Interrupted), alone() as requests, requests.whole():
+    with pytest.raises(Interrupted), alone() as requests, requests.uninterrupted():
         signal.raise_signal(signal.SIGINT)
         time.sleep(ECHO * 1.05)
         reached.append(1)
@@ -96,21 +96,21 @@ def test_several_processes_end_where_they_meet_whoever_was_asked() -> None:
     with requests:
         signal.raise_signal(signal.SIGTERM)  # noticed, and not raised here
         with pytest.raises(Interrupted, match="SIGTERM"):
-            requests.meet()
+            requests.stop_point()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # the launcher's, which follows
     requests = Requests(lambda own: [*own, *other], Clock(0.0))
     with requests:
-        requests.meet()
+        requests.stop_point()
         other = [("SIGUSR1", UNFINISHED)]
         with pytest.raises(Interrupted, match="SIGUSR1"):
-            requests.meet()
+            requests.stop_point()
 
 
 def test_the_clock_ends_what_would_end_too_late() -> None:
     requests = alone(minutes=1)
-    requests.meet(50)
+    requests.stop_point(50)
     with pytest.raises(Interrupted, match="train.max_minutes = 1") as seen:
-        requests.meet(61)
+        requests.stop_point(61)
     assert seen.value.code == UNFINISHED
 
 

@@ -22,6 +22,7 @@ from flowalign.config import (
 )
 from flowalign.eval import suite
 from flowalign.eval.suite import Benchmark
+from flowalign.rewards import RewardBase
 from flowalign.system.signals import Clock
 from flowalign.teachers.bank import Bank, Member
 from flowalign.training.algorithm import STUDENT, Algorithm, Parts, algorithm_class
@@ -41,7 +42,7 @@ log = logging.getLogger("flowalign")
 
 def wire(
     config: TrainingStage, clock: Clock | None = None, inputs: Inputs | None = None
-) -> tuple[Loop, Progress, dict[str, Reward]]:
+) -> tuple[Loop, Progress, dict[str, RewardBase]]:
     """Build every part of a run from its config -> the loop, its display, its rewards. inputs: what
     `preflight.check_world` has opened; None = nothing yet."""
     inputs = Inputs() if inputs is None else inputs
@@ -50,10 +51,10 @@ def wire(
     set_seed(config.seed)  # for the LoRA's initial A; all else has generators of its own
     built = build_rewards(config, accelerator.device)
     # a reward of the user's may say only now that it is groupwise
-    whole = [name for name, reward in built.items() if getattr(reward, "groupwise", False)]
+    whole = [name for name, reward in built.items() if reward.groupwise]
     problems = list(group_problems(config, whole, accelerator.num_processes))
     # nor do we know before which parts it sums
-    single = [name for name, reward in built.items() if not rewards.weights_of(reward)]
+    single = [name for name, reward in built.items() if not reward.weights]
     if problems := [*problems, *parts_problems(config, single)]:
         raise ConfigError(problems)
     backbone = student(config, accelerator.device, inputs)
@@ -78,7 +79,7 @@ def wire(
     return loop, progress, built
 
 
-def build_rewards(config: TrainingStage, device: torch.device) -> dict[str, Reward]:
+def build_rewards(config: TrainingStage, device: torch.device) -> dict[str, RewardBase]:
     """The reward of each task; ConfigError for those that cannot be built."""
 
     built, problems = {}, []

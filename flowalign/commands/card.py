@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowalign import rewards
 from flowalign.backbone import ModelError, family_of
 from flowalign.backbone.adapters import hub
 from flowalign.backbone.adapters.files import adapter_folder, read_lora
@@ -37,23 +38,6 @@ if TYPE_CHECKING:
 
 # The models under Stability's community licence.
 STABILITY = [f"stable-diffusion-{size}" for size in ("3.5-medium", "3.5-large", "3-medium")]
-# Of code and weights, where their repositories say so; training data has terms of its own.
-LICENSES = {
-    "deqa": "MIT",
-    "geneval": "its rules: MIT",
-    "hpsv2": "Apache-2.0",
-    "hpsv3": "Apache-2.0",
-    "imagereward": "Apache-2.0",
-}
-# The option of a reward that chooses what scores, and its default.
-CHOICES = {"geneval": ("detector", "tiny"), "ocr": ("engine", "rapidocr")}
-MODEL = ("model", None)  # of the other rewards
-CHOSEN = {
-    "tiny": "Apache-2.0, ships with flowalign",
-    "rapidocr": "Apache-2.0",
-    "paddleocr": "Apache-2.0",
-    "mask2former": "its weights have a licence of their own",
-}
 PROGRAMS = {
     "flowalign": "flowalign",
     "cli.py": "flowalign",  # python -m flowalign.commands.cli
@@ -187,13 +171,12 @@ def judge(name: str, options: Mapping[str, Any]) -> str:
         return (
             f"{code(name)} of {', '.join(judge(s['name'], s.get('options') or {}) for s in specs)}"
         )
-    option, default = CHOICES.get(name, MODEL)
-    chosen = options.get(option, default)
-    notes = [LICENSES[name]] if name in LICENSES else []
+    reward = rewards.declared(name, imports=False)
+    chosen = reward.chosen(**options)
+    notes = [reward.licence] if reward.licence else []
     if isinstance(chosen, str):
-        notes.append(
-            f"{option} {code(chosen)}" + (f": {CHOSEN[chosen]}" if chosen in CHOSEN else "")
-        )
+        terms = reward.choices.get(chosen)
+        notes.append(f"{reward.choice[0]} {code(chosen)}" + (f": {terms}" if terms else ""))
     return code(name) + (f" ({'; '.join(notes)})" if notes else "")
 
 

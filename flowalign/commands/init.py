@@ -275,14 +275,14 @@ def _teacher_configs(folder: Path, stage: str) -> list[dict[str, Any]]:
 def _student(wanted: Answers) -> dict[str, Any]:
     """Of the stages opd and sft."""
     own = (wanted.family or SD35) / f"{wanted.stage}.yaml"
-    data = read(own) if own.is_file() else wanted.shipped("student_flow_opd.yaml")
+    data: dict[str, Any] = wanted.shipped(own.name if own.is_file() else "student_flow_opd.yaml")
     if wanted.stage == "sft":
-        data = {"sft": {"states": 3}} | data
+        data = {"sft": {"states": 3}, **data}
         data = {key: value for key, value in data.items() if key not in ("student", "anchor")}
     if wanted.teachers:
-        like: dict[str, Any] = next(iter(data["teachers"].values()))
+        shipped = next(iter(data["teachers"].values()))
         data["teachers"] = {
-            name: {**like, "adapter": source} for name, source in wanted.teachers.items()
+            name: {**shipped, "adapter": source} for name, source in wanted.teachers.items()
         }
     names = list(data["teachers"])
     return _with_tasks(data, wanted, names, _one_each("--reward", wanted.rewards, len(names)))

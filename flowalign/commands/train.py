@@ -24,7 +24,7 @@ from flowalign.system import files
 from flowalign.system.signals import Clock
 from flowalign.training.preflight import Inputs, check_launch, check_world, start
 from flowalign.training.run import lock
-from flowalign.training.run.resume import anew
+from flowalign.training.run.resume import why_no_checkpoint
 
 if TYPE_CHECKING:  # --help need not import diffusers
     from accelerate import Accelerator
@@ -107,7 +107,8 @@ def run(
     if isinstance(given, TrainingStage):
         processes.state(given)
         resume = resume or processes.restarted(Path(given.output))
-        if resume and processes.state(given).is_main_process and (text := anew(Path(given.output))):
+        text = why_no_checkpoint(Path(given.output)) if resume else ""
+        if text and processes.state(given).is_main_process:
             log.warning(text)
         clock = Clock(began, given.train.max_minutes)
         return train(given, resume=resume, any_world=any_world, clock=clock)

@@ -12,6 +12,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -760,6 +761,16 @@ class TrainingAlarmConfig(AlarmConfig):
     its images; of an evaluation so many a task."""
 
 
+@dataclass(frozen=True)
+class Judged:
+    """Prompts whose images are scored: a task or a benchmark."""
+
+    place: str  # in the config
+    name: str
+    rewards: Mapping[str, RewardConfig]  # by their key below the place
+    prompts: Mapping[str, str]  # prompt sets by their key below the place
+
+
 class Stage(Section):
     """The keys that all configs have; `load(..., stage=Stage)` accepts any of them."""
 
@@ -778,6 +789,16 @@ class Stage(Section):
     def scales(self) -> dict[str, float]:
         """{place in the config: guidance scale} of all that are given there."""
         return {}
+
+    @property
+    def credited(self) -> AdvantageConfig | None:
+        """How its rewards become advantages; None where it does not learn from rewards."""
+        return None
+
+    @property
+    def judged(self) -> list[Judged]:
+        """Every task and benchmark; empty for a stage that samples no images."""
+        return []
 
 
 class Job(Stage):
@@ -822,11 +843,6 @@ class TrainingStage(Job):
         return self.evaluation is not None and any(task.evaluated for task in self.tasks)
 
     @property
-    def credited(self) -> AdvantageConfig | None:
-        """How its rewards become advantages; None where it does not learn from rewards."""
-        return None
-
-    @property
     def needs_actions(self) -> bool:
         """Whether the loss needs the sampled successors of the states and their log-probs."""
         return self.learns_from_rewards
@@ -857,6 +873,20 @@ class TrainingStage(Job):
     def watched(self) -> list[BenchmarkConfig]:
         """The benchmarks of evaluation.watch."""
         return self.evaluation.watch if self.evaluation else []
+
+    @property
+    def judged(self) -> list[Judged]:
+        """The watched benchmarks and the tasks."""
+        tasks = [
+            Judged(
+                f"tasks.{index}",
+                task.name,
+                {"reward": task.reward} if task.reward else {},
+                _given({"prompts": task.prompts, "validation": task.validation}),
+            )
+            for index, task in enumerate(self.tasks)
+        ]
+        return [*_judged("evaluation.watch", self.watched), *tasks]
 
     @property
     def optimizer_steps(self) -> int:
@@ -1326,6 +1356,11 @@ class EvalStage(Stage):
         return _given({f"models.{name}": folder for name, folder in self.models.items()})
 
     @property
+    def judged(self) -> list[Judged]:
+        """The benchmarks."""
+        return _judged("benchmarks", self.benchmarks)
+
+    @property
     def scales(self) -> dict[str, float]:
         """That of its images."""
         return {"sampling.guidance": self.sampling.guidance}
@@ -1351,9 +1386,17 @@ class EvalStage(Stage):
                 yield f"compare.{name}: compared with itself. Leave it out."
 
 
-def _given(adapters: Mapping[str, str | None]) -> dict[str, str]:
-    """Without those that are null, the base model."""
-    return {place: source for place, source in adapters.items() if source is not None}
+def _given(sources: Mapping[str, str | None]) -> dict[str, str]:
+    """Without what is null."""
+    return {place: source for place, source in sources.items() if source is not None}
+
+
+def _judged(place: str, benchmarks: Sequence[BenchmarkConfig]) -> list[Judged]:
+    """Benchmarks, which are listed at a place."""
+    return [
+        Judged(f"{place}.{index}", b.name, b.reward_keys, {"prompts": b.prompts})
+        for index, b in enumerate(benchmarks)
+    ]
 
 
 def _same_names(names: Mapping[str, Iterable[str]]) -> Iterator[str]:

@@ -77,9 +77,10 @@ def interruptible() -> Iterator[None]:
 class Requests:
     """Requests to end a run early, inside its `with`.
 
-    One process raises Interrupted at once, or at the end of a `whole` block. Of several processes
-    none does so before all meet: then all raise it, whoever was asked. A second signal, more than
-    ECHO seconds after the first, raises it at once, wherever the process is.
+    One process raises Interrupted at once, or at the end of an `uninterrupted` block. Of several
+    processes none does so before all are at a `stop_point`: then all raise it, whoever was asked. A
+    second signal, more than ECHO seconds after the first, raises it at once, wherever the process
+    is.
 
     gather: {what this process has} -> that of all processes, in their order; None for one process.
     """
@@ -88,7 +89,7 @@ class Requests:
         self.gather, self.clock = gather, clock
         self.agreed = False  # all processes are leaving
         self._first: tuple[int, float] | None = None  # the signal, and when it came
-        self._depth = 0  # of `whole` blocks
+        self._depth = 0  # of `uninterrupted` blocks
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Requests:
@@ -106,12 +107,12 @@ class Requests:
                 signal.signal(number, signal.SIG_IGN)
             return
         _restore(self._before)
-        if error is None and self._first:  # it came after the last meeting
+        if error is None and self._first:  # it came after the last stop point
             raise Interrupted.by(self._first[0])
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Around work that is done as a whole or not at all: a signal takes effect at its end."""
+    def uninterrupted(self) -> Iterator[None]:
+        """Around work that is done completely or not at all: a signal takes effect at its end."""
         self._depth += 1
         try:
             yield
@@ -120,7 +121,7 @@ class Requests:
         if self._first and self.gather is None and not self._depth:
             raise Interrupted.by(self._first[0])
 
-    def meet(self, seconds: float | None = None) -> None:
+    def stop_point(self, seconds: float | None = None) -> None:
         """A place where a run can end, which all processes reach: Interrupted if one was asked, or
         if the next `seconds` of work would end past the clock's limit (None = do not ask it)."""
         clock = self.clock

@@ -88,17 +88,17 @@ def world_problems(
     """
     inputs = Inputs() if inputs is None else inputs
     problems = [*_package_problems(config), *_adapter_problems(config, pending, inputs)]
-    if isinstance(config, TrainingStage | EvalStage):
+    if config.judged:
         problems += _model_problems(config)
+    problems += _scoring_problems(config, num_processes, trust, inputs)
+    if isinstance(config, EvalStage):
+        problems += _fidelity_problems(config, trust)
     if isinstance(config, TrainingStage):
-        problems += [*_sharing_problems(config, num_processes), *determinism.problems(config)]
+        problems += _training_problems(config, num_processes)
         if resume is not None:
             problems += resuming.problems(
                 config, num_processes, resume=resume, any_world=any_world, pending=pending
             )
-    problems += _scoring_problems(config, num_processes, trust, inputs)
-    if isinstance(config, EvalStage):
-        problems += _fidelity_problems(config, trust)
     return problems
 
 
@@ -108,9 +108,9 @@ def own_code(config: Stage) -> dict[str, list[str]]:
     import flowalign.rewards as rewards
 
     paths = {
-        f"{place}.{key}": rewards.own_code(reward.name, reward.options)
-        for place, _, judges, _ in _scored(config)
-        for key, reward in judges.items()
+        f"{judged.place}.{key}": rewards.own_code(reward.name, reward.options)
+        for judged in config.judged
+        for key, reward in judged.rewards.items()
     }
     if isinstance(config, EvalStage) and config.fidelity and ":" in config.fidelity.features:
         paths["fidelity.features"] = [config.fidelity.features]
@@ -150,11 +150,10 @@ def _scoring_problems(
 
     whole: list[str] = []  # tasks whose reward compares all images of a prompt
     single: list[str] = []  # tasks whose reward is no sum of parts, where that matters
-    credited = config.credited if isinstance(config, TrainingStage) else None
-    by_part = credited is not None and credited.advantage == "gdpo"
-    for place, name, judges, sources in _scored(config):
-        sound: list[RewardConfig] = []
-        for key, reward in judges.items():
+    by_part = config.credited is not None and config.credited.advantage == "gdpo"
+    for judged in config.judged:
+        place, name, sound = judged.place, judged.name, list[RewardConfig]()
+        for key, reward in judged.rewards.items():
             if not trust and rewards.own_code(reward.name, reward.options):
                 continue
             try:
@@ -173,7 +172,7 @@ def _scoring_problems(
                 whole.append(name)
             if place.startswith("tasks.") and by_part and rewards.has_no_weights(reward.name):
                 single.append(name)
-        for key, source in sources.items():
+        for key, source in judged.prompts.items():
             try:
                 batch = inputs.prompts(source, name)
                 for reward in sound:
@@ -190,7 +189,7 @@ def _scoring_problems(
 
 def parts_problems(config: TrainingStage, tasks: Collection[str]) -> Iterator[str]:
     """Rewards without parts, where the advantage normalises parts. tasks: those whose reward has no
-    `weights` (`flowalign.rewards.weights_of`)."""
+    `weights`."""
     if config.credited is None or config.credited.advantage != "gdpo":
         return
     for index, task in enumerate(config.tasks):
@@ -216,28 +215,6 @@ def group_problems(config: TrainingStage, tasks: Sequence[str], processes: int) 
         )
 
 
-def _scored(
-    config: Stage,
-) -> Iterator[tuple[str, str, Mapping[str, RewardConfig], Mapping[str, str]]]:
-    """(place in the config, name, {key: reward}, {key: prompt set}) of every task and benchmark."""
-    benchmarks = {"benchmarks": config.benchmarks} if isinstance(config, EvalStage) else {}
-    if isinstance(config, TrainingStage):
-        benchmarks = {"evaluation.watch": config.watched}
-    for key, listed in benchmarks.items():
-        for index, benchmark in enumerate(listed):
-            yield (
-                f"{key}.{index}",
-                benchmark.name,
-                benchmark.reward_keys,
-                {"prompts": benchmark.prompts},
-            )
-    for index, task in enumerate(config.tasks if isinstance(config, TrainingStage) else ()):
-        sources = {"prompts": task.prompts}
-        if task.validation is not None:
-            sources["validation"] = task.validation
-        yield f"tasks.{index}", task.name, {"reward": task.reward} if task.reward else {}, sources
-
-
 def _package_problems(config: Stage) -> Iterator[str]:
     """What asks for a package or a device that is not here."""
     missing = not packages.installed("bitsandbytes")
@@ -251,19 +228,22 @@ def _package_problems(config: Stage) -> Iterator[str]:
 
         if reason := unavailable(config.model.attention):
             yield f"model.attention: {config.model.attention!r}: {reason} Or use null: SDPA."
-    if not isinstance(config, TrainingStage):
-        return
-    if config.optimizer.name == "adamw8bit" and missing:
-        yield f"optimizer.name: 'adamw8bit' needs {install}, or use 'adamw'."
+
+
+def _training_problems(config: TrainingStage, num_processes: int) -> Iterator[str]:
+    """Packages that only training needs, settings against determinism, and images of an optimizer
+    step that the processes cannot share evenly."""
+    if config.optimizer.name == "adamw8bit" and not packages.installed("bitsandbytes"):
+        yield (
+            "optimizer.name: 'adamw8bit' needs bitsandbytes, which is not installed. Run "
+            f"`{packages.install_command('bitsandbytes')}`, or use 'adamw'."
+        )
     if "wandb" in config.train.trackers and not packages.installed("wandb"):
         yield (
             "train.trackers: 'wandb' needs wandb, which is not installed. "
             f"{packages.hint('wandb')} Or leave it out."
         )
-
-
-def _sharing_problems(config: TrainingStage, num_processes: int) -> Iterator[str]:
-    """Images of an optimizer step that the processes cannot share evenly."""
+    yield from determinism.problems(config)
     updates, rollout = config.optimizer.updates_per_rollout, config.rollout
     images = rollout.prompts // updates * rollout.copies
     if images % num_processes:
@@ -295,7 +275,7 @@ def _adapter_problems(config: Stage, pending: Collection[str], inputs: Inputs) -
                 )
 
 
-def _model_problems(config: TrainingStage | EvalStage) -> Iterator[str]:
+def _model_problems(config: Stage) -> Iterator[str]:
     """Settings that the model does not have, where its shapes are known here: sizes, lengths of
     prompts, guidance, layers."""
     from flowalign.backbone import ModelError

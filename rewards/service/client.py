@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from flowalign.rewards.base import RewardBase
 from flowalign.rewards.options import Count, Divisor, checked
 from flowalign.rewards.scoring import assemble, failed
 from flowalign.rewards.service import wire
@@ -27,7 +28,7 @@ _SPLIT = (413, 422)  # the request is too large, or one of its rows is at fault
 
 
 @checked
-class Remote:
+class Remote(RewardBase):
     """The reward that a `flowalign serve-reward` elsewhere serves; it has its range and parts.
 
     urls: of one server, or a list. Batches are split evenly; as many requests run at once as there
@@ -80,8 +81,8 @@ class Remote:
             proxies=False,  # images go to the named host and nowhere else
         )
 
-    @staticmethod
-    def check_options(urls: str | Sequence[str], **others: Any) -> None:
+    @classmethod
+    def check_options(cls, urls: str | Sequence[str], **others: Any) -> None:
         """Raise ValueError for URLs that cannot work, without their passwords."""
         if not urls:
             raise ValueError(f"`urls` of reward remote is {urls!r}; give a URL or a list of them.")

@@ -9,7 +9,6 @@ come out in one form: weights by layer, `<layer>.lora_A.weight` [r,in] and `<lay
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import logging
@@ -24,8 +23,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
-from flowalign.backbone.adapters import description, hub
-from flowalign.backbone.adapters.description import AdapterError
+from flowalign.backbone.adapters import hub
+from flowalign.backbone.adapters.description import (
+    LONGEST,
+    AdapterError,
+    inner_name,
+    parse_description,
+    scaling,
+)
 from flowalign.backbone.tiny import TEACHERS
 from flowalign.config.schema import ADAPTER
 from flowalign.system import manifest, tensors
@@ -40,24 +45,17 @@ log = logging.getLogger("flowalign")
 T = TypeVar("T")
 
 PEFT_ADAPTER, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+METADATA = "lora_adapter_metadata"  # the entry of a head with peft's description
 # In the head of a file, beside peft's description and not in it: peft refuses unknown entries.
 TEXT_LENGTH = "flowalign_max_sequence_length"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-PREFIXES = ("base_model.model.", "transformer.")  # peft's, then diffusers'
 FACTOR = re.compile(r"(.+)\.lora_([AB])\.weight")
 OLD = re.compile(r".+lora\.(down|up)\.weight")  # diffusers' before it used peft
 # Types of weights; alpha beside them may be a whole number, too.
 FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
 INTEGERS = {"U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64"}
-LONGEST_NAME = 500  # characters of a weight's name
+LONGEST_NAME = 300  # characters of a weight's name
 MOST_TOKENS = 512  # of the T5 encoder in diffusers' pipelines
-# Part of a weight's name -> what it is; the first that fits counts.
-KINDS = {
-    "magnitude_vector": "DoRA", "dora_scale": "DoRA", "lora_embedding": "an embedding",
-    "text_encoder": "a text encoder", "lora_unet_": "kohya's names",
-    "lora_transformer_": "kohya's names", "lora_te": "a text encoder", ".bias": "a bias",
-    "lora": "another method",
-}  # fmt: skip
 
 
 # Where it lies -----------------------------------------------------------------------------------
@@ -66,14 +64,16 @@ KINDS = {
 def adapter_folder(source: str | Path, *, newest: bool = False) -> Path:
     """The folder (or .safetensors file) of an adapter, which need not exist.
 
-    `tiny/NAME` ships with the package. A Hub id (`flowalign.backbone.adapters.hub.is_id`) is
+    `tiny/NAME` ships with the package. The folder of a run stands for its adapter. A Hub id is
     downloaded if the cache does not have it, or `newest` is asked for. Raises HubError.
     """
     if str(source).startswith("tiny/"):
         return TEACHERS / str(source).removeprefix("tiny/")
     if hub.is_id(str(source)):
         return hub.download(str(source), newest=newest)
-    return Path(source).expanduser()
+    folder = Path(source).expanduser()
+    of_run = folder / "adapter"
+    return of_run if (of_run / ADAPTER).is_file() and not (folder / ADAPTER).exists() else folder
 
 
 def shipped() -> list[str]:
@@ -81,43 +81,17 @@ def shipped() -> list[str]:
     return sorted(f"tiny/{file.parent.name}" for file in TEACHERS.glob(f"*/{ADAPTER}"))
 
 
-def _meant(source: str) -> str | None:
-    """The adapter that a source without one probably means; None if none comes to mind."""
-    if source.startswith("tiny/"):
-        names = {name.removeprefix("tiny/"): name for name in shipped()}
-        close = difflib.get_close_matches(source.removeprefix("tiny/"), names, n=1)
-        return names[close[0]] if close else None
-    folder = adapter_folder(source)
-    if (folder / "adapter" / ADAPTER).is_file():  # the folder of the run was named
-        return str(Path(source) / "adapter")
-    if not folder.exists() and (folder.parent / ADAPTER).is_file():  # a merge's, as if a run's
-        return str(Path(source).parent)
-    return None
-
-
-def _refusal(source: str, error: AdapterError) -> str:
-    """What was wrong with a source, by the name that the user gave it, and what was meant."""
-    ships = source.startswith("tiny/")  # before the question whether it is a Hub id, as above
-    if hub.is_id(source) and not ships:
-        return f"{source!r}: {error}"
-    meant, reason = _meant(source), str(error)
-    if not adapter_folder(source).exists():
-        reason = "no such adapter ships with flowalign" if ships else "no such folder"
-        if not meant and ships:
-            reason += f"; there are {', '.join(shipped())}"
-        elif not meant:
-            reason += f", so no {ADAPTER}; training writes one to <output>/adapter"
-    return f"{source!r}: {reason}" + (f"; did you mean {meant}?" if meant else "")
-
-
 def adapter_file(folder: Path) -> Path:
     """The weights in a folder (or the file itself): diffusers' file, else peft's, else the only
     .safetensors file. AdapterError if there is none."""
-    where, names = folder, []
     if folder.is_file():
-        where, names = folder.parent, [folder.name]
-    elif folder.is_dir():
-        names = sorted(path.name for path in folder.iterdir())
+        return folder
+    if not folder.is_dir():
+        there = f"; there are {', '.join(shipped())}" if folder.parent == TEACHERS else ""
+        raise AdapterError(
+            f"no such folder{there}. Training writes its adapter to <output>/adapter"
+        )
+    names = sorted(path.name for path in folder.iterdir())
     if "model_index.json" in names:
         raise AdapterError(
             f"{folder} holds a whole pipeline (model_index.json), and an adapter is wanted. Name "
@@ -126,7 +100,7 @@ def adapter_file(folder: Path) -> Path:
     tensors = [name for name in names if name.endswith(".safetensors")]
     usual = [name for name in (ADAPTER, PEFT_ADAPTER) if name in tensors]
     if usual or len(tensors) == 1:
-        return where / (usual or tensors)[0]
+        return folder / (usual or tensors)[0]
     if tensors:
         raise AdapterError(
             f"{folder} holds {len(tensors)} files of weights ({', '.join(tensors[:4])}), and which "
@@ -172,20 +146,13 @@ class Lora:
         """{`<layer>.lora_A.weight`: [r,in], `<layer>.lora_B.weight`: [out,r]} on the CPU, in the
         file's dtype. A warning says where alpha is an assumption. Raises AdapterError for NaN and
         infinity."""
+        from safetensors.torch import load_file
+
         if not self.describes_alpha:
             log.warning(
                 "%s names no alpha; it is taken to be the rank (scale 1), as diffusers does. If it "
                 "was trained with another, put peft's %s beside it.", self.file, PEFT_CONFIG
             )  # fmt: skip
-        return self._finite_weights()
-
-    def check_values(self) -> None:
-        """Read the weights and keep none. Raises AdapterError for NaN and infinity."""
-        self._finite_weights()
-
-    def _finite_weights(self) -> dict[str, Tensor]:
-        from safetensors.torch import load_file
-
         renamed = _renamed(load_file(self.file))
         weights = {name: value for name, value in renamed.items() if not name.endswith(".alpha")}
         if broken := not_finite(weights):
@@ -194,6 +161,10 @@ class Lora:
                 "damaged. Use an earlier one, or train it again with a lower learning rate."
             )
         return weights
+
+    def check_values(self) -> None:
+        """Read the weights now. Raises AdapterError for NaN and infinity."""
+        _ = self.weights
 
     @cached_property
     def digest(self) -> str:
@@ -215,7 +186,7 @@ def read_lora(source: str | Path | Lora, *, newest: bool = False) -> Lora:
         _check_manifest(file)
         return _read(file)
     except AdapterError as error:
-        raise AdapterError(_refusal(str(source), error)) from error
+        raise AdapterError(f"{str(source)!r}: {error}") from error
 
 
 def _check_manifest(file: Path) -> None:
@@ -236,14 +207,13 @@ def _read(file: Path) -> Lora:
     """The head of a file."""
     head, shapes, stored = _head(file)
     beside = file.parent / PEFT_CONFIG
-    config, base = None, None
-    if text := head.get("lora_adapter_metadata"):
-        config = {_inner(key): value for key, value in description.parse(text, file).items()}
-        description.check(config, file)
+    config: dict[str, Any] | None = None
+    base = None
+    if text := head.get(METADATA):
+        config = parse_description(text, file)
         base = config.get("base_model_name_or_path")
     elif beside.is_file():
-        config = description.parse(_text(beside), beside)
-        description.check(config, beside)
+        config = parse_description(_text(beside), beside)
         name = config.get("base_model_name_or_path")
         base = name if name and hub.is_id(name) else None
     ranks = _ranks(file, shapes)
@@ -253,8 +223,8 @@ def _read(file: Path) -> Lora:
         raise AdapterError(f"{file} says its alpha twice: as weights, and in its description")
     else:
         alphas = _alphas(file, ranks, config)
-    known = config or {}
-    rslora, named = bool(known.get("use_rslora")), known.get("base_model_name_or_path")
+    entries = config or {}
+    rslora, named = bool(entries.get("use_rslora")), entries.get("base_model_name_or_path")
     return Lora(
         file,
         describe(ranks, alphas, rslora, named),
@@ -303,7 +273,7 @@ def _text(file: Path) -> str:
     """A description beside the weights."""
     try:
         with open(file, encoding="utf-8") as opened:
-            return opened.read(description.LONGEST + 1)  # `parse` refuses what is longer
+            return opened.read(LONGEST + 1)  # longer ones are
     except (OSError, UnicodeDecodeError) as error:
         raise AdapterError(f"the description {file} cannot be read ({error})") from error
 
@@ -320,19 +290,13 @@ def _text_length(file: Path, head: Mapping[str, str]) -> int | None:
     return int(text)
 
 
-def _inner(key: str) -> str:  # the name of a weight inside the transformer
-    for prefix in PREFIXES:
-        key = key.removeprefix(prefix)
-    return key
-
-
 def _renamed(entries: dict[str, T]) -> dict[str, T]:
     """The entries of a file under today's names of the weights, inside the transformer."""
     if any(OLD.fullmatch(key) for key in entries):
         from diffusers.utils import convert_unet_state_dict_to_peft
 
         entries = convert_unet_state_dict_to_peft(entries)
-    return {_inner(key): entry for key, entry in entries.items()}
+    return {inner_name(key): entry for key, entry in entries.items()}
 
 
 def _check_keys(file: Path, keys: Iterable[str]) -> None:
@@ -350,17 +314,13 @@ def _check_keys(file: Path, keys: Iterable[str]) -> None:
         return factor is not None and not key.startswith("text_encoder")
 
     others = [key for key in keys if not plain(key)]
-    if not others:
-        return
-    kind = next(
-        (kind for part, kind in KINDS.items() if part in others[0]),
-        "a whole weight, as of modules_to_save",
-    )
-    raise AdapterError(
-        f"{file} is no plain LoRA of a transformer: it holds {others[0]} ({kind}) and "
-        f"{len(others) - 1} more of that sort. Train or convert one that holds A and B matrices of "
-        "the transformer's layers only."
-    )
+    if others:
+        raise AdapterError(
+            f"{file} is no plain LoRA of a transformer: it holds {others[0]} and {len(others) - 1} "
+            "more weights of other kinds (DoRA, a bias, a text encoder, kohya's names, a weight of "
+            "modules_to_save). Train or convert one that holds A and B matrices of the "
+            "transformer's layers only."
+        )
 
 
 def _ranks(file: Path, shapes: Mapping[str, list[int]]) -> dict[str, int]:
@@ -380,7 +340,7 @@ def _ranks(file: Path, shapes: Mapping[str, list[int]]) -> dict[str, int]:
 
 def _alphas(file: Path, ranks: Mapping[str, int], config: Mapping[str, Any]) -> dict[str, float]:
     """{layer: alpha} of a description that has these ranks."""
-    described, alphas = description.scaling(config, ranks, file)
+    described, alphas = scaling(config, ranks)
     for layer, rank in ranks.items():
         if described[layer] != rank:
             raise AdapterError(
@@ -445,26 +405,15 @@ def write_lora(
     its training, for `flowalign.load` (None = not known). Raises AdapterError for NaN and
     infinity, before anything is written.
     """
-    from diffusers.loaders.lora_base import LoraBaseMixin
-    from safetensors.torch import load_file
-
     if broken := not_finite(layers):
         raise AdapterError(f"an adapter for {folder} is not written: {broken}.")
-    LoraBaseMixin.write_lora_layers(  # as every pipeline's own `save_lora_weights` does
-        state_dict=LoraBaseMixin.pack_weights(dict(layers), "transformer"),
-        save_directory=str(folder),
-        is_main_process=True,
-        weight_name=ADAPTER,
-        save_function=None,  # pyright: ignore[reportArgumentType] (None = safetensors)
-        safe_serialization=True,
-        lora_adapter_metadata=LoraBaseMixin.pack_weights(dict(metadata), "transformer"),
-    )
-    # diffusers takes no other entries for the head and leaves their order to chance
-    file = Path(folder) / ADAPTER
-    with safe_open(file, framework="numpy") as opened:
-        head = opened.metadata() or {}
+    # as every pipeline's own `save_lora_weights` does, whose head has no room for TEXT_LENGTH
+    weights = {f"transformer.{name}": value.cpu().contiguous() for name, value in layers.items()}
+    entries = {f"transformer.{name}": value for name, value in metadata.items()}
+    head = {"format": "pt", METADATA: json.dumps(entries, indent=2, sort_keys=True)}
     if text_length is not None:
         head[TEXT_LENGTH] = str(text_length)
+    file = Path(folder) / ADAPTER
     with replacing(file) as part:
-        tensors.save_tensors(load_file(file), part, head)
+        tensors.save_tensors(weights, part, head)
     manifest.write_manifest(folder, {}, [ADAPTER])

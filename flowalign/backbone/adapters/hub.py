@@ -9,21 +9,17 @@ login`): none is read, written or shown here.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from fnmatch import fnmatch
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import cast
-
-from flowalign.system.escape import shown
 
 _NAME = r"[A-Za-z0-9_][\w.-]*"
 _REPOSITORY = rf"(?P<repository>{_NAME}/{_NAME})"
 _REVISION = rf"@(?P<revision>refs/(?:pr|convert)/{_NAME}|{_NAME})"
 _FOLDER = re.compile(rf"{_REPOSITORY}(?:{_REVISION}(?P<path>(?:/{_NAME})*))?")
 _FILE = re.compile(rf"{_REPOSITORY}(?P<path>(?:/[^/@]+)+)(?:@(?P<revision>.+))?")
-MAX_BYTES = 8 * 2**30  # of an adapter's files; rank 256 of an 8-billion model: about 1.5 GB
 LOGIN = "`hf auth login` with a token of yours"
 
 
@@ -93,45 +89,12 @@ def download(source: str, *, newest: bool = False) -> Path:
         if not newest:
             with suppress(LocalEntryNotFoundError):  # not in the cache: ask the Hub
                 return get(*everything, local=True)
-        # The small files come first: with model_index.json it is a whole pipeline, which the caller
+        # The small files come first: with model_index.json it is a pipeline, which the caller
         # refuses, and its gigabytes stay where they are.
-        sizes = _sizes(address)
-        _check_size(source, sizes, small)
         folder = get(*small, local=False)
         if not (folder / "model_index.json").is_file():
-            _check_size(source, sizes, everything)
             folder = get(*everything, local=False)
     return folder
-
-
-def _sizes(address: HubAddress) -> dict[str, int]:
-    """{name: bytes} of the files of a folder on the Hub. Empty if the Hub does not say: offline,
-    gated, missing; the download says so, or takes the cache."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.hf_api import RepoFile
-
-    listing = {"revision": address.revision, "recursive": True}
-    try:
-        # asked once: without a network, the list of files would be asked for six times
-        HfApi().model_info(address.repository, revision=address.revision, timeout=10)
-        tree = [*HfApi().list_repo_tree(address.repository, **listing)]
-    except (_http_error(), OSError):
-        return {}
-    files = [(PurePosixPath(file.path), file.size) for file in tree if isinstance(file, RepoFile)]
-    return {path.name: size for path, size in files if path.parent == PurePosixPath(address.path)}
-
-
-def _check_size(source: str, sizes: Mapping[str, int], patterns: Sequence[str]) -> None:
-    """Raise HubError if the files of such names have more than MAX_BYTES together."""
-    chosen = [name for name in sizes if any(fnmatch(name, pattern) for pattern in patterns)]
-    if (total := sum(sizes[name] for name in chosen)) > MAX_BYTES:
-        largest = max(chosen, key=lambda name: sizes[name])
-        raise HubError(
-            f"cannot download {source!r}: its files have {total / 2**30:.1f} GiB together "
-            f"({shown(largest, 100)} {sizes[largest] / 2**30:.1f}), and an adapter may have "
-            f"{MAX_BYTES / 2**30:g}. If you want it all the same, download it with `hf download`, "
-            "and give the folder."
-        )
 
 
 def _http_error() -> type[Exception]:
@@ -164,8 +127,6 @@ def explained(what: str, repository: str) -> Iterator[None]:
                     f"the Hub knows no {repository}, or it is private. Correct the name (a local "
                     f"folder that is missing looks the same), or {LOGIN}."
                 )
-            case errors.LocalTokenNotFoundError():
-                reason = f"nobody is logged in. First {LOGIN}."
             case errors.HFValidationError():
                 reason = first
             case errors.LocalEntryNotFoundError():
@@ -173,12 +134,12 @@ def explained(what: str, repository: str) -> Iterator[None]:
                     "the Hub cannot be reached, and the cache does not have it. Go online "
                     "(HF_HUB_OFFLINE unset), or give a folder."
                 )
-            case errors.HfHubHTTPError() if status == 401:
-                reason = f"the Hub does not know who asks (401). First {LOGIN}."
-            case errors.HfHubHTTPError() if status == 403:
+            case errors.LocalTokenNotFoundError():
+                reason = f"no token. First {LOGIN}."
+            case errors.HfHubHTTPError() if status in (401, 403):
                 reason = (
-                    f"your token may not do that to {repository} (403). {LOGIN} that may write "
-                    "there, or name a repository of your own."
+                    f"no token, or one that may not do that to {repository} ({status}). {LOGIN} "
+                    "that may, or name a repository of your own."
                 )
             case errors.HfHubHTTPError():
                 reason = f"the Hub answers {first}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from flowalign import rewards
 from flowalign.backbone.structure import local_folder
-from flowalign.commands.doctor.costs import files_of
 from flowalign.commands.doctor.estimate import Estimate
 from flowalign.commands.doctor.findings import Finding, note, ok
 from flowalign.config.schema import EvalStage, RewardConfig, Stage, TrainingStage
@@ -29,7 +29,8 @@ def needs(stages: Mapping[str, Stage], estimates: Iterable[Estimate]) -> Iterato
             else:
                 unknown[stage.model.id] = None
         for reward in _rewards(stage):
-            for name, files in files_of(reward):
+            for name, options in rewards.leaves(reward.name, reward.options, imports=False):
+                files = rewards.declared(name, imports=False).files(**options)
                 if files is None:
                     unknown[f"reward {name}"] = None
                 known |= files or {}

@@ -37,6 +37,7 @@ from flowalign.config.schema import (
     SftStage,
     TrainingStage,
 )
+from flowalign.rewards import RewardBase
 from flowalign.rewards.scoring import score
 from flowalign.system.devices import resolve
 from flowalign.teachers.bank import Bank
@@ -45,8 +46,13 @@ from flowalign.training.algorithm import TrainingError, pairs_of
 from flowalign.training.data import load_prompts, subset
 from flowalign.training.loop import Loop
 from flowalign.training.losses import guard_log_ratio
+<<<<<<< HEAD
 from flowalign.training.rollout import Noise, generate, places, sample, schedule_of
 from flowalign.types import PromptBatch, Reward, Rollout
+=======
+from flowalign.training.rollout import Noise, places, sample, schedule_of
+from flowalign.types import PromptBatch, Rollout
+>>>>>>> main
 
 COPIES = 4  # images of a prompt, at most
 IMAGES = 16  # of an update, at least: enough to see what it does
@@ -99,7 +105,7 @@ def _train(
     """Findings of a small run, and its pace."""
     small = _small(config, folder)
     loop, _, built = build.wire(small)
-    loop.on_update = lambda update, metrics: None
+    loop.log.on_update = lambda update, metrics: None
     rollout = _rollout(small, loop)
     if rollout.log_probs is not None and isinstance(small, GrpoStage | OpdStage):
         findings += _ratio(small, loop, rollout)
@@ -282,7 +288,7 @@ def _labels(
 
 
 def _worth(
-    config: DistillationStage, backbone: Backbone, bank: Bank, built: Mapping[str, Reward]
+    config: DistillationStage, backbone: Backbone, bank: Bank, built: Mapping[str, RewardBase]
 ) -> Iterator[Finding]:
     """Whether a teacher scores less on its own task than the student does at its start.
 
@@ -292,7 +298,7 @@ def _worth(
     count = min(WORTH, config.evaluation.prompts) if config.evaluation else WORTH
     for task in config.tasks:
         reward = built.get(task.name)
-        if reward is None or task.validation is None or getattr(reward, "groupwise", False):
+        if reward is None or task.validation is None or reward.groupwise:
             continue
         prompts = subset(load_prompts(task.validation, task.name), count)
         (source,) = bank.sources([task.name])
@@ -322,12 +328,12 @@ def _worth(
 
 
 def _scores(
-    backbone: Backbone, prompts: PromptBatch, settings: SamplingConfig, reward: Reward
+    backbone: Backbone, prompts: PromptBatch, settings: SamplingConfig, reward: RewardBase
 ) -> Tensor:
     """The reward's headline number [P] of one image of each prompt; NaN = invalid."""
     images = generate(backbone, prompts, settings)
     scores = score(reward, images, prompts.prompts, prompts.metadata)
-    value = scores.parts.get(getattr(reward, "headline", None) or "", scores.value)
+    value = scores.parts.get(reward.headline or "", scores.value)
     return value.float().cpu().where(scores.valid.cpu(), torch.nan)
 
 

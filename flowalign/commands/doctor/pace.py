@@ -11,10 +11,10 @@ from functools import lru_cache
 import torch
 
 from flowalign.backbone import DTYPES
-from flowalign.commands.doctor.costs import of_reward
 from flowalign.commands.doctor.estimate import Estimate, scored
 from flowalign.commands.doctor.gpus import Gpu
 from flowalign.config.schema import EvalStage, RewardConfig, TrainingStage
+from flowalign.rewards import declared, leaves
 
 OF_PRODUCTS = 0.5  # of the rate of large matrix products, which is about 0.8 of a GPU's peak
 GROUP = {"text": "sampling", "rollout": "sampling", "VAE decode": "sampling", "evaluation":
@@ -28,7 +28,7 @@ class Pace:
 
     rewards: FLOP/s of rewards, which compute in float32. waiting, judging: measured seconds an
     image, of waiting for the scores of a rollout, and of the reward of each task; None and {} =
-    they are computed from the table of `costs`.
+    they are computed from the costs that the rewards state.
     """
 
     sampling: float
@@ -154,7 +154,8 @@ def _scoring(
             beside += pace.judging[name] * count
             continue
         for reward in rewards:
-            for part, cost in of_reward(reward):
+            for part, options in leaves(reward.name, reward.options, imports=False):
+                cost = declared(part, imports=False).image_cost(**options)
                 if cost is None:
                     unknown[part] = None
                 else:

@@ -62,7 +62,7 @@ def diagnose(name: str, options: Mapping[str, Any], count: int, size: int | None
     before, began = memory(), time.perf_counter()
     reward = rewards.build_on(None, name, options)
     seconds = time.perf_counter() - began
-    copies = COPIES if getattr(reward, "groupwise", False) else 1
+    copies = COPIES if reward.groupwise else 1
     scenes = rendered(batch.metadata, seed=0, each=copies)
     if size is not None:
         shape = (size, size)

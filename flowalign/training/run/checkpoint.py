@@ -13,7 +13,7 @@ import os
 import random
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,6 +185,49 @@ def load(
     if rng.exists():  # else there are more processes than before: the new ones keep their own
         set_rng(Rng(load_file(rng.with_suffix(".safetensors")), json.loads(rng.read_text())))
     return states, progress
+
+
+# The best adapter --------------------------------------------------------------------------------
+
+ADAPTER = "adapter"  # below the folder of a run: the best adapter that was evaluated, else the last
+COPY = "kept"  # the same below a checkpoint, whose adapter.safetensors is what is being trained
+SCORES = "scores.json"  # headline and update of the evaluation that chose it, {} if none did
+OTHER = "it is that of another evaluation"
+
+
+def write_best_adapter(
+    run: Path, save_adapter: Callable[[Path], None], scores: Mapping[str, float]
+) -> None:
+    """Replace the adapter of a run. save_adapter: writes its weights into a folder."""
+    with files.replacing(run / ADAPTER, durable=True, swap=True) as part:
+        part.mkdir()
+        save_adapter(part)
+        (part / SCORES).write_text(json.dumps(dict(scores)))
+        manifest.write_manifest(part, {"scores": dict(scores)})
+
+
+def why_not_best(run: Path, scores: Mapping[str, float]) -> str:
+    """What is wrong with the adapter of a run, "" if it is sound and was chosen by this
+    evaluation."""
+    try:
+        about = manifest.check_manifest(run / ADAPTER).about
+    except Damaged as error:
+        return str(error)
+    return "" if about.get("scores") == dict(scores) else OTHER
+
+
+def restore_best_adapter(run: Path, checkpoint: Path) -> dict[str, float]:
+    """Make the adapter of a run the copy in a sound checkpoint; returns its scores, {} if the
+    checkpoint has none."""
+    copy = checkpoint / COPY
+    if not copy.is_dir():
+        return {}
+    with files.replacing(run / ADAPTER, durable=True, swap=True) as part:
+        shutil.copytree(copy, part)
+    return dict(manifest.read_manifest(copy).about["scores"])
+
+
+# Random numbers ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

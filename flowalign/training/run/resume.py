@@ -7,7 +7,9 @@ named update_NNNNNN whose manifest agrees with their files count as checkpoints.
 from __future__ import annotations
 
 import difflib
+import json
 import re
+import shutil
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,16 +19,19 @@ from flowalign.backbone.adapters.files import file_digest
 from flowalign.config.loading import load, parse
 from flowalign.config.schema import ConfigError, TrainingStage
 from flowalign.system import manifest
-from flowalign.system.files import read_lines
+from flowalign.system.files import read_lines, replacing
 from flowalign.system.manifest import Damaged
 from flowalign.training import metrics
-from flowalign.training.report.status import read_status
+from flowalign.training.report.status import WARNINGS, read_status
 
 CHECKPOINTS = "checkpoints"  # below the folder of a run
+LOG = "metrics.jsonl"  # of a run; each checkpoint has a copy
+SAMPLES = "samples"
+SAMPLE = re.compile(r"[a-z_]+_(\d{6,})\.\w+")  # update_000020.png, held_out_000020.json
 NAME = re.compile(r"update_(\d{6,})")
 # what a resumed run may change, such as train.updates
 FREE = {"train", "evaluation", "alarm", "output"}
-START_ANEW = "Delete the folder to start again, or choose another `output`."
+DELETE = "Delete the folder to start again, or choose another `output`."
 
 
 def name_of(update: int) -> str:
@@ -128,10 +133,10 @@ def problems(
         )
     else:
         found = newest(run, config)
-        yield from against(config, found, processes, any_world=any_world, pending=pending)
+        yield from conflicts(config, found, processes, any_world=any_world, pending=pending)
 
 
-def against(
+def conflicts(
     config: TrainingStage,
     found: Found,
     processes: int,
@@ -181,7 +186,7 @@ def refusal(run: Path, found: Found) -> str:
     listed = "; ".join(f"{path.name}: {reason}" for path, reason in found.skipped.items())
     return (
         f"--resume: no checkpoint in {run / CHECKPOINTS} can be used ({listed}). Put a sound copy "
-        f"of one back. {START_ANEW}"
+        f"of one back. {DELETE}"
     )
 
 
@@ -201,29 +206,29 @@ def another_world(found: Found, processes: int) -> str:
 def _unfinished(run: Path, config: TrainingStage, resume: bool) -> Iterator[str]:
     """Of a folder without checkpoints: a log that is not that of a run of this config which ended
     before its first checkpoint."""
-    log, key = run / "metrics.jsonl", "--resume" if resume else "output"
+    log, key = run / LOG, "--resume" if resume else "output"
     updates = [n for row in read_lines(log) if isinstance(n := row.get(metrics.UPDATE), int)]
     if not updates:
         if (run / "adapter").exists():
-            yield f"{key}: {run / 'adapter'} is there, and no log of its run. {START_ANEW}"
+            yield f"{key}: {run / 'adapter'} is there, and no log of its run. {DELETE}"
         return
     try:
         old = load(run / "config.yaml")
     except (ConfigError, OSError, ValueError):
         yield (
             f"{key}: {log} is the log of a run, and no config.yaml beside it tells of which. "
-            f"{START_ANEW}"
+            f"{DELETE}"
         )
         return
     if changed := _changed(config, old.model_dump(mode="json")):
         yield (
             f"{key}: {', '.join(changed)} differ from {run / 'config.yaml'}, whose log and adapter "
-            f"are there. {START_ANEW}"
+            f"are there. {DELETE}"
         )
     elif max(updates) > old.train.checkpoint_every or _finished(run):
         yield (
             f"{key}: {log} goes to update {max(updates)}, and there is no checkpoint. Put them "
-            f"back if they were deleted. {START_ANEW}"
+            f"back if they were deleted. {DELETE}"
         )
 
 
@@ -232,7 +237,7 @@ def _finished(run: Path) -> bool:
     return status is not None and status.state == "finished"
 
 
-def anew(run: Path) -> str:
+def why_no_checkpoint(run: Path) -> str:
     """Why --resume starts from the first update, "" if there is a checkpoint. A folder that does
     not exist may be mistyped: one beside it with a similar name and checkpoints is named."""
     if checkpoints(run):
@@ -243,3 +248,40 @@ def anew(run: Path) -> str:
         for name in difflib.get_close_matches(run.name, sorted(runs), n=1, cutoff=0.8):
             text += f" {run.parent / name} has checkpoints: did you mean it?"
     return text
+
+
+# What a run has written of itself ----------------------------------------------------------------
+
+
+def truncate_to(run: Path, checkpoint: Path, update: int, evaluated: int) -> None:
+    """Make log, samples and warnings those of a run that has just written this checkpoint. update,
+    evaluated: rollouts done, and done at the last evaluation that counted; a later one is taken
+    again."""
+    for path in (run / SAMPLES).glob("*"):
+        if (match := SAMPLE.fullmatch(path.name)) and int(match[1]) > update:
+            path.unlink()
+    warned = [row for row in read_lines(run / WARNINGS) if row.get("update", 0) <= update]
+    if (run / WARNINGS).exists():
+        _write_lines(run / WARNINGS, warned)
+    rows = read_lines(checkpoint / LOG)
+    _write_lines(run / LOG, [row for row in rows if not _comes_again(row, evaluated)])
+
+
+def _comes_again(row: Mapping[str, Any], evaluated: int) -> bool:
+    """Whether a line of the log is of an evaluation that is taken again."""
+    later = row.get(metrics.UPDATE, 0) > evaluated
+    return later and any(name.startswith(metrics.EVAL) for name in row)
+
+
+def _write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    with replacing(path) as part:
+        part.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def clear_run(run: Path) -> None:
+    """Remove what a run left that ended before its first checkpoint, so that it starts again. The
+    log goes last: it tells whose the rest is, should this be killed."""
+    for name in (SAMPLES, "adapter"):
+        shutil.rmtree(run / name, ignore_errors=True)
+    for name in (WARNINGS, LOG):
+        (run / name).unlink(missing_ok=True)

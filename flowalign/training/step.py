@@ -1,0 +1,175 @@
+"""The optimizer steps of a run: a gradient is accumulated, clipped, and taken or skipped."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from diffusers.optimization import get_scheduler
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from flowalign.backbone import Backbone
+from flowalign.config import TrainingStage
+from flowalign.training import metrics, nonfinite
+from flowalign.training.algorithm import STUDENT, Algorithm, Prepared, filled, pairs_of
+from flowalign.training.averages import MovingAverage
+from flowalign.training.nonfinite import Fault
+from flowalign.training.run import processes
+from flowalign.training.run.processes import Means
+
+
+class Step:
+    """Takes the optimizer steps of the student's adapter: its optimizer, learning rate and EMA.
+
+    count: steps taken so far. fault: what kept a step of the last rollout from being taken.
+    """
+
+    def __init__(
+        self,
+        config: TrainingStage,
+        backbone: Backbone,
+        accelerator: Accelerator,
+        algorithm: Algorithm[Any],
+    ) -> None:
+        self.settings, self.backbone, self.accelerator = config.optimizer, backbone, accelerator
+        self.algorithm = algorithm
+        self.parameters = backbone.adapter_parameters(STUDENT)
+        optimizer = build_optimizer(config, self.parameters)
+        self.parallel = processes.of(accelerator)
+        self.optimizer = self.parallel.prepare(config, backbone, optimizer)
+        self.lr = learning_rate(config, optimizer)
+        self.ema = MovingAverage(self.parameters, **config.ema.model_dump()) if config.ema else None
+        self.count = 0
+        self.fault: Fault | None = None
+
+    def learn(self, prepared: Prepared) -> dict[str, float]:
+        """The optimizer steps of one rollout, each on an equal share of its images (`shard`).
+
+        The loss of a step is the mean over all pairs of its share; images that are not kept count
+        as 0. A step whose loss or gradient is not finite on one process is left out on all.
+        Returns what was measured, as means over all processes, without what was not finite.
+        """
+        steps = self.settings.updates_per_rollout
+        means, skipped, self.fault = Means(), 0, None
+        share = len(prepared.rollout) // steps
+        for start in range(0, share * steps, share):
+            keep = torch.zeros(len(prepared.rollout), dtype=torch.bool)
+            keep[start : start + share] = prepared.keep[start : start + share].cpu()
+            if not keep.any():  # every process must take part in the gradient's reduction
+                keep[start] = True
+            fault = self.accumulate(prepared, keep, share, means)
+            means.add(metrics.LEARNING_RATE, float(self.lr.get_last_lr()[0]))
+            norm, taken = self._descend()
+            if math.isfinite(norm):
+                means.add(metrics.GRADIENT_NORM, norm)
+            if not taken:
+                skipped += 1
+                self.fault = self.fault or nonfinite.first_fault(fault) or self._overflow()
+        if skipped < steps:
+            self.algorithm.learnt(self.count)
+        return {**prepared.metrics, **means.over_processes(), metrics.SKIPPED: skipped}
+
+    def accumulate(
+        self, prepared: Prepared, keep: Tensor, share: int, means: Means
+    ) -> Fault | None:
+        """The gradient of an optimizer step's pairs, in micro-batches. Returns the first fault of a
+        velocity or loss of this process."""
+        rollout, fault = prepared.rollout, None
+        count = share * len(rollout.steps)
+        size = min(self.settings.micro_batch, count)
+        batches = math.ceil(int(keep.sum()) * len(rollout.steps) / size)
+        batches += processes.missing_steps(batches, self.parallel.lockstep)
+        for i, (pairs, weight) in enumerate(filled(pairs_of(rollout, keep, size), batches)):
+            with self.parallel.learning(self.backbone.transformer, last=i == batches - 1):
+                velocity = self.algorithm.velocity(pairs)
+                step = self.algorithm.loss(pairs, velocity, prepared)
+                # an infinite velocity may have a clipped, finite loss; asked together: one wait
+                sound = torch.isfinite(velocity).all()
+                loss, sound = torch.stack([step.total.detach().float(), sound.float()]).tolist()
+                # its share of the mean over the step's pairs; the backward passes add up
+                part = weight * len(pairs.rows) / count
+                if not (sound and math.isfinite(loss)):
+                    part = math.nan  # a gradient that no process takes, as theirs is the mean
+                    fault = fault or nonfinite.fault_of_pairs(
+                        velocity, rollout, pairs.rows, pairs.steps
+                    )
+                self.accelerator.backward(step.total * part)
+            for name, value in {metrics.LOSS: loss, **step.metrics}.items() if weight else ():
+                if math.isfinite(value):
+                    means.add(name, value, step.counts.get(name, len(pairs.rows)))
+        return fault
+
+    def _descend(self) -> tuple[float, bool]:
+        """One optimizer step, if the gradient is finite: its norm before clipping, and whether the
+        step was taken. All processes agree, as the gradient is the mean of theirs."""
+        self.parallel.average(self.parameters)
+        norm = self.accelerator.clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
+        norm = math.nan if norm is None else float(norm)
+        taken = math.isfinite(norm)
+        if taken or self.accelerator.scaler:  # it leaves such a step out, and lowers its scale
+            self.optimizer.step()
+            taken = taken and not self.optimizer.step_was_skipped
+        self.optimizer.zero_grad(set_to_none=True)
+        if taken:
+            self.lr.step()
+            self.count += 1
+            if self.ema:
+                self.ema.step(self.parameters, self.count)
+        return norm, taken
+
+    def _overflow(self) -> Fault | None:
+        """The fault of a gradient that is not finite though the losses are. None under float16,
+        where that is how the loss scale finds its place, until the scale is used up."""
+        scaler = self.accelerator.scaler
+        if scaler and scaler.get_scale() >= nonfinite.LEAST_SCALE:
+            return None
+        return Fault("the gradient", "while all losses are finite", nonfinite.DIVERGED)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside the `with`, the student has the EMA's weights."""
+        return self.ema.of(self.parameters, self.count) if self.ema else nullcontext()
+
+    # Checkpoints -------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Any]:
+        """The adapter, its average and what the algorithm keeps, by name."""
+        average = {"ema": self.ema.shadow_params} if self.ema else {}
+        return {"adapter": self.parameters, **average, **self.algorithm.tensors()}
+
+    def states(self) -> dict[str, Any]:
+        """The state dicts of a checkpoint."""
+        scaler = self.accelerator.scaler
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "lr": self.lr.state_dict(),
+            "scaler": scaler.state_dict() if scaler else {},
+        }
+
+    def load_states(self, states: dict[str, Any], count: int) -> None:
+        """Put back what `states` gave after `count` steps. Raises ValueError if it does not fit."""
+        self.optimizer.load_state_dict(states["optimizer"])
+        self.lr.load_state_dict(states["lr"])
+        if self.accelerator.scaler and states["scaler"]:
+            self.accelerator.scaler.load_state_dict(states["scaler"])
+        self.count = count
+
+
+def build_optimizer(
+    config: TrainingStage, parameters: list[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    """AdamW over the adapter, or its 8-bit form from bitsandbytes."""
+    o, kind = config.optimizer, torch.optim.AdamW
+    if o.name == "adamw8bit":
+        from bitsandbytes.optim import AdamW8bit as kind  # type: ignore[import-not-found]
+    return kind(parameters, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
+
+
+def learning_rate(config: TrainingStage, optimizer: torch.optim.Optimizer) -> LambdaLR:
+    """diffusers' schedule of that name, over the optimizer steps of the whole run."""
+    o, steps = config.optimizer, config.optimizer_steps
+    name = "constant_with_warmup" if o.schedule == "constant" else o.schedule
+    return get_scheduler(name, optimizer, num_warmup_steps=o.warmup, num_training_steps=steps)

@@ -1,0 +1,153 @@
+"""What a reward may say of itself, in one class."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from flowalign.types import Metadata, Reward, Scores
+
+CLIP_L = {"openai/clip-vit-large-patch14": 1.7}  # GB
+VIT_H = 2 * 632e6 * 257  # operations of CLIP ViT-H/14 at 224 pixels: 2 x weights x tokens
+VIT_L = 2 * 304e6 * 257  # CLIP ViT-L/14 at 224 pixels
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one image costs: operations of the forward pass on the device, in float32, and seconds
+    on one CPU thread."""
+
+    flops: float = 0.0
+    seconds: float = 0.0
+
+
+class RewardBase:
+    """A reward, with the defaults of everything that it may say of itself.
+
+    A subclass overrides what differs. Any other callable works as well: `as_reward` reads the same
+    names off it. The class methods are asked before a reward is built, with its options; they must
+    not load a model.
+
+    name: for logs and results; by default the name of the class.
+    groupwise: called with all images of one prompt at a time, and may compare them.
+    headline: the part of its scores that a benchmark is known by; None = the value.
+    weights: {part: weight} of a weighted sum of parts, as the advantage gdpo needs; None = no sum.
+    licence: of its code and weights, where their repositories say so.
+    choice: the option that chooses what scores, and its default; choices {its value: licence}.
+    cost: of an image, with the default options; None = not known.
+    downloads: {file: GB} with the default options; None = not known.
+    resizes: options that choose another model or image size, so that neither is known.
+    """
+
+    name: str = ""
+    groupwise: bool = False
+    headline: str | None = None
+    weights: Mapping[str, float] | None = None
+    licence: str = ""
+    choice: tuple[str, str | None] = ("model", None)
+    choices: Mapping[str, str] = {"tiny": "Apache-2.0, ships with flowalign"}
+    cost: Cost | None = None
+    downloads: Mapping[str, float] | None = {}
+    resizes: frozenset[str] = frozenset({"model", "weights", "architecture"})
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.name = cls.name or cls.__name__
+
+    @classmethod
+    def check_options(cls, *_: Any, **options: Any) -> None:
+        """Raise ValueError for options that do not go together."""
+
+    @classmethod
+    def check_prompts(cls, prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
+        """Raise ValueError if images of one of these prompts cannot be judged."""
+
+    @classmethod
+    def packages(cls, *_: Any, **options: Any) -> tuple[str, ...]:
+        """Import names of the optional packages that it needs."""
+        return ()
+
+    @classmethod
+    def made_of(cls, **options: Any) -> list[Mapping[str, Any]]:
+        """The components {name, options} of a composed reward; [] for any other."""
+        return []
+
+    @classmethod
+    def image_cost(cls, **options: Any) -> Cost | None:
+        """`cost` with these options; nothing for the tiny models."""
+        if "tiny" in (options.get("model"), cls.chosen(**options)):
+            return Cost()
+        return None if cls.resizes & options.keys() else cls.cost
+
+    @classmethod
+    def files(cls, **options: Any) -> Mapping[str, float] | None:
+        """`downloads` with these options; nothing for the tiny models, which ship with us."""
+        if "tiny" in (options.get("model"), cls.chosen(**options)):
+            return {}
+        return None if cls.resizes & options.keys() else cls.downloads
+
+    @classmethod
+    def chosen(cls, **options: Any) -> Any:
+        """The value of the option that chooses what scores."""
+        option, default = cls.choice
+        return options.get(option, default)
+
+    def connect(self) -> None:
+        """Called before a run. Raises ConnectionError or TimeoutError if a service that it needs
+        does not answer."""
+
+    def describe(self) -> dict[str, Any]:
+        """What its scores depend on, as JSON: `name`, `engine` and `model` where it has them, and
+        the options that matter. Recorded with results, as other engines give other numbers."""
+        return {"name": self.name}
+
+    def __call__(self, images: Any, prompts: Sequence[str], metadata: Metadata) -> Scores:
+        """images [B,3,H,W] in [0,1] with their B prompts and metadata -> Scores of B."""
+        raise NotImplementedError
+
+
+# What is read off a class or function that is no RewardBase, and off a reward that it made.
+BEFORE = ("groupwise", "weights", "check_options", "check_prompts", "packages", "made_of")
+AFTER = ("name", "groupwise", "headline", "weights", "connect", "describe")
+
+
+class Adapted(RewardBase):
+    """A reward that is no RewardBase: a function, or an object with some of its attributes."""
+
+    def __init__(self, reward: Reward) -> None:
+        self.reward = reward
+        function = reward.func if isinstance(reward, partial) else reward
+        self.name = getattr(function, "__name__", type(function).__name__)
+        for name, value in _declared(reward, AFTER).items():
+            setattr(self, name, value)
+
+    def __call__(self, images: Any, prompts: Sequence[str], metadata: Metadata) -> Scores:
+        """What the reward answers."""
+        return self.reward(images, prompts, metadata)
+
+
+def as_reward(reward: Reward) -> RewardBase:
+    """A reward with all that RewardBase has: itself, or an adapter around it."""
+    return reward if isinstance(reward, RewardBase) else Adapted(reward)
+
+
+def reward_class(factory: Callable[..., Any]) -> type[RewardBase]:
+    """What a class or a function that makes rewards says of them before it is called."""
+    if inspect.isclass(factory) and issubclass(factory, RewardBase):
+        return factory
+    said = {
+        name: staticmethod(value) if callable(value) else value
+        for name, value in _declared(factory, BEFORE).items()
+    }
+    return type("Declared", (RewardBase,), said)
+
+
+def _declared(reward: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Those attributes that a reward has, too; its `weights` may be others than ours."""
+    said = {name: getattr(reward, name) for name in names if hasattr(reward, name)}
+    if not isinstance(said.get("weights"), Mapping):
+        said.pop("weights", None)
+    return said
