@@ -46,13 +46,8 @@ from flowalign.training.algorithm import TrainingError, pairs_of
 from flowalign.training.data import load_prompts, subset
 from flowalign.training.loop import Loop
 from flowalign.training.losses import guard_log_ratio
-<<<<<<< HEAD
 from flowalign.training.rollout import Noise, generate, places, sample, schedule_of
-from flowalign.types import PromptBatch, Reward, Rollout
-=======
-from flowalign.training.rollout import Noise, places, sample, schedule_of
 from flowalign.types import PromptBatch, Rollout
->>>>>>> main
 
 COPIES = 4  # images of a prompt, at most
 IMAGES = 16  # of an update, at least: enough to see what it does
