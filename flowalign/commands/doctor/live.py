@@ -37,7 +37,6 @@ from flowalign.config.schema import (
     SftStage,
     TrainingStage,
 )
-from flowalign.eval.suite import generate
 from flowalign.rewards import RewardBase
 from flowalign.rewards.scoring import score
 from flowalign.system.devices import resolve
@@ -47,7 +46,7 @@ from flowalign.training.algorithm import TrainingError, pairs_of
 from flowalign.training.data import load_prompts, subset
 from flowalign.training.loop import Loop
 from flowalign.training.losses import guard_log_ratio
-from flowalign.training.rollout import Noise, places, sample, schedule_of
+from flowalign.training.rollout import Noise, generate, places, sample, schedule_of
 from flowalign.types import PromptBatch, Rollout
 
 COPIES = 4  # images of a prompt, at most
