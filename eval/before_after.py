@@ -36,7 +36,7 @@ def before_after(
     path: where to write; metrics.jsonl lies beside it. None: only sample, as every process of a
     sharded base must.
     """
-    from flowalign.eval.suite import generate
+    from flowalign.training.rollout import generate
 
     places = [spread(len(benchmark.prompts), COLUMNS) for benchmark in benchmarks]
     prompts = [b.prompts.select(rows) for b, rows in zip(benchmarks, places, strict=True)]

@@ -31,7 +31,6 @@ from flowalign.config.schema import (
     EvalStage,
     TrainingStage,
 )
-from flowalign.eval.suite import generate
 from flowalign.rewards import RewardBase
 from flowalign.rewards.scoring import score
 from flowalign.system.devices import resolve
@@ -41,7 +40,7 @@ from flowalign.training.algorithm import TrainingError, algorithm_class, pairs_o
 from flowalign.training.data import load_prompts, subset
 from flowalign.training.loop import Loop
 from flowalign.training.losses import guard_log_ratio
-from flowalign.training.rollout import Noise, places, sample, schedule_of
+from flowalign.training.rollout import Noise, generate, places, sample, schedule_of
 from flowalign.types import PromptBatch, Rollout
 
 COPIES = 4  # images of a prompt, at most
