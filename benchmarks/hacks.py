@@ -37,12 +37,12 @@ from flowalign.training.algorithm import STUDENT
 from flowalign.training.data import PromptSampler, load_prompts
 from flowalign.training.report import samples
 from flowalign.training.report.drift.compare import SIGMAS, Drift
-from flowalign.training.report.drift.monitor import COPIES, Lens, Monitor
-from flowalign.training.report.drift.panel import of_json
+from flowalign.training.report.drift.monitor import COPIES, ImageStatistics, Monitor
+from flowalign.training.report.drift.panel import read_drift
 from flowalign.training.report.progress import quiet
 from flowalign.training.rollout import Noise, places, sample, schedule_of
 from flowalign.training.run import checkpoint, resume
-from flowalign.types import Rollout, Schedule, Scores
+from flowalign.types import Rollout, Scores
 
 Metadata = Sequence[Mapping[str, Any]]
 PATCH = 16  # pixels, of the tiny model
@@ -100,7 +100,7 @@ def told(folder: Path, warn: float) -> Told:
     for path in sorted((folder / "samples").glob(f"{samples.DRIFT}*.json")):
         rollout = int(path.stem.removeprefix(samples.DRIFT)) + 1
         rows = json.loads(path.read_text())["drifts"]
-        note(list(map(of_json, rows)), rollout, warn, fired, largest)
+        note(list(map(read_drift, rows)), rollout, warn, fired, largest)
     return Told(fired, largest)
 
 
@@ -113,7 +113,7 @@ def note(
 ) -> None:
     """Add the drifts of a check."""
     for drift in drifts:
-        largest[drift.name] = max(largest.get(drift.name, 0.0), drift.sure)
+        largest[drift.name] = max(largest.get(drift.name, 0.0), drift.certain)
         if drift.beyond(warn):
             fired.setdefault(drift.name, rollout)
 
@@ -141,7 +141,7 @@ def replay(folder: Path, warn: float, every: int = 1) -> tuple[Told, dict[str, f
     device, alone = torch.device("cpu"), Accelerator(cpu=True)
     backbone = student(config, device)
     rewards = {task.name: build_rewards(task) for task in config.tasks}
-    monitor = Monitor(config, backbone, alone, Lens.of(backbone, rewards))
+    monitor = Monitor(config, backbone, alone, ImageStatistics.of(backbone, rewards))
     loop = _rollouts(config, backbone, alone)
     fired: dict[str, int] = {}
     largest: dict[str, float] = {}
@@ -149,8 +149,7 @@ def replay(folder: Path, warn: float, every: int = 1) -> tuple[Told, dict[str, f
     for path in resume.checkpoints(folder)[::every]:
         update = resume.update_of(path)
         checkpoint.load(path, 0, {"adapter": backbone.adapter_parameters(STUDENT)})
-        rollout, schedule = loop(update)
-        check = monitor.rollout(rollout, schedule, update)
+        check = monitor.rollout(loop(update), update)
         note(check.drifts, update + 1, warn, fired, largest)
         for drift in check.drifts:
             size = abs(drift.sigmas) * SIGMAS[drift.name].share
@@ -166,7 +165,7 @@ def build_rewards(task: TaskConfig) -> Any:
 
 def _rollouts(
     config: TrainingStage, backbone: Backbone, alone: Accelerator
-) -> Callable[[int], tuple[Rollout, Schedule]]:
+) -> Callable[[int], Rollout]:
     """A quarter of the rollout of an update, as the run sampled it: what a check looks at."""
     task, settings = config.tasks[0], config.rollout
     prompts = {task.name: load_prompts(task.prompts, task.name)}
@@ -174,9 +173,9 @@ def _rollouts(
     schedule = schedule_of(config, backbone)
     few = min(COPIES, settings.copies)
 
-    def rollout(update: int) -> tuple[Rollout, Schedule]:
+    def rollout(update: int) -> Rollout:
         keys = places(settings.prompts, few)
-        found = sample(
+        return sample(
             backbone,
             sampler.batch(update).select([prompt for prompt, _ in keys]),
             schedule,
@@ -185,7 +184,6 @@ def _rollouts(
             places=keys,
             batch_size=settings.batch_size,
         )
-        return found, schedule
 
     return rollout
 

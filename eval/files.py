@@ -6,7 +6,6 @@ Where nothing was judged, only results.json.
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
@@ -15,7 +14,7 @@ from typing import Any
 
 from flowalign.config import EvalStage, to_yaml
 from flowalign.eval import report
-from flowalign.eval.compare import VERSION, Incomparable, load
+from flowalign.eval.compare import VERSION
 from flowalign.eval.fidelity import GROUPS
 from flowalign.eval.stats import AVERAGE, FIDELITY, part_of
 from flowalign.eval.suite import Benchmark, environment
@@ -27,8 +26,6 @@ from flowalign.system.files import replacing, to_json
 from flowalign.training.data import spread, spread_text
 from flowalign.training.report.pictures import COLUMNS, Block, Row, comparison, pixels_of
 from flowalign.types import EvalRow
-
-log = logging.getLogger("flowalign")
 
 
 def write(config: EvalStage, results: Results) -> str:
@@ -43,12 +40,6 @@ def _write_all(config: EvalStage, results: Results) -> tuple[str, list[str]]:
     """The tables, and the names of what was written."""
     folder, versions = Path(config.output), environment()
     content = to_json(document(config, results, versions))  # JSON has no NaN
-    if gone := left_out(folder / "results.json", content):
-        log.warning(
-            "%s had more than this run: %s. Table, report and results.json are replaced. "
-            "Those scores are kept, and a run that names them again uses them.",
-            folder / "results.json", ", ".join(gone),
-        )  # fmt: skip
     _write(folder / "results.json", json.dumps(content, allow_nan=False, indent=1))
     if not results.benchmarks:
         return "No benchmark has a reward: images only.\n", ["results.json"]
@@ -67,26 +58,6 @@ def _write_all(config: EvalStage, results: Results) -> tuple[str, list[str]]:
         comparison(folder / "grid.png", blocks(results), title=f"{title}.")
         names.append("grid.png")
     return short, names
-
-
-def left_out(path: Path, now: Mapping[str, Any]) -> list[str]:
-    """Models, benchmarks and prompts of the results at `path` that are not in those of `now`."""
-    try:
-        before = load(path)
-    except Incomparable:  # none, or of another version
-        return []
-    gone = [f"model {name}" for name in before["models"] if name not in now["models"]]
-    for name in before["benchmarks"]:
-        if name not in now["benchmarks"]:
-            gone.append(f"benchmark {name}")
-        elif (old := _prompts(before, name)) > (new := _prompts(now, name)):
-            gone.append(f"{old} prompts of {name} where this run has {new} (limit={old} for all)")
-    return gone
-
-
-def _prompts(document: Mapping[str, Any], benchmark: str) -> int:
-    model = next(iter(document["models"].values()))
-    return len({row["index"] for row in model["images"][benchmark]})
 
 
 def _write(path: Path, text: str) -> None:

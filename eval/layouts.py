@@ -185,7 +185,7 @@ class Export:
         self.folder = output / "layouts" / model / images.name
         self.record = self.folder.with_name(f"{images.name}.json")
         self.images, self.store = images, store
-        self.content = {"layout": images.layout, **store.images}
+        self.content = {"layout": images.layout, **store.settings}
 
     def check(self) -> None:
         """StoreError if the folder holds other images, or those of more or fewer prompts."""

@@ -103,12 +103,12 @@ def evaluate(config: EvalStage) -> Path:
 
 
 def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
-    from flowalign.backbone import Backbone
-    from flowalign.eval.drift import Checked
+    from flowalign.backbone import Backbone, placement
+    from flowalign.eval.drift import drift_report
     from flowalign.eval.fidelity import load_reference
     from flowalign.eval.files import write
     from flowalign.eval.layouts import Export
-    from flowalign.eval.store import fingerprint, open_stores
+    from flowalign.eval.store import open_stores
     from flowalign.eval.suite import EvaluationError, build_sets
     from flowalign.eval.table import Results
     from flowalign.system import files
@@ -121,7 +121,8 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
     sets = build_sets(config.benchmarks, "benchmarks", accelerator.device, config.model)
     reference = load_reference(config, sets, accelerator.device)
     backbone = Backbone.load(config.model, accelerator.device)
-    weights = fingerprint(backbone)  # of the base, so before the adapters
+    base = (backbone.core, backbone.pipe.vae, *backbone.family.encoders)
+    weights = placement.fingerprint(base)  # before the adapters
     digests = load_adapters(backbone, config)
     stores = open_stores(config, sets, weights, digests, accelerator)
     exports = [
@@ -141,7 +142,7 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
             for model, results in judged.items():
                 distances[model] = reference.distance([results[name] for name in shared])
         benchmarks = [judge for images in sets for judge in images.judges]
-        drift = Checked(config, backbone, sets, judged)
+        drift = drift_report(config, backbone, sets, judged)
         show(write(config, Results(benchmarks, judged, distances, drift.panels)))
         for export in exports:
             export.write()
@@ -150,8 +151,8 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
             log.warning(text)
         if drift.too_far:
             raise EvaluationError(
-                f"images drift from the base, beyond alarm.stop: {drift.too_far}. The report is "
-                f"written: look at {Path(config.output) / 'report.html'}."
+                f"images drift from the base, beyond alarm.stop: {'; '.join(drift.too_far)}. "
+                f"The report is written: look at {Path(config.output) / 'report.html'}."
             )
 
 

@@ -8,18 +8,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 
-from flowalign.eval import bootstrap
-from flowalign.eval.bootstrap import PromptScores
 from flowalign.types import EvalRow
 
 AVERAGE, FIDELITY = "average", "fidelity"  # columns of a table besides the benchmarks
 FIELDS = ("index", "copy", "prompt", "metadata", "reason")  # of an image; the rest are its scores
 
+DRAWS = 2000  # of a bootstrap or a permutation test
+CONFIDENCE = 0.95  # of the intervals
+
+Array = NDArray[np.float64]
+Labels = NDArray[np.int64]
 Images = Sequence[Mapping[str, Any]]
 Score = Annotated[float, Field(ge=-1e38, le=1e38)] | None  # what a float32 holds; null = invalid
 
@@ -68,15 +72,15 @@ def headline_rows(benchmark: Named, images: Images) -> list[EvalRow]:
     known = [row for row in rows if row.n]  # a tag without valid images is unknown, not wrong
     mean = sum(row.mean for row in known) / len(known) if known else math.nan
     error = math.sqrt(sum(row.stderr**2 for row in known)) / len(known) if known else math.nan
-    low, high = bootstrap.interval(*_prompt_scores(images, part))
+    low, high = bootstrap_interval(*_prompt_scores(images, part))
     n = sum(row.n for row in known)
     return [EvalRow(benchmark.name, "overall", mean, error, n, low, high, len(images)), *rows]
 
 
 def headline_row(benchmark: Named, rows: Sequence[EvalRow]) -> EvalRow:
     """The benchmark's number among its `rows_of`; rows of other benchmarks are ignored."""
-    own = {row.metric: row for row in rows if row.benchmark == benchmark.name}
-    return own.get("overall") or own[benchmark.headline or "reward"]
+    metrics = {row.metric: row for row in rows if row.benchmark == benchmark.name}
+    return metrics.get("overall") or metrics[benchmark.headline or "reward"]
 
 
 def difference(benchmark: Named, first: Images, second: Images) -> EvalRow:
@@ -89,11 +93,11 @@ def difference(benchmark: Named, first: Images, second: Images) -> EvalRow:
 
 
 def chance(benchmark: Named, first: Images, second: Images) -> float:
-    """Two-sided p of `difference`, by flipping the signs of prompts (`bootstrap.sign_flip`)."""
+    """Two-sided p of `difference`, by flipping the signs of prompts (`sign_flip`)."""
     scores = _prompt_scores(_gains(benchmark, first, second), part_of(benchmark))
     if not _tagged(benchmark, second):  # tags are strata only where they make up the number
         scores = scores._replace(strata=np.zeros_like(scores.strata))
-    return bootstrap.sign_flip(*scores)
+    return sign_flip(*scores)
 
 
 def _gains(benchmark: Named, first: Images, second: Images) -> list[dict[str, Any]]:
@@ -120,7 +124,7 @@ def normal_row(
     benchmark: str, metric: str, mean: float, error: float, n: int, total: int | None
 ) -> EvalRow:
     """A row whose interval is that of a normal distribution with this error."""
-    reach = NormalDist().inv_cdf((1 + bootstrap.CONFIDENCE) / 2) * error
+    reach = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * error
     return EvalRow(benchmark, metric, mean, error, n, mean - reach, mean + reach, total)
 
 
@@ -207,5 +211,65 @@ def _row(benchmark: str, metric: str, images: Images, part: str) -> EvalRow:
         # n / (n - 1): unbiased for equally many images per prompt
         spread = ((sums - mean * counts) ** 2).sum() * prompts / (prompts - 1)
         error = math.sqrt(spread) / float(n)
-    low, high = bootstrap.interval(sums, counts, np.zeros(len(counts), np.int64))
+    low, high = bootstrap_interval(sums, counts, np.zeros(len(counts), np.int64))
     return EvalRow(benchmark, metric, mean, error, int(n), low, high, len(images))
+
+
+# Bootstrap intervals and sign-flip tests over prompts --------------------------------------------
+
+# Prompts are drawn, not images, because the images of one prompt resemble each other. Strata are
+# GenEval's tags (all 0 where there are none): prompts are drawn within their stratum, and the
+# number is the unweighted mean over strata of (sum of scores / count of scores).
+
+
+class PromptScores(NamedTuple):
+    """Sum and count of the valid scores of each of P prompts, and its stratum: [P] each."""
+
+    sums: Array
+    counts: Array
+    strata: Labels
+
+
+def prompts_mean(sums: Array, counts: Array, strata: Labels) -> Array:
+    """The number [...] of sums and counts [..., P]; a stratum without any count is left out."""
+    totals = np.stack([sums[..., strata == s].sum(-1) for s in np.unique(strata)], -1)
+    sizes = np.stack([counts[..., strata == s].sum(-1) for s in np.unique(strata)], -1)
+    scored = sizes > 0
+    means = np.where(scored, totals / np.maximum(sizes, 1), 0)
+    return np.where(scored.any(-1), means.sum(-1) / np.maximum(scored.sum(-1), 1), np.nan)
+
+
+def bootstrap_interval(
+    sums: Array, counts: Array, strata: Labels, seed: int = 0
+) -> tuple[float, float]:
+    """The percentile bootstrap interval of `prompts_mean`; NaN for fewer than two prompts.
+
+    tests/test_bootstrap.py measures its coverage for shares. It is too short for a few prompts.
+    """
+    if int((counts > 0).sum()) < 2:
+        return float("nan"), float("nan")
+    rng = np.random.default_rng(seed)
+    times = np.zeros((DRAWS, len(strata)))  # how often each draw takes each prompt
+    for stratum in np.unique(strata):
+        members = np.flatnonzero(strata == stratum)
+        size = len(members)
+        drawn = rng.integers(size, size=(DRAWS, size))
+        drawn += np.arange(DRAWS)[:, None] * size  # one range of bins per draw
+        counted = np.bincount(drawn.ravel(), minlength=DRAWS * size)
+        times[:, members] = counted.reshape(DRAWS, size)
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.nanquantile(prompts_mean(times * sums, times * counts, strata), [tail, 1 - tail])
+    return float(low), float(high)
+
+
+def sign_flip(sums: Array, counts: Array, strata: Labels, seed: int = 0) -> float:
+    """Two-sided p of paired differences: how likely so large a mean is if signs are random.
+
+    It is the share of random flips of the prompts' signs whose |mean| is at least the observed one.
+    The observed one is counted among them, so p is never 0.
+    """
+    rng = np.random.default_rng(seed)
+    signs = rng.choice([-1.0, 1.0], size=(DRAWS, len(sums)))
+    observed = abs(float(prompts_mean(sums, counts, strata)))
+    flipped = np.abs(prompts_mean(signs * sums, np.broadcast_to(counts, signs.shape), strata))
+    return float((1 + (flipped >= observed - 1e-12).sum()) / (1 + DRAWS))  # 1e-12: rounding

@@ -2,26 +2,24 @@
 
     <output>/images/<model>/<benchmark>/
         settings.json           what the images depend on; a run with other settings is refused
-        00000_0.png             <place of the prompt>_<number of the copy>.png
+        00000_0.png             <index of the prompt>_<number of the copy>.png
         scores_<digest>/        one folder for each way of scoring
             settings.json       what the scores depend on, besides image, prompt and metadata
             rows.<process>.jsonl    one line per scored image, NaN as null
 
-A row is written after its image, so every row has been scored on an image that existed. A last line
-without its end was cut off by a kill and does not count. All processes share the folder.
+A row is written after its image. A last line without its end was cut off by a kill and does not
+count. All processes share the folder.
 
-A line holds the SHA-256 of its row and of the image's file; both settings.json hold their own. What
-does not have the digest that it should is made again: a damaged line is scored, a damaged image is
-sampled and scored. An image that no row speaks of has the checksums of its PNG.
+A line holds the SHA-256 of its row and of the image's file. Lines that do not match are scored
+again; images that do not match their row are sampled and scored again.
 
 A run with a larger or smaller `limit` is the same run, because the noise of an image depends on the
-place of its prompt. So is one with another batch size, apart from float rounding.
+index of its prompt. So is one with another batch size, apart from float rounding.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import logging
 import math
@@ -29,16 +27,13 @@ import os
 import struct
 import zlib
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from PIL import Image
 from torch import Tensor
 
-from flowalign.backbone import Backbone, placement
 from flowalign.config import EvalStage
 from flowalign.eval.stats import from_json
 from flowalign.rewards import describe
@@ -54,12 +49,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("flowalign")
 
-Key = tuple[int, int]  # an image: place of its prompt in the set, number of the copy
+Key = tuple[int, int]  # an image: index of its prompt in the set, number of the copy
+ImageRow = dict[str, Any]  # the scores of an image by one judge
 SETTINGS = "settings.json"
 # keys of `model` that change an image, beside its size
 MODEL_KEYS = {"id", "revision", "dtype", "vae_dtype", "quantization", "max_sequence_length"}
-
-REMEDY = "Give another `output`, or delete {} to start anew."
+BROKEN_PNG = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    struct.error,
+    zlib.error,
+)  # what PIL raises
 
 
 class StoreError(ValueError):
@@ -67,100 +69,84 @@ class StoreError(ValueError):
 
 
 class Store:
-    """The images of one model for one set of prompts, and the rows of those who judged them.
+    """The images of one model for one set of prompts, and the rows of their judges.
 
-    images: what the images depend on, as JSON, with the list of `prompts`. scores {judge: what its
-    scores depend on}. kept: places of the prompts whose images are written, None = all. rank: of
-    this process.
+    settings: what the images depend on, as JSON, with the list of `prompts`. scores {judge: what
+    its scores depend on}. saved_prompts: indices of the prompts whose images are written, None =
+    all. rank: of this process.
     """
 
     def __init__(
         self,
         folder: Path,
-        images: Mapping[str, Any],
+        settings: Mapping[str, Any],
         scores: Mapping[str, Mapping[str, Any]],
         *,
-        kept: Container[int] | None = None,
+        saved_prompts: Container[int] | None = None,
         rank: int = 0,
     ) -> None:
-        self.folder, self.images, self.kept = folder, dict(images), kept
-        # of another `limit` they are the same images
-        same = {name: value for name, value in images.items() if name != "prompts"}
-        self.rows = {judge: Rows(folder, same, depends, rank) for judge, depends in scores.items()}
+        self.folder, self.settings, self.saved_prompts = folder, dict(settings), saved_prompts
+        # rows of another `limit` are of the same images
+        shared = {name: value for name, value in settings.items() if name != "prompts"}
+        self.rows = {judge: RowFiles(folder, shared, of, rank) for judge, of in scores.items()}
         self._damaged: set[Key] = set()  # images whose file does not count
-        self._digests: dict[Key, str | None] = {}  # of the images' files, None = there is none
+        self._digests: dict[Key, str | None] = {}  # of the images' files, None = no file
 
     def check(self) -> None:
         """StoreError for images that this run would not sample."""
-        recorded = self._recorded()
-        if recorded is not None and (problems := differences(recorded, self.images)):
+        recorded = read_record(self.folder, self.folder / SETTINGS)
+        if recorded is not None and (problems := differences(recorded, self.settings)):
             raise another_run(self.folder, problems)
 
     def prepare(self) -> None:
         """Make the folders and record in them what they hold. For one process."""
-        recorded = self._recorded() or {}
-        # of a larger and a smaller `limit` the larger one describes the folder
-        if len(recorded.get("prompts", ())) <= len(self.images.get("prompts", ())):
-            write_record(self.folder / SETTINGS, self.images)
+        recorded = read_record(self.folder, self.folder / SETTINGS) or {}
+        # the larger `limit` describes the folder
+        if len(recorded.get("prompts", ())) <= len(self.settings.get("prompts", ())):
+            write_record(self.folder / SETTINGS, self.settings)
         for rows in self.rows.values():
-            rows.mend()
             write_record(rows.folder / SETTINGS, rows.scores)
 
-    def _recorded(self) -> dict[str, Any] | None:
-        """What settings.json says. One that is damaged is made anew where a row proves that the
-        images are this run's; else it raises StoreError."""
-        try:
-            return read_record(self.folder, self.folder / SETTINGS)
-        except StoreError:
-            if not any(any(True for _ in rows.lines()) for rows in self.rows.values()):
-                raise
-            log.warning("%s is damaged. It is written anew.", self.folder / SETTINGS)
-            return None
-
-    def read(self, judges: Mapping[str, PromptBatch], keys: Collection[Key]) -> Scored:
-        """The rows of these images by all processes, as far as each was scored on the file that
-        is there, or on none that is kept; and from now on no image that is damaged counts.
+    def read(
+        self, judges: Mapping[str, PromptBatch], keys: Collection[Key]
+    ) -> dict[str, dict[Key, ImageRow]]:
+        """{judge: {image: its row}} of these images, by all processes; the value of a row is NaN
+        where the reward failed. An image that is not the scored one is damaged from now on.
 
         judges {judge: its prompts with their metadata}.
         """
-        wanted, vouched, doubted = set(keys), set(), set()
-        rows: dict[str, dict[Key, dict[str, Any]]] = {judge: {} for judge in judges}
-        asked: dict[str, set[Key]] = {judge: set() for judge in judges}
+        wanted = set(keys)
+        rows: dict[str, dict[Key, ImageRow]] = {}
         for judge, prompts in judges.items():
-            for line in self.rows[judge].lines():
-                if line.key not in wanted:
+            rows[judge] = {}
+            for row, image in self.rows[judge].read():
+                key = row["index"], row["copy"]
+                if key not in wanted or not _is_scored_for(row, prompts):
                     continue
-                if line.image and self._digest(line.key) not in (line.image, None):
-                    doubted.add(line.key)
-                    continue
-                if line.image:
-                    vouched.add(line.key)
-                asked[judge].add(line.key)
-                if line.of(prompts) and math.isfinite(line.row["value"]):
-                    rows[judge].setdefault(line.key, line.row)
-        for key in wanted - vouched:
-            if self.has(key) and (key in doubted or not _is_whole(self._path(key))):
-                self._damaged.add(key)
-        if doubted or self._damaged:
-            several = sorted(doubted | self._damaged)
+                if image and self._digest(key) not in (image, None):
+                    self._damaged.add(key)
+                elif not is_valid(rows[judge].get(key)):
+                    rows[judge][key] = row
+        if self._damaged:
+            example = self._path(min(self._damaged)).name
             log.warning(
-                "%s: damaged, or not the files that were scored: %d images, such as %s. They are "
-                "made again.", self.folder, len(several), self._path(several[0]).name
+                "%s: %d images are not the ones that were scored, such as %s. They are made "
+                "again.", self.folder, len(self._damaged), example
             )  # fmt: skip
-        return Scored(rows, asked)
+        return rows
 
     def append(self, judge: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add rows of this process; they are in the file when this returns."""
-        images = [self._digest((row["index"], row["copy"])) for row in rows]
-        self.rows[judge].append(rows, images)
+        digests = [self._digest((row["index"], row["copy"])) for row in rows]
+        self.rows[judge].append(rows, digests)
 
-    def keeps(self, key: Key) -> bool:
+    def saves(self, key: Key) -> bool:
         """Whether that image is to be written."""
-        return self.kept is None or key[0] in self.kept
+        return self.saved_prompts is None or key[0] in self.saved_prompts
 
     def save(self, key: Key, image: Tensor) -> None:
-        """Write an image [3,H,W] if the store keeps it and it is finite."""
-        if self.keeps(key) and bool(image.isfinite().all()):
+        """Write an image [3,H,W] if the store saves it and it is finite."""
+        if self.saves(key) and bool(image.isfinite().all()):
             content = png(image)
             with replacing(self._path(key)) as part:
                 part.write_bytes(content)
@@ -173,7 +159,7 @@ class Store:
             return None
         try:
             return pixels_of(self._path(key).read_bytes())
-        except BROKEN:
+        except BROKEN_PNG:
             return None
 
     def has(self, key: Key) -> bool:
@@ -181,64 +167,33 @@ class Store:
         return key not in self._damaged and self._path(key).is_file()
 
     def _digest(self, key: Key) -> str | None:
-        """SHA-256 of the file of an image; None where there is none."""
+        """SHA-256 of the file of an image; None without a file."""
         if key not in self._digests:
-            try:
-                self._digests[key] = manifest.file_sha256(self._path(key))
-            except OSError:
-                self._digests[key] = None
+            path = self._path(key)
+            self._digests[key] = manifest.file_sha256(path) if path.is_file() else None
         return self._digests[key]
 
     def _path(self, key: Key) -> Path:
         return self.folder / f"{key[0]:05}_{key[1]}.png"
 
 
-# What PIL raises for a broken PNG.
-BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)
+def is_valid(row: Mapping[str, Any] | None) -> bool:
+    """Whether there is a row with a score."""
+    return row is not None and math.isfinite(row["value"])
 
 
-def _is_whole(path: Path) -> bool:
-    """Whether the parts of a PNG file have their checksums; reading it does not look at all."""
-    try:
-        Image.open(io.BytesIO(path.read_bytes())).verify()
-    except BROKEN:
-        return False
-    return True
+def _is_scored_for(row: ImageRow, prompts: PromptBatch) -> bool:
+    """Whether a row was scored for one of these prompts with its metadata."""
+    index = row["index"]
+    return (
+        index < len(prompts)
+        and row["prompt"] == prompts.prompts[index]
+        and row["metadata"] == prompts.metadata[index]
+    )
 
 
-@dataclass(frozen=True)
-class Scored:
-    """Of some images: rows {judge: {image: its valid row}}, and asked {judge: the images that it
-    was asked about before, whatever came of it}."""
-
-    rows: dict[str, dict[Key, dict[str, Any]]]
-    asked: dict[str, set[Key]]
-
-
-@dataclass(frozen=True)
-class Line:
-    """A row as it lies on disk. image: SHA-256 of the file that was scored; None = none is kept."""
-
-    row: dict[str, Any]
-    image: str | None
-
-    @property
-    def key(self) -> Key:
-        """Which image was scored."""
-        return self.row["index"], self.row["copy"]
-
-    def of(self, prompts: PromptBatch) -> bool:
-        """Whether it was scored for one of these prompts with its metadata."""
-        index = self.row["index"]
-        return (
-            0 <= index < len(prompts)
-            and self.row["prompt"] == prompts.prompts[index]
-            and self.row["metadata"] == prompts.metadata[index]
-        )
-
-
-class Rows:
-    """The rows of one way of scoring the images of a folder.
+class RowFiles:
+    """The rows of one way of scoring the images of a folder, a file for each process.
 
     images, scores: what the images and the scores depend on. A row belongs to both.
     """
@@ -247,59 +202,44 @@ class Rows:
         self, folder: Path, images: Mapping[str, Any], scores: Mapping[str, Any], rank: int = 0
     ) -> None:
         self.folder, self.scores = folder / f"scores_{_sha256(scores)[:12]}", scores
-        self._about = _sha256([images, scores])
-        self._own = self.folder / f"rows.{rank}.jsonl"
+        self._settings_digest = _sha256([images, scores])
+        self._path = self.folder / f"rows.{rank}.jsonl"
         self._complete = False  # whether that file is known to end with a complete line
 
     def append(self, rows: Sequence[Mapping[str, Any]], images: Sequence[str | None]) -> None:
         """Add rows of this process, with the digests of the images' files; they are in the file
         when this returns."""
-        lines = [self._line(to_json(row), image) for row, image in zip(rows, images, strict=True)]
-        if not self._complete and self._own.exists():  # drop a line that a kill cut off
-            os.truncate(self._own, self._own.read_bytes().rfind(b"\n") + 1)
+        lines = []
+        for row, image in zip(rows, images, strict=True):
+            content = {"row": to_json(row), "image": image}
+            digest = _sha256([self._settings_digest, content])
+            lines.append(json.dumps({"sha256": digest, **content}, allow_nan=False) + "\n")
+        if not self._complete and self._path.exists():  # drop a line that a kill cut off
+            os.truncate(self._path, self._path.read_bytes().rfind(b"\n") + 1)
         self._complete = True
-        with self._own.open("ab") as file:
-            file.write("".join(f"{line}\n" for line in lines).encode())
+        with self._path.open("ab") as file:
+            file.write("".join(lines).encode())
 
-    def lines(self) -> Iterator[Line]:
-        """The rows of all processes, also invalid ones; damaged ones are left out."""
-        for _, line in self._read():
-            if line is not None:
-                yield line
-
-    def mend(self) -> None:
-        """Remove damaged lines from the files, with a warning; their images are scored again."""
-        damaged = {path for path, line in self._read() if line is None}
-        for path in sorted(damaged):
-            lines = path.read_bytes().split(b"\n")
-            good = [line for line in lines[:-1] if self._parsed(line)]
-            log.warning(
-                "%s: %d of %d lines are damaged or of an older version. Their images are scored "
-                "again.", path, len(lines) - 1 - len(good), len(lines) - 1
-            )  # fmt: skip
-            with replacing(path) as part:
-                part.write_bytes(b"".join(line + b"\n" for line in good))
-
-    def _read(self) -> Iterator[tuple[Path, Line | None]]:
+    def read(self) -> Iterator[tuple[ImageRow, str | None]]:
+        """The rows of all processes, also invalid ones, each with the SHA-256 of the image's file
+        (None = it was not saved); lines that this class did not write are left out."""
         for path in sorted(self.folder.glob("rows.*.jsonl")):
             *lines, _ = path.read_bytes().split(b"\n")  # the last one is empty or was cut off
-            for line in lines:
-                yield path, self._parsed(line)
+            parsed = [row for line in lines if (row := self._parsed(line))]
+            if len(parsed) < len(lines):
+                log.warning(
+                    "%s: %d of %d lines are damaged or of an older version. Their images are "
+                    "scored again.", path, len(lines) - len(parsed), len(lines)
+                )  # fmt: skip
+            yield from parsed
 
-    def _line(self, row: Any, image: str | None) -> str:
-        content = {"row": row, "image": image}
-        digest = _sha256([self._about, content])
-        return json.dumps({"sha256": digest, **content}, allow_nan=False)
-
-    def _parsed(self, line: bytes) -> Line | None:
-        """None for a line that is not what was written for these images and scores."""
+    def _parsed(self, line: bytes) -> tuple[ImageRow, str | None] | None:
+        """None for a line that was not written for these images and scores."""
         try:
             content = json.loads(line)
-            if content.pop("sha256") != _sha256([self._about, content]):
+            if content.pop("sha256") != _sha256([self._settings_digest, content]):
                 return None
-            row = from_json(content["row"])  # in its order: results.json has the same bytes again
-            _ = row["copy"]  # not optional here
-            return Line(row, content["image"])
+            return from_json(content["row"]), content["image"]
         except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
             return None
 
@@ -331,7 +271,7 @@ def open_stores(
     stores = {}
     for model, adapter in adapters.items():
         for images, depends in zip(sets, scores, strict=True):
-            shown = set(spread(len(images.prompts), config.report.images))
+            pictured = set(spread(len(images.prompts), config.report.images))
             height, width = images.prompts.size or config.model.sizes[0]
             content = {
                 "model": base | {"height": height, "width": width},
@@ -344,15 +284,10 @@ def open_stores(
                 Path(config.output) / "images" / model / images.name,
                 content,
                 depends,
-                kept=None if config.keep_images or images.layout else shown,
+                saved_prompts=None if config.keep_images or images.layout else pictured,
                 rank=accelerator.process_index,
             )
     return stores
-
-
-def fingerprint(backbone: Backbone) -> str:
-    """`flowalign.backbone.placement.fingerprint` of a base, before adapters are loaded onto it."""
-    return placement.fingerprint((backbone.core, backbone.pipe.vae, *backbone.family.encoders))
 
 
 # What a folder holds -----------------------------------------------------------------------------
@@ -367,14 +302,11 @@ def read_record(folder: Path, record: Path) -> dict[str, Any] | None:
         if content.pop("sha256") != _sha256(content):
             raise ValueError("its digest differs")
         return content
-    except KeyError:
-        reason = "it has no digest: it is damaged, or of an older version"
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
-        reason = shown(str(error))
-    raise StoreError(
-        f"{folder} is not empty, and has no readable {record.name} that says what its images are "
-        f"({reason}). {REMEDY.format(folder)}"
-    )
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise StoreError(
+            f"{folder} is not empty, and has no readable {record.name} that says what its images "
+            f"are ({shown(repr(error))}). Give another `output`, or delete {folder} to start again."
+        ) from None
 
 
 def write_record(path: Path, content: Mapping[str, Any]) -> None:
@@ -391,16 +323,17 @@ def _sha256(content: Any) -> str:
 def another_run(folder: Path, problems: Sequence[str]) -> StoreError:
     """The error for a folder whose images differ from this run's."""
     return StoreError(
-        f"{folder} holds images of another run: {'; '.join(problems)}. {REMEDY.format(folder)}"
+        f"{folder} holds images of another run: {'; '.join(problems)}. Give another `output`, or "
+        f"delete {folder} to start again."
     )
 
 
-def differences(recorded: Any, wanted: Mapping[str, Any], place: str = "") -> list[str]:
+def differences(recorded: Any, wanted: Mapping[str, Any], prefix: str = "") -> list[str]:
     """What differs, one text each: "sampling.steps was 10 there, and is 40 here"."""
     recorded = recorded if isinstance(recorded, Mapping) else {}
     texts = []
     for key in dict.fromkeys([*wanted, *recorded]):
-        there, here, name = recorded.get(key), wanted.get(key), f"{place}{key}"
+        there, here, name = recorded.get(key), wanted.get(key), f"{prefix}{key}"
         if isinstance(here, Mapping):
             texts += differences(there, here, f"{name}.")
             continue

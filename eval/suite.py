@@ -25,14 +25,14 @@ from flowalign.backbone import Backbone
 from flowalign.config import BenchmarkConfig, ConfigError, ModelConfig, SamplingConfig
 from flowalign.eval.layouts import check_layout
 from flowalign.eval.stats import average, headline_row, lost, part_of, rows_of
-from flowalign.eval.store import Key, Store
+from flowalign.eval.store import ImageRow, Key, Store, is_valid
 from flowalign.rewards import as_reward
-from flowalign.rewards.scoring import Ahead, score
+from flowalign.rewards.scoring import AsyncScorer, score
 from flowalign.system.devices import current
 from flowalign.system.images import eight_bits
 from flowalign.training.data import load_prompts, spread
 from flowalign.training.report.pictures import png
-from flowalign.training.rollout import Noise, clean_schedule, places, sample
+from flowalign.training.rollout import generate
 from flowalign.training.run.processes import missing_steps
 from flowalign.types import EvalReport, EvalRow, Example, PromptBatch, Reward, Scores
 
@@ -113,33 +113,6 @@ def build_sets(
     if problems:
         raise ConfigError(problems)
     return sets
-
-
-def generate(
-    backbone: Backbone,
-    prompts: PromptBatch,
-    settings: SamplingConfig,
-    indices: Sequence[int] | None = None,
-    copies: int = 1,
-) -> Tensor:
-    """Images [P*copies,3,H,W] in [0,1] of P prompts, deterministic (Euler ODE).
-
-    indices: the places of the prompts in their set, on which their noise depends; None = the whole
-    set, or its beginning. The copies of a prompt follow one another.
-    """
-    indices = range(len(prompts)) if indices is None else indices
-    keys = places(len(prompts), copies)
-    rollout = sample(
-        backbone,
-        prompts.select([prompt for prompt, _ in keys]),
-        clean_schedule(backbone, settings.steps, prompts.size),
-        guidance=settings.guidance,
-        noise=Noise((settings.seed,)),
-        places=[(indices[prompt], copy) for prompt, copy in keys],
-        batch_size=settings.batch_size,
-    )
-    assert rollout.images is not None
-    return rollout.images
 
 
 def run(
@@ -269,7 +242,7 @@ def judge_set(
     for _ in range(extra):
         generate(backbone, images.prompts.select([0]), settings)
     order = [key for batch in batches for key in batch.keys]
-    rows = [[known[key] for key in order] for known in scoring.finish()]
+    rows = [[judge_rows[key] for key in order] for judge_rows in scoring.finish()]
     if world > 1:  # objects, not tensors: a process without prompts does not know the width of [D]
         rows = [gather_object(judge_rows) for judge_rows in rows]
         pictures, vectors = gather_object(pictures), gather_object(vectors)
@@ -302,7 +275,7 @@ class _Batch:
 def _is_sampled(batch: _Batch, store: Store | None) -> bool:
     if store is None:
         return bool(batch.needed)  # empty if the images are not judged, shown or measured
-    wanted = [key for key in batch.keys if key in batch.needed or store.keeps(key)]
+    wanted = [key for key in batch.keys if key in batch.needed or store.saves(key)]
     return not all(map(store.has, wanted))  # by name only: a broken file is sampled unprepared
 
 
@@ -314,15 +287,15 @@ def _pixels(
     store: Store | None,
 ) -> dict[Key, Tensor]:
     """The needed images [3,H,W] of a batch, on the model's device, each at 8 bits a channel: so
-    scores from memory and from a file are the same. What the store keeps is written."""
+    scores from memory and from a file are the same. What the store saves is written."""
     pixels: dict[Key, Tensor] = {}
     for key in batch.needed:
         if store and (image := store.load(key)) is not None:
             # a GPU may round k / 255 differently from the CPU that read the file
             pixels[key] = eight_bits(image.to(backbone.device))
     missing = batch.needed - pixels.keys()
-    if store:  # images not needed now, but to be kept
-        missing |= {key for key in batch.keys if store.keeps(key) and not store.has(key)}
+    if store:  # images not needed now, but to be saved
+        missing |= {key for key in batch.keys if store.saves(key) and not store.has(key)}
     if not missing:
         return pixels
     # the whole batch, so that the arithmetic is that of a run without interruption
@@ -354,25 +327,24 @@ class _Scoring:
         keys: Sequence[Key],
     ) -> None:
         self.judges, self.store = judges, store
-        self.rows: dict[str, dict[Key, dict[str, Any]]] = {judge.name: {} for judge in judges}
-        self._judged: dict[str, set[Key]] = {judge.name: set() for judge in judges}
+        self.rows: dict[str, dict[Key, ImageRow]] = {judge.name: {} for judge in judges}
         if store:
-            scored = store.read({judge.name: judge.prompts for judge in judges}, keys)
-            self.rows, self._judged = scored.rows, scored.asked
-        self._ahead = Ahead(seconds=seconds)
+            self.rows = store.read({judge.name: judge.prompts for judge in judges}, keys)
+        self._scoring = AsyncScorer(seconds=seconds)
         self._submitted: list[tuple[Benchmark, list[Key]]] = []
 
     def unscored(self, keys: Sequence[Key]) -> dict[str, list[Key]]:
-        """{judge: the images of a batch without a row}. A batch that a kill cut off is judged as a
-        whole: a score's last bits depend on what is judged with it. Images that the reward failed
-        on are asked again by themselves, as judges may cost money."""
+        """{judge: the images of a batch without a score}. A batch that a kill cut off is judged
+        completely: a score's last bits depend on what is judged with it. Images that the reward
+        failed on are judged alone, as judges may cost money."""
         missing = {}
         for judge in self.judges:
-            missing[judge.name] = [key for key in keys if key not in self.rows[judge.name]]
+            rows = self.rows[judge.name]
+            missing[judge.name] = [key for key in keys if not is_valid(rows.get(key))]
             if as_reward(judge.reward).groupwise:  # all images of a prompt, or none
                 prompts = {prompt for prompt, _ in missing[judge.name]}
                 missing[judge.name] = [key for key in keys if key[0] in prompts]
-            elif not self._judged[judge.name].issuperset(missing[judge.name]):
+            elif any(key not in rows for key in missing[judge.name]):
                 missing[judge.name] = list(keys)
         return missing
 
@@ -385,24 +357,25 @@ class _Scoring:
             if keys := batch.unscored[judge.name]:
                 prompts = judge.prompts.select([prompt for prompt, _ in keys])
                 images = torch.stack([pixels[key] for key in keys])
-                self._ahead.submit(images, prompts, partial(_score, judge.reward))
+                self._scoring.submit(images, prompts, partial(_score, judge.reward))
                 self._submitted.append((judge, keys))
 
-    def finish(self) -> list[dict[Key, dict[str, Any]]]:
+    def finish(self) -> list[dict[Key, ImageRow]]:
         """The rows of each judge, once the last batch is scored."""
         self._collect()
-        self._ahead.forget()
+        self._scoring.discard()
         return [self.rows[judge.name] for judge in self.judges]
 
     def _collect(self) -> None:
         submitted, self._submitted = self._submitted, []
-        for (judge, keys), scores in zip(submitted, self._ahead.answers(), strict=True):
+        for (judge, keys), scores in zip(submitted, self._scoring.results(), strict=True):
             rows = self.rows[judge.name]
-            # a whole batch or group also holds images that had a row: the first row counts
-            fresh = [_row(judge, keys, scores, i) for i in range(len(keys)) if keys[i] not in rows]
-            rows |= {(row["index"], row["copy"]): row for row in fresh}
+            # a batch or group also holds images that had a score: the first one counts
+            unscored = [i for i, key in enumerate(keys) if not is_valid(rows.get(key))]
+            new_rows = [_row(judge, keys, scores, i) for i in unscored]
+            rows |= {(row["index"], row["copy"]): row for row in new_rows}
             if self.store:
-                self.store.append(judge.name, fresh)
+                self.store.append(judge.name, new_rows)
 
 
 def _score(reward: Reward, images: Tensor, batch: PromptBatch) -> Scores:

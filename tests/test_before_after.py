@@ -10,8 +10,8 @@ import torch
 from flowalign import config
 from flowalign.commands import train
 from flowalign.eval import before_after
-from flowalign.eval.suite import generate
 from flowalign.training.report.pictures import Block, comparison
+from flowalign.training.rollout import generate
 from flowalign.types import PromptBatch
 
 

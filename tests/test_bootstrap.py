@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from flowalign.eval import bootstrap
+from flowalign.eval import stats
 from flowalign.eval.stats import chance, difference, rows_of
 
 ALIKE = np.zeros(1, np.int64)
@@ -16,7 +16,7 @@ def coverage(shares: list[float], prompts: int, images: int, tries: int = 1000) 
     for attempt in range(tries):
         sums = rng.binomial(images, np.repeat(shares, prompts)).astype(float)
         counts = np.full(len(sums), float(images))
-        low, high = bootstrap.interval(sums, counts, strata, seed=attempt)
+        low, high = stats.bootstrap_interval(sums, counts, strata, seed=attempt)
         hits += low <= np.mean(shares) <= high
     return hits / tries
 
@@ -33,7 +33,7 @@ def coverage(shares: list[float], prompts: int, images: int, tries: int = 1000) 
 def test_the_interval_covers_the_truth_as_often_as_it_says(
     monkeypatch: pytest.MonkeyPatch, shares: list[float], prompts: int, images: int
 ):
-    monkeypatch.setattr(bootstrap, "DRAWS", 500)  # enough for the quantiles, and quick
+    monkeypatch.setattr(stats, "DRAWS", 500)  # enough for the quantiles, and quick
     assert 0.935 <= coverage(shares, prompts, images) <= 0.965
 
 
@@ -50,8 +50,8 @@ def test_images_of_one_prompt_are_no_news():
     """Four equal images of a prompt say no more than one."""
     sums = np.random.default_rng(1).binomial(1, 0.4, 200).astype(float)
     strata = np.zeros(200, np.int64)
-    one = bootstrap.interval(sums, np.ones(200), strata)
-    four = bootstrap.interval(4 * sums, np.full(200, 4.0), strata)
+    one = stats.bootstrap_interval(sums, np.ones(200), strata)
+    four = stats.bootstrap_interval(4 * sums, np.full(200, 4.0), strata)
     assert one == pytest.approx(four)
 
 
@@ -115,15 +115,15 @@ def test_a_chance_difference_is_rarely_found():
     rng, significant = np.random.default_rng(4), 0
     for attempt in range(300):
         sums = rng.normal(size=60)
-        p = bootstrap.sign_flip(sums, np.ones(60), np.zeros(60, np.int64), attempt)
+        p = stats.sign_flip(sums, np.ones(60), np.zeros(60, np.int64), attempt)
         significant += p <= 0.05
     assert 0.02 <= significant / 300 <= 0.09
-    real = bootstrap.sign_flip(rng.normal(0.6, 1, 60), np.ones(60), np.zeros(60, np.int64))
+    real = stats.sign_flip(rng.normal(0.6, 1, 60), np.ones(60), np.zeros(60, np.int64))
     assert real < 0.01
 
 
 def test_prompts_without_a_valid_image_leave():
     sums, counts = np.array([1.0, 0.0, 1.0]), np.array([1.0, 0.0, 1.0])
-    assert float(bootstrap.mean(sums, counts, np.zeros(3, np.int64))) == 1.0
-    assert float(bootstrap.mean(sums, counts, np.array([0, 1, 2]))) == 1.0
-    assert np.isnan(bootstrap.interval(sums * 0, counts * 0, np.zeros(3, np.int64))).all()
+    assert float(stats.prompts_mean(sums, counts, np.zeros(3, np.int64))) == 1.0
+    assert float(stats.prompts_mean(sums, counts, np.array([0, 1, 2]))) == 1.0
+    assert np.isnan(stats.bootstrap_interval(sums * 0, counts * 0, np.zeros(3, np.int64))).all()

@@ -22,7 +22,7 @@ from flowalign.training.report import samples
 from flowalign.training.report.alarm import Alarm
 from flowalign.training.report.drift import compare, statistics
 from flowalign.training.report.drift.compare import SIGMAS, Drift, drift
-from flowalign.training.report.drift.monitor import Lens, share
+from flowalign.training.report.drift.monitor import ImageStatistics, share
 from flowalign.training.run import resume
 from flowalign.types import PromptBatch
 
@@ -109,7 +109,7 @@ def test_objects_beyond_those_asked_for_are_surplus() -> None:
     two = {"include": [{"class": "star", "count": 2}]}
     batch = PromptBatch(["two stars"] * 3 + ["anything"], ["g"] * 4, [two, two, two, {}])
     images = torch.stack([squares(1), squares(2), squares(4), squares(4)])
-    values = Lens(PERIOD).measure(images, batch, [0, 1, 2, 3])
+    values = ImageStatistics(PERIOD).measure(images, batch, [0, 1, 2, 3])
     assert values["surplus"].tolist()[:3] == [0, 0, 2] and values["surplus"][3].isnan()
     assert values["objects"][:3].isnan().all() and values["objects"][3] == 4
 
@@ -132,7 +132,7 @@ def test_the_interval_is_of_the_means_of_prompts() -> None:
     error = math.sqrt(5 / 3) / 2 / sigma
     half = student_t.ppf((1 + compare.CONFIDENCE) / 2, 3) * error
     assert found.high - found.sigmas == pytest.approx(half, rel=0.002)
-    assert found.sure == pytest.approx(found.low)
+    assert found.certain == pytest.approx(found.low)
 
 
 def test_the_alarm_asks_for_the_near_end_of_the_interval() -> None:

@@ -15,9 +15,9 @@ from flowalign.backbone.precision import CastingLinear
 from flowalign.commands import sample, train
 from flowalign.config import EvalStage, SamplingConfig, parse
 from flowalign.eval.run import load_adapters, using
-from flowalign.eval.suite import generate
 from flowalign.training.algorithm import STUDENT
 from flowalign.training.report import pictures
+from flowalign.training.rollout import generate
 from flowalign.training.run import processes
 
 

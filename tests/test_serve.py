@@ -8,21 +8,17 @@ import socket
 import subprocess
 import sys
 import time
-import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
-import numpy as np
 import pytest
 import served
 import torch
-from safetensors.numpy import save
 
 from flowalign.commands.cli import main
 from flowalign.rewards.service import command, server, wire
-from flowalign.rewards.service.wire import Limits, WireError
+from flowalign.rewards.service.wire import Limits
 from flowalign.system.images import to_float
 
 IMAGES = to_float(torch.arange(4 * 3 * 8 * 8).view(4, 3, 8, 8).remainder(251).to(torch.uint8))
@@ -59,7 +55,7 @@ def raw(url: str, *parts: bytes, pause: float = 0.0, end: bool = False) -> bytes
         answer = b""
         while piece := connection.recv(65536):
             answer += piece
-            if not end and b"\r\n\r\n" in answer and not pause:
+            if not end and b"\r\n\r\n" in answer:
                 break
         return answer
 
@@ -130,59 +126,11 @@ def test_what_is_not_wanted_is_refused_unread():
         assert ask(url).status_code == 200
 
 
-def test_slow_senders_are_cut_off():
-    start = f"POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-type: {wire.CONTENT_TYPE}\r\n".encode()
-    slow = {"read_seconds": 0.15, "header_seconds": 0.15}
-    with served.serving(served.exact, **slow) as url, ThreadPoolExecutor(4) as pool:
-        futures = [
-            pool.submit(raw, url, *parts, pause=0.06)
-            for parts in (
-                [start[:9], start[9:20]],
-                [b""],
-                [start + b"content-length: 90\r\n\r\n", b"a", b"b"],
-                # a request that is answered, which ends the connection
-                [b"GET /v1/health HTTP/1.1\r\nhost: x\r\n\r\n"],
-            )
-        ]
-        answers = [future.result() for future in futures]
-        assert all(a.startswith(b"HTTP/1.1 408") for a in answers[:3])
-        assert re.findall(rb"HTTP/1.1 (\d+)", answers[3]) == [b"200"]
-        until = time.monotonic() + 10
-        while ask(url).status_code != 200:  # 408 while this machine is too busy to send at once
-            assert time.monotonic() < until
-
-
-def test_an_unwanted_body_does_not_hold_the_connection():
-    head = b"GET /v1/health HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n"
-    with served.serving(served.exact) as url:
-        assert raw(url, head, b"a", pause=0.05).startswith(b"HTTP/1.1 200")  # and it was closed
-
-
-def test_silent_connections_do_not_shut_others_out():
-    """Nobody needs a token to open a connection."""
-    with served.serving(served.exact) as url, ExitStack() as silent:
-        host, port = url.removeprefix("http://").split(":")
-        for number in range(300):
-            sender = silent.enter_context(socket.create_connection((host, int(port)), timeout=10))
-            if number % 2:
-                sender.sendall(b"POST /v1/score HTTP/1.1\r\nhost: x\r\n")  # half a head
-        for _ in range(5):
-            assert ask(url).status_code == 200
-            assert get(url, "health").status_code == 200
-
-
-def test_a_request_in_work_is_not_cut_off_by_silent_connections():
-    reward = served.Stuck()
-    with served.serving(reward) as url, ExitStack() as silent, ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(ask, url, one("hang"))
-        until = time.monotonic() + 5
-        while get(url, "health").json()["pending"] == 0 and time.monotonic() < until:
-            time.sleep(0.01)
-        host, port = url.removeprefix("http://").split(":")
-        for _ in range(300):
-            silent.enter_context(socket.create_connection((host, int(port)), timeout=10))
-        reward.go.set()
-        assert waiting.result().status_code == 200
+def test_a_slow_sender_is_cut_off():
+    head = f"POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-type: {wire.CONTENT_TYPE}\r\n"
+    with served.serving(served.exact, read_seconds=0.1) as url:
+        sent = f"{head}content-length: 90\r\n\r\n".encode(), b"a"
+        assert raw(url, *sent, pause=0.06).startswith(b"HTTP/1.1 408")
 
 
 def test_no_answer_leads_to_the_host_that_the_caller_names():
@@ -190,18 +138,6 @@ def test_no_answer_leads_to_the_host_that_the_caller_names():
         for path in ("score/", "info/", "health/"):
             answer = httpx.get(f"{url}/v1/{path}", headers={"host": "evil.example"}, verify=False)
             assert answer.status_code == 404 and "evil" not in str(answer.headers)
-
-
-def test_a_small_body_of_many_values_is_refused_before_they_are_built():
-    lists = b'{"version":2,"prompts":["a"],"metadata":[{"x":[' + b"[]," * 1_390_000 + b"[]]}]}"
-    body = save({"request": np.frombuffer(lists, np.uint8), "images": np.zeros((1, 4, 4, 3), "u1")})
-    tracemalloc.start()
-    began = time.monotonic()
-    with pytest.raises(WireError, match="brackets") as caught:
-        wire.decode_request(body, Limits())
-    seconds, peak = time.monotonic() - began, tracemalloc.get_traced_memory()[1] / len(body)
-    tracemalloc.stop()
-    assert caught.value.status == 400 and seconds < 1 and peak < 4, (seconds, peak)
 
 
 def test_a_call_that_hangs_takes_neither_health_nor_the_next_caller_with_it():

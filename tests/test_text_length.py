@@ -17,10 +17,9 @@ from flowalign.backbone import Backbone
 from flowalign.backbone.adapters.files import read_lora, write_lora
 from flowalign.backbone.tiny import T5_LENGTH
 from flowalign.config import SamplingConfig
-from flowalign.eval.suite import generate
 from flowalign.teachers.merge import merge
 from flowalign.training.data import load_prompts
-from flowalign.training.rollout import Noise
+from flowalign.training.rollout import Noise, generate
 
 SETTINGS = SamplingConfig(steps=2, guidance=2.0, seed=3, batch_size=2)
 

@@ -30,7 +30,7 @@ from flowalign.training.data import PromptSampler, subset
 from flowalign.training.loop import Loop
 from flowalign.training.preflight import Inputs, group_problems, parts_problems
 from flowalign.training.report import samples, trackers
-from flowalign.training.report.drift.monitor import Lens, Monitor
+from flowalign.training.report.drift.monitor import ImageStatistics, Monitor
 from flowalign.training.report.progress import Progress
 from flowalign.training.run import processes
 from flowalign.types import EvalReport, Reward
@@ -193,8 +193,9 @@ def monitor(
     if config.alarm is None:
         return None
     sets = held_out(config, rewards, inputs) if config.evaluates else []
-    lens, prompts = Lens.of(backbone, rewards), [benchmark.prompts for benchmark in sets]
-    return Monitor(config, backbone, accelerator, lens, prompts)
+    prompts = [benchmark.prompts for benchmark in sets]
+    measurements = ImageStatistics.of(backbone, rewards)
+    return Monitor(config, backbone, accelerator, measurements, prompts)
 
 
 def held_out(

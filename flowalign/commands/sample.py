@@ -245,7 +245,7 @@ def draw(prompts: Sequence[str], plan: Plan, lora: Lora | None) -> Tensor:
     from flowalign.backbone import DTYPES, Backbone, load_pipeline
     from flowalign.backbone.pipeline import default_length, text_length
     from flowalign.config import SamplingConfig
-    from flowalign.eval.suite import generate
+    from flowalign.training.rollout import generate
     from flowalign.types import PromptBatch
 
     print(plan, file=sys.stderr, flush=True)

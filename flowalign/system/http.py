@@ -3,12 +3,9 @@
 The rewards `remote` and `vlm` and `flowalign data fetch` use it. Lost connections, timeouts and the
 statuses 408, 429 and 5xx are tried again, after waits that double, with a jitter of a quarter, and
 that are at least the server's Retry-After and at most LONGEST_WAIT. Other statuses are final.
-The first failure of an address is logged at once, further ones after SAY_AGAIN seconds and then
-more and more seldom.
 
-No server can hold or fill this process: the bytes of an answer, the seconds of an attempt and the
-number of redirects are limited. Compressed answers are refused, so nothing is inflated. What
-servers say is shown printable and cut.
+The bytes of an answer, the seconds of an attempt and the number of redirects are limited, and
+nothing is inflated. What servers say is shown printable and cut.
 """
 
 from __future__ import annotations
@@ -18,15 +15,12 @@ import json
 import logging
 import math
 import random
-import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -38,11 +32,13 @@ from flowalign.system.escape import shown
 log = logging.getLogger(__name__)
 
 LONGEST_WAIT = 60.0  # seconds between two attempts
-SAY_AGAIN, SELDOM = 30.0, 600.0  # seconds between two warnings about an address: first, longest
+WARN_EVERY = 30.0  # seconds between two warnings about an address
 UNREACHABLE = (ConnectionError, TimeoutError)  # no answer, for no fault of the request
 REDIRECTS = 5  # of one request
 _ERROR_BYTES = 64 * 2**10  # that are read of an answer without status 200
 _FINAL = (401, 403, 404)  # wrong token, URL or model name: every other request would fail too
+_warned: dict[str, float] = {}  # address -> when it was last warned of, for all clients
+_jitter = random.Random()  # a run's numbers must not depend on what the network did
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -63,14 +59,13 @@ class Answer:
     body: bytes
     headers: Mapping[str, str]
     failed: list[str]
-    url: str  # that answered
 
 
 class Client:
     """Connections to a service, for one batch of requests.
 
     timeout: seconds without a sign of life; connect_timeout: for a connection, by default the same.
-    total: seconds for an attempt, however lively; by default twice the timeout.
+    total: seconds for an answer, however lively; by default twice the timeout.
     deadline: seconds from now until all requests end. retries: further attempts at a request.
     backoff: seconds before the second attempt. max_bytes: of an answer.
     token: sent as `Authorization: Bearer`, to no other host, and cut out of every error text.
@@ -97,7 +92,6 @@ class Client:
         self.total = total or 2 * timeout
         self.until = time.monotonic() + deadline
         self.retries, self.backoff, self.max_bytes, self.token = retries, backoff, max_bytes, token
-        self.redirects = redirects
         self.stopped = threading.Event()
         self.last: Exception | str = "the time for all requests is over"
         self._client = httpx.Client(
@@ -108,9 +102,9 @@ class Client:
             },
             verify=_certificates(),
             trust_env=proxies,
-            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),  # none is kept
-            # `map` bounds how many connections are open. None is kept: see _Clock.
-            limits=httpx.Limits(max_keepalive_connections=0),
+            follow_redirects=redirects,
+            max_redirects=REDIRECTS,
+            event_hooks={"request": [self._check_scheme]},
         )
 
     def __enter__(self) -> Client:
@@ -131,42 +125,24 @@ class Client:
             | tenacity.stop_before_delay(self.until - time.monotonic())
             | tenacity.stop_when_event_set(self.stopped),
             wait=lambda state: self._wait(state, len(urls)),
-            before_sleep=self._warn,
+            before_sleep=_warn,
             sleep=tenacity.sleep_using_event(self.stopped),  # `map` ends the waits of all threads
             reraise=True,
         )
         try:
-            answer = retrying(self._attempt, method, urls, [], content)
+            return retrying(self._attempt, method, urls, [], content)
         except _Again as again:
             raise again.cause from again
-        _silences.over(answer.url)
-        return answer
 
     def _wait(self, state: tenacity.RetryCallState, servers: int) -> float:
         """Seconds before the next attempt; none while there are servers that were not tried."""
         again = state.outcome and state.outcome.exception()
         if not isinstance(again, _Again) or state.attempt_number < servers:
             return 0.0
+        doublings = min(state.attempt_number - servers, 20)  # no overflow
         jitter = _jitter.uniform(0.75, 1.25)  # so that many clients do not come back at once
-        seconds = self._planned(state.attempt_number, servers) * jitter
+        seconds = min(self.backoff * 2.0**doublings, LONGEST_WAIT) * jitter
         return max(seconds, min(again.after, LONGEST_WAIT))
-
-    def _planned(self, attempt: int, servers: int) -> float:
-        """Seconds after the n-th attempt, without jitter."""
-        if attempt < servers:
-            return 0.0
-        return min(self.backoff * 2.0 ** min(attempt - servers, 20), LONGEST_WAIT)  # no overflow
-
-    def _warn(self, state: tenacity.RetryCallState) -> None:
-        """Say that an attempt failed, unless that was said a short while ago."""
-        again = state.outcome and state.outcome.exception()
-        if not isinstance(again, _Again) or again.after:  # a server that asks for time is well
-            return
-        _, urls, tried, _ = state.args
-        attempts = range(state.attempt_number, 1 + self.retries)
-        left = sum(self._planned(attempt, len(urls)) for attempt in attempts)
-        left = min(left, self.until - time.monotonic())
-        _silences.note(tried[-1], again.cause, f"trying again for about {left:.0f} s")
 
     def map(
         self, call: Callable[[Item], Result], items: Sequence[Item], concurrency: int
@@ -231,160 +207,73 @@ class Client:
         self._check_running()
         tried.append(url := urls[len(tried) % len(urls)])
         left = max(0.01, self.until - time.monotonic())
-        seconds, clock = min(self.timeout, left), _Clock(min(self.total, left))
+        seconds = min(self.timeout, left)
         timeout = httpx.Timeout(seconds, connect=min(seconds, self.connect_timeout))
-        request = self._client.build_request(
-            method, url, timeout=timeout, extensions={"trace": clock.trace}, **content
-        )
+        end = time.monotonic() + min(self.total, left)
         try:
-            with clock:
-                response, body = self._receive(request)
-            if clock.over:  # a body of unknown length looks whole when it is cut off
-                raise httpx.ReadTimeout("cut off")
+            with self._client.stream(
+                method, url, timeout=timeout, extensions={"first": url}, **content
+            ) as response:
+                body = self._read(response, end)
         except httpx.RequestError as error:
             kind = type(error).__name__
-            if clock.over or isinstance(error, httpx.TimeoutException):
-                waited = clock.seconds if clock.over else seconds
-                text = f"{url} gave no answer within {waited:g} s ({kind})"
-                raise _Again(TimeoutError(text)) from error
-            text = f"{url}: {kind}: {self.clean(str(error))}"
-            raise _Again(ConnectionError(text)) from error
+            if isinstance(error, httpx.TimeoutException):
+                cause: Exception = TimeoutError(f"{url} gave no answer in time ({kind})")
+            else:
+                cause = ConnectionError(f"{url}: {kind}: {self.clean(str(error))}")
+            raise _Again(url, cause) from error
+        except httpx.InvalidURL as error:  # of a redirect
+            raise Refused(200, f"{url} leads astray: {self.clean(str(error))}") from error
         status = response.status_code
         if status == 200:
-            return Answer(body, response.headers, tried[:-1], url)
+            return Answer(body, response.headers, tried[:-1])
         text = f"{url} answered {status}: {self.clean(_message(body))}"
         if status in (408, 429) or status >= 500:
             cause = TimeoutError(text) if status in (408, 504) else ConnectionError(text)
-            raise _Again(cause, response.headers.get("retry-after", ""))
+            raise _Again(url, cause, response.headers.get("retry-after", ""))
         if status in _FINAL:
             raise ConnectionError(text)
         raise Refused(status, text)
 
-    def _receive(self, request: httpx.Request) -> tuple[httpx.Response, bytes]:
-        """The answer to a request and its redirects, and the body, or an error's beginning.
+    def _check_scheme(self, request: httpx.Request) -> None:
+        """Redirects must not leave https."""
+        first = request.extensions.get("first", "")
+        if first.startswith("https:") and request.url.scheme != "https":
+            there = self.clean(str(request.url))
+            raise Refused(200, f"{first} leads to {there}, which is not https.")
 
-        httpx itself would read the whole body of a redirect, and inflate a compressed one.
-        """
-        first = request.url
-        for _ in range(1 + REDIRECTS):
-            response = self._client.send(request, stream=True)
-            try:
-                if not self.redirects or response.next_request is None:
-                    return response, self._read(first, response)
-                request = response.next_request
-            finally:
-                response.close()
-            if first.scheme == "https" != request.url.scheme:
-                there = self.clean(str(request.url))
-                raise Refused(200, f"{first} leads to {there}, which is not https.")
-        raise Refused(200, f"{first} leads on more than {REDIRECTS} times.")
-
-    def _read(self, url: httpx.URL, response: httpx.Response) -> bytes:
-        """The body of an answer, as it was sent; the first _ERROR_BYTES of an error's."""
-        good = response.status_code == 200
-        encoding = response.headers.get("content-encoding", "identity").strip().lower()
-        if good and encoding not in ("", "identity"):
-            raise Refused(
-                200, f"{url} sends an answer encoded as {shown(encoding, 50)!r}, though only plain "
-                "ones are taken. Switch the compression off there."
-            )  # fmt: skip
-        body = bytearray()
+    def _read(self, response: httpx.Response, end: float) -> bytes:
+        """The body of an answer as it was sent, or the beginning of an error's."""
+        good, body = response.status_code == 200, bytearray()
         for piece in response.iter_raw():
             body += piece
             if good and len(body) > self.max_bytes:
-                raise Refused(200, f"{url} sends more than {self.max_bytes} bytes.")
+                raise Refused(200, f"{response.url} sends more than {self.max_bytes} bytes.")
             if not good and len(body) > _ERROR_BYTES:
-                return bytes(body[:_ERROR_BYTES])
+                break
+            if time.monotonic() > end:
+                raise httpx.ReadTimeout("the body takes too long")
         return bytes(body)
-
-
-class _Clock:
-    """Ends the connection of an attempt after so many seconds, while `with` lasts.
-
-    httpx times each piece of what is sent and received, not their sum. So `trace`, which its
-    transport calls (https://www.encode.io/httpcore/extensions/#trace), keeps the newest connection,
-    and a timer shuts it down: whatever waits for it returns at once. A connection that an earlier
-    request left open would be unknown here, hence there is none.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.over = seconds, False
-        self._socket: socket.socket | None = None
-        self._timer = threading.Timer(seconds, self._end)
-        self._timer.daemon = True
-
-    def __enter__(self) -> None:
-        self._timer.start()
-
-    def __exit__(self, *error: object) -> None:
-        self._timer.cancel()
-
-    def trace(self, event: str, info: Mapping[str, Any]) -> None:
-        if event.endswith(("connect_tcp.complete", "start_tls.complete")):
-            self._socket = info["return_value"].get_extra_info("socket")
-            if self.over:
-                self._shut()
-
-    def _end(self) -> None:
-        self.over = True
-        self._shut()
-
-    def _shut(self) -> None:
-        with suppress(OSError):  # closed already, or wrapped by TLS just now: `trace` sees that
-            if self._socket is not None:
-                # not the method of an SSLSocket, which would drop its state under a reading thread
-                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
 
 class _Again(Exception):
     """A failed attempt that may succeed later. after: its Retry-After; a date counts as none."""
 
-    def __init__(self, cause: Exception, after: str = "") -> None:
+    def __init__(self, url: str, cause: Exception, after: str = "") -> None:
         super().__init__(str(cause))
-        self.cause = cause
+        self.url, self.cause = url, cause
         self.after = float(after) if after.isascii() and after.isdigit() else 0.0
 
 
-class _Silences:
-    """When each address was last warned of, for all clients of the process."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._since: dict[str, float] = {}  # address -> when it began to fail
-        self._next: dict[str, tuple[float, float]] = {}  # -> when to say it again, the pause after
-
-    def note(self, url: str, cause: Exception, plan: str) -> None:
-        """An attempt failed."""
-        now, address = time.monotonic(), _address(url)
-        with self._lock:
-            since = self._since.setdefault(address, now)
-            due, pause = self._next.get(address, (now, SAY_AGAIN))
-            if now < due:
-                return
-            self._next[address] = now + pause, min(2 * pause, SELDOM)
-        lasting = f" (for {now - since:.0f} s now)" if since < now else ""
-        log.warning("%s%s; %s", cause, lasting, plan)
-
-    def over(self, url: str) -> None:
-        """An attempt succeeded."""
-        with self._lock:
-            since = self._since.pop(address := _address(url), None)
-            if since is None:
-                return
-            due, _ = self._next.get(address, (0.0, 0.0))
-            self._next[address] = due, SAY_AGAIN  # one that comes and goes is not said each time
-        log.warning("%s answers again, after %.0f s", address, time.monotonic() - since)
-
-
-def _address(url: str) -> str:
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc}"
-
-
-_silences = _Silences()
-
-# Its own generator: a run's numbers must not depend on what the network did.
-_jitter = random.Random()
+def _warn(state: tenacity.RetryCallState) -> None:
+    """Log a failed attempt, unless the address was warned of a short while ago."""
+    again = state.outcome and state.outcome.exception()
+    if not isinstance(again, _Again) or again.after:  # a server that asks for time is well
+        return
+    address, now = urlsplit(again.url).netloc, time.monotonic()
+    if now - _warned.get(address, -math.inf) >= WARN_EVERY:
+        _warned[address] = now
+        log.warning("%s; trying again", again.cause)
 
 
 @cache

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flowalign import sde
 from flowalign.backbone import Backbone
-from flowalign.config import RolloutConfig, TrainingStage, WindowConfig
+from flowalign.config import RolloutConfig, SamplingConfig, TrainingStage, WindowConfig
 from flowalign.training.run.processes import missing_steps
 from flowalign.training.solvers import Solver
 from flowalign.types import Conditioning, PromptBatch, Rollout, Schedule, Source
@@ -188,6 +188,33 @@ def sample(
         conditioning=cond,
         sources=sources,
     )
+
+
+def generate(
+    backbone: Backbone,
+    prompts: PromptBatch,
+    settings: SamplingConfig,
+    indices: Sequence[int] | None = None,
+    copies: int = 1,
+) -> Tensor:
+    """Images [P*copies,3,H,W] in [0,1] of P prompts, deterministic (Euler ODE).
+
+    indices: of the prompts in their set; the noise depends on them. None = 0, 1, 2... The copies of
+    a prompt follow one another.
+    """
+    indices = range(len(prompts)) if indices is None else indices
+    keys = places(len(prompts), copies)
+    rollout = sample(
+        backbone,
+        prompts.select([prompt for prompt, _ in keys]),
+        clean_schedule(backbone, settings.steps, prompts.size),
+        guidance=settings.guidance,
+        noise=Noise((settings.seed,)),
+        places=[(indices[prompt], copy) for prompt, copy in keys],
+        batch_size=settings.batch_size,
+    )
+    assert rollout.images is not None
+    return rollout.images
 
 
 def _joined(parts: Sequence[Tensor | None], back: Tensor | EllipsisType) -> Any:

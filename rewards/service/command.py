@@ -57,7 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         queue=args.queue,
         max_seconds=args.max_seconds,
         read_seconds=args.read_seconds,
-        header_seconds=args.header_seconds,
     )
     try:
         listener = _bind(args.host, args.port)  # before the model loads, as it may fail
@@ -86,13 +85,13 @@ def _parser(defaults: Settings) -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1", help="default: this machine only")
     parser.add_argument("--port", type=int, default=8000, help="0: any that is free")
     parser.add_argument("--insecure", action="store_true", help="serve other machines untokened")
+    parser.add_argument("--header-seconds", help=argparse.SUPPRESS)  # of past releases; no effect
     for flag, default, text in (
         ("--max-batch", defaults.limits.images, "images a request"),
         ("--max-bytes", defaults.limits.bytes, "of a request"),
         ("--max-pixels", defaults.limits.pixels, "of an image"),
         ("--max-seconds", defaults.max_seconds, "for a request, waiting included"),
         ("--read-seconds", defaults.read_seconds, "for a request to arrive"),
-        ("--header-seconds", defaults.header_seconds, "for its head"),
         ("--queue", defaults.queue, "requests at once"),
     ):
         parser.add_argument(

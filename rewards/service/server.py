@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -34,7 +33,6 @@ from flowalign.types import Reward, Scores
 log = logging.getLogger(__name__)
 
 _HEADER_BYTES = 16 * 1024  # of the head of a request
-_CONNECTIONS = 256  # open at a time, more than can wait for the one worker
 _REASON = 500  # characters
 # An absolute path, which is not the caller's business: two or more names with slashes before them.
 _PATH = re.compile(r"(?<![\w.])(?:[A-Za-z]:)?[\\/](?:[\w.~@+-]+[\\/])+[\w.~@+-]*")
@@ -51,7 +49,6 @@ class Settings:
     queue: int = 16  # requests being read, waiting or being scored; more are answered 503
     max_seconds: float = 300.0  # for a request once it is read, waiting included; then 504
     read_seconds: float = 60.0  # for the sender to deliver the body; then 408
-    header_seconds: float = 10.0  # for the sender to deliver the head; then 408
 
 
 # The application ---------------------------------------------------------------------------------
@@ -115,17 +112,18 @@ class _Routes:
 
     async def score(self, request: Request) -> Response:
         """The scores of a request. Raises WireError for one that is refused."""
-        limit = self.settings.max_seconds
+        settings = self.settings
+        limit = settings.max_seconds
         self._check_head(request)  # before its body of up to 256 MB is read
         if self.worker.busy > limit:
             raise WireError(503, "a call of the reward hangs; restart the server if it lasts.")
-        if self.pending >= self.settings.queue:
+        if self.pending >= settings.queue:
             raise WireError(503, f"{self.pending} requests wait already; come again.")
         self.pending += 1
         try:
             body = await self._read(request)
             async with self.decoding:
-                rows = await run_in_threadpool(self._decode, body)
+                rows = await run_in_threadpool(wire.decode_request, body, settings.limits)
             del body  # not kept in memory while the request waits
             future = self.worker.submit(partial(self._score, rows))
             del rows
@@ -134,7 +132,7 @@ class _Routes:
             raise WireError(504, f"not scored within {limit:g} s.") from None
         finally:
             self.pending -= 1
-        answer = wire.encode_answer(self.settings.name, scores)
+        answer = wire.encode_answer(settings.name, scores)
         return Response(answer, media_type="application/json")
 
     def _check_head(self, request: Request) -> None:
@@ -148,7 +146,9 @@ class _Routes:
             raise WireError(415, "send the body without content-encoding.")
         if "content-length" not in headers:  # its end would be the sender's to choose
             raise WireError(411, "send the content-length, and no transfer-encoding.")
-        self._length(request)
+        length, limit = int(headers["content-length"]), self.settings.limits.bytes
+        if length > limit:
+            raise WireError(413, f"the body has {length} bytes; at most {limit} are taken.")
 
     def _check_token(self, request: Request) -> None:
         token = self.settings.token
@@ -157,37 +157,13 @@ class _Routes:
         if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
             raise WireError(401, "wrong or no token; send `Authorization: Bearer TOKEN`.")
 
-    def _length(self, request: Request) -> int:
-        """Bytes of the body, which h11 holds the sender to."""
-        length, limit = int(request.headers["content-length"]), self.settings.limits.bytes
-        if length > limit:
-            raise WireError(413, f"the body has {length} bytes; at most {limit} are taken.")
-        return length
-
-    async def _read(self, request: Request) -> np.ndarray:
-        """The body as uint8 [bytes]."""
-
-        async def collect() -> np.ndarray:
-            # Allocated once, not grown. An announced byte takes no memory before it comes.
-            body, at = np.empty(self._length(request), np.uint8), 0
-            async for chunk in request.stream():
-                if at + len(chunk) > len(body):
-                    break
-                body[at : at + len(chunk)] = np.frombuffer(chunk, np.uint8)
-                at += len(chunk)
-            else:
-                if at == len(body):
-                    return body
-            raise WireError(400, "the body is not as long as its content-length says.")
-
+    async def _read(self, request: Request) -> bytes:
+        """The body; h11 holds the sender to its length."""
         seconds = self.settings.read_seconds
         try:
-            return await asyncio.wait_for(collect(), seconds)
+            return await asyncio.wait_for(request.body(), seconds)
         except asyncio.TimeoutError:  # before Python 3.11 not the built-in TimeoutError
             raise WireError(408, f"the body did not come within {seconds:g} s.") from None
-
-    def _decode(self, body: np.ndarray) -> wire.Request:
-        return wire.decode_request(body.tobytes(), self.settings.limits)
 
     def _score(self, rows: wire.Request) -> Scores:
         scores = score(self.reward, to_float(rows.pixels), rows.prompts, rows.metadata)
@@ -204,103 +180,17 @@ def clean(reason: str) -> str:
 
 def server(reward: Reward, settings: Settings) -> uvicorn.Server:
     """A uvicorn server of the application; `run(sockets=[...])` serves until a signal comes."""
-    config: Any = uvicorn.Config(
+    config = uvicorn.Config(
         app(reward, settings),
         http="h11",
         ws="none",
         lifespan="off",
         interface="asgi3",
-        log_level="error",
+        log_level="critical",  # a body that is no HTTP would be a stack trace in the log
         access_log=False,
         proxy_headers=False,  # a caller must not choose its own address
         server_header=False,
-        headers=[("connection", "close")],  # one request each: see _TimedHead
         h11_max_incomplete_event_size=_HEADER_BYTES,
         timeout_graceful_shutdown=5,  # seconds for the request being scored
     )
-    config.load()  # chooses uvicorn's class for HTTP, of which ours holds an instance
-    http, connections = config.http_protocol_class, _Connections(_CONNECTIONS)
-    config.http_protocol_class = lambda **given: _TimedHead(
-        http(**given), settings.header_seconds, connections
-    )
     return uvicorn.Server(config)
-
-
-class _Connections:
-    """The open connections, at most `limit`. One more ends the one that has been without the head
-    of a request for longest: callers send theirs at once, and silent ones replace each other.
-
-    (uvicorn's own limit counts silent connections too, and answers everybody else 503.)
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.open: set[_TimedHead] = set()
-        self.silent: dict[_TimedHead, None] = {}  # those without a head, in the order they came in
-
-    def add(self, connection: _TimedHead) -> None:
-        self.open.add(connection)
-        self.silent[connection] = None
-        if len(self.open) > self.limit:
-            oldest = next(iter(self.silent))
-            self.remove(oldest)
-            oldest.transport.abort()
-
-    def heard(self, connection: _TimedHead) -> None:
-        """The head of its request has come."""
-        self.silent.pop(connection, None)
-
-    def remove(self, connection: _TimedHead) -> None:
-        self.open.discard(connection)
-        self.silent.pop(connection, None)
-
-
-class _TimedHead(asyncio.Protocol):
-    """A protocol whose connection ends with 408 if the head of its request comes too late.
-
-    uvicorn itself waits for ever. A connection carries one request, so there is one head to wait
-    for.
-    """
-
-    def __init__(self, inner: Any, seconds: float, connections: _Connections) -> None:
-        self.inner, self.seconds, self.head = inner, seconds, b""
-        self.connections = connections
-
-    def connection_made(self, transport: Any) -> None:
-        self.transport = transport
-        self.timer = asyncio.get_running_loop().call_later(self.seconds, self._late)
-        self.inner.connection_made(transport)
-        self.connections.add(self)
-
-    def data_received(self, data: bytes) -> None:
-        if not self.timer.cancelled():
-            self.head = self.head[-2:] + data  # the blank line may come in two pieces
-            if re.search(rb"\n\r?\n", self.head):
-                self.timer.cancel()
-                self.head = b""
-                self.connections.heard(self)
-        self.inner.data_received(data)
-        if self.transport.is_closing() and self.inner.cycle is not None:
-            # A body that is no HTTP was answered 400 just now. The application's own answer would
-            # be an error in the log, a stack trace for each such request.
-            self.inner.cycle.disconnected = True
-
-    def _late(self) -> None:
-        self.transport.write(
-            b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-        )
-        self.transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.timer.cancel()
-        self.connections.remove(self)
-        self.inner.connection_lost(exc)
-
-    def eof_received(self) -> bool | None:
-        return self.inner.eof_received()
-
-    def pause_writing(self) -> None:
-        self.inner.pause_writing()
-
-    def resume_writing(self) -> None:
-        self.inner.resume_writing()

@@ -17,12 +17,13 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import safetensors
 import torch
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 from safetensors.numpy import save
 from torch import Tensor
 
@@ -37,7 +38,43 @@ CONTENT_TYPE = "application/x-safetensors"
 # Of the safetensors header. Two tensors take 200 bytes, and the library would parse up to 100 MB.
 _HEADER_BYTES = 16 * 1024
 PARTS = 64  # of an answer
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)  # never goes back
+
+PartName = Annotated[str, Field(pattern=r"^[^\p{C}]{1,100}$")]  # no control characters
+Values = list[float | None]
+
+
+class Document(BaseModel):
+    """Base of what is sent as JSON."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class Asked(Document, extra="forbid"):
+    """The JSON of a request."""
+
+    version: int
+    prompts: list[str] = Field(min_length=1)
+    metadata: list[dict[str, Any]]
+
+
+class Answered(Document):
+    """The JSON of an answer."""
+
+    version: int = VERSION
+    reward: str = ""
+    value: Values
+    valid: list[bool]
+    parts: dict[PartName, Values] = Field(max_length=PARTS)
+    reasons: dict[str, str]
+
+
+class Info(Document):
+    """What a client reads of /v1/info."""
+
+    describe: dict[str, Any]
+
+
+Kind = TypeVar("Kind", bound=Document)
 
 
 class WireError(ValueError):
@@ -57,8 +94,6 @@ class Limits:
     bytes: int = 256 * 2**20  # of the body
     prompt: int = 10_000  # characters
     json: int = 4 * 2**20  # bytes of prompts and metadata
-    values: int = 100_000  # commas and brackets in that JSON: [] takes 2 bytes, and 56 in memory
-    depth: int = 16  # levels of nesting in the metadata
 
 
 @dataclass(frozen=True)
@@ -123,15 +158,9 @@ def _rows(data: bytes, limits: Limits) -> tuple[list[str], list[dict[str, Any]]]
     """Prompts and metadata of the tensor `request`."""
     if len(data) > limits.json:
         raise WireError(413, f"the JSON has {len(data)} bytes; at most {limits.json} are taken.")
-    document = _parse(data, 400, limits.depth, limits.values)
-    if set(document) != {"version", "prompts", "metadata"}:
-        raise WireError(422, f"keys {_some(document)}; send version, prompts and metadata.")
-    prompts, metadata = document["prompts"], document["metadata"]
-    if not isinstance(prompts, list) or not all(isinstance(p, str) for p in prompts):
-        raise WireError(422, "`prompts` is no list of texts.")
-    if not isinstance(metadata, list) or not all(isinstance(m, dict) for m in metadata):
-        raise WireError(422, "`metadata` is no list of objects.")
-    if len(prompts) != len(metadata) or not prompts:
+    asked = _parse(data, Asked, status=422)
+    prompts, metadata = asked.prompts, asked.metadata
+    if len(prompts) != len(metadata):
         raise WireError(
             422, f"{len(prompts)} prompts and {len(metadata)} metadata; send one each per image."
         )
@@ -149,18 +178,15 @@ def _rows(data: bytes, limits: Limits) -> tuple[list[str], list[dict[str, Any]]]
 def encode_answer(reward: str, scores: Scores) -> bytes:
     """Scores of B images -> the body of an answer."""
 
-    def finite(values: Tensor) -> list[float | None]:
-        return [value if math.isfinite(value) else None for value in values.tolist()]
-
-    document = {
-        "version": VERSION,
-        "reward": reward,
-        "value": finite(scores.value),
-        "valid": scores.valid.tolist(),
-        "parts": {name: finite(part) for name, part in scores.parts.items()},
-        "reasons": {str(row): text for row, text in scores.reasons.items()},
-    }
-    return json.dumps(document, allow_nan=False).encode()
+    answer = Answered.model_construct(
+        version=VERSION,
+        reward=reward,
+        value=scores.value.tolist(),
+        valid=scores.valid.tolist(),
+        parts={name: part.tolist() for name, part in scores.parts.items()},
+        reasons={str(row): text for row, text in scores.reasons.items()},
+    )
+    return answer.model_dump_json().encode()  # what is not finite becomes null
 
 
 def answer_bytes(count: int) -> int:
@@ -174,39 +200,28 @@ def decode_answer(body: bytes, count: int) -> Scores:
     Numbers that float32 cannot hold become NaN, and a row without a value is invalid. The reasons
     are as the server sent them.
     """
-    document = _parse(body, 502, depth=3, values=(PARTS + 4) * (count + 2))
-    parts, valid, reasons = (document.get(key) for key in ("parts", "valid", "reasons"))
-    if not isinstance(parts, dict) or not isinstance(reasons, dict):
-        raise WireError(502, "`parts` or `reasons` of the answer is no object.")
-    if len(parts) > PARTS or not all(n.isprintable() and 0 < len(n) <= 100 for n in parts):
-        raise WireError(502, f"`parts` of the answer are not up to {PARTS} printable names.")
-    if not isinstance(valid, list) or [type(v) for v in valid] != [bool] * count:
-        raise WireError(502, f"`valid` of the answer is no list of {count} booleans.")
+    answer = _parse(body, Answered, status=502)
+    columns = {"value": answer.value, "valid": answer.valid, **answer.parts}
+    for name, column in columns.items():
+        if len(column) != count:
+            raise WireError(502, f"`{name}` of the answer has {len(column)} rows, not {count}.")
     rows = {str(row): row for row in range(count)}
-    if not all(row in rows and isinstance(text, str) for row, text in reasons.items()):
-        raise WireError(502, "`reasons` of the answer are not texts by row.")
-    value = _numbers("value", document.get("value"), count)
+    if not answer.reasons.keys() <= rows.keys():
+        raise WireError(502, "`reasons` of the answer are not by row.")
+    value = _numbers(answer.value)
     return Scores(
         value,
-        torch.tensor(valid, dtype=torch.bool) & torch.isfinite(value),
-        {name: _numbers(name, part, count) for name, part in parts.items()},
-        {rows[row]: text for row, text in reasons.items()},
+        torch.tensor(answer.valid, dtype=torch.bool) & torch.isfinite(value),
+        {name: _numbers(part) for name, part in answer.parts.items()},
+        {rows[row]: text for row, text in answer.reasons.items()},
     )
 
 
-def _numbers(name: str, values: Any, count: int) -> Tensor:
-    """float32 [count] of a list of numbers and nulls; NaN for what float32 cannot hold."""
-    name = f"`{name[:50]}` of the answer"
-    if not isinstance(values, list) or len(values) != count:
-        raise WireError(502, f"{name} is no list of {count} numbers.")
-    if not all(v is None or type(v) in (int, float) for v in values):
-        raise WireError(502, f"{name} holds something that is neither a number nor null.")
-    try:
-        numbers = [math.nan if v is None else float(v) for v in values]
-        tensor = torch.tensor(numbers, dtype=torch.float32)
-        return tensor.masked_fill(~tensor.isfinite(), math.nan)
-    except OverflowError as error:
-        raise WireError(502, f"{name} holds a number that is too large.") from error
+def _numbers(values: Values) -> Tensor:
+    """float32 of numbers and nulls; NaN for what float32 cannot hold."""
+    tensor = torch.tensor([math.nan if v is None else v for v in values], dtype=torch.float64)
+    tensor = tensor.to(torch.float32)
+    return tensor.masked_fill(~tensor.isfinite(), math.nan)
 
 
 def decode_info(body: bytes) -> dict[str, Any]:
@@ -214,49 +229,37 @@ def decode_info(body: bytes) -> dict[str, Any]:
 
     Raises WireError (502).
     """
-    described = _parse(body, 502, Limits.depth, Limits.values).get("describe")
-    if not isinstance(described, dict):
-        raise WireError(502, f"`describe` of the answer is a {type(described).__name__}.")
-    return described
+    return _parse(body, Info, status=502).describe
 
 
 # JSON and the token ------------------------------------------------------------------------------
 
 
-def _parse(data: bytes, status: int, depth: int, values: int) -> dict[str, Any]:
-    """An object of strict JSON, of this version; `status` for whatever is none.
-
-    depth, values: how many levels, and how many commas and brackets, it may have.
-    """
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no JSON; use null")
-
+def _parse(data: bytes, kind: type[Kind], status: int) -> Kind:
+    """A document of strict JSON, of this version. Raises WireError: `status` if it has another
+    form, and 400 instead of 422 if it is no JSON or of another version."""
+    unreadable = 400 if status == 422 else status
     try:
-        bare = _STRING.sub(b"", data)
-        if (count := sum(map(bare.count, (b",", b"[", b"{")))) > values:  # before they are built
-            raise ValueError(f"it has {count} commas and brackets; at most {values} are taken")
-        document = json.loads(data.decode(), parse_constant=refuse)
-        level = [document]
-        for _ in range(depth + 1):
-            nested = [v for v in level if isinstance(v, (dict, list))]
-            level = [w for v in nested for w in (v.values() if isinstance(v, dict) else v)]
-        if level:
-            raise ValueError(f"it is nested deeper than {depth} levels")
-        json.dumps(document, ensure_ascii=False).encode()  # a lone surrogate has no UTF-8
-    except (ValueError, RecursionError) as error:
-        reason = "it is nested too deep" if isinstance(error, RecursionError) else str(error)[:200]
-        raise WireError(status, f"the JSON cannot be read: {reason}") from error
+        document = from_json(data, allow_inf_nan=False)
+    except ValueError as error:
+        reason = shown(str(error), 200)
+        raise WireError(unreadable, f"the JSON cannot be read: {reason}") from error
     if not isinstance(document, dict):
-        raise WireError(status, f"the JSON is a {type(document).__name__}, not an object.")
+        kind_name = type(document).__name__
+        raise WireError(unreadable, f"the JSON is a {kind_name}, not an object.")
     version = document.get("version")
     if type(version) is not int or version != VERSION:
         raise WireError(
-            status,
+            unreadable,
             f"the other side speaks version {shown(str(version), 20)} of the wire format, this one "
             f"{VERSION}; run the same release of flowalign on both.",
         )
-    return document
+    try:
+        return kind.model_validate(document)
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        where = shown(".".join(map(str, first["loc"])), 60)
+        raise WireError(status, f"`{where}` of the JSON: {shown(first['msg'], 200)}") from error
 
 
 def _some(names: Mapping[str, Any]) -> list[str]:

@@ -17,8 +17,7 @@ from flowalign.config import AlarmConfig, ConfigError, read
 from flowalign.system.files import read_lines
 from flowalign.training import metrics
 from flowalign.training.report import samples
-from flowalign.training.report.drift.panel import Panel
-from flowalign.training.report.drift.panel import read as read_drift
+from flowalign.training.report.drift.panel import Panel, read_panel
 from flowalign.training.report.pictures import Chart, charts, read_metrics
 from flowalign.training.report.progress import duration
 from flowalign.training.report.status import WARNINGS, Status, read_status
@@ -247,7 +246,7 @@ def _drifts(folder: Path, warn: float) -> list[Panel]:
         if newest := samples.newest(folder, kind):
             update, found = newest
             with suppress(ValueError):
-                panels.append(read_drift(f"Update {update}, {where}", found, warn))
+                panels.append(read_panel(f"Update {update}, {where}", found, warn))
     return panels
 
 

@@ -1,10 +1,10 @@
 """How the ranks of a run notice that one of them, or their launcher, is gone or hangs.
 
-A thread of every rank says once a second, over TCP, where its rank is. Rank 0 listens and judges.
-The kernel closes the connections of a process that dies, however it dies, so its end is known at
-once; a rank that is busy or stopped is never taken for a dead one. A rank hangs where another has
-waited for it for the time that the config allows. torch counts the collective operations that a
-process has begun, so the rank that others wait for is one that has begun fewer.
+A thread of every rank writes once a second where its rank is into the store of the process group,
+and reads where the others are. A rank is dead if its process is gone, which the ranks of its
+machine see; a machine is gone if its ranks write nothing for VANISHED seconds. A rank hangs where
+others have waited for it for the time that the config allows. torch counts the collective
+operations that a process has begun, so the rank that others wait for is one that has begun fewer.
 
 torch alone notices less: over gloo a dead rank is a traceback about a closed connection, over NCCL
 it is a wait until the timeout and an abort (TORCH_NCCL_ASYNC_ERROR_HANDLING in torch's docs).
@@ -13,27 +13,22 @@ Neither names the rank.
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import hmac
 import json
-import logging
 import os
-import secrets
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import psutil
 import torch
+from torch.distributed import TCPStore
 from torch.distributed import distributed_c10d as c10d
-
-log = logging.getLogger("flowalign")
 
 BEAT = 1.0  # seconds between two signs of life
 PATIENCE = 5.0  # seconds to learn which rank is to blame for a collective operation that failed
@@ -45,28 +40,12 @@ SHORT_GRACE = 1.0
 STOP_GRACE = 30.0
 # Seconds that the process group waits longer than the watch, which names the rank.
 MARGIN = 5.0
-VANISHED = 50.0  # seconds after which a machine that answers nothing counts as gone
-LOOPBACK = "127.0.0.1"
+VANISHED = 120.0  # seconds after which a machine that writes nothing counts as gone
 AGAIN = "To continue, give the same command again, for training with --resume."
 
 
 class LostRank(RuntimeError):
     """The run ends because of another rank: which, what it was at, what to do."""
-
-
-@dataclass(frozen=True)
-class Sign:
-    """A sign of life. meetings: how many collective operations the rank has begun."""
-
-    rank: int
-    host: str
-    process: int
-    place: str
-    meetings: int
-
-    @property
-    def name(self) -> str:
-        return f"rank {self.rank} (process {self.process} on {self.host})"
 
 
 @dataclass(frozen=True)
@@ -81,27 +60,46 @@ class Verdict:
     stopped: bool = False
 
 
+@dataclass(frozen=True)
+class Sign:
+    """A sign of life, as it is in the store. beat: how many there were before. collectives: how
+    many operations the rank has begun. left: it has ended its work. end: a Verdict, if it has one.
+    """
+
+    rank: int
+    host: str
+    process: int
+    phase: str
+    beat: int
+    collectives: int
+    left: bool
+    end: dict[str, Any] | None
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} (process {self.process} on {self.host})"
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process is a process of this machine, and has ended."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            return psutil.Process(self.process).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+        except psutil.AccessDenied:
+            return False
+
+
 @dataclass
 class _Peer:
-    """A rank as it is seen here; this one itself has no writer. silent, late: seconds since its
-    last sign of life, and since others wait for it."""
+    """A rank as it is seen here, also this one. silent, late: seconds since its last sign of life,
+    and since others wait for it."""
 
     sign: Sign
-    writer: asyncio.StreamWriter | None = None
     silent: float = 0.0
     late: float = 0.0
-    left: bool = False
-
-    def heard(self, sign: Sign) -> None:
-        if sign.meetings != self.sign.meetings:
-            self.late = 0.0
-        self.sign, self.silent = sign, 0.0
-
-
-@functools.cache
-def watch() -> Watch:
-    """The watch of this process. There is one, as there is one process group."""
-    return Watch()
 
 
 @dataclass
@@ -121,6 +119,12 @@ def phase(name: str, update: int | None = None) -> Iterator[Phase]:
     phase.seconds = time.perf_counter() - began
 
 
+@functools.cache
+def watch() -> Watch:
+    """The watch of this process. There is one, as there is one process group."""
+    return Watch()
+
+
 class Watch:
     """Ends this process if another rank is lost, or the launcher. Does nothing before `begin`, and
     nothing in a process that is alone and has no launcher: its shell may end before it."""
@@ -128,25 +132,22 @@ class Watch:
     def __init__(self) -> None:
         self.rank, self.world, self.local = 0, 1, 0
         self.verdict: Verdict | None = None
-        self._place = "its start"
+        self._phase = "its start"
         self._launcher: int | None = None
         self._timeout: float | None = None
         self._grace = SHORT_GRACE
-        self._meetings = 0
-        self._token = ""
-        self._hub: tuple[str, int, Sign] | None = None  # where rank 0 listens
-        self._listener: socket.socket | None = None
-        self._peers: dict[int, _Peer] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._store: TCPStore | None = None
+        self._keys: list[str] = []  # of the ranks in the store
+        self._peers: list[_Peer] = []
+        self._beat, self._collectives = 0, 0
         self._thread: threading.Thread | None = None
-        self._known, self._told = threading.Event(), threading.Event()
-        self._over = False  # this rank ends
-        self._finished = asyncio.Event()  # it ends well
+        self._wake, self._known, self._told = (threading.Event() for _ in range(3))
+        self._left = False  # this rank ends
 
     # In the main thread --------------------------------------------------------------------------
 
     def begin(self, timeout: float | None) -> None:
-        """Start, right after the process group is made; a collective operation. timeout: seconds
+        """Start, right after the process group is made; all ranks must call it. timeout: seconds
         that a rank may keep others waiting; None = for ever."""
         if self._thread:
             return
@@ -160,20 +161,19 @@ class Watch:
             return
         self._timeout = timeout
         if self.world > 1:
-            box: list[Any] = [self._listen() if self.rank == 0 else None]
-            torch.distributed.broadcast_object_list(box)
-            self._token, host, port, sign = box[0]
-            self._hub = host, port, Sign(**sign)
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._live()), name="ranks", daemon=True
-        )
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            self._keys = [f"flowalign/{attempt}/{rank}" for rank in range(self.world)]
+            self._store = _connection()
+            self._write()
+            self._store.wait(self._keys)
+            self._peers = [_Peer(sign) for sign in self._signs()]
+        self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
         self._thread.start()
 
-    def at(self, what: str, update: int | None = None) -> None:
+    def at(self, phase: str, update: int | None = None) -> None:
         """What this rank is at, for errors: "scoring", of an update."""
-        self._place = what if update is None else f"{what} (update {update})"
-        if self._loop and self._loop.is_running():  # now: it may not live until the next beat
-            self._loop.call_soon_threadsafe(self._send_sign)
+        self._phase = phase if update is None else f"{phase} (update {update})"
+        self._wake.set()  # now: it may not live until the next beat
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -181,18 +181,18 @@ class Watch:
         try:
             yield
         except RuntimeError as error:
-            if found := self.explain(error):
-                raise found from error
+            if lost := self.explain(error):
+                raise lost from error
             raise
 
     def explain(self, error: BaseException) -> LostRank | None:
         """The error about another rank that this one follows from; None if it does not."""
-        if self.world == 1 or isinstance(error, LostRank) or not _collective(error):
+        if self.world == 1 or isinstance(error, LostRank) or not _is_collective(error):
             return None
         if self._known.wait(PATIENCE) and self.verdict:
             return LostRank(self.verdict.text)
         (first, *_) = str(error).splitlines() or [type(error).__name__]
-        return LostRank(f"another rank is gone, and it is not known which: {first}")
+        return LostRank(f"another rank is gone or hangs, and it is not known which: {first}")
 
     def tell(self, text: str) -> None:
         """Print why the run ends, on one rank of each machine."""
@@ -206,161 +206,102 @@ class Watch:
 
     def leave(self, code: int = 0, why: str = "") -> None:
         """Tell the others that this rank ends in order, and whether with an error."""
-        self._over = True
-        if self._loop and self._loop.is_running():
-            message = {"left": code, "why": why[:2000], "place": self._place}
-            sent = asyncio.run_coroutine_threadsafe(self._send_last(message), self._loop)
-            with suppress(FutureTimeout):
-                sent.result(2 * BEAT)
+        if code and not self.verdict and self._peers:
+            name = self._peers[self.rank].sign.name
+            text = f"{name} stopped in {self._phase}: {why[:2000]}"
+            self.verdict = Verdict(text, self.rank, stopped=True)
+        self._left = True
+        self._wake.set()
+        if self._thread:
+            self._thread.join(7 * BEAT)
         if code == 0:  # this process may make another group, which has its own watch
-            if self._thread and self._loop:
-                with suppress(RuntimeError):  # the thread has ended: rank 0 has left
-                    self._loop.call_soon_threadsafe(self._finished.set)
-                self._thread.join(2 * BEAT)
             watch.cache_clear()
 
     # In the thread -------------------------------------------------------------------------------
 
-    def _listen(self) -> tuple[str, str, int, dict[str, Any]]:
-        """Open rank 0's port -> token, host, port, and its first sign of life."""
-        host = os.environ.get("MASTER_ADDR") or "localhost"
-        alone = os.environ.get("LOCAL_WORLD_SIZE") == str(self.world)
-        if alone or host == "localhost" or host.startswith("127."):
-            host = LOOPBACK
-            self._listener = socket.create_server((LOOPBACK, 0))
-        elif socket.has_dualstack_ipv6():
-            self._listener = socket.create_server(
-                ("", 0), family=socket.AF_INET6, dualstack_ipv6=True
-            )
-        else:
-            self._listener = socket.create_server(("", 0))
-        self._token = secrets.token_hex(16)
-        return self._token, host, self._listener.getsockname()[1], asdict(self._sign())
-
-    async def _live(self) -> None:
-        self._loop, follower = asyncio.get_running_loop(), None
-        if self._listener:
-            await asyncio.start_server(self._serve, sock=self._listener)
-        elif self._hub:
-            follower = asyncio.create_task(self._follow(*self._hub))
+    def _run(self) -> None:
         last = time.monotonic()
-        while not self._finished.is_set():
-            if follower and follower.done() and not (self._launcher or self.verdict):
-                return  # rank 0 has left
-            # a machine that sleeps, or a job that is suspended, is not late
-            now = time.monotonic()
-            self._look(min(now - last, 5 * BEAT))
-            last = now
-            self._send_sign()
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._finished.wait(), BEAT)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Rank 0: a connection, until this thread ends. Python 3.11 logs a traceback for a handler
-        that is cancelled then."""
-        with suppress(asyncio.CancelledError):
-            await self._welcome(reader, writer)
-
-    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Rank 0: a connection from another rank, which knows the token."""
         try:
-            hello = json.loads(await asyncio.wait_for(reader.readline(), 30 * BEAT))
-            if not hmac.compare_digest(str(hello["token"]), self._token):
-                raise ValueError("not of this run")
-            peer = _Peer(Sign(**hello["sign"]), writer)
-        except (OSError, ValueError, KeyError, TypeError, asyncio.TimeoutError):
-            writer.close()
-            return
-        await self._hear(peer, reader)
+            while not self._left:
+                # a machine that sleeps, or a job that is suspended, is not late
+                now = time.monotonic()
+                elapsed, last = min(now - last, 5 * BEAT), now
+                self._look_for_launcher()
+                if self._store:
+                    self._write()
+                    self._look(elapsed)
+                self._wake.wait(BEAT)
+                self._wake.clear()
+            if self._store:
+                self._write()
+                self._wait_for_readers()
+        except RuntimeError:  # of the store, which rank 0 or the launcher serves
+            time.sleep(BEAT / 2)
+            self._look_for_launcher()
+            first = self._peers[0].sign
+            if not first.left:
+                self._conclude(Verdict(_death(first), rank=0))
 
-    async def _follow(self, host: str, port: int, sign: Sign) -> None:
-        """Any other rank: the connection to rank 0."""
-        try:
-            reader, writer = await asyncio.open_connection(host, port)
-        except OSError as error:
-            log.warning(
-                "rank %d cannot reach rank 0 at %s:%d (%s): a rank that dies or hangs may end the "
-                "run late, and unnamed", self.rank, host, port, error,
-            )  # fmt: skip
-            return
-        hello = {"token": self._token, "sign": asdict(self._sign())}
-        writer.write(json.dumps(hello).encode() + b"\n")
-        await self._hear(_Peer(sign, writer), reader)
+    def _wait_for_readers(self) -> None:
+        """Rank 0 may serve the store: it stays until the others have read its last sign."""
+        for _ in range(5 if self.rank == 0 else 0):
+            if all(sign.left for sign in self._signs()):
+                return
+            time.sleep(BEAT)
 
-    async def _hear(self, peer: _Peer, reader: asyncio.StreamReader) -> None:
-        """What another rank says, until its end."""
-        assert peer.writer
-        rank = peer.sign.rank
-        self._peers[rank] = peer
-        _keep_alive(peer.writer.get_extra_info("socket"))
-        with suppress(OSError, ValueError, TypeError):
-            while line := await reader.readline():
-                self._take(peer, json.loads(line))
-        del self._peers[rank]
-        peer.writer.close()
-        self._look_for_launcher()  # which may have been the first to go
-        if not peer.left:
-            self._conclude(
-                f"{peer.sign.name} died in {peer.sign.place}: its process ended without a word. "
-                "SIGKILL does that, also from the kernel when memory is short: its own messages or "
-                f"`dmesg` may tell. {AGAIN}",
-                rank,
-            )
-
-    def _take(self, peer: _Peer, message: dict[str, Any]) -> None:
-        if "sign" in message:
-            peer.heard(Sign(**message["sign"]))
-        elif "end" in message:
-            self._conclude(**message["end"])
-        elif "left" in message:
-            peer.left = True
-            if message["left"]:
-                text = f"{peer.sign.name} stopped in {message['place']}: {message['why']}"
-                self._conclude(text, peer.sign.rank, stopped=True)
-
-    def _send(self, message: dict[str, Any]) -> None:
-        line = json.dumps(message).encode() + b"\n"
-        for peer in self._peers.values():
-            if peer.writer and peer.silent < 10 * BEAT:  # one that is stopped reads nothing
-                peer.writer.write(line)
-
-    def _send_sign(self) -> None:
-        self._send({"sign": asdict(self._sign())})
-
-    async def _send_last(self, message: dict[str, Any]) -> None:
-        self._send(message)
-        for peer in list(self._peers.values()):
-            with suppress(OSError):
-                if peer.writer:
-                    await peer.writer.drain()
-
-    def _sign(self) -> Sign:
-        if not self._over:  # nothing of torch is called while the process group ends
+    def _write(self) -> None:
+        assert self._store
+        if not self._left:  # nothing of torch is called while the process group ends
             with suppress(RuntimeError, ValueError, AttributeError):  # no group, or no numbers
                 group: Any = c10d._get_default_group()  # Any: torch's stubs lack the method
-                self._meetings = group._get_sequence_number_for_group()
-        return Sign(self.rank, socket.gethostname(), os.getpid(), self._place, self._meetings)
+                self._collectives = group._get_sequence_number_for_group()
+        self._beat += 1
+        sign = Sign(
+            rank=self.rank,
+            host=socket.gethostname(),
+            process=os.getpid(),
+            phase=self._phase,
+            beat=self._beat,
+            collectives=self._collectives,
+            left=self._left,
+            end=asdict(self.verdict) if self.verdict else None,
+        )
+        self._store.set(self._keys[self.rank], json.dumps(asdict(sign)))
+
+    def _signs(self) -> list[Sign]:
+        assert self._store
+        return [Sign(**json.loads(text)) for text in self._store.multi_get(self._keys)]
 
     # Judging -------------------------------------------------------------------------------------
 
     def _look(self, elapsed: float) -> None:
-        """Is the launcher there, and does a rank hang? elapsed: seconds since the last look."""
-        self._look_for_launcher()
-        own = self._peers.setdefault(self.rank, _Peer(self._sign()))
-        for peer in self._peers.values():
-            peer.silent += elapsed
-        own.heard(self._sign())
-        ahead = max(peer.sign.meetings for peer in self._peers.values())
-        for peer in self._peers.values():
-            peer.late = peer.late + elapsed if peer.sign.meetings < ahead else 0.0
-        worst = max(self._peers.values(), key=lambda peer: max(peer.late, peer.silent))
+        """Is a rank gone, or does it hang? elapsed: seconds since the last look."""
+        signs = self._signs()
+        ahead = max(sign.collectives for sign in signs)
+        for peer, sign in zip(self._peers, signs, strict=True):
+            waited = sign.collectives < ahead and sign.collectives == peer.sign.collectives
+            peer.late = peer.late + elapsed if waited else 0.0
+            peer.silent = peer.silent + elapsed if sign.beat == peer.sign.beat else 0.0
+            peer.sign = sign
+            if sign.end:
+                self._conclude(Verdict(**sign.end))
+            elif not sign.left and (sign.is_gone or self._vanished(peer)):
+                self._look_for_launcher()  # which may have been the first to go
+                self._conclude(Verdict(_death(sign), sign.rank))
+        present = [peer for peer in self._peers if not peer.sign.left]
+        worst = max(present, key=lambda peer: max(peer.late, peer.silent))
         if self._timeout is not None and max(worst.late, worst.silent) > self._timeout:
-            self._conclude(
-                f"{worst.sign.name} hangs in {worst.sign.place}: the others have waited "
-                f"{self._timeout:g} s for it, as long as train.timeout_seconds allows (or "
-                f"timeout_seconds of an evaluation). Allow more if it was at work. {AGAIN}",
-                worst.sign.rank,
+            sign = worst.sign
+            text = (
+                f"{sign.name} hangs in {sign.phase}: the others have waited {self._timeout:g} s "
+                "for it, as long as train.timeout_seconds allows (or timeout_seconds of an "
+                f"evaluation). Allow more if it was at work. {AGAIN}"
             )
+            self._conclude(Verdict(text, sign.rank))
+
+    def _vanished(self, peer: _Peer) -> bool:
+        """Whether a rank of another machine has been silent for too long."""
+        return peer.sign.host != socket.gethostname() and peer.silent > VANISHED
 
     def _look_for_launcher(self) -> None:
         if self._launcher is not None and os.getppid() != self._launcher:
@@ -368,38 +309,45 @@ class Watch:
             self.verdict = Verdict(f"{text} {AGAIN}", rank=-1)
             self._exit()
 
-    def _conclude(self, text: str, rank: int, stopped: bool = False) -> None:
-        if self.verdict or self._over:
+    def _conclude(self, verdict: Verdict) -> None:
+        if self.verdict or self._left:
             return
-        self.verdict = Verdict(text, rank, stopped)
+        self.verdict = verdict
         self._known.set()
-        self._send({"end": asdict(self.verdict)})
-        if not stopped:  # else all may have one reason, and say it
-            self.tell(text)
-        grace = STOP_GRACE if stopped else self._grace
-        assert self._loop
-        self._loop.call_later(SHORT_GRACE if rank == self.rank else grace, self._exit)
+        self._wake.set()
+        if not verdict.stopped:  # else all may have one reason, and say it
+            self.tell(verdict.text)
+        grace = STOP_GRACE if verdict.stopped else self._grace
+        timer = threading.Timer(SHORT_GRACE if verdict.rank == self.rank else grace, self._exit)
+        timer.daemon = True
+        timer.start()
 
     def _exit(self) -> None:
-        """The end, whatever the main thread waits for. What is on disk is whole at any moment."""
+        """The end, whatever the main thread waits for. What is on disk is complete at any
+        moment."""
         assert self.verdict
         self.tell(self.verdict.text)
         os._exit(1)
 
 
-def _collective(error: BaseException) -> bool:
+def _connection() -> TCPStore:
+    """A connection to the process group's store, for the thread: the group's own is blocked while
+    it waits for a key."""
+    store: Any = c10d._get_default_store()  # Any: torch's stubs lack its attributes
+    while not isinstance(store, TCPStore):
+        store = store.underlying_store
+    return TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
+
+
+def _death(sign: Sign) -> str:
+    return (
+        f"{sign.name} died in {sign.phase}: its process ended without a word. SIGKILL does that, "
+        f"also from the kernel when memory is short: its own messages or `dmesg` may tell. {AGAIN}"
+    )
+
+
+def _is_collective(error: BaseException) -> bool:
     """Whether a collective operation raised it; torch has no type for gloo's errors."""
     return isinstance(error, torch.distributed.DistError) or (
         isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "NCCL"))
     )
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    """The kernel closes it if the other machine answers nothing for VANISHED seconds."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4),
-        ("TCP_USER_TIMEOUT", round(1000 * VANISHED)),
-    ):  # fmt: skip
-        if (option := getattr(socket, name, None)) is not None:  # not every system has them
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -27,6 +27,12 @@ class Sigma:
     share: float
     least: float
 
+    def size(self, base: Tensor) -> float:
+        """Of the values of the base's images, without those that are NaN."""
+        finite = base[base.isfinite()]
+        deviation = float(finite.std(correction=1)) if len(finite) > 1 else 0.0
+        return max(self.share * deviation, self.least)
+
 
 # share: half of the largest drift of honest runs, in standard deviations of the base's images, so
 # that an alarm at 3 sigma is at half as much again. Of GRPO teachers of the tiny world until their
@@ -63,16 +69,19 @@ class Drift:
     n: int
 
     @property
-    def sure(self) -> float:
+    def has_interval(self) -> bool:
+        """Whether there were enough prompts for one."""
+        return math.isfinite(self.low) and math.isfinite(self.high)
+
+    @property
+    def certain(self) -> float:
         """The size of the drift that is certain: of the interval's end that is nearer to 0; 0 if
         the interval holds 0."""
-        if not (math.isfinite(self.low) and math.isfinite(self.high)):
-            return 0.0
-        return max(self.low, -self.high, 0.0)
+        return max(self.low, -self.high, 0.0) if self.has_interval else 0.0
 
     def beyond(self, limit: float | None) -> bool:
         """Whether it has certainly moved farther than so many sigmas; None = no limit."""
-        return limit is not None and self.sure > limit
+        return limit is not None and self.certain > limit
 
 
 def drift(name: str, base: Tensor, model: Tensor, prompts: Sequence[int]) -> Drift:
@@ -82,16 +91,15 @@ def drift(name: str, base: Tensor, model: Tensor, prompts: Sequence[int]) -> Dri
     Values that are NaN are left out. The interval is Student's over prompts.
     """
     rows = (base.isfinite() & model.isfinite()).nonzero().flatten().tolist()
-    by_prompt: dict[int, list[int]] = {}
+    rows_of: dict[int, list[int]] = {}
     for row in rows:
-        by_prompt.setdefault(prompts[row], []).append(row)
-    n = len(by_prompt)
+        rows_of.setdefault(prompts[row], []).append(row)
+    n = len(rows_of)
     if not n:
         return Drift(name, math.nan, math.nan, math.nan, -math.inf, math.inf, 0)
     unit = SIGMAS[name.rpartition("/")[2]]
-    spread = float(base[rows].std(correction=1)) if len(rows) > 1 else 0.0
-    sigma = max(unit.share * spread, unit.least)
-    gaps = torch.stack([(model - base)[own].mean() for own in by_prompt.values()]) / sigma
+    sigma = unit.size(base[rows])
+    gaps = torch.stack([(model - base)[group].mean() for group in rows_of.values()]) / sigma
     mean = float(gaps.mean())
     half = math.inf if n < 3 else student(n - 1) * float(gaps.std(correction=1)) / math.sqrt(n)
     return Drift(
@@ -106,9 +114,7 @@ def by_prompt(
     worst = torch.zeros(len(prompts), dtype=torch.float64)
     for name, values in base.items():
         unit = SIGMAS[name.rpartition("/")[2]]
-        known = values[values.isfinite()]
-        spread = float(known.std(correction=1)) if len(known) > 1 else 0.0
-        gap = (model[name] - values).abs() / max(unit.share * spread, unit.least)
+        gap = (model[name] - values).abs() / unit.size(values)
         worst = worst.maximum(gap.nan_to_num(0.0))
     return worst
 

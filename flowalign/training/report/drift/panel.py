@@ -28,84 +28,42 @@ MEANINGS = {
 }
 
 
-@dataclass(frozen=True)
-class Line:
-    """A statistic. beyond: the alarm spoke."""
-
-    name: str
-    meaning: str
-    base: str
-    model: str
-    sigmas: str
-    interval: str
-    n: int
-    beyond: bool
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A prompt with its image by both; sources are data URIs."""
-
-    prompt: str
-    task: str
-    sigmas: str
-    base: str
-    model: str
+ROW_KEYS = ("prompt", "task", "sigmas", "base", "model")
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A check. title: whose images."""
+    """A check. title: whose images. drifts: the largest first. rows: as `monitor.Check` has
+    them."""
 
     title: str
     warn: float
-    lines: list[Line]
-    pairs: list[Pair]
+    drifts: list[Drift]
+    rows: Sequence[Mapping[str, Any]]
+
+    def meaning(self, drift: Drift) -> str:
+        """What the statistic is, in words."""
+        return MEANINGS.get(drift.name.rpartition("/")[2], "")
 
 
 def panel(
     title: str, drifts: Sequence[Drift], rows: Sequence[Mapping[str, Any]], warn: float
 ) -> Panel:
-    """The statistics by the size of their drift, and rows as `monitor.Check` has them."""
-    order = sorted(drifts, key=lambda drift: -abs(drift.sigmas))
-    pairs = [
-        Pair(
-            row["prompt"],
-            row["task"],
-            f"{row['sigmas']:.1f}",
-            f"data:image/webp;base64,{row['base']}",
-            f"data:image/webp;base64,{row['model']}",
-        )
-        for row in rows
-    ]
-    return Panel(title, warn, [_line(drift, warn) for drift in order], pairs)
+    """A panel with the statistics by the size of their drift."""
+    return Panel(title, warn, sorted(drifts, key=lambda drift: -abs(drift.sigmas)), rows)
 
 
-def read(title: str, found: Mapping[str, Any], warn: float) -> Panel:
+def read_panel(title: str, check: Mapping[str, Any], warn: float) -> Panel:
     """The same from the JSON of `monitor.Check.about`. Raises ValueError for one that is damaged
     or of another version."""
     try:
-        drifts = [of_json(row) for row in found["drifts"]]
-        return panel(title, drifts, found["rows"], warn)
+        rows = [{key: row[key] for key in ROW_KEYS} for row in check["rows"]]
+        return panel(title, list(map(read_drift, check["drifts"])), rows, warn)
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"no drift: {error}") from error
 
 
-def of_json(row: Mapping[str, Any]) -> Drift:
-    """A drift from what `vars` of it was in JSON, where NaN and infinity are null."""
+def read_drift(row: Mapping[str, Any]) -> Drift:
+    """A drift from `vars` of it in JSON, where NaN and infinity are null."""
     values: dict[str, Any] = {k: math.nan if v is None else v for k, v in row.items()}
     return Drift(**values)
-
-
-def _line(drift: Drift, warn: float) -> Line:
-    known = math.isfinite(drift.low) and math.isfinite(drift.high)
-    return Line(
-        drift.name,
-        MEANINGS.get(drift.name.rpartition("/")[2], ""),
-        f"{drift.base:.3g}",
-        f"{drift.model:.3g}",
-        f"{drift.sigmas:+.1f}",
-        f"{drift.low:+.1f} to {drift.high:+.1f}" if known else "too few prompts",
-        drift.n,
-        drift.beyond(warn),
-    )
