@@ -2,7 +2,7 @@
 
 import sys
 
-from flowalign.system.exit import leaving, run
+from flowalign.system.exit import end_process, run
 
 if __name__ == "__main__":
-    sys.exit(leaving(run("eval", "flowalign.eval.run:main", sys.argv[1:])))
+    end_process(run("eval", "flowalign.eval.run:main", sys.argv[1:]))

@@ -117,34 +117,6 @@ def test_the_clock_ends_what_would_end_too_late() -> None:
 # A reward that would end the run, or hold it -----------------------------------------------------
 
 
-class Quits:
-    """Redness that leaves at its n-th call."""
-
-    def __init__(self, call: int = 0) -> None:
-        self.call, self.calls = call, 0
-        if not call:
-            sys.exit(0)
-
-    def __call__(self, images: Any, prompts: Any, metadata: Any) -> Any:
-        self.calls += 1
-        if self.calls == self.call:
-            sys.exit(0)
-        return fakes.redness(images, prompts, metadata)
-
-
-@pytest.mark.parametrize("option", ["{}", "{call: 2}"])
-def test_a_reward_that_exits_is_an_error(
-    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
-) -> None:
-    words = ["train.max_invalid_share=0.0"]
-    path = config_file(random_model, tmp_path, "test_stopping:Quits", option, *words)
-    if option == "{}":
-        assert train.main(["--config", path]) == 1
-        assert "test_stopping.py" in capsys.readouterr().err
-    else:  # it failed on that call, and not on those that came after it, image by image
-        assert train.main(["--config", path]) == 0
-
-
 class Hangs:
     """Redness that hangs from its n-th call on."""
 
@@ -169,24 +141,14 @@ def test_a_reward_that_hangs_holds_neither_the_last_picture_nor_the_end(
     assert (tmp_path / "run" / "before_after.png").is_file()
 
 
-def test_the_end_does_not_wait_for_a_pool_that_hangs() -> None:
+def test_a_process_ends_with_its_status_whatever_its_threads_do() -> None:
+    """A pool that hangs is not waited for; and while Python ends, a thread that comes back from
+    torch's C++ would abort the process."""
     code = """if True:
-        import sys, threading
+        import atexit, threading
         from concurrent.futures import ThreadPoolExecutor
-        from flowalign.system import exit as entry
-        ThreadPoolExecutor(1).submit(threading.Event().wait)
-        sys.exit(entry.leaving(7, 0.5))"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30)
-    assert done.returncode == 7 and b"hang" in done.stderr
-
-
-def test_a_rank_ends_with_its_status_whatever_torchs_threads_do() -> None:
-    """While Python ends, a thread that comes back from torch's C++ would abort the process."""
-    code = """if True:
-        import atexit, os, sys, threading, time
-        os.environ["WORLD_SIZE"] = "2"
         import torch.distributed as dist
-        from flowalign.system import exit as entry
+        from flowalign.system.exit import end_process
         atexit.register(print, "the other exit functions run")
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         group = dist.distributed_c10d._get_default_group()
@@ -194,8 +156,8 @@ def test_a_rank_ends_with_its_status_whatever_torchs_threads_do() -> None:
             while True:
                 group._get_sequence_number_for_group()
         threading.Thread(target=ask, daemon=True).start()
-        time.sleep(0.2)
-        sys.exit(entry.leaving(7))"""
+        ThreadPoolExecutor(1).submit(threading.Event().wait)
+        end_process(7)"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
     assert (done.returncode, done.stderr) == (7, b"")
     assert b"exit functions run" in done.stdout

@@ -63,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"flowalign: {text}", file=sys.stderr)
         return 2
     status = exit.run(name, COMMANDS[name][0], rest)
-    return exit.leaving(status) if whole else status
+    if whole:
+        exit.end_process(status)
+    return status
 
 
 def version() -> str:

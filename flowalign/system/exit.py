@@ -6,11 +6,11 @@ import atexit
 import os
 import signal
 import sys
-import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from typing import NoReturn
 
 from flowalign.system import packages
 from flowalign.system.signals import CODES, Interrupted, interruptible
@@ -28,15 +28,12 @@ LIBRARIES = (
 
 
 def run(name: str, target: str, argv: Sequence[str]) -> int:
-    """Run the command `flowalign NAME`; its exit status. 2 where another project has our import
-    name or a package is missing, 130 after Ctrl-C, 143 after SIGTERM, 75 after SIGUSR1, each with
-    one line on stderr; 141 without one where nobody reads its output any more (`| head`).
+    """Run the command `flowalign NAME`; its exit status. 2 where a package is missing, 130 after
+    Ctrl-C, 143 after SIGTERM, 75 after SIGUSR1, each with one line on stderr; 141 without one where
+    nobody reads its output any more (`| head`).
 
     target: "module:function", from arguments to exit status. It is imported here, late.
     """
-    if problem := packages.other_project():
-        print(f"flowalign: {problem}", file=sys.stderr)
-        return 2
     module, function = target.split(":")
     try:
         with interruptible(), silenced():
@@ -54,30 +51,11 @@ def run(name: str, target: str, argv: Sequence[str]) -> int:
         return error.code if isinstance(error, Interrupted) else CODES[signal.SIGINT]
 
 
-def leaving(status: int, seconds: float = 60.0) -> int:
-    """The status, with which the process is about to end. Python would wait for ever for a thread
-    that hangs in a reward's own pool: so many seconds from now the process ends without it. One of
-    several processes ends without Python's own end (`_end`)."""
-
-    def abandon() -> None:
-        names = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
-        print(f"flowalign: not waiting for threads that hang: {names}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(status)
-
-    timer = threading.Timer(seconds, abandon)
-    timer.daemon = True
-    timer.start()
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        atexit.register(_end, status)
-    return status
-
-
-def _end(status: int) -> None:
-    """The end of one of several processes, without that of Python: while Python ends, it kills a
-    thread that comes back from torch's C++ (gloo has some), and that aborts the process. The other
-    ranks and the launcher would take it for a failure."""
-    atexit.unregister(_end)
+def end_process(status: int) -> NoReturn:
+    """End the process now, after its exit functions, but without Python's own end: that would wait
+    for ever for a thread that hangs in a reward's pool. And it kills a thread that comes back from
+    torch's C++ (gloo has some), which aborts the process; other ranks would take that for a
+    failure."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # of a terminal that is gone

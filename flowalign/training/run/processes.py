@@ -13,7 +13,6 @@ import math
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ from flowalign.backbone import Backbone
 from flowalign.config import ConfigError, Stage, TrainingStage
 from flowalign.system import files
 from flowalign.system.escape import harmless
-from flowalign.system.signals import CODES, Interrupted
+from flowalign.system.signals import Interrupted
 from flowalign.training.report.status import read_status
 from flowalign.training.run import ranks
 
@@ -161,8 +160,9 @@ def release() -> None:
 
 def part() -> None:
     """At the end of everything, end the process group."""
+    ranks.watch().leave()
     if torch.distributed.is_initialized():
-        state().destroy_process_group()
+        PartialState().destroy_process_group()  # not `state`: it would begin a new watch
 
 
 Errors = tuple[type[Exception], ...]
@@ -188,11 +188,19 @@ class ExitStatus:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         watch = ranks.watch()
         if error is None:
-            watch.leave()
             part()
-        elif isinstance(lost := watch.explain(error) or error, ranks.LostRank):
+            return True
+        if isinstance(lost := watch.explain(error) or error, ranks.LostRank):
             watch.tell(str(lost))
             self.code = 1
+        elif isinstance(error, KeyboardInterrupt):
+            ours = error if isinstance(error, Interrupted) else Interrupted.by(signal.SIGINT)
+            note = self.interrupted if ours.note is None else ours.note
+            if note:
+                print(f"interrupted ({ours}): {note}", file=sys.stderr)
+            self.code = ours.code
+        elif isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
+            raise error.__context__  # rich exits where nobody reads its tables any more (`| head`)
         elif isinstance(error, self.refused):
             print(harmless(str(error)), file=sys.stderr)
             self.code = 2
@@ -206,25 +214,8 @@ class ExitStatus:
                 file=sys.stderr,
             )
             self.code = 1
-        elif isinstance(error, KeyboardInterrupt):
-            known = isinstance(error, Interrupted)
-            note = error.note if known and error.note is not None else self.interrupted
-            if note:
-                print(f"interrupted ({str(error) or 'SIGINT'}): {note}", file=sys.stderr)
-            self.code = error.code if known else CODES[signal.SIGINT]
-        elif isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
-            raise error.__context__  # rich exits where nobody reads its tables any more (`| head`)
-        elif isinstance(error, SystemExit):  # of a plugin: we never exit while we work
-            *_, last = traceback.extract_tb(trace)
-            print(
-                f"stopped: {last.filename}, line {last.lineno}, called exit({error.code!r}). Code "
-                "that is part of a run must raise an error instead.",
-                file=sys.stderr,
-            )
-            self.code = 1
-        if error is not None:
-            watch.leave(self.code or 1, f"{type(error).__name__}: {error}")
-        return error is None or self.code != 0
+        watch.leave(self.code or 1, f"{type(error).__name__}: {error}")
+        return self.code != 0
 
 
 def _problems(config: TrainingStage, accelerator: Accelerator, fsdp_asked: bool) -> Iterator[str]:
