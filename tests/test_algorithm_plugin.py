@@ -59,7 +59,7 @@ def test_the_doctor_predicts_it_by_what_it_keeps(
     config = run(random_model, tmp_path / "run")
     assert cli.main(["doctor", "--no-model", "--config", str(config)]) == 0
     text = capsys.readouterr().out
-    assert "peak in VAE decode" in text and "labels" not in text
+    assert "peak in noising" in text and "peak in VAE decode" in text and "labels" not in text
 
 
 @pytest.mark.usefixtures("installed")

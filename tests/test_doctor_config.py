@@ -63,7 +63,7 @@ def test_a_sound_run_has_no_fault_with_its_model(random_model, tmp_path, kind):
     assert faults(result.findings) == []
     assert result.pace and min(result.pace.sampling, result.pace.learning) > 0
     kinds = {finding.text.split(":")[0] for finding in result.findings}
-    assert ("ratio" in kinds) == (kind in ("grpo", "opd"))
+    assert ("ratio" in kinds) == (kind == "grpo")
     assert ("teacher 'even'" in kinds) == (kind != "grpo")
     assert "update" in kinds
 

@@ -25,7 +25,7 @@ from flowalign.rewards import (
     score,
 )
 from flowalign.rewards.geneval import GenEval
-from flowalign.rewards.scoring import Ahead
+from flowalign.rewards.scoring import AsyncScorer
 from flowalign.types import Detections, PromptBatch, Scores
 
 IMAGES = torch.tensor([0.1, 0.2, 0.3, 0.4]).view(4, 1, 1, 1).expand(4, 3, 2, 2)
@@ -231,9 +231,9 @@ def test_a_reward_cannot_end_the_run(error):
     def ending(images, prompts, metadata):
         raise error
 
-    ahead = Ahead(lambda images, batch: score(ending, images, batch.prompts, batch.metadata))
-    ahead.submit(IMAGES, PromptBatch(PROMPTS, ["x"] * len(PROMPTS), METADATA))
-    scores = ahead.collect()
+    scorer = AsyncScorer(lambda images, batch: score(ending, images, batch.prompts, batch.metadata))
+    scorer.submit(IMAGES, PromptBatch(PROMPTS, ["x"] * len(PROMPTS), METADATA))
+    scores = scorer.collect()
     assert not scores.valid.any()
     assert all(repr(error) in reason for reason in scores.reasons.values())
 
@@ -270,26 +270,8 @@ def test_ocr_names_the_first_prompt_without_a_target():
         assert repr(prompt) in said and repr(metadata.get("target", "target")).strip("'") in said
 
 
-def test_ocr_takes_a_target_from_the_metadata_or_the_quotes():
+def test_prompts_that_suit_a_reward_are_taken(stranger):
     check_prompts("ocr", {}, ["a sign", 'a sign that says "HI"'], [{"target": "OK"}, {}])
-
-
-def test_geneval_names_the_first_prompt_it_cannot_judge():
-    for metadata in (
-        {"target": "HI"},
-        {"include": []},
-        {"include": {"class": "dog", "count": 1}},
-        {"include": ["dog"]},
-        {"include": [{"class": "dog"}]},
-        {"include": [{"class": "dog", "count": 0}]},
-        {"include": [{"class": "dog", "count": True}]},
-        {"include": [{"class": 3, "count": 1}]},
-    ):
-        with pytest.raises(ValueError, match="number 2 of 2: prompt 'b'.*include"):
-            check_prompts("geneval", {"detector": "tiny"}, ["a", "b"], [DOG, metadata])
-
-
-def test_a_reward_that_asks_nothing_of_its_prompts_takes_any(stranger):
     check_prompts("stranger:Brightness", {}, PROMPTS, METADATA)
 
 

@@ -870,6 +870,19 @@ class TrainingStage(Job):
         )
 
     @property
+    def batch_sizes(self) -> dict[str, int]:
+        """{place in the config: rows of a forward pass}: what a run that lacks memory lowers."""
+        return {
+            "rollout.batch_size": self.rollout.batch_size,
+            "optimizer.micro_batch": self.optimizer.micro_batch,
+        }
+
+    @property
+    def clip_ranges(self) -> dict[str, float]:
+        """{place in the config: clip range} of ratios of transitions."""
+        return {}
+
+    @property
     def watched(self) -> list[BenchmarkConfig]:
         """The benchmarks of evaluation.watch."""
         return self.evaluation.watch if self.evaluation else []
@@ -905,6 +918,11 @@ class TrainingStage(Job):
         given["evaluation.guidance"] = self.evaluation.guidance if self.evaluation else None
         known = {place: scale for place, scale in given.items() if scale is not None}
         return {"rollout.guidance": self.rollout.guidance, **known}
+
+    @property
+    def routing(self) -> dict[str, str]:
+        """Task -> name of its teacher; empty for a stage without teachers."""
+        return {}
 
     @property
     def mixtures(self) -> dict[str, float]:
@@ -1003,6 +1021,11 @@ class GrpoStage(RewardStage):
     def credited(self) -> AdvantageConfig:
         """The section `grpo`."""
         return self.grpo
+
+    @property
+    def clip_ranges(self) -> dict[str, float]:
+        """That of grpo."""
+        return {"grpo.clip_range": self.grpo.clip_range}
 
     @property
     def needs_means(self) -> bool:
@@ -1185,6 +1208,18 @@ class OpdStage(DistillationStage):
         return self.learns_from_rewards and self.grpo.ratio == "guard"
 
     @property
+    def batch_sizes(self) -> dict[str, int]:
+        """With that of labels."""
+        return super().batch_sizes | {"student.label_batch": self.student.label_batch}
+
+    @property
+    def clip_ranges(self) -> dict[str, float]:
+        """Those of the losses that have a ratio."""
+        rewarded = {"grpo.clip_range": self.grpo.clip_range} if self.learns_from_rewards else {}
+        gradient = self.student.gradient != "pathwise"
+        return rewarded | ({"student.clip_range": self.student.clip_range} if gradient else {})
+
+    @property
     def labellers(self) -> dict[str, TeacherConfig]:
         """{place in the config: teacher}, with the anchor."""
         return super().labellers | ({"anchor": self.anchor} if self.anchor else {})
@@ -1354,6 +1389,11 @@ class EvalStage(Stage):
     def inputs(self) -> dict[str, str]:
         """{place in the config: folder or Hub id} of every adapter that the stage reads."""
         return _given({f"models.{name}": folder for name, folder in self.models.items()})
+
+    @property
+    def evaluation_sampling(self) -> SamplingConfig:
+        """The section `sampling`."""
+        return self.sampling
 
     @property
     def judged(self) -> list[Judged]:

@@ -112,8 +112,8 @@ P = TypeVar("P", bound=Prepared)
 class Algorithm(ABC, Generic[P]):
     """What is learnt from a rollout.
 
-    guidance: the CFG scale at which the student is trained. on_images: called with each batch of
-    images during the rollout.
+    guidance: the CFG scale at which the student is trained. teachers: those of its stage, or None.
+    on_images: called with each batch of images during the rollout.
     """
 
     on_images: OnImages | None = None
@@ -125,6 +125,7 @@ class Algorithm(ABC, Generic[P]):
             parts.accelerator,
         )
         self.guidance: float = parts.config.guidance
+        self.teachers = parts.teachers
 
     @classmethod
     @abstractmethod

@@ -105,7 +105,7 @@ def examine(args: argparse.Namespace) -> int:
     show(needs(stages, [f.estimate for f in forecasts if f.estimate]))
     sound, pace = not problems, None
     for forecast in forecasts:
-        if isinstance(forecast.stage, TrainingStage | EvalStage):
+        if forecast.stage.judged:
             print(f"\n{forecast.name} ({forecast.stage.stage})")
             why = "--no-model" if args.no_model else ""
             if not args.trust and own_code(forecast.stage):

@@ -8,7 +8,7 @@ from flowalign import rewards
 from flowalign.backbone.structure import local_folder
 from flowalign.commands.doctor.estimate import Estimate
 from flowalign.commands.doctor.findings import Finding, note, ok
-from flowalign.config.schema import EvalStage, RewardConfig, Stage, TrainingStage
+from flowalign.config.schema import Stage
 
 GB = 1e9
 
@@ -28,7 +28,7 @@ def needs(stages: Mapping[str, Stage], estimates: Iterable[Estimate]) -> Iterato
                 known[stage.model.id] = largest.download / GB
             else:
                 unknown[stage.model.id] = None
-        for reward in _rewards(stage):
+        for reward in (r for judged in stage.judged for r in judged.rewards.values()):
             for name, options in rewards.leaves(reward.name, reward.options, imports=False):
                 files = rewards.declared(name, imports=False).files(**options)
                 if files is None:
@@ -46,17 +46,3 @@ def needs(stages: Mapping[str, Stage], estimates: Iterable[Estimate]) -> Iterato
         text = f"host memory: {largest.host / 2**30:.3g} GiB a process while the model loads"
         waits = any(stage.model.offload_text_encoders for stage in stages.values())
         yield ok(text + (", of which the text encoders stay there" if waits else ""))
-
-
-def _rewards(stage: Stage) -> Iterator[RewardConfig]:
-    """All rewards of a stage."""
-    if isinstance(stage, EvalStage):
-        benchmarks = stage.benchmarks
-    elif isinstance(stage, TrainingStage):
-        benchmarks = stage.watched
-        evaluated = stage.evaluates or stage.learns_from_rewards
-        yield from (task.reward for task in stage.tasks if task.reward and evaluated)
-    else:
-        benchmarks = []
-    for benchmark in benchmarks:
-        yield from benchmark.judges.values()

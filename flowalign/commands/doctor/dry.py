@@ -13,17 +13,14 @@ from flowalign.commands.doctor.estimate import scored
 from flowalign.commands.doctor.findings import note, show
 from flowalign.config import (
     ConfigError,
-    DistillationStage,
     EvalStage,
-    ForwardStage,
     Job,
     MergeStage,
-    OpdStage,
-    SftStage,
     Stage,
     TrainingStage,
     WindowConfig,
 )
+from flowalign.training.algorithm import algorithm_class
 from flowalign.training.data import PromptSampler
 from flowalign.training.preflight import check_launch, unexamined
 from flowalign.training.run.processes import state
@@ -111,13 +108,11 @@ def _training(stage: TrainingStage, processes: int) -> Iterator[str]:
     if isinstance(moving, WindowConfig):
         how = "drawn anew" if moving.random else "moves on"
         states = f"{count} of {states}, a window that {how} every {moving.every} update(s)"
-    if isinstance(stage, SftStage):
-        count, states = stage.sft.states, f"{stage.sft.states} noise levels"
-    elif isinstance(stage, ForwardStage):
-        count, states = stage.forward.states, f"{stage.forward.states} noise levels"
-    elif isinstance(stage, OpdStage) and stage.student.states.select != "all":
-        count = stage.student.states.count
-        states = f"{count} of {states} ({stage.student.states.select})"
+    algorithm = algorithm_class(stage)
+    if levels := algorithm.keeps(stage).noise_levels:
+        count, states = levels, f"{levels} noise levels"
+    elif (drawn := len(algorithm.trained_steps(stage, 0))) < count:
+        count, states = drawn, f"{drawn} of {states}, drawn for each update"
     pairs = images * count // optimizer.updates_per_rollout
     yield (
         f"update: {states}; {optimizer.updates_per_rollout} optimizer step(s) a rollout, each on "
@@ -157,6 +152,5 @@ def _first_batch(stage: TrainingStage) -> Iterator[str]:
 
 def _judges(stage: TrainingStage) -> Mapping[str, str]:
     """{task: the teacher that labels it, or the reward that it is learnt from}."""
-    if isinstance(stage, DistillationStage):
-        return {task: f"teacher {teacher}" for task, teacher in stage.routing.items()}
-    return {task.name: f"reward {task.reward.name}" for task in stage.tasks if task.reward}
+    judges = {task.name: f"reward {task.reward.name}" for task in stage.tasks if task.reward}
+    return judges | {task: f"teacher {teacher}" for task, teacher in stage.routing.items()}

@@ -7,7 +7,7 @@ phase of an update. Counts of images and steps give the rest. All numbers are of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -24,24 +24,16 @@ from flowalign.commands.doctor.meter import DeviceAttention, Meter, measure, rou
 from flowalign.config import parse
 from flowalign.config.schema import (
     BenchmarkConfig,
-    DistillationStage,
     EvalStage,
-    ForwardStage,
-    GrpoStage,
     LoraConfig,
-    OpdStage,
-    PolicyConfig,
     RewardConfig,
     SamplingConfig,
-    SftStage,
     TrainingStage,
 )
-from flowalign.training.algorithm import STUDENT
+from flowalign.training.algorithm import STUDENT, algorithm_class
 from flowalign.training.data import PromptError, load_prompts
 from flowalign.training.report.drift.monitor import SHOWN, checked
-from flowalign.training.rollout import window_of
 from flowalign.training.solvers import forwards
-from flowalign.training.student.opd import chosen
 from flowalign.types import Conditioning, Source
 
 NF4 = 0.5 + 4 / 64  # bytes a weight: four bits, and a float32 scale for each block of 64
@@ -148,13 +140,13 @@ def predict(
         )  # fmt: skip
     run = _Run(config, device_type, processes, ranks, drawn)
     phases = [run.text(), run.rollout()]
-    if config.learns_from_rewards:
+    if run.keeps.images:
         phases.append(run.decode())
-    if isinstance(config, OpdStage):
-        phases.append(run.labels(config))
-    if isinstance(config, SftStage | ForwardStage):
+    if run.keeps.labels:
+        phases.append(run.labels())
+    if run.keeps.noise_levels:
         phases.append(run.noising())
-    if config.alarm and config.learns_from_rewards:
+    if config.alarm and run.keeps.images:
         phases.append(run.drift())
     phases.append(run.update())
     validation = run.evaluation() if config.evaluates else None
@@ -355,7 +347,8 @@ class _Run(_Shapes):
         drawn: Sequence[int] | None,
     ) -> None:
         super().__init__(config, device_type, processes)
-        self.config = config
+        self.config, self.algorithm = config, algorithm_class(config)
+        self.keeps = self.algorithm.keeps(config, drawn)
         with torch.device("meta"):
             self._add_adapters(ranks)
         self.shrink()
@@ -365,8 +358,6 @@ class _Run(_Shapes):
         self.prompts = math.ceil(self.images / config.rollout.copies)
         self.states, self.forwards = self._steps(range(DRAWS) if drawn is None else drawn)
         self.pairs = self.images * self.states  # (image, step) that are trained
-        self.policies = config.policies if isinstance(config, ForwardStage) else {}
-        self.updates = range(config.train.updates) if drawn is None else drawn
 
     def _add_adapters(self, ranks: Mapping[str, int]) -> None:
         """The student's adapter, and those of its teachers and anchor, as a run loads them."""
@@ -399,23 +390,15 @@ class _Run(_Shapes):
         """Trained states of an image, and the mean number of forward passes of its rollout over
         these updates."""
         config, rollout = self.config, self.config.rollout
-        whole = forwards(rollout.solver, rollout.steps)
-        if isinstance(config, SftStage):
-            return config.sft.states, whole
-        if isinstance(config, ForwardStage):
-            return config.forward.states, whole
-        if not isinstance(config, OpdStage):
-            return rollout.width, whole
-        windows = [range(*window_of(rollout, config.seed, u)) for u in updates]
-        draws = [
-            chosen(config.student.states, list(window), (config.seed, update))
-            for update, window in zip(updates, windows, strict=True)
-        ]
-        if config.learns_from_rewards:  # images are decoded, so that the rollout runs to its end
-            return len(draws[0]), whole
-        taken = [draw[-1] + config.needs_actions for draw in draws]
-        passes = [forwards(rollout.solver, rollout.steps, count) for count in taken]
-        return len(draws[0]), sum(passes) / len(draws)
+        passes = forwards(rollout.solver, rollout.steps)
+        if self.keeps.noise_levels:
+            return self.keeps.noise_levels, passes
+        trained = [self.algorithm.trained_steps(config, update) for update in updates]
+        if self.keeps.latents:  # the rollout runs to its end
+            return len(trained[0]), passes
+        taken = [steps[-1] + self.keeps.actions for steps in trained]
+        total = sum(forwards(rollout.solver, rollout.steps, count) for count in taken)
+        return len(trained[0]), total / len(trained)
 
     # Memory ------------------------------------------------------------------------------------
 
@@ -429,14 +412,14 @@ class _Run(_Shapes):
             "its Adam moments": round(2 * trained * moments),
             "its moving average": lora if self.config.ema else 0,
             f"LoRAs of {adapters} teachers": size(self.teachers),
-            f"LoRAs of {len(self.policies)} policies": len(self.policies) * lora,
+            f"LoRAs of {len(self.keeps.policies)} policies": len(self.keeps.policies) * lora,
             "gradient buckets of DDP": lora if self.processes > 1 else 0,
         }
         return {name: count for name, count in parts.items() if count}
 
     @property
     def stored_states(self) -> int:  # bytes of trained states; where needed, what came after them
-        return self.pairs * (1 + self.config.needs_actions + self.config.needs_means) * self.latent
+        return self.pairs * (1 + self.keeps.actions + self.keeps.means) * self.latent
 
     @property
     def stored_text(self) -> int:  # bytes of the embeddings of all prompts and of the empty one
@@ -444,27 +427,17 @@ class _Run(_Shapes):
 
     @property
     def stored(self) -> int:  # bytes of a rollout: states, last latents, images and text
-        image = 0
-        if self.config.learns_from_rewards:
-            image = self.latent + self.pixels
-        elif isinstance(self.config, SftStage):
-            image = self.latent
+        image = self.keeps.latents * self.latent + self.keeps.images * self.pixels
         return self.stored_states + self.images * image + self.stored_text
 
     @property
     def stored_rollout(self) -> int:  # of these, bytes that are there before images are noised
-        noises = isinstance(self.config, SftStage | ForwardStage)
-        return self.stored - (self.stored_states if noises else 0)
+        return self.stored - (self.stored_states if self.keeps.noise_levels else 0)
 
     @property
     def stored_labels(self) -> int:  # bytes of labels, or of the velocities that are matched
-        config = self.config
-        if isinstance(config, SftStage | ForwardStage):
-            return self.pairs * self.latent
-        if not isinstance(config, OpdStage):
-            return 0
-        width = 2 if config.student.label_dtype == "bfloat16" else 4
-        return self.pairs * self.latent * width // 4 * (2 if config.anchor else 1)
+        widths = [2 if dtype == "bfloat16" else 4 for dtype in self.keeps.targets]
+        return self.pairs * self.latent * sum(widths) // 4
 
     # Phases ------------------------------------------------------------------------------------
 
@@ -481,8 +454,8 @@ class _Run(_Shapes):
         """Sample trajectories without gradient. Stored states are copied once, at the end."""
         rollout = self.config.rollout
         batch = min(rollout.batch_size, self.images)
-        if isinstance(self.config, SftStage):
-            meter = self._teachers_forward(self.config, batch)
+        if self.keeps.taught_images:
+            meter = self._teachers_forward(batch)
         else:
             meter = self._forward(batch, Source(STUDENT, rollout.guidance))
         kept = self.stored_states if self.stored_rollout == self.stored else 0
@@ -502,10 +475,10 @@ class _Run(_Shapes):
         peak = self.stored_rollout + (copies * self.pairs + 3 * self.images) * self.latent
         return Phase("noising", peak, 0.0)
 
-    def labels(self, config: OpdStage) -> Phase:  # each pair by its teacher, and by the anchor
-        batch = min(config.student.label_batch, self.pairs)
-        meters = [self._teachers_forward(config, batch)]
-        if config.anchor:
+    def labels(self) -> Phase:  # each pair by its teacher, and by the anchor
+        batch = min(self.config.batch_sizes["student.label_batch"], self.pairs)
+        meters = [self._teachers_forward(batch)]
+        if "anchor" in self.sources:
             meters.append(self._forward(batch, self.sources["anchor"]))
         flops = sum(meter.flops for meter in meters) / batch * self.pairs
         peak = self.stored + self.stored_labels + max(meter.peak for meter in meters)
@@ -528,43 +501,24 @@ class _Run(_Shapes):
         batch = self.pairs // config.optimizer.updates_per_rollout
         batch = min(config.optimizer.micro_batch, batch)
         x, cond = self._latents(batch), self._conditioning(batch)
-        others = [(*other, Meter()) for other in self._compared()]
+        others = [(compared, Meter()) for compared in self.keeps.compared]
 
         def learn() -> None:
             velocity, target = backbone.velocity(x, 0.5, cond, guidance=config.guidance), x
-            for adapter, _, meter in others:
-                with torch.no_grad(), backbone.adapter(adapter), meter:
+            for compared, meter in others:
+                with torch.no_grad(), backbone.adapter(compared.adapter), meter:
                     target = backbone.velocity(x, 0.5, cond, guidance=config.guidance)
             ((velocity - target) ** 2).mean().backward()
             for parameter in self.student:
                 parameter.grad = None
 
         meter = measure(learn, self.device_type)
-        tasks = len(config.tasks) if isinstance(config, OpdStage) else 1
+        tasks = len(config.tasks) if self.keeps.task_gradients else 1
         cosines = (tasks - 1) * lora  # the gradients of all tasks, side by side
         step = 3 * lora if self.device_type == "cuda" else lora  # gradients, and foreach's copies
         peak = self.stored + self.stored_labels + max(meter.peak + cosines, step)
-        flops = meter.flops - sum((1 - share) * each.flops for _, share, each in others)
+        flops = meter.flops - sum((1 - compared.share) * each.flops for compared, each in others)
         return Phase("update", peak, flops / batch * self.pairs)
-
-    def _compared(self) -> Iterator[tuple[str | None, float]]:
-        """(adapter, share of the micro-batches) of the velocities beside the student's that a loss
-        on rewards asks for. A KL without a weight is only logged, of one micro-batch: a share of 0,
-        which counts for the peak."""
-        config = self.config
-        if isinstance(config, GrpoStage | OpdStage) and config.learns_from_rewards:
-            yield None, float(config.grpo.kl_weight > 0)
-        if isinstance(config, ForwardStage):
-            yield None, float(config.forward.kl_weight > 0)
-        for name, policy in self.policies.items():  # as large as the student
-            yield STUDENT, self._differs(policy) if name == "old" else 1.0
-
-    def _differs(self, old: PolicyConfig) -> float:
-        """The share of the micro-batches at which the policy that sampled is not the student."""
-        steps = self.config.optimizer.updates_per_rollout
-        begins = old.after // steps + 1 if old.decay else math.inf  # update in which it lags behind
-        lagging = sum(update >= begins for update in self.updates) / max(1, len(self.updates))
-        return lagging + (1 - lagging) * (steps - 1) / steps  # it is the student in the first step
 
     def evaluation(self) -> Phase:  # the held-out prompts of all tasks, and watched benchmarks
         config = self.config
@@ -574,9 +528,14 @@ class _Run(_Shapes):
             images += tasks * config.alarm.images + self.processes * SHOWN
         return self.sampled(config.evaluation_sampling, images, STUDENT)
 
-    def _teachers_forward(self, config: DistillationStage, batch: int) -> Meter:
+    def _teachers_forward(self, batch: int) -> Meter:
         """A batch of the teacher with the highest peak; its FLOPs are the mean of all tasks'."""
-        meters = {t: self._forward(batch, self.sources[f"teachers.{t}"]) for t in config.teachers}
+        config = self.config
+        meters = {
+            place.removeprefix("teachers."): self._forward(batch, source)
+            for place, source in self.sources.items()
+            if place.startswith("teachers.")
+        }
         worst = max(meters.values(), key=lambda meter: meter.peak)
         weighted = (meters[config.routing[t.name]].flops * t.weight for t in config.tasks)
         worst.flops = round(sum(weighted) / sum(task.weight for task in config.tasks))

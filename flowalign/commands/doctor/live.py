@@ -28,13 +28,7 @@ from flowalign.commands.doctor.findings import Finding, fault, note, ok
 from flowalign.commands.doctor.pace import GROUP, Pace
 from flowalign.config import ConfigError, SamplingConfig, parse
 from flowalign.config.schema import (
-    DistillationStage,
     EvalStage,
-    ForwardStage,
-    GrpoStage,
-    OpdStage,
-    RewardConfig,
-    SftStage,
     TrainingStage,
 )
 from flowalign.rewards import RewardBase
@@ -42,7 +36,7 @@ from flowalign.rewards.scoring import score
 from flowalign.system.devices import resolve
 from flowalign.teachers.bank import Bank
 from flowalign.training import metrics
-from flowalign.training.algorithm import TrainingError, pairs_of
+from flowalign.training.algorithm import TrainingError, algorithm_class, pairs_of
 from flowalign.training.data import load_prompts, subset
 from flowalign.training.loop import Loop
 from flowalign.training.losses import guard_log_ratio
@@ -69,10 +63,14 @@ def examine(config: TrainingStage | EvalStage) -> Live:
     """Score probe images with each reward. Then run a few small updates in a temporary folder, or
     sample a batch of an evaluation."""
     result, judging = Live([]), {}
-    for name, rewards_of in _rewards(config).items():
-        costs = [_reward(name, r.name, r.options, result.findings) for r in rewards_of]
-        if None not in costs:
-            judging[name] = sum(cost for cost in costs if cost is not None)
+    for judged in config.judged:
+        costs = [
+            _reward(judged.name, reward.name, reward.options, result.findings)
+            for reward in judged.rewards.values()
+            if not judged.place.startswith("evaluation.watch")
+        ]
+        if costs and None not in costs:
+            judging[judged.name] = sum(cost for cost in costs if cost is not None)
     try:
         if isinstance(config, EvalStage):
             result.pace = _sample(config, judging)
@@ -87,13 +85,6 @@ def examine(config: TrainingStage | EvalStage) -> Live:
     return result
 
 
-def _rewards(config: TrainingStage | EvalStage) -> dict[str, list[RewardConfig]]:
-    """{task or benchmark: its rewards}."""
-    if isinstance(config, EvalStage):
-        return {b.name: list(b.judges.values()) for b in config.benchmarks}
-    return {task.name: [task.reward] for task in config.tasks if task.reward}
-
-
 def _train(
     config: TrainingStage, folder: str, judging: dict[str, float], findings: list[Finding]
 ) -> Pace:
@@ -102,11 +93,10 @@ def _train(
     loop, _, built = build.wire(small)
     loop.log.on_update = lambda update, metrics: None
     rollout = _rollout(small, loop)
-    if rollout.log_probs is not None and isinstance(small, GrpoStage | OpdStage):
+    if rollout.log_probs is not None and small.clip_ranges:
         findings += _ratio(small, loop, rollout)
-    if isinstance(config, DistillationStage):
-        bank = loop.algorithm.teachers  # type: ignore[attr-defined]
-        findings += _labels(config, loop.backbone, bank, rollout)
+    if isinstance(bank := loop.algorithm.teachers, Bank):
+        findings += _labels(loop.backbone, bank, rollout)
         findings += _worth(config, loop.backbone, bank, built)
     before = _velocity(loop, rollout)
     loop.run()
@@ -178,13 +168,9 @@ def _reward(task: str, name: str, options: dict[str, Any], findings: list[Findin
 
 def _small(config: TrainingStage, folder: str) -> TrainingStage:
     """The run with a few updates, no evaluation, and images for two whole batches of each kind."""
-    batch, states, whole = config.optimizer.micro_batch, 1, config.rollout
-    if isinstance(config, OpdStage):
-        batch = max(batch, config.student.label_batch)
-        states = config.student.states.count
-    if not isinstance(config, OpdStage) or config.student.states.select == "all":
-        states = config.sft.states if isinstance(config, SftStage) else config.rollout.width
-        states = config.forward.states if isinstance(config, ForwardStage) else states
+    whole, algorithm = config.rollout, algorithm_class(config)
+    states = algorithm.keeps(config).noise_levels or len(algorithm.trained_steps(config, 0))
+    batch = max(size for key, size in config.batch_sizes.items() if key != "rollout.batch_size")
     images = max(IMAGES, 2 * whole.batch_size, math.ceil(2 * batch / states))
     images = min(images, whole.images)
     copies = min(whole.copies, max(COPIES, math.ceil(images / whole.prompts)))
@@ -198,7 +184,7 @@ def _small(config: TrainingStage, folder: str) -> TrainingStage:
     ]  # fmt: skip
     if prompts < whole.prompts:  # few, and each task shall have some
         changes += [f"tasks.{i}.weight=1.0" for i in range(len(config.tasks))]
-    if isinstance(config, OpdStage):
+    if "student" in type(config).model_fields:
         changes.append("student.diagnose_every=1000")
     return parse(config.model_dump(mode="json") | {"evaluation": None}, changes)
 
@@ -224,48 +210,38 @@ def _rollout(config: TrainingStage, loop: Loop) -> Rollout:
 # Checks ----------------------------------------------------------------------------------------
 
 
-def _ratio(config: GrpoStage | OpdStage, loop: Loop, rollout: Rollout) -> Iterator[Finding]:
+def _ratio(config: TrainingStage, loop: Loop, rollout: Rollout) -> Iterator[Finding]:
     """The ratio of new and old policy before any update, by the forward path of the update."""
     steps, worst = schedule_of(config, loop.backbone), 0.0
     keep = torch.ones(len(rollout), dtype=torch.bool)
     for pairs in pairs_of(rollout, keep, config.optimizer.micro_batch):
         x_next, old = pairs.action()
-        velocity = loop.backbone.velocity(
-            pairs.x,
-            pairs.sigma,
-            pairs.conditioning,
-            guidance=config.rollout.guidance,
-            rows=pairs.size,
-        ).detach()
+        velocity = pairs.velocity(loop.backbone, config.rollout.guidance).detach()
         new = sde.scheduled_transition(steps, pairs.x, velocity, pairs.steps)
         if pairs.mean is None:
             change = sde.log_prob(new, x_next) - old
         else:
             change = guard_log_ratio(new, pairs.mean, x_next)
         worst = max(worst, float((change.exp() - 1).abs().nan_to_num(math.inf).max()))
-    limit = config.grpo.clip_range
+    limit = min(config.clip_ranges.values())
     text = f"ratio: within {worst:.2g} of 1 before the first update"
     if worst <= limit / 10:
         yield ok(text)
         return
-    level = "fault" if config.needs_actions and worst > limit / 2 else "note"
-    unused = "" if config.needs_actions else " (not used in this stage)"
     yield Finding(
-        level,
-        f"{text}{unused}; the clip range is {limit:g}. Rollout and update compute different "
+        "fault" if worst > limit / 2 else "note",
+        f"{text}; the clip range is {limit:g}. Rollout and update compute different "
         "log-probs. In a 16-bit dtype let rollout.batch_size equal optimizer.micro_batch.",
     )
 
 
 @torch.no_grad()
-def _labels(
-    config: DistillationStage, backbone: Backbone, bank: Bank, rollout: Rollout
-) -> Iterator[Finding]:
+def _labels(backbone: Backbone, bank: Bank, rollout: Rollout) -> Iterator[Finding]:
     """Labels of each teacher at two states: finite, and not those of the base."""
     x, rows = rollout.states[:2, 0], torch.arange(min(2, len(rollout)))
     sigma = rollout.sigmas[rollout.steps[0]].to(x).expand(len(x))
     cond = rollout.conditioning.select(rows)
-    for name, teacher in config.teachers.items():
+    for name, teacher in bank.members.items():
         source = bank.source(name)
         with backbone.adapter(source.adapter):
             label = backbone.velocity(x, sigma, cond, guidance=source.guidance)
@@ -283,7 +259,7 @@ def _labels(
 
 
 def _worth(
-    config: DistillationStage, backbone: Backbone, bank: Bank, built: Mapping[str, RewardBase]
+    config: TrainingStage, backbone: Backbone, bank: Bank, built: Mapping[str, RewardBase]
 ) -> Iterator[Finding]:
     """Whether a teacher scores less on its own task than the student does at its start.
 

@@ -13,7 +13,7 @@ import torch
 from flowalign.backbone import DTYPES
 from flowalign.commands.doctor.estimate import Estimate, scored
 from flowalign.commands.doctor.gpus import Gpu
-from flowalign.config.schema import EvalStage, RewardConfig, TrainingStage
+from flowalign.config.schema import RewardConfig, TrainingStage
 from flowalign.rewards import declared, leaves
 
 OF_PRODUCTS = 0.5  # of the rate of large matrix products, which is about 0.8 of a GPU's peak
@@ -106,7 +106,7 @@ def times(estimate: Estimate, pace: Pace) -> Times:
     config, kinds = estimate.config, pace.seconds(estimate)
     unknown: dict[str, None] = {}
     scoring = 0.0
-    if isinstance(config, TrainingStage) and config.learns_from_rewards:
+    if isinstance(config, TrainingStage) and config.credited:
         images = config.rollout.images / estimate.processes
         if pace.waiting is not None:
             scoring = pace.waiting * images
@@ -127,8 +127,7 @@ def times(estimate: Estimate, pace: Pace) -> Times:
             for name, (given, count) in scored(config).items()
         }
         images = sum(count for _, count in rewards.values())
-        own = config.sampling if isinstance(config, EvalStage) else config.evaluation_sampling
-        batches = max(1, math.ceil(images / own.batch_size))
+        batches = max(1, math.ceil(images / config.evaluation_sampling.batch_size))
         judging = _scoring(rewards, pace, sampled, batches, unknown)
     return Times(
         kinds, scoring, sampled + judging, judging, estimate.updates, estimate.evaluations,

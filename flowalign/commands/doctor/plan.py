@@ -16,7 +16,8 @@ from flowalign.backbone import Backbone, ModelError
 from flowalign.backbone.adapters.files import AdapterError, read_lora
 from flowalign.backbone.structure import local_folder, without_data
 from flowalign.commands.doctor.findings import Finding, fault, note
-from flowalign.config.schema import DistillationStage, GrpoStage, OpdStage, SftStage, TrainingStage
+from flowalign.config.schema import OpdStage, TrainingStage
+from flowalign.training.algorithm import algorithm_class
 from flowalign.training.averages import MovingAverage
 from flowalign.training.data import load_prompts, subset
 from flowalign.training.losses import step_weights
@@ -119,7 +120,9 @@ def steps(plan: Plan) -> Iterator[Finding]:
 def noise(plan: Plan) -> Iterator[Finding]:
     """Trained steps with hardly any noise, and a loss that comes from one step."""
     config, rollout, backbone = plan.config, plan.config.rollout, plan.backbone
-    if rollout.kind == "ode" or isinstance(config, SftStage) or backbone is None:
+    if rollout.kind == "ode" or backbone is None:
+        return
+    if algorithm_class(config).keeps(config).noise_levels:  # it trains no state of a rollout
         return
     pixels = [height * width for height, width in config.model.sizes]
     try:  # of the smallest size: where the shift depends on it, its last steps have the least noise
@@ -152,12 +155,7 @@ def noise(plan: Plan) -> Iterator[Finding]:
 
 def clip(plan: Plan) -> Iterator[Finding]:
     """A clip range that clips every ratio, or none."""
-    config, ranges = plan.config, {}
-    if isinstance(config, GrpoStage | OpdStage) and config.learns_from_rewards:
-        ranges["grpo.clip_range"] = config.grpo.clip_range
-    if isinstance(config, OpdStage) and config.student.gradient != "pathwise":
-        ranges["student.clip_range"] = config.student.clip_range
-    for key, value in ranges.items():
+    for key, value in plan.config.clip_ranges.items():
         if value < 1e-6:  # ten times float32's epsilon at 1
             yield fault(
                 f"clip: {key} = {value:g} is close to the rounding error of a ratio in float32 "
@@ -288,14 +286,12 @@ def apart(plan: Plan) -> Iterator[Finding]:
     def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
         return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
-    config, origin = plan.config, plan.loras.get("lora.init")
-    if not isinstance(config, DistillationStage):
-        return
+    origin = plan.loras.get("lora.init")
     teachers = {place: lora for place, lora in plan.loras.items() if place.startswith("teachers.")}
     for place, weights in teachers.items():
         if origin and same(weights, origin):
             yield Finding(
-                "fault" if len(config.teachers) == 1 else "note",
+                "fault" if len(teachers) == 1 else "note",
                 f"{place}: it is the student's start (lora.init). There is nothing to learn.",
             )
     for (one, a), (other, b) in itertools.combinations(teachers.items(), 2):

@@ -74,7 +74,7 @@ class Forecast:
 
 def forecast(name: str, stage: Stage, device: Device, ranks: Mapping[str, int]) -> Forecast:
     """The prediction of a stage, without its times."""
-    if not isinstance(stage, TrainingStage | EvalStage):
+    if not isinstance(stage, TrainingStage | EvalStage):  # a merge
         return Forecast(name, stage, None)
     here = local_folder(stage.model.id, stage.model.revision) is not None
     asked = device.gpu or device.memory or device.tflops

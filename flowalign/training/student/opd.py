@@ -61,9 +61,8 @@ class Opd(Algorithm[Labels]):
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
-        assert parts.teachers
         self.settings = self.config.student
-        self.teachers, self.anchor = parts.teachers, parts.anchor
+        self.anchor = parts.anchor
         self.anchor_weight = self.config.anchor.weight if self.config.anchor else 0.0
         self.grpo: Algorithm[Any] | None = None
         if self.config.learns_from_rewards:
@@ -101,6 +100,7 @@ class Opd(Algorithm[Labels]):
 
     def prepare(self, rollout: Rollout, update: int) -> Labels:
         """Label the trained states, once: the labels do not depend on the student's weights."""
+        assert self.teachers
         label = self.teachers(rollout)
         anchor = self.anchor(rollout).velocity if self.anchor else None
         rewarded = self.grpo.prepare(rollout, update) if self.grpo else None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flowalign.config import SftStage
-from flowalign.training.algorithm import Algorithm, Keeps, Pairs, Parts, Prepared
+from flowalign.training.algorithm import Algorithm, Keeps, Pairs, Prepared
 from flowalign.training.losses import velocity_error
 from flowalign.training.noising import noised, stratified
 from flowalign.training.rollout import Size, Stream, clean_schedule
@@ -35,11 +35,6 @@ class Sft(Algorithm[Targets]):
     sigma = shift u / (1 + (shift - 1) u), u in (0, 1).
     """
 
-    def __init__(self, parts: Parts) -> None:
-        super().__init__(parts)
-        assert parts.teachers
-        self.teachers = parts.teachers
-
     @classmethod
     def keeps(cls, config: SftStage, updates: Sequence[int] | None = None) -> Keeps:
         """The teachers' latents; noised states with the velocity to match."""
@@ -54,6 +49,7 @@ class Sft(Algorithm[Targets]):
 
     def sources(self, tasks: list[str]) -> list[Source]:
         """Each image is sampled by its task's teacher."""
+        assert self.teachers
         return self.teachers.sources(tasks)
 
     def prepare(self, rollout: Rollout, update: int) -> Targets:
