@@ -148,7 +148,7 @@ def lost(benchmark: Named, images: Images, share: float) -> str:
     )
 
 
-class _Image(BaseModel, strict=True, extra="allow", allow_inf_nan=False):
+class JsonImage(BaseModel, strict=True, extra="allow", allow_inf_nan=False):
     """An image's row in JSON."""
 
     index: int = Field(ge=0, lt=2**31)
@@ -164,7 +164,7 @@ def from_json(image: Mapping[str, Any]) -> dict[str, Any]:
     """An image's row from JSON: a score that is null there is NaN again. Raises ValueError for what
     is no row, with the first thing that is wrong."""
     try:
-        _Image.model_validate(image)
+        JsonImage.model_validate(image)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the row"

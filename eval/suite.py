@@ -357,7 +357,7 @@ class _Scoring:
             if keys := batch.unscored[judge.name]:
                 prompts = judge.prompts.select([prompt for prompt, _ in keys])
                 images = torch.stack([pixels[key] for key in keys])
-                self._scoring.submit(images, prompts, partial(_score, judge.reward))
+                self._scoring.submit(images, prompts, partial(score_batch, judge.reward))
                 self._submitted.append((judge, keys))
 
     def finish(self) -> list[dict[Key, ImageRow]]:
@@ -378,7 +378,8 @@ class _Scoring:
                 self.store.append(judge.name, new_rows)
 
 
-def _score(reward: Reward, images: Tensor, batch: PromptBatch) -> Scores:
+def score_batch(reward: Reward, images: Tensor, batch: PromptBatch) -> Scores:
+    """The scores of images [B,3,H,W] and their prompts by one reward."""
     return score(reward, images, batch.prompts, batch.metadata)
 
 
