@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from flowalign.config import TrainingStage
-from flowalign.rewards.scoring import Ahead, score
+from flowalign.rewards.scoring import AsyncScorer, score
 from flowalign.system.images import eight_bits
 from flowalign.training import metrics
 from flowalign.training.algorithm import STUDENT
@@ -55,11 +55,13 @@ def before_after(
     before, after = sample(begin), sample(Path(config.output) / "adapter")
     if path is None:
         return
-    scoring = Ahead(seconds=config.train.score_seconds)  # a reward that hangs must not stop the run
+    scoring = AsyncScorer(
+        seconds=config.train.score_seconds
+    )  # a reward that hangs must not stop the run
     for benchmark, batch, *pair in zip(benchmarks, prompts, before, after, strict=True):
         for images in pair:
             scoring.submit(images, batch, partial(_score, benchmark.reward))
-    answers = scoring.answers()
+    answers = scoring.results()
     curves, blocks = read_metrics(path.with_name("metrics.jsonl")), []
     headlines = dict(curves.get(metrics.HEADLINE, ()))  # without evaluations that lost images
     kept = max(headlines, key=lambda update: headlines[update], default=0)
@@ -71,7 +73,7 @@ def before_after(
         ]
         title = f"{benchmark.name}: {spread_text(places[i], len(benchmark.prompts))}"
         blocks.append(Block(title, prompts[i].prompts, rows))
-    scoring.forget()
+    scoring.discard()
     start = begin or "the base model"
     title = f"{path.parent.name}: before training ({start}), and the adapter that was kept."
     comparison(path, blocks, title=title)

@@ -27,7 +27,7 @@ from flowalign.eval.layouts import check_layout
 from flowalign.eval.stats import average, headline_row, lost, part_of, rows_of
 from flowalign.eval.store import ImageRow, Key, Store, is_valid
 from flowalign.rewards import as_reward
-from flowalign.rewards.scoring import Ahead, score
+from flowalign.rewards.scoring import AsyncScorer, score
 from flowalign.system.devices import current
 from flowalign.system.images import eight_bits
 from flowalign.training.data import load_prompts, spread
@@ -330,7 +330,7 @@ class _Scoring:
         self.rows: dict[str, dict[Key, ImageRow]] = {judge.name: {} for judge in judges}
         if store:
             self.rows = store.read({judge.name: judge.prompts for judge in judges}, keys)
-        self._ahead = Ahead(seconds=seconds)
+        self._scoring = AsyncScorer(seconds=seconds)
         self._submitted: list[tuple[Benchmark, list[Key]]] = []
 
     def unscored(self, keys: Sequence[Key]) -> dict[str, list[Key]]:
@@ -357,18 +357,18 @@ class _Scoring:
             if keys := batch.unscored[judge.name]:
                 prompts = judge.prompts.select([prompt for prompt, _ in keys])
                 images = torch.stack([pixels[key] for key in keys])
-                self._ahead.submit(images, prompts, partial(_score, judge.reward))
+                self._scoring.submit(images, prompts, partial(_score, judge.reward))
                 self._submitted.append((judge, keys))
 
     def finish(self) -> list[dict[Key, ImageRow]]:
         """The rows of each judge, once the last batch is scored."""
         self._collect()
-        self._ahead.forget()
+        self._scoring.discard()
         return [self.rows[judge.name] for judge in self.judges]
 
     def _collect(self) -> None:
         submitted, self._submitted = self._submitted, []
-        for (judge, keys), scores in zip(submitted, self._ahead.answers(), strict=True):
+        for (judge, keys), scores in zip(submitted, self._scoring.results(), strict=True):
             rows = self.rows[judge.name]
             # a batch or group also holds images that had a score: the first one counts
             unscored = [i for i, key in enumerate(keys) if not is_valid(rows.get(key))]

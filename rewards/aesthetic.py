@@ -12,7 +12,7 @@ from flowalign.rewards.base import CLIP_L, VIT_L, Cost
 from flowalign.rewards.clip import LARGE, Clip, ClipModel
 from flowalign.rewards.options import Count, Device, Divisor, checked
 from flowalign.rewards.preference import Head, Preference
-from flowalign.rewards.weights import fit, locate, read, weights_file
+from flowalign.rewards.weights import fit_weights, locate_weights, read_weights, weights_file
 
 HEAD = "trl-lib/ddpo-aesthetic-predictor/aesthetic-model.pth"
 
@@ -45,12 +45,12 @@ class Aesthetic(Preference):
         batch_size: Count = 64,
         offload: bool = False,
     ) -> None:
-        path = locate(head)
-        weights = read(path)  # before the large model, as the likelier to be wrong
+        path = locate_weights(head)
+        weights = read_weights(path)  # before the large model, as the likelier to be wrong
         computing = {"device": device, "batch_size": batch_size, "offload": offload}
         self.clip = Clip(model, None, revision, **computing, text_cache=0)
         self.head = Head(self.clip.width).requires_grad_(False).eval()
-        fit(self.head, weights, path)
+        fit_weights(self.head, weights, path)
         super().__init__(normalizer, model=self.clip.name, head=head)
 
     @torch.no_grad()

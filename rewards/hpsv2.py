@@ -13,7 +13,7 @@ from flowalign.rewards.base import VIT_H, Cost
 from flowalign.rewards.options import Count, Device, Divisor, OpenClip, TextCache, checked
 from flowalign.rewards.preference import Preference
 from flowalign.rewards.towers import TEXT_CACHE, TwoTowers
-from flowalign.rewards.weights import fit, locate, read, weights_file
+from flowalign.rewards.weights import fit_weights, locate_weights, read_weights, weights_file
 from flowalign.system.packages import require
 
 FILES = {"v2.1": "xswu/HPSv2/HPS_v2.1_compressed.pt", "v2.0": "xswu/HPSv2/HPS_v2_compressed.pt"}
@@ -67,8 +67,8 @@ class HPSv2(Preference):
 class OpenClipTowers(TwoTowers):
     """An open_clip model from a file of its weights; images are fitted with bars, not cropped.
 
-    architecture: a name that open_clip knows. file: `flowalign.rewards.weights.locate`. computing:
-    device, batch_size, offload and text_cache, as in `TwoTowers`.
+    architecture: a name that open_clip knows. file: `flowalign.rewards.weights.locate_weights`.
+    computing: device, batch_size, offload and text_cache, as in `TwoTowers`.
     """
 
     def __init__(self, architecture: str, file: str, **computing: Any) -> None:
@@ -80,9 +80,9 @@ class OpenClipTowers(TwoTowers):
                 f"open_clip knows no architecture {architecture!r}; HPS v2 is a ViT-H-14. "
                 "open_clip.list_models() has the names."
             )
-        path = locate(file)
+        path = locate_weights(file)
         self.model = open_clip.CLIP(**config)
-        fit(self.model, read(path), path)
+        fit_weights(self.model, read_weights(path), path)
         self.tokenizer = open_clip.get_tokenizer(architecture)
         self.size = int(config["vision_cfg"]["image_size"])
         self.pixels = preprocess.clip_processor(self.size)

@@ -22,7 +22,7 @@ from flowalign.rewards import preprocess
 from flowalign.rewards.base import VIT_L, Cost
 from flowalign.rewards.options import Count, Device, Divisor, checked, pretrained
 from flowalign.rewards.preference import Head, Preference
-from flowalign.rewards.weights import fit, locate, read, weights_file
+from flowalign.rewards.weights import fit_weights, locate_weights, read_weights, weights_file
 
 WEIGHTS = "THUDM/ImageReward/ImageReward.pt"
 TOKENIZER = "google-bert/bert-base-uncased"
@@ -115,11 +115,11 @@ class ImageReward(Preference):
         batch_size: Count = 32,
         offload: bool = False,
     ) -> None:
-        path = locate(weights)
-        tensors = official_names(read(path))
+        path = locate_weights(weights)
+        tensors = official_names(read_weights(path))
         self.tokenizer = AutoTokenizer.from_pretrained(tokenizer)
         self.network = Network(**(architecture or {}))
-        fit(self.network, tensors, path)
+        fit_weights(self.network, tensors, path)
         self.placement = Placement(self.network, device, offload)
         self.pixels = preprocess.clip_processor(self.network.image_size)
         self.batch_size = batch_size

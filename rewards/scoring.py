@@ -1,4 +1,5 @@
-"""Every call of a reward: `score` guards one, `ByTask` routes a batch, `Ahead` scores in a thread.
+"""Every call of a reward: `score` guards one, `TaskRewards` routes a batch, `AsyncScorer`
+scores in a thread.
 
 An image that a reward failed on is invalid, never scored 0 (DESIGN section 7, promise 2).
 """
@@ -13,7 +14,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from flowalign.rewards.base import as_reward
-from flowalign.system.devices import Beside
+from flowalign.system.devices import SideStream
 from flowalign.system.signals import Interrupted
 from flowalign.types import Metadata, PromptBatch, Reward, Scores
 
@@ -168,7 +168,7 @@ def assemble(count: int, pieces: Iterable[tuple[Sequence[int], Scores]]) -> Scor
     return Scores(scores.value, scores.valid, parts, reasons)
 
 
-class ByTask:
+class TaskRewards:
     """The rewards of a run by task name: every image is scored by the reward of its own task."""
 
     def __init__(self, rewards: Mapping[str, Reward]) -> None:
@@ -190,34 +190,28 @@ class ByTask:
         return assemble(len(images), pieces)
 
 
-# Beside the sampling ------------------------------------------------------------------------------
-
-
-Jobs = SimpleQueue[tuple[Future[Any], Callable[[], Any], Any] | None]  # None = the end
+# While the next images are sampled ----------------------------------------------------------------
 
 
 class Worker:
-    """Runs calls in the order of `submit`, one at a time: rewards are not thread safe.
+    """Runs calls in the order of `submit`, one at a time, in a thread: rewards are not thread safe.
 
-    The thread is a daemon, so a call that hangs does not keep the process alive. It ends with
-    `close`, or when nobody has the worker any more. Whatever a call raises, KeyboardInterrupt and
-    SystemExit included, is raised by its future.
+    The thread is a daemon, so a call that hangs does not keep the process alive. Whatever a call
+    raises, KeyboardInterrupt and SystemExit included, is raised by its future.
     The thread's current device is that of the thread that makes the worker. It works on a stream of
     its own: a call sees all that its submitter has started, and its result is complete.
     """
 
     def __init__(self) -> None:
-        self._jobs: Jobs = SimpleQueue()
-        self._beside, self._clock = Beside(), _Clock()
-        # the thread does not hold the worker, or it would never be let go of
-        given = self._jobs, self._beside, self._clock
-        threading.Thread(target=_work, args=given, name="reward", daemon=True).start()
-        weakref.finalize(self, self._jobs.put, None)
+        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any], Any] | None] = SimpleQueue()
+        self._stream = SideStream()
+        self._began: float | None = None  # when the current call did
+        threading.Thread(target=self._run, name="reward", daemon=True).start()
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
         """The future result of a call; it can be cancelled until its turn comes."""
         future: Future[Any] = Future()
-        self._jobs.put((future, call, self._beside.mark()))
+        self._jobs.put((future, call, self._stream.record()))
         return future
 
     def close(self) -> None:
@@ -227,38 +221,31 @@ class Worker:
     @property
     def busy(self) -> float:
         """For how many seconds the current call has run; 0 if there is none."""
-        since = self._clock.since  # read once: the thread may reset it in between
-        return 0.0 if since is None else time.monotonic() - since
+        began = self._began  # read once: the thread may reset it in between
+        return 0.0 if began is None else time.monotonic() - began
+
+    def _run(self) -> None:
+        self._stream.activate()
+        while (job := self._jobs.get()) is not None:
+            future, call, event = job
+            if not future.set_running_or_notify_cancel():
+                continue
+            self._began = time.monotonic()
+            try:
+                self._stream.wait(event)
+                result = call()
+                self._stream.synchronize()
+            except BaseException as error:
+                self._began = None  # before the future is done: its reader may ask for `busy`
+                future.set_exception(error)
+            else:
+                self._began = None
+                future.set_result(result)
+                del result
+            del job, future, call  # free the images before waiting for the next job
 
 
-@dataclass
-class _Clock:
-    since: float | None = None  # when the current call began
-
-
-def _work(jobs: Jobs, beside: Beside, clock: _Clock) -> None:
-    """What the thread of a Worker does."""
-    beside.enter()
-    while (job := jobs.get()) is not None:
-        future, call, mark = job
-        if not future.set_running_or_notify_cancel():
-            continue
-        clock.since = time.monotonic()
-        try:
-            beside.follow(mark)
-            result = call()
-            beside.settle()
-        except BaseException as error:
-            clock.since = None  # before the future is done: its reader may ask for `busy`
-            future.set_exception(error)
-        else:
-            clock.since = None
-            future.set_result(result)
-            del result
-        del job, future, call  # free the images before waiting for the next job
-
-
-class Ahead:
+class AsyncScorer:
     """Scores batches of images in order, in one thread, while the caller samples the next ones.
 
     The scores are those of calling `score` at once, as far as a reward judges each image by itself.
@@ -285,18 +272,20 @@ class Ahead:
         """
         score = score or self.score
         assert score, "give a score here, or to all batches"
-        self._worker = self._worker or Worker()
+        if self._worker is None:
+            self._worker = Worker()
+            weakref.finalize(self, self._worker.close)
         future = self._worker.submit(partial(score, images, batch))
         self._jobs.append((score, images, batch, future))
 
     def collect(self) -> Scores:
-        """The scores of everything submitted since the last call, in order: `answers`, joined."""
+        """The scores of everything submitted since the last call, in order: `results`, joined."""
         pieces, start = [], 0
-        for scores in self.answers():
+        for scores in self.results():
             pieces.append((range(start, start := start + len(scores.value)), scores))
         return assemble(start, pieces)
 
-    def answers(self) -> Iterator[Scores]:
+    def results(self) -> Iterator[Scores]:
         """The scores of each batch submitted since the last call, in order, as they come.
 
         Whatever `score` raises, KeyboardInterrupt included, is raised here.
@@ -309,16 +298,14 @@ class Ahead:
                 if future.done():  # in the last moment, or `score` itself timed out
                     scores = future.result()
                 else:
-                    scores = failed(
-                        len(images), f"TimeoutError: no answer within {self.seconds:g} s"
-                    )
-                    left = self._jobs
-                    self.forget()
-                    for score, images, batch, _ in left:  # to a new thread
+                    reason = f"TimeoutError: no answer within {self.seconds:g} s"
+                    scores, rest = failed(len(images), reason), self._jobs
+                    self.discard()
+                    for score, images, batch, _ in rest:  # to a new thread
                         self.submit(images, batch, score)
             yield scores
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Drop what was submitted and not collected; the batch being scored runs on, unread."""
         for *_, future in self._jobs:
             future.cancel()

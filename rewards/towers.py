@@ -5,9 +5,8 @@ Legend: B images, P prompts, D the width of that space.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -18,7 +17,6 @@ from flowalign.backbone.placement import Placement
 from flowalign.rewards.preprocess import batches
 
 TEXT_CACHE = 4096  # prompts whose vectors are kept: 16 MB at D = 1024
-Answer = TypeVar("Answer")
 
 
 class TwoTowers:
@@ -42,7 +40,7 @@ class TwoTowers:
         self.device = self.placement.device
         self.width = width  # D
         self.batch_size = batch_size
-        self._texts: Recent[Tensor] = Recent(text_cache)
+        self._text_vector = lru_cache(text_cache)(self._encode_text)
 
     @torch.no_grad()
     def image_features(self, images: Tensor) -> Tensor:
@@ -61,20 +59,19 @@ class TwoTowers:
     def text_features(self, prompts: Sequence[str]) -> Tensor:
         """Unit vectors [P,D], float32. Kept vectors are reused; a prompt too long is cut. A vector
         depends on its prompt alone, to the bit: not on what else is asked, or was before."""
-        vectors = self._texts.get(prompts, self._unit_vectors)
-        empty = torch.empty(0, self.width)
-        return (torch.stack(vectors) if vectors else empty).to(self.device)
+        with self.placement:
+            vectors = [torch.empty(0, self.width), *(self._text_vector(p)[None] for p in prompts)]
+            return torch.cat(vectors).to(self.device)
 
     def cosine(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """cos(image, its prompt) [B], on the CPU, of images [B,3,H,W] and their B prompts."""
         with self.placement:  # offloaded weights are moved once for both towers
             return (self.image_features(images) * self.text_features(prompts)).sum(-1).cpu()
 
-    def _unit_vectors(self, prompts: list[str]) -> list[Tensor]:
-        # each alone: the last bits of a row depend on the size of its batch, and which prompts are
-        # new together depends on what was kept, so that a resumed run would score otherwise
-        with self.placement:
-            return [normalize(self._encode_texts([p]), dim=-1)[0].cpu() for p in prompts]
+    def _encode_text(self, prompt: str) -> Tensor:
+        # alone: the last bits of a row depend on the size of its batch, and which prompts are new
+        # together depends on what was kept, so that a resumed run would score otherwise
+        return normalize(self._encode_texts([prompt]), dim=-1)[0].cpu()
 
     def _encode_images(self, pictures: list[np.ndarray]) -> Tensor:
         """uint8 pictures [H,W,3] -> [b,D], of any length."""
@@ -83,29 +80,3 @@ class TwoTowers:
     def _encode_texts(self, prompts: list[str]) -> Tensor:
         """Prompts -> [p,D], of any length."""
         raise NotImplementedError
-
-
-class Recent(Generic[Answer]):
-    """The answers to the `size` keys that were asked for last; iterates over those keys."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._kept: dict[str, Answer] = {}  # the least recently used first
-        self._lock = threading.Lock()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._kept)
-
-    def get(
-        self, keys: Sequence[str], make: Callable[[list[str]], Sequence[Answer]]
-    ) -> list[Answer]:
-        """The answer to each key; `make` is given the new keys, each once, if there are any."""
-        with self._lock:
-            new = [key for key in dict.fromkeys(keys) if key not in self._kept]
-            answers = self._kept | (dict(zip(new, make(new), strict=True)) if new else {})
-            for key in keys:
-                self._kept.pop(key, None)
-                self._kept[key] = answers[key]
-            for key in list(self._kept)[: max(0, len(self._kept) - self.size)]:
-                del self._kept[key]
-        return [answers[key] for key in keys]

@@ -31,7 +31,7 @@ def weights_file(example: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def locate(address: str) -> Path:
+def locate_weights(address: str) -> Path:
     """The file at a path, or at owner/repository/file[@revision] on the Hub, downloaded once.
 
     Raises OSError, saying how to go on, for a file that cannot be had.
@@ -54,7 +54,7 @@ def locate(address: str) -> Path:
         ) from error
 
 
-def read(path: Path) -> dict[str, Tensor]:
+def read_weights(path: Path) -> dict[str, Tensor]:
     """The tensors of a .safetensors file, or of a torch file that holds tensors only, on the CPU.
 
     A torch file may wrap them in {"state_dict": ...}. Nothing in it is executed: raises ValueError
@@ -96,7 +96,7 @@ def from_safetensors(kind: Any, name: str, **options: Any) -> Any:
         ) from error
 
 
-def fit(model: nn.Module, weights: Mapping[str, Tensor], source: object) -> None:
+def fit_weights(model: nn.Module, weights: Mapping[str, Tensor], source: object) -> None:
     """Copy weights into a model that has exactly these names and shapes, else raise ValueError."""
     try:
         model.load_state_dict(weights)

@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from flowalign.config import AdvantageConfig
-from flowalign.rewards.scoring import Ahead, ByTask
+from flowalign.rewards.scoring import AsyncScorer, TaskRewards
 from flowalign.teachers.advantages import Advantages
 from flowalign.training import metrics
 from flowalign.training.algorithm import Parts, Prepared, TrainingError
@@ -38,8 +38,8 @@ class Scored:
         self.accelerator = parts.accelerator
         self.advantages = Advantages(settings, parts.accelerator, rewards, parts.prompts)
         self.max_invalid_share = config.train.max_invalid_share
-        score = ByTask(rewards)
-        self.scoring = Ahead(score, config.train.score_seconds)
+        score = TaskRewards(rewards)
+        self.scoring = AsyncScorer(score, config.train.score_seconds)
         # a batch of images is scored while the next is sampled, unless a reward must see a group
         ahead = config.train.score_while_sampling and not score.groupwise
         self.on_images: OnImages | None = self._submit if ahead else None
@@ -54,7 +54,7 @@ class Scored:
         advantage is not 0. Raises TrainingError if the reward failed on too many images."""
         assert rollout.images is not None
         if self.scoring.waiting != len(rollout):  # not all were submitted while sampling
-            self.scoring.forget()
+            self.scoring.discard()
             self.scoring.submit(rollout.images, rollout.batch)
         scores = self.scoring.collect()
         device = self.accelerator.device
@@ -90,7 +90,7 @@ class Scored:
 
     def _submit(self, start: int, images: Tensor, batch: PromptBatch) -> None:
         if start == 0:  # an interrupted rollout may have left scores
-            self.scoring.forget()
+            self.scoring.discard()
         self.scoring.submit(images, batch)
 
     def _check(self, valid: Tensor, scores: Scores) -> None:

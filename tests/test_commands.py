@@ -12,7 +12,6 @@ from pathlib import Path
 
 import fakes
 import pytest
-from test_packages import fake
 
 from flowalign import __version__, rewards
 from flowalign.commands import cli
@@ -119,26 +118,6 @@ def test_a_reader_that_leaves_ends_a_command_without_a_word(script: list[str], l
         said = process.stderr.read()
     assert process.returncode == 128 + signal.SIGPIPE and "Traceback" not in said, said
     assert "exit(" not in said
-
-
-# PyPI's other flowalign ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "how", ["flowalign data", "-m flowalign.commands.cli data", "train.py", "-m flowalign.eval"]
-)
-def test_another_project_of_the_same_name_is_refused(
-    script: list[str], tmp_path: Path, how: str
-) -> None:
-    fake(tmp_path / "site", "flowalign", "0.11", "flowalign:__main__.main")
-    (tmp_path / "site" / "flowalign").mkdir()
-    (tmp_path / "site" / "flowalign" / "__init__.py").write_text("")
-    first, *rest = how.split()
-    command = {"flowalign": script, "train.py": [sys.executable, str(ROOT / "train.py")]}
-    command = [*command.get(first, [sys.executable, first]), *rest]
-    done = run([*command, "--help"], tmp_path / "here", tmp_path / "site")
-    assert done.returncode == 2 and not done.stdout
-    assert "pip uninstall flowalign" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 # Rewards beside you ----------------------------------------------------------------------------

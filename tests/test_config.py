@@ -416,16 +416,13 @@ def test_what_an_evaluation_lacks_is_reported_at_once(rewards: None, tmp_path: P
     weights = {f"{layer}A.weight": torch.ones(1, 4), f"{layer}B.weight": torch.ones(4, 1)}
     save_file(weights, tmp_path / "run" / "adapter" / ADAPTER)
     models = {"base": None, "far": str(tmp_path / "no"), "near": str(tmp_path / "run")}
-    models["inside"] = str(tmp_path / "run" / "adapter" / "adapter")  # as of a run's folder
     good = {**MARK, "prompts": str(tmp_path / "a.txt")}
     marks = [good, {**good, "name": "x", "reward": {"name": "ocl"}}, {**MARK, "name": "y"}]
     config = parse(raw_eval(models=models, benchmarks=marks), stage=EvalStage)
     with pytest.raises(ConfigError) as caught:
         check_world(config, num_processes=3)
-    far, near, inside, poison, reward, prompts = caught.value.problems
-    assert far.startswith("models.far: ") and "no such folder, so no pytorch_lora_weights" in far
-    for text in (near, inside):
-        assert text.endswith(f"did you mean {tmp_path / 'run' / 'adapter'}?")
+    far, poison, reward, prompts = caught.value.problems
+    assert far.startswith("models.far: ") and "no such folder" in far
     assert poison.startswith("benchmarks.0.prompts: ") and "cannot be judged" in poison
     assert reward == "benchmarks.1.reward: no reward 'ocl'"
     assert prompts.startswith("benchmarks.2.prompts: no prompt set 'b.txt'")

@@ -18,7 +18,7 @@ from flowalign.backbone import Backbone
 from flowalign.config import ADAPTER, ModelConfig, TrainConfig, to_yaml
 from flowalign.rewards import score
 from flowalign.rewards.pickscore import PickScore
-from flowalign.rewards.scoring import Ahead
+from flowalign.rewards.scoring import AsyncScorer
 from flowalign.training.algorithm import pairs_of
 from flowalign.training.loop import Loop
 from flowalign.types import PromptBatch
@@ -77,11 +77,13 @@ def test_a_reward_scores_on_its_own_device_from_a_worker_thread(offload: bool) -
     expected = PickScore("tiny", device="cpu")(images, batch.prompts, batch.metadata)
     last = torch.device("cuda", torch.cuda.device_count() - 1)
     reward = PickScore("tiny", device=last, offload=offload)
-    ahead = Ahead(lambda images, batch: score(reward, images, batch.prompts, batch.metadata), 60)
+    scorer = AsyncScorer(
+        lambda images, batch: score(reward, images, batch.prompts, batch.metadata), 60
+    )
     with torch.cuda.device(last):
         for _ in range(2):
-            ahead.submit(images.to(last), batch)
-        found = ahead.collect()
+            scorer.submit(images.to(last), batch)
+        found = scorer.collect()
     assert found.valid.all() and found.value.device.type == "cpu"
     assert_close(found.value, torch.cat([expected.value] * 2), rtol=0, atol=1e-4)
 

@@ -127,7 +127,7 @@ def test_a_branch_and_another_s_repository(
     assert "me/red is there already, and everyone can see it" in capsys.readouterr().err
     assert not made.revisions["main"]
     assert main(["push", str(trained), "--repo", "you/red"]) == 2
-    assert "your token may not do that to you/red (403). `hf auth login`" in capsys.readouterr().err
+    assert "you/red (403). `hf auth login`" in capsys.readouterr().err
 
 
 def test_who_is_not_logged_in_is_told_how(

@@ -25,7 +25,7 @@ from flowalign.rewards import (
     score,
 )
 from flowalign.rewards.geneval import GenEval
-from flowalign.rewards.scoring import Ahead
+from flowalign.rewards.scoring import AsyncScorer
 from flowalign.types import Detections, PromptBatch, Scores
 
 IMAGES = torch.tensor([0.1, 0.2, 0.3, 0.4]).view(4, 1, 1, 1).expand(4, 3, 2, 2)
@@ -231,9 +231,9 @@ def test_a_reward_cannot_end_the_run(error):
     def ending(images, prompts, metadata):
         raise error
 
-    ahead = Ahead(lambda images, batch: score(ending, images, batch.prompts, batch.metadata))
-    ahead.submit(IMAGES, PromptBatch(PROMPTS, ["x"] * len(PROMPTS), METADATA))
-    scores = ahead.collect()
+    scorer = AsyncScorer(lambda images, batch: score(ending, images, batch.prompts, batch.metadata))
+    scorer.submit(IMAGES, PromptBatch(PROMPTS, ["x"] * len(PROMPTS), METADATA))
+    scores = scorer.collect()
     assert not scores.valid.any()
     assert all(repr(error) in reason for reason in scores.reasons.values())
 

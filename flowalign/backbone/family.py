@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import diffusers
+import torch
 from torch import Tensor, nn
 
 from flowalign.backbone.schedule import scheduler_sigmas
@@ -19,6 +20,16 @@ JOINT_ATTENTION = [  # layers of blocks in which image and text attend to both
     "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
 ]  # fmt: skip
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
+
+
+def by_prompt(**parts: Tensor) -> list[Text]:
+    """`Text` of each prompt, of tensors [P,...] with those of all prompts."""
+    return [dict(zip(parts, rows, strict=True)) for rows in zip(*parts.values(), strict=True)]
+
+
+def without_padding(embeds: Sequence[Tensor]) -> list[Text]:
+    """embeds [L,D] and mask [L] of each prompt, L its own number of tokens."""
+    return [{"embeds": e, "mask": e.new_ones(len(e), dtype=torch.bool)} for e in embeds]
 
 
 class Family(ABC):

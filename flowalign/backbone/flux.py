@@ -7,11 +7,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flowalign.backbone.family import JOINT_ATTENTION, Family, Text
-from flowalign.backbone.patches import packed, unpacked
+from flowalign.backbone.family import JOINT_ATTENTION, Text, by_prompt
+from flowalign.backbone.patches import PackedFamily, packed
 
 
-class Flux(Family):
+class Flux(PackedFamily):
     """CLIP for one vector, T5 for the tokens, without a mask: the padding of T5 is seen, as in
     diffusers. Classifier-free guidance beside the model's own (`true_cfg_scale`) is left out."""
 
@@ -27,11 +27,6 @@ class Flux(Family):
     def guidance(self) -> Literal["embedded", "none"]:
         """As the transformer was distilled."""
         return "embedded" if self.core.config.guidance_embeds else "none"
-
-    @property
-    def channels(self) -> int:
-        """C of a latent; a token has four latents."""
-        return self.core.config.in_channels // 4
 
     def encoder_tokens(self, length: int) -> list[int]:
         """Tokens that each text encoder sees of a prompt."""
@@ -50,8 +45,7 @@ class Flux(Family):
         embeds, pooled, _ = self.pipe.encode_prompt(
             prompts, device=device, max_sequence_length=length
         )
-        pairs = zip(embeds, pooled, strict=True)
-        return [{"embeds": embed, "pooled": vector} for embed, vector in pairs]
+        return by_prompt(embeds=embeds, pooled=pooled)
 
     def inputs(self, x: Tensor, sigma: Tensor, text: Text, guidance: float) -> dict[str, Any]:
         """The transformer's keyword arguments."""
@@ -66,7 +60,3 @@ class Flux(Family):
             "img_ids": torch.cat([places.new_zeros(len(places), 1), places], 1).to(x.dtype),
             "txt_ids": x.new_zeros(text["embeds"].shape[1], 3),
         }
-
-    def velocity(self, output: Tensor, x: Tensor) -> Tensor:
-        """Tokens -> v [B,C,h,w]."""
-        return unpacked(output, x).float()

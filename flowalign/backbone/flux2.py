@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flowalign.backbone.family import JOINT_ATTENTION, Family, Text
+from flowalign.backbone.family import JOINT_ATTENTION, Family, Text, by_prompt
 
 
 class Flux2(Family):
@@ -53,7 +53,7 @@ class Flux2(Family):
     def encode(self, prompts: list[str], length: int, device: Any) -> list[Text]:
         """embeds [L,D] of each prompt."""
         embeds, _ = self.pipe.encode_prompt(prompts, device=device, max_sequence_length=length)
-        return [{"embeds": embed} for embed in embeds]
+        return by_prompt(embeds=embeds)
 
     def inputs(self, x: Tensor, sigma: Tensor, text: Text, guidance: float) -> dict[str, Any]:
         """The transformer's keyword arguments. A place is (time, row, column, place in text)."""

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, interpolate
 
-from flowalign.backbone.family import JOINT_ATTENTION, Family, Text
-from flowalign.backbone.patches import packed, unpacked
+from flowalign.backbone.family import JOINT_ATTENTION, Text, without_padding
+from flowalign.backbone.patches import PackedFamily, packed
 
 
-class QwenImage(Family):
+class QwenImage(PackedFamily):
     """Prompts have the length that they need, and a mask. Classifier-free guidance keeps the norm
     of the conditional velocity in each token. The autoencoder has a time axis."""
 
@@ -25,11 +24,6 @@ class QwenImage(Family):
     scale = "true_cfg_scale"
     negative = " "  # of the model's card
     longest = 1024
-
-    @property
-    def channels(self) -> int:
-        """C of a latent; a token has four latents."""
-        return self.core.config.in_channels // 4
 
     @property
     def unused(self) -> list[str]:
@@ -50,11 +44,8 @@ class QwenImage(Family):
         embeds, mask = self.pipe.encode_prompt(prompts, device=device, max_sequence_length=length)
         if mask is None:  # all are of the same length
             mask = embeds.new_ones(embeds.shape[:2])
-        own = [embed[keep.bool()] for embed, keep in zip(embeds, mask, strict=True)]
-        return [
-            {"embeds": e, "mask": torch.ones(len(e), dtype=torch.bool, device=e.device)}
-            for e in own
-        ]
+        pairs = zip(embeds, mask, strict=True)
+        return without_padding([embed[keep.bool()] for embed, keep in pairs])
 
     def inputs(self, x: Tensor, sigma: Tensor, text: Text, guidance: float) -> dict[str, Any]:
         """The transformer's keyword arguments."""
@@ -66,10 +57,6 @@ class QwenImage(Family):
             "timestep": sigma,
             "img_shapes": [[(1, h // 2, w // 2)]] * b,
         }
-
-    def velocity(self, output: Tensor, x: Tensor) -> Tensor:
-        """Tokens -> v [B,C,h,w]."""
-        return unpacked(output, x).float()
 
     def guided(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
         """CFG, then each token (2x2 latents) has the norm of the conditional velocity again."""

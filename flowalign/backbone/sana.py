@@ -9,7 +9,7 @@ from typing import Any
 import diffusers
 from torch import Tensor
 
-from flowalign.backbone.family import Family, Text
+from flowalign.backbone.family import Family, Text, by_prompt
 
 
 class Sana(Family):
@@ -71,8 +71,7 @@ class Sana(Family):
             max_sequence_length=length,
             complex_human_instruction=None if empty else self.instruction,
         )
-        pairs = zip(embeds, mask.bool(), strict=True)
-        return [{"embeds": embed, "mask": keep} for embed, keep in pairs]
+        return by_prompt(embeds=embeds, mask=mask.bool())
 
     def inputs(self, x: Tensor, sigma: Tensor, text: Text, guidance: float) -> dict[str, Any]:
         """The transformer's keyword arguments."""

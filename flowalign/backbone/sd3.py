@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flowalign.backbone.family import JOINT_ATTENTION, Family, Text
+from flowalign.backbone.family import JOINT_ATTENTION, Family, Text, by_prompt
 
 
 class SD3(Family):
@@ -61,8 +61,7 @@ class SD3(Family):
             do_classifier_free_guidance=False,
             max_sequence_length=length,
         )
-        pairs = zip(embeds, pooled, strict=True)
-        return [{"embeds": embed, "pooled": vector} for embed, vector in pairs]
+        return by_prompt(embeds=embeds, pooled=pooled)
 
     def inputs(self, x: Tensor, sigma: Tensor, text: Text, guidance: float) -> dict[str, Any]:
         """The transformer's keyword arguments."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowalign.backbone.family import Family, Text
+from flowalign.backbone.family import Family, Text, without_padding
 
 
 class ZImage(Family):
@@ -49,10 +49,7 @@ class ZImage(Family):
             do_classifier_free_guidance=False,
             max_sequence_length=length,
         )
-        return [
-            {"embeds": e, "mask": torch.ones(len(e), dtype=torch.bool, device=e.device)}
-            for e in embeds
-        ]
+        return without_padding(embeds)
 
     def inputs(self, x: Tensor, sigma: Tensor, text: Text, guidance: float) -> dict[str, Any]:
         """The transformer's keyword arguments."""

@@ -29,33 +29,33 @@ def resolve(device: str | torch.device | None = None) -> torch.device:
     return here if here and here.type == device.type else device
 
 
-class Beside:
-    """For a thread that works beside the one that makes this: the same current device, and a stream
-    of its own, so that neither waits for the other's kernels. Does nothing without an accelerator
-    that is in use and has streams."""
+class SideStream:
+    """A stream for a thread that works beside the one that makes this, on the same device, so that
+    neither waits for the other's kernels. Does nothing without an accelerator that is in use."""
 
     def __init__(self) -> None:
         self.device = current() if _in_use() else None
         self.stream = torch.Stream(device=self.device) if self.device else None
 
-    def mark(self) -> torch.Event | None:
+    def record(self) -> torch.Event | None:
         """By the caller: an event after everything that it has started."""
         return torch.accelerator.current_stream(self.device).record_event() if self.stream else None
 
-    def enter(self) -> None:
+    def activate(self) -> None:
         """By the thread, once: from here on it uses the device and the stream."""
         if self.device and self.stream:
             torch.get_device_module(self.device).set_device(self.device)
             torch.accelerator.set_stream(self.stream)
 
-    def follow(self, event: torch.Event | None) -> None:
+    def wait(self, event: torch.Event | None) -> None:
         """By the thread: what it starts from here on runs after the event."""
         if self.stream and event:
             self.stream.wait_event(event)
 
-    def settle(self) -> None:
-        """By the thread: wait for all that it has started."""
-        if self.stream:  # then others may use its results and free its inputs
+    def synchronize(self) -> None:
+        """By the thread: wait for all that it has started, so that others may use its results and
+        free its inputs."""
+        if self.stream:
             self.stream.synchronize()
 
 

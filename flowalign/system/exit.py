@@ -28,15 +28,12 @@ LIBRARIES = (
 
 
 def run(name: str, target: str, argv: Sequence[str]) -> int:
-    """Run the command `flowalign NAME`; its exit status. 2 where another project has our import
-    name or a package is missing, 130 after Ctrl-C, 143 after SIGTERM, 75 after SIGUSR1, each with
-    one line on stderr; 141 without one where nobody reads its output any more (`| head`).
+    """Run the command `flowalign NAME`; its exit status. 2 where a package is missing, 130 after
+    Ctrl-C, 143 after SIGTERM, 75 after SIGUSR1, each with one line on stderr; 141 without one where
+    nobody reads its output any more (`| head`).
 
     target: "module:function", from arguments to exit status. It is imported here, late.
     """
-    if problem := packages.other_project():
-        print(f"flowalign: {problem}", file=sys.stderr)
-        return 2
     module, function = target.split(":")
     try:
         with interruptible(), silenced():

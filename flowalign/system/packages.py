@@ -1,16 +1,15 @@
-"""Packages that only some runs need, the commands that install them, and what this one is called.
+"""Packages that only some runs need, and the commands that install them.
 
 The distribution is `flowalign-t2i`; the import name and the command are `flowalign`. On PyPI
-`flowalign` is another project, a sequence aligner that brings the same import name and command.
-This module imports the standard library only.
+`flowalign` is another project, a sequence aligner of the same import name and command: install one
+of the two. This module imports the standard library only.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
-import json
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,6 @@ EXTRAS = {
 OTHERS = {"rapidocr": "rapidocr onnxruntime", "hpsv3": "hpsv3==1.0.0"}
 """Import name -> what pip is asked for, for packages that no extra has."""
 ROOT = Path(__file__).resolve().parents[2]  # of a checkout; else site-packages
-# the command, also of past releases, which were named flowalign
-OURS = ("flowalign.commands.cli:main", "flowalign.cli:main")
 
 
 class MissingPackage(ImportError):
@@ -62,51 +59,18 @@ def hint(module: str) -> str:
 
 
 def install_command(module: str) -> str:
-    """What installs a package of EXTRAS or OTHERS.
-
-    An extra of the distribution that is installed needs no index for the distribution itself: pip
-    and uv take the installed one, editable or not. A checkout that is not installed is named by its
-    folder.
-    """
+    """What installs a package of EXTRAS or OTHERS; in a checkout, from its folder."""
     if module not in EXTRAS:
         return f"pip install {OTHERS.get(module, module)}"
     extra = f"[{EXTRAS[module]}]"
-    ours = _distribution(DISTRIBUTION)
-    if ours and ours.read_text("WHEEL"):  # an egg-info that setuptools left in a checkout has none
-        return f"pip install '{DISTRIBUTION}{extra}'"
-    return f"pip install -e '{ROOT}{extra}'"
+    if (ROOT / "pyproject.toml").is_file():
+        return f"pip install -e '{ROOT}{extra}'"
+    return f"pip install '{DISTRIBUTION}{extra}'"
 
 
 def version(distribution: str) -> str:
     """The version of a distribution, or "not installed"."""
-    found = _distribution(distribution)
-    return found.version if found else "not installed"
-
-
-def other_project() -> str | None:
-    """What is wrong where PyPI's `flowalign` is installed, too: each of the two overwrites or hides
-    files of the other. None where it is not."""
-    other = _distribution("flowalign")
-    if other is None or any(point.value in OURS for point in other.entry_points):
-        return None
-    return (
-        f"another project's package `flowalign` {other.version} is installed in "
-        f"{other.locate_file('')}. It has the same import name and command as {DISTRIBUTION}. Run "
-        f"`pip uninstall flowalign`, then `pip install --force-reinstall --no-deps {_origin()}`."
-    )
-
-
-def _origin() -> str:
-    """What pip is asked for to install this distribution again."""
-    if (ROOT / "pyproject.toml").is_file():
-        return f"-e '{ROOT}'"
-    ours = _distribution(DISTRIBUTION)
-    text = ours.read_text("direct_url.json") if ours else None  # none if it came from an index
-    return f"'{json.loads(text)['url']}'" if text else DISTRIBUTION
-
-
-def _distribution(name: str) -> Distribution | None:
     try:
-        return distribution(name)
-    except PackageNotFoundError:
-        return None
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

@@ -17,7 +17,7 @@ from test_aesthetic import head_weights
 from torch import nn
 
 from flowalign import rewards
-from flowalign.rewards.scoring import Ahead, Worker
+from flowalign.rewards.scoring import AsyncScorer, Worker
 from flowalign.types import PromptBatch, Reward, Scores
 
 HERE, THERE, CPU = map(torch.device, ("second:1", "second:0", "cpu"))
@@ -121,9 +121,9 @@ def in_the_background(reward: Reward, asked: PromptBatch) -> Scores:
     def score(images: torch.Tensor, batch: PromptBatch) -> Scores:
         return rewards.score(reward, images, batch.prompts, batch.metadata)
 
-    ahead = Ahead(score)
-    ahead.submit(images.to(HERE) * 0.5 + images.to(HERE) / 2, asked)
-    return ahead.collect()
+    scorer = AsyncScorer(score)
+    scorer.submit(images.to(HERE) * 0.5 + images.to(HERE) / 2, asked)
+    return scorer.collect()
 
 
 @pytest.mark.parametrize("name", WITH_NETWORKS)
@@ -198,10 +198,10 @@ def test_the_worker_waits_for_what_the_caller_has_made(clipscore: dict[str, Any]
         streams.append(torch.accelerator.current_stream())
         return rewards.score(reward, images, batch.prompts, batch.metadata)
 
-    ahead, asked = Ahead(score), batch("clipscore")
+    scorer, asked = AsyncScorer(score), batch("clipscore")
     for _ in range(2):
         images, _ = pictures(6, 40, 48)
-        ahead.submit(images.to(HERE).flip(0), asked)
-    assert not ahead.collect().failures
+        scorer.submit(images.to(HERE).flip(0), asked)
+    assert not scorer.collect().failures
     assert streams[0] == streams[1] != mine and streams[0].device == HERE
     assert torch.accelerator.current_stream() == mine

@@ -69,11 +69,16 @@ def _fetch(
     say: Callable[[str], None],
 ) -> list[Path]:
     """apart: files whose prompts must not be set aside to validate."""
-    target = out / file.name
-    paths = [target, out / file.validation] if file.validation else [target]
-    expected, known = _expected(file, target)
-    say(f"{file.name}: {file.url}\n  checksum {expected or '-'} ({known})")
-    if expected and _is_there(paths, expected):
+    names = [file.name, file.validation] if file.validation else [file.name]
+    paths = [out / name for name in names]
+    record = _read_record(paths[0])
+    expected, how = file.checksum, file.known
+    if not expected and record.get("url") == file.url:
+        expected, how = f"sha256:{record['sha256']}", FIRST
+    if not expected:
+        how = "none known: what comes is recorded, and later fetches are compared to it"
+    say(f"{file.name}: {file.url}\n  checksum {expected or '-'} ({how})")
+    if _is_there(paths, expected, record):
         say(f"  {' and '.join(map(str, paths))}: there already, and the checksum holds")
         return paths
     content = _download(file.url)
@@ -84,13 +89,13 @@ def _fetch(
     if expected and checksum != expected and not unverified:
         raise FetchError(
             f"{file.url} sent {len(content)} bytes with the checksum {checksum}, but it should be "
-            f"{expected} ({known}). Nothing was written. Try again; if you trust what comes, "
+            f"{expected} ({how}). Nothing was written. Try again; if you trust what comes, "
             "--unverified keeps it."
         )
-
-    parts = _split(content, file.name, apart) if file.validation else [content]
-    counts = [len(_prompts(part, path.name)) for path, part in zip(paths, parts, strict=True)]
-    for path, part in zip(paths, parts, strict=True):
+    contents = _split(content, file.name, apart) if file.validation else [content]
+    parts = dict(zip(paths, contents, strict=True))
+    counts = {path: len(_prompts(part, path.name)) for path, part in parts.items()}
+    for path, part in parts.items():
         if path.is_file() and path.read_bytes() != part and not force:
             raise FetchError(
                 f"{path} is there and differs from what {file.url} sends"
@@ -98,10 +103,10 @@ def _fetch(
                 "was written. Move it away, choose another --out, or replace it with --force."
             )
     verified = checksum == expected
-    summary = {"prompts": sum(counts), "verified": verified and known != FIRST}
-    _write(file, source, content, dict(zip(paths, parts, strict=True)), summary)
+    sure = verified and how != FIRST
+    _write(file, source, content, parts, {"prompts": sum(counts.values()), "verified": sure})
     verdict = "its checksum holds" if verified else f"NOT VERIFIED: recorded {checksum}"
-    for path, count in zip(paths, counts, strict=True):
+    for path, count in counts.items():
         say(f"  {count} prompts in {path} ({verdict})")
     return paths
 
@@ -110,6 +115,10 @@ def _write(
     file: File, source: Source, content: bytes, parts: dict[Path, bytes], summary: dict[str, Any]
 ) -> None:
     """Write the parts {path: bytes} of a content, and the record of where it came from."""
+    # the training set after its validation set: where the first lies, the second does
+    for path, part in reversed(list(parts.items())):
+        with replacing(path) as beside:
+            beside.write_bytes(part)
     record = {
         "file": file.name,
         "url": file.url,
@@ -117,68 +126,56 @@ def _write(
         "commit": source.commit,
         "licence": source.licence,
         "note": source.note,
-        "sha256": hashlib.sha256(content).hexdigest(),
+        "sha256": _sha256(content),
         "bytes": len(content),
         "lines": "unique and sorted" if file.unique else "as published",
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **summary,
     }
     if file.validation:
-        sums = {path.name: hashlib.sha256(part).hexdigest() for path, part in parts.items()}
-        record["parts"] = sums
-    target = next(iter(parts))
-    # the training set after its validation set: where the first lies, the second does
-    for path, part in reversed(list(parts.items())):
-        with replacing(path) as beside:
-            beside.write_bytes(part)
-    with replacing(_record(target)) as beside:
+        record["parts"] = {path.name: _sha256(part) for path, part in parts.items()}
+    with replacing(_record_file(next(iter(parts)))) as beside:
         beside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 # Checksums ---------------------------------------------------------------------------------------
 
 
-def _record(target: Path) -> Path:
+def _record_file(target: Path) -> Path:
     return target.with_name(f"{target.name}.source.json")
 
 
-def _expected(file: File, target: Path) -> tuple[str, str]:
-    """The checksum that must come, and how it is known: from the table, or an earlier fetch."""
-    if file.checksum:
-        return file.checksum, file.known
+def _read_record(target: Path) -> dict[str, Any]:
+    """Where a file came from; {} without a record. Raises FetchError for one that is damaged."""
+    file = _record_file(target)
     try:
-        record = json.loads(_record(target).read_text(encoding="utf-8"))
-        if record["url"] == file.url:
-            return f"sha256:{record['sha256']}", FIRST
-    except FileNotFoundError:
-        pass
+        record = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        return record if not record else {**record, "sha256": str(record["sha256"])}
     except (ValueError, KeyError, TypeError) as error:
         raise FetchError(
-            f"{_record(target)} cannot be read ({type(error).__name__}: {error}), so the checksum "
-            "in it is lost. Delete it to fetch without a checksum."
+            f"{file} cannot be read ({type(error).__name__}: {error}), so the checksum in it is "
+            "lost. Delete it to fetch without a checksum."
         ) from None
-    return "", "none known: what comes is recorded, and later fetches are compared to it"
 
 
-def _is_there(paths: Sequence[Path], expected: str) -> bool:
+def _is_there(paths: Sequence[Path], expected: str, record: dict[str, Any]) -> bool:
     """Whether a file, or the two parts of one, lie there as they were written."""
-    if not all(path.is_file() for path in paths):
+    if not expected or not all(path.is_file() for path in paths):
         return False
     if len(paths) == 1:
         return _checksum(paths[0].read_bytes(), expected) == expected
-    try:
-        record = json.loads(_record(paths[0]).read_text(encoding="utf-8"))
-        whole, parts = record["sha256"], [record["parts"][path.name] for path in paths]
-    except (OSError, ValueError, KeyError, TypeError):  # it was fetched before there was a split
-        return False
-    sums = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
-    return f"sha256:{whole}" == expected and parts == sums
+    sums = {path.name: _sha256(path.read_bytes()) for path in paths}
+    return f"sha256:{record.get('sha256')}" == expected and record.get("parts") == sums
 
 
 def _checksum(content: bytes, like: str) -> str:
     """ "algorithm:hex" of a content, by the algorithm of another such text."""
     name = like.split(":")[0]
     return f"{name}:{hashlib.new(name, content, usedforsecurity=False).hexdigest()}"
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 # Contents ----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import fakes
 import pytest
 import torch
 
-from flowalign.rewards.scoring import Ahead, score
+from flowalign.rewards.scoring import AsyncScorer, score
 from flowalign.training.algorithm import TrainingError
 from flowalign.types import PromptBatch, Scores
 
@@ -19,24 +19,24 @@ IMAGES = torch.rand(6, 3, 4, 4, generator=torch.Generator().manual_seed(0))
 
 
 def asking(reward):
-    """What `Ahead` calls, for one reward."""
+    """What `AsyncScorer` calls, for one reward."""
     return lambda images, batch: score(reward, images, batch.prompts, batch.metadata)
 
 
-def submit_all(ahead: Ahead) -> None:
+def submit_all(scorer: AsyncScorer) -> None:
     for start in (0, 2, 4):
-        ahead.submit(IMAGES[start : start + 2], BATCH)
+        scorer.submit(IMAGES[start : start + 2], BATCH)
 
 
 def test_the_answers_come_in_order_and_are_those_of_asking_at_once():
-    ahead = Ahead(asking(fakes.redness))
-    submit_all(ahead)
-    assert ahead.waiting == 6
-    found = ahead.collect()
+    scorer = AsyncScorer(asking(fakes.redness))
+    submit_all(scorer)
+    assert scorer.waiting == 6
+    found = scorer.collect()
     whole = fakes.redness(IMAGES, BATCH.prompts * 3, BATCH.metadata * 3)
     assert torch.equal(found.value, whole.value)
     assert torch.equal(found.parts["red"], whole.parts["red"])
-    assert ahead.waiting == 0
+    assert scorer.waiting == 0
 
 
 def test_submitting_does_not_wait():
@@ -46,10 +46,10 @@ def test_submitting_does_not_wait():
         assert released.wait(10)
         return Scores.of(images.mean((1, 2, 3)))
 
-    ahead = Ahead(asking(patient))
-    submit_all(ahead)  # would hang here if it waited
+    scorer = AsyncScorer(asking(patient))
+    submit_all(scorer)  # would hang here if it waited
     released.set()
-    assert bool(ahead.collect().valid.all())
+    assert bool(scorer.collect().valid.all())
 
 
 def test_a_batch_that_hangs_is_masked_and_the_others_are_scored():
@@ -62,9 +62,9 @@ def test_a_batch_that_hangs_is_masked_and_the_others_are_scored():
             never.wait(30)
         return Scores.of(images.mean((1, 2, 3)))
 
-    ahead = Ahead(asking(sleepy), seconds=0.2)
-    submit_all(ahead)
-    found = ahead.collect()
+    scorer = AsyncScorer(asking(sleepy), seconds=0.2)
+    submit_all(scorer)
+    found = scorer.collect()
     never.set()
     assert found.valid.tolist() == [True, True, False, False, True, True]
     assert found.reasons[2] == "TimeoutError: no answer within 0.2 s"
@@ -72,20 +72,20 @@ def test_a_batch_that_hangs_is_masked_and_the_others_are_scored():
 
 
 def test_what_is_forgotten_is_not_collected():
-    ahead = Ahead(asking(fakes.redness))
-    submit_all(ahead)
-    ahead.forget()
-    ahead.submit(IMAGES[:2], BATCH)
-    assert len(ahead.collect().value) == 2
+    scorer = AsyncScorer(asking(fakes.redness))
+    submit_all(scorer)
+    scorer.discard()
+    scorer.submit(IMAGES[:2], BATCH)
+    assert len(scorer.collect().value) == 2
 
 
 def test_the_thread_ends_with_the_one_who_asks():
     before = set(threading.enumerate())  # other tests leave some that hang
-    ahead = Ahead(asking(fakes.redness))
-    submit_all(ahead)
-    ahead.collect()
+    scorer = AsyncScorer(asking(fakes.redness))
+    submit_all(scorer)
+    scorer.collect()
     (thread,) = set(threading.enumerate()) - before
-    del ahead
+    del scorer
     thread.join(5)
     assert not thread.is_alive()
 
@@ -94,10 +94,10 @@ def test_what_the_caller_must_hear_is_raised_where_it_collects():
     def interrupted(images: torch.Tensor, batch: PromptBatch) -> Scores:
         raise KeyboardInterrupt
 
-    ahead = Ahead(interrupted)
-    ahead.submit(IMAGES[:2], BATCH)
+    scorer = AsyncScorer(interrupted)
+    scorer.submit(IMAGES[:2], BATCH)
     with pytest.raises(KeyboardInterrupt):
-        ahead.collect()
+        scorer.collect()
 
 
 # In a run ----------------------------------------------------------------------------------------
@@ -118,11 +118,11 @@ def finished(model: str, folder: Path, *overrides: str, reward: str = "noisy_red
 
 
 def test_a_run_that_scores_while_sampling_gives_the_same_numbers(random_model, tmp_path):
-    ahead = finished(random_model, tmp_path / "ahead", reward="redness")
+    during = finished(random_model, tmp_path / "ahead", reward="redness")
     after = finished(
         random_model, tmp_path / "after", "train.score_while_sampling=false", reward="redness"
     )
-    assert metrics(ahead) == metrics(after)
+    assert metrics(during) == metrics(after)
 
 
 def test_scoring_and_sampling_take_turns_in_time(random_model, tmp_path, monkeypatch):
