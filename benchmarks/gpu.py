@@ -110,7 +110,7 @@ def stage(setup: Setup, case: Case) -> Mapping[str, Any]:
     """A config of the tiny world, cut short: its path, then changes."""
     from flowalign.commands import train
     from flowalign.config import EvalStage, Job, Stage, load
-    from flowalign.eval.run import evaluate
+    from flowalign.eval.evaluation import evaluate
 
     path, *changes = case.given
     out = setup.folder / re.sub(r"\W+", "_", case.name)

@@ -17,7 +17,6 @@ A folder appears by one rename when it is complete.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,33 +69,22 @@ def write_layout(
             f"{folder} is not empty, and the official scripts read every file in it. Give a new "
             "folder."
         )
-    for old in folder.parent.glob(f".{folder.name}.*.part"):  # of a killed process
-        shutil.rmtree(old)
     with replacing(folder) as part:
-        count, first = 0, None
-        for own in images:
-            shape = (len(own), own.shape[2], own.shape[3])
+        first = None
+        part.mkdir()
+        for index, samples in zip(range(len(prompts)), images, strict=True):
+            shape = (len(samples), samples.shape[2], samples.shape[3])
             if first is None:
                 check_layout(name, prompts, shape)
-                part.mkdir()
                 first = shape
             if shape != first:
                 raise ValueError(
-                    f"prompt {count} has {_text(shape)}, and the first {_text(first)}. The "
+                    f"prompt {index} has images of shape {shape}, and the first {first}. The "
                     "official scores are means over files: give equally many, of one size."
                 )
-            if not bool(own.isfinite().all()):
-                raise ValueError(f"an image of prompt {count} has pixels that are NaN or infinite.")
-            if count < len(prompts):  # too many images are counted, and refused below
-                LAYOUTS[name].write(part, prompts, count, own)
-            count += 1
-            del own  # free it before the next prompt's images are made
-        if not count or count != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts, but images of {count}; give one each.")
-
-
-def _text(shape: Shape) -> str:
-    return f"{shape[0]} images of {shape[1]}x{shape[2]}"
+            if not bool(samples.isfinite().all()):
+                raise ValueError(f"an image of prompt {index} has pixels that are NaN or infinite.")
+            LAYOUTS[name].write(part, prompts, index, samples)
 
 
 # The official folders ----------------------------------------------------------------------------
@@ -112,10 +100,10 @@ def _check_t2i_compbench(prompts: PromptBatch, shape: Shape) -> None:
         _check_length(f"{prompt}_000000.png")
 
 
-def _write_t2i_compbench(folder: Path, prompts: PromptBatch, place: int, images: Tensor) -> None:
+def _write_t2i_compbench(folder: Path, prompts: PromptBatch, index: int, images: Tensor) -> None:
     (folder / "samples").mkdir(exist_ok=True)
-    for number, image in enumerate(images, place * len(images)):
-        path = folder / "samples" / f"{prompts.prompts[place]}_{number:06}.png"
+    for number, image in enumerate(images, index * len(images)):
+        path = folder / "samples" / f"{prompts.prompts[index]}_{number:06}.png"
         path.write_bytes(png(image))
 
 
@@ -123,8 +111,8 @@ def _check_dpg_bench(prompts: PromptBatch, shape: Shape) -> None:
     count, height, width = shape
     if count not in (1, 4) or height != width:
         raise ValueError(
-            f"{_text(shape)} per prompt. DPG-Bench cuts squares out of a 2x2 grid: give 4 square "
-            "images per prompt, or 1 (--pic-num 1)."
+            f"{count} images of {height}x{width} per prompt. DPG-Bench cuts squares out of a 2x2 "
+            "grid: give 4 square images per prompt, or 1 (--pic-num 1)."
         )
     items = [metadata.get("item_id") for metadata in prompts.metadata]
     for index, item in enumerate(items):
@@ -138,23 +126,23 @@ def _check_dpg_bench(prompts: PromptBatch, shape: Shape) -> None:
         _check_length(f"{item}.png")
 
 
-def _write_dpg_bench(folder: Path, prompts: PromptBatch, place: int, images: Tensor) -> None:
+def _write_dpg_bench(folder: Path, prompts: PromptBatch, index: int, images: Tensor) -> None:
     rows = [torch.cat(list(pair), dim=2) for pair in images.split(2)]  # [3,H,2W] each
-    path = folder / f"{prompts.metadata[place]['item_id']}.png"
+    path = folder / f"{prompts.metadata[index]['item_id']}.png"
     path.write_bytes(png(torch.cat(rows, dim=1)))
 
 
 def _check_geneval(prompts: PromptBatch, shape: Shape) -> None:
-    for place in range(len(prompts)):
-        geneval_folder.check_metadata(_geneval_line(prompts, place), f"prompt {place}")
+    for index in range(len(prompts)):
+        geneval_folder.check_metadata(_geneval_line(prompts, index), f"prompt {index}")
 
 
-def _write_geneval(folder: Path, prompts: PromptBatch, place: int, images: Tensor) -> None:
-    geneval_folder.write(folder, [_geneval_line(prompts, place)], images[None], first=place)
+def _write_geneval(folder: Path, prompts: PromptBatch, index: int, images: Tensor) -> None:
+    geneval_folder.write(folder, [_geneval_line(prompts, index)], images[None], first=index)
 
 
-def _geneval_line(prompts: PromptBatch, place: int) -> dict[str, Any]:
-    return {**prompts.metadata[place], "prompt": prompts.prompts[place]}
+def _geneval_line(prompts: PromptBatch, index: int) -> dict[str, Any]:
+    return {**prompts.metadata[index], "prompt": prompts.prompts[index]}
 
 
 def _check_length(name: str) -> None:

@@ -56,17 +56,6 @@ class Touchy:
         return exact(images, prompts, metadata)
 
 
-class Slow:
-    """`exact` after so many seconds an image."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def __call__(self, images: Tensor, prompts, metadata) -> Scores:
-        time.sleep(self.seconds * len(images))
-        return exact(images, prompts, metadata)
-
-
 def corner(images: Tensor, prompts, metadata) -> Scores:
     """The first number of each image after half a second: needs no memory, and the queue fills."""
     time.sleep(0.5)

@@ -14,7 +14,7 @@ from scipy.stats import t as student_t
 from flowalign import config
 from flowalign.commands import watch
 from flowalign.config import ConfigError, EvalStage
-from flowalign.eval.run import evaluate
+from flowalign.eval.evaluation import evaluate
 from flowalign.system import manifest
 from flowalign.training.algorithm import TrainingError
 from flowalign.training.loop import Loop

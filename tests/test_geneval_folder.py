@@ -159,11 +159,10 @@ def cut(path: Path) -> None:
     ("spoil", "said"),
     [
         (lambda f: (f / "00000").rename(f / "x"), "00001, but number 0 is missing"),
-        (lambda f: (f / "00001").rename(f / "00007"), r"number 1, 2, 3, 4, 5, \.\.\. is missing"),
-        (lambda f: (f / "00001").rename(f / "0"), "holds number 0 twice"),
-        (lambda f: (f / "00001/metadata.jsonl").unlink(), "there is no .*00001/metadata.jsonl"),
-        (lambda f: (f / "00001/metadata.jsonl").write_text("{"), "not one line of JSON"),
-        (lambda f: (f / "00001/metadata.jsonl").write_bytes(b"\xff"), "not one line of JSON"),
+        (lambda f: (f / "00001").rename(f / "00007"), "number 1 is missing"),
+        (lambda f: (f / "00001/metadata.jsonl").unlink(), "00001/metadata.jsonl"),
+        (lambda f: (f / "00001/metadata.jsonl").write_text("{"), "00001/metadata.jsonl"),
+        (lambda f: (f / "00001/metadata.jsonl").write_bytes(b"\xff"), "00001/metadata.jsonl"),
         (lambda f: (f / "00001/metadata.jsonl").write_text("[]"), "has no text `tag`"),
         (
             lambda f: (f / "00001/metadata.jsonl").write_text('{"tag": "a", "prompt": "p"}'),

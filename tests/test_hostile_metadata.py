@@ -11,46 +11,29 @@ from flowalign.rewards.geneval_judge import COLORS, judge, partial_credit
 from flowalign.training.data import load_prompts
 
 NAMES = ["dog", "cup", "red", "", "é"]
-WRONG = {
-    "a position that is no pair": [{"class": "dog", "count": 1, "position": "left of"}],
-    "a position without a place": [{"class": "dog", "count": 1, "position": ["left of"]}],
-    "a position of itself": [{"class": "dog", "count": 1, "position": ["left of", 0]}],
-    "a position before the first": [
-        {"class": "cup", "count": 1},
-        {"class": "dog", "count": 1, "position": ["left of", -2]},
-    ],
-    "a place that is no number": [
-        {"class": "cup", "count": 1},
-        {"class": "dog", "count": 1, "position": ["left of", "0"]},
-    ],
-    "no relation": [
-        {"class": "cup", "count": 1},
-        {"class": "dog", "count": 1, "position": ["beside", 0]},
-    ],
-    "a null position": [{"class": "dog", "count": 1, "position": None}],
-    "a list of colours": [{"class": "dog", "count": 1, "color": ["red"]}],
-    "a null colour": [{"class": "dog", "count": 1, "color": None}],
-    "a text as count": [{"class": "dog", "count": "1"}],
-    "no count": [{"class": "dog"}],
-    "a count of 0": [{"class": "dog", "count": 0}],
-    "a list as class": [{"class": ["dog"], "count": 1}],
-    "no list": {"class": "dog", "count": 1},
-    "nothing": [],
-}
+DOG, CUP = {"class": "dog", "count": 1}, {"class": "cup", "count": 1}
+WRONG = [
+    {"include": [{**DOG, "position": "left of"}]},
+    {"include": [{**DOG, "position": ["left of"]}]},
+    {"include": [{**DOG, "position": ["left of", 0]}]},  # its own clause
+    {"include": [CUP, {**DOG, "position": ["left of", -2]}]},
+    {"include": [CUP, {**DOG, "position": ["left of", "0"]}]},
+    {"include": [CUP, {**DOG, "position": ["beside", 0]}]},
+    {"include": [{**DOG, "position": None}]},
+    {"include": [{**DOG, "color": ["red"]}]},
+    {"include": [{**DOG, "color": None}]},
+    *({"include": [{**DOG, "count": count}]} for count in ("1", 0, True)),
+    *({"include": [{**DOG, "class": name}]} for name in (["dog"], 3)),
+    *({"include": include} for include in ([{"class": "dog"}], ["dog"], DOG, [])),
+    {"target": "HI"},
+    *({"include": [DOG], "exclude": e} for e in (None, {}, [{"class": "dog"}], [1], "dog")),
+]
 
 
-@pytest.mark.parametrize("kind", WRONG)
-def test_wrong_metadata_is_refused(kind: str):
-    with pytest.raises(ValueError, match="number 1 of 1"):
-        GenEval.check_prompts(["a"], [{"include": WRONG[kind]}])
-
-
-@pytest.mark.parametrize("exclude", [None, {}, [{"class": "dog"}], [1], "dog"])
-def test_wrong_exclusions_are_refused(exclude: Any):
-    with pytest.raises(ValueError, match="exclude"):
-        GenEval.check_prompts(
-            ["a"], [{"include": [{"class": "dog", "count": 1}], "exclude": exclude}]
-        )
+@pytest.mark.parametrize("metadata", WRONG)
+def test_wrong_metadata_is_refused(metadata: dict[str, Any]):
+    with pytest.raises(ValueError, match="number 2 of 2: prompt 'b'.*(in|ex)clude"):
+        GenEval.check_prompts(["a", "b"], [{"include": [DOG]}, metadata])
 
 
 def test_a_long_prompt_does_not_fill_the_screen():

@@ -60,10 +60,9 @@ def named(prompts: list[str], *items: object) -> PromptBatch:
     [
         ("x", BATCH, pictures(1), "no layout 'x'; possible: geneval, t2i_compbench, dpg_bench"),
         ("geneval", BATCH, pictures(1), "prompt 0: metadata .* has no text `tag`"),
-        ("dpg_bench", BATCH, [], "2 prompts, but images of 0"),
-        ("dpg_bench", BATCH, pictures(4) * 2, "2 prompts, but images of 4"),
-        ("dpg_bench", BATCH, pictures(4)[:1], "2 prompts, but images of 1"),
-        ("dpg_bench", BATCH, [pictures(4)[0], pictures(1)[0]], "prompt 1 has 1 images of 8x8"),
+        ("dpg_bench", BATCH, pictures(4) * 2, "longer"),
+        ("dpg_bench", BATCH, pictures(4)[:1], "shorter"),
+        ("dpg_bench", BATCH, [pictures(4)[0], pictures(1)[0]], "prompt 1 has images of shape"),
         ("dpg_bench", BATCH, [pictures(1)[0], pictures(1)[0] / 0], "prompt 1 has pixels that are"),
         ("dpg_bench", BATCH, pictures(2), "2 images of 8x8 per prompt"),
         ("dpg_bench", BATCH, pictures(4, width=9), "4 images of 8x9 per prompt"),

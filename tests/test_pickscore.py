@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
 
 import degrade
 import numpy as np
@@ -60,11 +60,11 @@ def test_the_value_is_the_formula():
 
 
 def test_batch_size_and_order_do_not_matter():
-    rows = [row for row, _ in held_out(9)]
+    rows = [row for row, _ in held_out(5)]
     images, prompts = rendered(rows, 1), [row["prompt"] for row in rows]
     whole = REWARD(images, prompts, rows).value
     single = build("pickscore", **OPTIONS, batch_size=2)
-    back = torch.arange(8, -1, -1)
+    back = torch.arange(4, -1, -1)
     turned = single(images[back], prompts[::-1], rows).value[back]
     assert torch.allclose(whole, turned, atol=1e-5)
 
@@ -80,10 +80,10 @@ def test_a_prompt_is_encoded_once_and_cut_where_the_model_ends(monkeypatch: pyte
 
 
 def test_a_text_has_the_same_vector_whatever_was_asked_with_it_or_before():
-    texts = [row["prompt"] for row, _ in held_out(14)]
+    texts = [row["prompt"] for row, _ in held_out(6)]
     together = Clip("tiny", device="cpu").text_features(texts)
     resumed = Clip("tiny", device="cpu")
-    resumed.text_features(texts[:5])
+    resumed.text_features(texts[:3])
     assert torch.equal(resumed.text_features(texts), together)
     assert torch.equal(resumed.text_features(texts[::-1]), together.flip(0))
     alone = [Clip("tiny", device="cpu", text_cache=0).text_features([text]) for text in texts[:3]]
@@ -98,43 +98,51 @@ def test_an_image_that_is_broken_masks_only_itself():
     assert REWARD.clip.image_features(images[:0]).shape == (0, REWARD.clip.width)
 
 
-@pytest.mark.parametrize(
-    ("kind", "least"),
-    [
-        ("blur", 0.9),
-        ("bleed", 0.9),
-        ("malformed", 0.8),
-        ("clutter", 0.85),
-        ("faded", 0.9),
-        ("oversaturated", 0.85),
-        ("missing", 0.9),
-        ("mismatch", 0.65),
-    ],
-)
-def test_clean_scenes_of_held_out_prompts_beat_spoilt_ones(kind: str, least: float):
-    rng, rows = np.random.default_rng(5), held_out(60, seed=5)
-    pairs = [degrade.pair(row, kind, pool, i, rng) for i, (row, pool) in enumerate(rows)]
-    clean, spoilt = (scored(np.stack(images), rows) for images in zip(*pairs, strict=True))
-    assert (clean > spoilt).float().mean() >= least
-    assert (clean - spoilt).mean() > 0
+LEAST = {  # the share of pairs whose clean scene wins, by what spoilt the other
+    "blur": 0.9,
+    "bleed": 0.9,
+    "malformed": 0.8,
+    "clutter": 0.85,
+    "faded": 0.9,
+    "oversaturated": 0.85,
+    "missing": 0.9,
+    "mismatch": 0.65,
+}
 
 
+def pairs(kinds: Sequence[str], count: int, seed: int) -> tuple[np.ndarray, np.ndarray, list]:
+    """Clean scenes of held-out prompts, the spoilt ones, and their rows; the kinds take turns."""
+    rng, rows = np.random.default_rng(seed), held_out(count, seed=seed)
+    both = [
+        degrade.pair(row, kinds[i % len(kinds)], pool, i, rng) for i, (row, pool) in enumerate(rows)
+    ]
+    clean, spoilt = (np.stack(images) for images in zip(*both, strict=True))
+    return clean, spoilt, rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", LEAST)
+def test_clean_scenes_of_held_out_prompts_beat_spoilt_ones(kind: str):
+    clean, spoilt, rows = pairs([kind], 60, seed=5)
+    gain = scored(clean, rows) - scored(spoilt, rows)
+    assert (gain > 0).float().mean() >= LEAST[kind] and gain.mean() > 0
+
+
+def test_clean_scenes_beat_spoilt_and_blank_ones():
+    clean, spoilt, rows = pairs([*LEAST], 40, seed=5)
+    right = scored(clean, rows)
+    assert (right > scored(spoilt, rows)).float().mean() >= 0.8
+    for color in ((0, 0, 0), (255, 255, 255), (235, 235, 235), (255, 0, 0)):
+        blank = np.broadcast_to(np.array(color, np.uint8), clean.shape).copy()
+        assert (right > scored(blank, rows)).float().mean() >= 0.95
+
+
+@pytest.mark.slow
 def test_a_decoded_clean_scene_beats_a_spoilt_one_that_is_sharp():
     """The softness of the autoencoder is not what is scored."""
-    rng, rows = np.random.default_rng(6), held_out(60, seed=6)
-    kinds = ("malformed", "clutter", "bleed")
-    pairs = [degrade.pair(row, kinds[i % 3], pool, i, rng) for i, (row, pool) in enumerate(rows)]
-    clean, spoilt = (np.stack(images) for images in zip(*pairs, strict=True))
+    clean, spoilt, rows = pairs(("malformed", "clutter", "bleed"), 60, seed=6)
     soft = preference.Codec()(clean)
     assert (scored(soft, rows) > scored(spoilt, rows)).float().mean() >= 0.75
-
-
-@pytest.mark.parametrize("color", [(0, 0, 0), (255, 255, 255), (235, 235, 235), (255, 0, 0)])
-def test_a_blank_picture_does_not_pay(color: tuple[int, int, int]):
-    rows = held_out(60, seed=7)
-    images = (rendered([row for row, _ in rows], 7) * 255).byte().permute(0, 2, 3, 1).numpy()
-    blank = np.broadcast_to(np.array(color, np.uint8), images.shape).copy()
-    assert (scored(images, rows) > scored(blank, rows)).float().mean() >= 0.95
 
 
 def test_wrong_options_are_refused_before_anything_is_loaded():
@@ -150,10 +158,5 @@ def test_wrong_options_are_refused_before_anything_is_loaded():
     )
     with pytest.raises(ValueError, match="'normaliser'.*'normalizer'"):
         check("pickscore", {"model": "tiny", "normaliser": 2})
-
-
-def test_a_folder_without_a_model_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match="`model`"):
-        check("pickscore", {"model": str(tmp_path)})
     check("pickscore", {})
     check("pickscore", {"model": str(PREFERENCE), "processor": None, "normalizer": 20})

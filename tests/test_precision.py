@@ -14,7 +14,7 @@ from flowalign.backbone import Backbone
 from flowalign.backbone.precision import CastingLinear
 from flowalign.commands import sample, train
 from flowalign.config import EvalStage, SamplingConfig, parse
-from flowalign.eval.run import load_adapters, using
+from flowalign.eval.evaluation import load_adapters, using
 from flowalign.training.algorithm import STUDENT
 from flowalign.training.report import pictures
 from flowalign.training.rollout import generate

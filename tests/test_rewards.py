@@ -270,26 +270,8 @@ def test_ocr_names_the_first_prompt_without_a_target():
         assert repr(prompt) in said and repr(metadata.get("target", "target")).strip("'") in said
 
 
-def test_ocr_takes_a_target_from_the_metadata_or_the_quotes():
+def test_prompts_that_suit_a_reward_are_taken(stranger):
     check_prompts("ocr", {}, ["a sign", 'a sign that says "HI"'], [{"target": "OK"}, {}])
-
-
-def test_geneval_names_the_first_prompt_it_cannot_judge():
-    for metadata in (
-        {"target": "HI"},
-        {"include": []},
-        {"include": {"class": "dog", "count": 1}},
-        {"include": ["dog"]},
-        {"include": [{"class": "dog"}]},
-        {"include": [{"class": "dog", "count": 0}]},
-        {"include": [{"class": "dog", "count": True}]},
-        {"include": [{"class": 3, "count": 1}]},
-    ):
-        with pytest.raises(ValueError, match="number 2 of 2: prompt 'b'.*include"):
-            check_prompts("geneval", {"detector": "tiny"}, ["a", "b"], [DOG, metadata])
-
-
-def test_a_reward_that_asks_nothing_of_its_prompts_takes_any(stranger):
     check_prompts("stranger:Brightness", {}, PROMPTS, METADATA)
 
 

@@ -207,61 +207,27 @@ def test_concurrency_is_used_and_never_exceeded_and_order_is_kept(serve):
     assert judge.most == 3 and len(judge.requests) == 12
 
 
-@pytest.mark.parametrize("status", [429, 500, 503])
-def test_a_busy_endpoint_is_asked_again(serve, status):
+def test_a_busy_endpoint_is_asked_again(serve):
     seen: dict[str, int] = {}
 
     def reply(request):
         text = asked(request)[0]
         seen[text] = seen.get(text, 0) + 1
-        return (status, b"busy") if seen[text] < 3 else "Final Score: 3"
+        return (503, b"busy") if seen[text] < 3 else "Final Score: 3"
 
     scores = VLM(serve(reply).url, "m", image_size=None, retries=2)(images(4), prompts(4), [{}] * 4)
     assert scores.parts["raw"].tolist() == [3] * 4 and set(seen.values()) == {3}
 
 
-def test_a_timeout_is_asked_again(serve):
-    second = threading.Event()
-
+@pytest.mark.parametrize(("status", "times"), [(400, 1), (500, 3)])
+def test_an_image_that_fails_is_masked_with_its_reason_and_costs_no_other(serve, status, times):
     def reply(request):
-        if len(judge.requests) == 1:
-            second.wait(20)
-        else:
-            second.set()
-        return "Final Score: 3"
-
-    judge = serve(reply)
-    scores = VLM(judge.url, "m", image_size=None, timeout=0.3)(images(1), ["a"], [{}])
-    assert scores.value.tolist() == [pytest.approx(0.6)] and len(judge.requests) >= 2
-
-
-def test_a_refused_image_is_not_asked_again_and_costs_no_other(serve):
-    def reply(request):
-        return (400, b"too long") if "picture 1" in asked(request)[0] else "Final Score: 3"
-
-    judge = serve(reply)
-    scores = VLM(judge.url, "m", image_size=None)(images(3), prompts(3), [{}] * 3)
-    assert scores.valid.tolist() == [True, False, True] and len(judge.requests) == 3
-    assert "400: too long" in scores.reasons[1]
-
-
-def test_an_image_that_is_given_up_is_masked_with_its_reason(serve):
-    def reply(request):
-        return (500, b"boom") if "picture 1" in asked(request)[0] else "Final Score: 3"
+        return (status, b"boom") if "picture 1" in asked(request)[0] else "Final Score: 3"
 
     judge = serve(reply)
     scores = VLM(judge.url, "m", image_size=None, retries=2)(images(3), prompts(3), [{}] * 3)
-    assert scores.valid.tolist() == [True, False, True]
-    assert "500: boom" in scores.reasons[1] and len(judge.requests) == 2 + 3
-
-
-def test_nan_pixels_never_reach_the_judge(serve):
-    judge = serve(lambda request: "Final Score: 3")
-    picture = images(2)
-    picture[0, 0, 0, 0] = float("nan")
-    scores = VLM(judge.url, "m", image_size=None)(picture, prompts(2), [{}] * 2)
-    assert scores.valid.tolist() == [False, True] and len(judge.requests) == 1
-    assert "NaN" in scores.reasons[0]
+    assert scores.valid.tolist() == [True, False, True] and len(judge.requests) == 2 + times
+    assert f"{status}: boom" in scores.reasons[1]
 
 
 def test_a_dead_endpoint_masks_the_batch_and_is_not_asked_for_every_image(serve, caplog):
@@ -277,14 +243,6 @@ def test_a_dead_endpoint_masks_the_batch_and_is_not_asked_for_every_image(serve,
     assert not scores.valid.any() and "ConnectError" in scores.reasons[0]
     names = [record.name for record in caplog.records]
     assert sorted(names) == ["flowalign.rewards.scoring", "flowalign.system.http"]
-
-
-def test_an_endpoint_that_dies_midway_keeps_what_it_answered(serve):
-    judge = serve(lambda r: "Final Score: 5" if len(judge.requests) < 4 else (500, b"gone"))
-    reward = VLM(judge.url, "m", image_size=None, concurrency=1, retries=0)
-    scores = reward(images(9), prompts(9), [{}] * 9)
-    assert scores.valid.tolist() == [True] * 3 + [False] * 6
-    assert len(judge.requests) == 4 and "not asked any more" in scores.reasons[8]
 
 
 def test_the_key_goes_in_the_header_and_into_no_message(serve, monkeypatch):

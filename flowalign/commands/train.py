@@ -113,7 +113,7 @@ def run(
         clock = Clock(began, given.train.max_minutes)
         return train(given, resume=resume, any_world=any_world, clock=clock)
     from flowalign.commands import recipe, watch
-    from flowalign.eval.run import evaluate
+    from flowalign.eval.evaluation import evaluate
 
     config = given
     if isinstance(config, MergeStage):

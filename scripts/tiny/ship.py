@@ -87,7 +87,7 @@ def load_as_float32(folder: Path) -> None:
 
 def scores(model: Path) -> str:
     """The tables that `flowalign eval` writes of a pipeline folder, on the tiny test prompts."""
-    from flowalign.eval.run import evaluate
+    from flowalign.eval.evaluation import evaluate
 
     tables = []
     for guidance in (1.0, 3.5):

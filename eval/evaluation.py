@@ -1,0 +1,270 @@
+"""An evaluation from its config to its files: models, image sets, stores, scores, report."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from flowalign.backbone import Backbone, placement
+from flowalign.backbone.adapters.files import read_lora
+from flowalign.config import ConfigError, EvalStage
+from flowalign.eval.fidelity import Reference, load_reference
+from flowalign.eval.files import write
+from flowalign.eval.layouts import Export
+from flowalign.eval.stats import headline_rows, lost
+from flowalign.eval.store import Store, StoreError, open_stores
+from flowalign.eval.suite import EvaluationError, ImageSet, Judged, build_sets, judge_set
+from flowalign.eval.table import Results
+from flowalign.system import files
+from flowalign.system.escape import harmless
+from flowalign.training.preflight import check_launch, check_world
+from flowalign.training.report.alarm import Alarm, drifted
+from flowalign.training.report.drift.monitor import ImageStatistics, compare, shown, worst
+from flowalign.training.report.drift.panel import Panel, panel
+from flowalign.training.report.pictures import pixels_of
+from flowalign.training.report.progress import quiet
+from flowalign.training.run import lock, processes, ranks
+
+log = logging.getLogger("flowalign")
+
+
+def evaluate(config: EvalStage) -> Path:
+    """Score every model on every benchmark; returns the folder of the results.
+
+    Raises ConfigError before any image is sampled, EvaluationError if more than
+    `max_invalid_share` of a benchmark's images have no score.
+    """
+    quiet()
+    accelerator = processes.accelerator(config)
+    check_launch(accelerator.num_processes)
+    check_world(config, accelerator.num_processes)
+    with lock.holding(config.output, accelerator.is_main_process):
+        _evaluate(config, accelerator)
+    processes.finish(accelerator)
+    return Path(config.output)
+
+
+def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
+    if accelerator.is_main_process:
+        files.remove_leftovers(config.output)
+    accelerator.wait_for_everyone()
+    ranks.watch().at("loading the models")
+    sets = build_sets(config.benchmarks, "benchmarks", accelerator.device, config.model)
+    reference = load_reference(config, sets, accelerator.device)
+    backbone = Backbone.load(config.model, accelerator.device)
+    base = (backbone.core, backbone.pipe.vae, *backbone.family.encoders)
+    weights = placement.fingerprint(base)  # before the adapters
+    digests = load_adapters(backbone, config)
+    stores = open_stores(config, sets, weights, digests, accelerator)
+    exports = [
+        Export(Path(config.output), model, images, stores[model, images.name])
+        for model in config.models
+        for images in sets
+        if images.layout
+    ]
+    admit(stores.values(), exports, accelerator)  # the last check: from here on, it writes
+    judged = score_models(backbone, config, sets, reference, accelerator, stores)
+    ranks.watch().at("the report")
+    if accelerator.is_main_process:
+        # of each image set one judge, so that fidelity counts every image once
+        shared = [images.judges[0].name for images in sets if images.judges]
+        distances = {}
+        if reference:
+            for model, results in judged.items():
+                distances[model] = reference.distance([results[name] for name in shared])
+        benchmarks = [judge for images in sets for judge in images.judges]
+        drift = drift_report(config, backbone, sets, judged)
+        show(write(config, Results(benchmarks, judged, distances, drift.panels)))
+        for export in exports:
+            export.write()
+            print(f"{export.images.layout}: {export.folder}")
+        for text in drift.warnings:
+            log.warning(text)
+        if drift.too_far:
+            raise EvaluationError(
+                f"images drift from the base, beyond alarm.stop: {'; '.join(drift.too_far)}. "
+                f"The report is written: look at {Path(config.output) / 'report.html'}."
+            )
+
+
+def load_adapters(backbone: Backbone, config: EvalStage) -> dict[str, str | None]:
+    """Load the adapters of all models -> {model: its digest, None for the base}, or ConfigError."""
+    digests: dict[str, str | None] = {}
+    for name, folder in config.models.items():
+        digests[name] = None
+        if folder is None:
+            continue
+        try:
+            lora = read_lora(folder)  # once, for its digest and for loading
+            digests[name] = lora.digest
+            backbone.load_adapter(_adapter(name), lora, frozen=True)
+        except (ValueError, RuntimeError, KeyError, OSError) as error:
+            lines = (str(error) or type(error).__name__).strip().splitlines()
+            # torch's own message: what is wrong, then one line per weight
+            reason = " ".join(line.strip() for line in lines[:2])
+            raise ConfigError(
+                [
+                    f"models.{name}: {folder!r} does not load onto {config.model.id} ({reason}). "
+                    "Name an adapter that was trained on this base, or the base it belongs to."
+                ]
+            ) from error
+    if config.model.compile:  # after the adapters: they change the layers
+        backbone.compile()
+    return digests
+
+
+def _adapter(name: str) -> str:
+    return f"eval_{name}"  # a bare `attn`, say, would also match the model's layers
+
+
+def using(backbone: Backbone, config: EvalStage, name: str) -> AbstractContextManager[None]:
+    """One of the config's models, inside the `with`."""
+    return backbone.adapter(None if config.models[name] is None else _adapter(name))
+
+
+def admit(stores: Iterable[Store], exports: Sequence[Export], accelerator: Accelerator) -> None:
+    """Prepare the stores for writing; ConfigError if a folder holds images of another run."""
+    stores, problems = list(stores), []
+    for folder in (*stores, *exports):
+        try:
+            folder.check()
+        except StoreError as error:
+            problems.append(f"output: {error}")
+    if problems := sorted(set(gather_object(problems))):  # on all processes, whoever saw it
+        raise ConfigError(problems)
+    if accelerator.is_main_process:
+        for store in stores:
+            store.prepare()
+    accelerator.wait_for_everyone()
+
+
+def score_models(
+    backbone: Backbone,
+    config: EvalStage,
+    sets: Sequence[ImageSet],
+    reference: Reference | None,
+    accelerator: Accelerator,
+    stores: Mapping[tuple[str, str], Store],
+) -> dict[str, dict[str, Judged]]:
+    """Sample and score the images of all models: {model: {benchmark: its judged images}}.
+
+    Shows a progress bar on a terminal, and prints one line per model and benchmark. Raises
+    EvaluationError as soon as a judge lost too many images: the rest would be sampled in vain.
+    """
+    console = Console(stderr=True, quiet=not accelerator.is_main_process)
+    name_of = TextColumn("{task.description}", markup=False)
+    columns = (name_of, BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
+    judged: dict[str, dict[str, Judged]] = {name: {} for name in config.models}
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        total = sum(len(images.prompts) * images.copies for images in sets)
+        task = bar.add_task("images", total=total * len(config.models))
+        for name, images in product(config.models, sets):
+            bar.update(task, description=harmless(f"{name}: {images.name}"))
+            ranks.watch().at(f"the evaluation of {name} on {images.name}")
+            with using(backbone, config, name):
+                results = judge_set(
+                    backbone,
+                    images,
+                    config.sampling,
+                    accelerator,
+                    keep=config.report.images if images.judges else 0,
+                    features=reference.extract if reference and images.judges else None,
+                    advance=lambda count: bar.advance(task, count * accelerator.num_processes),
+                    seconds=config.score_seconds,
+                    store=stores[name, images.name],
+                )
+            problems = []
+            for benchmark, result in zip(images.judges, results, strict=True):
+                judged[name][benchmark.name] = result
+                number = headline_rows(benchmark, result.rows)[0].mean
+                console.print(harmless(f"{name}: {benchmark.name} {number:.3f}"), markup=False)
+                if reason := lost(benchmark, result.rows, config.max_invalid_share):
+                    problems.append(f"{name}, {reason}")
+            if problems:
+                raise EvaluationError(
+                    f"{'; '.join(problems)}. No table was written. Fix the reward and run the same "
+                    "command again: it scores only the images that have no score."
+                )
+    return judged
+
+
+def show(table: str) -> None:
+    """Print a Markdown table: rendered on a terminal, as it is in a log."""
+    console = Console()
+    if console.is_terminal:
+        console.print(Markdown(table))
+    else:  # rich would break its lines
+        print(table)
+
+
+# The alarm ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class DriftReport:
+    """Drift of every model but the base on every image set, as far as pictures were kept.
+
+    panels: for the report. warnings: a sentence for each statistic beyond alarm.warn. too_far: what
+    lies beyond alarm.stop.
+    """
+
+    panels: list[Panel] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    too_far: list[str] = field(default_factory=list)
+
+
+def drift_report(
+    config: EvalStage,
+    backbone: Backbone,
+    sets: Sequence[ImageSet],
+    judged: Mapping[str, Mapping[str, Judged]],
+) -> DriftReport:
+    """Empty without `alarm`, and without the base model among the models."""
+    report, settings = DriftReport(), config.alarm
+    base = next((name for name, adapter in config.models.items() if adapter is None), None)
+    if settings is None or base is None:
+        return report
+    for images in sets:
+        if not images.judges or not judged[base][images.judges[0].name].pictures:
+            continue
+        measurements = _measurements(backbone, images)
+        first, copies = images.judges[0].name, images.copies
+        pictured = judged[base][first].shown(copies)  # the same for all models
+        prompts = [prompt for prompt in pictured for _ in range(copies)]
+        batch = images.prompts.select(prompts)
+        pixels, values = {}, {}
+        for model in config.models:
+            pixels[model] = torch.stack([pixels_of(png) for png in judged[model][first].pictures])
+            values[model] = measurements.measure(pixels[model], batch, prompts)
+        for model in (name for name in config.models if name != base):
+            drifts = compare(values[base], values[model], prompts, [images.name] * len(prompts))
+            rows = [
+                shown(batch, row, sigmas, pixels[base][row], pixels[model][row])
+                | {"task": images.name}
+                for row, sigmas in worst(values[base], values[model], prompts)
+            ]
+            title = f"{model} on {images.name}"
+            report.panels.append(panel(title, drifts, rows, settings.warn))
+            report.warnings += Alarm().drift(drifts, settings.warn, title)
+            far = [drift for drift in drifts if drift.beyond(settings.stop)]
+            report.too_far += [f"{title}: {drifted(drift)}" for drift in far]
+    return report
+
+
+def _measurements(backbone: Backbone, images: ImageSet) -> ImageStatistics:
+    """Of all judges of these images together."""
+    judges = ImageStatistics.of(backbone, {judge.name: judge.reward for judge in images.judges})
+    clips = list(judges.features.values())
+    text = frozenset([images.name] if judges.text else ())
+    return ImageStatistics(judges.period, text, {images.name: clips[0]} if clips else {})
