@@ -94,12 +94,15 @@ class Case:
 
 
 def of_file(kind: str, name: str, named: str, older: Path | None = None) -> Iterator[Case]:
-    """All harms to one file of a run. older: what it is swapped with."""
+    """All harms to one file of a run. named: what is said of it, "" for nothing. older: what it is
+    swapped with."""
     harms = dict(HARMS)
     if older is not None:
         harms["swapped"] = partial(swapped, older)
     for harm, damage in harms.items():
-        yield Case(kind, name, harm, lambda run, damage=damage: damage(run / name), (named,))
+        yield Case(
+            kind, name, harm, lambda run, damage=damage: damage(run / name), (named,) * bool(named)
+        )
 
 
 def of_checkpoint(run: Path) -> Iterator[Case]:

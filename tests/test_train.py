@@ -125,19 +125,17 @@ def test_a_run_leaves_an_adapter_that_loads_and_is_not_overwritten(
 def test_a_resumed_run_without_a_checkpoint_says_so_and_goes_on(
     random_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Job scripts always pass --resume, so it is no error; but `output` may be mistyped."""
+    """Job scripts always pass --resume, so it is no error."""
     path, output = config_file(random_model, tmp_path / "run"), tmp_path / "run"
 
-    def warned(*words: str) -> list[str]:
+    def warned() -> list[str]:
         caplog.clear()
-        assert main("--config", path, "--resume", "train.updates=1", *words) == 0
+        assert main("--config", path, "--resume", "train.updates=1") == 0
         return [r.getMessage() for r in caplog.records if "--resume" in r.getMessage()]
 
     (text,) = warned()
-    assert f"no checkpoint in {output}/checkpoints" in text and "did you mean" not in text
+    assert f"no checkpoint in {output}/checkpoints" in text
     assert warned() == []  # there it is
-    (text,) = warned(f"output={tmp_path / 'runn'}")
-    assert str(tmp_path / "runn") in text and f"{output} has checkpoints" in text
 
 
 def test_interrupted_and_stopped_runs_say_so(

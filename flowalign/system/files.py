@@ -9,7 +9,6 @@ import math
 import os
 import re
 import shutil
-import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -60,21 +59,16 @@ def replacing(path: str | Path, *, durable: bool = False, swap: bool = False) ->
 
 # What `replacing` writes to, and an old checkpoint that is being removed.
 LEFTOVER = re.compile(r"\..+\.[0-9a-f]{12}\.(part|old)|\.update_\d+")
-PAGE_SECONDS = 60.0  # that `flowalign watch`, perhaps on another machine, needs for its page
 
 
 def remove_leftovers(folder: str | Path) -> None:
     """Remove, in a folder and below it, what killed processes were about to write (`replacing`)
-    or to remove. For a run at its start, in its own folder: nobody else may be writing there, but
-    watch."""
+    or to remove. For a run at its start, in its own folder, where no other process writes."""
     for parent, folders, names in os.walk(folder):
         for name in filter(LEFTOVER.fullmatch, folders):
             shutil.rmtree(Path(parent, name), ignore_errors=True)
         for path in (Path(parent, name) for name in names if LEFTOVER.fullmatch(name)):
-            with suppress(FileNotFoundError):
-                shown = path.name.startswith(".watch.html.")
-                if not shown or time.time() - path.stat().st_mtime > PAGE_SECONDS:
-                    path.unlink()
+            path.unlink(missing_ok=True)
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is full, or the user's share of it

@@ -6,7 +6,6 @@ named update_NNNNNN whose manifest agrees with their files count as checkpoints.
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import shutil
@@ -238,16 +237,10 @@ def _finished(run: Path) -> bool:
 
 
 def why_no_checkpoint(run: Path) -> str:
-    """Why --resume starts from the first update, "" if there is a checkpoint. A folder that does
-    not exist may be mistyped: one beside it with a similar name and checkpoints is named."""
+    """Why --resume starts from the first update, "" if there is a checkpoint."""
     if checkpoints(run):
         return ""
-    text = f"--resume: no checkpoint in {run / CHECKPOINTS}. The run starts from its first update."
-    if not run.exists():
-        runs = {path.parents[1].name for path in run.parent.glob(f"*/{CHECKPOINTS}/update_*")}
-        for name in difflib.get_close_matches(run.name, sorted(runs), n=1, cutoff=0.8):
-            text += f" {run.parent / name} has checkpoints: did you mean it?"
-    return text
+    return f"--resume: no checkpoint in {run / CHECKPOINTS}. The run starts from its first update."
 
 
 # What a run has written of itself ----------------------------------------------------------------
