@@ -140,7 +140,8 @@ def launch(
         for rank in started:
             rank.__exit__()
     out, err = ("".join(texts) for texts in zip(*(r.said() for r in started), strict=True))
-    return subprocess.CompletedProcess(command, next(filter(None, codes), 0), out, err)
+    code = next(filter(None, codes), 0)
+    return subprocess.CompletedProcess(list(map(str, command)), code, out, err)
 
 
 class _quiet_main:

@@ -25,7 +25,7 @@ from flowalign.config import (
     read,
     to_yaml,
 )
-from flowalign.config.schema import RENAMED
+from flowalign.config.section import RENAMED
 from flowalign.training.preflight import check_world
 
 TINY = {"id": "tiny", "height": 64, "width": 64}
