@@ -198,7 +198,7 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, help="of the checkpoints, one in so many")
     args = parser.parse_args()
     quiet()
-    rewards_room.look_beside(__file__)
+    rewards_room.add_config_folder(__file__)
     warn, good = TrainingAlarmConfig().warn, True
     print(
         "| run | alarm at rollout | by statistic | most certain drift, sigma |\n|---|---|---|---|"

@@ -6,22 +6,20 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from flowalign.backbone import Backbone
 from flowalign.config import TrainingStage
-from flowalign.rewards.scoring import AsyncScorer, score
+from flowalign.eval.suite import Benchmark, score_batch
+from flowalign.rewards.scoring import AsyncScorer
 from flowalign.system.images import eight_bits
 from flowalign.training import metrics
 from flowalign.training.algorithm import STUDENT
 from flowalign.training.data import spread, spread_text
 from flowalign.training.report.pictures import COLUMNS, Block, Curve, Row, comparison, read_metrics
-from flowalign.types import PromptBatch, Reward, Scores
-
-if TYPE_CHECKING:
-    from flowalign.backbone import Backbone
-    from flowalign.eval.suite import Benchmark
+from flowalign.training.rollout import generate
+from flowalign.types import Scores
 
 
 def before_after(
@@ -36,10 +34,8 @@ def before_after(
     path: where to write; metrics.jsonl lies beside it. None: only sample, as every process of a
     sharded base must.
     """
-    from flowalign.training.rollout import generate
-
-    places = [spread(len(benchmark.prompts), COLUMNS) for benchmark in benchmarks]
-    prompts = [b.prompts.select(rows) for b, rows in zip(benchmarks, places, strict=True)]
+    indices = [spread(len(benchmark.prompts), COLUMNS) for benchmark in benchmarks]
+    prompts = [b.prompts.select(rows) for b, rows in zip(benchmarks, indices, strict=True)]
 
     def sample(adapter: str | Path | None) -> list[Tensor]:
         if adapter:
@@ -48,39 +44,34 @@ def before_after(
             settings = config.evaluation_sampling
             return [
                 eight_bits(generate(backbone, batch, settings, rows))
-                for batch, rows in zip(prompts, places, strict=True)
+                for batch, rows in zip(prompts, indices, strict=True)
             ]
 
     begin = config.lora.init
     before, after = sample(begin), sample(Path(config.output) / "adapter")
     if path is None:
         return
-    scoring = AsyncScorer(
-        seconds=config.train.score_seconds
-    )  # a reward that hangs must not stop the run
+    # a reward that hangs must not stop the run
+    scoring = AsyncScorer(seconds=config.train.score_seconds)
     for benchmark, batch, *pair in zip(benchmarks, prompts, before, after, strict=True):
         for images in pair:
-            scoring.submit(images, batch, partial(_score, benchmark.reward))
+            scoring.submit(images, batch, partial(score_batch, benchmark.reward))
     answers = scoring.results()
     curves, blocks = read_metrics(path.with_name("metrics.jsonl")), []
     headlines = dict(curves.get(metrics.HEADLINE, ()))  # without evaluations that lost images
-    kept = max(headlines, key=lambda update: headlines[update], default=0)
-    states = (("before", before, 0), (f"after update {kept}", after, kept))
+    best = max(headlines, key=lambda update: headlines[update], default=0)
+    states = (("before", before, 0), (f"after update {best}", after, best))
     for i, benchmark in enumerate(benchmarks):
         rows = [
             _row(benchmark, name, images[i], next(answers), _number(curves, benchmark, update))
             for name, images, update in states
         ]
-        title = f"{benchmark.name}: {spread_text(places[i], len(benchmark.prompts))}"
+        title = f"{benchmark.name}: {spread_text(indices[i], len(benchmark.prompts))}"
         blocks.append(Block(title, prompts[i].prompts, rows))
     scoring.discard()
     start = begin or "the base model"
     title = f"{path.parent.name}: before training ({start}), and the adapter that was kept."
     comparison(path, blocks, title=title)
-
-
-def _score(reward: Reward, images: Tensor, prompts: PromptBatch) -> Scores:
-    return score(reward, images, prompts.prompts, prompts.metadata)
 
 
 def _row(benchmark: Benchmark, name: str, images: Tensor, scores: Scores, number: float) -> Row:

@@ -37,16 +37,12 @@ class Incomparable(ValueError):
 
 
 class _Model(BaseModel, strict=True):
-    """A model in results.json, as far as it is compared."""
-
     settings: dict[str, Any]
     environment: dict[str, Any] = {}
-    images: dict[str, list[dict[str, Any]]]
+    images: dict[str, list[stats.JsonImage]]
 
 
 class _About(BaseModel, strict=True):
-    """A benchmark in results.json, as far as it is compared."""
-
     headline: str | None = None
 
 
@@ -95,17 +91,13 @@ def load(path: str | Path) -> dict[str, Any]:
             "evaluation again with this version, or compare with the one that wrote it."
         )
     try:
-        for model in _Document.model_validate(document).models.values():
-            for name in document["benchmarks"]:
-                list(map(stats.from_json, model.images[name]))
+        models = _Document.model_validate(document).models.values()
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise Incomparable(f"{path}: {where[:200]}: {first['msg']}.") from None
-    except (KeyError, ValueError) as error:
-        raise Incomparable(
-            f"{path}: not the rows of its benchmarks ({str(error)[:200]})."
-        ) from None
+    if any(not model.images.keys() >= document["benchmarks"].keys() for model in models):
+        raise Incomparable(f"{path}: a model lacks the rows of a benchmark.")
     return document
 
 

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stopped=(EvaluationError,),
         interrupted="no table was written. The same command continues from here.",
     )
-    rewards.look_beside(args.config)
+    rewards.add_config_folder(args.config)
     with status:
         evaluate(config)
         if processes.state().is_main_process:

@@ -69,11 +69,11 @@ def headline_rows(benchmark: Named, images: Images) -> list[EvalRow]:
         _row(benchmark.name, tag, [i for i in images if i["metadata"]["tag"] == tag], part)
         for tag in sorted({image["metadata"]["tag"] for image in images})
     ]
-    known = [row for row in rows if row.n]  # a tag without valid images is unknown, not wrong
-    mean = sum(row.mean for row in known) / len(known) if known else math.nan
-    error = math.sqrt(sum(row.stderr**2 for row in known)) / len(known) if known else math.nan
+    scored = [row for row in rows if row.n]  # a tag without valid images is unknown, not wrong
+    mean = sum(row.mean for row in scored) / len(scored) if scored else math.nan
+    error = math.sqrt(sum(row.stderr**2 for row in scored)) / len(scored) if scored else math.nan
     low, high = bootstrap_interval(*_prompt_scores(images, part))
-    n = sum(row.n for row in known)
+    n = sum(row.n for row in scored)
     return [EvalRow(benchmark.name, "overall", mean, error, n, low, high, len(images)), *rows]
 
 
@@ -148,7 +148,7 @@ def lost(benchmark: Named, images: Images, share: float) -> str:
     )
 
 
-class _Image(BaseModel, strict=True, extra="allow", allow_inf_nan=False):
+class JsonImage(BaseModel, strict=True, extra="allow", allow_inf_nan=False):
     """An image's row in JSON."""
 
     index: int = Field(ge=0, lt=2**31)
@@ -164,7 +164,7 @@ def from_json(image: Mapping[str, Any]) -> dict[str, Any]:
     """An image's row from JSON: a score that is null there is NaN again. Raises ValueError for what
     is no row, with the first thing that is wrong."""
     try:
-        _Image.model_validate(image)
+        JsonImage.model_validate(image)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the row"

@@ -40,9 +40,9 @@ from flowalign.system.packages import installed
 from flowalign.types import Metadata, Reward
 
 __all__ = [
-    "REWARDS", "Cost", "RewardBase", "as_reward", "build", "build_on", "check", "check_prompts",
-    "declared", "describe", "has_no_weights", "is_groupwise", "leaves", "load", "look_beside",
-    "missing_packages", "names", "own_code", "placed", "register", "score",
+    "REWARDS", "Cost", "RewardBase", "add_config_folder", "as_reward", "build", "build_on", "check",
+    "check_prompts", "declared", "describe", "has_no_weights", "is_groupwise", "leaves", "load",
+    "missing_packages", "names", "own_code", "register", "score", "with_device",
 ]  # fmt: skip
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
@@ -66,7 +66,7 @@ REWARDS: dict[str, str] = {
 }
 
 _registered: dict[str, Callable[..., Any]] = {}
-_beside: list[Path] = []  # folders of configs, the latest first
+_config_folders: list[Path] = []  # folders of configs, the latest first
 _INPUTS = ["images", "prompts", "metadata"]  # a function that begins so is itself the reward
 
 
@@ -117,7 +117,7 @@ def build_on(
     Calls `connect()`. Raises ConnectionError or TimeoutError, which say what to do, if the reward's
     service does not answer.
     """
-    reward = as_reward(build(name, **placed(_find(name), options, device)))
+    reward = as_reward(build(name, **with_device(_find(name), options, device)))
     try:
         reward.connect()
     except (ConnectionError, TimeoutError) as error:
@@ -126,7 +126,7 @@ def build_on(
     return reward
 
 
-def placed(
+def with_device(
     factory: Callable[..., Any], options: Mapping[str, Any], device: str | torch.device | None
 ) -> Mapping[str, Any]:
     """The options with that device, if the factory has the option and they do not give it."""
@@ -163,7 +163,8 @@ def check_prompts(
 
     name and options are those of `check`, which is called before. Loads no model.
     """
-    declared(name).check_prompts(prompts, metadata, **options)
+    for part, given in leaves(name, options):
+        declared(part).check_prompts(prompts, metadata, **given)
 
 
 def own_code(name: str, options: Mapping[str, Any]) -> list[str]:
@@ -230,10 +231,10 @@ def describe(reward: Reward) -> dict[str, Any]:
         return name | {"describe": f"{type(error).__name__}: {error}"}
 
 
-def look_beside(config: str | Path) -> None:
+def add_config_folder(config: str | Path) -> None:
     """Let dotted paths name modules that lie beside this config file. Commands call it."""
     folder = Path(config).absolute().parent
-    _beside[:] = [folder, *(other for other in _beside if other != folder)]
+    _config_folders[:] = [folder, *(other for other in _config_folders if other != folder)]
 
 
 def load(path: str, what: str = "reward") -> Any:
@@ -271,7 +272,7 @@ def _make_importable(module: str) -> None:
     its end: a file of the user's must not hide a module that a library imports later."""
     if installed(module.partition(".")[0]):
         return
-    for folder in (Path.cwd(), *_beside):
+    for folder in (Path.cwd(), *_config_folders):
         file = folder.joinpath(*module.split("."))
         if file.with_suffix(".py").is_file() or (file / "__init__.py").is_file():
             sys.path.append(str(folder))

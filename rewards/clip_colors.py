@@ -133,8 +133,7 @@ class ClipColors:
 
 def _weights(library: Any, architecture: str, pretrained: str) -> tuple[str, bool]:
     """What open_clip is asked to load, and whether these weights need QuickGELU."""
-    known: Sequence[str] = library.list_models()
-    if architecture not in known:
+    if architecture not in library.list_models():
         raise ValueError(
             f"`clip` {architecture!r}: open_clip {library.__version__} has no such architecture. "
             "GenEval's is ViT-L-14; python -c 'import open_clip; print(open_clip.list_models())' "

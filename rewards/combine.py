@@ -72,12 +72,6 @@ class Composed(RewardBase):
         specs = (*options.get("rewards", ()), options.get("reward"), options.get("gate"))
         return [spec for spec in specs if spec is not None]  # None: not an option of this class
 
-    @classmethod
-    def check_prompts(cls, prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
-        """Raise ValueError if a component cannot judge images of one of these prompts."""
-        for spec in cls.made_of(**options):
-            registry.check_prompts(spec["name"], spec.get("options") or {}, prompts, metadata)
-
     def describe(self) -> dict[str, Any]:
         """The components, what their scores depend on, and the numbers."""
         return {"name": self.name, **self._described(), **self.settings}

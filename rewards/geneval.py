@@ -10,7 +10,7 @@ import torch
 from pydantic import BaseModel, Field, ValidationError, field_validator
 from torch import Tensor
 
-from flowalign.rewards import load, placed
+from flowalign.rewards import load, with_device
 from flowalign.rewards.base import VIT_L, Cost, RewardBase
 from flowalign.rewards.geneval_judge import Verdict, judge, partial_credit
 from flowalign.rewards.options import Count, Device, Number, check_call, checked, makes
@@ -56,8 +56,8 @@ class Form(BaseModel, strict=True):
     @field_validator("include")
     @classmethod
     def _refer_backwards(cls, clauses: list[Clause]) -> list[Clause]:
-        for place, clause in enumerate(clauses):
-            if clause.position and not -place <= clause.position[1] < place:
+        for index, clause in enumerate(clauses):
+            if clause.position and not -index <= clause.position[1] < index:
                 raise ValueError("a position refers to a clause before its own")
         return clauses
 
@@ -149,8 +149,9 @@ class GenEval(RewardBase):
         **others: Any,
     ) -> tuple[str, ...]:
         """What the detector says that it imports."""
-        own = getattr(_factory(detector), "packages", None) if isinstance(detector, str) else None
-        return own(**(detector_options or {})) if own else ()
+        factory = _factory(detector) if isinstance(detector, str) else None
+        packages = getattr(factory, "packages", None)
+        return packages(**(detector_options or {})) if packages else ()
 
     @classmethod
     def check_prompts(cls, prompts: Sequence[str], metadata: Metadata, **options: Any) -> None:
@@ -227,7 +228,7 @@ def build_detector(
     if not isinstance(detector, str):
         return detector
     factory = _factory(detector)
-    return factory(**placed(factory, options or {}, device))
+    return factory(**with_device(factory, options or {}, device))
 
 
 def _cut(value: Any) -> str:

@@ -60,8 +60,8 @@ class HPSv3(RewardBase):
         why = "this reward, to be served from an environment of its own, needs the package"
         package = require("hpsv3", why)
         self.batch_size = batch_size
-        place = str(resolve(device))  # the package wants text
-        self.model = package.HPSv3RewardInferencer(checkpoint_path=checkpoint, device=place)
+        name = str(resolve(device))  # the package wants text
+        self.model = package.HPSv3RewardInferencer(checkpoint_path=checkpoint, device=name)
 
     @classmethod
     def packages(cls, **options: Any) -> tuple[str, ...]:

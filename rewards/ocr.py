@@ -111,8 +111,8 @@ class OCR(RewardBase):
     @classmethod
     def check_options(cls, engine: str | Engine = "rapidocr", **options: Any) -> None:
         """Raise ValueError for an engine that does not take these options; imports no engine."""
-        own = ("rule", "workers", "batch_size")
-        engine_options = {name: value for name, value in options.items() if name not in own}
+        ours = ("rule", "workers", "batch_size")
+        engine_options = {name: value for name, value in options.items() if name not in ours}
         if not isinstance(engine, str):
             if engine_options:
                 raise ValueError(

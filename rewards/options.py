@@ -92,21 +92,21 @@ def check_call(
     except ValueError:  # a builtin without a signature: its own error must do
         return
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    known = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     annotations = _annotations(function)
-    needed = [name for name, p in known.items() if p.default is p.empty and name not in options]
+    needed = [name for name, p in takes.items() if p.default is p.empty and name not in options]
     faults = []
     if needed:
         missing = ", ".join(f"`{name}`" for name in needed)
-        faults.append(f"{what} cannot be built without {missing}; it takes {list(known)}. Add it.")
+        faults.append(f"{what} cannot be built without {missing}; it takes {list(takes)}. Add it.")
     for name, value in options.items():
-        if name in known:
-            if value is not known[name].default:
+        if name in takes:
+            if value is not takes[name].default:
                 faults += _faults(what, name, annotations.get(name, Any), value)
         elif not takes_any:
             faults.append(
-                f"{what} has no option {name!r}{suggestion(name, known)}; it takes "
-                f"{list(known)}. Correct the name or leave it out."
+                f"{what} has no option {name!r}{suggestion(name, takes)}; it takes "
+                f"{list(takes)}. Correct the name or leave it out."
             )
     if faults:
         raise ValueError("\n".join(faults))
@@ -129,21 +129,16 @@ def checked(owner: Class) -> Class:
     return owner
 
 
-def callable_with(function: Any, inputs: int) -> bool:
-    """Whether it can be called with so many values, by its signature. False where it has none."""
-    try:
-        inspect.signature(function).bind(*range(inputs))
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
 def makes(factory: Any, inputs: int) -> bool:
     """Whether what it makes can be called with so many values, without calling it: it is a class
     with such a `__call__`, or a function whose annotation promises an object of such a class."""
     if inspect.isclass(factory):
-        own = [vars(base)["__call__"] for base in factory.__mro__ if "__call__" in vars(base)]
-        return bool(own) and callable_with(own[0], 1 + inputs)
+        calls = [vars(base)["__call__"] for base in factory.__mro__ if "__call__" in vars(base)]
+        try:
+            inspect.signature(calls[0]).bind(*range(1 + inputs))
+        except (IndexError, TypeError, ValueError):  # none, another one, or one without a signature
+            return False
+        return True
     try:
         promised = get_type_hints(factory).get("return")
     except Exception:  # names that exist for a type checker only, or an object without annotations
@@ -171,8 +166,8 @@ def _is_plain(annotation: Any) -> bool:
     """Is it made of what YAML can hold, or does it bring its own validator?"""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        own = any(isinstance(extra, PlainValidator) for extra in arguments[1:])
-        return own or _is_plain(arguments[0])
+        validated = any(isinstance(extra, PlainValidator) for extra in arguments[1:])
+        return validated or _is_plain(arguments[0])
     if origin in CONTAINERS:
         return all(map(_is_plain, arguments))
     model = isinstance(annotation, type) and issubclass(annotation, BaseModel)

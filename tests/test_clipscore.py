@@ -56,7 +56,7 @@ def test_batch_size_order_and_offloading_do_not_matter(folder: str):
 
 def test_the_tiny_clip_prefers_the_prompt_that_an_image_was_rendered_from():
     source = preference.rows("test", np.random.default_rng(3))
-    rows = [next(source)[0] for _ in range(40)]
+    rows = [next(source)[0] for _ in range(24)]
     prompts = [row["prompt"] for row in rows]
     others = prompts[7:] + prompts[:7]
     images, reward = rendered(rows, 3), build("clipscore", model="tiny", device="cpu")

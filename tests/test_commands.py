@@ -127,7 +127,7 @@ def test_a_reader_that_leaves_ends_a_command_without_a_word(script: list[str], l
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     """What looking for a module changes is put back."""
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(rewards, "_beside", [])
+    monkeypatch.setattr(rewards, "_config_folders", [])
 
 
 def test_a_module_in_the_current_folder_comes_before_one_beside_the_config(
@@ -142,7 +142,7 @@ def test_a_module_in_the_current_folder_comes_before_one_beside_the_config(
     before = len(sys.path)
     with pytest.raises(ValueError, match="no module 'my_second'"):
         rewards.load("my_second:at_config")
-    rewards.look_beside(tmp_path / "config" / "run.yaml")
+    rewards.add_config_folder(tmp_path / "config" / "run.yaml")
     assert rewards.load("my_first:at_here") and rewards.load("my_second:at_config")
     assert sys.path[before:] == [str(tmp_path / "here"), str(tmp_path / "config")]
     with pytest.raises(ValueError, match="json has no 'at_here'"):

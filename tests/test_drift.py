@@ -15,7 +15,6 @@ from flowalign import config
 from flowalign.commands import watch
 from flowalign.config import ConfigError, EvalStage
 from flowalign.eval.evaluation import evaluate
-from flowalign.system import manifest
 from flowalign.training.algorithm import TrainingError
 from flowalign.training.loop import Loop
 from flowalign.training.report import samples
@@ -23,7 +22,6 @@ from flowalign.training.report.alarm import Alarm
 from flowalign.training.report.drift import compare, statistics
 from flowalign.training.report.drift.compare import SIGMAS, Drift, drift
 from flowalign.training.report.drift.monitor import ImageStatistics, share
-from flowalign.training.run import resume
 from flowalign.types import PromptBatch
 
 SIDE, PERIOD = 64, 16
@@ -254,21 +252,6 @@ def test_a_resumed_run_measures_the_same_without_sampling_the_base_again(
         for loop in (whole, again)
     ]
     assert drifts[0] == drifts[1]
-
-
-def test_a_checkpoint_of_before_the_alarm_is_continued(random_model: str, tmp_path: Path) -> None:
-    fakes.wired(validated(random_model, tmp_path / "run", "train.updates=1")).run()
-    (folder,) = resume.checkpoints(tmp_path / "run")
-    about, path = manifest.read_manifest(folder).about, folder / "progress.json"
-    progress = json.loads(path.read_text())
-    del progress["drift"], progress["alarm"]["drifting"]
-    path.write_text(json.dumps(progress))
-    (folder / manifest.MANIFEST).unlink()
-    manifest.write_manifest(folder, about)
-    again = fakes.wired(validated(random_model, tmp_path / "run", "train.updates=2"))
-    assert again.resume()
-    again.run()
-    assert again.update == 2
 
 
 def test_a_run_beyond_its_limit_stops_with_a_checkpoint(random_model: str, tmp_path: Path) -> None:

@@ -163,16 +163,6 @@ def test_the_average_weighs_every_benchmark_alike_and_takes_its_error_from_their
     assert math.isnan(unknown.mean) and math.isnan(unknown.stderr)  # not a mean over fewer
 
 
-def test_the_average_of_differences_is_paired():
-    gains = [
-        difference(OCR, judged("   ", [0.1, 0.5, 0.9]), judged("   ", [0.2, 0.6, 1.0])),
-        difference(GENEVAL, judged("aab", [1, 0, 0]), judged("aab", [1, 0, 1])),
-    ]
-    assert average(gains).mean == pytest.approx((0.1 + 0.5) / 2) and average(gains).n == 6
-    flat = difference(OCR, judged("  ", [0, 1]), judged("  ", [0.5, 1.5]))
-    assert average([gains[0], flat]).stderr == pytest.approx(0, abs=1e-12)
-
-
 def each(features: torch.Tensor) -> list[str]:
     """A prompt of its own for every image."""
     return list(map(str, range(len(features))))
@@ -224,12 +214,6 @@ def test_the_error_of_a_distance_is_over_prompts():
     ):
         row = distance(four, own, reference, shift).row
         assert (row.mean, row.stderr) == pytest.approx((once.mean, once.stderr), rel=1e-5)
-
-
-def test_a_distance_of_one_prompt_has_no_error():
-    features, reference = torch.arange(60.0)[:, None], torch.zeros(9, 1)
-    row = distance(features, ["a"] * 60, reference, shift).row
-    assert row.mean == 29.5 and math.isnan(row.stderr) and math.isnan(row.low)
 
 
 def test_the_details_have_a_column_a_model():
@@ -509,14 +493,6 @@ def test_texts_that_are_held_are_bounded(
     monkeypatch.setattr(text, "HELD", 4)
     evaluated(random_model, visits)
     assert (visits.count("enter"), visits.count("encode")) == (3 * 3, 9)  # 4, 4 and 1
-
-
-def test_a_process_encodes_its_own_share(
-    random_model: str, visits: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(suite, "gather_object", lambda own: own)
-    evaluated(random_model, visits, world=2)
-    assert (visits.count("enter"), visits.count("encode")) == (2 * 3, 9)
 
 
 def test_what_needs_no_image_needs_no_text(

@@ -184,13 +184,6 @@ def test_a_bad_folder_is_refused_with_the_place(folder: Path, spoil: Callable, s
     assert detector.sizes == []  # before any image is judged
 
 
-def test_an_empty_and_a_missing_folder_are_refused(tmp_path: Path):
-    with pytest.raises(FolderError, match="nothing that is numbered. A GenEval folder holds"):
-        read(tmp_path)
-    with pytest.raises(FolderError, match="there is no folder"):
-        read(tmp_path / "none")
-
-
 def test_what_cannot_be_scored_is_not_written(folder: Path, tmp_path: Path):
     with pytest.raises(FolderError, match="holds images already"):
         write(folder, [DOG], [images(1)])
@@ -245,9 +238,7 @@ def test_the_command_runs_the_real_detector(folder: Path, capsys, open_clip, tmp
     ("argv", "said"),
     [
         (["nowhere", "--detector", "tiny"], "there is no folder nowhere"),
-        (["nowhere", "--detector", "tinny"], "no detector 'tinny'"),
         (["nowhere", "--option", "size"], "override 'size': want key.path=value"),
-        (["nowhere", "--option", "dtype=int"], "'float32'"),
         (["nowhere", "--detector", "tiny", "--option", "size=3"], "has no option 'size'"),
     ],
 )

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import statistics
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -103,23 +102,6 @@ def test_each_judge_is_a_column_and_each_image_is_sampled_once(
     assert (tmp_path / "out" / "report.html").read_text().count("base64,") == 2  # not 4
 
 
-def test_a_prompt_that_is_listed_twice_counts_once_in_the_errors(
-    evaluate: Callable[..., int], tmp_path: Path
-):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(prompts.read_text() + "\n" + prompts.read_text())
-    assert evaluate(RED) == 0
-    assert "10 prompts of x (5 distinct) with 2 images" in (tmp_path / "out/table.md").read_text()
-    results = json.loads((tmp_path / "out/results.json").read_text())["models"]["base"]
-    row, images = results["rows"][0], results["images"]["x"]
-    scores: dict[str, list[float]] = {}
-    for image in images:
-        scores.setdefault(image["prompt"], []).append(image["value"])
-    means = [statistics.mean(values) for values in scores.values()]
-    assert len(means) == 5 and row["n"] == len(images) == 20
-    assert row["stderr"] == pytest.approx(statistics.stdev(means) / 5**0.5)
-
-
 def test_a_judge_that_comes_later_scores_the_images_that_are_kept(
     evaluate: Callable[..., int], tmp_path: Path, sampled: list[str], asked: dict[str, list[str]]
 ):
@@ -133,15 +115,14 @@ def test_a_judge_that_comes_later_scores_the_images_that_are_kept(
     assert later == rows(tmp_path / "fresh")
 
 
-@pytest.mark.parametrize("keep", ["true", "false"])
 def test_an_interrupted_judge_goes_on_and_nothing_is_scored_twice(
-    evaluate: Callable[..., int], tmp_path: Path, keep: str, asked: dict[str, list[str]],
+    evaluate: Callable[..., int], tmp_path: Path, asked: dict[str, list[str]],
     monkeypatch: pytest.MonkeyPatch,
 ):  # fmt: skip
     monkeypatch.setattr(Colour, "stop", staticmethod(lambda c: c == "b" and len(asked["r"]) > 4))
-    assert evaluate(BOTH, f"keep_images={keep}") == 130
+    assert evaluate(BOTH) == 130
     monkeypatch.setattr(Colour, "stop", staticmethod(lambda channel: False))
-    assert evaluate(BOTH, f"keep_images={keep}") == 0
+    assert evaluate(BOTH) == 0
     assert {channel: sorted(prompts) for channel, prompts in asked.items()} == {
         "r": sorted(PROMPTS * 2), "b": sorted(PROMPTS * 2)
     }  # fmt: skip
@@ -154,11 +135,11 @@ def test_fidelity_counts_an_image_once(evaluate: Callable[..., int], tmp_path: P
     from PIL import Image
 
     (tmp_path / "white").mkdir()
-    for index in range(30):
+    for index in range(20):
         Image.new("RGB", (32, 32), (255, 255, 200 + index)).save(
             tmp_path / "white" / f"{index}.png"
         )
-    lines = [json.dumps({"prompt": f"a {i}"}) for i in range(15)]
+    lines = [json.dumps({"prompt": f"a {i}"}) for i in range(10)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     fidelity = f"fidelity={{features: 'fakes:mean_colour', reference: {tmp_path / 'white'}}}"
     numbers = []
@@ -167,7 +148,7 @@ def test_fidelity_counts_an_image_once(evaluate: Callable[..., int], tmp_path: P
         assert evaluate(judges, fidelity, f"output={folder}") == 0
         results = json.loads((folder / "results.json").read_text())
         numbers.append(results["models"]["base"]["fidelity"])
-    assert numbers[0]["n"] == 30 and numbers[0] == numbers[1]
+    assert numbers[0]["n"] == 20 and numbers[0] == numbers[1]
 
 
 def test_judges_take_turns_and_one_that_hangs_costs_the_others_nothing(random_model: str):

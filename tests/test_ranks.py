@@ -42,8 +42,6 @@ class Troubled:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.how == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
-        if self.how == "sleep":
-            time.sleep(600)
         if self.how == "slow":
             time.sleep(8)
         if self.how == "orphan":

@@ -140,13 +140,6 @@ def test_a_table_as_markdown():
     assert "| +0.66 ± 0.10 |" in markdown(Table("", gain, {"ocr": 2}, signed=True))
 
 
-@pytest.mark.parametrize(("mean", "text"), [(22.338, "22.34"), (0.5, "0.500"), (0.0412, "0.04120")])
-def test_decimals_follow_the_size_of_a_column(results: Results, mean: float, text: str):
-    distance = Distance(mean, torch.zeros(20), 8)
-    scaled = Results(MARKS, results.judged, dict.fromkeys(results.judged, distance))
-    assert tables(scaled, {})[0].text("base", "fidelity").startswith(f"{text} ±")
-
-
 # The page ----------------------------------------------------------------------------------------
 
 
@@ -284,15 +277,6 @@ def test_the_images_of_a_prompt_are_one_line_each_with_its_verdict():
     assert failed == [[[False, True], [False, False]], [[True, True], [True, True]]]
     assert [line.disagree for line in right] == [False, False]  # .5 and 1; 0 and 0 of one
     assert [line.disagree for line in grade] == [False, False]  # .85 twice; .15 and .5, of .1 to .9
-
-
-def test_models_disagree_where_their_means_over_the_images_do():
-    results = shared()
-    mark = results.benchmarks[0]
-    for i, score in enumerate([1, 1, 0, 0]):
-        results.judged["new"]["x_right"].rows[i]["correct"] = score
-        results.judged["base"]["x_right"].rows[i]["correct"] = 0 if i < 2 else score
-    assert [line.disagree for line in report.lines(results, mark)] == [True, False]
 
 
 def test_an_image_that_several_judge_is_in_the_page_once():

@@ -146,19 +146,9 @@ def test_the_log_and_the_adapter_are_put_back(
     assert go(whole, run, "--resume") == 0
     said = [r.getMessage() for r in caplog.records]
     assert any("adapter" in text and "SHA-256" in text for text in said)
+    assert not any("metrics.jsonl" in text for text in said)
     assert end(run) == end(whole / "run")
     assert not [*run.rglob(".*")] and not (run / "samples" / "update_000012.png").exists()
-
-
-def test_rows_after_the_checkpoint_are_cut_without_a_word(
-    whole: Path, run: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    shutil.rmtree(run / "checkpoints" / "update_000003")
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write('{"update": 3, "rewa')
-    assert go(whole, run, "--resume") == 0
-    assert not [r for r in caplog.records if "metrics.jsonl" in r.getMessage()]
-    assert end(run) == end(whole / "run")
 
 
 @pytest.mark.parametrize("flag", [["--resume"], []])

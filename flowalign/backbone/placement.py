@@ -35,8 +35,8 @@ class Placement:
         self._weights: list[tuple[nn.Module, str, Tensor]] = [
             (owner, name, tensor)
             for owner in (model.modules() if offload else ())
-            for own in (owner.named_parameters, owner.named_buffers)
-            for name, tensor in own(recurse=False, remove_duplicate=False)
+            for tensors in (owner.named_parameters, owner.named_buffers)
+            for name, tensor in tensors(recurse=False, remove_duplicate=False)
         ]
         self._inside = 0
         self._lock = threading.Lock()

@@ -67,10 +67,7 @@ def _at_least(least: int):
 
 
 def _scale(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
+    value = float(text)
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"got {text!r}; want a number from 0 up, such as 4.5")
     return value
@@ -79,11 +76,7 @@ def _scale(text: str) -> float:
 def _pixels(text: str) -> int:
     size = _at_least(1)(text)
     if size % MULTIPLE:
-        below, above = size // MULTIPLE * MULTIPLE, -(-size // MULTIPLE) * MULTIPLE
-        near = f"{below} or {above}" if below else f"{above}"
-        raise argparse.ArgumentTypeError(
-            f"got {size}; want a multiple of {MULTIPLE} pixels, such as {near}"
-        )
+        raise argparse.ArgumentTypeError(f"got {size}; want a multiple of {MULTIPLE} pixels")
     return size
 
 
@@ -155,7 +148,7 @@ def settle(args: argparse.Namespace, lora: Lora | None) -> Plan:
         raise ValueError(
             f"--size: got {max(height, width)}; {model} has positions for at most {most} pixels."
         )
-    device = usable(args.device)
+    device = usable_device(args.device)
     guidance = guidance if args.guidance is None else args.guidance
     return Plan(
         model=model,
@@ -167,7 +160,7 @@ def settle(args: argparse.Namespace, lora: Lora | None) -> Plan:
         seed=args.seed,
         device=device,
         dtype=args.dtype or ("float32" if device.type == "cpu" else "bfloat16"),
-        out=place(args.out),
+        out=free_file(args.out),
     )
 
 
@@ -205,26 +198,22 @@ def sizes(model: str) -> tuple[int, int, int | None]:
     return family.usual, family.usual, family.largest
 
 
-def usable(name: str | None) -> torch.device:
+def usable_device(name: str | None) -> torch.device:
     """The device of that name, None = the GPU if there is one; ValueError if it is not here."""
     import torch
 
     from flowalign.system.devices import resolve
 
-    here = [torch.device("cpu")]
-    if accelerator := torch.accelerator.current_accelerator(check_available=True):
-        count = torch.accelerator.device_count()
-        here += [torch.device(accelerator.type, index) for index in range(count)]
     try:
         device = resolve(name)
-    except RuntimeError:
-        device = None
-    if device not in here:
-        raise ValueError(f"--device: got {name!r}; here are {', '.join(map(str, here))}.")
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"--device: got {name!r}, which is not here ({reason}).") from error
     return device
 
 
-def place(out: Path | None) -> Path:
+def free_file(out: Path | None) -> Path:
     """A file that is not there yet; ValueError if `out` is, or has no format."""
     if out is None:
         numbered = (Path(f"samples-{number}.png") for number in itertools.count(2))

@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stopped=(TrainingError, EvaluationError),
         interrupted="--resume continues from the last checkpoint, if there is one",
     )
-    rewards.look_beside(args.config)
+    rewards.add_config_folder(args.config)
     with status:
         if args.dry_run:
             from flowalign.commands.doctor import dry

@@ -37,7 +37,7 @@ class MovingAverage:
     def step(self, parameters: Sequence[Tensor], steps: int) -> None:
         """After optimizer step number `steps`: update the average, if it is due."""
         if steps % self.every == 0:
-            _put(self.shadow_params, self._mixed(parameters, decay_at(steps, self.decay)))
+            _copy(self._mixed(parameters, decay_at(steps, self.decay)), self.shadow_params)
 
     @contextmanager
     def of(self, parameters: Sequence[Tensor], steps: int) -> Iterator[None]:
@@ -50,21 +50,21 @@ class MovingAverage:
         if steps < self.every:  # before the first averaging
             yield
             return
-        kept = decay_at(steps, self.decay) ** (steps % self.every / self.every)
-        own = [p.detach().clone() for p in parameters]
-        _put(parameters, self._mixed(parameters, kept))
+        decay = decay_at(steps, self.decay) ** (steps % self.every / self.every)
+        saved = [p.detach().clone() for p in parameters]
+        _copy(self._mixed(parameters, decay), parameters)
         try:
             yield
         finally:
-            _put(parameters, own)
+            _copy(saved, parameters)
 
     @torch.no_grad()
-    def _mixed(self, parameters: Sequence[Tensor], kept: float) -> list[Tensor]:
+    def _mixed(self, parameters: Sequence[Tensor], decay: float) -> list[Tensor]:
         pairs = zip(self.shadow_params, parameters, strict=True)
-        # kept * average + (1 - kept) * p, rounded as diffusers' EMAModel rounds it
-        return [average - (1 - kept) * (average - p.detach()) for average, p in pairs]
+        # decay * average + (1 - decay) * p, rounded as diffusers' EMAModel rounds it
+        return [average - (1 - decay) * (average - p.detach()) for average, p in pairs]
 
 
-def _put(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    for place, value in zip(places, values, strict=True):
-        place.data.copy_(value)  # in place: the optimizer holds these tensors
+def _copy(values: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.data.copy_(value)  # in place: the optimizer holds these tensors

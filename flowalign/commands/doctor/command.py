@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         if args.config:
             if args.trust:
-                rewards.look_beside(args.config)
+                rewards.add_config_folder(args.config)
             return examine(args)
         health = reward.diagnose(args.reward, assignments(args.options), args.count, args.size)
     except (ValueError, ImportError, OSError) as error:
