@@ -64,6 +64,7 @@ def test_every_task_has_a_row_before_and_one_after(
         assert [row.name for row in block.rows] == ["before", f"after update {best}"]
 
 
+@pytest.mark.slow
 def test_a_run_that_starts_from_an_adapter_begins_with_it(
     random_model: str, tmp_path: Path, drawn: list[Block]
 ) -> None:

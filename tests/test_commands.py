@@ -105,6 +105,7 @@ def test_ctrl_c_ends_a_served_reward_with_one_line(script: list[str], tmp_path: 
 
 
 @pytest.mark.parametrize("lines", [0, 1])  # rich prints the first, `print` what follows
+@pytest.mark.slow
 def test_a_reader_that_leaves_ends_a_command_without_a_word(script: list[str], lines: int) -> None:
     plan = [*script, "train", "--config", str(ROOT / "configs/tiny/teacher_ocr.yaml"), "--dry-run"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}

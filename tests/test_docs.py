@@ -331,6 +331,7 @@ def at_home(
     monkeypatch.syspath_prepend(ROOT / "docs" / "rewards" / "example")
 
 
+@pytest.mark.slow
 def test_every_command_is_one_that_the_code_takes(at_home: None) -> None:
     for command in COMMANDS:
         try:
@@ -339,6 +340,7 @@ def test_every_command_is_one_that_the_code_takes(at_home: None) -> None:
             pytest.fail(f"{command.place}: `{command}`: {error!r}")
 
 
+@pytest.mark.slow
 def test_the_command_in_the_head_of_a_config_runs_this_config(at_home: None) -> None:
     for path in CONFIGS:
         head = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")

@@ -224,6 +224,7 @@ def test_keys_that_the_start_overrules_are_noted(random_model, tmp_path):
 
 
 @pytest.mark.parametrize("by", ["adapter", pytest.param("guidance", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_teacher_that_scores_less_than_the_students_start_is_named(random_model, tmp_path, by):
     """Whichever of the two is redder: as a teacher it is sound, as a student it is made worse."""
     ours = fakes.teachers(random_model, tmp_path)

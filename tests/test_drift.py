@@ -233,6 +233,7 @@ def test_a_run_logs_its_drift_and_shows_it(random_model: str, tmp_path: Path) ->
     assert "Drift from the base" in (loop.folder / "watch.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_measures_the_same_without_sampling_the_base_again(
     random_model: str, tmp_path: Path
 ) -> None:

@@ -123,7 +123,9 @@ SMALL = ["opd", "opd, checkpointing", "grpo, batches of 2", "nft, old policy and
          "nft, many noise levels", "awm, average and KL"]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", SMALL)
+@pytest.mark.parametrize(
+    "case", [SMALL[0], *(pytest.param(case, marks=pytest.mark.slow) for case in SMALL[1:])]
+)
 def test_the_peak_is_within_a_tenth_of_the_measured_one(small, case):
     found = memory.settings(*small, case.split(",")[0], *memory.CASES[case], size=128)
     row = memory.compared(found, "cpu")
@@ -146,6 +148,7 @@ def other(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["nft", "opd"])
+@pytest.mark.slow
 def test_the_peak_of_other_families_is_within_a_tenth_of_the_measured_one(other, kind, tmp_path):
     """With prompts of full length, which the prediction assumes. Not measured so: the decoder of
     Qwen-Image, whose kernels take a workspace on a CPU; here the update holds more."""
@@ -212,6 +215,7 @@ def test_arithmetic_of_the_prediction(small):
     assert times(plain, Pace.constant(1e12, "")).update == pytest.approx(plain.flops / 1e12)
 
 
+@pytest.mark.slow
 def test_a_window_that_moves_costs_what_its_width_costs(small):
     def of(*changes, kind="grpo"):
         return predict(memory.settings(*small, kind, *changes, size=128)).phases
@@ -225,6 +229,7 @@ def test_a_window_that_moves_costs_what_its_width_costs(small):
     assert guard.bytes > rollout.bytes and guard.flops == rollout.flops
 
 
+@pytest.mark.slow
 def test_forward_passes_of_the_stages_on_clean_images(small):
     """An update asks the student with gradient, and others as the config says."""
 
@@ -258,6 +263,7 @@ def test_forward_passes_of_the_stages_on_clean_images(small):
     assert ordered[0] < ordered[1]
 
 
+@pytest.mark.slow
 def test_the_alarm_costs_what_its_images_cost(small):
     """The base's share of the rollout's images, once in so many updates."""
 

@@ -87,6 +87,7 @@ def test_what_does_not_fit_together_is_refused(images, prompts, captions, messag
         gallery(images, prompts, captions)
 
 
+@pytest.mark.slow
 def test_importing_the_package_imports_nothing_heavy() -> None:
     heavy = "{'torch', 'diffusers', 'matplotlib', 'PIL', 'numpy'}"
     code = f"import sys, flowalign; assert not {heavy} & set(sys.modules); flowalign.gallery"

@@ -162,6 +162,7 @@ def test_a_recipe_runs_once_and_notices_what_changed(
 
 
 @pytest.mark.parametrize("name", ["first/adapter/" + ADAPTER, "first/done.json", "merge/report.md"])
+@pytest.mark.slow
 def test_a_damaged_stage_is_run_again_and_the_others_stay(
     random_model: str, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -186,6 +187,7 @@ def test_a_damaged_stage_is_run_again_and_the_others_stay(
     assert manifest.check_manifest(out / "second", file="done.json") == sound
 
 
+@pytest.mark.slow
 def test_a_killed_stage_continues_from_its_checkpoint(
     random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,21 +131,25 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "case",
+    [c if i % 8 == 0 else pytest.param(c, marks=pytest.mark.slow) for i, c in enumerate(CASES)],
+)
 def test_what_cannot_be_evaluated_is_refused(
-    done: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    done: Path, case: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """With the results of an evaluation there, which are left alone, and with nothing there."""
     monkeypatch.chdir(done)
     (done / "others.txt").write_text("one\ntwo\nthree")
     monkeypatch.setattr(suite, "generate", never)
     before = content(done)
-    for case, (overrides, said) in CASES.items():
-        for output in ["out"] if OUT in said else ["out", "new"]:
-            status = main(["--config", "eval.yaml", *overrides, f"output={output}"])
-            error = capsys.readouterr().err
-            missing = [text for text in said if text not in error]
-            assert status == 2 and not missing, (case, output, error)
-            assert content(done) == before and not (done / "new").exists(), (case, output)
+    overrides, said = CASES[case]
+    for output in ["out"] if OUT in said else ["out", "new"]:
+        status = main(["--config", "eval.yaml", *overrides, f"output={output}"])
+        error = capsys.readouterr().err
+        missing = [text for text in said if text not in error]
+        assert status == 2 and not missing, (output, error)
+        assert content(done) == before and not (done / "new").exists(), output
 
 
 def never(*args: Any, **options: Any) -> None:

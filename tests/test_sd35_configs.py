@@ -84,6 +84,7 @@ def test_every_config_runs_on_one_gpu_and_on_two_machines_of_eight(path: Path) -
 
 @pytest.mark.usefixtures("data")
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.slow
 def test_a_variant_runs_the_same_images_and_updates(path: Path) -> None:
     plain = stages(path)
     for variant in VARIANTS:
@@ -191,6 +192,7 @@ def test_the_betas_of_flow_grpo_weigh_its_own_kl(path: Path) -> None:
 
 @pytest.mark.usefixtures("data")
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.slow
 def test_a_ratio_is_taken_over_the_batches_of_the_rollout(path: Path) -> None:
     """In 16 bits a ratio is exactly 1 only where rollout and update share their batches."""
     for variant in (None, *VARIANTS):
@@ -226,6 +228,7 @@ def shallow(tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.usefixtures("data")
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
+@pytest.mark.slow
 def test_a_stage_passes_in_shapes_without_weights(path: Path, shallow: dict[str, str]) -> None:
     """Every phase of every stage, by the library's own code, on all three models."""
     for size in SIZES if path.stem == "student_flow_opd" else SIZES[:1]:

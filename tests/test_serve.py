@@ -213,6 +213,7 @@ def test_a_port_that_is_taken_is_one_line(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_the_command_serves_until_it_is_told_to_end():
     process, url = served.process("served:Touchy", environment={wire.TOKEN: "abc"})
     try:

@@ -58,6 +58,7 @@ def test_any_text_length_of_t5_draws_the_same_kind_of_image() -> None:
     assert (images[0] - images[1]).abs().mean() < 0.05
 
 
+@pytest.mark.slow
 def test_sample_draws_a_grid(tmp_path: Path) -> None:
     done = command(
         "flowalign.commands.cli", "sample", "a photo of a star", "--out", f"{tmp_path}/x.png"
@@ -67,6 +68,7 @@ def test_sample_draws_a_grid(tmp_path: Path) -> None:
     assert pixels.std() > 5  # something is drawn
 
 
+@pytest.mark.slow
 def test_train_then_evaluate_then_load(tmp_path: Path) -> None:
     """The README's path in small: a teacher, its files, its scores, its pipeline."""
     run = [

@@ -104,6 +104,7 @@ def test_tasks_of_two_sizes_are_distilled(random_model: str, tmp_path: Path, sta
     assert len(rows) == 4 and all(row["grad_norm"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_two_processes_take_the_same_size(random_model: str, tmp_path: Path) -> None:
     alone = fakes.wired(fakes.settings(random_model, tmp_path / "1", *SIZES, "train.updates=2"))
     alone.run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +76,7 @@ def without_data(model: ModelConfig) -> Backbone:
         return Backbone.of(pipe, model.model_copy(update=plain), "meta")
 
 
+@lru_cache(maxsize=4)  # every stage of a recipe asks for the same one
 def family_without_text(
     model: str, revision: str | None = None, family: str | None = None
 ) -> Family:
