@@ -171,6 +171,21 @@ def test_a_lost_or_broken_image_is_sampled_again_with_its_batch(
     assert again == first and (tmp_path / "s" / "00002_0.png").read_bytes() == whole
 
 
+def test_an_image_that_was_made_again_with_other_bits_is_sampled_once(
+    backbone: Backbone, tmp_path: Path, sampled: list[str]
+):
+    """As on another GPU: the store then has a row of the old image and one of the new."""
+    first = store(tmp_path / "s")
+    first.save((0, 0), torch.zeros(3, 32, 32))
+    row = {"index": 0, "copy": 0, "prompt": PROMPTS[0], "metadata": {"tag": PROMPTS[0]}}
+    first.append("x", [{**row, "reason": None, "value": 0.0}])
+    (tmp_path / "s" / "00000_0.png").write_bytes(b"damaged")
+    judge(backbone, benchmark(), store=store(tmp_path / "s"))
+    assert sampled == PROMPTS
+    judge(backbone, benchmark(), store=store(tmp_path / "s"))
+    assert sampled == PROMPTS
+
+
 def test_a_failed_image_is_asked_about_again_and_no_other(
     backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
