@@ -245,20 +245,6 @@ def test_one_adapter_is_one_whatever_its_format(
 # What is refused ---------------------------------------------------------------------------------
 
 
-def test_replacing_keeps_the_scale_or_refuses(
-    backbone: Backbone, peft_folders: dict[str, Path], tmp_path: Path
-) -> None:
-    lora = read_lora(peft_folders["rslora"])
-    backbone.load_adapter("replaced", peft_folders["rslora"])
-    expected = forward(backbone.core, backbone)
-    fakes.shake(backbone, "replaced")
-    backbone.replace_adapter("replaced", peft_folders["rslora"])
-    assert torch.equal(forward(backbone.core, backbone), expected)
-    write_lora(tmp_path, lora.weights, {**lora.metadata, "lora_alpha": 7})
-    with pytest.raises(ValueError, match="by 3.5, adapter 'replaced' by 3 .alpha / rank"):
-        backbone.replace_adapter("replaced", tmp_path)
-
-
 def test_what_peft_writes_beside_a_plain_lora_is_refused(
     bare: SD3Transformer2DModel, backbone: Backbone, tmp_path: Path
 ) -> None:

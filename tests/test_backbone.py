@@ -104,7 +104,7 @@ def test_replace_adapter_refuses_one_of_other_layers(random_model: str, tmp_path
     backbone.add_adapter("few", rank=4, alpha=4, targets=["attn.to_q"])
     backbone.save_adapter("few", tmp_path)
     student = fakes.adapted(random_model)
-    with pytest.raises(ValueError, match="4 of the 30"):
+    with pytest.raises(ValueError, match="other layers"):
         student.replace_adapter(STUDENT, tmp_path)
 
 

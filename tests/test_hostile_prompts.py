@@ -10,7 +10,6 @@ from generated import examples, holds, json_values, nothing_else, texts
 from hypothesis import strategies as st
 
 from flowalign import rewards
-from flowalign.commands import cli
 from flowalign.commands.prompts.check import examine
 from flowalign.training.data import PromptError, load_prompts, subset
 
@@ -61,13 +60,6 @@ def test_a_pipe_is_no_prompt_set(tmp_path: Path):
     for path in (tmp_path / "a.txt", tmp_path):
         with pytest.raises(PromptError):
             load_prompts(path, "task")
-
-
-def test_the_command_line_refuses_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    path = tmp_path / "a.jsonl"
-    path.write_text(FILES["deep JSON"][1])
-    assert cli.main(["data", "check", str(path)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_target_that_is_no_text_is_a_finding(tmp_path: Path):

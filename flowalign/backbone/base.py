@@ -6,7 +6,6 @@ say (`flowalign.backbone.family`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
@@ -265,23 +264,13 @@ class Backbone:
 
     def replace_adapter(self, name: str, folder: str | Path) -> None:
         """Replace the weights of adapter `name` by those of a saved one. Raises ValueError unless
-        it has the same layers, ranks and scales."""
-        lora = read_lora(folder)
-        weights, old = lora.weights, self._weights(name)
-        same = [key for key in weights if key in old and weights[key].shape == old[key].shape]
-        if not len(same) == len(old) == len(weights):
+        it has the same layers and ranks."""
+        weights, old = read_lora(folder).weights, self._weights(name)
+        if {k: w.shape for k, w in weights.items()} != {k: w.shape for k, w in old.items()}:
             raise ValueError(
-                f"{folder} holds {len(same)} of the {len(old)} weights of adapter {name!r} in "
-                f"their shapes, and {len(weights) - len(same)} others. Give an adapter of the same "
-                "layers and ranks, or load it under a name of its own."
+                f"{folder} has other layers or ranks than adapter {name!r}. Give an adapter of the "
+                "same, or load it under a name of its own."
             )
-        for layer, scale in lora.scales.items():
-            own = self.core.get_submodule(layer).scaling[name]
-            if not math.isclose(scale, own, rel_tol=1e-6):
-                raise ValueError(
-                    f"{folder} scales {layer} by {scale:g}, adapter {name!r} by {own:g} (alpha / "
-                    "rank). Give one of the same alpha, or load it under a name of its own."
-                )
         set_peft_model_state_dict(self.core, weights, adapter_name=name)
 
     def _own(self, name: str, dtype: torch.dtype) -> None:

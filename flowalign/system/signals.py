@@ -125,13 +125,13 @@ class Requests:
         """A place where a run can end, which all processes reach: Interrupted if one was asked, or
         if the next `seconds` of work would end past the clock's limit (None = do not ask it)."""
         clock = self.clock
-        own: tuple[str, int] | None = None  # why, and the exit status
+        request: tuple[str, int] | None = None  # why, and the exit status
         if self._first:
             asked = Interrupted.by(self._first[0])
-            own = str(asked), asked.code
+            request = str(asked), asked.code
         elif seconds is not None and clock.over(seconds):
-            own = f"{clock.name} = {clock.minutes:g}", UNFINISHED
-        everyone: list[Any] = self.gather([own]) if self.gather else [own]
+            request = f"{clock.name} = {clock.minutes:g}", UNFINISHED
+        everyone: list[Any] = self.gather([request]) if self.gather else [request]
         for reason, code in filter(None, everyone):
             self.agreed = self.gather is not None
             raise Interrupted(reason, code)

@@ -351,21 +351,21 @@ class Loop:
         """Continue from the newest sound checkpoint; False if there is none. The main process looks
         for it and tells the others. Raises ConfigError if none can be used, or if the base model or
         the number of processes is another. any_world: that number may be another."""
-        found = from_main(lambda: resume.newest(self.folder, self.config))
-        if found.folder is None and not found.skipped:
+        saved = from_main(lambda: resume.newest(self.folder, self.config))
+        if saved.folder is None and not saved.skipped:
             return False
         world = self.accelerator.num_processes
-        problems = [*resume.conflicts(self.config, found, world, any_world=any_world)]
-        if found.folder and found.about["base"] != self.identity["base"]:
+        problems = [*resume.conflicts(self.config, saved, world, any_world=any_world)]
+        if saved.folder and saved.about["base"] != self.identity["base"]:
             problems.append(
                 f"model.id: the weights of {self.config.model.id!r} have changed since "
-                f"{found.folder} was written. Put those back, or choose another `output`."
+                f"{saved.folder} was written. Put those back, or choose another `output`."
             )
-        if problems or found.folder is None:
+        if problems or saved.folder is None:
             raise ConfigError(problems)
-        folder = found.folder
+        folder = saved.folder
         if self.accelerator.is_main_process:
-            for text in resume.warnings(found, self.identity):
+            for text in resume.warnings(saved, self.identity):
                 log.warning(text)
         try:
             rank = self.accelerator.process_index

@@ -163,8 +163,8 @@ class Evaluations:
     ) -> bool:
         """Log an evaluation, and `keep` the adapter if it is the best so far; the first of equals
         stays. False if too many images were lost, so that it does not count."""
-        known = [row for row in report.rows if row.benchmark not in report.lost]
-        rows = {f"{row.benchmark}/{row.metric}": measured(row) for row in known}
+        counted = [row for row in report.rows if row.benchmark not in report.lost]
+        rows = {f"{row.benchmark}/{row.metric}": measured(row) for row in counted}
         means = {metrics.EVAL + name: mean for name, (mean, _) in rows.items()}
         self.log.warn(update, [f"the evaluation lost {text}" for text in report.lost.values()])
         self.pictures.evaluation(update, report)

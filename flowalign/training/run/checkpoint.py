@@ -63,9 +63,9 @@ class Checkpoints:
         copies: {name in it: file or folder of the run, which may be missing}. Raises OSError on all
         processes, such as on a full disk; the older checkpoints are then as they were.
         """
-        own = get_rng()
+        rng = get_rng()
         # as bytes: gather_object fails to unpickle these tensors (torch 2.11)
-        rngs: list[tuple[bytes, str]] = gather_object([(save(own.tensors), json.dumps(own.rest))])
+        rngs: list[tuple[bytes, str]] = gather_object([(save(rng.tensors), json.dumps(rng.rest))])
         final = self.folder / name_of(update)
         said = {"update": update, **(about or {})}
 

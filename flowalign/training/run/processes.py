@@ -287,8 +287,8 @@ class Means:
 
     def add_sum(self, name: str, total: float, count: int) -> None:
         """Add a sum of `count` values."""
-        before, known = self.sums.get(name, (0, 0))
-        self.sums[name] = before + total, known + count
+        before, number = self.sums.get(name, (0, 0))
+        self.sums[name] = before + total, number + count
 
     def over_processes(self) -> dict[str, float]:
         """Means over the processes that have a name; NaN for no values. All must call it."""

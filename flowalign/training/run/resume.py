@@ -46,24 +46,24 @@ def update_of(folder: Path) -> int:
 
 def checkpoints(run: Path) -> list[Path]:
     """The folders of a run that are named as checkpoints, sound or not, oldest first."""
-    found = [path for path in (run / CHECKPOINTS).glob("update_*") if update_of(path) >= 0]
-    return sorted((path for path in found if path.is_dir()), key=update_of)
+    folders = [path for path in (run / CHECKPOINTS).glob("update_*") if update_of(path) >= 0]
+    return sorted((path for path in folders if path.is_dir()), key=update_of)
 
 
 def identity(config: TrainingStage) -> dict[str, Any]:
     """What a checkpoint of this run says of itself: its config, the version of flowalign, and the
-    digests of the adapters that it reads, by their place in the config."""
+    digests of the adapters that it reads, by their key in the config."""
     from flowalign import __version__
 
     return {
         "config": config.model_dump(mode="json"),
         "version": __version__,
-        "inputs": {place: file_digest(source) for place, source in config.inputs.items()},
+        "inputs": {key: file_digest(source) for key, source in config.inputs.items()},
     }
 
 
 @dataclass(frozen=True)
-class Found:
+class Resumable:
     """The newest checkpoint that a run can go on from. folder: None = there is none. about: what it
     says of itself. skipped: {newer folder: why it cannot be used}. other: the keys of the config
     that differ, where a checkpoint is sound and of another config."""
@@ -74,7 +74,7 @@ class Found:
     other: tuple[str, ...] = ()
 
 
-def newest(run: Path, config: TrainingStage) -> Found:
+def newest(run: Path, config: TrainingStage) -> Resumable:
     """Look for it from the newest folder to the oldest, every byte of each."""
     skipped: dict[Path, str] = {}
     other: list[str] = []
@@ -93,8 +93,8 @@ def newest(run: Path, config: TrainingStage) -> Found:
             skipped[folder] = f"it is of another config ({', '.join(changed)})"
             other = other or changed
         else:
-            return Found(folder, about, skipped)
-    return Found(skipped=skipped, other=tuple(other))
+            return Resumable(folder, about, skipped)
+    return Resumable(skipped=skipped, other=tuple(other))
 
 
 def _changed(config: TrainingStage, saved: object) -> list[str]:
@@ -131,72 +131,72 @@ def problems(
             "choose another `output`, or delete the folder."
         )
     else:
-        found = newest(run, config)
-        yield from conflicts(config, found, processes, any_world=any_world, pending=pending)
+        saved = newest(run, config)
+        yield from conflicts(config, saved, processes, any_world=any_world, pending=pending)
 
 
 def conflicts(
     config: TrainingStage,
-    found: Found,
+    saved: Resumable,
     processes: int,
     *,
     any_world: bool,
     pending: Collection[str] = (),
 ) -> Iterator[str]:
-    """What keeps a run from going on from the checkpoint that was found."""
-    if found.folder is None:
-        yield refusal(Path(config.output), found)
+    """What keeps a run from going on from a saved checkpoint."""
+    if saved.folder is None:
+        yield refusal(Path(config.output), saved)
         return
-    for place, source in config.inputs.items():
+    for key, source in config.inputs.items():
         now = None if source in pending else file_digest(source)  # None: others complain
-        if now is not None and now != found.about["inputs"].get(place):
+        if now is not None and now != saved.about["inputs"].get(key):
             yield (
-                f"{place}: {source!r} has changed since {found.folder} was written. Put the "
+                f"{key}: {source!r} has changed since {saved.folder} was written. Put the "
                 "adapter of that time back, or choose another `output` to start with this one."
             )
-    if not any_world and (text := another_world(found, processes)):
+    if not any_world and (text := another_world(saved, processes)):
         yield (
             f"--resume: {text} Start as many processes as before, or accept that with "
             "--allow-world-change."
         )
 
 
-def warnings(found: Found, own: Mapping[str, Any]) -> Iterator[str]:
-    """What a run says as it goes on. own: its identity, and its number of processes."""
-    assert found.folder
-    for path, reason in found.skipped.items():
-        yield f"--resume: {path} is not used: {reason}. The run continues from {found.folder.name}."
-    if text := another_world(found, own["processes"]):
+def warnings(saved: Resumable, identity: Mapping[str, Any]) -> Iterator[str]:
+    """What a run says as it goes on. identity: of the run, with its number of processes."""
+    assert saved.folder
+    for path, reason in saved.skipped.items():
+        yield f"--resume: {path} is not used: {reason}. The run continues from {saved.folder.name}."
+    if text := another_world(saved, identity["processes"]):
         yield f"--allow-world-change: {text}"
-    if (before := found.about["version"]) != own["version"]:
+    if (before := saved.about["version"]) != identity["version"]:
         yield (
-            f"--resume: {found.folder} was written by flowalign {before}, and this is "
-            f"{own['version']}: the numbers may differ from those of one version."
+            f"--resume: {saved.folder} was written by flowalign {before}, and this is "
+            f"{identity['version']}: the numbers may differ from those of one version."
         )
 
 
-def refusal(run: Path, found: Found) -> str:
+def refusal(run: Path, saved: Resumable) -> str:
     """Why no checkpoint of a run can be used."""
-    if found.other:
+    if saved.other:
         return (
-            f"--resume: {', '.join(found.other)} differ from the run in {run}. A resumed run keeps "
+            f"--resume: {', '.join(saved.other)} differ from the run in {run}. A resumed run keeps "
             "its config (but for train and evaluation); undo the change or choose another `output`."
         )
-    listed = "; ".join(f"{path.name}: {reason}" for path, reason in found.skipped.items())
+    listed = "; ".join(f"{path.name}: {reason}" for path, reason in saved.skipped.items())
     return (
         f"--resume: no checkpoint in {run / CHECKPOINTS} can be used ({listed}). Put a sound copy "
         f"of one back. {DELETE}"
     )
 
 
-def another_world(found: Found, processes: int) -> str:
+def another_world(saved: Resumable, processes: int) -> str:
     """What is no longer exact if so many processes go on from a checkpoint; "" if as many wrote
     it."""
-    before = found.about["processes"]
+    before = saved.about["processes"]
     if before == processes:
         return ""
     return (
-        f"{found.folder} was written by a run of {before} process(es), and there are {processes} "
+        f"{saved.folder} was written by a run of {before} process(es), and there are {processes} "
         "now: prompts and noise stay the same, but gradients are summed in another order, so that "
         "the last digits differ, and rewards that draw random numbers draw others."
     )
