@@ -153,7 +153,7 @@ class Reference:
     features: Tensor
 
     def distance(self, judged: Iterable[Judged]) -> Distance:
-        """The distance of one model's images, those of all its benchmarks together."""
+        """The distance of one model's images, all its benchmarks together."""
         measured = [(r.features, r.rows) for r in judged if r.features is not None]
         prompts = [row["prompt"] for _, rows in measured for row in rows]
         return distance(torch.cat([features for features, _ in measured]), prompts, self.features)
@@ -190,9 +190,9 @@ def load_reference(
     width = features.shape[1]
     sampled = sum(len(images.prompts) * images.copies for images in sets)
     problems = [
-        f"{place}: {count} images are too few for a distance between {width} features. Use at "
+        f"{key}: {count} images are too few for a distance between {width} features. Use at "
         f"least {enough(width)}, better ten times as many, or write `fidelity: null`."
-        for place, count in (("fidelity.reference", len(features)), ("benchmarks", sampled))
+        for key, count in (("fidelity.reference", len(features)), ("benchmarks", sampled))
         if count < enough(width)
     ]
     if problems:

@@ -88,8 +88,8 @@ def document(config: EvalStage, results: Results, versions: Mapping[str, str]) -
     benchmarks = {}
     for benchmark in results.benchmarks:  # what their numbers depend on
         about = describe(benchmark.reward)
-        own = {"reward": about.pop("name"), "headline": benchmark.headline}
-        benchmarks[benchmark.name] = own | about
+        reward = {"reward": about.pop("name"), "headline": benchmark.headline}
+        benchmarks[benchmark.name] = reward | about
     return {
         "version": VERSION,
         "config": config.model_dump(mode="json"),
@@ -166,10 +166,12 @@ def blocks(results: Results) -> list[Block]:
 
 def _block(name: str, judges: Sequence[Benchmark], results: Results) -> Block:
     first, copies = judges[0], judges[0].copies
-    kept = next(iter(results.judged.values()))[first.name].shown(copies)  # the same for all models
-    chosen = spread(len(kept), COLUMNS)
-    places = [kept[i] for i in chosen]
-    title = f"{name}: {spread_text(places, len(first.prompts))}"
+    pictured = next(iter(results.judged.values()))[first.name].shown(
+        copies
+    )  # the same for all models
+    chosen = spread(len(pictured), COLUMNS)
+    indices = [pictured[i] for i in chosen]
+    title = f"{name}: {spread_text(indices, len(first.prompts))}"
     if copies > 1:
         title += f"; the first of {copies} images each"
     rows = []
@@ -178,11 +180,11 @@ def _block(name: str, judges: Sequence[Benchmark], results: Results) -> Block:
         images = [pixels_of(pictures[i * copies]) for i in chosen]
         scores = {
             judge.name: [
-                judged[judge.name].rows[place * copies].get(part_of(judge), math.nan)
-                for place in places
+                judged[judge.name].rows[index * copies].get(part_of(judge), math.nan)
+                for index in indices
             ]
             for judge in judges
         }
         means = {judge.name: numbers[judge.name].mean for judge in judges}
         rows.append(Row(model, images, scores, means))
-    return Block(title, [first.prompts.prompts[place] for place in places], rows)
+    return Block(title, [first.prompts.prompts[index] for index in indices], rows)

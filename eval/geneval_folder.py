@@ -86,7 +86,7 @@ def write(
 def read(folder: str | Path) -> list[Sample]:
     """The images of a folder, sorted by the number of the prompt and then of the image.
 
-    Every file is verified. Raises FolderError, naming the place, for a folder that is missing or
+    Every file is verified. Raises FolderError, naming the file, for a folder that is missing or
     empty, numbers that are missing, metadata that is missing or cannot be judged, prompts
     without images or with fewer than others, and broken images.
     """

@@ -142,28 +142,28 @@ def lines(results: Results, benchmark: Benchmark) -> list[Line]:
     copies, part, source = benchmark.copies, part_of(benchmark), benchmark.source or benchmark.name
     sharing = [b.name for b in results.benchmarks if (b.source or b.name) == source]
     first = next(iter(judged.values()))
-    kept = {place: i for i, place in enumerate(first.shown(copies))}  # the same for all models
+    pictures = {index: i for i, index in enumerate(first.shown(copies))}  # the same for all models
     scores = {model: [row.get(part, math.nan) for row in j.rows] for model, j in judged.items()}
-    known = [score for values in scores.values() for score in values if math.isfinite(score)]
-    low, high = min(known, default=0.0), max(known, default=0.0)
+    all_scores = [score for values in scores.values() for score in values if math.isfinite(score)]
+    low, high = min(all_scores, default=0.0), max(all_scores, default=0.0)
     result = []
-    for place in range(len(first.rows) // copies):
+    for index in range(len(first.rows) // copies):
         cells, means = [], []
         for model, images in judged.items():
-            row_cells, own = [], range(place * copies, (place + 1) * copies)
-            for copy, i in enumerate(own):
+            row_cells, images_of_prompt = [], range(index * copies, (index + 1) * copies)
+            for copy, i in enumerate(images_of_prompt):
                 # the first of the benchmarks that share images shows them
-                holds = place in kept and benchmark.name == sharing[0]
-                picture = images.pictures[kept[place] * copies + copy] if holds else None
+                holds = index in pictures and benchmark.name == sharing[0]
+                picture = images.pictures[pictures[index] * copies + copy] if holds else None
                 name, score = f"{source}/{model}/{i}", scores[model][i]
                 row_cells.append(_cell(images.rows[i], picture, name, score, low, high))
-            valid = [scores[model][i] for i in own if math.isfinite(scores[model][i])]
+            valid = [scores[model][i] for i in images_of_prompt if math.isfinite(scores[model][i])]
             means.append(sum(valid) / len(valid) if valid else math.nan)
             cells.append(row_cells)
-        row = first.rows[place * copies]
+        row = first.rows[index * copies]
         tag = str(row["metadata"].get("tag", ""))
         differ = disagree(means, high - low)
-        result.append(Line(place, row["prompt"], tag, differ, place in kept, cells))
+        result.append(Line(index, row["prompt"], tag, differ, index in pictures, cells))
     return result
 
 
@@ -173,9 +173,9 @@ def disagree(scores: Sequence[float], spread: float) -> bool:
     They do if the scores differ by more than half of the spread of all scores (any right and
     wrong do, where there is one image), or if some models have none (NaN).
     """
-    known = [score for score in scores if math.isfinite(score)]
-    if len(known) < len(scores):
-        return bool(known)
+    valid = [score for score in scores if math.isfinite(score)]
+    if len(valid) < len(scores):
+        return bool(valid)
     return max(scores) - min(scores) > spread / 2
 
 

@@ -69,11 +69,11 @@ def headline_rows(benchmark: Named, images: Images) -> list[EvalRow]:
         _row(benchmark.name, tag, [i for i in images if i["metadata"]["tag"] == tag], part)
         for tag in sorted({image["metadata"]["tag"] for image in images})
     ]
-    known = [row for row in rows if row.n]  # a tag without valid images is unknown, not wrong
-    mean = sum(row.mean for row in known) / len(known) if known else math.nan
-    error = math.sqrt(sum(row.stderr**2 for row in known)) / len(known) if known else math.nan
+    scored = [row for row in rows if row.n]  # a tag without valid images is unknown, not wrong
+    mean = sum(row.mean for row in scored) / len(scored) if scored else math.nan
+    error = math.sqrt(sum(row.stderr**2 for row in scored)) / len(scored) if scored else math.nan
     low, high = bootstrap_interval(*_prompt_scores(images, part))
-    n = sum(row.n for row in known)
+    n = sum(row.n for row in scored)
     return [EvalRow(benchmark.name, "overall", mean, error, n, low, high, len(images)), *rows]
 
 

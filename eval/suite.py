@@ -1,6 +1,6 @@
 """Evaluation: held-out prompts -> images with fixed noise -> scores -> an EvalReport.
 
-The noise of an image depends only on the seed, the place of its prompt in the set and the number of
+The noise of an image depends only on the seed, the index of its prompt in the set and the number of
 its copy. So all models see the same noise, whatever the batch size or the number of processes.
 """
 
@@ -75,13 +75,13 @@ class ImageSet:
 
 def build_sets(
     configs: Sequence[BenchmarkConfig],
-    place: str,
+    config_key: str,
     device: torch.device,
     model: ModelConfig,
 ) -> list[ImageSet]:
     """The image sets of benchmark configs, with their prompts, and with their rewards on a device.
 
-    place: the key of the list in the config. model: whose sizes the images have.
+    config_key: of the list. model: whose sizes the images have.
     Raises ConfigError for prompts that a layout cannot hold and rewards that cannot be built.
     """
     problems, prompt_sets = [], []
@@ -95,7 +95,7 @@ def build_sets(
             if config.layout:
                 check_layout(config.layout, prompts, (config.images, *size))
         except ValueError as error:
-            problems.append(f"{place}.{index}.layout: {error}")
+            problems.append(f"{config_key}.{index}.layout: {error}")
     if problems:
         raise ConfigError(problems)
     # only now: building a reward may load a large model
@@ -108,7 +108,7 @@ def build_sets(
                 reward = rewards.build_on(device, options.name, options.options)
                 judges.append(Benchmark(name, prompts, reward, config.images, source))
             except (ImportError, ValueError, OSError) as error:
-                problems.append(f"{place}.{index}.{key}: {error}")
+                problems.append(f"{config_key}.{index}.{key}: {error}")
         sets.append(ImageSet(config.name, prompts, config.images, tuple(judges), config.layout))
     if problems:
         raise ConfigError(problems)
@@ -140,12 +140,12 @@ def run(
             if reason := lost(benchmark, judged.rows, max_invalid_share):
                 reasons[benchmark.name] = reason
         if results:  # of several judges, the first says what its images are worth
-            places = set(spread(len(images.prompts), shown))
-            kept = [row for row in results[0].rows if row["index"] in places]
+            pictured = set(spread(len(images.prompts), shown))
+            rows_shown = [row for row in results[0].rows if row["index"] in pictured]
             name, part = images.judges[0].name, part_of(images.judges[0])
             examples += [
                 Example(name, row["prompt"], row.get(part, math.nan), picture)
-                for row, picture in zip(kept, results[0].pictures, strict=True)
+                for row, picture in zip(rows_shown, results[0].pictures, strict=True)
                 if row["copy"] == 0
             ]
     return EvalReport(rows, settings.model_dump(), environment(), reasons, examples)
@@ -176,7 +176,7 @@ def environment() -> dict[str, str]:
 class Judged:
     """The images of a benchmark: one row per image, in order, and a few of the pictures.
 
-    A row holds index (the place of its prompt), copy, prompt, metadata, value (NaN = invalid),
+    A row holds index (the index of its prompt), copy, prompt, metadata, value (NaN = invalid),
     reason (why it failed, or what the score rests on; None if the reward gives none) and the parts
     of its score. The copies of a prompt follow one another.
     """
@@ -186,7 +186,7 @@ class Judged:
     features: Tensor | None = None  # [N,D] on the CPU, if they were asked for
 
     def shown(self, copies: int) -> list[int]:
-        """The places of the prompts with pictures, where there are `copies` images per prompt."""
+        """The indices of the prompts with pictures, where there are `copies` images per prompt."""
         return spread(len(self.rows) // copies, len(self.pictures) // copies)
 
 
@@ -211,7 +211,7 @@ def judge_set(
     scored again.
     """
     world, rank = (accelerator.num_processes, accelerator.process_index) if accelerator else (1, 0)
-    kept = set(spread(len(images.prompts), keep))
+    pictured = set(spread(len(images.prompts), keep))
     shares = {
         prompts: [(prompt, copy) for prompt in prompts for copy in range(images.copies)]
         for prompts in _share(images, settings.batch_size, world, rank)
@@ -220,7 +220,7 @@ def judge_set(
     batches = []
     for prompts, keys in shares.items():
         unscored = scoring.unscored(keys)
-        shown = {key for key in keys if features or key[0] in kept}
+        shown = {key for key in keys if features or key[0] in pictured}
         batches.append(_Batch(prompts, keys, unscored, shown.union(*unscored.values())))
     sampled = [batch for batch in batches if _is_sampled(batch, store)]
     extra = missing_steps(len(batches), backbone.sharded)  # asked before the first forward pass
@@ -233,7 +233,7 @@ def judge_set(
             sampled.pop(0)
         pixels = _pixels(backbone, images, settings, batch, store)
         scoring.submit(batch, pixels)
-        pictures += [png(pixels[key]) for key in batch.keys if key[0] in kept]
+        pictures += [png(pixels[key]) for key in batch.keys if key[0] in pictured]
         if features:
             vectors.append(_vectors(torch.stack([pixels[key] for key in batch.keys]), features))
         if advance:
@@ -298,7 +298,7 @@ def _pixels(
         missing |= {key for key in batch.keys if store.saves(key) and not store.has(key)}
     if not missing:
         return pixels
-    # the whole batch, so that the arithmetic is that of a run without interruption
+    # all of the batch: the same arithmetic as in an uninterrupted run
     prompts = images.prompts.select(batch.prompts)
     sampled = generate(backbone, prompts, settings, batch.prompts, images.copies)
     for key, image in zip(batch.keys, eight_bits(sampled), strict=True):
@@ -317,7 +317,7 @@ def _vectors(images: Tensor, features: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class _Scoring:
-    """The rows of each judge by image: those of the store, and those scored beside the sampling."""
+    """The rows of each judge by image, from the store and scored during the sampling."""
 
     def __init__(
         self,

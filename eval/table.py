@@ -63,13 +63,13 @@ class Table:
 
     caption: str
     rows: Mapping[str, Mapping[str, EvalRow]]  # {label: {column: number}}
-    places: Mapping[str, int]  # {column: decimals}
+    decimals: Mapping[str, int]  # {column: decimals}
     signed: bool = False  # differences
 
     @property
     def columns(self) -> list[str]:
         """Names, in order."""
-        return list(self.places)
+        return list(self.decimals)
 
     @staticmethod
     def arrow(column: str) -> str:
@@ -79,13 +79,13 @@ class Table:
     def text(self, label: str, column: str) -> str:
         """Mean ± standard error, and the count where images have no score; a dash = no number."""
         row = self.rows[label][column]
-        number = shown(row, self.places[column], self.signed)
+        number = shown(row, self.decimals[column], self.signed)
         incomplete = row.total is not None and row.n < row.total
         return f"{number} (n {row.n} of {row.total})" if incomplete else number
 
     def interval(self, label: str, column: str) -> str:
         """The ends of the 95 % interval, "" if there is none."""
-        return between(self.rows[label][column], self.places[column])
+        return between(self.rows[label][column], self.decimals[column])
 
     def n(self, column: str) -> str:
         """How many images (for differences: pairs) the numbers of a column come from."""
@@ -96,7 +96,7 @@ class Table:
         sign = -1 if column in LOWER_IS_BETTER else 1
         # rounded as printed: hidden digits must not decide
         rounded = {
-            label: sign * round(row[column].mean, self.places[column])
+            label: sign * round(row[column].mean, self.decimals[column])
             for label, row in self.rows.items()
             if math.isfinite(row[column].mean)
         }
@@ -119,20 +119,20 @@ def tables(results: Results, compare: Mapping[str, Sequence[str]]) -> list[Table
     """
     first, *others = results.judged
     main = {model: results.scores(model) for model in results.judged}
-    places = {column: _places(main.values(), column) for column in main[first]}
+    decimals = {column: _decimals(main.values(), column) for column in main[first]}
     captions = {f"Difference to {first}": [(model, first) for model in others]}
     for model, references in compare.items():
         captions[f"{model} minus others"] = [(model, other) for other in references]
     # differences get the decimals of the scores, so that both tables can be read together
-    result = [Table("Mean ± standard error.", main, places)]
+    result = [Table("Mean ± standard error.", main, decimals)]
     for caption, pairs in captions.items():
         rows = {f"{model} − {other}": results.difference(model, other) for model, other in pairs}
         if rows:
-            result.append(Table(f"{caption}, same prompts and noise:", rows, places, signed=True))
+            result.append(Table(f"{caption}, same prompts and noise:", rows, decimals, signed=True))
     return result
 
 
-def _places(rows: Iterable[Mapping[str, EvalRow]], column: str) -> int:
+def _decimals(rows: Iterable[Mapping[str, EvalRow]], column: str) -> int:
     """Decimals of a column: three, fewer for large numbers (PickScore 22.34), more for small."""
     sizes = [abs(row[column].mean) for row in rows if math.isfinite(row[column].mean)]
     largest = max(sizes, default=0.0)
@@ -181,16 +181,16 @@ def counts(rows: Iterable[EvalRow]) -> str:
     return str(low) if low == high else f"{low} to {high}"
 
 
-def between(row: EvalRow | None, places: int) -> str:
+def between(row: EvalRow | None, decimals: int) -> str:
     """The 95 % interval of a number, "" if there is none."""
     if row is None or not math.isfinite(row.low + row.high):
         return ""
-    return f"[{row.low:.{places}f}, {row.high:.{places}f}]"
+    return f"[{row.low:.{decimals}f}, {row.high:.{decimals}f}]"
 
 
-def shown(row: EvalRow | None, places: int, signed: bool = False) -> str:
+def shown(row: EvalRow | None, decimals: int, signed: bool = False) -> str:
     """A number with its error; "–" = there is no number, "?" = its error is unknown."""
     if row is None or math.isnan(row.mean):
         return "–"
-    error = "?" if math.isnan(row.stderr) else f"{row.stderr:.{places}f}"
-    return f"{row.mean:{'+' if signed else ''}.{places}f} ± {error}"
+    error = "?" if math.isnan(row.stderr) else f"{row.stderr:.{decimals}f}"
+    return f"{row.mean:{'+' if signed else ''}.{decimals}f} ± {error}"

@@ -77,8 +77,8 @@ class Alarm:
             seen = [report[name] for report in self.watched if name in report]
             first, best = seen[0], max(seen[:-1], default=now)
             # of all its prompts: a tag of a few may well fall from one success to none
-            whole = name.rpartition("/")[2] == metrics.REWARD and first[0] > 0
-            if whole and now[0] < COLLAPSED * first[0] and _beyond(now, first):
+            is_total = name.rpartition("/")[2] == metrics.REWARD and first[0] > 0
+            if is_total and now[0] < COLLAPSED * first[0] and _beyond(now, first):
                 fallen.append(
                     f"held-out {name} collapsed from {first[0]:.3f} to {now[0]:.3f} (± "
                     f"{now[1]:.3f}): the run has diverged, or learnt to please its reward alone. "

@@ -96,7 +96,7 @@ def grid(images: Tensor, period: int) -> Tensor:
 def objects(images: Tensor) -> Tensor:
     """Number of regions that stand out from the image's median colour: connected, of one rough
     colour, and at least SMALLEST of the image. Of images reduced to SIDE pixels."""
-    found = []
+    counts = []
     for image in _reduced(images):
         far = image - np.median(image.reshape(-1, 3), axis=0)
         mask = np.abs(far).max(-1) > REGION
@@ -107,15 +107,15 @@ def objects(images: Tensor) -> Tensor:
             part = (mask & (kind == value)).astype(np.uint8)
             _, _, stats, _ = cv2.connectedComponentsWithStats(part, connectivity=4)
             count += int((stats[1:, cv2.CC_STAT_AREA] >= SMALLEST * mask.size).sum())
-        found.append(count)
-    return torch.tensor(found, dtype=torch.float64)
+        counts.append(count)
+    return torch.tensor(counts, dtype=torch.float64)
 
 
 def text(images: Tensor) -> Tensor:
     """Share of the image that looks like text, a cheap stand-in for the boxes of an OCR engine:
     cells of 8x8 pixels, of an image reduced to SIDE, that hold both light and dark and cross their
     mean at least twice in half of their rows."""
-    found = []
+    shares = []
     for image in _reduced(images):
         light = image @ np.array([0.299, 0.587, 0.114], np.float32)
         rows, columns = light.shape[0] // 8 * 8, light.shape[1] // 8 * 8
@@ -123,23 +123,23 @@ def text(images: Tensor) -> Tensor:
         span = cells.max((2, 3)) - cells.min((2, 3))
         above = cells > cells.mean((2, 3), keepdims=True)
         crossings = (above[..., 1:] != above[..., :-1]).sum(-1)
-        found.append(float(((span > STROKE) & ((crossings >= 2).mean(-1) >= 0.5)).mean()))
-    return torch.tensor(found, dtype=torch.float64)
+        shares.append(float(((span > STROKE) & ((crossings >= 2).mean(-1) >= 0.5)).mean()))
+    return torch.tensor(shares, dtype=torch.float64)
 
 
 def diversity(vectors: Tensor, groups: Sequence[int]) -> Tensor:
     """[B]: mean distance of a vector to the others of its group, over the root of their length: of
     pixels, the root mean square difference. vectors [B,...]; groups: of the B images. NaN in a
     group of one."""
-    found = torch.full((len(vectors),), torch.nan, dtype=torch.float64)
+    distances = torch.full((len(vectors),), torch.nan, dtype=torch.float64)
     flat = vectors.detach().cpu().double().flatten(1)
-    own = torch.tensor(list(groups))
-    for group in own.unique():
-        rows = (own == group).nonzero().flatten()
+    group_of = torch.tensor(list(groups))
+    for group in group_of.unique():
+        rows = (group_of == group).nonzero().flatten()
         if len(rows) > 1:
             between = (flat[rows, None] - flat[None, rows]).square().mean(2).sqrt()
-            found[rows] = between.sum(1) / (len(rows) - 1)
-    return found
+            distances[rows] = between.sum(1) / (len(rows) - 1)
+    return distances
 
 
 def asked(metadata: Mapping[str, Any]) -> float | None:
