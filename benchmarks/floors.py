@@ -61,7 +61,7 @@ def config_of(
         "tasks": [{"name": name, "prompts": "tiny/ocr_train"} for name in names],
         "teachers": {n: {"adapter": str(folder / n), "guidance": guidance} for n in names},
         "anchor": {"adapter": None, "guidance": guidance},
-        "student": {"states": {"select": "all"}, "label_batch": forward, "diagnose_every": 10**9},
+        "student": {"states": {"select": "all"}, "label_batch": forward, "diagnose_every": 10**7},
         "rollout": {"steps": 10, "window": list(WINDOW), "guidance": guidance, "copies": 1,
                     "prompts": batches["prompts"], "batch_size": forward},
         "optimizer": {"micro_batch": learn},
@@ -86,12 +86,9 @@ def bare(loop: Any, rows: int) -> tuple[Callable[[], None], Callable[[], None]]:
     backbone = loop.backbone
     core = backbone.core
     cond = backbone.encode(["a red circle"] * rows)
-    given = {
-        "hidden_states": torch.randn(rows, *backbone.latent_shape, dtype=backbone.dtype),
-        "encoder_hidden_states": cond.embeds[cond.index].to(backbone.dtype),
-        "pooled_projections": cond.pooled[cond.index].to(backbone.dtype),
-        "timestep": torch.full((rows,), 500.0),
-    }
+    latents = torch.randn(rows, *backbone.latent_shape, dtype=backbone.dtype)
+    text = {name: part[cond.index] for name, part in cond.text.items()}
+    given = backbone.family.inputs(latents, torch.full((rows,), 0.5), text, 1.0)
 
     def forward() -> None:
         with torch.no_grad():

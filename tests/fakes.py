@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import forked
 import psutil
 import torch
 from accelerate.state import AcceleratorState
@@ -304,9 +305,10 @@ def forward(
 # Processes ---------------------------------------------------------------------------------------
 
 ROOT = Path(__file__).parent.parent
+launch = forked.launch
 
 
-def launch(
+def accelerate_launch(
     *command: object, processes: int = 2, seconds: float = 500
 ) -> subprocess.CompletedProcess[str]:
     """A script or module on so many CPU processes, as a user starts it; it has so many seconds.

@@ -25,7 +25,7 @@ from flowalign.config import (
     read,
     to_yaml,
 )
-from flowalign.config.schema import RENAMED
+from flowalign.config.section import RENAMED
 from flowalign.training.preflight import check_world
 
 TINY = {"id": "tiny", "height": 64, "width": 64}
@@ -382,7 +382,7 @@ def test_what_the_world_lacks_is_reported_at_once(
     config = parse(raw(tasks=[{**task, "reward": {"name": "ocl"}}], optimizer=optimizer))
     with pytest.raises(ConfigError) as caught:
         check_world(config, num_processes=3)
-    package, sharing, reward, prompts = caught.value.problems
+    reward, prompts, package, sharing = caught.value.problems
     assert "3 processes cannot share evenly" in sharing and "rollout.prompts=12" in sharing
     assert "adamw8bit" in package and "[gpu]" in package
     assert reward == "tasks.0.reward: no reward 'ocl'"

@@ -11,8 +11,16 @@ from huggingface_hub import constants
 
 from flowalign.commands import cli, recipe
 from flowalign.commands.init import CONFIGS
-from flowalign.config import STAGES, EvalStage, OpdStage, RecipeStage, Stage, TrainingStage, load
-from flowalign.config.schema import Section
+from flowalign.config import (
+    STAGES,
+    EvalStage,
+    OpdStage,
+    RecipeStage,
+    Section,
+    Stage,
+    TrainingStage,
+    load,
+)
 
 MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
 

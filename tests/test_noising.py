@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowalign.config.schema import steps_within
+from flowalign.config.rollout import steps_within
 from flowalign.training.algorithm import pairs_of
 from flowalign.training.noising import noised, of_sampler, stratified
 from flowalign.training.rollout import Noise, Stream

@@ -170,7 +170,7 @@ def test_a_rank_that_hangs_is_named_after_the_configured_time(
 
 
 def launcher(*command: object) -> subprocess.Popen[str]:
-    """`fakes.launch`, and no wait for its end."""
+    """`fakes.accelerate_launch`, and no wait for its end."""
     given = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
     given += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     paths = [str(fakes.ROOT), str(fakes.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
@@ -241,7 +241,9 @@ def test_ranks_that_are_restarted_continue_to_the_same_adapter(
     """The first run has a slow rank, which ends nothing and changes nothing."""
     for how, folder in (("slow", tmp_path / "whole"), ("kill", tmp_path / "restarted")):
         path = config(folder, random_model, how, "train.timeout_seconds=60")
-        done = fakes.launch("--max_restarts", 2, fakes.ROOT / "train.py", "--config", path)
+        done = fakes.accelerate_launch(
+            "--max_restarts", 2, fakes.ROOT / "train.py", "--config", path
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         assert not (folder / "fatal").exists()
     names = ("adapter/pytorch_lora_weights.safetensors", "metrics.jsonl")

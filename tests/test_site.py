@@ -158,7 +158,7 @@ def test_the_page_of_configs_has_every_key_with_its_meaning(site: Path) -> None:
     everything = {s for root in STAGES.values() for s in sections(root, set())}
     assert len(everything) >= 25
     for section in everything:
-        table = page.partition(f'id="flowalign.config.schema.{section.__name__}"')[2]
+        table = page.partition(f'id="{section.__module__}.{section.__name__}"')[2]
         rows = table.partition("</table>")[0].split("<tr")
         shown = {row_of(row)[0]: row_of(row)[1:] for row in rows if "<td>" in row}
         for key, field in section.model_fields.items():

@@ -143,7 +143,7 @@ def test_held_out_images_have_the_sizes_of_their_tasks(random_model: str, tmp_pa
     found |= {"evaluation": {"every": 1, "prompts": 4}, "alarm": {"images": 8}}
     loop = fakes.wired(by_task(config.parse(found), "train.updates=2"), moved=True)
     assert loop.monitor
-    seen = [(images.batch.size, set(images.batch.tasks)) for images in loop.monitor.held_out]
+    seen = [(images.size, set(images.tasks)) for images in loop.monitor.held_out]
     assert seen == [((32, 32), {"red"}), ((32, 64), {"vivid"})]
     check = loop.monitor.evaluation()
     assert check and {drift.name.split("/")[0] for drift in check.drifts} == {"red", "vivid"}

@@ -117,6 +117,7 @@ def test_the_pathwise_gradient_is_that_of_the_written_kl(random_model: str, tmp_
 def test_each_image_is_pulled_to_the_teacher_of_its_task(random_model: str, tmp_path: Path) -> None:
     _, student, labels = labelled(random_model, tmp_path / "run")
     rollout = labels.rollout
+    assert student.teachers
     label = student.teachers(rollout)
     assert label.teacher == rollout.batch.tasks and set(label.teacher) == {"even", "odd"}
     swapped = ["tasks.0.teacher=odd", "tasks.1.teacher=even"]
@@ -229,6 +230,7 @@ def test_a_run_comes_nearer_to_its_teachers(random_model: str, tmp_path: Path) -
     student = loop.algorithm
     assert isinstance(student, Opd)
     rollout = loop.rollout(0)
+    assert student.teachers
     label = student.teachers(rollout).velocity
     (pairs,) = pairs_of(rollout, torch.ones(8, dtype=torch.bool), 100)
 
@@ -298,6 +300,7 @@ def test_sft_learns_the_straight_way_to_the_teachers_images(
     rollout = loop.rollout(0)
     assert rollout.latents is not None
     bank = loop.algorithm.teachers
+    assert bank
     sampled = [source.adapter for source in bank.sources(rollout.batch.tasks)]
     assert sampled == [f"teacher_{task}" for task in rollout.batch.tasks]
     targets = loop.algorithm.prepare(rollout, 0)

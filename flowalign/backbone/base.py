@@ -27,7 +27,7 @@ from flowalign.backbone.placement import fingerprint
 from flowalign.backbone.precision import compute_in_the_bases_dtype, lora_layers
 from flowalign.backbone.text import TextEncoder, joined
 from flowalign.config import ModelConfig
-from flowalign.config.schema import sizes_of
+from flowalign.config.model import sizes_of
 from flowalign.types import Conditioning
 
 COMPILATIONS = 256  # per kind of block: adapters x (rollout, update) x shapes; torch allows 8

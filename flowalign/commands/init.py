@@ -23,7 +23,8 @@ from flowalign.backbone import ModelError, family_of, pipeline_name
 from flowalign.backbone.adapters.files import adapter_folder
 from flowalign.backbone.structure import find
 from flowalign.config import STAGES, RecipeStage, Section, Stage, assignments, parse, read
-from flowalign.config.schema import LoraConfig, command
+from flowalign.config.model import LoraConfig
+from flowalign.config.stages import command
 from flowalign.system.files import replacing
 from flowalign.training.sources import validation_file
 

@@ -1,44 +1,45 @@
 """Configs: what one may hold (schema), and how it is read (loading)."""
 
-from flowalign.config.loading import assignments, load, overlay, parse, read, to_yaml
-from flowalign.config.schema import (
-    ADAPTER,
-    STAGES,
+from flowalign.config.learning import (
     AdvantageConfig,
-    AlarmConfig,
     AwmConfig,
-    AwmStage,
-    BenchmarkConfig,
-    ConfigError,
-    DistillationStage,
     EarlierConfig,
-    EvalStage,
     ForwardConfig,
-    ForwardStage,
     GrpoConfig,
-    GrpoStage,
-    Job,
-    MergeStage,
-    ModelConfig,
     NftConfig,
-    NftStage,
-    OpdStage,
     PolicyConfig,
-    RecipeStage,
-    RewardStage,
-    RolloutConfig,
-    SamplingConfig,
-    Section,
-    SftStage,
-    Stage,
     StatesConfig,
     StudentConfig,
     TaskConfig,
     TeacherConfig,
+)
+from flowalign.config.loading import assignments, load, overlay, parse, read, to_yaml
+from flowalign.config.model import ModelConfig
+from flowalign.config.rollout import RolloutConfig, WindowConfig
+from flowalign.config.run import (
+    AlarmConfig,
+    BenchmarkConfig,
+    SamplingConfig,
     TrainConfig,
     TrainingAlarmConfig,
+)
+from flowalign.config.section import ADAPTER, ConfigError, Section
+from flowalign.config.stages import (
+    STAGES,
+    AwmStage,
+    DistillationStage,
+    EvalStage,
+    ForwardStage,
+    GrpoStage,
+    Job,
+    MergeStage,
+    NftStage,
+    OpdStage,
+    RecipeStage,
+    RewardStage,
+    SftStage,
+    Stage,
     TrainingStage,
-    WindowConfig,
     stage_class,
     stage_names,
 )

@@ -27,17 +27,12 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from yaml import YAMLError
 
 from flowalign.config import safe_yaml
-from flowalign.config.schema import (
-    MARKS,
-    REMOVED,
-    RENAMED,
+from flowalign.config.section import MARKS, REMOVED, RENAMED, ConfigError, Section, close_to
+from flowalign.config.stages import (
     STAGES,
-    ConfigError,
-    Section,
     Stage,
     TrainingStage,
     Variant,
-    close_to,
     command,
     stage_class,
     stage_names,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flowalign.backbone.tiny import PROMPTS
-from flowalign.config.schema import TrainingStage
+from flowalign.config import TrainingStage
 from flowalign.system import files
 from flowalign.training import sources
 from flowalign.types import PromptBatch

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowalign.config.schema import steps_within
+from flowalign.config.rollout import steps_within
 from flowalign.training.rollout import Noise
 from flowalign.types import Rollout, Schedule
 

@@ -16,15 +16,10 @@ import torch
 
 from flowalign.backbone.adapters import hub
 from flowalign.backbone.adapters.files import AdapterError, Lora, read_lora
-from flowalign.config.schema import (
-    ConfigError,
-    EvalStage,
-    LoraConfig,
-    RewardConfig,
-    Stage,
-    TrainingStage,
-    close_to,
-)
+from flowalign.config import ConfigError, EvalStage, Stage, TrainingStage
+from flowalign.config.learning import RewardConfig
+from flowalign.config.model import LoraConfig
+from flowalign.config.section import close_to
 from flowalign.system import packages
 from flowalign.training.data import PromptError, load_prompts
 from flowalign.training.report.pictures import IMAGES, image_files

@@ -32,7 +32,7 @@ from flowalign.backbone.adapters.description import (
     scaling,
 )
 from flowalign.backbone.tiny import TEACHERS
-from flowalign.config.schema import ADAPTER
+from flowalign.config import ADAPTER
 from flowalign.system import manifest, tensors
 from flowalign.system.escape import shown
 from flowalign.system.files import replacing

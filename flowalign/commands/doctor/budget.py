@@ -9,7 +9,7 @@ import torch
 
 from flowalign.commands.doctor.estimate import Estimate
 from flowalign.commands.doctor.findings import Finding, fault, note, ok
-from flowalign.config.schema import EvalStage, OpdStage
+from flowalign.config import EvalStage, OpdStage
 
 GIB = 2**30
 SHARE = 0.92  # of a device's memory that tensors can use; the rest is lost between blocks

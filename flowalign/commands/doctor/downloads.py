@@ -8,7 +8,7 @@ from flowalign import rewards
 from flowalign.backbone.structure import local_folder
 from flowalign.commands.doctor.estimate import Estimate
 from flowalign.commands.doctor.findings import Finding, note, ok
-from flowalign.config.schema import Stage
+from flowalign.config import Stage
 
 GB = 1e9
 

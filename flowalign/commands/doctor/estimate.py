@@ -21,15 +21,9 @@ from flowalign.backbone.adapters.files import AdapterError, read_lora
 from flowalign.backbone.structure import without_data
 from flowalign.backbone.text import BATCH as TEXT_BATCH
 from flowalign.commands.doctor.meter import DeviceAttention, Meter, measure, rounded, size, size_of
-from flowalign.config import parse
-from flowalign.config.schema import (
-    BenchmarkConfig,
-    EvalStage,
-    LoraConfig,
-    RewardConfig,
-    SamplingConfig,
-    TrainingStage,
-)
+from flowalign.config import BenchmarkConfig, EvalStage, SamplingConfig, TrainingStage, parse
+from flowalign.config.learning import RewardConfig
+from flowalign.config.model import LoraConfig
 from flowalign.training.algorithm import STUDENT, algorithm_class
 from flowalign.training.data import PromptError, load_prompts
 from flowalign.training.report.drift.monitor import SHOWN, checked

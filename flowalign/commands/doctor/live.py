@@ -26,11 +26,7 @@ from flowalign.commands.doctor import reward as rewards
 from flowalign.commands.doctor.estimate import predict, scored
 from flowalign.commands.doctor.findings import Finding, fault, note, ok
 from flowalign.commands.doctor.pace import GROUP, Pace
-from flowalign.config import ConfigError, SamplingConfig, parse
-from flowalign.config.schema import (
-    EvalStage,
-    TrainingStage,
-)
+from flowalign.config import ConfigError, EvalStage, SamplingConfig, TrainingStage, parse
 from flowalign.rewards import RewardBase
 from flowalign.rewards.scoring import score
 from flowalign.system.devices import resolve

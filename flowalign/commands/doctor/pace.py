@@ -13,7 +13,8 @@ import torch
 from flowalign.backbone import DTYPES
 from flowalign.commands.doctor.estimate import Estimate, scored
 from flowalign.commands.doctor.gpus import Gpu
-from flowalign.config.schema import RewardConfig, TrainingStage
+from flowalign.config import TrainingStage
+from flowalign.config.learning import RewardConfig
 from flowalign.rewards import declared, leaves
 
 OF_PRODUCTS = 0.5  # of the rate of large matrix products, which is about 0.8 of a GPU's peak

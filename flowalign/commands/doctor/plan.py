@@ -16,7 +16,7 @@ from flowalign.backbone import Backbone, ModelError
 from flowalign.backbone.adapters.files import AdapterError, read_lora
 from flowalign.backbone.structure import local_folder, without_data
 from flowalign.commands.doctor.findings import Finding, fault, note
-from flowalign.config.schema import OpdStage, TrainingStage
+from flowalign.config import OpdStage, TrainingStage
 from flowalign.training.algorithm import algorithm_class
 from flowalign.training.averages import MovingAverage
 from flowalign.training.data import load_prompts, subset

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from flowalign.config.schema import TrainingStage
+from flowalign.config import TrainingStage
 
 # torch's own backends, which follow its switch (it then avoids cuDNN's attention). The kernels of
 # other packages (flash-attn, xformers, sage) do not know of it.

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from flowalign.backbone.adapters.files import file_digest
+from flowalign.config import ConfigError, TrainingStage
 from flowalign.config.loading import load, parse
-from flowalign.config.schema import ConfigError, TrainingStage
 from flowalign.system import manifest
 from flowalign.system.files import read_lines, replacing
 from flowalign.system.manifest import Damaged

@@ -1,0 +1,112 @@
+"""How rollouts are sampled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from flowalign.config.section import MARKS, Count, Many, NotNegative, Section, Steps, as_tuple
+
+
+class WindowConfig(Section):
+    """A window of steps that moves while a run goes on (MixGRPO, 2507.21802): only its steps have
+    noise and are trained. Its places are those inside of all steps but the last."""
+
+    width: Steps = Field(examples=[4])
+    """Number of steps."""
+    every: Many = 1
+    """Updates between two moves. MixGRPO has 25 in runs of several hundred updates."""
+    random: bool = False
+    """false: the window moves on by one step, from high to low noise, and starts over after its
+    last place. true: its place is drawn anew."""
+
+
+Window = Annotated[
+    Annotated[tuple[int, int], as_tuple, Tag(MARKS[0])] | Annotated[WindowConfig, Tag(MARKS[1])],
+    Discriminator(lambda value: MARKS[isinstance(value, Mapping | WindowConfig)]),
+]
+
+
+class RolloutConfig(Section):
+    """How trajectories are sampled for training."""
+
+    steps: Steps = 10
+    """Denoising steps T."""
+    kind: Literal["sde", "cps", "ode"] = "sde"
+    """How a step adds noise; see flowalign.sde."""
+    noise_level: NotNegative = 0.7
+    """Noise level a: any for sde, at most 1 for cps."""
+    solver: Literal["euler", "heun", "dpm2"] = "euler"
+    """How an ode is solved. heun and dpm2 are of second order: dpm2 (DPM-Solver++) costs a forward
+    pass a step, heun two. See flowalign.training.solvers."""
+    guidance: NotNegative = 4.5
+    """CFG scale; 1 = no unconditional pass."""
+    window: Window | None = Field(default=None, examples=[[0, 5]])
+    """[start, stop): the steps with noise and training; null = all but the last. Or {width, every,
+    random}: a window of `width` steps that moves."""
+    shared_noise: bool = False
+    """One initial noise for all images of a prompt."""
+    prompts: Count = 8
+    """P: distinct prompts per update, over all processes."""
+    copies: Count = 16
+    """K: images per prompt (group size). 1 is enough for distillation."""
+    batch_size: Many = 16
+    """Images per forward pass of a process."""
+
+    @property
+    def trained(self) -> tuple[int, int]:
+        """[start, stop) of the steps with noise and training; of a window that moves, all the
+        steps that it comes to."""
+        return self.window if isinstance(self.window, tuple) else (0, self.steps - 1)
+
+    @property
+    def width(self) -> int:
+        """Number of steps with noise and training in one update."""
+        start, stop = self.trained
+        return self.window.width if isinstance(self.window, WindowConfig) else stop - start
+
+    @property
+    def images(self) -> int:
+        """Images of a rollout, over all processes."""
+        return self.prompts * self.copies
+
+    def problems(self) -> Iterator[str]:
+        """A noise level that cps does not have; a window that holds no step to train."""
+        start, stop = self.trained
+        if self.images > 1_000_000:
+            yield (
+                f"copies: {self.prompts} prompts x {self.copies} copies are {self.images} images "
+                "of an update; at most 1000000 are possible. Use fewer of either."
+            )
+        if self.solver != "euler" and self.kind != "ode":
+            yield (
+                f"solver: {self.solver!r} with kind {self.kind!r}, whose steps have a formula of "
+                "their own. Use kind 'ode', or solver 'euler'."
+            )
+        if self.kind == "cps" and self.noise_level > 1:
+            yield f"noise_level: got {self.noise_level}; kind 'cps' wants a value in (0, 1]."
+        if not isinstance(self.window, tuple) and self.steps == 1:
+            yield "steps: 1, and the default window leaves out the last step. Use 2 or more."
+        elif isinstance(self.window, WindowConfig) and self.width > stop:
+            yield (
+                f"window.width: {self.width}, but there are only {stop} steps to move in, all but "
+                f"the last. Use at most {stop}."
+            )
+        elif not 0 <= start < stop <= self.steps:
+            yield (
+                f"window: got [{start}, {stop}]; want 0 <= start < stop <= {self.steps}, the steps."
+            )
+        elif self.kind == "cps" and stop == self.steps:  # its std is sigma_next * sin(a pi / 2)
+            yield (
+                f"window: [{start}, {stop}] holds the last step, which has no noise under 'cps'. "
+                f"Let it stop at {self.steps - 1} or earlier, or use kind 'sde'."
+            )
+
+
+def steps_within(steps: int, within: tuple[float, float]) -> tuple[int, int]:
+    """[start, stop) of a schedule's steps inside a part of the way: (0, .99) leaves out the last
+    of at most 100 steps, (.01, .9) the first one and the last tenth."""
+    return math.ceil(within[0] * steps - 1e-9), math.floor(within[1] * steps + 1e-9)

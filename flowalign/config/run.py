@@ -1,0 +1,205 @@
+"""Length, evaluation and alarm of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from flowalign.config.learning import RewardConfig
+from flowalign.config.section import (
+    LISTED,
+    Count,
+    FileName,
+    Many,
+    NotNegative,
+    Pair,
+    Place,
+    Positive,
+    Seconds,
+    Section,
+    Seed,
+    Share,
+    Steps,
+)
+
+
+class TrainConfig(Section):
+    """Length and housekeeping of the run."""
+
+    updates: Many = 100
+    """Number of rollouts."""
+    checkpoint_every: Many = 20
+    """Rollouts between two checkpoints."""
+    keep: Many = 3
+    """Number of newest checkpoints that are kept."""
+    sample_every: Many = 20
+    """Rollouts between two sample grids."""
+    keep_samples: Count | None = Field(default=200, examples=[50])
+    """Number of newest sample grids in <output>/samples that are kept, of rollouts and of
+    evaluations each; the oldest one stays, too. null = keep all. What else grows with a run:
+    metrics.jsonl by a line an update (about 0.5 KB), and the trackers' files."""
+    deterministic: bool = False
+    """The same run gives the same bits on a GPU as well, also after a resume. Backward passes are
+    slower, attention is torch's own, and an operation without a deterministic form raises, in
+    rewards as well. See flowalign.training.run.determinism."""
+    max_invalid_share: Share = 0.5
+    """The run stops when a larger share of a rollout could not be scored."""
+    max_skipped: Count = 5
+    """An optimizer step is skipped if its loss or gradient is NaN or infinite. The run stops after
+    so many updates in a row without a step."""
+    score_while_sampling: bool = True
+    """Score a batch of images while the next is sampled (not groupwise rewards)."""
+    score_seconds: Seconds | None = 1800.0
+    """A batch of images is invalid if its reward takes longer; null = wait for ever."""
+    timeout_seconds: Seconds | None = Field(default=None, examples=[7200.0])
+    """With several processes, the run ends when one has waited this long for another; null = two
+    hours. Each batch of a reward that hangs takes score_seconds."""
+    max_minutes: Positive | None = Field(default=None, examples=[1430.0])
+    """For a queue: the run ends with a checkpoint and exit status 75 before an update that would
+    probably end later than this many minutes after the command's start. One update is always
+    done. A recipe has a key of its own, `max_minutes`, for all its stages together."""
+    trackers: list[Literal["tensorboard", "wandb"]] = ["tensorboard"]
+    """Where accelerate logs metrics, the config, sample grids and the tables of evaluations.
+    TensorBoard's files are in <output>/tensorboard. A W&B run has the name of the output folder; a
+    run that is resumed goes on in the same W&B run."""
+    project: str = Field(default="flowalign", pattern=r"^\w[\w .-]{0,99}$")
+    """Name of the project in the trackers; TensorBoard makes a folder of it."""
+
+
+class BenchmarkConfig(Section):
+    """Held-out prompts and the rewards that score their images."""
+
+    name: FileName = Field(examples=["ocr"])
+    """Its name in tables and files."""
+    prompts: Place = Field(examples=["tiny/ocr_test", "prompts/test.jsonl"])
+    """A .txt, a .jsonl, or tiny/NAME."""
+    limit: Many | None = Field(default=None, examples=[128])
+    """Only the first prompts of the file; null = all. A file that is sorted by tag starts with its
+    first tags. A larger limit later reuses the images that are there."""
+    images: Count = 1
+    """Images per prompt, each with its own noise. The official GenEval has 4."""
+    size: Pair | None = Field(default=None, examples=[[512, 768]])
+    """[height, width] of its images, one of the model's sizes; null = the first."""
+    reward: RewardConfig | None = None
+    """Scores its images. The score has the name of the benchmark."""
+    rewards: dict[FileName, RewardConfig] = Field(
+        default={}, examples=[{"pick": {"name": "pickscore"}}]
+    )
+    """Several rewards in place of `reward`. Images are sampled once, and each reward gives a score
+    of its own, named NAME_JUDGE."""
+    layout: Literal["geneval", "t2i_compbench", "dpg_bench"] | None = None
+    """Also write the images for the official scripts, to <output>/layouts/MODEL/NAME. Without
+    `reward` and `rewards` nothing is scored."""
+
+    @property
+    def judges(self) -> dict[str, RewardConfig]:
+        """{name of a score in tables and files: its reward}."""
+        own = {self.name: self.reward} if self.reward else {}
+        return own | {f"{self.name}_{judge}": spec for judge, spec in self.rewards.items()}
+
+    @property
+    def reward_keys(self) -> dict[str, RewardConfig]:
+        """{key below the benchmark: reward}, in the order of `judges`."""
+        own = {"reward": self.reward} if self.reward else {}
+        return own | {f"rewards.{judge}": spec for judge, spec in self.rewards.items()}
+
+    def problems(self) -> Iterator[str]:
+        """The images are scored by `reward` or `rewards`, or by neither for a layout alone."""
+        if self.reward and self.rewards:
+            yield "rewards: there is a `reward`, too. Make it one of the `rewards`."
+        elif not self.judges and not self.layout:
+            yield (
+                "reward: missing. Add `reward:` with the keys name, options; or `rewards:` for "
+                "several judges; or `layout:` to sample the images only."
+            )
+
+
+class SamplingConfig(Section):
+    """How images are sampled for an evaluation."""
+
+    steps: Steps = 10
+    """Denoising steps, without noise (Euler)."""
+    guidance: NotNegative = 4.5
+    """CFG scale; 1 = no unconditional pass."""
+    seed: Seed = 1234
+    """Seed of the initial noise, the same for every model."""
+    batch_size: Many = 32
+    """Images per forward pass of a process."""
+
+
+class EvaluationConfig(Section):
+    """Evaluation on the validation prompts while training."""
+
+    every: Many = 20
+    """Rollouts between two evaluations."""
+    prompts: Many = 128
+    """At most this many prompts per task: a fixed subset of the file with every metadata `tag` in
+    its proportion. A larger subset contains a smaller one."""
+    steps: Steps | None = Field(default=None, examples=[40])
+    """Denoising steps; null = rollout.steps."""
+    guidance: NotNegative | None = Field(default=None, examples=[4.5])
+    """CFG scale; null = rollout.guidance."""
+    batch_size: Many | None = Field(default=None, examples=[16])
+    """Images per forward pass; null = rollout.batch_size."""
+    seed: Seed = 1234
+    """Seed of the initial noise, the same at every evaluation."""
+    max_invalid_share: Share = 0.05
+    """An evaluation does not count if a larger share of a task's images could not be scored: it
+    never selects the best adapter. The run stops if its last evaluation does not count."""
+    watch: list[BenchmarkConfig] = Field(default=[], max_length=LISTED)
+    """Benchmarks that are scored but not trained on. A warning is logged when one falls."""
+
+    def problems(self) -> Iterator[str]:
+        """A layout, whose images no run keeps."""
+        for index, benchmark in enumerate(self.watch):
+            if benchmark.layout:
+                yield (
+                    f"watch.{index}.layout: {benchmark.layout!r}, but a run keeps no images. "
+                    "Use it under `benchmarks` of an evaluation (`stage: eval`)."
+                )
+
+
+class AlarmConfig(Section):
+    """An alarm at images that drift from the base model's: see docs/alarm.md."""
+
+    warn: Positive = 3.0
+    """Sigmas of a statistic's drift beyond which it is warned of. One sigma is half of what honest
+    training moved it; see flowalign.training.report.drift.compare."""
+    stop: Positive | None = Field(default=None, examples=[6.0])
+    """Sigmas beyond which the run ends; null = never."""
+
+    def problems(self) -> Iterator[str]:
+        """A run that would end before it is warned of."""
+        if self.stop is not None and self.stop < self.warn:
+            yield f"stop: {self.stop:g} is below warn = {self.warn:g}. Use more, or null."
+
+
+class TrainingAlarmConfig(AlarmConfig):
+    """The same for a run, which samples the base for it."""
+
+    every: Many = 4
+    """Rollouts between two checks. Evaluations are checked always. 4 rollouts cost about 3 % of a
+    run."""
+    images: Annotated[int, Field(ge=2, le=100_000)] = 32
+    """Images that the base samples for a check, two of a prompt: of a rollout at most a quarter of
+    its images; of an evaluation so many a task."""
+
+
+class FidelityConfig(Section):
+    """Fréchet distance between the features of the images and of reference images."""
+
+    features: Place = Field(default="tiny", examples=["tiny", "my_features:dino"])
+    """A CLIP (`tiny`, a folder, a Hub id), or package.module:function, [B,3,H,W] -> [B,D]."""
+    reference: Place = Field(default="tiny", examples=["tiny", "data/coco_val2017"])
+    """`tiny` (scenes drawn from the benchmarks' own metadata), or a folder of images."""
+
+
+class ReportConfig(Section):
+    """What report.html shows."""
+
+    title: str | None = Field(default=None, examples=["Flow-OPD on the tiny world"])
+    """Its heading; null = the name of the base model."""
+    images: Annotated[int, Field(ge=0)] = 24
+    """Number of prompts of a benchmark whose images are shown, evenly spaced over the set."""

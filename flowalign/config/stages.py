@@ -1,0 +1,773 @@
+"""One class per stage: its sections, and what follows from its keys.
+
+What a stage needs (a reward? which CFG scale has a teacher?) is a property here, so that no other
+module asks for its type. Nothing is read from disk.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticKnownError
+
+from flowalign.config.learning import (
+    AdvantageConfig,
+    AnchorConfig,
+    AwmConfig,
+    EmaConfig,
+    ForwardConfig,
+    GrpoConfig,
+    NftConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    RewardConfig,
+    SftConfig,
+    StudentConfig,
+    TaskConfig,
+    TeacherConfig,
+)
+from flowalign.config.model import LoraConfig, ModelConfig
+from flowalign.config.rollout import RolloutConfig, steps_within
+from flowalign.config.run import (
+    AlarmConfig,
+    BenchmarkConfig,
+    EvaluationConfig,
+    FidelityConfig,
+    ReportConfig,
+    SamplingConfig,
+    TrainConfig,
+    TrainingAlarmConfig,
+)
+from flowalign.config.section import (
+    LISTED,
+    ConfigError,
+    FileName,
+    Place,
+    Positive,
+    Seconds,
+    Section,
+    Seed,
+    Share,
+    as_tuple,
+    close_to,
+)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Prompts whose images are scored: a task or a benchmark."""
+
+    place: str  # in the config
+    name: str
+    rewards: Mapping[str, RewardConfig]  # by their key below the place
+    prompts: Mapping[str, str]  # prompt sets by their key below the place
+
+
+class Stage(Section):
+    """The keys that all configs have; `load(..., stage=Stage)` accepts any of them."""
+
+    stage: str
+    """What is done: a key of STAGES."""
+    output: Place = Field(min_length=1, examples=["runs/teacher_ocr"])
+    """Folder of the run."""
+    model: ModelConfig
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """{place in the config: folder or Hub id} of every adapter that the stage reads."""
+        return {}
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """{place in the config: guidance scale} of all that are given there."""
+        return {}
+
+    @property
+    def credited(self) -> AdvantageConfig | None:
+        """How its rewards become advantages; None where it does not learn from rewards."""
+        return None
+
+    @property
+    def judged(self) -> list[Judged]:
+        """Every task and benchmark; empty for a stage that samples no images."""
+        return []
+
+
+class Job(Stage):
+    """What `flowalign train` runs."""
+
+
+class TrainingStage(Job):
+    """A training run. What it learns from depends on the stage."""
+
+    algorithm: ClassVar[str]
+    """module:Class of what is learnt (`flowalign.training.algorithm.Algorithm`)."""
+    seed: Seed = 0
+    """Seed of prompts, noise and initial weights."""
+    lora: LoraConfig = LoraConfig()
+    tasks: list[TaskConfig] = Field(min_length=1, max_length=LISTED)
+    rollout: RolloutConfig = RolloutConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    ema: EmaConfig | None = EmaConfig()
+    train: TrainConfig = TrainConfig()
+    evaluation: EvaluationConfig | None = EvaluationConfig()
+    alarm: TrainingAlarmConfig | None = TrainingAlarmConfig()
+    """null = no alarm at drift."""
+
+    @property
+    def guidance(self) -> float:
+        """The CFG scale at which the adapter is trained."""
+        return self.rollout.guidance
+
+    def guidance_of(self, teacher: TeacherConfig) -> float:
+        """The CFG scale of a teacher or anchor."""
+        return self.guidance if teacher.guidance is None else teacher.guidance
+
+    @property
+    def learns_from_rewards(self) -> bool:
+        """Whether the loss needs scores, and so decoded images, of every rollout."""
+        return False
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether held-out scores are taken while training; they choose the adapter that is
+        kept."""
+        return self.evaluation is not None and any(task.evaluated for task in self.tasks)
+
+    @property
+    def needs_actions(self) -> bool:
+        """Whether the loss needs the sampled successors of the states and their log-probs."""
+        return self.learns_from_rewards
+
+    @property
+    def needs_means(self) -> bool:
+        """Whether the loss needs the means that those successors were sampled around."""
+        return False
+
+    @property
+    def needs_noise(self) -> str:
+        """What the stage would lack without noise in its rollouts; "" = nothing."""
+        return ""
+
+    @property
+    def evaluation_sampling(self) -> SamplingConfig:
+        """How evaluations sample: as the rollouts, where `evaluation` says nothing else."""
+        evaluation, rollout = self.evaluation or EvaluationConfig(), self.rollout
+        guidance = rollout.guidance if evaluation.guidance is None else evaluation.guidance
+        return SamplingConfig(
+            steps=evaluation.steps or rollout.steps,
+            guidance=guidance,
+            seed=evaluation.seed,
+            batch_size=evaluation.batch_size or rollout.batch_size,
+        )
+
+    @property
+    def batch_sizes(self) -> dict[str, int]:
+        """{place in the config: rows of a forward pass}: what a run that lacks memory lowers."""
+        return {
+            "rollout.batch_size": self.rollout.batch_size,
+            "optimizer.micro_batch": self.optimizer.micro_batch,
+        }
+
+    @property
+    def clip_ranges(self) -> dict[str, float]:
+        """{place in the config: clip range} of ratios of transitions."""
+        return {}
+
+    @property
+    def watched(self) -> list[BenchmarkConfig]:
+        """The benchmarks of evaluation.watch."""
+        return self.evaluation.watch if self.evaluation else []
+
+    @property
+    def judged(self) -> list[Judged]:
+        """The watched benchmarks and the tasks."""
+        tasks = [
+            Judged(
+                f"tasks.{index}",
+                task.name,
+                {"reward": task.reward} if task.reward else {},
+                _given({"prompts": task.prompts, "validation": task.validation}),
+            )
+            for index, task in enumerate(self.tasks)
+        ]
+        return [*_judged("evaluation.watch", self.watched), *tasks]
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.train.updates * self.optimizer.updates_per_rollout
+
+    @property
+    def labellers(self) -> dict[str, TeacherConfig]:
+        """{place in the config: teacher}, with the anchor; empty for a stage without teachers."""
+        return {}
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """Of rollouts, evaluations and teachers."""
+        given = {f"{place}.guidance": who.guidance for place, who in self.labellers.items()}
+        given["evaluation.guidance"] = self.evaluation.guidance if self.evaluation else None
+        known = {place: scale for place, scale in given.items() if scale is not None}
+        return {"rollout.guidance": self.rollout.guidance, **known}
+
+    @property
+    def routing(self) -> dict[str, str]:
+        """Task -> name of its teacher; empty for a stage without teachers."""
+        return {}
+
+    @property
+    def mixtures(self) -> dict[str, float]:
+        """{place in the config: CFG scale} of the labellers whose scale is not the one that the
+        student is trained at."""
+        scales = {place: self.guidance_of(teacher) for place, teacher in self.labellers.items()}
+        return {place: scale for place, scale in scales.items() if scale != self.guidance}
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """{place in the config: folder or Hub id} of every adapter that the stage reads."""
+        adapters = {place: teacher.adapter for place, teacher in self.labellers.items()}
+        if "anchor" in adapters:  # the other places name a teacher, whose one file this is
+            adapters["anchor.adapter"] = adapters.pop("anchor")
+        return _given({"lora.init": self.lora.init} | adapters)
+
+    def problems(self) -> Iterator[str]:
+        """Noise, group size, prompts, rewards and names that do not fit what is learnt."""
+        rollout, updates = self.rollout, self.optimizer.updates_per_rollout
+        if rollout.kind == "ode" and self.needs_noise:
+            yield f"rollout.kind: 'ode' adds no noise, so {self.needs_noise}. Use 'sde' or 'cps'."
+        elif rollout.noise_level == 0 and self.needs_noise:
+            yield f"rollout.noise_level: 0 adds no noise, so {self.needs_noise}. Use 0.7, say."
+        if self.learns_from_rewards and rollout.copies < 2:
+            yield (
+                f"rollout.copies: got {rollout.copies}; an advantage is relative to the other "
+                "images of a prompt. Use 2 or more."
+            )
+        if rollout.prompts % updates:  # advantages need the whole group of a prompt in one step
+            yield (
+                f"rollout.prompts: {rollout.prompts} prompts cannot be shared evenly among "
+                f"optimizer.updates_per_rollout = {updates}; a group stays whole. Use a multiple "
+                f"of {updates}, for example {-(-rollout.prompts // updates) * updates}."
+            )
+        for index, task in enumerate(self.tasks):
+            text = "Add `reward:` with the keys name, options"
+            if task.reward is None and self.learns_from_rewards:
+                yield f"tasks.{index}.reward: missing, and this run learns from it. {text}."
+            elif task.reward is None and task.validation and self.evaluation:
+                yield (
+                    f"tasks.{index}.reward: missing, and `evaluation` is on. {text}; or leave out "
+                    "`validation`, and the task is not evaluated."
+                )
+            if task.validation is None and self.evaluation and task.reward:
+                yield (
+                    f"tasks.{index}.validation: missing, though `evaluation` is on. Name a prompt "
+                    "set that is not trained on, or write `evaluation: null`."
+                )
+        if self.watched and not self.evaluates:
+            yield (
+                "evaluation.watch: no task has `validation` and `reward`, so nothing is evaluated. "
+                "Add both to a task, or leave `watch` out."
+            )
+        tasks = {f"tasks.{index}": [task.name] for index, task in enumerate(self.tasks)}
+        watched = {
+            f"evaluation.watch.{i}": benchmark.judges for i, benchmark in enumerate(self.watched)
+        }
+        yield from _same_names({**tasks, **watched})
+        sizes = {f"tasks.{index}": task.size for index, task in enumerate(self.tasks)}
+        sizes |= {f"evaluation.watch.{i}": b.size for i, b in enumerate(self.watched)}
+        yield from self.model.size_problems(sizes)
+
+    def buckets(self, task: TaskConfig) -> list[int]:
+        """The numbers of the sizes that a task's images have."""
+        return [self.model.bucket(task.size)] if task.size else list(range(len(self.model.sizes)))
+
+
+class RewardStage(TrainingStage):
+    """A teacher that learns from the rewards of one or more tasks."""
+
+    @property
+    def learns_from_rewards(self) -> bool:
+        """Always: there are no teachers."""
+        return True
+
+    def problems(self) -> Iterator[str]:
+        """Those of every training run; teachers, which are not asked."""
+        yield from super().problems()
+        for index, task in enumerate(self.tasks):
+            if task.teacher is not None:
+                yield (
+                    f"tasks.{index}.teacher: {task.teacher!r}, but the stage {self.stage!r} has no "
+                    "teachers. Leave it out, or use the stage 'opd'."
+                )
+
+
+class GrpoStage(RewardStage):
+    """Group-relative policy optimisation (GRPO) on the rewards of one or more tasks."""
+
+    algorithm = "flowalign.teachers.grpo:Grpo"
+    stage: Literal["grpo"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Learn from rewards."""
+    grpo: GrpoConfig = GrpoConfig()
+
+    @property
+    def credited(self) -> AdvantageConfig:
+        """The section `grpo`."""
+        return self.grpo
+
+    @property
+    def clip_ranges(self) -> dict[str, float]:
+        """That of grpo."""
+        return {"grpo.clip_range": self.grpo.clip_range}
+
+    @property
+    def needs_means(self) -> bool:
+        """With GRPO-Guard's ratio."""
+        return self.grpo.ratio == "guard"
+
+    @property
+    def needs_noise(self) -> str:
+        """The actions that differ within a group."""
+        return "grpo has nothing to learn from"
+
+
+class ForwardStage(RewardStage):
+    """Rewards again, learnt from clean images with noise added: any sampler will do, and no
+    trajectory is kept."""
+
+    @property
+    def forward(self) -> ForwardConfig:
+        """The section of the stage's own algorithm."""
+        raise NotImplementedError
+
+    @property
+    def credited(self) -> AdvantageConfig:
+        """The same section."""
+        return self.forward
+
+    @property
+    def policies(self) -> dict[str, PolicyConfig]:
+        """{adapter beside the trained one: how it follows that}; the one named "old" samples."""
+        raise NotImplementedError
+
+    @property
+    def guidance(self) -> float:
+        """The CFG scale at which the adapter is trained."""
+        own = self.forward.guidance
+        return self.rollout.guidance if own is None else own
+
+    @property
+    def needs_actions(self) -> bool:
+        """Never: there is no ratio of transitions."""
+        return False
+
+    def problems(self) -> Iterator[str]:
+        """Those of every teacher; noise in rollouts, groups that are all alike, and more noise
+        levels than there are."""
+        yield from super().problems()
+        rollout, forward, name = self.rollout, self.forward, self.stage
+        if rollout.kind != "ode":
+            yield (
+                f"rollout.kind: {rollout.kind!r}, but {name} learns from clean images, and noise "
+                "on the way only makes them worse. Use 'ode'."
+            )
+        if rollout.shared_noise:
+            yield (
+                "rollout.shared_noise: true without noise on the way makes all images of a prompt "
+                "the same. Use false."
+            )
+        if rollout.window is not None:
+            yield f"rollout.window: {name} trains no states of a rollout. Leave it out."
+        start, stop = steps_within(rollout.steps, forward.within)
+        if forward.levels == "sampler" and forward.states > stop - start:
+            yield (
+                f"{name}.states: {forward.states} noise levels, but {name}.within = "
+                f"{list(forward.within)} holds only {max(stop - start, 0)} of the sampler's "
+                f"{rollout.steps} steps. Use at most as many, or levels 'stratified'."
+            )
+
+
+class NftStage(ForwardStage):
+    """DiffusionNFT on the rewards of one or more tasks."""
+
+    algorithm = "flowalign.teachers.nft:Nft"
+    stage: Literal["nft"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Learn from rewards, on clean images."""
+    nft: NftConfig = NftConfig()
+
+    @property
+    def forward(self) -> NftConfig:
+        """The section `nft`."""
+        return self.nft
+
+    @property
+    def policies(self) -> dict[str, PolicyConfig]:
+        """The old policy, where it can differ from the student during an update: where it is an
+        average, or a rollout has several optimizer steps."""
+        needed = self.nft.old.decay > 0 or self.optimizer.updates_per_rollout > 1
+        return {"old": self.nft.old} if needed else {}
+
+
+class AwmStage(ForwardStage):
+    """Advantage weighted matching on the rewards of one or more tasks."""
+
+    algorithm = "flowalign.teachers.awm:Awm"
+    stage: Literal["awm"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Learn from rewards, on clean images."""
+    awm: AwmConfig = AwmConfig()
+
+    @property
+    def forward(self) -> AwmConfig:
+        """The section `awm`."""
+        return self.awm
+
+    @property
+    def policies(self) -> dict[str, PolicyConfig]:
+        """The student's weights at the rollout, where that has several optimizer steps; and their
+        average, where ema_kl_weight asks for it."""
+        own = {"old": PolicyConfig()} if self.optimizer.updates_per_rollout > 1 else {}
+        return own | ({"average": self.awm.average} if self.awm.ema_kl_weight > 0 else {})
+
+
+class DistillationStage(TrainingStage):
+    """A student that learns from teachers: each task is routed to one of them."""
+
+    teachers: dict[FileName, TeacherConfig] = Field(
+        min_length=1, max_length=LISTED, examples=[{"ocr": {"adapter": "runs/ocr"}}]
+    )
+    """Teachers by name."""
+
+    @property
+    def routing(self) -> dict[str, str]:
+        """Task -> name of its teacher."""
+        return {task.name: task.teacher or task.name for task in self.tasks}
+
+    @property
+    def labellers(self) -> dict[str, TeacherConfig]:
+        """{place in the config: teacher}."""
+        return {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
+
+    def problems(self) -> Iterator[str]:
+        """Those of every training run; tasks without a teacher, teachers without a task."""
+        yield from super().problems()
+        names, routing = sorted(self.teachers), self.routing
+        for index, task in enumerate(self.tasks):
+            if routing[task.name] not in names:
+                yield (
+                    f"tasks.{index}.teacher: task {task.name!r} is routed to "
+                    f"{routing[task.name]!r}, and there are only {names}. Name one of these, or "
+                    "add that teacher under `teachers`."
+                )
+        for name in sorted(self.teachers.keys() - set(routing.values())):
+            yield f"teachers.{name}: no task is routed to it. Give one `teacher: {name}`."
+
+
+class OpdStage(DistillationStage):
+    """A student by on-policy distillation from routed teachers."""
+
+    algorithm = "flowalign.training.student.opd:Opd"
+    stage: Literal["opd"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Learn from teachers, on the student's own trajectories."""
+    student: StudentConfig = StudentConfig()
+    anchor: AnchorConfig | None = None
+    """The anchor of MAR; null = none."""
+    grpo: GrpoConfig = GrpoConfig()
+    """Only for student.reward_weight > 0."""
+
+    @property
+    def guidance(self) -> float:
+        """The CFG scale at which the student is trained."""
+        own = self.student.guidance
+        return self.rollout.guidance if own is None else own
+
+    @property
+    def learns_from_rewards(self) -> bool:
+        """Whether a GRPO loss is added to the distillation."""
+        return self.student.reward_weight > 0
+
+    @property
+    def credited(self) -> AdvantageConfig | None:
+        """The section `grpo`, if rewards are learnt from."""
+        return self.grpo if self.learns_from_rewards else None
+
+    @property
+    def needs_actions(self) -> bool:
+        """Whether the loss has a ratio of new and old policy."""
+        return self.student.gradient != "pathwise" or self.learns_from_rewards
+
+    @property
+    def needs_means(self) -> bool:
+        """With GRPO-Guard's ratio in the loss on rewards."""
+        return self.learns_from_rewards and self.grpo.ratio == "guard"
+
+    @property
+    def batch_sizes(self) -> dict[str, int]:
+        """With that of labels."""
+        return super().batch_sizes | {"student.label_batch": self.student.label_batch}
+
+    @property
+    def clip_ranges(self) -> dict[str, float]:
+        """Those of the losses that have a ratio."""
+        rewarded = {"grpo.clip_range": self.grpo.clip_range} if self.learns_from_rewards else {}
+        gradient = self.student.gradient != "pathwise"
+        return rewarded | ({"student.clip_range": self.student.clip_range} if gradient else {})
+
+    @property
+    def labellers(self) -> dict[str, TeacherConfig]:
+        """{place in the config: teacher}, with the anchor."""
+        return super().labellers | ({"anchor": self.anchor} if self.anchor else {})
+
+    @property
+    def needs_noise(self) -> str:
+        """What the student would lack without noise in its rollouts; "" = nothing."""
+        if self.learns_from_rewards:
+            return "the reward (student.reward_weight) has nothing to learn from"
+        if self.student.gradient != "pathwise":
+            return f"student.gradient {self.student.gradient!r} has no log-probabilities"
+        if self.student.weighting in ("kl", "published"):
+            return f"student.weighting {self.student.weighting!r} (a KL) is infinite"
+        return ""
+
+    def problems(self) -> Iterator[str]:
+        """Those of every student; a policy of two CFG scales, and more states than there are."""
+        yield from super().problems()
+        # PPO's ratio compares the new policy with the one that sampled, at its CFG scale.
+        if self.needs_actions and self.guidance != self.rollout.guidance:
+            yield (
+                f"student.guidance: {self.guidance}, but the rollout has {self.rollout.guidance}: "
+                "the ratio of new and old policy needs one policy. Use the same, or gradient "
+                "'pathwise' without a reward."
+            )
+        states, width = self.student.states, self.rollout.width
+        if states.select != "all" and states.count > width:
+            yield (
+                f"student.states.count: {states.count}, and rollout.window has only {width} steps. "
+                f"Use at most {width}."
+            )
+
+
+class SftStage(DistillationStage):
+    """A cold start from routed teachers' images."""
+
+    algorithm = "flowalign.training.student.sft:Sft"
+    stage: Literal["sft"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Learn from teachers' images."""
+    sft: SftConfig = SftConfig()
+
+
+class MergeStage(Job):
+    """A merge of adapters of one base; see flowalign.teachers.merge."""
+
+    stage: Literal["merge"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Add weight updates."""
+    adapters: list[Place] = Field(
+        min_length=2, max_length=LISTED, examples=[["runs/a/adapter", "runs/b/adapter"]]
+    )
+    """Adapter folders or Hub ids."""
+    weights: list[float] | None = Field(default=None, examples=[[0.5, 0.5]])
+    """One per adapter; null = 1 each, the sum. 1/n each is the average."""
+    method: Literal["concat", "svd", "ties", "dare"] = "concat"
+    """concat is exact, and the ranks add. A student that starts from it has the summed rank."""
+    rank: Annotated[int, Field(ge=1, le=8192)] | None = Field(default=None, examples=[32])
+    """Rank of the result (not for concat); null = the largest rank given. svd: at most their
+    sum."""
+    density: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of the entries that ties and dare keep."""
+    seed: Seed = 0
+    """Seed of the entries that dare drops."""
+    lines: Annotated[tuple[float, float], as_tuple] | None = Field(
+        default=None, examples=[[0.5, 1]]
+    )
+    """LiNeS: scales of the first and the last block."""
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """{place in the config: folder or Hub id} of every adapter that the stage reads."""
+        return {f"adapters.{index}": source for index, source in enumerate(self.adapters)}
+
+    def problems(self) -> Iterator[str]:
+        """Weights that are not one an adapter; a rank that `concat` does not have."""
+        if self.weights is not None and len(self.weights) != len(self.adapters):
+            count = len(self.adapters)
+            yield f"weights: {len(self.weights)} for {count} adapters. Give one each, or null."
+        if self.rank is not None and self.method == "concat":
+            yield f"rank: {self.rank}, but 'concat' adds the ranks. Use 'svd', or leave it out."
+
+
+def _has_stage(name: str) -> str:
+    if name == "recipe" or name not in stage_names():
+        possible = ", ".join(repr(stage) for stage in stage_names() if stage != "recipe")
+        raise PydanticKnownError("literal_error", {"expected": possible})
+    return name
+
+
+Variant = dict[Annotated[str, AfterValidator(_has_stage)], dict[str, Any]]
+"""Kind of stage -> keys of its config."""
+
+
+class RecipeStage(Job):
+    """Stages that run one after the other, each in a folder of its name under `output`."""
+
+    stage: Literal["recipe"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Run other stages."""
+    seed: Seed = 0
+    """Seed of every stage that sets none."""
+    stages: dict[FileName, dict[str, Any]] = Field(
+        min_length=1, max_length=LISTED, examples=[{"ocr": {"use": "teacher_ocr.yaml"}}]
+    )
+    """{name: keys of a stage's config}. They are laid over the file that `use` names (relative to
+    this one); `set` lists changes as on the command line. A value `stage:NAME` is the adapter of an
+    earlier stage."""
+    max_minutes: Positive | None = Field(default=None, examples=[1430.0])
+    """As `train.max_minutes`, in place of those of its stages."""
+    variant: Variant = Field(default={}, examples=[{"grpo": {"rollout": {"batch_size": 4}}}])
+    """{kind of stage: keys laid over all stages of that kind}: the same recipe for other hardware.
+    `--variant FILE` on the command line sets it."""
+
+    def problems(self) -> Iterator[str]:
+        """Stages that would share a folder on some disks."""
+        yield from _same_names({f"stages.{name}": [name] for name in self.stages})
+
+
+class EvalStage(Stage):
+    """An evaluation of the base model and of adapters on it."""
+
+    stage: Literal["eval"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Evaluate models."""
+    models: dict[FileName, Place | None] = Field(
+        default={"base": None},
+        min_length=1,
+        max_length=LISTED,
+        examples=[{"base": None, "ocr": "runs/ocr/adapter"}],
+    )
+    """{name: adapter folder, or null for the base model}. All are compared with the first."""
+    compare: dict[str, list[str]] = Field(default={}, examples=[{"student": ["ocr", "merged"]}])
+    """{name: other models that it is compared with}, besides the first."""
+    benchmarks: list[BenchmarkConfig] = Field(min_length=1, max_length=LISTED)
+    sampling: SamplingConfig = SamplingConfig()
+    fidelity: FidelityConfig | None = None
+    report: ReportConfig = ReportConfig()
+    alarm: AlarmConfig | None = AlarmConfig()
+    """Of the images that the report shows; null = none."""
+    score_seconds: Seconds | None = 1800.0
+    """A batch of images is invalid if its reward takes longer; null = wait for ever."""
+    timeout_seconds: Seconds | None = Field(default=None, examples=[7200.0])
+    """As train.timeout_seconds of a training run."""
+    max_invalid_share: Share = 0.05
+    """The evaluation stops without a table if a larger share of a benchmark's images could not be
+    scored."""
+    keep_images: bool = False
+    """Keep every image in <output>/images, so that another reward can score it later; false = keep
+    those that the report shows."""
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """{place in the config: folder or Hub id} of every adapter that the stage reads."""
+        return _given({f"models.{name}": folder for name, folder in self.models.items()})
+
+    @property
+    def evaluation_sampling(self) -> SamplingConfig:
+        """The section `sampling`."""
+        return self.sampling
+
+    @property
+    def judged(self) -> list[Judged]:
+        """The benchmarks."""
+        return _judged("benchmarks", self.benchmarks)
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """That of its images."""
+        return {"sampling.guidance": self.sampling.guidance}
+
+    def problems(self) -> Iterator[str]:
+        """Names that tables and files cannot hold or tell apart; models that are not there."""
+        places = {f"benchmarks.{i}": benchmark for i, benchmark in enumerate(self.benchmarks)}
+        yield from self.model.size_problems({place: b.size for place, b in places.items()})
+        names = _same_names({place: [benchmark.name] for place, benchmark in places.items()})
+        columns = _same_names({place: benchmark.judges for place, benchmark in places.items()})
+        yield from _same_names({f"models.{name}": [name] for name in self.models})
+        yield from dict.fromkeys([*names, *columns])  # a single `reward` is in both: said once
+        for place, benchmark in places.items():
+            if benchmark.name in ("average", "fidelity"):
+                yield f"{place}.name: every table has its own column {benchmark.name!r}. Rename it."
+        for name, others in self.compare.items():
+            for model in (m for m in (name, *others) if m not in self.models):
+                close = close_to(model, self.models)
+                hint = f" Did you mean {close!r}?" if close else ""
+                possible = ", ".join(self.models)
+                yield f"compare.{name}: no model is named {model!r}.{hint} Possible: {possible}."
+            if name in others:
+                yield f"compare.{name}: compared with itself. Leave it out."
+
+
+def _given(sources: Mapping[str, str | None]) -> dict[str, str]:
+    """Without what is null."""
+    return {place: source for place, source in sources.items() if source is not None}
+
+
+def _judged(place: str, benchmarks: Sequence[BenchmarkConfig]) -> list[Judged]:
+    """Benchmarks, which are listed at a place."""
+    return [
+        Judged(f"{place}.{index}", b.name, b.reward_keys, {"prompts": b.prompts})
+        for index, b in enumerate(benchmarks)
+    ]
+
+
+def _same_names(names: Mapping[str, Iterable[str]]) -> Iterator[str]:
+    """Names that are given at more than one place. names: {place in the config: names there}."""
+    places: dict[str, list[tuple[str, str]]] = {}
+    for place, own in names.items():
+        for name in own:
+            # A disk may take these for one: it ignores the case, or how an accent is written.
+            alike = unicodedata.normalize("NFKC", name).casefold()
+            places.setdefault(alike, []).append((place, name))
+    for where in places.values():
+        if len(where) > 1:
+            listed = " and ".join(repr(name) for name in dict.fromkeys(name for _, name in where))
+            text = f"all are named {listed} in tables, logs and folders. Give each its own name."
+            yield f"{', '.join(place for place, _ in where)}: {text}"
+
+
+STAGES: dict[str, type[Stage]] = {  # by the value of `stage`
+    "grpo": GrpoStage,
+    "nft": NftStage,
+    "awm": AwmStage,
+    "opd": OpdStage,
+    "sft": SftStage,
+    "merge": MergeStage,
+    "recipe": RecipeStage,
+    "eval": EvalStage,
+}
+
+
+PLUGINS = "flowalign.algorithms"  # entry points: name of a stage -> its config class
+
+
+def stage_names() -> list[str]:
+    """The stages that there are: those of STAGES, then those of plugins."""
+    return [*STAGES, *sorted({point.name for point in entry_points(group=PLUGINS)} - {*STAGES})]
+
+
+def stage_class(name: str) -> type[Stage]:
+    """The config class of a stage. A plugin is imported now; ConfigError if it cannot be."""
+    if name in STAGES:
+        return STAGES[name]
+    (point, *_) = entry_points(group=PLUGINS, name=name)
+    try:
+        kind = point.load()
+        if not issubclass(kind, TrainingStage):
+            raise TypeError(f"{kind.__name__} is no TrainingStage")
+    except Exception as error:
+        text = f"stage: the plugin {name!r} ({point.value}) cannot be loaded: {error}"
+        raise ConfigError([text]) from error
+    return kind
+
+
+def command(stage: str) -> str:
+    """What runs a stage."""
+    return "flowalign train" if issubclass(STAGES[stage], Job) else "flowalign eval"
