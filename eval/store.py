@@ -115,7 +115,7 @@ class Store:
 
         judges {judge: its prompts with their metadata}.
         """
-        wanted = set(keys)
+        wanted, doubted, confirmed = set(keys), set(), set()
         rows: dict[str, dict[Key, ImageRow]] = {}
         for judge, prompts in judges.items():
             rows[judge] = {}
@@ -124,9 +124,13 @@ class Store:
                 if key not in wanted or not _is_scored_for(row, prompts):
                     continue
                 if image and self._digest(key) not in (image, None):
-                    self._damaged.add(key)
-                elif not is_valid(rows[judge].get(key)):
+                    doubted.add(key)
+                    continue
+                confirmed.add(key)
+                if not is_valid(rows[judge].get(key)):
                     rows[judge][key] = row
+        # an image that was made again has a row of the old file and a row of the new one
+        self._damaged = doubted - confirmed
         if self._damaged:
             example = self._path(min(self._damaged)).name
             log.warning(

@@ -30,7 +30,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from flowalign.backbone.adapters.hub import HubAddress
+from flowalign.system.hub_address import HubAddress
 
 Class = TypeVar("Class", bound=type)
 PLAIN = (Any, bool, int, float, str, NoneType)

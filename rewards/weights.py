@@ -11,7 +11,7 @@ from pydantic import AfterValidator
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from flowalign.backbone.adapters.hub import HubAddress
+from flowalign.system.hub_address import HubAddress
 
 
 def weights_file(example: str) -> AfterValidator:

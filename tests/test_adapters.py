@@ -141,20 +141,6 @@ def test_the_scales_are_those_of_the_definition(peft_folders: dict[str, Path]) -
     assert {layer: found["patterns"][layer] for layer in patterns} == patterns
 
 
-def test_peft_s_folders_load_in_a_pipeline_and_merge(
-    random_model: str, backbone: Backbone, peft_folders: dict[str, Path], tmp_path: Path
-) -> None:
-    bare = backbone.pipe.transformer
-    pipe = flowalign.load(random_model, lora=peft_folders["patterns"])
-    expected = forward(pipe.transformer, backbone)
-    merge([peft_folders["patterns"]], tmp_path / "merged")
-    stock = copy.deepcopy(pipe)
-    stock.unload_lora_weights()
-    assert torch.equal(forward(stock.transformer, backbone), forward(bare, backbone))
-    stock.load_lora_weights(str(tmp_path / "merged"))
-    assert_close(forward(stock.transformer, backbone), expected, rtol=0, atol=1e-6)
-
-
 def diffusers_file(model: PeftModel, folder: Path, **options: Any) -> None:
     layers = {
         key.removeprefix("base_model.model."): value

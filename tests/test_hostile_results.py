@@ -94,20 +94,6 @@ def test_eval_compare_refuses_it(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.slow
-@examples(300)
-def test_other_bytes_are_left_out(count: int, tmp_path: Path):
-    rows = rows_of(tmp_path, ROW)
-    path = rows.folder / "rows.0.jsonl"
-
-    def left_out(line: bytes) -> None:
-        path.write_bytes(line + b"\n")
-        assert list(rows.read()) == []
-
-    lines = st.one_of(st.binary(max_size=40), json_values.map(lambda v: json.dumps(v).encode()))
-    holds(left_out, count, line=lines)
-
-
-@pytest.mark.slow
 @examples(500)
 def test_changed_results_compare_or_are_refused(count: int, tmp_path: Path):
     good = document()

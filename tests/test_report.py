@@ -356,14 +356,3 @@ def test_a_browser_shows_an_image_to_every_judge_and_a_failure_among_copies(tmp_
         '<span id="count">2 prompts, 2 with images</span>' in html
     )  # one image of the first, both of the second
     assert "<title>16</title>" in html
-
-
-@pytest.mark.parametrize(("verdict", "level"), [(0, 0), (1, 100)])
-def test_where_all_scores_are_equal_the_verdict_colours_them(
-    results: Results, verdict: int, level: int
-):
-    for of in results.judged.values():
-        for row in of["geneval"].rows:
-            row["correct"] = verdict
-    lines = report.lines(results, MARKS[0])
-    assert {cell.level for line in lines for (cell,) in line.cells} == {level}

@@ -158,26 +158,6 @@ def test_what_a_store_holds_is_neither_sampled_nor_scored_again(
     assert torch.equal(again.features, first.features)
 
 
-def test_another_reward_scores_the_same_images_and_the_first_finds_its_rows_again(
-    backbone: Backbone, tmp_path: Path, sampled: list[str]
-):
-    plain = judge(backbone, benchmark())
-    sampled.clear()
-    first = judge(backbone, benchmark(), store=store(tmp_path / "s", rule="a"))
-    shown: list[Tensor] = []
-
-    def other(images: Tensor, prompts: Sequence[str], metadata: Any) -> Scores:
-        shown.extend(images)
-        return fakes.redness(images, prompts, metadata)
-
-    second = judge(backbone, benchmark(1, other), store=store(tmp_path / "s", rule="b"))
-    assert sampled == PROMPTS and len(shown) == 5  # sampled by the first alone
-    assert second.rows == first.rows == plain.rows  # the pixels of a file are those of the sampler
-    Watched.asked.clear()
-    assert judge(backbone, benchmark(), store=store(tmp_path / "s", rule="a")).rows == first.rows
-    assert Watched.asked == []
-
-
 def test_a_lost_or_broken_image_is_sampled_again_with_its_batch(
     backbone: Backbone, tmp_path: Path, sampled: list[str]
 ):
@@ -191,6 +171,21 @@ def test_a_lost_or_broken_image_is_sampled_again_with_its_batch(
     assert again == first and (tmp_path / "s" / "00002_0.png").read_bytes() == whole
 
 
+def test_an_image_that_was_made_again_with_other_bits_is_sampled_once(
+    backbone: Backbone, tmp_path: Path, sampled: list[str]
+):
+    """As on another GPU: the store then has a row of the old image and one of the new."""
+    first = store(tmp_path / "s")
+    first.save((0, 0), torch.zeros(3, 32, 32))
+    row = {"index": 0, "copy": 0, "prompt": PROMPTS[0], "metadata": {"tag": PROMPTS[0]}}
+    first.append("x", [{**row, "reason": None, "value": 0.0}])
+    (tmp_path / "s" / "00000_0.png").write_bytes(b"damaged")
+    judge(backbone, benchmark(), store=store(tmp_path / "s"))
+    assert sampled == PROMPTS
+    judge(backbone, benchmark(), store=store(tmp_path / "s"))
+    assert sampled == PROMPTS
+
+
 def test_a_failed_image_is_asked_about_again_and_no_other(
     backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -202,18 +197,6 @@ def test_a_failed_image_is_asked_about_again_and_no_other(
     healed = judge(backbone, benchmark(), store=store(tmp_path / "s"))
     assert Watched.asked == [PROMPTS[1]]
     assert healed.rows == judge(backbone, benchmark()).rows
-
-
-def test_an_image_that_is_not_finite_is_no_file_and_stays_invalid(
-    backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    images = torch.randint(256, (5, 3, 8, 8)) / 255
-    images[3, 0, 0, 0] = torch.nan
-    monkeypatch.setattr(suite, "generate", lambda *args: images)
-    for _ in range(2):
-        again = judge(backbone, benchmark(), 5, store=store(tmp_path / "s"))
-        assert [row["value"] == row["value"] for row in again.rows] == [True] * 3 + [False, True]
-    assert not (tmp_path / "s" / "00003_0.png").exists()
 
 
 def test_without_its_images_a_store_samples_only_what_has_no_row(

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flowalign.backbone.adapters.files import PEFT_CONFIG, read_lora
-from flowalign.backbone.adapters.hub import HubAddress, HubError, explained
+from flowalign.backbone.adapters.hub import HubError, explained
 from flowalign.system import manifest
 from flowalign.system.escape import harmless
+from flowalign.system.hub_address import HubAddress
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard

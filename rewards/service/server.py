@@ -123,7 +123,7 @@ class _Routes:
         try:
             body = await self._read(request)
             async with self.decoding:
-                rows = await run_in_threadpool(wire.decode_request, body, settings.limits)
+                rows = await run_in_threadpool(self._decode, body)
             del body  # not kept in memory while the request waits
             future = self.worker.submit(partial(self._score, rows))
             del rows
@@ -157,13 +157,23 @@ class _Routes:
         if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
             raise WireError(401, "wrong or no token; send `Authorization: Bearer TOKEN`.")
 
-    async def _read(self, request: Request) -> bytes:
+    async def _read(self, request: Request) -> bytearray:
         """The body; h11 holds the sender to its length."""
+
+        async def collect() -> bytearray:
+            body = bytearray()  # `request.body()` would hold it twice
+            async for chunk in request.stream():
+                body += chunk
+            return body
+
         seconds = self.settings.read_seconds
         try:
-            return await asyncio.wait_for(request.body(), seconds)
+            return await asyncio.wait_for(collect(), seconds)
         except asyncio.TimeoutError:  # before Python 3.11 not the built-in TimeoutError
             raise WireError(408, f"the body did not come within {seconds:g} s.") from None
+
+    def _decode(self, body: bytearray) -> wire.Request:
+        return wire.decode_request(bytes(body), self.settings.limits)
 
     def _score(self, rows: wire.Request) -> Scores:
         scores = score(self.reward, to_float(rows.pixels), rows.prompts, rows.metadata)

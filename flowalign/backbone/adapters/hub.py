@@ -8,48 +8,18 @@ login`): none is read, written or shown here.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-_NAME = r"[A-Za-z0-9_][\w.-]*"
-_REPOSITORY = rf"(?P<repository>{_NAME}/{_NAME})"
-_REVISION = rf"@(?P<revision>refs/(?:pr|convert)/{_NAME}|{_NAME})"
-_FOLDER = re.compile(rf"{_REPOSITORY}(?:{_REVISION}(?P<path>(?:/{_NAME})*))?")
-_FILE = re.compile(rf"{_REPOSITORY}(?P<path>(?:/[^/@]+)+)(?:@(?P<revision>.+))?")
+from flowalign.system.hub_address import HubAddress
+
 LOGIN = "`hf auth login` with a token of yours"
 
 
 class HubError(OSError):
     """What the Hub did not do: what was seen, what is possible, what to do."""
-
-
-@dataclass(frozen=True)
-class HubAddress:
-    """A place on the Hub: a repository, a revision (None = main), a path in it ("" = all)."""
-
-    repository: str
-    revision: str | None = None
-    path: str = ""
-
-    @classmethod
-    def parse(cls, text: str) -> HubAddress | None:
-        """Of `owner/name[@revision[/folder]]`; None for any other text."""
-        return cls._of(_FOLDER.fullmatch(text))
-
-    @classmethod
-    def parse_file(cls, text: str) -> HubAddress | None:
-        """Of `owner/name/path/to/file[@revision]`; None for any other text."""
-        return cls._of(_FILE.fullmatch(text))
-
-    @classmethod
-    def _of(cls, match: re.Match[str] | None) -> HubAddress | None:
-        return match and cls(
-            match["repository"], match["revision"], (match["path"] or "").removeprefix("/")
-        )
 
 
 def is_id(source: str) -> bool:
