@@ -21,7 +21,7 @@ import statistics
 import time
 from pathlib import Path
 
-from flowalign.commands.train import train
+from flowalign.commands.run import train
 from flowalign.config import TrainingStage, load
 
 CONFIG = "configs/tiny/teacher_geneval.yaml"

@@ -108,7 +108,7 @@ def rate(setup: Setup, case: Case) -> Mapping[str, Any]:
 
 def stage(setup: Setup, case: Case) -> Mapping[str, Any]:
     """A config of the tiny world, cut short: its path, then changes."""
-    from flowalign.commands import train
+    from flowalign.commands import run
     from flowalign.config import EvalStage, Job, Stage, load
     from flowalign.eval.evaluation import evaluate
 
@@ -120,7 +120,7 @@ def stage(setup: Setup, case: Case) -> Mapping[str, Any]:
         evaluate(config)
     else:
         assert isinstance(config, Job)
-        train.run(config, ROOT / Path(path).parent, resume=False)
+        run.run_job(config, ROOT / Path(path).parent, resume=False)
     return {"note": f"{time.perf_counter() - began:.1f} s"}
 
 

@@ -31,7 +31,7 @@ from flowalign import rewards as rewards_room
 from flowalign.backbone import Backbone
 from flowalign.backbone.tiny.detector import TinyDetector
 from flowalign.commands.build import student
-from flowalign.commands.train import train
+from flowalign.commands.run import train
 from flowalign.config import TaskConfig, TrainingAlarmConfig, TrainingStage, load
 from flowalign.training.algorithm import STUDENT
 from flowalign.training.data import PromptSampler, load_prompts

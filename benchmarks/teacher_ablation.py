@@ -14,7 +14,7 @@ import json
 import time
 from pathlib import Path
 
-from flowalign.commands.train import train
+from flowalign.commands.run import train
 from flowalign.config import load
 
 VARIANTS: dict[str, list[str]] = {

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from flowalign.commands import build, train
+from flowalign.commands import build, run
 from flowalign.config import ForwardStage, GrpoStage, TrainingStage, load
 from flowalign.training.algorithm import STUDENT
 from flowalign.training.averages import MovingAverage
@@ -254,7 +254,7 @@ def main() -> None:
                 folder = Path(config.output)
                 finished = (folder / "before_after.png").exists()  # the last thing that is written
                 if not (finished or args.present):
-                    train.train(config, resume=True)
+                    run.train(config, resume=True)
                 if finished or not args.present:
                     places, scores = evaluated(folder)
                     data[folder.name] = asdict(Curve(places, scores, drifts(config, places)))

@@ -23,11 +23,11 @@ def pretend() -> None:
 
 def run(argv: list[str]) -> None:
     """As train.main, but that the processes stay together, and errors are raised."""
-    from flowalign.commands import train
+    from flowalign.commands import run, train
     from flowalign.config import Job, load
 
     args = train.parser().parse_args(argv)
-    train.run(load(args.config, args.overrides, stage=Job), Path(args.config).parent, args.resume)
+    run.run_job(load(args.config, args.overrides, stage=Job), Path(args.config).parent, args.resume)
 
 
 if __name__ == "__main__":

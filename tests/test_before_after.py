@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flowalign import config
-from flowalign.commands import train
+from flowalign.commands.run import train
 from flowalign.eval import before_after
 from flowalign.training.report.pictures import Block, comparison
 from flowalign.training.rollout import generate
@@ -40,7 +40,7 @@ def settings(model: str, output: Path, *overrides: str) -> config.TrainingStage:
 
 def run(found: config.TrainingStage) -> None:
     fakes.AcceleratorState._reset_state(reset_partial_state=True)
-    train.train(found)
+    train(found)
 
 
 def test_every_task_has_a_row_before_and_one_after(

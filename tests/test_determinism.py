@@ -11,7 +11,7 @@ from diffusers.models import attention_dispatch
 from safetensors.torch import load_file
 
 from flowalign.backbone.attention import unavailable
-from flowalign.commands import train
+from flowalign.commands import run
 from flowalign.config import ConfigError
 from flowalign.training.algorithm import Algorithm, TrainingError
 from flowalign.training.preflight import check_world
@@ -44,7 +44,7 @@ def test_a_run_is_deterministic_from_its_start_to_its_end_only(
     before = flags()
     given = ["tasks.0.reward.name=test_determinism:Witness", "train.updates=1", override]
     fakes.AcceleratorState._reset_state(reset_partial_state=True)
-    train.train(fakes.settings(random_model, tmp_path / "run", *given))
+    run.train(fakes.settings(random_model, tmp_path / "run", *given))
     assert Witness.seen == {(True, True, False, False) if override == ON else (*before, False)}
     assert flags() == before
 
@@ -68,7 +68,7 @@ def test_an_operation_without_a_deterministic_form_stops_the_run_with_its_name(
     monkeypatch.setattr(Algorithm, "velocity", velocity)
     fakes.AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.raises(TrainingError, match=r"train\.deterministic: put_ "):
-        train.train(fakes.settings(random_model, tmp_path / "run", ON))
+        run.train(fakes.settings(random_model, tmp_path / "run", ON))
     assert not (tmp_path / "run" / "adapter").exists()
 
 
@@ -77,7 +77,7 @@ def outcome(model: str, folder: Path, *given: str) -> tuple[bytes, list[dict[str
     fakes.AcceleratorState._reset_state(reset_partial_state=True)
     held_out = f"tasks.0.validation={folder.parent / 'prompts.txt'}"
     evaluated = [held_out, "evaluation={every: 1, prompts: 4}"]
-    train.train(fakes.settings(model, folder, ON, "train.updates=2", *evaluated, *given))
+    run.train(fakes.settings(model, folder, ON, "train.updates=2", *evaluated, *given))
     (file,) = folder.glob("adapter/*.safetensors")
     weights = {name: value.numpy().tobytes() for name, value in load_file(file).items()}
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowalign.commands import train
+from flowalign.commands import run, train
 from flowalign.config import ConfigError, to_yaml
 from flowalign.training.algorithm import filled, pairs_of
 from flowalign.training.run import processes
@@ -120,7 +120,7 @@ def test_a_strategy_that_does_not_start_is_refused_before_the_model_is_looked_fo
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     fakes.AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.raises(ConfigError, match="asked for FSDP, and accelerate started NO"):
-        train.train(fakes.settings(str(tmp_path / "no_model"), tmp_path / "run"))
+        run.train(fakes.settings(str(tmp_path / "no_model"), tmp_path / "run"))
     fakes.AcceleratorState._reset_state(reset_partial_state=True)
 
 

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from flowalign.backbone import base
 from flowalign.commands import recipe, train
-from flowalign.config import ADAPTER, ConfigError, EvalStage, Stage, TrainingStage
+from flowalign.config import ADAPTER, ConfigError, EvalStage, RecipeStage, Stage, TrainingStage
 from flowalign.system import manifest
 
 
@@ -59,7 +59,7 @@ def written(model: str, folder: Path, **stages: dict) -> Path:
 
 def planned(path: Path) -> dict[str, Stage]:
     found = train.load(path, stage=train.Job)
-    assert isinstance(found, train.RecipeStage)
+    assert isinstance(found, RecipeStage)
     return recipe.plan(found, path.parent)
 
 
@@ -96,7 +96,7 @@ def test_a_variant_reaches_the_stages_it_is_for_and_a_stages_set_comes_after(
     keys = {"grpo": {"train": {"keep": 7}, "model": {"decode_batch": 1}}, "opd": {"seed": 4}}
     variant.write_text(yaml.safe_dump(keys))
     found = train.load(path, stage=train.Job, variant=variant)
-    assert isinstance(found, train.RecipeStage) and found.variant == keys
+    assert isinstance(found, RecipeStage) and found.variant == keys
     plain, stages = planned(path), recipe.plan(found, path.parent)
     assert isinstance(stages["first"], TrainingStage) and isinstance(
         stages["second"], TrainingStage
@@ -264,7 +264,7 @@ def test_a_merge_alone_may_have_any_folder(random_model: str, tmp_path: Path) ->
 def test_the_shipped_recipes_are_sound(name: str, tmp_path: Path) -> None:
     """Every stage is checked as a run would be; the table has a row for each that makes a model."""
     path = Path(__file__).parent.parent / "configs" / "tiny" / f"{name}.yaml"
-    config = train.load(path, [f"output={tmp_path}"], stage=train.RecipeStage)
+    config = train.load(path, [f"output={tmp_path}"], stage=RecipeStage)
     stages = recipe.plan(config, path.parent)
     table = stages.pop("table")
     assert isinstance(table, EvalStage)

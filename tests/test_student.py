@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign import sde
-from flowalign.commands.train import train
+from flowalign.commands.run import train
 from flowalign.config import StatesConfig
 from flowalign.training import metrics
 from flowalign.training.algorithm import TrainingError, pairs_of

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import flowalign
-from flowalign.commands import train
+from flowalign.commands import run, train
 from flowalign.config import ConfigError, to_yaml
 from flowalign.training import preflight
 from flowalign.training.loop import Loop
@@ -229,4 +229,4 @@ def test_two_processes_distil_as_one_does(random_model: str, tmp_path: Path, sta
 def test_train_raises_for_its_callers(tmp_path: Path) -> None:
     found = fakes.settings(str(tmp_path), tmp_path / "run", "rollout.prompts=3", "rollout.copies=3")
     with pytest.raises(ConfigError, match="2 processes"):
-        train.check_world(found, 2)
+        run.check_world(found, 2)

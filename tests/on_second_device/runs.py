@@ -21,7 +21,7 @@ from torch.testing import assert_close
 
 from flowalign import config
 from flowalign.backbone.adapters.files import read_lora
-from flowalign.commands import train
+from flowalign.commands import run, train
 from flowalign.commands.doctor import live
 from flowalign.eval import run as evaluation
 from flowalign.training.loop import Loop
@@ -126,7 +126,7 @@ def test_a_recipe_from_its_teachers_to_its_table(random_model: str, tmp_path: Pa
     """GRPO, merge, a student that starts from it, the evaluation of the result."""
     path = test_recipe.written(random_model, tmp_path)
     found = config.load(path, stage=config.Job)
-    out = train.run(found, path.parent, resume=False)
+    out = run.run_job(found, path.parent, resume=False)
     results = json.loads((out / "table" / "results.json").read_text())
     assert results["models"]["student"]["average"]["n"] > 0
     for stage in ("merge", "student"):
