@@ -124,13 +124,15 @@ def launch(
     """A script or module on so many ranks, in the environment that `accelerate launch` makes of a
     file of configs/accelerate. As under the launcher, one rank that fails ends the others."""
     file = ROOT / "configs" / "accelerate" / f"{strategy}.yaml"
-    given = ["--config_file", str(file), "--num_processes", str(processes), str(command[0])]
+    given = ["--config_file", str(file), "--num_processes", str(processes), "train.py"]
     args, *_ = _validate_launch_command(launch_command_parser().parse_args(given))
     started = ranks(command, processes, prepare_multi_gpu_env(args))
     end = time.monotonic() + seconds
+    code = 0  # of the rank that failed first
     try:
         while None in (codes := [rank.poll() for rank in started]):
-            if any(codes):
+            code = code or next(filter(None, codes), 0)
+            if code:
                 for rank in started:
                     rank.send_signal(signal.SIGTERM)
             said = [rank.said() for rank in started]
@@ -140,7 +142,7 @@ def launch(
         for rank in started:
             rank.__exit__()
     out, err = ("".join(texts) for texts in zip(*(r.said() for r in started), strict=True))
-    code = next(filter(None, codes), 0)
+    code = code or next(filter(None, codes), 0)
     return subprocess.CompletedProcess(list(map(str, command)), code, out, err)
 
 
