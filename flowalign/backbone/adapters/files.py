@@ -82,7 +82,9 @@ def adapter_file(folder: Path) -> Path:
     if not folder.is_dir():
         shipped = sorted(f"tiny/{file.parent.name}" for file in TEACHERS.glob(f"*/{ADAPTER}"))
         there = f"; there are {', '.join(shipped)}" if folder.parent == TEACHERS else ""
-        raise AdapterError(f"no such folder{there}. Training writes its adapter to OUTPUT/adapter")
+        raise AdapterError(
+            f"no such folder{there}. Training writes its adapter to <output>/adapter"
+        )
     names = sorted(path.name for path in folder.iterdir())
     if "model_index.json" in names:
         raise AdapterError(f"{folder} holds a whole pipeline; name a LoRA (null is the base)")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import cast
 
 from flowalign.system.hub_address import HubAddress
 
@@ -68,12 +69,13 @@ def explained(what: str, repository: str) -> Iterator[None]:
         errors.LocalEntryNotFoundError: "the Hub cannot be reached, nor has the cache it.",
         errors.LocalTokenNotFoundError: f"no token. First {login}.",
     }
+    # huggingface_hub 0.x is built on requests, 1.x on httpx
+    http_error = cast("type[Exception]", errors.HfHubHTTPError.__bases__[0])
     try:
         yield
     except HubError:
         raise
-    # the base of HfHubHTTPError is that of requests (huggingface_hub 0.x) or httpx (1.x)
-    except (errors.HfHubHTTPError.__bases__[0], OSError, errors.HFValidationError) as error:
+    except (http_error, OSError, errors.HFValidationError) as error:
         reason = next((text for kind, text in reasons.items() if isinstance(error, kind)), None)
         status = getattr(getattr(error, "response", None), "status_code", None)
         if reason is None and status in (401, 403):
