@@ -37,8 +37,6 @@ def load(model: str = "tiny", lora: str | Path | None = None, **kw: Any) -> Any:
     from flowalign.backbone.pipeline import pipeline_class, text_length
 
     adapter = read_lora(lora, newest=True) if lora else None
-    if adapter:
-        adapter.check_values()
     kw.setdefault("use_safetensors", True)  # else diffusers takes a pickle where it finds no other
     hub = {name: kw[name] for name in HUB if name in kw}
     loader = pipeline_class(model, text_length(model, adapter), **hub)

@@ -79,7 +79,7 @@ def test_revisions_and_folders_inside_a_repository(online: fake_hub.Hub) -> None
 
 def test_a_whole_pipeline_is_refused_before_its_weights_are_fetched(online: fake_hub.Hub) -> None:
     online.put("stabilityai/sd", {"model_index.json": b"{}", "sd.safetensors": b"x" * 9})
-    with pytest.raises(ValueError, match="holds a whole pipeline.*null is the base itself"):
+    with pytest.raises(ValueError, match="holds a whole pipeline"):
         read_lora("stabilityai/sd")
     assert online.downloads == ["model_index.json"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign.backbone import Backbone
-from flowalign.backbone.precision import CastingLinear
+from flowalign.backbone.lora import CastingLinear
 from flowalign.commands import sample, train
 from flowalign.config import EvalStage, SamplingConfig, parse
 from flowalign.eval.evaluation import load_adapters, using

@@ -22,9 +22,13 @@ from flowalign.backbone.adapters.files import Lora, read_lora, write_lora
 from flowalign.backbone.attention import use_backend
 from flowalign.backbone.errors import ModelError
 from flowalign.backbone.loading import family_of, load_pipeline
-from flowalign.backbone.lora import put_lora, several_adapters
+from flowalign.backbone.lora import (
+    compute_in_the_bases_dtype,
+    lora_layers,
+    put_lora,
+    several_adapters,
+)
 from flowalign.backbone.placement import fingerprint
-from flowalign.backbone.precision import compute_in_the_bases_dtype, lora_layers
 from flowalign.backbone.text import TextEncoder, joined
 from flowalign.config import ModelConfig
 from flowalign.config.model import sizes_of

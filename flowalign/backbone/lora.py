@@ -1,12 +1,18 @@
-"""LoRAs onto a transformer."""
+"""LoRAs on a transformer: how they get there, and how they compute.
+
+The base is frozen in `model.dtype`. The trained adapter keeps float32 weights ("masters"), as a
+step of Adam is lost in 16 bits; its products have the base's dtype. There is no autocast, so that
+rollout, labels, update, evaluation and sampling compute alike.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
@@ -16,7 +22,7 @@ from flowalign.backbone.adapters.files import AdapterError, Lora, read_lora
 @contextmanager
 def several_adapters() -> Iterator[None]:
     """Inside the `with`, peft does not warn that a model has several adapters."""
-    with warnings.catch_warnings():  # of peft: several adapters are what we want
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
         warnings.filterwarnings("ignore", message="Adapter .* was active which is now deleted")
         yield
@@ -29,7 +35,14 @@ def put_lora(core: nn.Module, name: str, source: str | Path | Lora) -> dict[str,
     had.
     """
     lora = read_lora(source)
-    _check_fits(core, lora.weights, source if isinstance(source, (str, Path)) else lora.file)
+    layers = dict(core.named_modules())
+    for layer, rank in lora.ranks.items():
+        down, up = (tuple(lora.weights[f"{layer}.lora_{half}.weight"].shape) for half in "AB")
+        if (shapes := _shapes(layers, layer, rank)) != (down, up):
+            raise AdapterError(
+                f"{lora.file} adapts {layer} with {down}, {up}, and the model has "
+                f"{'such a layer with {}, {}'.format(*shapes) if shapes else 'no such layer'}"
+            )
     with several_adapters():
         core.load_lora_adapter(  # pyright: ignore[reportCallIssue] (of diffusers' mixin)
             dict(lora.weights), prefix=None, adapter_name=name, metadata=lora.metadata
@@ -37,28 +50,58 @@ def put_lora(core: nn.Module, name: str, source: str | Path | Lora) -> dict[str,
     return lora.weights
 
 
-def _check_fits(core: nn.Module, weights: Mapping[str, Tensor], source: str | Path) -> None:
-    """Raise AdapterError unless the model has every layer of a LoRA, in its size."""
-    layers = dict(core.named_modules())
-    for key, value in weights.items():
-        name, half = key.removesuffix(".weight").rsplit(".lora_", 1)
-        if name not in layers or {"base_layer", "lora_A", "lora_B"} & set(name.split(".")):
-            raise AdapterError(f"{source} adapts {name}, and the model has no such layer")
-        layer = layers[name]
-        if isinstance(layer, LoraLayer):  # it has another adapter already
-            layer = layer.get_base_layer()
-        if isinstance(layer, nn.Conv2d):
-            side, size = ("in_channels", "out_channels")[half == "B"], layer.kernel_size
-        elif hasattr(layer, "in_features") and hasattr(layer, "out_features"):
-            side, size = ("in_features", "out_features")[half == "B"], ()
-        else:
-            raise AdapterError(f"{source} adapts {name}, a {type(layer).__name__}: peft cannot")
-        axis, rest = (1, size) if half == "A" else (0, (1,) * len(size))
-        if (own := value.shape[axis]) != getattr(layer, side):
-            raise AdapterError(
-                f"{source} adapts {name} with {side} = {own}, and the model's has "
-                f"{getattr(layer, side)}"
-            )
-        if value.shape[2:] != rest:
-            shape = list(value.shape)
-            raise AdapterError(f"{source} adapts {name}, a {type(layer).__name__}, with {shape}")
+def _shapes(
+    layers: dict[str, nn.Module], name: str, rank: int
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The shapes of A and B on a layer; None if there is none that a LoRA can adapt."""
+    layer = layers.get(name)
+    if isinstance(layer, LoraLayer):  # it has another adapter already
+        layer = layer.get_base_layer()
+    if {"base_layer", "lora_A", "lora_B"} & set(name.split(".")):
+        return None
+    if isinstance(layer, nn.Conv2d):
+        a = (rank, layer.in_channels, layer.kernel_size[0], layer.kernel_size[1])
+        return a, (layer.out_channels, rank, 1, 1)
+    if isinstance(layer, nn.Linear):
+        return (rank, layer.in_features), (layer.out_features, rank)
+    return None
+
+
+class CastingLinear(nn.Linear):
+    """A linear layer without bias that computes in the dtype of its input, whatever its weight's.
+
+    The gradient passes the cast: it is computed in the input's dtype and accumulated in the
+    weight's.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        # one product of two matrices: for more dimensions torch takes another kernel, with other
+        # last bits, where the weight has no gradient
+        rows = input.reshape(-1, input.shape[-1])
+        product = nn.functional.linear(rows, self.weight.to(input.dtype))
+        return product.view(*input.shape[:-1], -1)
+
+
+def lora_layers(model: nn.Module) -> Iterator[LoraLayer]:
+    """The layers of a model that have adapters, in order."""
+    return (module for module in model.modules() if isinstance(module, LoraLayer))
+
+
+def compute_in_the_bases_dtype(model: nn.Module, name: str) -> None:
+    """Let adapter `name` compute in the dtype of its layers' inputs.
+
+    peft would cast each input to the adapter's dtype and the product back. Only adapters of linear
+    layers change.
+    """
+    for layer in lora_layers(model):
+        halves = [half for half in (layer.lora_A, layer.lora_B) if name in half]
+        if not halves or not all(type(half[name]) is nn.Linear for half in halves):
+            continue
+        layer.cast_input_dtype_enabled = False
+        for half in halves:
+            linear = half[name]
+            assert isinstance(linear, nn.Linear) and linear.bias is None
+            with torch.device("meta"):
+                casting = CastingLinear(linear.in_features, linear.out_features, bias=False)
+            casting.weight = linear.weight  # the parameter itself
+            half[name] = casting  # pyright: ignore[reportArgumentType]

@@ -94,7 +94,6 @@ def gather(folder: Path, repo: str, *, results: Path | None = None, force: bool 
         raise PushError(f"--repo {repo!r} is no name on the Hub; want owner/name.")
     adapter = folder / "adapter" if (folder / "adapter").is_dir() else folder
     lora = read_lora(adapter)
-    lora.check_values()
     weights = lora.file
     whole = folder.resolve()
     run = whole.parent if adapter is folder and whole.name == "adapter" else folder

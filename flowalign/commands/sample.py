@@ -92,8 +92,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         lora = read_lora(args.lora, newest=True) if args.lora else None
-        if lora:
-            lora.check_values()
         plan = settle(args, lora)
         images = draw(args.prompts, plan, lora)
     except (ValueError, OSError) as error:

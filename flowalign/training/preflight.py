@@ -259,7 +259,6 @@ def _adapter_problems(config: Stage, pending: Collection[str], inputs: Inputs) -
             continue
         try:
             lora = inputs.adapter(source)
-            lora.check_values()
         except (AdapterError, hub.HubError) as error:
             yield f"{place}: {error}"
         else:

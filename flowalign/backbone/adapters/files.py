@@ -14,23 +14,20 @@ import json
 import logging
 import math
 import re
+import reprlib
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError, safe_open
 
 from flowalign.backbone.adapters import hub
-from flowalign.backbone.adapters.description import (
-    LONGEST,
-    AdapterError,
-    inner_name,
-    parse_description,
-    scaling,
-)
 from flowalign.backbone.tiny import TEACHERS
 from flowalign.config import ADAPTER
 from flowalign.system import manifest, tensors
@@ -42,20 +39,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 log = logging.getLogger("flowalign")
-T = TypeVar("T")
 
 PEFT_ADAPTER, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 METADATA = "lora_adapter_metadata"  # the entry of a head with peft's description
 # In the head of a file, beside peft's description and not in it: peft refuses unknown entries.
 TEXT_LENGTH = "flowalign_max_sequence_length"
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-FACTOR = re.compile(r"(.+)\.lora_([AB])\.weight")
+PREFIXES = ("base_model.model.", "transformer.")  # of names: peft's, then diffusers'
 OLD = re.compile(r".+lora\.(down|up)\.weight")  # diffusers' before it used peft
-# Types of weights; alpha beside them may be a whole number, too.
-FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
-INTEGERS = {"U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64"}
+NAME = re.compile(rf"(?!text_encoder|lora_)(.+\.lora_[AB]\.weight|{OLD.pattern}|.+\.alpha)")
 LONGEST_NAME = 300  # characters of a weight's name
-MOST_TOKENS = 512  # of the T5 encoder in diffusers' pipelines
+FLOATS = {f"torch.{kind}" for kind in (
+    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")}  # fmt: skip
+
+
+class AdapterError(ValueError):
+    """A folder that holds no adapter that can be read: what was seen, what is possible."""
 
 
 # Where it lies -----------------------------------------------------------------------------------
@@ -76,64 +74,134 @@ def adapter_folder(source: str | Path, *, newest: bool = False) -> Path:
     return of_run if (of_run / ADAPTER).is_file() and not (folder / ADAPTER).exists() else folder
 
 
-def shipped() -> list[str]:
-    """The names of the adapters that come with the package."""
-    return sorted(f"tiny/{file.parent.name}" for file in TEACHERS.glob(f"*/{ADAPTER}"))
-
-
 def adapter_file(folder: Path) -> Path:
     """The weights in a folder (or the file itself): diffusers' file, else peft's, else the only
     .safetensors file. AdapterError if there is none."""
     if folder.is_file():
         return folder
     if not folder.is_dir():
-        there = f"; there are {', '.join(shipped())}" if folder.parent == TEACHERS else ""
+        shipped = sorted(f"tiny/{file.parent.name}" for file in TEACHERS.glob(f"*/{ADAPTER}"))
+        there = f"; there are {', '.join(shipped)}" if folder.parent == TEACHERS else ""
         raise AdapterError(
             f"no such folder{there}. Training writes its adapter to <output>/adapter"
         )
     names = sorted(path.name for path in folder.iterdir())
     if "model_index.json" in names:
-        raise AdapterError(
-            f"{folder} holds a whole pipeline (model_index.json), and an adapter is wanted. Name "
-            "the folder of a LoRA; null is the base itself."
-        )
-    tensors = [name for name in names if name.endswith(".safetensors")]
-    usual = [name for name in (ADAPTER, PEFT_ADAPTER) if name in tensors]
-    if usual or len(tensors) == 1:
-        return folder / (usual or tensors)[0]
-    if tensors:
-        raise AdapterError(
-            f"{folder} holds {len(tensors)} files of weights ({', '.join(tensors[:4])}), and which "
-            f"is the adapter is not said. Name one of the files, or call it {ADAPTER}."
-        )
-    if pickles := [name for name in names if name.endswith(PICKLES)]:
-        better = PEFT_ADAPTER if pickles[0].startswith("adapter_model") else ADAPTER
-        raise AdapterError(
-            f"{folder} holds {pickles[0]}, and a pickle is not read: it could run code. Convert "
-            'it: python -c "import torch, safetensors.torch as s; '
-            f"s.save_file(torch.load('{pickles[0]}', weights_only=True), '{better}')\""
-        )
-    raise AdapterError(f"{folder} holds no {ADAPTER}, nor another LoRA (a .safetensors file)")
+        raise AdapterError(f"{folder} holds a whole pipeline; name a LoRA (null is the base)")
+    candidates = [name for name in names if name.endswith(".safetensors")]
+    usual = [name for name in (ADAPTER, PEFT_ADAPTER) if name in candidates]
+    if usual or len(candidates) == 1:
+        return folder / (usual or candidates)[0]
+    raise AdapterError(
+        f"{folder} holds no {ADAPTER}, nor one other .safetensors file (but {names[:8]}). A pickle "
+        "(.bin, .pt, .ckpt) is not read, as it could run code: convert it with safetensors."
+    )
 
 
 # Reading -----------------------------------------------------------------------------------------
 
+# Entries of peft's LoraConfig that do not change a trained update: which layers were adapted (the
+# weights name them), how it was trained, sizes that only matter with a switch that is checked.
+WITHOUT_EFFECT = {
+    "auto_mapping", "ensure_weight_tying", "eva_config", "exclude_modules", "fan_in_fan_out",
+    "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout",
+    "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config",
+    "target_modules", "task_type",
+}  # fmt: skip
+
+
+def _simple(pattern: str) -> str:
+    """Refuse a regular expression that Python could need years to match: the time grows with each
+    repeat as a power, and a repeated group may make it exponential."""
+    repeats = len(re.findall(r"[*+?{]", pattern.replace("(?:", "(")))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # of what `re` will read differently one day
+            re.compile(rf"(.*\.)?({pattern})$")  # as peft does
+    except (re.error, OverflowError, RecursionError, Warning) as error:
+        raise ValueError(f"no regular expression ({error})") from None
+    if re.search(r"\)[*+?{]", pattern) or repeats > 3 or pattern.count("(") > 3:
+        raise ValueError("too many repeats or groups; name the layers instead")
+    return pattern
+
+
+def _printable(name: str) -> str:
+    if not name.isprintable():
+        raise ValueError("is not printable")
+    return name
+
+
+Rank = Annotated[int, Field(ge=1, le=1 << 20)]
+Alpha = Annotated[int | float, Field(gt=0, le=1e100)]  # NaN is neither
+Pattern = Annotated[str, Field(max_length=500), AfterValidator(_simple)]
+Table = Field(None, max_length=4096)  # a few patterns for each of some hundred layers
+
+
+class Description(BaseModel):
+    """peft's LoraConfig in JSON, which may come from a stranger: types are checked, and an entry
+    that would change the update and is not read here is refused."""
+
+    model_config = ConfigDict(strict=True)
+
+    r: Rank = 8  # the defaults are peft's
+    lora_alpha: Alpha = 8
+    rank_pattern: dict[Pattern, Rank] | None = Table
+    alpha_pattern: dict[Pattern, Alpha] | None = Table
+    use_rslora: bool | None = None
+    base_model_name_or_path: (
+        Annotated[str, Field(max_length=500), AfterValidator(_printable)] | None
+    ) = None
+    peft_type: Literal["LORA"] | None = None
+    bias: Literal["none"] = "none"
+    # others (pissa, olora, corda, loftq ...) change the base's weights, too
+    init_lora_weights: bool | Literal["gaussian", "eva", "orthogonal"] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain(cls, entries: Any) -> Any:
+        if not isinstance(entries, dict):
+            return entries  # refused by pydantic
+        entries = {inner_name(key): value for key, value in entries.items()}
+        for key in entries.keys() - WITHOUT_EFFECT - cls.model_fields.keys():
+            if entries[key]:
+                raise ValueError(f"{shown(key, 80)} = {reprlib.repr(entries[key])} is not read")
+        return entries
+
+    def scaling(self, layers: Iterable[str]) -> tuple[dict[str, int], dict[str, float]]:
+        """({layer: rank}, {layer: alpha}), as peft resolves its patterns: the first that matches
+        the name of a layer or its end."""
+
+        def resolve(usual: Any, patterns: Mapping[str, Any] | None) -> dict[str, Any]:
+            table = [(re.compile(rf"(.*\.)?({p})$"), v) for p, v in (patterns or {}).items()]
+            return {n: next((v for p, v in table if p.match(n)), usual) for n in layers}
+
+        ranks = resolve(self.r, self.rank_pattern)
+        return ranks, resolve(self.lora_alpha, self.alpha_pattern)
+
+
+def inner_name(key: str) -> str:
+    """The name of a weight, or of an entry, inside the transformer."""
+    for prefix in PREFIXES:
+        key = key.removeprefix(prefix)
+    return key
+
 
 @dataclass(frozen=True)
 class Lora:
-    """An adapter: `read_lora` reads the head of its file, the first access to `weights` the rest.
+    """An adapter that was read, whatever the format of its file.
 
-    metadata: the entries of peft's LoraConfig (r, lora_alpha, rank_pattern, alpha_pattern,
-    use_rslora, target_modules, base_model_name_or_path).
+    weights: {`<layer>.lora_A.weight`: [r,in], `<layer>.lora_B.weight`: [out,r]} on the CPU, in the
+    file's dtype. metadata: the entries of peft's LoraConfig (r, lora_alpha, rank_pattern,
+    alpha_pattern, use_rslora, target_modules, base_model_name_or_path).
     """
 
     file: Path
+    weights: dict[str, Tensor]
     metadata: dict[str, Any]
     ranks: dict[str, int]  # by layer
     alphas: dict[str, float]  # by layer
     base: str | None  # trained on this; None = not named, or a folder of another machine
-    text_length: int | None  # tokens of the T5 encoder in its training; None = not said (ours do)
-    describes_alpha: bool  # False = alpha = r is an assumption
+    text_length: int | None  # tokens of a prompt in its training; None = not said (ours do)
 
     @property
     def scales(self) -> dict[str, float]:
@@ -142,33 +210,8 @@ class Lora:
         return {layer: self.alphas[layer] / rank**root for layer, rank in self.ranks.items()}
 
     @cached_property
-    def weights(self) -> dict[str, Tensor]:
-        """{`<layer>.lora_A.weight`: [r,in], `<layer>.lora_B.weight`: [out,r]} on the CPU, in the
-        file's dtype. A warning says where alpha is an assumption. Raises AdapterError for NaN and
-        infinity."""
-        from safetensors.torch import load_file
-
-        if not self.describes_alpha:
-            log.warning(
-                "%s names no alpha; it is taken to be the rank (scale 1), as diffusers does. If it "
-                "was trained with another, put peft's %s beside it.", self.file, PEFT_CONFIG
-            )  # fmt: skip
-        renamed = _renamed(load_file(self.file))
-        weights = {name: value for name, value in renamed.items() if not name.endswith(".alpha")}
-        if broken := not_finite(weights):
-            raise AdapterError(
-                f"{self.file}: {broken}. The adapter diverged in its training, or its file is "
-                "damaged. Use an earlier one, or train it again with a lower learning rate."
-            )
-        return weights
-
-    def check_values(self) -> None:
-        """Read the weights now. Raises AdapterError for NaN and infinity."""
-        _ = self.weights
-
-    @cached_property
     def digest(self) -> str:
-        """SHA-256 of the weights and of `metadata`, whatever the format of the file."""
+        """SHA-256 of the weights and of `metadata`."""
         return tensors.digest_tensors(self.weights, json.dumps(self.metadata, sort_keys=True))
 
 
@@ -176,178 +219,122 @@ def read_lora(source: str | Path | Lora, *, newest: bool = False) -> Lora:
     """The adapter of a source (see `adapter_folder`); one that was read already is given back.
 
     Alpha and the rank pattern come from the file's metadata, or from adapter_config.json beside it.
-    Without both, alpha lies in the file as `<layer>.alpha`, or alpha = r, as diffusers takes it.
-    Raises AdapterError for what is no plain LoRA of a transformer, and HubError.
+    Raises AdapterError for what is no plain LoRA of a transformer, or is not what the manifest in
+    its folder says, or holds NaN or infinity; and HubError.
     """
     if isinstance(source, Lora):
         return source
     try:
         file = adapter_file(adapter_folder(source, newest=newest))
-        _check_manifest(file)
-        return _read(file)
+        with suppress(Foreign):  # there is no manifest, or another program's
+            manifest.check_manifest(file.parent, [file.name, PEFT_CONFIG])
+        return _read_file(file)
+    except Damaged as error:
+        raise AdapterError(
+            f"{str(source)!r} is damaged: {error}. Copy or download it again; of a run, --resume "
+            "restores it. If the change is yours, remove its manifest.json."
+        ) from None
     except AdapterError as error:
         raise AdapterError(f"{str(source)!r}: {error}") from error
 
 
-def _check_manifest(file: Path) -> None:
-    """Refuse an adapter that is not what the manifest in its folder says. Without one, or where the
-    manifest.json is another program's, nothing is known."""
-    try:
-        manifest.check_manifest(file.parent, [file.name, PEFT_CONFIG])
-    except Foreign:
-        return
-    except Damaged as error:
-        raise AdapterError(
-            f"{file.parent} is damaged: {error}. Copy or download it again; of a run, --resume "
-            "restores it. If the change is yours, remove its manifest.json."
-        ) from None
-
-
-def _read(file: Path) -> Lora:
-    """The head of a file."""
-    head, shapes, stored = _head(file)
-    beside = file.parent / PEFT_CONFIG
-    config: dict[str, Any] | None = None
-    base = None
+def _read_file(file: Path) -> Lora:
+    head, weights, alphas = _read_tensors(file)
+    ranks = _ranks(file, weights)
+    description, base = None, None
     if text := head.get(METADATA):
-        config = parse_description(text, file)
-        base = config.get("base_model_name_or_path")
-    elif beside.is_file():
-        config = parse_description(_text(beside), beside)
-        name = config.get("base_model_name_or_path")
+        description = _parse_description(text, file)
+        base = description.base_model_name_or_path
+    elif (beside := file.parent / PEFT_CONFIG).is_file():
+        description = _parse_description(beside.read_bytes(), beside)
+        name = description.base_model_name_or_path
         base = name if name and hub.is_id(name) else None
-    ranks = _ranks(file, shapes)
-    if config is None:
-        alphas = {layer: stored.get(layer, rank) for layer, rank in ranks.items()}
-    elif stored:
-        raise AdapterError(f"{file} says its alpha twice: as weights, and in its description")
-    else:
-        alphas = _alphas(file, ranks, config)
-    entries = config or {}
-    rslora, named = bool(entries.get("use_rslora")), entries.get("base_model_name_or_path")
-    return Lora(
-        file,
-        describe(ranks, alphas, rslora, named),
-        ranks,
-        alphas,
-        base,
-        text_length=_text_length(file, head),
-        describes_alpha=config is not None or bool(stored),
-    )
+    if description:
+        described, alphas = description.scaling(ranks)
+        if described != ranks:
+            layer = next(layer for layer in ranks if described[layer] != ranks[layer])
+            raise AdapterError(
+                f"{file}: {layer} has rank {ranks[layer]}, and its description says "
+                f"{described[layer]}"
+            )
+    elif not alphas:
+        log.warning(
+            "%s names no alpha; it is taken to be the rank (scale 1), as diffusers does. If it "
+            "was trained with another, put peft's %s beside it.", file, PEFT_CONFIG
+        )  # fmt: skip
+    alphas = {layer: alphas.get(layer, rank) for layer, rank in ranks.items()}
+    rslora = bool(description and description.use_rslora)
+    named = description.base_model_name_or_path if description else None
+    length = head.get(TEXT_LENGTH)
+    if length and not re.fullmatch("[1-9][0-9]{0,3}", length):
+        raise AdapterError(f"{file} says {TEXT_LENGTH} = {shown(repr(length))}; want a number")
+    metadata = describe(ranks, alphas, rslora, named)
+    return Lora(file, weights, metadata, ranks, alphas, base, int(length) if length else None)
 
 
-def _head(file: Path) -> tuple[dict[str, str], dict[str, list[int]], dict[str, float]]:
-    """What a file says before its weights: (entries of its head, {name of a weight: shape}, {layer:
-    alpha} of those that lie beside the weights)."""
-    shapes, stored = {}, {}
+def _parse_description(text: str | bytes, where: Path) -> Description:
+    try:
+        return Description.model_validate_json(text)
+    except (ValidationError, OverflowError) as error:  # OverflowError: of integers over 1e308
+        first: Any = error.errors()[0] if isinstance(error, ValidationError) else {}
+        key, seen = ".".join(map(str, first.get("loc", ()))), reprlib.repr(first.get("input"))
+        problem = shown(f"{key} = {seen}: {first.get('msg', error)}", 600)
+        raise AdapterError(f"the description of {where} is of no plain LoRA: {problem}") from None
+
+
+def _read_tensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor], dict[str, float]]:
+    """(entries of the head, weights under today's names inside the transformer, {layer: alpha} of
+    those that lie beside the weights)."""
     try:
         with safe_open(file, framework="pt") as opened:
             head = opened.metadata() or {}
-            keys = list(opened.offset_keys())  # in the order in which load_file gives them
-            _check_keys(file, keys)
-            names = _renamed(dict(zip(keys, keys, strict=True)))
-            if len(names) < len(keys):
-                raise AdapterError(f"{file} holds two weights of one layer, under two prefixes")
-            for name, key in names.items():
-                part = opened.get_slice(key)
-                shape, kind = part.get_shape(), part.get_dtype()
-                alpha = name.endswith(".alpha")
-                if kind not in (FLOATS | INTEGERS if alpha else FLOATS):
-                    raise AdapterError(f"{file} holds {key} as {kind}, which is no LoRA's weight")
-                if not alpha:
-                    shapes[name] = shape
-                    continue
-                value = float(opened.get_tensor(key)) if math.prod(shape) == 1 else math.nan
-                if not 0 < value < math.inf:
-                    raise AdapterError(
-                        f"{file}: {key} is {value:g} of shape {shown(str(shape), 80)}; alpha is "
-                        "one number above 0. Download the adapter again."
-                    )
-                stored[name.removesuffix(".alpha")] = value
+            # in the order in which safetensors' load_file gives them
+            stored = {key: opened.get_tensor(key) for key in opened.offset_keys()}
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"{file} is not a safetensors file ({shown(str(error))})") from error
-    return head, shapes, stored
-
-
-def _text(file: Path) -> str:
-    """A description beside the weights."""
-    try:
-        with open(file, encoding="utf-8") as opened:
-            return opened.read(LONGEST + 1)  # longer ones are
-    except (OSError, UnicodeDecodeError) as error:
-        raise AdapterError(f"the description {file} cannot be read ({error})") from error
-
-
-def _text_length(file: Path, head: Mapping[str, str]) -> int | None:
-    """The T5 tokens that the head of a file names; None if it names none."""
-    text = head.get(TEXT_LENGTH, "")
-    if not text:
-        return None
-    if not re.fullmatch("[0-9]{1,4}", text) or not 1 <= int(text) <= MOST_TOKENS:
-        raise AdapterError(
-            f"{file} says {TEXT_LENGTH} = {shown(repr(text))}; want 1 to {MOST_TOKENS} tokens"
-        )
-    return int(text)
-
-
-def _renamed(entries: dict[str, T]) -> dict[str, T]:
-    """The entries of a file under today's names of the weights, inside the transformer."""
-    if any(OLD.fullmatch(key) for key in entries):
-        from diffusers.utils import convert_unet_state_dict_to_peft
-
-        entries = convert_unet_state_dict_to_peft(entries)
-    return {inner_name(key): entry for key, entry in entries.items()}
-
-
-def _check_keys(file: Path, keys: Iterable[str]) -> None:
-    """Refuse a file that holds anything but A, B and alpha of the transformer's layers."""
-    for key in keys:
-        if not key.isprintable() or len(key) > LONGEST_NAME:
-            raise AdapterError(
-                f"{file} holds a weight of the name {shown(repr(key))}, which is no layer's"
-            )
-
-    def plain(key: str) -> bool:
-        if key.endswith(".alpha"):
-            return not key.startswith(("lora_", "text_encoder"))
-        factor = FACTOR.fullmatch(key) or OLD.fullmatch(key)
-        return factor is not None and not key.startswith("text_encoder")
-
-    others = [key for key in keys if not plain(key)]
+    others = [
+        key
+        for key, value in stored.items()
+        if not (NAME.fullmatch(key) and key.isprintable() and len(key) <= LONGEST_NAME)
+        or not (str(value.dtype) in FLOATS or key.endswith(".alpha") and "int" in str(value.dtype))
+    ]
     if others:
         raise AdapterError(
-            f"{file} is no plain LoRA of a transformer: it holds {others[0]} and {len(others) - 1} "
-            "more weights of other kinds (DoRA, a bias, a text encoder, kohya's names, a weight of "
-            "modules_to_save). Train or convert one that holds A and B matrices of the "
-            "transformer's layers only."
+            f"{file} is no plain LoRA of a transformer: it holds {shown(others[0])} and "
+            f"{len(others) - 1} more weights that are no A, B or alpha of the transformer's layers "
+            "(DoRA, a bias, a text encoder, kohya's names). Convert or train a plain one."
         )
+    weights = stored
+    if any(OLD.fullmatch(key) for key in stored):
+        from diffusers.utils import convert_unet_state_dict_to_peft
+
+        weights = convert_unet_state_dict_to_peft(stored)
+    weights = {inner_name(key): value for key, value in weights.items()}
+    if len(weights) < len(stored):
+        raise AdapterError(f"{file} holds two weights of one layer, under two prefixes")
+    alphas = {}
+    for name in [name for name in weights if name.endswith(".alpha")]:
+        value = weights.pop(name)
+        alpha = alphas[name.removesuffix(".alpha")] = float(value) if value.numel() == 1 else 0.0
+        if not 0 < alpha < math.inf:
+            raise AdapterError(f"{file}: {name} is no number above 0")
+    if broken := not_finite(weights):
+        raise AdapterError(f"{file}: {broken}. Use an earlier adapter, or train it again.")
+    return head, weights, alphas
 
 
-def _ranks(file: Path, shapes: Mapping[str, list[int]]) -> dict[str, int]:
+def _ranks(file: Path, weights: Mapping[str, Tensor]) -> dict[str, int]:
     """{layer: rank}; AdapterError where A and B do not make up an update."""
-    ranks = {}
+    shapes, ranks = {name: list(value.shape) for name, value in weights.items()}, {}
     for layer in dict.fromkeys(key.rsplit(".lora_", 1)[0] for key in shapes):
         down, up = (shapes.get(f"{layer}.lora_{half}.weight", []) for half in "AB")
         # of a linear layer [r,in] and [out,r]; of a convolution two axes more
         if not (len(down) == len(up) in (2, 4) and down[0] == up[1] and all(down + up)):
-            seen = ", ".join(shown(str(shape or None), 80) for shape in (down, up))
-            raise AdapterError(f"{file}: A and B of {layer} are {seen}: no update")
+            raise AdapterError(f"{file}: A and B of {layer} are {down}, {up}: no update")
         ranks[layer] = down[0]
     if not ranks:
         raise AdapterError(f"{file} holds no weights")
     return ranks
-
-
-def _alphas(file: Path, ranks: Mapping[str, int], config: Mapping[str, Any]) -> dict[str, float]:
-    """{layer: alpha} of a description that has these ranks."""
-    described, alphas = scaling(config, ranks)
-    for layer, rank in ranks.items():
-        if described[layer] != rank:
-            raise AdapterError(
-                f"{file}: {layer} has rank {rank}, and the description says {described[layer]}. "
-                "They belong to two adapters, or one of them was edited."
-            )
-    return alphas
 
 
 def not_finite(weights: Mapping[str, Tensor]) -> str:
