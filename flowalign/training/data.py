@@ -86,7 +86,9 @@ def spread(total: int, count: int) -> list[int]:
 def spread_text(numbers: Sequence[int], total: int) -> str:
     """Which of `total` prompts a picture shows: "24 of 192 prompts, evenly spaced"."""
     count = len(numbers)
-    return f"all {total} prompts" if count == total else f"{count} of {total} prompts, evenly spaced"
+    return (
+        f"all {total} prompts" if count == total else f"{count} of {total} prompts, evenly spaced"
+    )
 
 
 # Reading -----------------------------------------------------------------------------------------
@@ -160,7 +162,10 @@ def _read_csv(path: Path, text: str) -> list[Row]:
             first, shared = items.setdefault(item, (prompt, row))
             if first != prompt:
                 raise csv.Error(f"the item {item!r} had another prompt before")
-            items[item] = (prompt, {key: value for key, value in shared.items() if row[key] == value})
+            items[item] = (
+                prompt,
+                {key: value for key, value in shared.items() if row[key] == value},
+            )
     except csv.Error as error:
         raise PromptError(f"{path}, line {reader.line_num}: {str(error)[:300]}.") from None
     return list(items.values())

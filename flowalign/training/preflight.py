@@ -143,7 +143,6 @@ def _adapter_problems(config: Stage, pending: Collection[str], inputs: Inputs) -
             continue
         try:
             lora = inputs.adapter(source)
-            lora.check_values()
         except (AdapterError, hub.HubError) as error:
             yield f"{place}: {error}"
         else:
@@ -155,7 +154,7 @@ def _adapter_problems(config: Stage, pending: Collection[str], inputs: Inputs) -
 
 
 def _family(model: ModelConfig) -> Family | None:
-    """The family of a model whose shapes are known here; of others the loader says what is wrong."""
+    """The family of a model whose shapes are known here. What is wrong with it, its loader says."""
     try:
         return family_without_text(model.id, model.revision, model.family)
     except (LookupError, ModelError, OSError, ValueError):
@@ -282,8 +281,8 @@ def group_problems(config: TrainingStage, tasks: Collection[str], processes: int
         unit = processes * updates
     if unit:
         yield (
-            f"rollout.prompts: {processes} processes cannot share {text}, evenly. Use a multiple "
-            f"of {unit}, for example rollout.prompts={-(-rollout.prompts // unit) * unit}."
+            f"rollout.prompts: {processes} processes cannot share evenly {text}. Use a multiple of "
+            f"{unit}, for example rollout.prompts={-(-rollout.prompts // unit) * unit}."
         )
 
 
@@ -315,7 +314,9 @@ def overruled(lora: LoraConfig, inputs: Inputs) -> list[str]:
         layer: [target for target in lora.targets or () if f".{layer}".endswith(f".{target}")]
         for layer in adapter.ranks
     }
-    if lora.targets and not (all(named.values()) and set(lora.targets) == set().union(*named.values())):
+    if lora.targets and not (
+        all(named.values()) and set(lora.targets) == set().union(*named.values())
+    ):
         texts.append(f"lora.targets: ignored, lora.init has other layers, {len(named)}")
     return texts
 
