@@ -8,6 +8,7 @@ taken to be long enough.
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from flowalign.commands.doctor.budget import GIB, usable
@@ -38,11 +39,15 @@ def cell(path: Path, variant: str) -> str:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table of these families and stages."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--families", nargs="+", default=FAMILIES, choices=FAMILIES)
+    parser.add_argument("--stages", nargs="+", default=STAGES, choices=STAGES)
+    args = parser.parse_args()
     heads = [f"`{variant}`, {kind}" for variant, (_, kind) in VARIANTS.items()]
     print("| config | " + " | ".join(heads) + " |\n" + "|---" * (1 + len(heads)) + "|")
-    for family in FAMILIES:
-        for name in STAGES:
+    for family in args.families:
+        for name in args.stages:
             path = Path("configs", family, f"{name}.yaml")
             cells = " | ".join(cell(path, variant) for variant in VARIANTS)
             print(f"| `{family}/{path.name}` | {cells} |", flush=True)

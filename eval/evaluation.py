@@ -34,7 +34,8 @@ from flowalign.training.report.drift.monitor import ImageStatistics, compare, sh
 from flowalign.training.report.drift.panel import Panel, panel
 from flowalign.training.report.pictures import pixels_of
 from flowalign.training.report.progress import quiet
-from flowalign.training.run import lock, processes, ranks
+from flowalign.training.run import lock, processes
+from flowalign.training.run.ranks import phase
 
 log = logging.getLogger("flowalign")
 
@@ -59,13 +60,13 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
     if accelerator.is_main_process:
         files.remove_leftovers(config.output)
     accelerator.wait_for_everyone()
-    ranks.watch().at("loading the models")
-    sets = build_sets(config.benchmarks, "benchmarks", accelerator.device, config.model)
-    reference = load_reference(config, sets, accelerator.device)
-    backbone = Backbone.load(config.model, accelerator.device)
-    base = (backbone.core, backbone.pipe.vae, *backbone.family.encoders)
-    weights = placement.fingerprint(base)  # before the adapters
-    digests = load_adapters(backbone, config)
+    with phase("loading the models"):
+        sets = build_sets(config.benchmarks, "benchmarks", accelerator.device, config.model)
+        reference = load_reference(config, sets, accelerator.device)
+        backbone = Backbone.load(config.model, accelerator.device)
+        base = (backbone.core, backbone.pipe.vae, *backbone.family.encoders)
+        weights = placement.fingerprint(base)  # before the adapters
+        digests = load_adapters(backbone, config)
     stores = open_stores(config, sets, weights, digests, accelerator)
     exports = [
         Export(Path(config.output), model, images, stores[model, images.name])
@@ -75,7 +76,6 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
     ]
     admit(stores.values(), exports, accelerator)  # the last check: from here on, it writes
     judged = score_models(backbone, config, sets, reference, accelerator, stores)
-    ranks.watch().at("the report")
     if accelerator.is_main_process:
         # of each image set one judge, so that fidelity counts every image once
         shared = [images.judges[0].name for images in sets if images.judges]
@@ -171,8 +171,8 @@ def score_models(
         task = bar.add_task("images", total=total * len(config.models))
         for name, images in product(config.models, sets):
             bar.update(task, description=harmless(f"{name}: {images.name}"))
-            ranks.watch().at(f"the evaluation of {name} on {images.name}")
-            with using(backbone, config, name):
+            work = f"the evaluation of {name} on {images.name}"
+            with phase(work), using(backbone, config, name):
                 results = judge_set(
                     backbone,
                     images,

@@ -17,14 +17,10 @@ from torch import Tensor
 from flowalign.backbone import Backbone
 from flowalign.backbone.adapters.files import Lora
 from flowalign.training.algorithm import NotFinite
-from flowalign.training.nonfinite import NARROW, Fault, describe_pair, first_fault
+from flowalign.training.nonfinite import Fault, describe_pair, first_fault
 from flowalign.training.rollout import batches
 from flowalign.training.run.processes import missing_steps
 from flowalign.types import Rollout, Source, TeacherLabel
-
-
-class LabelError(NotFinite):
-    """A teacher that gives no usable label: which, where, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,7 @@ class Bank:
 
     @torch.no_grad()
     def __call__(self, rollout: Rollout) -> TeacherLabel:
-        """Labels of all trained states. Raises LabelError, on all processes, where the velocity of
+        """Labels of all trained states. Raises NotFinite, on all processes, where the velocity of
         one is not finite."""
         names = self.route(rollout.batch.tasks)
         device, steps = rollout.states.device, len(rollout.steps)
@@ -95,7 +91,7 @@ class Bank:
                     )
                     velocity[row, column] = label.to(self.dtype)
         if fault := first_fault(self._fault(rollout, velocity, names)):
-            raise LabelError(fault)
+            raise NotFinite(fault)
         return TeacherLabel(velocity, names)
 
     def _fault(self, rollout: Rollout, velocity: Tensor, names: list[str]) -> Fault | None:
@@ -104,12 +100,8 @@ class Bank:
         if not bool(broken.any()):
             return None
         row, column = broken.nonzero()[0].tolist()
-        return Fault(
-            f"a label of teacher {names[row]!r}",
-            f"{describe_pair(rollout, row, rollout.steps[column])} ({int(broken.sum())} of "
-            f"{broken.numel()} states)",
-            f"Its adapter may be broken: look at it alone, {NARROW}",
-        )
+        where = describe_pair(rollout, row, rollout.steps[column])
+        return Fault(f"a label of teacher {names[row]!r}", where, "Look at its adapter alone")
 
     def route(self, tasks: list[str]) -> list[str]:
         """The teacher of each image. Raises ValueError for a task without a teacher."""

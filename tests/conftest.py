@@ -51,6 +51,7 @@ def open_clip() -> Iterator[ModuleType]:
     from transformers.utils import is_torchvision_available
 
     is_torchvision_available()
+    path = list(sys.path)
     if importlib.util.find_spec("open_clip") is None:
         folder = Path(sys.prefix) / "open_clip"
         if not folder.is_dir():
@@ -59,7 +60,9 @@ def open_clip() -> Iterator[ModuleType]:
         library = torch.library.Library("torchvision", "FRAGMENT")
         for name in ("nms", "qnms") if torch.version.cuda is None else ():
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    yield importlib.import_module("open_clip")
+    module = importlib.import_module("open_clip")
+    sys.path[:] = path
+    yield module
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from flowalign.backbone import Backbone
 from flowalign.backbone.adapters.files import read_lora, write_lora
-from flowalign.teachers.bank import Bank, LabelError, Member
-from flowalign.training.algorithm import STUDENT
+from flowalign.teachers.bank import Bank, Member
+from flowalign.training.algorithm import STUDENT, NotFinite
 from flowalign.training.rollout import Noise, Schedule, places, sample
 from flowalign.types import PromptBatch, Rollout
 
@@ -155,5 +155,5 @@ def test_labels_that_are_not_finite_stop_with_the_teacher_named(
     student = fakes.adapted(random_model)
     bank = Bank(student, members, ROUTING)
     student.adapter_parameters("teacher_ocr")[-1].data.fill_(float("nan"))
-    with pytest.raises(LabelError, match="'ocr'.*NaN"):
+    with pytest.raises(NotFinite, match="'ocr'.*NaN"):
         bank(rollout(student))

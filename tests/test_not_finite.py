@@ -20,7 +20,6 @@ from flowalign import config
 from flowalign.commands import build
 from flowalign.training.algorithm import Pairs, TrainingError
 from flowalign.training.loop import Loop
-from flowalign.training.nonfinite import Fault, Skips
 from flowalign.training.run import processes
 
 
@@ -100,15 +99,6 @@ def test_updates_skipped_in_a_row_stop_the_run_at_its_last_good_checkpoint(
     assert not (tmp_path / "run" / "adapter").exists()
 
 
-def test_a_checkpoint_that_is_due_waits_for_the_next_step_that_is_taken() -> None:
-    skips, fault = Skips(5), Fault("the loss", "here", "none")
-    said = []
-    for broken, due in [(0, 1), (1, 0), (1, 1), (1, 0), (0, 0), (0, 0), (1, 1), (0, 1), (0, 0)]:
-        skips.note(fault if broken else None)
-        said.append(skips.saves(bool(due)))
-    assert said == [True, False, False, False, True, False, False, True, False]
-
-
 @pytest.mark.parametrize("stage", ["grpo", "opd"])
 def test_a_diverged_student_is_not_the_fault_of_reward_or_teacher(
     random_model: str, tmp_path: Path, stage: str
@@ -121,7 +111,7 @@ def test_a_diverged_student_is_not_the_fault_of_reward_or_teacher(
     loop = fakes.wired(found, moved=True)
     for parameter in loop.parameters:
         parameter.data.fill_(1e30)  # finite, but no velocity of it is
-    with pytest.raises(TrainingError, match="student.*step 1 .*prompt.*optimizer.lr") as caught:
+    with pytest.raises(TrainingError, match="student.*step 1.*prompt.*optimizer.lr") as caught:
         loop.run()
     assert "the reward" not in str(caught.value) and "teacher" not in str(caught.value)
 

@@ -71,11 +71,9 @@ def test_a_shorter_process_repeats_its_last_micro_batch_without_weight(
 
 
 class Started:
-    """An accelerator that was started with some strategy's settings, as far as they are asked."""
+    """The state of an accelerator that was started with these settings of FSDP."""
 
-    def __init__(self, kind: str, **plugin: Any) -> None:
-        self.distributed_type = processes.DistributedType(kind)
-        self.state = self
+    def __init__(self, **plugin: Any) -> None:
         self.fsdp_plugin = type("Plugin", (), plugin)()
 
 
@@ -83,22 +81,19 @@ FSDP = {"fsdp_version": 2, "cpu_ram_efficient_loading": False}
 
 
 @pytest.mark.parametrize(
-    ("kind", "plugin", "override", "said"),
+    ("plugin", "override", "said"),
     [
-        ("MULTI_CPU", {}, "seed=1", "MULTI_CPU"),
-        ("FSDP", {**FSDP, "fsdp_version": 1}, "seed=1", "fsdp_config.fsdp_version"),
-        ("FSDP", {**FSDP, "cpu_ram_efficient_loading": True}, "seed=1",
-         "fsdp_config.fsdp_cpu_ram_efficient_loading"),
-        ("FSDP", FSDP, "model.quantization=fp8", "model.quantization: 'fp8'"),
-        ("FSDP", FSDP, "model.dtype=float16", "model.dtype: 'float16'"),
+        ({"fsdp_version": 1}, "seed=1", "fsdp_config.fsdp_version"),
+        ({"cpu_ram_efficient_loading": True}, "seed=1", "fsdp_cpu_ram_efficient_loading"),
+        ({}, "model.quantization=fp8", "model.quantization"),
+        ({}, "model.dtype=float16", "model.dtype"),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused(
-    random_model: str, tmp_path: Path, kind: str, plugin: dict[str, Any], override: str, said: str
+    random_model: str, tmp_path: Path, plugin: dict[str, Any], override: str, said: str
 ) -> None:
     config = fakes.settings(random_model, tmp_path / "run", override)
-    started: Any = Started(kind, **plugin)
-    (problem,) = processes._problems(config, started, kind == "MULTI_CPU")
+    (problem,) = processes._fsdp_problems(config, Started(**{**FSDP, **plugin}))
     assert said in problem
 
 
@@ -106,8 +101,7 @@ def test_fsdp2_is_supported_and_deepspeed_is_not(
     random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = fakes.settings(random_model, tmp_path / "run", "model.dtype=bfloat16")
-    started: Any = Started("FSDP", **FSDP)
-    assert list(processes._problems(config, started, True)) == []
+    assert list(processes._fsdp_problems(config, Started(**FSDP))) == []
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(ConfigError, match="DeepSpeed"):
         processes.state(config)
@@ -122,19 +116,6 @@ def test_a_strategy_that_does_not_start_is_refused_before_the_model_is_looked_fo
     with pytest.raises(ConfigError, match="asked for FSDP, and accelerate started NO"):
         run.train(fakes.settings(str(tmp_path / "no_model"), tmp_path / "run"))
     fakes.AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def test_accelerates_own_precision_is_said_not_to_count(
-    random_model: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    fakes.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = processes.start(fakes.settings(random_model, tmp_path / "run"))
-    assert accelerator.mixed_precision == "no"
-    assert "accelerate's config says mixed_precision: bf16" in caplog.text
 
 
 # In two processes --------------------------------------------------------------------------------

@@ -208,7 +208,7 @@ def test_a_process_without_a_launcher_may_lose_its_parent(monkeypatch: pytest.Mo
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     alone = ranks.Watch()
     alone.begin(1.0)
-    alone.at("the rollout", 3)
+    alone.enter("the rollout")
     alone.leave()
     assert alone._thread is None
     assert alone.explain(RuntimeError("gloo: Connection closed by peer")) is None

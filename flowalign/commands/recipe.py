@@ -92,14 +92,16 @@ def _run_stages(
     train: Callable[[TrainingStage], object],
     evaluate: Callable[[EvalStage], object],
 ) -> None:
-    from flowalign.training.run import processes, ranks
+    from accelerate.utils.memory import clear_device_cache
+
+    from flowalign.training.run import processes
+    from flowalign.training.run.ranks import phase
 
     state = processes.state()
     main = state.is_main_process
     show = print if main else (lambda *text, **how: None)
     for number, (name, stage) in enumerate(stages.items(), 1):
         heartbeat.say(update=number - 1, text=name)
-        ranks.watch().at(f"stage {name}")
         head = f"[{number}/{len(stages)}] {name} ({stage.stage})"
         damage = damage_of(stage)
         if damage is None:
@@ -113,11 +115,12 @@ def _run_stages(
         if isinstance(stage, TrainingStage):
             train(stage)
         elif isinstance(stage, MergeStage):
-            if main:
-                show(f"  {merged(stage).summary}", flush=True)
+            with phase(f"stage {name}"):
+                if main:
+                    show(f"  {merged(stage).summary}", flush=True)
         elif isinstance(stage, EvalStage):
             evaluate(stage)
-        processes.release()
+        clear_device_cache(garbage_collection=True)  # the stage's models refer to one another
         if main:
             _mark_finished(stage)
         state.wait_for_everyone()

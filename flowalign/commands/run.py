@@ -27,8 +27,9 @@ from flowalign.training.loop import Loop
 from flowalign.training.preflight import Inputs, check_launch, check_world, start
 from flowalign.training.report import results, trackers
 from flowalign.training.report.pictures import metrics_plot
-from flowalign.training.run import lock, processes, ranks
+from flowalign.training.run import lock, processes
 from flowalign.training.run.determinism import deterministic
+from flowalign.training.run.ranks import phase
 from flowalign.training.run.resume import why_no_checkpoint
 from flowalign.types import Reward
 
@@ -110,10 +111,9 @@ def train(
     if main and config.evaluation and unscored:
         last = "" if config.evaluates else "; the adapter of the last update is kept"
         log.info("not evaluated, without `validation` and `reward`: %s%s", unscored, last)
-    rank = ranks.watch()
-    rank.at("loading the models")
     with lock.holding(folder, main), deterministic(config.train.deterministic):
-        loop, report, rewards = wire(config, clock, inputs)
+        with phase("loading the models"):
+            loop, report, rewards = wire(config, clock, inputs)
         if main:
             files.remove_leftovers(folder)
         if not (resume and loop.resume(any_world=any_world)):
@@ -123,10 +123,11 @@ def train(
                 part.write_text(to_yaml(config))
         loop.accelerator.wait_for_everyone()
         _hint_threads(loop.accelerator)
-        with report.live(loop.update), rank.explained():
-            loop.run()
-            rank.at("pictures and model card")
-            finish(loop, config, rewards, inputs)
+        with report.live(loop.update):
+            with phase("training"):
+                loop.run()
+            with phase("pictures and model card"):
+                finish(loop, config, rewards, inputs)
         if main:
             watch.write(folder)  # the run's report
         processes.finish(loop.accelerator)

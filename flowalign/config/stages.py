@@ -76,6 +76,12 @@ class Stage(Section):
     output: Place = Field(min_length=1, examples=["runs/teacher_ocr"])
     """Folder of the run."""
     model: ModelConfig
+    trains: ClassVar[bool] = False
+    """Whether it is a training run."""
+    is_student: ClassVar[bool] = False
+    """Whether it learns from teachers."""
+    samples: ClassVar[bool] = False
+    """Whether it draws images."""
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -105,6 +111,7 @@ class Job(Stage):
 class TrainingStage(Job):
     """A training run. What it learns from depends on the stage."""
 
+    trains = samples = True
     algorithm: ClassVar[str]
     """module:Class of what is learnt (`flowalign.training.algorithm.Algorithm`)."""
     seed: Seed = 0
@@ -436,6 +443,7 @@ class AwmStage(ForwardStage):
 class DistillationStage(TrainingStage):
     """A student that learns from teachers: each task is routed to one of them."""
 
+    is_student = True
     teachers: dict[FileName, TeacherConfig] = Field(
         min_length=1, max_length=LISTED, examples=[{"ocr": {"adapter": "runs/ocr"}}]
     )
@@ -636,6 +644,7 @@ class RecipeStage(Job):
 class EvalStage(Stage):
     """An evaluation of the base model and of adapters on it."""
 
+    samples = True
     stage: Literal["eval"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Evaluate models."""
     models: dict[FileName, Place | None] = Field(

@@ -24,7 +24,7 @@ from flowalign.system.signals import Clock, Interrupted, Requests
 from flowalign.training import metrics, nonfinite
 from flowalign.training.algorithm import STUDENT, Algorithm, NotFinite, Prepared, TrainingError
 from flowalign.training.data import PromptSampler
-from flowalign.training.nonfinite import Fault, Skips
+from flowalign.training.nonfinite import Fault
 from flowalign.training.report.alarm import Alarm
 from flowalign.training.report.drift.monitor import Monitor
 from flowalign.training.report.listeners import (
@@ -71,7 +71,9 @@ class Loop:
         self.step = Step(config, backbone, accelerator, algorithm)
         self.parameters = self.step.parameters
         self.update = 0  # rollouts done
-        self.skips = Skips(config.train.max_skipped)
+        self.skipped = 0  # updates in a row that took no optimizer step
+        self.first_skip: Fault | None = None  # why the first of them did not
+        self._put_off = False  # a checkpoint is due
         several = accelerator.num_processes > 1
         clock = clock or Clock(time.monotonic(), config.train.max_minutes)
         self.requests = Requests(gather_object if several else None, clock)
@@ -183,7 +185,9 @@ class Loop:
         else:
             values, fault = self.step.learn(prepared), self.step.fault
         skipped = int(values[metrics.SKIPPED])
-        self.skips.note(fault if skipped == steps else None)
+        taken = skipped < steps or fault is None
+        self.skipped = 0 if taken else self.skipped + 1
+        self.first_skip = None if taken else self.first_skip or fault
         if fault:
             text = f"{skipped} of {steps} optimizer steps skipped, as {fault}"
             self.log.warn(self.update + 1, [text])
@@ -252,16 +256,15 @@ class Loop:
     def _check_skips(self) -> None:
         """Raise TrainingError after too many updates in a row without an optimizer step, and at the
         end of a run that took none."""
-        reason = self.skips.reason
-        if self.update == self.config.train.updates and self.step.count == 0:
-            if self.skips.first:
-                reason = reason or f"no optimizer step was taken: {self.skips.first}"
-            else:
+        idle = self.update == self.config.train.updates and self.step.count == 0
+        if not (fault := self.first_skip):
+            if idle:
                 text = "no optimizer step was taken: float16's loss scale was falling all along"
                 self.log.warn(self.update, [text])
-        if reason and self.skips.first:
+        elif idle or self.skipped >= self.config.train.max_skipped:
             raise TrainingError(
-                f"update {self.update}: {reason}. {self.skips.first.remedy}. {self._last_good()}"
+                f"update {self.update}: no optimizer step was taken in {self.skipped} updates in a "
+                f"row (train.max_skipped): {fault}. {fault.remedy}. {self._last_good()}"
             )
 
     def _check_finite(self, values: Any, whose: str) -> None:
@@ -297,8 +300,11 @@ class Loop:
             error.note = f"wrote checkpoint {folder}; --resume continues from it" if main else ""
 
     def _save_if_due(self) -> None:
-        due = self.skips.saves(self.update % self.config.train.checkpoint_every == 0)
-        if due or self.update == self.config.train.updates:
+        """A checkpoint, every so many updates. While updates are skipped it waits for the next that
+        takes a step: it would push out the sound ones."""
+        due = self._put_off or self.update % self.config.train.checkpoint_every == 0
+        self._put_off = due and self.skipped > 0
+        if (due and not self._put_off) or self.update == self.config.train.updates:
             with self.requests.uninterrupted():
                 self.save()
 

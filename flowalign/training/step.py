@@ -127,7 +127,7 @@ class Step:
         scaler = self.accelerator.scaler
         if scaler and scaler.get_scale() >= nonfinite.LEAST_SCALE:
             return None
-        return Fault("the gradient", "while all losses are finite", nonfinite.DIVERGED)
+        return Fault("the gradient", "while all losses are finite")
 
     def averaged(self) -> AbstractContextManager[None]:
         """Inside the `with`, the student has the EMA's weights."""

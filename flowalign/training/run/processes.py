@@ -8,7 +8,6 @@ base; docs/scaling.md says when that pays.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import signal
@@ -30,8 +29,6 @@ from accelerate.utils import (
     broadcast_object_list,
     gather_object,
 )
-from accelerate.utils.memory import clear_device_cache
-from packaging.version import Version
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -43,14 +40,12 @@ from flowalign.system.signals import Interrupted
 from flowalign.training.report.status import read_status
 from flowalign.training.run import ranks
 
-log = logging.getLogger("flowalign")
 T = TypeVar("T")
 
 TIMEOUT = 7200.0  # seconds that a rank waits for another, unless `timeout_seconds` says it
 
 ADAPTERS = r".*\.lora_[AB]\..*"  # what peft calls the modules of all adapters
 # What `accelerate launch` sets for a strategy
-FSDP = "ACCELERATE_USE_FSDP"
 UNSUPPORTED = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM"}
 
 
@@ -123,7 +118,7 @@ def start(config: TrainingStage) -> Accelerator:
     model.dtype sets the precision, whatever accelerate's config file says: the backbone computes in
     that dtype itself, without autocast.
     """
-    asked = _launched_with(FSDP)
+    asked = _launched_with("ACCELERATE_USE_FSDP")
     started = accelerator(
         config,
         # fp16: for accelerate's scaling of the loss, without which small gradients become 0
@@ -134,14 +129,15 @@ def start(config: TrainingStage) -> Accelerator:
             project_dir=config.output, logging_dir=str(Path(config.output) / "tensorboard")
         ),
     )
-    if problems := list(_problems(config, started, asked)):
+    kind = started.distributed_type
+    if kind == DistributedType.FSDP:
+        problems = list(_fsdp_problems(config, started.state))
+    elif asked:
+        problems = [f"asked for FSDP, and accelerate started {kind.value}: it needs GPUs."]
+    else:
+        problems = []
+    if problems:
         raise ConfigError(problems, "accelerate")
-    ignored = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if ignored != "no" and started.is_main_process:
-        log.warning(
-            "accelerate's config says mixed_precision: %s, and model.dtype is %s: the latter "
-            "counts. Leave it out of accelerate's config.", ignored, config.model.dtype,
-        )  # fmt: skip
     return started
 
 
@@ -151,11 +147,6 @@ def finish(accelerator: Accelerator) -> None:
     accelerator.wait_for_everyone()
     for tracker in accelerator.trackers:
         tracker.finish()
-
-
-def release() -> None:
-    """Between the stages of a recipe, free the models of the last one, on the GPU too."""
-    clear_device_cache(garbage_collection=True)  # their parts refer to one another
 
 
 def part() -> None:
@@ -218,19 +209,8 @@ class ExitStatus:
         return self.code != 0
 
 
-def _problems(config: TrainingStage, accelerator: Accelerator, fsdp_asked: bool) -> Iterator[str]:
-    kind = accelerator.distributed_type
-    plugins: Any = accelerator.state  # Any: its type says that the plugin might be missing
-    if fsdp_asked and kind != DistributedType.FSDP:
-        yield (
-            f"asked for FSDP, and accelerate started {kind.value}: it runs FSDP on GPUs only. Use "
-            "configs/accelerate/ddp_2cpu.yaml on CPUs."
-        )
-    elif kind == DistributedType.FSDP:
-        yield from _fsdp_problems(config, plugins.fsdp_plugin)
-
-
-def _fsdp_problems(config: TrainingStage, plugin: Any) -> Iterator[str]:
+def _fsdp_problems(config: TrainingStage, state: Any) -> Iterator[str]:
+    plugin = state.fsdp_plugin
     if config.model.dtype == "float16":
         yield "model.dtype: 'float16' does not go with FSDP2. Use another dtype, or DDP."
     if plugin.fsdp_version != 2:
@@ -245,8 +225,6 @@ def _fsdp_problems(config: TrainingStage, plugin: Any) -> Iterator[str]:
             f"model.quantization: {config.model.quantization!r} is not sharded by FSDP2. Set it "
             "to null, or use DDP: a quantised base is small."
         )
-    if Version(torch.__version__) < Version("2.7"):
-        yield f"FSDP2 needs torch 2.7 or newer to leave adapters out; this is {torch.__version__}."
 
 
 def from_main(function: Callable[[], T]) -> T:

@@ -1,14 +1,13 @@
 """How the ranks of a run notice that one of them, or their launcher, is gone or hangs.
 
-A thread of every rank writes once a second where its rank is into the store of the process group,
-and reads where the others are. A rank is dead if its process is gone, which the ranks of its
-machine see; a machine is gone if its ranks write nothing for VANISHED seconds. A rank hangs where
-others have waited for it for the time that the config allows. torch counts the collective
-operations that a process has begun, so the rank that others wait for is one that has begun fewer.
+A thread of every rank writes once a second into the store of the process group which phase its rank
+is in, and reads the others. A rank is dead if its process is gone, which the ranks of its machine
+see; a machine is gone if its ranks write nothing for VANISHED seconds. A rank hangs where others
+have waited for it for the time that the config allows. torch counts the collective operations that
+a process has begun, so the rank that others wait for is one that has begun fewer.
 
-torch alone notices less: over gloo a dead rank is a traceback about a closed connection, over NCCL
-it is a wait until the timeout and an abort (TORCH_NCCL_ASYNC_ERROR_HANDLING in torch's docs).
-Neither names the rank.
+torch alone names no rank: over gloo a dead rank is a closed connection, over NCCL it is a wait
+until the timeout and an abort (TORCH_NCCL_ASYNC_ERROR_HANDLING in torch's docs).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -32,74 +31,64 @@ from torch.distributed import distributed_c10d as c10d
 
 BEAT = 1.0  # seconds between two signs of life
 PATIENCE = 5.0  # seconds to learn which rank is to blame for a collective operation that failed
-# Seconds that the main thread has to end by itself once a rank is lost: it says "stopped" in
-# status.json. gloo raises soon after; NCCL does not raise, and would abort.
+# Seconds that the main thread has to end by itself once a rank is lost. gloo raises soon after, and
+# status.json then says why; NCCL does not raise, and would abort.
 GRACE = {"gloo": 15.0}
 SHORT_GRACE = 1.0
-# All ranks may stop for one reason, one after the other; the main one has most to write.
-STOP_GRACE = 30.0
-# Seconds that the process group waits longer than the watch, which names the rank.
-MARGIN = 5.0
+STOP_GRACE = 30.0  # where a rank stopped in order: all may meet its error, the main one writes most
+MARGIN = 5.0  # seconds that the process group waits longer than the watch, which names the rank
 VANISHED = 120.0  # seconds after which a machine that writes nothing counts as gone
 AGAIN = "To continue, give the same command again, for training with --resume."
 
 
 class LostRank(RuntimeError):
-    """The run ends because of another rank: which, what it was at, what to do."""
+    """The run ends because of another rank: which, in which phase, what to do."""
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Why the run ends. rank: the one that is to blame; -1 for the launcher.
-
-    stopped: it ended in order, with an error that other ranks may meet, too.
-    """
+class Verdict(NamedTuple):
+    """Why the run ends. rank: the one that is to blame; -1 for the launcher. stopped: it ended in
+    order, with an error that other ranks may meet, too."""
 
     text: str
     rank: int
     stopped: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sign:
     """A sign of life, as it is in the store. beat: how many there were before. collectives: how
-    many operations the rank has begun. left: it has ended its work. end: a Verdict, if it has one.
-    """
+    many operations the rank has begun. left: it has ended its work. verdict: if it has one."""
 
     rank: int
     host: str
     process: int
-    phase: str
-    beat: int
-    collectives: int
-    left: bool
-    end: dict[str, Any] | None
+    phase: str = "its start"
+    beat: int = 0
+    collectives: int = 0
+    left: bool = False
+    verdict: Verdict | None = None
 
     @property
     def name(self) -> str:
         return f"rank {self.rank} (process {self.process} on {self.host})"
 
     @property
-    def is_gone(self) -> bool:
-        """Whether the process is a process of this machine, and has ended."""
+    def death(self) -> Verdict:
+        text = (
+            f"{self.name} died in {self.phase}: its process ended without a word. SIGKILL does "
+            f"that, also from the kernel when memory is short: `dmesg` may tell. {AGAIN}"
+        )
+        return Verdict(text, self.rank)
+
+    def is_gone(self, silent: float) -> bool:
+        """Whether its process has ended. silent: seconds since its last sign of life, which tell
+        where it is on another machine."""
         if self.host != socket.gethostname():
-            return False
+            return silent > VANISHED
         try:
             return psutil.Process(self.process).status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True
-        except psutil.AccessDenied:
-            return False
-
-
-@dataclass
-class _Peer:
-    """A rank as it is seen here, also this one. silent, late: seconds since its last sign of life,
-    and since others wait for it."""
-
-    sign: Sign
-    silent: float = 0.0
-    late: float = 0.0
 
 
 @dataclass
@@ -112,10 +101,15 @@ class Phase:
 @contextmanager
 def phase(name: str, update: int | None = None) -> Iterator[Phase]:
     """Around a part of a run: what other ranks say of this one if it is lost there, and its time.
-    The name stays until the next one."""
-    watch().at(name, update)
+    A collective operation that fails raises LostRank. The name stays until the next one."""
+    watch().enter(name if update is None else f"{name} (update {update})")
     phase, began = Phase(), time.perf_counter()
-    yield phase
+    try:
+        yield phase
+    except RuntimeError as error:
+        if lost := watch().explain(error):
+            raise lost from error
+        raise
     phase.seconds = time.perf_counter() - began
 
 
@@ -130,19 +124,18 @@ class Watch:
     nothing in a process that is alone and has no launcher: its shell may end before it."""
 
     def __init__(self) -> None:
-        self.rank, self.world, self.local = 0, 1, 0
-        self.verdict: Verdict | None = None
-        self._phase = "its start"
+        self.sign = Sign(0, socket.gethostname(), os.getpid())
+        self.local = 0
         self._launcher: int | None = None
         self._timeout: float | None = None
         self._grace = SHORT_GRACE
         self._store: TCPStore | None = None
         self._keys: list[str] = []  # of the ranks in the store
-        self._peers: list[_Peer] = []
-        self._beat, self._collectives = 0, 0
+        self._signs: list[Sign] = []  # as last read
+        self._silent: list[float] = []  # seconds since the last sign of each rank,
+        self._late: list[float] = []  # and since others wait for it
         self._thread: threading.Thread | None = None
-        self._wake, self._known, self._told = (threading.Event() for _ in range(3))
-        self._left = False  # this rank ends
+        self._wake, self._concluded, self._told = (threading.Event() for _ in range(3))
 
     # In the main thread --------------------------------------------------------------------------
 
@@ -151,54 +144,44 @@ class Watch:
         that a rank may keep others waiting; None = for ever."""
         if self._thread:
             return
+        world, self._timeout = 1, timeout
         if torch.distributed.is_initialized():
-            self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+            world, self.sign.rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
             self._grace = GRACE.get(torch.distributed.get_backend(), SHORT_GRACE)
-        self.local = int(os.environ.get("LOCAL_RANK") or self.rank)
+        self.local = int(os.environ.get("LOCAL_RANK") or self.sign.rank)
         if "TORCHELASTIC_RUN_ID" in os.environ:  # of torchrun and of accelerate launch
             self._launcher = os.getppid()
-        if self.world == 1 and self._launcher is None:
+        if world == 1 and self._launcher is None:
             return
-        self._timeout = timeout
-        if self.world > 1:
+        if world > 1:
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            self._keys = [f"flowalign/{attempt}/{rank}" for rank in range(self.world)]
+            self._keys = [f"flowalign/{attempt}/{rank}" for rank in range(world)]
+            self._silent, self._late = [0.0] * world, [0.0] * world
             self._store = _connection()
             self._write()
             self._store.wait(self._keys)
-            self._peers = [_Peer(sign) for sign in self._signs()]
+            self._signs = self._read()
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
         self._thread.start()
 
-    def at(self, phase: str, update: int | None = None) -> None:
-        """What this rank is at, for errors: "scoring", of an update."""
-        self._phase = phase if update is None else f"{phase} (update {update})"
+    def enter(self, phase: str) -> None:
+        """Say which phase this rank is in."""
+        self.sign.phase = phase
         self._wake.set()  # now: it may not live until the next beat
-
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Inside the `with`, a collective operation that fails raises LostRank."""
-        try:
-            yield
-        except RuntimeError as error:
-            if lost := self.explain(error):
-                raise lost from error
-            raise
 
     def explain(self, error: BaseException) -> LostRank | None:
         """The error about another rank that this one follows from; None if it does not."""
-        if self.world == 1 or isinstance(error, LostRank) or not _is_collective(error):
+        if not self._store or isinstance(error, LostRank) or not _is_collective(error):
             return None
-        if self._known.wait(PATIENCE) and self.verdict:
-            return LostRank(self.verdict.text)
+        if self._concluded.wait(PATIENCE) and self.sign.verdict:
+            return LostRank(self.sign.verdict.text)
         (first, *_) = str(error).splitlines() or [type(error).__name__]
         return LostRank(f"another rank is gone or hangs, and it is not known which: {first}")
 
     def tell(self, text: str) -> None:
         """Print why the run ends, on one rank of each machine."""
-        speaker = 0
-        if self.verdict and self.verdict.rank == self.rank - self.local:
-            speaker = 1  # the first rank of this machine is the lost one
+        verdict, first = self.sign.verdict, self.sign.rank - self.local
+        speaker = 1 if verdict and verdict.rank == first else 0  # of the living ones
         if self.local == speaker and not self._told.is_set():
             self._told.set()
             with suppress(OSError, ValueError):  # a terminal that is gone
@@ -206,11 +189,10 @@ class Watch:
 
     def leave(self, code: int = 0, why: str = "") -> None:
         """Tell the others that this rank ends in order, and whether with an error."""
-        if code and not self.verdict and self._peers:
-            name = self._peers[self.rank].sign.name
-            text = f"{name} stopped in {self._phase}: {why[:2000]}"
-            self.verdict = Verdict(text, self.rank, stopped=True)
-        self._left = True
+        if code and self._store and not self.sign.verdict:
+            text = f"{self.sign.name} stopped in {self.sign.phase}: {why[:2000]}"
+            self.sign.verdict = Verdict(text, self.sign.rank, stopped=True)
+        self.sign.left = True
         self._wake.set()
         if self._thread:
             self._thread.join(7 * BEAT)
@@ -222,7 +204,7 @@ class Watch:
     def _run(self) -> None:
         last = time.monotonic()
         try:
-            while not self._left:
+            while not self.sign.left:
                 # a machine that sleeps, or a job that is suspended, is not late
                 now = time.monotonic()
                 elapsed, last = min(now - last, 5 * BEAT), now
@@ -234,99 +216,81 @@ class Watch:
                 self._wake.clear()
             if self._store:
                 self._write()
-                self._wait_for_readers()
+                for _ in range(5 if self.sign.rank == 0 else 0):  # it may serve the store: it
+                    if all(sign.left for sign in self._read()):  # stays until all have read this
+                        return
+                    time.sleep(BEAT)
         except RuntimeError:  # of the store, which rank 0 or the launcher serves
             time.sleep(BEAT / 2)
             self._look_for_launcher()
-            first = self._peers[0].sign
-            if not first.left:
-                self._conclude(Verdict(_death(first), rank=0))
-
-    def _wait_for_readers(self) -> None:
-        """Rank 0 may serve the store: it stays until the others have read its last sign."""
-        for _ in range(5 if self.rank == 0 else 0):
-            if all(sign.left for sign in self._signs()):
-                return
-            time.sleep(BEAT)
+            if not self._signs[0].left:
+                self._conclude(self._signs[0].death)
 
     def _write(self) -> None:
         assert self._store
-        if not self._left:  # nothing of torch is called while the process group ends
+        if not self.sign.left:  # nothing of torch is called while the process group ends
             with suppress(RuntimeError, ValueError, AttributeError):  # no group, or no numbers
                 group: Any = c10d._get_default_group()  # Any: torch's stubs lack the method
-                self._collectives = group._get_sequence_number_for_group()
-        self._beat += 1
-        sign = Sign(
-            rank=self.rank,
-            host=socket.gethostname(),
-            process=os.getpid(),
-            phase=self._phase,
-            beat=self._beat,
-            collectives=self._collectives,
-            left=self._left,
-            end=asdict(self.verdict) if self.verdict else None,
-        )
-        self._store.set(self._keys[self.rank], json.dumps(asdict(sign)))
+                self.sign.collectives = group._get_sequence_number_for_group()
+        self.sign.beat += 1
+        self._store.set(self._keys[self.sign.rank], json.dumps(asdict(self.sign)))
 
-    def _signs(self) -> list[Sign]:
+    def _read(self) -> list[Sign]:
         assert self._store
-        return [Sign(**json.loads(text)) for text in self._store.multi_get(self._keys)]
-
-    # Judging -------------------------------------------------------------------------------------
+        signs = [Sign(**json.loads(text)) for text in self._store.multi_get(self._keys)]
+        for sign in signs:
+            sign.verdict = Verdict(*sign.verdict) if sign.verdict else None
+        return signs
 
     def _look(self, elapsed: float) -> None:
         """Is a rank gone, or does it hang? elapsed: seconds since the last look."""
-        signs = self._signs()
-        ahead = max(sign.collectives for sign in signs)
-        for peer, sign in zip(self._peers, signs, strict=True):
-            waited = sign.collectives < ahead and sign.collectives == peer.sign.collectives
-            peer.late = peer.late + elapsed if waited else 0.0
-            peer.silent = peer.silent + elapsed if sign.beat == peer.sign.beat else 0.0
-            peer.sign = sign
-            if sign.end:
-                self._conclude(Verdict(**sign.end))
-            elif not sign.left and (sign.is_gone or self._vanished(peer)):
+        before, self._signs = self._signs, self._read()
+        ahead = max(sign.collectives for sign in self._signs)
+        for i, (old, sign) in enumerate(zip(before, self._signs, strict=True)):
+            waited = old.collectives == sign.collectives < ahead
+            self._late[i] = self._late[i] + elapsed if waited else 0.0
+            self._silent[i] = self._silent[i] + elapsed if sign.beat == old.beat else 0.0
+            if sign.verdict:
+                self._conclude(sign.verdict)
+            elif not sign.left and sign.is_gone(self._silent[i]):
                 self._look_for_launcher()  # which may have been the first to go
-                self._conclude(Verdict(_death(sign), sign.rank))
-        present = [peer for peer in self._peers if not peer.sign.left]
-        worst = max(present, key=lambda peer: max(peer.late, peer.silent))
-        if self._timeout is not None and max(worst.late, worst.silent) > self._timeout:
-            sign = worst.sign
+                self._conclude(sign.death)
+        waits = [max(pair) for pair in zip(self._late, self._silent, strict=True)]
+        worst = max((s for s in self._signs if not s.left), key=lambda sign: waits[sign.rank])
+        if self._timeout is not None and waits[worst.rank] > self._timeout:
             text = (
-                f"{sign.name} hangs in {sign.phase}: the others have waited {self._timeout:g} s "
+                f"{worst.name} hangs in {worst.phase}: the others have waited {self._timeout:g} s "
                 "for it, as long as train.timeout_seconds allows (or timeout_seconds of an "
                 f"evaluation). Allow more if it was at work. {AGAIN}"
             )
-            self._conclude(Verdict(text, sign.rank))
-
-    def _vanished(self, peer: _Peer) -> bool:
-        """Whether a rank of another machine has been silent for too long."""
-        return peer.sign.host != socket.gethostname() and peer.silent > VANISHED
+            self._conclude(Verdict(text, worst.rank))
 
     def _look_for_launcher(self) -> None:
         if self._launcher is not None and os.getppid() != self._launcher:
             text = f"the launcher (process {self._launcher}) is gone, and nobody watches this run."
-            self.verdict = Verdict(f"{text} {AGAIN}", rank=-1)
+            self.sign.verdict = Verdict(f"{text} {AGAIN}", rank=-1)
             self._exit()
 
     def _conclude(self, verdict: Verdict) -> None:
-        if self.verdict or self._left:
+        if self.sign.verdict or self.sign.left:
             return
-        self.verdict = verdict
-        self._known.set()
+        self.sign.verdict = verdict
+        self._concluded.set()
         self._wake.set()
         if not verdict.stopped:  # else all may have one reason, and say it
             self.tell(verdict.text)
         grace = STOP_GRACE if verdict.stopped else self._grace
-        timer = threading.Timer(SHORT_GRACE if verdict.rank == self.rank else grace, self._exit)
+        timer = threading.Timer(
+            SHORT_GRACE if verdict.rank == self.sign.rank else grace, self._exit
+        )
         timer.daemon = True
         timer.start()
 
     def _exit(self) -> None:
         """The end, whatever the main thread waits for. What is on disk is complete at any
         moment."""
-        assert self.verdict
-        self.tell(self.verdict.text)
+        assert self.sign.verdict
+        self.tell(self.sign.verdict.text)
         os._exit(1)
 
 
@@ -337,13 +301,6 @@ def _connection() -> TCPStore:
     while not isinstance(store, TCPStore):
         store = store.underlying_store
     return TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
-
-
-def _death(sign: Sign) -> str:
-    return (
-        f"{sign.name} died in {sign.phase}: its process ended without a word. SIGKILL does that, "
-        f"also from the kernel when memory is short: its own messages or `dmesg` may tell. {AGAIN}"
-    )
 
 
 def _is_collective(error: BaseException) -> bool:

@@ -1,0 +1,46 @@
+"""Every script of benchmarks/ runs at its smallest."""
+
+import shlex
+from pathlib import Path
+
+import fakes
+import forked
+import pytest
+
+FOLDER = fakes.ROOT / "benchmarks"
+TEACHER = fakes.ROOT / "configs" / "tiny" / "teacher_preference_nft.yaml"
+# Its words, and "slow" where that takes up to ten seconds, else "long". {} is a new folder.
+SMALLEST = {
+    "credit_ablation": ("long", "--updates 1 --prompts 4 --seeds 0 --only group_std --out {}"),
+    "damage_files": ("long", ""),
+    "family_memory": ("slow", "--families sana --stages eval"),
+    "floors": ("slow", "tiny --repeats 1 --prompts 8"),
+    "gradient_noise": ("slow", f"{TEACHER} --states 2 --rollouts 2"),
+    "hacks": ("long", "--seeds 0 --hacks darkened --out {}"),
+    "learn_flux": ("long", "--minutes 0.02 --out {}"),
+    "memory": ("slow", "--width 0.05 --layers 2 --size 64 --cases grpo"),
+    "ocr_signs": ("slow", "--count 2"),
+    "pace": ("long", "teacher_ocr --updates 1"),
+    "score_overlap": ("slow", "--repeats 1"),
+    "soak": ("long", "--minutes 0.5 --folder {}"),
+    "solver_error": ("slow", "--prompts 1"),
+    "student_study": ("long", "--updates 1 --prompts 4 --only 'the merge' --out {}"),
+    "teacher_ablation": ("long", "--updates 1 --only default --out {}"),
+    "teacher_methods": ("slow", "--present --out {} --picture {}/a.png --data {}/a.json"),
+    "wire_cost": ("slow", "--repeats 1 --images 1 --size 64"),
+}
+ELSEWHERE = {"gpu", "damage", "kill_test"}  # have tests of their own
+
+
+def test_every_benchmark_is_tried() -> None:
+    scripts = {p.stem for p in FOLDER.glob("*.py") if "__main__" in p.read_text()}
+    assert scripts == SMALLEST.keys() | ELSEWHERE
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=getattr(pytest.mark, m)) for n, (m, _) in SMALLEST.items()]
+)
+def test_it_runs(name: str, tmp_path: Path) -> None:
+    words = shlex.split(SMALLEST[name][1].replace("{}", str(tmp_path)))
+    done = forked.run(FOLDER / f"{name}.py", *words, cwd=fakes.ROOT)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
