@@ -144,7 +144,7 @@ def _model_error(model: str, error: Exception) -> ModelError:
     )
 
 
-# Tokens of a prompt --------------------------------------------------------------------------------
+# Tokens of a prompt ------------------------------------------------------------------------------
 
 
 def text_length(model: str, lora: Lora | None) -> int | None:
