@@ -28,10 +28,10 @@ import torch
 from flowalign.commands import build, run
 from flowalign.config import ForwardStage, GrpoStage, TrainingStage, load
 from flowalign.training.algorithm import STUDENT
-from flowalign.training.averages import MovingAverage
 from flowalign.training.data import load_prompts, subset
 from flowalign.training.run import checkpoint
 from flowalign.training.solvers import forwards
+from flowalign.training.step import MovingAverage
 
 TASKS = ("geneval", "ocr", "preference")
 METHODS = ("grpo", "nft", "awm")

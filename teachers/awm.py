@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from flowalign import sde
 from flowalign.teachers.forward import Forward, Matched, keeping
 from flowalign.training import metrics
 from flowalign.training.algorithm import Pairs
 from flowalign.training.losses import clip_fraction, policy_loss, velocity_error
-from flowalign.training.matching import awm_log_prob
 from flowalign.types import Rollout, StepLoss
+
+TINY = 1e-10  # keeps the roots of the weightings differentiable at an error of 0
 
 
 class Awm(Forward):
@@ -51,3 +53,27 @@ class Awm(Forward):
             average = self.policies["average"].velocity(pairs, self.guidance)
             total = total + s.ema_kl_weight * velocity_error(velocity, average).mean()
         return StepLoss(total=total, policy=policy, metrics=measured)
+
+
+def awm_log_prob(
+    velocity: Tensor, target: Tensor, sigma: Tensor, *, weighting: str, power: float = 0.25
+) -> Tensor:
+    """The surrogate log-likelihood [B] of AWM (2509.25050): minus the matching error, weighted.
+
+    m = mean |v - target|^2 over C, h, w, and t = sigma:
+        uniform  -m           (the paper's choice)
+        t, t2    -t m, -t^2 m
+        huber    -t (sqrt(m + 1e-10) - 1e-5)
+        ghuber   -t ((m + 1e-10)^power - 1e-10^power) / power   (the default of the authors' code)
+    Departure: the code computes in float64 and stores float32; here it has the velocity's dtype,
+    so that a ratio is exactly 1 where the weights are those that sampled.
+    """
+    error = sde.image_mean((velocity - target.detach().to(velocity.dtype)) ** 2)
+    t = sigma.to(error.dtype)
+    if weighting == "uniform":
+        return -error
+    if weighting in ("t", "t2"):
+        return -(t if weighting == "t" else t**2) * error
+    if weighting == "huber":
+        return -t * ((error + TINY).sqrt() - TINY**0.5)
+    return -t * ((error + TINY) ** power - TINY**power) / power

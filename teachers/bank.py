@@ -12,12 +12,10 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from flowalign.backbone import Backbone
 from flowalign.backbone.adapters.files import Lora
-from flowalign.training.algorithm import NotFinite
-from flowalign.training.nonfinite import Fault, describe_pair, first_fault
+from flowalign.training.nonfinite import NotFinite, describe_pair, first_fault
 from flowalign.training.rollout import batches
 from flowalign.training.run.processes import missing_steps
 from flowalign.types import Rollout, Source, TeacherLabel
@@ -36,8 +34,8 @@ class Bank:
 
     members: teachers by name. routing: task -> name of its teacher. batch_size: (image, step)
     pairs per forward pass. dtype: how labels are stored. Adapters may differ in rank, alpha and
-    layers. Raises ValueError for a task without a teacher, a teacher without a task, or an adapter
-    that does not fit the base.
+    layers. Raises ValueError for a teacher without a task, or an adapter that does not fit the
+    base.
     """
 
     def __init__(
@@ -49,7 +47,8 @@ class Bank:
         batch_size: int = 64,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        check_routing(members, routing)
+        if set(members) != set(routing.values()):
+            raise ValueError(f"teachers {sorted(members)}, and routed to are {dict(routing)}.")
         self.backbone, self.members, self.routing = backbone, dict(members), dict(routing)
         self.batch_size, self.dtype = batch_size, dtype
         for name, member in self.members.items():
@@ -70,7 +69,7 @@ class Bank:
     def __call__(self, rollout: Rollout) -> TeacherLabel:
         """Labels of all trained states. Raises NotFinite, on all processes, where the velocity of
         one is not finite."""
-        names = self.route(rollout.batch.tasks)
+        names = [self.routing[task] for task in rollout.batch.tasks]
         device, steps = rollout.states.device, len(rollout.steps)
         sigmas = rollout.sigmas[rollout.steps].to(device)
         velocity = torch.empty_like(rollout.states, dtype=self.dtype)
@@ -90,53 +89,24 @@ class Bank:
                         guidance=source.guidance,
                     )
                     velocity[row, column] = label.to(self.dtype)
-        if fault := first_fault(self._fault(rollout, velocity, names)):
-            raise NotFinite(fault)
+        broken, fault = (~torch.isfinite(velocity)).flatten(2).any(2), None
+        if broken.any():
+            row, column = broken.nonzero()[0].tolist()
+            where = describe_pair(rollout, row, rollout.steps[column])
+            what = f"a label of teacher {names[row]!r}"
+            fault = NotFinite(what, where, "Look at its adapter alone")
+        if fault := first_fault(fault):
+            raise fault
         return TeacherLabel(velocity, names)
-
-    def _fault(self, rollout: Rollout, velocity: Tensor, names: list[str]) -> Fault | None:
-        """The first label that is not finite."""
-        broken = (~torch.isfinite(velocity)).flatten(2).any(2)
-        if not bool(broken.any()):
-            return None
-        row, column = broken.nonzero()[0].tolist()
-        where = describe_pair(rollout, row, rollout.steps[column])
-        return Fault(f"a label of teacher {names[row]!r}", where, "Look at its adapter alone")
-
-    def route(self, tasks: list[str]) -> list[str]:
-        """The teacher of each image. Raises ValueError for a task without a teacher."""
-        if unknown := sorted(set(tasks) - self.routing.keys()):
-            raise ValueError(
-                f"task {unknown[0]!r} has no teacher; routed are {sorted(self.routing)}. "
-                "Route it to a teacher, or leave its prompts out."
-            )
-        return [self.routing[task] for task in tasks]
 
     def sources(self, tasks: list[str]) -> list[Source]:
         """Who samples the prompts of each task: its teacher."""
-        return [self.source(name) for name in self.route(tasks)]
+        return [self.source(self.routing[task]) for task in tasks]
 
     def source(self, name: str) -> Source:
         """A teacher's adapter on the base, and its CFG scale."""
         member = self.members[name]
         return Source(None if member.adapter is None else _adapter(name), member.guidance)
-
-
-def check_routing(members: Mapping[str, object], routing: Mapping[str, str]) -> None:
-    """Raise ValueError unless every task has a teacher and every teacher a task."""
-    if not routing:
-        raise ValueError("no task is routed to a teacher; give `task: teacher` pairs.")
-    for task, name in routing.items():
-        if name not in members:
-            raise ValueError(
-                f"task {task!r} is routed to {name!r}, and there are only {sorted(members)}. "
-                "Name one of these, or add that teacher."
-            )
-    if idle := sorted(members.keys() - set(routing.values())):
-        raise ValueError(
-            f"no task is routed to teacher {idle[0]!r}; routed are {dict(routing)}. "
-            "Give it a task, or leave it out."
-        )
 
 
 def _adapter(name: str) -> str:

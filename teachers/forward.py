@@ -18,7 +18,6 @@ from flowalign.config import ForwardStage, PolicyConfig
 from flowalign.teachers.scored import Credit, Scored
 from flowalign.training import metrics
 from flowalign.training.algorithm import STUDENT, Algorithm, Compared, Keeps, Pairs, Parts
-from flowalign.training.averages import rising_decay
 from flowalign.training.losses import velocity_error
 from flowalign.training.noising import noised, of_sampler, stratified
 from flowalign.training.rollout import Size, Stream, clean_schedule
@@ -62,6 +61,12 @@ class Policy:
         """Its velocity [b,C,h,w] at the pairs."""
         with self.backbone.adapter(self.name):
             return pairs.velocity(self.backbone, guidance)
+
+
+def rising_decay(steps: int, *, decay: float, rise: float, after: int) -> float:
+    """The share of a policy's old weights that is kept after `steps` optimizer steps of a run:
+    0 up to step `after`, then `rise` more with each step, up to `decay`."""
+    return min(decay, max(0.0, rise * (steps - after)))
 
 
 class Forward(Algorithm[Matched]):

@@ -7,7 +7,6 @@ that no adapter had.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,36 +56,18 @@ class MergeReport:
     @property
     def summary(self) -> str:
         """One line: what was added with which weights, the rank and the scale that came out."""
-        ranks = sorted(set(self.ranks.values()))
-        rank = f"{ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"{ranks[0]}"
+        weights = ", ".join(f"{weight:.3g}" for weight in self.weights)
         depth = ", scaled by depth from {:g} to {:g}".format(*self.lines) if self.lines else ""
         return (
-            f"{rule(self.method, self.weights)}{depth}; method {self.method}, rank {rank}, scale 1 "
-            f"(the alpha / r of each adapter is in B), largest relative error {self.worst:.2e}"
+            f"{self.method} of {len(self.weights)} updates (weights {weights}){depth}; "
+            f"rank {' to '.join(map(str, sorted({*self.ranks.values()})))}, scale 1 (the alpha / r "
+            f"of each adapter is in B), largest relative error {self.worst:.2e}"
         )
 
     def __str__(self) -> str:
-        rows = [
-            f"| {escaped(layer)} | {self.ranks[layer]} | {error:.2e} |"
-            for layer, error in self.errors.items()
-        ]
-        head = ["| layer | rank | relative error |", "|---|---|---|"]
-        return "\n".join([self.summary, "", *head, *rows])
-
-
-def rule(method: str, weights: Sequence[float]) -> str:
-    """What a merge with these weights is: a sum, an average, or another combination."""
-    count = len(weights)
-    same = all(math.isclose(w, weights[0], rel_tol=1e-2) for w in weights)
-    each = f"{weights[0]:.3g} each" if same else ", ".join(f"{w:.3g}" for w in weights)
-    name = "weighted sum"
-    if method in ("ties", "dare"):
-        name = method
-    elif same and math.isclose(weights[0], 1.0):
-        name = "sum"
-    elif same and math.isclose(sum(weights), 1.0, rel_tol=1e-2):
-        name = "average"
-    return f"{name} of {count} updates (weights {each})"
+        head = [self.summary, "", "| layer | rank | relative error |", "|---|---|---|"]
+        rows = [f"| {escaped(k)} | {self.ranks[k]} | {e:.2e} |" for k, e in self.errors.items()]
+        return "\n".join([*head, *rows])
 
 
 def merge(
@@ -118,7 +99,18 @@ def merge(
     concat; HubError for one that cannot be had; FileExistsError if `out` already holds an adapter.
     """
     weights = [1.0] * len(adapters) if weights is None else list(weights)
-    _check(adapters, Path(out), weights, method, rank, density)
+    if method not in METHODS or not adapters or len(weights) != len(adapters):
+        raise ValueError(
+            f"method {method!r}, {len(adapters)} adapters, {len(weights)} weights; want a method "
+            f"of {', '.join(METHODS)}, one adapter or more, and one weight each."
+        )
+    if not 0 < density <= 1 or rank is not None and (method == "concat" or rank < 1):
+        raise ValueError(
+            f"method {method!r}, rank {rank}, density {density}; want a density in (0, 1], and a "
+            "rank of 1 or more only where the ranks are not added (concat)."
+        )
+    if (Path(out) / ADAPTER).exists():
+        raise FileExistsError(f"{out} already holds an adapter. Remove it, or write elsewhere.")
     loras = [read_lora(source, newest=True) for source in adapters]
     bases = [lora.metadata["base_model_name_or_path"] for lora in loras]
     updates = [_updates(source, lora) for source, lora in zip(adapters, loras, strict=True)]
@@ -200,73 +192,35 @@ def _depth_scale(layer: str, last: int, lines: tuple[float, float] | None) -> fl
     return shallow + (deep - shallow) * int(block[1]) / max(last, 1)
 
 
-# Folders -----------------------------------------------------------------------------------------
-
-
 def _updates(folder: str | Path, lora: Lora) -> dict[str, Factors]:
     """The updates of an adapter by layer, block 10 after block 9."""
-    layers = {}
-    for name, scale in lora.scales.items():
-        down = lora.weights[f"{name}.lora_A.weight"].double()
-        up = lora.weights[f"{name}.lora_B.weight"].double()
-        if down.ndim != 2:
-            raise ValueError(f"{folder} adapts {name}, a convolution. Merge adapters of others.")
-        layers[name] = Factors(down, up * scale)
 
     def natural(name: str) -> list[str | int]:
         return [int(part) if part.isdecimal() else part for part in name.split(".")]
 
-    return {name: layers[name] for name in sorted(layers, key=natural)}
-
-
-# Refusals ----------------------------------------------------------------------------------------
-
-
-def _check(
-    adapters: Sequence[str | Path],
-    out: Path,
-    weights: Sequence[float],
-    method: str,
-    rank: int | None,
-    density: float,
-) -> None:
-    if method not in METHODS:
-        raise ValueError(f"no merge method {method!r}; use one of {', '.join(METHODS)}.")
-    if not adapters:
-        raise ValueError("there is nothing to merge: give one adapter folder or more.")
-    if len(weights) != len(adapters):
-        raise ValueError(f"{len(weights)} weights for {len(adapters)} adapters; give one each.")
-    if rank is not None and (method == "concat" or rank < 1):
-        raise ValueError(
-            f"rank {rank} with method {method!r}: concat has the sum of the ranks, the others take "
-            "1 or more. Leave rank out, or use svd."
-        )
-    if not 0 < density <= 1:
-        raise ValueError(f"density is {density}; give the share of entries to keep, in (0, 1].")
-    if (out / ADAPTER).exists():
-        raise FileExistsError(f"{out} already holds an adapter. Remove it, or write elsewhere.")
+    layers = {}
+    for name in sorted(lora.scales, key=natural):
+        down = lora.weights[f"{name}.lora_A.weight"].double()
+        up = lora.weights[f"{name}.lora_B.weight"].double()
+        if down.ndim != 2:
+            raise ValueError(f"{folder} adapts {name}, a convolution. Merge adapters of others.")
+        layers[name] = Factors(down, up * lora.scales[name])
+    return layers
 
 
 def _check_same(
     adapters: Sequence[str | Path], bases: list[str | None], updates: list[dict[str, Factors]]
 ) -> None:
     """Refuse adapters that differ from the first one in base, layers or sizes."""
-    folder, base, first = adapters[0], bases[0], updates[0]
-    for path, own_base, own in zip(adapters[1:], bases[1:], updates[1:], strict=True):
-        if base and own_base and base != own_base:  # not every file names its base
+    sizes = [
+        {layer: (f.up.shape[0], f.down.shape[1]) for layer, f in update.items()}
+        for update in updates
+    ]
+    for path, base, size in zip(adapters, bases, sizes, strict=True):
+        if base and bases[0] and base != bases[0]:  # not every file names its base
+            raise ValueError(f"{adapters[0]} was trained on {bases[0]}, {path} on {base}.")
+        if different := sorted(dict(size.items() ^ sizes[0].items())):
             raise ValueError(
-                f"{folder} was trained on {base}, {path} on {own_base}. "
-                "Updates of different bases do not add up; merge adapters of one base."
+                f"{adapters[0]} and {path} differ in {len(different)} layers or their sizes, such "
+                f"as {different[0]}. Merge adapters of the same base and targets."
             )
-        if different := sorted(first.keys() ^ own.keys()):
-            raise ValueError(
-                f"{folder} and {path} adapt different layers ({len(different)} are in one of them "
-                f"only, such as {different[0]}). Merge adapters of the same targets."
-            )
-        for layer in first:
-            sizes = [(f.up.shape[0], f.down.shape[1]) for f in (first[layer], own[layer])]
-            if sizes[0] != sizes[1]:
-                raise ValueError(
-                    f"{layer} is {sizes[0]} in {folder} and {sizes[1]} in {path}, so their bases "
-                    "differ. Merge adapters of one base."
-                )

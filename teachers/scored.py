@@ -1,20 +1,24 @@
 """From the images of a rollout to the advantage of each: what GRPO, NFT and AWM share.
 
 The images are scored while the next are sampled, all processes see all scores, and an advantage is
-relative to the group of its prompt (`flowalign.credit`).
+relative to the group of its prompt. The variants are functions (`flowalign.credit`); what they
+need of other rollouts or of the parts of a reward is collected here, the same on every process.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from flowalign.config import AdvantageConfig
+from flowalign.config import AdvantageConfig, EarlierConfig
+from flowalign.credit import ADVANTAGES, clip_advantage
+from flowalign.rewards import as_reward
 from flowalign.rewards.scoring import AsyncScorer, TaskRewards
-from flowalign.teachers.advantages import Advantages
 from flowalign.training import metrics
 from flowalign.training.algorithm import Parts, Prepared, TrainingError
 from flowalign.training.report.samples import note
@@ -34,64 +38,73 @@ class Scored:
     """Scores the rollouts of a run. settings: how its rewards become advantages."""
 
     def __init__(self, parts: Parts, settings: AdvantageConfig) -> None:
-        config, rewards = parts.config, parts.rewards
-        self.accelerator = parts.accelerator
-        self.advantages = Advantages(settings, parts.accelerator, rewards, parts.prompts)
-        self.max_invalid_share = config.train.max_invalid_share
-        score = TaskRewards(rewards)
-        self.scoring = AsyncScorer(score, config.train.score_seconds)
+        train, self.settings, self.accelerator = parts.config.train, settings, parts.accelerator
+        self.weights = {
+            name: dict(as_reward(reward).weights or {}) for name, reward in parts.rewards.items()
+        }
+        self.running = RunningRewards.of(settings, parts.prompts)
+        self.max_invalid_share = train.max_invalid_share
+        score = TaskRewards(parts.rewards)
+        self.scoring = AsyncScorer(score, train.score_seconds)
         # a batch of images is scored while the next is sampled, unless a reward must see a group
-        ahead = config.train.score_while_sampling and not score.groupwise
+        ahead = train.score_while_sampling and not score.groupwise
         self.on_images: OnImages | None = self._submit if ahead else None
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """What the advantages remember of earlier rollouts."""
-        return self.advantages.tensors()
+        """What a checkpoint holds: {name: tensors}, written to in place when one is read."""
+        return {"earlier": self.running.tensors()} if self.running else {}
 
     def credit(self, rollout: Rollout, update: int) -> Credit:
         """Score the images. The advantage of an image is relative to its group and, in some
         variants, to the images of its task in the batch of all processes. Kept are the images whose
-        advantage is not 0. Raises TrainingError if the reward failed on too many images."""
+        advantage is not 0. Raises TrainingError if the reward failed on too many images, or does
+        not give a part that it weights."""
         assert rollout.images is not None
         if self.scoring.waiting != len(rollout):  # not all were submitted while sampling
             self.scoring.discard()
             self.scoring.submit(rollout.images, rollout.batch)
-        scores = self.scoring.collect()
-        device = self.accelerator.device
+        scores, batch = self.scoring.collect(), rollout.batch
         # the same numbers on every process, though one may lack a task
-        names = sorted(set(gather_object(sorted(set(rollout.batch.tasks)))))
-        task = torch.tensor([names.index(task) for task in rollout.batch.tasks])
+        names = sorted(set(gather_object(sorted(set(batch.tasks)))))
+        task = torch.tensor([names.index(task) for task in batch.tasks])
+        # of all processes, on the CPU: every process computes the same and takes its part
         value, valid, group, task = (
-            self.accelerator.gather(t.to(device)).cpu()  # type: ignore[union-attr]
-            for t in (scores.value, scores.valid, rollout.group, task)
+            self._gathered(t) for t in (scores.value, scores.valid, rollout.group, task)
         )
         self._check(valid, scores)
-        # of all processes, on the CPU: every process computes the same and takes its part
-        whole = self.advantages(
-            scores, rollout.batch, update, value=value, valid=valid, group=group, task=task,
-            names=names,
-        )  # fmt: skip
+        more: dict[str, Any] = {}
+        if self.settings.advantage == "gdpo":
+            more = self._parts(scores, valid, task, names)
+        elif self.running:
+            more = self._averages(self.running, batch, update, value, valid)
+        variant = ADVANTAGES[self.settings.advantage]
+        everyone = variant(value, group, valid=valid, task=task, **more)
+        everyone = clip_advantage(everyone, self.settings.advantage_clip)
         first = self.accelerator.process_index * len(rollout)
-        advantage = whole[first : first + len(rollout)]
+        advantage = everyone[first : first + len(rollout)]
         measured = {
             metrics.REWARD: float(value[valid].mean()),
             metrics.REWARD_STD: float(value[valid].std(correction=0)),
             metrics.INVALID_SHARE: 1 - float(valid.float().mean()),
-            metrics.KEPT_SHARE: float((whole != 0).float().mean()),
+            metrics.KEPT_SHARE: float((everyone != 0).float().mean()),
         }
-        measured |= {**by_task(names, task, value, valid, whole), **_parts(scores)}
+        measured |= {**by_task(names, task, value, valid, everyone), **_part_means(scores)}
         return Credit(
             rollout=rollout,
             keep=advantage != 0,
             metrics=measured,
             notes=list(map(note, scores.value.tolist())),
-            advantage=advantage.to(device),
+            advantage=advantage.to(self.accelerator.device),
         )
 
     def _submit(self, start: int, images: Tensor, batch: PromptBatch) -> None:
         if start == 0:  # an interrupted rollout may have left scores
             self.scoring.discard()
         self.scoring.submit(images, batch)
+
+    def _gathered(self, values: Tensor) -> Tensor:
+        gathered = self.accelerator.gather(values.to(self.accelerator.device))
+        return gathered.cpu()  # type: ignore[union-attr]
 
     def _check(self, valid: Tensor, scores: Scores) -> None:
         share = 1 - float(valid.float().mean())
@@ -103,8 +116,51 @@ class Scored:
                 "Fix the reward and run again with --resume."
             )
 
+    def _parts(
+        self, scores: Scores, valid: Tensor, task: Tensor, names: Sequence[str]
+    ) -> dict[str, Tensor]:
+        """Parts and weights [K,N] of all processes; a process may lack some."""
+        labels = sorted({label for name in names for label in self.weights[name]})
+        lacking = torch.full((len(scores.value),), torch.nan)
+        columns = torch.stack([scores.parts.get(label, lacking) for label in labels], 1)
+        parts = self._gathered(columns).T
+        table = torch.tensor([[self.weights[name].get(label, 0.0) for label in labels]
+                              for name in names])  # fmt: skip
+        weights = table[task].T
+        for number, name in enumerate(names):
+            for label, part in zip(labels, parts, strict=True):
+                rows = valid & (task == number)
+                if label in self.weights[name] and rows.any() and part[rows].isnan().all():
+                    raise TrainingError(
+                        f"the reward of task {name!r} has a weight for the part {label!r}, and its "
+                        f"scores have no such part. Let `parts` of its Scores hold every key of "
+                        "its `weights`, or use another `advantage`."
+                    )
+        return {"parts": parts, "weights": weights}
 
-def _parts(scores: Scores) -> dict[str, float]:
+    def _averages(
+        self,
+        running: RunningRewards,
+        batch: PromptBatch,
+        update: int,
+        value: Tensor,
+        valid: Tensor,
+    ) -> dict[str, Any]:
+        """The running averages of all images. This rollout is added to them."""
+        keys = self._gathered(running.keys_of(batch))
+        average = running.average(keys, update)
+        running.add(keys, value, valid, update)
+        settings = self.settings.earlier or EarlierConfig()
+        if self.settings.advantage == "gated":
+            return {"before": average, "attenuate": settings.attenuate}
+        return {
+            "bar": average,
+            "threshold": settings.threshold,
+            "amplify": settings.amplify,
+        }
+
+
+def _part_means(scores: Scores) -> dict[str, float]:
     """The mean of every part over the images (of all processes) that have it."""
     means = Means()
     for name, part in scores.parts.items():
@@ -125,3 +181,75 @@ def by_task(
             measured[metrics.TASK_REWARD_STD + name] = float(value[rows].std(correction=0))
             measured[metrics.TASK_ADVANTAGE + name] = float(advantage[rows].abs().mean())
     return measured
+
+
+# Earlier rollouts --------------------------------------------------------------------------------
+
+Key = tuple[str, ...]  # (task,) or (task, prompt)
+
+
+class RunningRewards:
+    """Exponential moving averages of rewards, one for each key, over the rollouts that have it.
+
+    decay: the share of the old average that is kept when a rollout is added. The first rollout of a
+    key sets its average.
+
+    A rollout that was added does not count before the next update begins: one that is interrupted
+    is sampled and added again, and its checkpoint may hold it already.
+    """
+
+    def __init__(self, keys: Sequence[Key], decay: float) -> None:
+        self.rows = {key: row for row, key in enumerate(dict.fromkeys(keys))}
+        self.decay = decay
+        self.mean = torch.zeros(len(self.rows), dtype=torch.float64)
+        self.rollouts = torch.zeros(len(self.rows), dtype=torch.int64)  # that count
+        self.next = [self.mean.clone(), self.rollouts.clone()]  # both, with the latest rollout
+        self.latest = torch.full((1,), -1)  # its update
+
+    @staticmethod
+    def of(settings: AdvantageConfig, prompts: Mapping[str, PromptBatch]) -> RunningRewards | None:
+        """What the advantage of a config needs, by task or by prompt; None = it needs none.
+        prompts: by task name."""
+        decay = (settings.earlier or EarlierConfig()).decay
+        if settings.advantage == "adora":
+            return RunningRewards([(task,) for task in prompts], decay)
+        if settings.advantage == "gated":
+            keys = [(task, text) for task, batch in prompts.items() for text in batch.prompts]
+            return RunningRewards(keys, decay)
+        return None
+
+    @property
+    def by_prompt(self) -> bool:
+        """Whether a key is a prompt of a task, and not a task."""
+        return any(len(key) > 1 for key in self.rows)
+
+    def keys_of(self, batch: PromptBatch) -> Tensor:
+        """The number of each image's key [B]."""
+        images = zip(batch.tasks, batch.prompts, strict=True)
+        keys = [image if self.by_prompt else image[:1] for image in images]
+        return torch.tensor([self.rows[key] for key in keys], dtype=torch.int64)
+
+    def average(self, keys: Tensor, update: int) -> Tensor:
+        """The average of each image's key [B] over the rollouts before that update, float64; NaN
+        where there was none."""
+        if int(self.latest) < update:
+            self.mean.copy_(self.next[0])
+            self.rollouts.copy_(self.next[1])
+        return torch.where(self.rollouts[keys] > 0, self.mean[keys], torch.nan)
+
+    def add(self, keys: Tensor, value: Tensor, valid: Tensor, update: int) -> None:
+        """Add the rollout of an update: rewards [B] of the keys [B], of all processes.
+        Images that are not valid do not count."""
+        mean, rollouts = self.next
+        mean.copy_(self.mean)
+        rollouts.copy_(self.rollouts)
+        self.latest.fill_(update)
+        for key in keys[valid].unique():
+            now = value[valid & (keys == key)].double().mean()
+            old = self.decay * mean[key] + (1 - self.decay) * now
+            mean[key] = old if rollouts[key] else now
+            rollouts[key] += 1
+
+    def tensors(self) -> list[Tensor]:
+        """What a checkpoint holds of it; written to in place when one is read."""
+        return [self.mean, self.rollouts, *self.next, self.latest]

@@ -17,7 +17,7 @@ from flowalign.commands import train
 from flowalign.config import ConfigError, parse, to_yaml
 from flowalign.credit import adora, gated, gdpo
 from flowalign.rewards.scoring import score
-from flowalign.teachers.advantages import RunningRewards
+from flowalign.teachers.scored import RunningRewards
 from flowalign.training.algorithm import TrainingError
 from flowalign.training.loop import Loop
 from flowalign.training.preflight import check_world

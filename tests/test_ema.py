@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.testing import assert_close
 
-from flowalign.training.averages import MovingAverage, decay_at
+from flowalign.training.step import MovingAverage, decay_at
 
 VECTORS = json.loads((Path(__file__).parent / "golden" / "ema.json").read_text())
 

@@ -1,14 +1,11 @@
 """losses.py: the clipped loss, its gradient, the shapes that it refuses, and the KLs of GRPO."""
 
-import math
-
 import pytest
 import torch
 from torch.testing import assert_close
 
 from flowalign import sde
 from flowalign.training.losses import (
-    KLS,
     clip_fraction,
     guard_log_ratio,
     guard_weights,
@@ -76,12 +73,6 @@ def test_a_column_is_refused_where_it_would_broadcast(position):
         policy_loss(*given, clip_range=0.2)
 
 
-@pytest.mark.parametrize("clip_range", [0.0, -1.0, math.nan])
-def test_a_clip_range_that_is_no_range_is_refused(clip_range):
-    with pytest.raises(ValueError, match="clip_range is"):
-        policy_loss(torch.zeros(1), torch.zeros(1), torch.zeros(1), clip_range=clip_range)
-
-
 def test_clip_fraction_counts_both_sides():
     ratio = torch.tensor([0.5, 0.9, 1.0, 1.5], requires_grad=True)
     share = clip_fraction(ratio, 0.2)
@@ -105,18 +96,13 @@ def test_the_published_kl_is_the_exact_one_times_minus_dt_at_every_step():
     )
     s = 0.7 * (sigma / (1 - torch.where(sigma == 1, sigmas[1], sigma))).sqrt()
     theirs = ((p.mean - q.mean) ** 2).mean((1, 2, 3)) / (2 * s**2)
-    exact, published = (kl_factors(sigmas, form) * sde.kl(p, q) for form in KLS)
+    exact, published = (kl_factors(sigmas, form) * sde.kl(p, q) for form in ("exact", "published"))
     assert_close(published, theirs, rtol=1e-10, atol=0)
     assert_close(published / exact, sigma - following, rtol=1e-10, atol=0)
     assert torch.equal(exact, sde.kl(p, q))
     stronger = (exact / published)[:9]  # at an equal beta, on the steps that are trained
     assert float(stronger.max()) == pytest.approx(25, rel=0.03)
     assert float(stronger.min()) == pytest.approx(3.7, rel=0.03)
-
-
-def test_an_unknown_kl_is_refused():
-    with pytest.raises(ValueError, match="exact, published"):
-        kl_factors(sde.sigmas(4, 3.0), "both")
 
 
 # GRPO-Guard --------------------------------------------------------------------------------------

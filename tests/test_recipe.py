@@ -139,7 +139,9 @@ def test_a_recipe_runs_once_and_notices_what_changed(
     times = {file: file.stat().st_mtime_ns for file in out.rglob(ADAPTER)}
     assert {file.parent.parent.name for file in times} == {"first", "second", "merge", "student"}
     report = (out / "merge" / "report.md").read_text()
-    assert report.startswith("sum of 2 updates") and "| layer | rank | relative error |" in report
+    assert (
+        report.startswith("concat of 2 updates") and "| layer | rank | relative error |" in report
+    )
     assert report.splitlines()[0] in capsys.readouterr().out
     assert "student" in (out / "table" / "table.md").read_text()
     weights = load_file(out / "student" / "adapter" / ADAPTER)

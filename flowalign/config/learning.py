@@ -175,7 +175,7 @@ class AwmConfig(ForwardConfig):
     """The part of the way from noise (0) to the image (1) that noise levels are drawn from."""
     weighting: Literal["ghuber", "uniform", "t", "t2", "huber"] = "ghuber"
     """How the matching error becomes a log-likelihood; see
-    flowalign.training.matching.awm_log_prob."""
+    flowalign.teachers.awm.awm_log_prob."""
     ghuber_power: Annotated[float, Field(gt=0, le=1)] = 0.25
     """The power of ghuber."""
     clip_range: Positive = 1.0

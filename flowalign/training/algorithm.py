@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flowalign.backbone import Backbone
 from flowalign.config import TrainingStage
-from flowalign.training.nonfinite import Fault
+from flowalign.training.nonfinite import TrainingError as TrainingError
 from flowalign.training.rollout import OnImages, Size, window_of
 from flowalign.types import (
     Conditioning,
@@ -34,19 +34,6 @@ from flowalign.types import (
 )
 
 STUDENT = "student"  # name of the adapter that is trained
-
-
-class TrainingError(RuntimeError):
-    """A run that must stop: what happened, and what to do."""
-
-
-class NotFinite(TrainingError):
-    """Numbers of an update that are NaN or infinite, on every process: there is nothing to learn
-    from it. The loop leaves the update out; many in a row end the run."""
-
-    def __init__(self, fault: Fault) -> None:
-        super().__init__(f"{fault}. {fault.remedy}.")
-        self.fault = fault
 
 
 # Algorithms --------------------------------------------------------------------------------------

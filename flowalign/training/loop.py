@@ -22,9 +22,9 @@ from flowalign.config import ConfigError, TrainingStage
 from flowalign.system.files import to_json
 from flowalign.system.signals import Clock, Interrupted, Requests
 from flowalign.training import metrics, nonfinite
-from flowalign.training.algorithm import STUDENT, Algorithm, NotFinite, Prepared, TrainingError
+from flowalign.training.algorithm import STUDENT, Algorithm, Prepared, TrainingError
 from flowalign.training.data import PromptSampler
-from flowalign.training.nonfinite import Fault
+from flowalign.training.nonfinite import NotFinite
 from flowalign.training.report.alarm import Alarm
 from flowalign.training.report.drift.monitor import Monitor
 from flowalign.training.report.listeners import (
@@ -72,7 +72,7 @@ class Loop:
         self.parameters = self.step.parameters
         self.update = 0  # rollouts done
         self.skipped = 0  # updates in a row that took no optimizer step
-        self.first_skip: Fault | None = None  # why the first of them did not
+        self.first_skip: NotFinite | None = None  # why the first of them did not
         several = accelerator.num_processes > 1
         clock = clock or Clock(time.monotonic(), config.train.max_minutes)
         self.requests = Requests(gather_object if several else None, clock)
@@ -164,7 +164,7 @@ class Loop:
             on_images=self.algorithm.on_images,
         )
 
-    def prepare(self, rollout: Rollout) -> Prepared | Fault:
+    def prepare(self, rollout: Rollout) -> Prepared | NotFinite:
         """What the algorithm makes of a rollout; or, on every process, the fault that a state or a
         label of one of them has. A diverged student is not the reward's fault, nor the teacher's:
         neither is asked about states that are not finite."""
@@ -173,13 +173,13 @@ class Loop:
         try:
             return self.algorithm.prepare(rollout, self.update)
         except NotFinite as error:
-            return error.fault
+            return error
 
-    def learn(self, prepared: Prepared | Fault) -> dict[str, float]:
+    def learn(self, prepared: Prepared | NotFinite) -> dict[str, float]:
         """The optimizer steps of one rollout; what was measured. Nothing is learnt from a fault."""
         steps = self.config.optimizer.updates_per_rollout
         values: dict[str, float] = {metrics.SKIPPED: steps}
-        if isinstance(prepared, Fault):
+        if isinstance(prepared, NotFinite):
             fault = prepared
         else:
             values, fault = self.step.learn(prepared), self.step.fault
@@ -193,7 +193,7 @@ class Loop:
         return values
 
     def _report(
-        self, rollout: Rollout, prepared: Prepared | Fault, values: Mapping[str, float]
+        self, rollout: Rollout, prepared: Prepared | NotFinite, values: Mapping[str, float]
     ) -> None:
         if isinstance(prepared, Prepared):
             self.samples.rollout(self.update, rollout, prepared.notes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,17 +16,21 @@ LEAST_SCALE = 1.0  # float16's loss scale starts at 65536; gradients that overfl
 DIVERGED = "The student has diverged. Lower optimizer.lr, or use bfloat16 instead of float16"
 
 
-@dataclass(frozen=True)
-class Fault:
-    """The first number of an update that is NaN or infinite: whose it is, and at which image and
-    step. remedy: what may help."""
+class TrainingError(RuntimeError):
+    """A run that must stop: what happened, and what to do."""
 
-    what: str
-    where: str
-    remedy: str = DIVERGED
+
+class NotFinite(TrainingError):
+    """The first number of an update that is NaN or infinite: whose it is, and at which image and
+    step. remedy: what may help. Raised on every process: there is nothing to learn from the update.
+    The loop leaves it out; many in a row end the run."""
+
+    def __init__(self, what: str, where: str, remedy: str = DIVERGED) -> None:
+        super().__init__(what, where, remedy)
+        self.remedy = remedy
 
     def __str__(self) -> str:
-        return f"{self.what} is NaN or infinite: {self.where}"
+        return "{} is NaN or infinite: {}".format(*self.args)
 
 
 def describe_pair(rollout: Rollout, row: int, step: int | None) -> str:
@@ -36,7 +39,7 @@ def describe_pair(rollout: Rollout, row: int, step: int | None) -> str:
     return ("" if step is None else f"at step {step}, ") + f"task {task!r}, prompt {prompt!r}"
 
 
-def fault_of_rollout(rollout: Rollout) -> Fault | None:
+def fault_of_rollout(rollout: Rollout) -> NotFinite | None:
     """A sampled state that is not finite. It stays so to the end, so that only the end is looked
     at. Images are left to their reward, which masks them."""
     ends = [rollout.latents, rollout.log_probs]
@@ -50,21 +53,21 @@ def fault_of_rollout(rollout: Rollout) -> Fault | None:
     columns = _broken(rollout.states[row]).nonzero().flatten().tolist()
     where = describe_pair(rollout, row, rollout.steps[columns[0]] if columns else None)
     if rollout.sources is None:
-        return Fault("a state that the student sampled", where)
+        return NotFinite("a state that the student sampled", where)
     name = rollout.sources[row].adapter or "the base"
-    return Fault(f"a state that {name} sampled", where, f"Look at {name} alone")
+    return NotFinite(f"a state that {name} sampled", where, f"Look at {name} alone")
 
 
-def fault_of_pairs(velocity: Tensor, rollout: Rollout, rows: Tensor, steps: Tensor) -> Fault:
+def fault_of_pairs(velocity: Tensor, rollout: Rollout, rows: Tensor, steps: Tensor) -> NotFinite:
     """What is wrong with a micro-batch whose loss is not finite: the student's velocity [b,C,h,w],
     or else the loss alone, as labels and advantages were finite. rows, steps [b] of its pairs."""
     broken = _broken(velocity)
     first = int(broken.nonzero()[0]) if broken.any() else 0
     what = "the student's velocity" if broken.any() else "the loss"
-    return Fault(what, describe_pair(rollout, int(rows[first]), int(steps[first])))
+    return NotFinite(what, describe_pair(rollout, int(rows[first]), int(steps[first])))
 
 
-def first_fault(fault: Fault | None) -> Fault | None:
+def first_fault(fault: NotFinite | None) -> NotFinite | None:
     """The first fault that any process has. All must call it."""
     return next((each for each in gather_object([fault]) if each), None)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,8 +17,7 @@ from flowalign.backbone import Backbone
 from flowalign.config import TrainingStage
 from flowalign.training import metrics, nonfinite
 from flowalign.training.algorithm import STUDENT, Algorithm, Prepared, filled, pairs_of
-from flowalign.training.averages import MovingAverage
-from flowalign.training.nonfinite import Fault
+from flowalign.training.nonfinite import NotFinite
 from flowalign.training.run import processes
 from flowalign.training.run.processes import Means
 
@@ -44,7 +44,7 @@ class Step:
         self.lr = learning_rate(config, optimizer)
         self.ema = MovingAverage(self.parameters, **config.ema.model_dump()) if config.ema else None
         self.count = 0
-        self.fault: Fault | None = None
+        self.fault: NotFinite | None = None
 
     def learn(self, prepared: Prepared) -> dict[str, float]:
         """The optimizer steps of one rollout, each on an equal share of its images (`shard`).
@@ -75,7 +75,7 @@ class Step:
 
     def accumulate(
         self, prepared: Prepared, keep: Tensor, share: int, means: Means
-    ) -> Fault | None:
+    ) -> NotFinite | None:
         """The gradient of an optimizer step's pairs, in micro-batches. Returns the first fault of a
         velocity or loss of this process."""
         rollout, fault = prepared.rollout, None
@@ -121,13 +121,13 @@ class Step:
                 self.ema.step(self.parameters, self.count)
         return norm, taken
 
-    def _overflow(self) -> Fault | None:
+    def _overflow(self) -> NotFinite | None:
         """The fault of a gradient that is not finite though the losses are. None under float16,
         where that is how the loss scale finds its place, until the scale is used up."""
         scaler = self.accelerator.scaler
         if scaler and scaler.get_scale() >= nonfinite.LEAST_SCALE:
             return None
-        return Fault("the gradient", "while all losses are finite")
+        return NotFinite("the gradient", "while all losses are finite")
 
     def averaged(self) -> AbstractContextManager[None]:
         """Inside the `with`, the student has the EMA's weights."""
@@ -173,3 +173,61 @@ def learning_rate(config: TrainingStage, optimizer: torch.optim.Optimizer) -> La
     o, steps = config.optimizer, config.optimizer_steps
     name = "constant_with_warmup" if o.schedule == "constant" else o.schedule
     return get_scheduler(name, optimizer, num_warmup_steps=o.warmup, num_training_steps=steps)
+
+
+# The moving average of the adapter, as in Flow-GRPO and Flow-OPD ----------------------------------
+
+
+def decay_at(steps: int, decay: float) -> float:
+    """The share of the old average that is kept after `steps` optimizer steps (1, 2, ...).
+
+    min(decay, (1 + n) / (10 + n)) with n = steps - 1, which reaches .9 after 80 steps. (diffusers'
+    EMAModel counts averagings instead: with one every 8 steps, .9 takes about 650 steps.)
+    """
+    return min(decay, steps / (9 + steps))
+
+
+class MovingAverage:
+    """The average of some parameters, updated every `every` optimizer steps.
+
+    Its only state is `shadow_params`: all else follows from the number of optimizer steps.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], *, decay: float, every: int) -> None:
+        self.decay, self.every = decay, every
+        self.shadow_params = [p.detach().clone() for p in parameters]
+
+    def step(self, parameters: Sequence[Tensor], steps: int) -> None:
+        """After optimizer step number `steps`: update the average, if it is due."""
+        if steps % self.every == 0:
+            _copy(self._mixed(parameters, decay_at(steps, self.decay)), self.shadow_params)
+
+    @contextmanager
+    def of(self, parameters: Sequence[Tensor], steps: int) -> Iterator[None]:
+        """Inside the `with`, the parameters are the average as of `steps`.
+
+        Two departures from the published code, which takes the last averaging as it is. Before the
+        first one it is the adapter itself, so that a short run returns what it learnt. Steps since
+        the last one count for their share: k of `every` steps keep decay^(k / every).
+        """
+        if steps < self.every:  # before the first averaging
+            yield
+            return
+        decay = decay_at(steps, self.decay) ** (steps % self.every / self.every)
+        saved = [p.detach().clone() for p in parameters]
+        _copy(self._mixed(parameters, decay), parameters)
+        try:
+            yield
+        finally:
+            _copy(saved, parameters)
+
+    @torch.no_grad()
+    def _mixed(self, parameters: Sequence[Tensor], decay: float) -> list[Tensor]:
+        pairs = zip(self.shadow_params, parameters, strict=True)
+        # decay * average + (1 - decay) * p, rounded as diffusers' EMAModel rounds it
+        return [average - (1 - decay) * (average - p.detach()) for average, p in pairs]
+
+
+def _copy(values: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.data.copy_(value)  # in place: the optimizer holds these tensors

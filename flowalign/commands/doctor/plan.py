@@ -18,10 +18,10 @@ from flowalign.backbone.structure import local_folder, without_data
 from flowalign.commands.doctor.findings import Finding, fault, note
 from flowalign.config import OpdStage, TrainingStage
 from flowalign.training.algorithm import algorithm_class
-from flowalign.training.averages import MovingAverage
 from flowalign.training.data import load_prompts, subset
 from flowalign.training.losses import step_weights
 from flowalign.training.preflight import Inputs, overruled
+from flowalign.training.step import MovingAverage
 from flowalign.types import Schedule
 
 SAMPLE = 2000  # prompts of a set whose length is checked
