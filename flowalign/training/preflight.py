@@ -14,8 +14,7 @@ from pathlib import Path
 
 import torch
 
-from flowalign.backbone.adapters import hub
-from flowalign.backbone.adapters.files import AdapterError, Lora, read_lora
+from flowalign.backbone.adapters import AdapterError, HubError, Lora, read_lora
 from flowalign.config import ConfigError, EvalStage, Stage, TrainingStage
 from flowalign.config.learning import RewardConfig
 from flowalign.config.model import LoraConfig
@@ -259,7 +258,7 @@ def _adapter_problems(config: Stage, pending: Collection[str], inputs: Inputs) -
             continue
         try:
             lora = inputs.adapter(source)
-        except (AdapterError, hub.HubError) as error:
+        except (AdapterError, HubError) as error:
             yield f"{place}: {error}"
         else:
             if lora.base not in (None, config.model.id):
