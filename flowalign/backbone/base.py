@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from flowalign.backbone.adapters.files import Lora, read_lora, write_lora
 from flowalign.backbone.attention import use_backend
-from flowalign.backbone.errors import ModelError
+from flowalign.backbone.family import ModelError
 from flowalign.backbone.loading import family_of, load_pipeline
 from flowalign.backbone.lora import (
     compute_in_the_bases_dtype,
