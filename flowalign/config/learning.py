@@ -58,7 +58,6 @@ class TaskConfig(Section):
 
 
 AdvantageName = Literal["group_std", "batch_std", "gaussian", "gdpo", "adora", "gated"]
-EARLIER = ("adora", "gated")  # the advantages that remember earlier rollouts
 
 
 class EarlierConfig(Section):

@@ -105,9 +105,8 @@ def overlay(*layers: Mapping[str, Any], source: str = "config", place: str = "")
             if on_path or isinstance(value, Mapping) and not isinstance(layer, _Path):
                 if isinstance(old, list) and old and (on_path or all(map(_name, old))):
                     items = {_index(old, str(k), where, source): v for k, v in value.items()}
-                    items = overlay(
-                        dict(enumerate(old)), type(value)(items), source=source, place=f"{where}."
-                    )
+                    items = _Path(items) if on_path else items
+                    items = overlay(_indexed(old), items, source=source, place=f"{where}.")
                     value = list(items.values())
                 elif isinstance(old, Mapping) or on_path and old is None:
                     value = overlay(old or {}, value, source=source, place=f"{where}.")
@@ -123,15 +122,19 @@ def _name(item: Any) -> str | None:
     return item.get("name") if isinstance(item, Mapping) else None
 
 
-def _index(items: Sequence[Any], key: str, where: str, source: str) -> int:
-    """The place of the item with this index, or else with this name."""
-    if key.isdecimal() and len(key) < 10 and int(key) < len(items):
-        return int(key)
+def _indexed(items: Sequence[Any]) -> dict[str, Any]:
+    return {str(index): item for index, item in enumerate(items)}
+
+
+def _index(items: Sequence[Any], key: str, where: str, source: str) -> str:
+    """The index of the item that a key means by its index, or else by its name."""
+    if key in _indexed(items):
+        return key
     names = [str(_name(item)) for item in items]
     if key not in names:
         listed = f"no item {key!r}; it has {len(items)} items, from 0, named {', '.join(names)}."
         raise ConfigError([f"{where}: {listed}{did_you_mean(key, names)}"], source)
-    return names.index(key)
+    return str(names.index(key))
 
 
 def _override(data: Mapping[str, Any], texts: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -188,8 +191,9 @@ def parse(
         else:
             text = f"missing. Add `stage:` with {listed}."
         raise ConfigError([*problems, f"stage: {text}"], source)
+    config: Any = None
     try:
-        config: Any = stage_class(name).model_validate(data)
+        config = stage_class(name).model_validate(data)
     except ValidationError as error:
         problems += [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
     if problems:

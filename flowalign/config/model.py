@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from flowalign.config.section import Many, Pair, Pixels, Positive, Section, Size
 
+
 class ModelConfig(Section):
     """The base model."""
 

@@ -83,7 +83,7 @@ class RolloutConfig(Section):
         if not isinstance(self.window, tuple) and self.steps == 1:
             yield "steps: 1, and the default window leaves out the last step. Use 2 or more."
         elif isinstance(self.window, WindowConfig) and self.width > stop:
-            yield f"window.width: {self.width} of {stop} steps, all but the last. Use at most {stop}."
+            yield f"window.width: {self.width}, of {stop} steps that can be trained."
         elif not 0 <= start < stop <= self.steps:
             yield (
                 f"window: got [{start}, {stop}]; want 0 <= start < stop <= {self.steps}, the steps."

@@ -108,7 +108,7 @@ class BenchmarkConfig(Section):
         if self.reward and self.rewards:
             yield "rewards: there is a `reward`, too. Make it one of the `rewards`."
         elif not self.judges and not self.layout:
-            yield "reward: missing. Add `reward:`, several `rewards:`, or `layout:` for images only."
+            yield "reward: missing. Add `reward:` or `rewards:`; or `layout:`, for images only."
 
 
 class SamplingConfig(Section):

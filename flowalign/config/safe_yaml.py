@@ -25,11 +25,11 @@ class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """As SafeLoader, but the last of two equal keys does not silently win."""
         node, seen = super().compose_mapping_node(anchor), set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
                 text = f"the key {key.value!r} is given twice"
                 raise yaml.MarkedYAMLError(problem=text, problem_mark=key.start_mark)
-            seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
+            seen.add(key.value)
         return node
 
 

@@ -110,7 +110,7 @@ class Section(BaseModel):
             return f"unknown key.{hint} Possible keys: {', '.join(fields)}."
         example = _example(fields[name]) if len(place) == 1 else ""
         if kind == "missing" and len(place) == 1:
-            inner = fields[name].annotation
+            inner: Any = fields[name].annotation
             section = isinstance(inner, type) and issubclass(inner, Section)
             keys = f" with the keys {', '.join(inner.model_fields)}" if section else ""
             return f"missing. Add `{name}:`{keys}.{example}"

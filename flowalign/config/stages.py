@@ -209,7 +209,10 @@ class TrainingStage(Job):
 
     @property
     def scales(self) -> dict[str, float]:
-        sections = {**self.labellers, **({"evaluation": self.evaluation} if self.evaluation else {})}
+        sections = {
+            **self.labellers,
+            **({"evaluation": self.evaluation} if self.evaluation else {}),
+        }
         scales = {f"{place}.guidance": section.guidance for place, section in sections.items()}
         scales = {place: scale for place, scale in scales.items() if scale is not None}
         return {"rollout.guidance": self.rollout.guidance, **scales}

@@ -280,7 +280,7 @@ def _model_problems(config: Stage) -> Iterator[str]:
         family = family_without_text(model.id, model.revision, model.family)
     except (LookupError, ModelError, OSError, ValueError):  # said where the model is loaded
         return
-    for size in model.sizes:
+    for size in model.image_sizes:
         yield from family.size_problems(*size)
     if model.max_sequence_length > family.longest:
         yield (

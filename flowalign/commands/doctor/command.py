@@ -96,7 +96,7 @@ def examine(args: argparse.Namespace) -> int:
     show(_environment())
     home, any_world = Path(args.config).parent, args.allow_world_change
     stages, problems = recipe.examine(root, home, args.gpus, args.resume, any_world, args.trust)
-    show(map(fault, ConfigError(problems).lines))
+    show(map(fault, problems))
     if not args.trust:
         show(map(note, unexamined(stages)))
     ranks = predictions.ranks(stages)

@@ -124,7 +124,7 @@ def noise(plan: Plan) -> Iterator[Finding]:
         return
     if algorithm_class(config).keeps(config).noise_levels:  # it trains no state of a rollout
         return
-    pixels = [height * width for height, width in config.model.sizes]
+    pixels = [height * width for height, width in config.model.image_sizes]
     try:  # of the smallest size: where the shift depends on it, its last steps have the least noise
         sigmas = backbone.sigmas(rollout.steps, backbone.sizes[pixels.index(min(pixels))])
     except ModelError as error:
