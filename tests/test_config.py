@@ -1,6 +1,5 @@
 """A right config is read as written; a wrong one is refused with everything wrong in it."""
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -329,16 +328,14 @@ def rewards(monkeypatch: pytest.MonkeyPatch) -> None:
         if "poison" in prompts:
             raise ValueError("number 1 of 1: prompt 'poison' cannot be judged")
 
-    import flowalign
-
     fake = SimpleNamespace(
         check=check,
         check_prompts=check_prompts,
         missing_packages=lambda name, options: [],
         is_groupwise=lambda name, options: False,
+        has_no_weights=lambda name: False,
     )
-    monkeypatch.setitem(sys.modules, "flowalign.rewards", fake)
-    monkeypatch.setattr(flowalign, "rewards", fake, raising=False)
+    monkeypatch.setattr("flowalign.training.preflight.rewards", fake)
 
 
 def test_what_the_world_lacks_is_reported_at_once(
@@ -351,9 +348,9 @@ def test_what_the_world_lacks_is_reported_at_once(
     config = parse(raw(tasks=[{**task, "reward": {"name": "ocl"}}], optimizer=optimizer))
     with pytest.raises(ConfigError) as caught:
         check_world(config, num_processes=3)
-    reward, prompts, package, sharing = caught.value.problems
+    package, reward, prompts, sharing = caught.value.problems
     assert "3 processes cannot share evenly" in sharing and "rollout.prompts=12" in sharing
-    assert "adamw8bit" in package and "[gpu]" in package
+    assert "optimizer.name" in package and "[gpu]" in package
     assert reward == "tasks.0.reward: no reward 'ocl'"
     assert prompts.startswith("tasks.0.validation: no prompt set")
 

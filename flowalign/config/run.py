@@ -41,7 +41,7 @@ class TrainConfig(Section):
     deterministic: bool = False
     """The same run gives the same bits on a GPU as well, also after a resume. Backward passes are
     slower, attention is torch's own, and an operation without a deterministic form raises, in
-    rewards as well. See flowalign.training.run.determinism."""
+    rewards as well. See `flowalign.commands.run.deterministic`."""
     max_invalid_share: Share = 0.5
     """The run stops when a larger share of a rollout could not be scored."""
     max_skipped: Count = 5

@@ -82,6 +82,21 @@ class Stage(Section):
         return {}
 
     @property
+    def packages(self) -> dict[str, str]:
+        """{place in the config: the optional package that its value needs}."""
+        return {"model.quantization": "bitsandbytes"} if self.model.quantization == "nf4" else {}
+
+    @property
+    def features(self) -> str:
+        """module:object of the user's own features for a fidelity; "" = none."""
+        return ""
+
+    @property
+    def reference(self) -> str:
+        """Folder of the reference images for a fidelity, or "tiny"."""
+        return "tiny"
+
+    @property
     def scales(self) -> dict[str, float]:
         """{place in the config: guidance scale} of all that are given there."""
         return {}
@@ -196,6 +211,13 @@ class TrainingStage(Job):
             for index, task in enumerate(self.tasks)
         ]
         return [*_judged("evaluation.watch", self.watched), *tasks]
+
+    @property
+    def packages(self) -> dict[str, str]:
+        """With those of the optimizer and the trackers."""
+        eight_bit = {"optimizer.name": "bitsandbytes"} if self.optimizer.name == "adamw8bit" else {}
+        wandb = {"train.trackers": "wandb"} if "wandb" in self.train.trackers else {}
+        return super().packages | eight_bit | wandb
 
     @property
     def optimizer_steps(self) -> int:
@@ -608,6 +630,16 @@ class EvalStage(Stage):
     @property
     def inputs(self) -> dict[str, str]:
         return _given({f"models.{name}": folder for name, folder in self.models.items()})
+
+    @property
+    def features(self) -> str:
+        """Those of `fidelity`, where they are a path."""
+        return self.fidelity.features if self.fidelity and ":" in self.fidelity.features else ""
+
+    @property
+    def reference(self) -> str:
+        """That of `fidelity`."""
+        return self.fidelity.reference if self.fidelity else "tiny"
 
     @property
     def evaluation_sampling(self) -> SamplingConfig:

@@ -22,7 +22,7 @@ from flowalign.config import (
 )
 from flowalign.training.algorithm import algorithm_class
 from flowalign.training.data import PromptSampler
-from flowalign.training.preflight import check_launch, unexamined
+from flowalign.training.preflight import unexamined
 from flowalign.training.run.processes import state
 from flowalign.training.solvers import forwards
 
@@ -33,7 +33,6 @@ def run(config: Job, home: Path, resume: bool, any_world: bool = False, trust: b
     """Print the plan of every stage. Writes nothing; ConfigError with what `train` would refuse.
     trust: as for `flowalign.training.preflight.world_problems`."""
     stages, problems = recipe.examine(config, home, state().num_processes, resume, any_world, trust)
-    check_launch(state().num_processes)
     if problems:
         raise ConfigError(problems)
     if not state().is_main_process:
