@@ -41,7 +41,7 @@ class Backbone:
     """One frozen base with named adapters.
 
     pipe: a diffusers pipeline of a known family; family: the name of another one (`model.family`).
-    height, width: of the images, in pixels; sizes: several (height, width) in their place. dtype: of
+    height, width: of the images, in pixels; sizes: several (height, width) instead. dtype: of
     all arithmetic of the transformer, adapters included (None = that of its weights).
     decode_batch: images per VAE decode (None = all at once).
     text_cache, offload_text_encoders: see `flowalign.backbone.text.TextEncoder`. name: the id of
@@ -124,7 +124,15 @@ class Backbone:
     @classmethod
     def of(cls, pipe: Any, model: ModelConfig, device: torch.device | str) -> Backbone:
         """A loaded pipeline with the settings of a config, but for attention and checkpointing."""
-        keys = {"height", "width", "sizes", "max_sequence_length", "decode_batch", "text_cache", "family"}
+        keys = {
+            "height",
+            "width",
+            "sizes",
+            "max_sequence_length",
+            "decode_batch",
+            "text_cache",
+            "family",
+        }
         options = model.model_dump(include=keys | {"offload_text_encoders"})
         return cls(pipe, **options, device=device, dtype=DTYPES[model.dtype], name=model.id)
 

@@ -18,7 +18,7 @@ from flowalign.commands import recipe
 from flowalign.commands.doctor import reward
 from flowalign.commands.doctor.findings import Finding, fault, healthy, note, ok, show
 from flowalign.commands.doctor.gpus import GPUS, named
-from flowalign.config import ConfigError, EvalStage, Stage, TrainingStage, assignments, load
+from flowalign.config import EvalStage, Stage, TrainingStage, assignments, load
 from flowalign.system.packages import DISTRIBUTION
 from flowalign.training.preflight import own_code, unexamined
 from flowalign.training.report.progress import quiet
