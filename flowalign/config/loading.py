@@ -183,8 +183,7 @@ def parse(
     if name not in possible:
         listed = " or ".join(map(repr, possible))
         if name in STAGES:
-            command = f"flowalign {'eval' if name == 'eval' else 'train'}"
-            text = f"{name!r} is run by `{command}`; this command wants {listed}."
+            text = f"{name!r} is run by `{STAGES[name].command}`; this command wants {listed}."
         elif "stage" in data:
             hint = did_you_mean(name, possible)
             text = f"got {shown_value(data['stage'])}; want {listed}.{hint}"

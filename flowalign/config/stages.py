@@ -69,6 +69,8 @@ class Stage(Section):
     output: str = Field(min_length=1, examples=["runs/teacher_ocr"])
     """Folder of the run."""
     model: ModelConfig
+    command: ClassVar[str] = "flowalign train"
+    """What runs it."""
     trains: ClassVar[bool] = False
     """Whether it is a training run."""
     is_student: ClassVar[bool] = False
@@ -599,6 +601,7 @@ class RecipeStage(Job):
 class EvalStage(Stage):
     """An evaluation of the base model and of adapters on it."""
 
+    command = "flowalign eval"
     samples = True
     stage: Literal["eval"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Evaluate models."""
