@@ -30,7 +30,7 @@ from flowalign.training.report import results, trackers
 from flowalign.training.report.pictures import metrics_plot
 from flowalign.training.run import lock, processes
 from flowalign.training.run.ranks import phase
-from flowalign.training.run.resume import why_no_checkpoint
+from flowalign.training.run.resume import checkpoints
 from flowalign.types import Reward
 
 log = logging.getLogger("flowalign")
@@ -60,9 +60,8 @@ def run_job(
     if isinstance(given, TrainingStage):
         processes.state(given)
         resume = resume or processes.restarted(Path(given.output))
-        text = why_no_checkpoint(Path(given.output)) if resume else ""
-        if text and processes.state(given).is_main_process:
-            log.warning(text)
+        if resume and not checkpoints(Path(given.output)):
+            log.warning("--resume: no checkpoint in %s: from the first update", given.output)
         clock = Clock(began, given.train.max_minutes)
         return train(given, resume=resume, any_world=any_world, clock=clock)
 
@@ -116,7 +115,7 @@ def train(
             loop, report, rewards = wire(config, clock, inputs)
         if main:
             files.remove_leftovers(folder)
-        if not (resume and loop.resume(any_world=any_world)):
+        if not (resume and loop.resume()):
             loop.begin()
         if main:
             with files.replacing(folder / "config.yaml", durable=True) as part:
