@@ -34,7 +34,7 @@ def load(model: str = "tiny", lora: str | Path | None = None, **kw: Any) -> Any:
     """
     from flowalign.backbone import put_lora, resolve
     from flowalign.backbone.adapters.files import read_lora
-    from flowalign.backbone.pipeline import pipeline_class, text_length
+    from flowalign.backbone.loading import pipeline_class, text_length
 
     adapter = read_lora(lora, newest=True) if lora else None
     kw.setdefault("use_safetensors", True)  # else diffusers takes a pickle where it finds no other

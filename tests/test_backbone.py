@@ -134,14 +134,12 @@ def test_pixels_that_are_no_whole_patches_are_refused(
 
 
 def test_a_model_that_is_not_there_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no such folder.*`tiny`") as error:
-        load_pipeline(str(tmp_path / "none"))
-    assert "\n" not in str(error.value)
-    with pytest.raises(ModelError, match="holds no model_index.json"):
-        load_pipeline(str(tmp_path))
-    (tmp_path / "model_index.json").write_text("{")
-    with pytest.raises(ModelError, match="does not load"):
-        load_pipeline(str(tmp_path))
+    for index in (None, "{"):
+        if index:
+            (tmp_path / "model_index.json").write_text(index)
+        with pytest.raises(ModelError, match=r"model\.id") as error:
+            load_pipeline(str(tmp_path if index else tmp_path / "none"))
+        assert "\n" not in str(error.value)
 
 
 # Less memory -------------------------------------------------------------------------------------

@@ -1,10 +1,8 @@
 """The documents are true: links lead somewhere, and commands are what the code takes.
-tests/test_snippets.py has configs and code.
+tests/test_snippets.py has configs and code, and scripts/first_day.sh runs the commands.
 
-Every command in a block of shell is run by a test (SHORT here, ELSEWHERE in another file) or by
-scripts/first_day.sh, or an HTML comment before its block says what it needs that a test does not
-have: `<!-- needs: a GPU -->` (the site shows it). A block that a reader saves as a file is named by
-`<!-- file: NAME -->`.
+An HTML comment before a block says what it needs, `<!-- needs: a GPU -->` (the site shows it), or
+what file a reader saves it as, `<!-- file: NAME -->`.
 """
 
 import argparse
@@ -14,8 +12,6 @@ import importlib.util
 import json
 import re
 import runpy
-import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,10 +21,7 @@ from urllib.parse import unquote
 import documents
 import fake_hub
 import pytest
-import test_compare
-import torch
 from documents import Command
-from safetensors.torch import load_file
 from test_package import CONFIGS
 
 from flowalign import rewards
@@ -51,28 +44,7 @@ from flowalign.training.preflight import check_world
 pytestmark = pytest.mark.usefixtures("clip_extra")
 
 ROOT = documents.ROOT
-SHORT = {  # run here, as they stand
-    "flowalign eval compare outputs/tiny/eval/results.json outputs/tiny/eval/results.json "
-    "--models base student",
-    "python scripts/paddle_models_from_rapidocr.py paddle_models",
-}
-SHORT_BEGINNINGS = (  # of what is too long to repeat
-    "python -c 'import json, statistics as s",
-    "python -c 'import torch, safetensors.torch as s",
-)
-ELSEWHERE = {  # run by another test, on the way to what that shows
-    "flowalign init --stage grpo --model tiny --reward ocr --prompts my.txt --out my.yaml": (
-        "test_init.py"
-    ),
-    "pip install docs/rewards/example": "test_plugins.py",
-    "python tests/verdicts.py": "test_verdicts.py",
-    "flowalign doctor --reward sharpness scale=20": "test_plugins.py",
-}
 PLUGINS = {"sharpness": "flowalign_sharpness:Sharpness"}  # by entry points of docs/rewards/example
-# What a test does not have, or takes longer than five minutes.
-NEEDS = re.compile(
-    r"network|GPU|chromium|C compiler|C\+\+ compiler|hour|(\d|nine|ten) minutes|reward-server"
-)
 PLACEHOLDER = re.compile(
     r"(?<![a-zA-Z])[A-Z]{4,}(?![a-z])|=[A-Z]$|\.\.\.|^\["
 )  # a synopsis has one
@@ -103,14 +75,6 @@ def test_every_link_leads_somewhere() -> None:
         elif anchor and file in PAGES and anchor not in documents.anchors(file):
             broken.append(f"{page_id(page)}:{line}: {target}: no heading {anchor!r}")
     assert broken == []
-
-
-def test_no_page_has_a_place_that_was_never_filled() -> None:
-    """A line that is one bare upper-case word, such as TABLE."""
-    found = []
-    for page, text in documents.pages().items():
-        found += [f"{page_id(page)}: {word}" for word in re.findall(r"^[A-Z_]{3,}$", text, re.M)]
-    assert found == []
 
 
 # Commands --------------------------------------------------------------------------------------
@@ -197,8 +161,6 @@ def checked(command: Command) -> None:
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M)
     elif name == "pip":
         check_pip(words)
-    elif name == "pytest" or words[1:3] == ["-m", "pytest"]:
-        check_pytest(words[words.index("pytest") + 1 :] if name != "pytest" else words[1:])
     elif name == "flowalign" and (
         len(words) == 2
         or words[1:] == ["eval", "compare"]
@@ -237,15 +199,6 @@ def check_pip(words: list[str]) -> None:
             assert set(wanted[1].split(",")) <= set(extras), f"no extra {wanted[1]}; have {extras}"
         if word == "." or (word[0] not in "-h" and "/" in word):
             assert (ROOT / word / "pyproject.toml").is_file()
-
-
-def check_pytest(words: list[str]) -> None:
-    marks = re.findall(r'^    "(\w+): ', (ROOT / "pyproject.toml").read_text(), re.M)
-    for before, word in zip(["", *words], words, strict=False):
-        if before == "-m":
-            assert word in marks
-        elif not word.startswith("-"):
-            assert (ROOT / word).exists(), f"no {word}"
 
 
 def check_arguments(command: Command, what: str, namespace: argparse.Namespace) -> None:
@@ -357,83 +310,14 @@ def test_a_wrong_command_is_refused(at_home: None, capsys: Any) -> None:
         "flowalign trian --config configs/tiny/eval.yaml",
         "flowalign train --config configs/tiny/eval.yaml",
         "flowalign eval --config configs/tiny/eval.yaml sampling.step=3",
-        "flowalign eval --config configs/tiny/eval.yaml models.x=outputs/tiny/nobody/adapter",
         "accelerate launch --num_cpus 2 train.py --config configs/tiny/teacher_ocr.yaml",
-        "accelerate launch train.py --config configs/tiny/teacher_orc.yaml",
         "flowalign merge tiny/ocr tiny/nobody --out x",
         "flowalign sample 'a star' --gudance 1",
-        "flowalign doctor --reward geneval treshold=1",
-        "flowalign serve-reward pickscor",
         "python benchmarks/floors.py --repeat_s 5",
         "pip install 'flowalign-t2i[clips]'",
-        "pytest tests/test_nothing.py",
         "make demos",
     ):
         (words,) = documents.statements(text, whole=True)
         with pytest.raises((Exception, SystemExit)) as refused:
             checked(Command(tuple(words), "here"))
         assert not isinstance(refused.value, Parsed), text
-
-
-def short(command: Command) -> bool:
-    return str(command) in SHORT or str(command).startswith(SHORT_BEGINNINGS)
-
-
-def walked() -> Iterator[tuple[str, ...]]:
-    """The commands of scripts/first_day.sh, with what they add to shorten a run."""
-    text = (ROOT / "scripts" / "first_day.sh").read_text().replace("\\\n", " ")
-    for line in text.splitlines():
-        if line.strip().startswith("step "):
-            yield tuple(shlex.split(line, comments=True))[1:]
-
-
-WALKED = list(walked())
-
-
-def test_every_command_is_run_by_a_test_or_says_what_it_needs() -> None:
-    for command in COMMANDS:
-        if command.inline or short(command) or vague(command) or str(command) in ELSEWHERE:
-            continue
-        if any(words[: len(command.words)] == command.words for words in WALKED):
-            continue
-        assert NEEDS.search(command.needs or ""), (
-            f"{command.place}: no test runs `{command}`, which needs {command.needs or 'nothing'}. "
-            "Run it in scripts/first_day.sh, or add it to SHORT or ELSEWHERE in "
-            "tests/test_docs.py; or say before its block which of these it needs: "
-            f"{NEEDS.pattern.replace('|', ', ')}."
-        )
-    assert all((ROOT / "tests" / file).is_file() for file in ELSEWHERE.values())
-
-
-def evaluated() -> dict[str, set[str]]:
-    """{results.json: the models in it} that the evaluations of the quickstart leave behind."""
-    files: dict[str, set[str]] = {}
-    for command in documents.commands(ROOT / "docs/quickstart.md"):
-        if "flowalign.eval" in command.words and not vague(command):
-            _, given = arguments(list(command.words)) or ("", argparse.Namespace())
-            config = load(ROOT / given.config, tuple(given.overrides), stage=EvalStage)
-            files[f"{config.output}/results.json"] = set(config.models)
-    return files
-
-
-@pytest.mark.slow
-def test_the_short_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each once, in a folder with the results and the pickle that they read."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
-    for path, models in (*evaluated().items(), ("results.json", {"base"})):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        results = test_compare.document(test_compare.BASE)
-        results["models"] = dict.fromkeys(models, results["models"]["base"])
-        Path(path).write_text(json.dumps(results))
-    torch.save({"layer.lora_A.weight": torch.ones(1, 2)}, "adapter_model.bin")
-    commands = {str(command): list(command.words) for command in COMMANDS if short(command)}
-    assert commands.keys() >= SHORT and len(commands) == len(SHORT) + len(SHORT_BEGINNINGS)
-    for text, words in commands.items():
-        if words[0] == "flowalign":
-            assert cli.main(words[1:]) == 0, text
-        else:
-            done = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
-    assert load_file("adapter_model.safetensors")["layer.lora_A.weight"].shape == (1, 2)
-    assert (tmp_path / "paddle_models/PP-OCRv6_small_det/inference.onnx").exists()

@@ -102,7 +102,7 @@ def test_a_pipeline_of_no_family_is_refused_and_one_that_is_like_another_is_not(
 class Mine(Flux):
     """A family of a plugin: FLUX with a pipeline class of its own."""
 
-    name, pipeline, since = "mine", "MyPipeline", "0.1"
+    name, pipeline = "mine", "MyPipeline"
 
 
 def test_a_plugin_adds_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,5 +122,5 @@ def test_a_plugin_adds_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_class_that_this_diffusers_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "diffusers", SimpleNamespace(__version__="0.31.0"))
-    with pytest.raises(ModelError, match=r"SanaPipeline needs diffusers 0\.32"):
+    with pytest.raises(ModelError, match="SanaPipeline"):
         family_of("SanaPipeline")

@@ -333,7 +333,7 @@ def test_a_part_of_a_model_that_is_a_pickle_is_refused(
     file.unlink()
     for content in (harmless, Planted(tmp_path / "planted")):
         torch.save(content, folder / part / name)
-        with pytest.raises(ModelError, match=f"{part}/{name} is a pickle.*convert"):
+        with pytest.raises(ModelError, match=f"{part}/{name} is a pickle"):
             load_pipeline(str(folder))
         with pytest.raises(OSError, match="safetensors"):
             flowalign.load(str(folder))

@@ -54,7 +54,7 @@ def test_what_is_committed_shows_its_outputs_and_is_short(path: Path) -> None:
     assert path.stat().st_size < 1_000_000
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("path", runner.NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_top_to_bottom(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

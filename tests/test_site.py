@@ -62,7 +62,7 @@ class Resources(HTMLParser):
         self.text.append(data)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_site_reads_a_page_as_github_does(site: Path) -> None:
     """Python's Markdown wants blank lines where CommonMark does not: count what is made of a page
     (of those that only hold their own text)."""
@@ -83,7 +83,7 @@ def test_the_site_reads_a_page_as_github_does(site: Path) -> None:
         assert counted == wanted, name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_first_page_begins_as_readme_does(site: Path) -> None:
     page = squeezed("".join(Resources((site / "index.html").read_text(encoding="utf-8")).text))
     readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## ")[0]
@@ -92,7 +92,7 @@ def test_the_first_page_begins_as_readme_does(site: Path) -> None:
         assert squeezed(paragraph) in page, paragraph
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     assert len(pages) >= 15
@@ -105,7 +105,7 @@ def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
 
 
 @needs_chromium
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("page", ["index.html", "rewards/ocr.html"])
 def test_a_page_from_a_folder_searches_the_site(site: Path, page: str, tmp_path: Path) -> None:
     html = dom(f"{(site / page).as_uri()}?q=group_relative", tmp_path)
@@ -115,7 +115,7 @@ def test_a_page_from_a_folder_searches_the_site(site: Path, page: str, tmp_path:
 
 
 @needs_chromium
-@pytest.mark.slow
+@pytest.mark.long
 def test_nothing_of_a_reference_is_cut_on_a_phone(site: Path, tmp_path: Path) -> None:
     """Signatures, formulas of docstrings, and the meanings of keys end inside the page."""
     probe = """<script>onload = () => {
@@ -133,7 +133,7 @@ def test_nothing_of_a_reference_is_cut_on_a_phone(site: Path, tmp_path: Path) ->
         assert shown > 90 and cut == 0 and width < 700, f"{name}: {title}"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_formulas_are_drawn_by_the_browser_itself(site: Path) -> None:
     page = Resources((site / "concepts.html").read_text(encoding="utf-8"))
     assert page.formulas > 40
@@ -152,7 +152,7 @@ def sections(model: Any, seen: set[type]) -> set[type]:
     return seen
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_page_of_configs_has_every_key_with_its_meaning(site: Path) -> None:
     page = (site / "configs.html").read_text(encoding="utf-8")
     everything = {s for root in STAGES.values() for s in sections(root, set())}
@@ -181,7 +181,7 @@ def squeezed(text: str) -> str:
     return re.sub(r"[\s`]+|^- ", "", text, flags=re.MULTILINE)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["api", "configs"])
 def test_docstrings_are_shown_whole(site: Path, name: str) -> None:
     page = (site / f"{name}.html").read_text(encoding="utf-8")
@@ -221,13 +221,3 @@ def test_the_names_that_others_rely_on_keep_their_parameters() -> None:
         positional, _, keywords = (part.split() for part in parameters.partition(" * "))
         assert here[: len(positional)] == positional, name
         assert set(keywords) <= set(here), name
-
-
-@pytest.mark.slow
-def test_the_page_of_names_has_them_with_their_signatures(site: Path) -> None:
-    page = (site / "api.html").read_text(encoding="utf-8")
-    for name in CONTRACT:
-        entry = page.partition(f'id="{name}"')[2].partition("<h3")[0]
-        signature = "".join(Resources(entry.partition("</code>")[0]).text)
-        for parameter in CONTRACT[name].replace(" * ", " ").split():
-            assert re.search(rf"\b{parameter}: ", signature), (name, parameter)

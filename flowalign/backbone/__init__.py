@@ -1,17 +1,9 @@
 """The base model with its named adapters: text -> velocity -> pixels."""
 
 from flowalign.backbone.base import DTYPES, Backbone
-from flowalign.backbone.errors import ModelError
-from flowalign.backbone.family import Family
-from flowalign.backbone.loading import (
-    families,
-    family_of,
-    load_pipeline,
-    pipeline_name,
-    resolve,
-)
+from flowalign.backbone.family import Family, ModelError
+from flowalign.backbone.loading import families, family_of, load_pipeline, pipeline_name, resolve
 from flowalign.backbone.lora import put_lora
-from flowalign.backbone.schedule import scheduler_sigmas
 
 __all__ = [
     "DTYPES",
@@ -24,5 +16,4 @@ __all__ = [
     "pipeline_name",
     "put_lora",
     "resolve",
-    "scheduler_sigmas",
 ]

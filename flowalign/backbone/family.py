@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from abc import ABC, abstractmethod
@@ -9,10 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import diffusers
+import numpy as np
 import torch
 from torch import Tensor, nn
-
-from flowalign.backbone.schedule import scheduler_sigmas
 
 Text = dict[str, Tensor]  # what the transformer is told of a prompt, by names of the family's own
 JOINT_ATTENTION = [  # layers of blocks in which image and text attend to both
@@ -20,6 +20,11 @@ JOINT_ATTENTION = [  # layers of blocks in which image and text attend to both
     "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
 ]  # fmt: skip
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
+SUPPORTED = {"invert_sigmas": False, "stochastic_sampling": False, "num_train_timesteps": 1000}
+
+
+class ModelError(OSError):
+    """A base model that cannot be loaded: what was seen, what is possible, what to do."""
 
 
 def by_prompt(**parts: Tensor) -> list[Text]:
@@ -38,10 +43,10 @@ class Family(ABC):
     share: patches of 2x2 latents, classifier-free guidance, an AutoencoderKL, a
     FlowMatchEulerDiscreteScheduler.
 
-    pipeline: the class in diffusers that `model_index.json` names; since: the version of diffusers
-    that has it. tag: of adapters on the Hub. targets: layers of a LoRA, by the end of their names.
-    cards: (steps, guidance) of public models by the name of their repository. negative: the prompt
-    without content of CFG, always encoded alone.
+    pipeline: the class in diffusers that `model_index.json` names. tag: of adapters on the Hub.
+    targets: layers of a LoRA, by the end of their names. cards: (steps, guidance) of public models
+    by the name of their repository. negative: the prompt without content of CFG, always encoded
+    alone.
     tokenizer: the part whose tokens `max_sequence_length` limits. longest: its largest value.
 
     A latent is [C,h,w]; pipe may lie on the meta device.
@@ -50,7 +55,6 @@ class Family(ABC):
     name: ClassVar[str]
     pipeline: ClassVar[str]
     tag: ClassVar[str]
-    since: ClassVar[str]
     targets: ClassVar[Sequence[str]]
     cards: ClassVar[Mapping[str, tuple[int, float]]] = {}
     scale: ClassVar[str] = "guidance_scale"  # what the pipeline's call names it
@@ -156,11 +160,31 @@ class Family(ABC):
         return tokens * slope + (low - slope * least)
 
     def sigmas(self, steps: int, tokens: int) -> Tensor:
-        """The schedule [T+1] of the pipeline's own scheduler, from 1 to 0. Raises ModelError for a
-        scheduler that steps otherwise than a rollout does."""
-        scheduler = self.scheduler
-        mu = self.mu(tokens, steps) if scheduler.config.get("use_dynamic_shifting") else None
-        return scheduler_sigmas(scheduler, steps, mu, even_grid=self.even_grid)
+        """The schedule [T+1], float32, from 1 to 0, as the pipeline's own scheduler gives it.
+
+        Raises ModelError for a scheduler that a rollout cannot follow: rollouts take Euler steps
+        between these noise levels, and the model's timestep is sigma * 1000.
+        """
+        scheduler, config = self.scheduler, self.scheduler.config
+        problems = [f"{key} = {config[key]!r}, not {value!r}" for key, value in SUPPORTED.items()
+                    if config.get(key, value) != value]  # fmt: skip
+        if not isinstance(scheduler, diffusers.FlowMatchEulerDiscreteScheduler):
+            problems = [type(scheduler).__name__]
+        if not problems:
+            mu = self.mu(tokens, steps) if config.get("use_dynamic_shifting") else None
+            changed = copy.deepcopy(scheduler)  # set_timesteps changes its state
+            if self.even_grid:
+                changed.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps).tolist(), mu=mu)
+            else:
+                changed.set_timesteps(steps, mu=mu)
+            sigmas = torch.as_tensor(changed.sigmas, dtype=torch.float32, device="cpu")
+            if sigmas[0] == 1 and sigmas[-1] == 0 and bool((sigmas.diff() < 0).all()):
+                return sigmas
+            problems = [f"noise levels {sigmas.tolist()}, not from 1 to 0"]
+        raise ModelError(
+            f"rollouts take Euler steps of a flow, and the model's scheduler has {problems[0]}. "
+            "Give it a FlowMatchEulerDiscreteScheduler (scheduler/scheduler_config.json)."
+        )
 
     def shift(self, tokens: int, steps: int) -> float:
         """The shift of that schedule: sigma = shift u / (1 + (shift - 1) u) of an even grid u."""
@@ -197,3 +221,25 @@ class Family(ABC):
         vae = self.pipe.vae
         latents = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
         return vae.decode(latents.to(vae.dtype)).sample
+
+
+def packed(x: Tensor) -> Tensor:
+    """[B,C,h,w] -> [B, h/2 * w/2, 4C], row by row; in a token the channels come first."""
+    b, c, h, w = x.shape
+    tokens = x.view(b, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5)
+    return tokens.reshape(b, h * w // 4, 4 * c)
+
+
+class PackedFamily(Family):
+    """A family whose transformer takes latents as tokens: 2x2 of them, with its channels together
+    (`packed`)."""
+
+    @property
+    def channels(self) -> int:
+        return self.core.config.in_channels // 4
+
+    def velocity(self, output: Tensor, x: Tensor) -> Tensor:
+        """Tokens -> v [B,C,h,w]."""
+        b, c, h, w = x.shape
+        parts = output.view(b, h // 2, w // 2, c, 2, 2).permute(0, 3, 1, 4, 2, 5)
+        return parts.reshape(b, c, h, w).float()

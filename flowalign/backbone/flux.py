@@ -7,8 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flowalign.backbone.family import JOINT_ATTENTION, Text, by_prompt
-from flowalign.backbone.patches import PackedFamily, packed
+from flowalign.backbone.family import JOINT_ATTENTION, PackedFamily, Text, by_prompt, packed
 
 
 class Flux(PackedFamily):
@@ -18,18 +17,15 @@ class Flux(PackedFamily):
     name = "flux"
     pipeline = "FluxPipeline"
     tag = "flux"
-    since = "0.30"
     targets = JOINT_ATTENTION
     cards = {"flux.1-dev": (50, 3.5), "flux.1-schnell": (4, 1.0)}
     tokenizer = "tokenizer_2"
 
     @property
     def guidance(self) -> Literal["embedded", "none"]:
-        """As the transformer was distilled."""
         return "embedded" if self.core.config.guidance_embeds else "none"
 
     def encoder_tokens(self, length: int) -> list[int]:
-        """Tokens that each text encoder sees of a prompt."""
         return [self.pipe.text_encoder.config.max_position_embeddings, length]
 
     def text_shapes(self, length: int) -> dict[str, tuple[int, ...]]:
@@ -48,7 +44,6 @@ class Flux(PackedFamily):
         return by_prompt(embeds=embeds, pooled=pooled)
 
     def inputs(self, x: Tensor, sigma: Tensor, text: Text, guidance: float) -> dict[str, Any]:
-        """The transformer's keyword arguments."""
         rows, columns = (torch.arange(side // 2, device=x.device) for side in x.shape[2:])
         places = torch.cartesian_prod(rows, columns)
         return {

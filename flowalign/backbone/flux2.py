@@ -17,7 +17,6 @@ class Flux2(Family):
     name = "flux2"
     pipeline = "Flux2Pipeline"
     tag = "flux-2"
-    since = "0.36"
     targets = [
         *JOINT_ATTENTION,
         "attn.to_qkv_mlp_proj",  # attn.to_out of these blocks is a list in the others
@@ -27,17 +26,14 @@ class Flux2(Family):
 
     @property
     def guidance(self) -> Literal["cfg", "embedded", "none"]:
-        """Embedded in dev."""
         return "embedded"
 
     @property
     def factor(self) -> int:
-        """Pixels a side of a token."""
         return 2 * self.pipe.vae_scale_factor
 
     @property
     def usual(self) -> int:
-        """1024 pixels."""
         return self.pipe.default_sample_size * self.pipe.vae_scale_factor
 
     def mu(self, tokens: int, steps: int) -> float:
@@ -70,7 +66,6 @@ class Flux2(Family):
         }
 
     def velocity(self, output: Tensor, x: Tensor) -> Tensor:
-        """Tokens -> v [B,C,h,w]."""
         return output.transpose(1, 2).reshape(x.shape).float()
 
     def decode(self, latents: Tensor) -> Tensor:
@@ -89,7 +84,6 @@ class Flux2Klein(Flux2):
 
     name = "flux2_klein"
     pipeline = "Flux2KleinPipeline"
-    since = "0.37"
     cards = {
         "flux.2-klein-4b": (4, 1.0), "flux.2-klein-9b": (4, 1.0),
         "flux.2-klein-base-4b": (50, 4.0), "flux.2-klein-base-9b": (50, 4.0),

@@ -1,8 +1,9 @@
-"""Which family a pipeline is of, and how its files are loaded."""
+"""Which family a pipeline is of, how its files are loaded, and how many tokens its prompts have."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 from collections.abc import Mapping
 from importlib.metadata import entry_points
@@ -15,14 +16,15 @@ from diffusers import PipelineQuantizationConfig
 from huggingface_hub import hf_hub_download
 from packaging.version import Version
 
-from flowalign.backbone.errors import ModelError
-from flowalign.backbone.family import Family
+from flowalign.backbone.adapters.files import Lora
+from flowalign.backbone.family import Family, ModelError
 from flowalign.backbone.flux import Flux
 from flowalign.backbone.flux2 import Flux2, Flux2Klein
 from flowalign.backbone.qwen_image import QwenImage
 from flowalign.backbone.sana import Sana
 from flowalign.backbone.sd3 import SD3
 from flowalign.backbone.tiny import MODEL as TINY
+from flowalign.backbone.tiny import T5_LENGTH
 from flowalign.backbone.z_image import ZImage
 
 FAMILIES: dict[str, type[Family]] = {
@@ -30,6 +32,7 @@ FAMILIES: dict[str, type[Family]] = {
 }
 GROUP = "flowalign.backbones"  # of entry points, each a Family
 PAGE = "docs/backbones.md"
+LENGTH = "max_sequence_length"
 
 
 @functools.cache
@@ -39,34 +42,27 @@ def families() -> Mapping[str, type[Family]]:
     return FAMILIES | {family.pipeline: family for family in plugins}
 
 
-def family_named(name: str) -> type[Family]:
-    """The family of `model.family`; ModelError for a name that is none."""
-    known = {family.name: family for family in families().values()}
-    if name not in known:
-        raise ModelError(
-            f"model.family: got {name!r}; there are {', '.join(known)}. {PAGE} says how to add one."
-        )
-    return known[name]
-
-
 def family_of(pipeline: str, name: str | None = None) -> type[Family]:
     """The family of a pipeline's class, or the one of `model.family` instead. Raises ModelError for
-    an unknown class, and for one that the installed diffusers does not have."""
+    an unknown class or name, and for a class that the installed diffusers does not have."""
     if name:
-        return family_named(name)
+        named = {family.name: family for family in families().values()}
+        if name not in named:
+            raise ModelError(
+                f"model.family: got {name!r}; there are {', '.join(named)}. See {PAGE}."
+            )
+        return named[name]
     if pipeline not in families():
         raise ModelError(
             f"model.id: its model_index.json names a {pipeline}; flowalign knows "
             f"{', '.join(families())}. {PAGE} says how to add a family; `model.family` takes the "
             "pipeline for one of a known family."
         )
-    family = families()[pipeline]
     if not hasattr(diffusers, pipeline):
         raise ModelError(
-            f"model.id: a {pipeline} needs diffusers {family.since} or later; here is "
-            f"{diffusers.__version__}."
+            f"model.id: diffusers {diffusers.__version__} has no {pipeline}; update it."
         )
-    return family
+    return families()[pipeline]
 
 
 def resolve(model: str) -> str:
@@ -83,7 +79,7 @@ def pipeline_name(model: str, **hub: Any) -> str:
             index = Path(hf_hub_download(model, index.name, **hub))
         return json.loads(index.read_text())["_class_name"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(_why_not(model, error)) from error
+        raise _model_error(model, error) from error
 
 
 def load_pipeline(
@@ -123,7 +119,7 @@ def load_pipeline(
             **{key: {"default": dtype, "vae": vae_dtype}},
         )
     except (OSError, ValueError) as error:
-        raise ModelError(_why_not(model, error, loader.__name__)) from error
+        raise _model_error(model, error) from error
     pipe.set_progress_bar_config(disable=True)
     if quantization == "fp8":
         storage = torch.float8_e4m3fn  # the 8-bit format with more mantissa bits, for weights
@@ -131,25 +127,59 @@ def load_pipeline(
     return pipe
 
 
-def _why_not(model: str, error: Exception, loader: str = "diffusers pipeline") -> str:
+def _model_error(model: str, error: Exception) -> ModelError:
     folder = Path(resolve(model))
     # the weights of a part: <part>/diffusion_pytorch_model.bin, <part>/pytorch_model.bin
-    pickles = sorted(folder.glob("*/*pytorch_model*.bin")) if folder.is_dir() else []
-    if pickles and "safetensors" in str(error):
-        return (
+    if "safetensors" in str(error) and (pickles := sorted(folder.glob("*/*pytorch_model*.bin"))):
+        return ModelError(
             f"model.id {model!r}: {pickles[0]} is a pickle, and none is read: it could run code. "
-            'If you trust it, convert the folder once: python -c "import diffusers as d; '
-            f"d.{loader}.from_pretrained({str(folder)!r}).save_pretrained('NEW')\""
+            "If you trust it, let diffusers load the folder once, and `save_pretrained` it."
         )
-    if not folder.exists():
-        state = "there is no such folder, and the Hub did not give it"
-    elif not (folder / "model_index.json").exists():
-        state = f"{folder} holds no model_index.json"
-    else:
-        state = f"it does not load as a {loader}"
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return (
-        f"model.id {model!r}: {state} ({reason[:200]}). Give `tiny`, the folder of a diffusers "
+    state = "does not load" if folder.exists() else "is no folder here, and the Hub did not give it"
+    return ModelError(
+        f"model.id {model!r} {state} ({reason[:200]}). Give `tiny`, the folder of a diffusers "
         "pipeline, or a Hub id such as stabilityai/stable-diffusion-3.5-medium; a gated one needs "
         "its licence accepted on the Hub and `hf auth login`."
     )
+
+
+# Tokens of a prompt ------------------------------------------------------------------------------
+
+
+def text_length(model: str, lora: Lora | None) -> int | None:
+    """Tokens of a prompt: as in the LoRA's training if its file says so, else those of the tiny
+    model, else None = diffusers' default."""
+    own = T5_LENGTH if resolve(model) == str(TINY) else None
+    return (lora.text_length if lora else None) or own
+
+
+def pipeline_class(model: str, length: int | None, **hub: Any) -> type[Any]:
+    """The class in diffusers of a model's pipeline, or one like it whose prompts have `length`
+    tokens by default. hub: see `pipeline_name`. Raises ModelError for a pipeline of no family.
+
+    diffusers has that number only in the defaults of two methods. The class has the name of its
+    parent, which `save_pretrained` writes: what is saved is an ordinary pipeline.
+    """
+    parent = getattr(diffusers, family_of(pipeline_name(model, **hub)).pipeline)
+    if length in (None, default_length(parent)):
+        return parent
+
+    def with_length(method: Any) -> Any:
+        signature = inspect.signature(method)
+
+        @functools.wraps(method)
+        def wrapper(*args: Any, **kw: Any) -> Any:
+            if LENGTH not in signature.bind_partial(*args, **kw).arguments:
+                kw[LENGTH] = length
+            return method(*args, **kw)
+
+        return wrapper
+
+    methods = {name: with_length(getattr(parent, name)) for name in ("__call__", "encode_prompt")}
+    return type(parent.__name__, (parent,), {**methods, "__doc__": parent.__doc__})
+
+
+def default_length(pipeline: type[Any]) -> int:
+    """Tokens of a prompt in a call of a pipeline, unless it says otherwise."""
+    return inspect.signature(pipeline.__call__).parameters[LENGTH].default

@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, interpolate
 
-from flowalign.backbone.family import JOINT_ATTENTION, Text, without_padding
-from flowalign.backbone.patches import PackedFamily, packed
+from flowalign.backbone.family import JOINT_ATTENTION, PackedFamily, Text, packed, without_padding
 
 
 class QwenImage(PackedFamily):
@@ -18,7 +17,6 @@ class QwenImage(PackedFamily):
     name = "qwen_image"
     pipeline = "QwenImagePipeline"
     tag = "qwen-image"
-    since = "0.35"
     targets = JOINT_ATTENTION
     cards = {"qwen-image": (50, 4.0), "qwen-image-2512": (50, 4.0)}
     scale = "true_cfg_scale"
@@ -36,7 +34,6 @@ class QwenImage(PackedFamily):
         return [length + self.pipe.prompt_template_encode_start_idx]
 
     def text_shapes(self, length: int) -> dict[str, tuple[int, ...]]:
-        """embeds, and which of them are no padding."""
         return {"embeds": (length, self.core.config.joint_attention_dim), "mask": (length,)}
 
     def encode(self, prompts: list[str], length: int, device: Any) -> list[Text]:
@@ -48,7 +45,6 @@ class QwenImage(PackedFamily):
         return without_padding([embed[keep.bool()] for embed, keep in pairs])
 
     def inputs(self, x: Tensor, sigma: Tensor, text: Text, guidance: float) -> dict[str, Any]:
-        """The transformer's keyword arguments."""
         b, _, h, w = x.shape
         return {
             "hidden_states": packed(x),

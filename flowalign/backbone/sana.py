@@ -23,7 +23,6 @@ class Sana(Family):
     name = "sana"
     pipeline = "SanaPipeline"
     tag = "sana"
-    since = "0.32"
     targets = [
         "attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0",
         "attn2.to_q", "attn2.to_k", "attn2.to_v", "attn2.to_out.0",
@@ -43,7 +42,6 @@ class Sana(Family):
 
     @property
     def usual(self) -> int:
-        """Pixels of the side that the model was made for."""
         return self.core.config.sample_size * self.factor
 
     @property
@@ -58,7 +56,6 @@ class Sana(Family):
         return [length + len(re.findall(r"\w+|[^\w\s]", "\n".join(self.instruction)))]
 
     def text_shapes(self, length: int) -> dict[str, tuple[int, ...]]:
-        """embeds, and which of them are no padding."""
         return {"embeds": (length, self.core.config.caption_channels), "mask": (length,)}
 
     def encode(self, prompts: list[str], length: int, device: Any) -> list[Text]:
@@ -74,7 +71,6 @@ class Sana(Family):
         return by_prompt(embeds=embeds, mask=mask.bool())
 
     def inputs(self, x: Tensor, sigma: Tensor, text: Text, guidance: float) -> dict[str, Any]:
-        """The transformer's keyword arguments."""
         return {
             "hidden_states": x,
             "encoder_hidden_states": text["embeds"].to(x.dtype),
@@ -87,6 +83,5 @@ class Sana(Family):
         return output[:, : x.shape[1]].float()
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents [B,C,h,w] -> images [B,3,H,W] in [-1,1]."""
         vae = self.pipe.vae
         return vae.decode((latents / vae.config.scaling_factor).to(vae.dtype)).sample

@@ -16,7 +16,6 @@ class SD3(Family):
     name = "sd3"
     pipeline = "StableDiffusion3Pipeline"
     tag = "stable-diffusion-3"
-    since = "0.29"
     targets = JOINT_ATTENTION
     cards = {
         "stable-diffusion-3.5-medium": (40, 4.5),
@@ -34,11 +33,9 @@ class SD3(Family):
 
     @property
     def largest(self) -> int:
-        """Pixels of the longest side that the transformer has positions for."""
         return self.factor * self.patch * self.core.config.pos_embed_max_size
 
     def encoder_tokens(self, length: int) -> list[int]:
-        """Tokens that each text encoder sees of a prompt."""
         clip = self.pipe.text_encoder.config.max_position_embeddings
         return [clip, clip, length][: len(self.encoders)]
 
@@ -64,7 +61,6 @@ class SD3(Family):
         return by_prompt(embeds=embeds, pooled=pooled)
 
     def inputs(self, x: Tensor, sigma: Tensor, text: Text, guidance: float) -> dict[str, Any]:
-        """The transformer's keyword arguments."""
         return {
             "hidden_states": x,
             "encoder_hidden_states": text["embeds"].to(x.dtype),

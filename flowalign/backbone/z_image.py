@@ -22,23 +22,19 @@ class ZImage(Family):
     name = "z_image"
     pipeline = "ZImagePipeline"
     tag = "z-image"
-    since = "0.36"
     targets = ["attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0"]
     cards = {"z-image": (50, 5.0), "z-image-turbo": (9, 1.0)}
 
     @classmethod
     def defaults(cls) -> tuple[int, float]:
-        """(steps, guidance scale) of a call of the pipeline in diffusers."""
         steps, scale = super().defaults()
         return steps, 1 + scale
 
     @property
     def usual(self) -> int:
-        """1024 pixels."""
         return 1024
 
     def text_shapes(self, length: int) -> dict[str, tuple[int, ...]]:
-        """embeds, and which of them are no padding."""
         return {"embeds": (length, self.core.config.cap_feat_dim), "mask": (length,)}
 
     def encode(self, prompts: list[str], length: int, device: Any) -> list[Text]:
@@ -52,7 +48,6 @@ class ZImage(Family):
         return without_padding(embeds)
 
     def inputs(self, x: Tensor, sigma: Tensor, text: Text, guidance: float) -> dict[str, Any]:
-        """The transformer's keyword arguments."""
         embeds, lengths = text["embeds"].to(x.dtype), [text["embeds"].shape[1]] * len(x)
         if not x.is_meta:  # shapes without data are those of the longest prompt
             lengths = text["mask"].sum(1).tolist()

@@ -139,7 +139,7 @@ def settle(args: argparse.Namespace, lora: Lora | None) -> Plan:
     if run:
         sampling = run.evaluation_sampling
         steps, guidance = sampling.steps, sampling.guidance
-        height, width = run.model.sizes[0]
+        height, width = run.model.image_sizes[0]
     if args.size:
         height = width = args.size
     if most and max(height, width) > most:
@@ -230,7 +230,7 @@ def free_file(out: Path | None) -> Path:
 def draw(prompts: Sequence[str], plan: Plan, lora: Lora | None) -> Tensor:
     """Images [P*N,3,H,W] in [0,1] on the CPU; the images of a prompt follow one another."""
     from flowalign.backbone import DTYPES, Backbone, load_pipeline
-    from flowalign.backbone.pipeline import default_length, text_length
+    from flowalign.backbone.loading import default_length, text_length
     from flowalign.config import SamplingConfig
     from flowalign.training.rollout import generate
     from flowalign.types import PromptBatch
