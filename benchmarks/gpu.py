@@ -210,7 +210,7 @@ def _deterministic(config: Any) -> Any:
 
     if not getattr(config.train, "deterministic", False):
         return nullcontext()
-    from flowalign.training.run.determinism import deterministic  # pyright: ignore[reportMissingImports]
+    from flowalign.commands.run import deterministic  # pyright: ignore[reportMissingImports]
 
     return deterministic(True)
 

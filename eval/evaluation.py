@@ -28,7 +28,7 @@ from flowalign.eval.suite import EvaluationError, ImageSet, Judged, build_sets, 
 from flowalign.eval.table import Results
 from flowalign.system import files
 from flowalign.system.escape import harmless
-from flowalign.training.preflight import check_launch, check_world
+from flowalign.training.preflight import check_world
 from flowalign.training.report.alarm import Alarm, drifted
 from flowalign.training.report.drift.monitor import ImageStatistics, compare, shown, worst
 from flowalign.training.report.drift.panel import Panel, panel
@@ -48,7 +48,6 @@ def evaluate(config: EvalStage) -> Path:
     """
     quiet()
     accelerator = processes.accelerator(config)
-    check_launch(accelerator.num_processes)
     check_world(config, accelerator.num_processes)
     with lock.holding(config.output, accelerator.is_main_process):
         _evaluate(config, accelerator)

@@ -49,34 +49,24 @@ def test_json_lines_keep_the_other_keys_as_metadata(tmp_path: Path) -> None:
 def test_a_malformed_set_is_refused(tmp_path: Path) -> None:
     cases = [
         ("a.txt", "\n \n", "holds no prompts"),
-        ("a.jsonl", '{"prompt": "x"}\n\n{"prompt": }\n', "line 3: not JSON"),
-        ("a.jsonl", '["x"]', "line 1: a list; want an object"),
-        ("a.jsonl", '{"prompt": "x"}\n{"text": "y"}', r"line 2: .*`prompt` is None.*\['text'\]"),
-        ("a.jsonl", '{"prompt": " "}', "non-empty text"),
-        ("a.yaml", "x", "neither a .txt"),
-        ("a.csv", "item_id,caption\n1,x\n", r"columns \['item_id', 'caption'\]; want a header"),
-        ("a.csv", "", r"columns \[\]"),
+        ("a.jsonl", '{"prompt": "x"}\n\n{"prompt": }\n', "line 3.*column"),
+        ("a.jsonl", '["x"]', "line 1"),
+        ("a.jsonl", '{"prompt": "x"}\n{"text": "y"}', "line 2.*prompt"),
+        ("a.jsonl", '{"prompt": " "}', "line 1"),
+        ("a.yaml", "x", "a .txt, .jsonl or .csv"),
+        ("a.csv", "item_id,caption\n1,x\n", "caption"),
+        ("a.csv", "", "`prompt`"),
         ("a.csv", "prompt\n", "holds no prompts"),
-        ("a.csv", "item_id,text\n1,x\n2,\n", "line 3: the column `text` is empty"),
-        ("a.csv", "item_id,text\n1,x,y\n", "line 2: not as many cells"),
-        ("a.csv", "item_id,text\n1\n", "line 2: not as many cells"),
-        ("a.csv", 'text\n"x" y\n', "not CSV after line 1"),
-        ("a.csv", "item_id,text\n1,x\n1,y\n", "line 3: the item '1'.*'y'"),
+        ("a.csv", "item_id,text\n1,x\n2,\n", "line 3.*`text`"),
+        ("a.csv", "item_id,text\n1,x,y\n", "line 2: want a cell"),
+        ("a.csv", "item_id,text\n1\n", "line 2: want a cell"),
+        ("a.csv", 'text\n"x" y\n', "line 1"),
+        ("a.csv", "item_id,text\n1,x\n1,y\n", "line 3: the item '1'"),
     ]
     for name, content, seen in cases:
         (tmp_path / name).write_text(content)
         with pytest.raises(PromptError, match=seen):
             load_prompts(tmp_path / name, "t")
-
-
-def test_a_set_is_read_as_it_is_now_and_its_rows_are_the_callers_own(tmp_path: Path) -> None:
-    """Files of the same text are parsed once."""
-    file = tmp_path / "a.jsonl"
-    for prompt in ("old", "new", "old"):
-        file.write_text(json.dumps({"prompt": prompt, "n": 1}))
-        batch = load_prompts(file, "t")
-        assert batch.prompts == [prompt] and batch.metadata == [{"n": 1}]
-        batch.metadata[0]["n"] = 2
 
 
 def test_a_csv_has_a_prompt_a_row_and_metadata_beside_it(tmp_path: Path) -> None:
@@ -112,41 +102,23 @@ def test_a_folder_is_a_prompt_a_file_named_by_it(tmp_path: Path) -> None:
         load_prompts(tmp_path, "dpg")
 
 
-def test_a_folder_without_prompts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PromptError, match="holds no .txt"):
-        load_prompts(tmp_path, "dpg")
-
-
-def test_a_missing_set_names_its_nearest_neighbour(tmp_path: Path) -> None:
+def test_a_missing_set_names_the_command_that_writes_it_or_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").touch()
-    with pytest.raises(PromptError, match=r"Did you mean '.*/train\.jsonl'"):
-        load_prompts(tmp_path / "trian.jsonl", "t")
-
-
-def test_a_missing_set_that_a_command_writes_names_the_command(tmp_path: Path) -> None:
-    (tmp_path / "geneval_train.jsonl").touch()
-    for name, command in (
-        ("geneval_test.jsonl", "data fetch geneval"),
-        ("geneval_val.jsonl", "data generate geneval"),
-        ("t2i_compbench/color_val.txt", "data fetch t2i_compbench"),
+    for name, said in (
+        ("geneval_test.jsonl", "`flowalign data fetch geneval`"),
+        ("geneval_val.jsonl", "`flowalign data generate geneval`"),
+        ("t2i_compbench/color_val.txt", "`flowalign data fetch t2i_compbench`"),
+        ("trian.jsonl", str(tmp_path / "train.jsonl")),
     ):
-        with pytest.raises(PromptError, match=f"`flowalign {command} --out {tmp_path}") as caught:
+        with pytest.raises(PromptError, match=said):
             load_prompts(tmp_path / name, "t")
-        assert "Did you mean" not in str(caught.value)
-
-
-def test_a_training_set_is_no_replacement_for_a_test_set(tmp_path: Path) -> None:
-    (tmp_path / "signs_train.txt").touch()
-    with pytest.raises(PromptError) as caught:
-        load_prompts(tmp_path / "signs_test.txt", "t")
-    assert "Did you mean" not in str(caught.value) and "signs_train.txt" in str(caught.value)
 
 
 def test_tiny_names_a_set_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flowalign.training.data, "PROMPTS", tmp_path)
     (tmp_path / "ocr_train.jsonl").write_text('{"prompt": "x"}')
     assert load_prompts("tiny/ocr_train", "ocr").prompts == ["x"]
-    with pytest.raises(PromptError, match="Did you mean 'tiny/ocr_train'"):
+    with pytest.raises(PromptError, match="tiny/ocr_train"):
         load_prompts("tiny/ocr_trian", "ocr")
 
 
@@ -259,20 +231,7 @@ def test_a_run_evaluates_every_tag_of_a_sorted_file(random_model: str, tmp_path:
     assert tags.keys() == GENEVAL_TAGS.keys() and min(tags.values()) >= 18
 
 
-@pytest.mark.parametrize(
-    ("total", "count", "places", "text"),
-    [
-        (192, 8, list(range(0, 192, 24)), "8 of 192 prompts, every 24th"),
-        (6, 3, [0, 2, 4], "3 of 6 prompts, every 2nd"),
-        (66, 3, [0, 22, 44], "3 of 66 prompts, every 22nd"),
-        (36, 3, [0, 12, 24], "3 of 36 prompts, every 12th"),
-        (10, 3, [0, 3, 6], "3 of 10 prompts, every 3rd"),
-        (10, 4, [0, 2, 5, 7], "4 of 10 prompts, evenly spaced"),
-        (4, 3, [0, 1, 2], "the first 3 of 4 prompts"),
-        (5, 1, [0], "the first 1 of 5 prompts"),
-        (3, 8, [0, 1, 2], "all 3 prompts"),
-    ],
-)
-def test_the_prompts_of_a_picture_are_chosen_by_their_place(total, count, places, text) -> None:
-    assert spread(total, count) == places
-    assert spread_text(places, total) == text
+def test_the_prompts_of_a_picture_are_chosen_by_their_number() -> None:
+    assert spread(192, 8) == list(range(0, 192, 24)) and spread(10, 4) == [0, 2, 5, 7]
+    assert spread(3, 8) == [0, 1, 2]
+    assert spread_text([0, 2, 5, 7], 10) == "4 of 10 prompts, evenly spaced"

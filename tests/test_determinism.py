@@ -12,10 +12,9 @@ from safetensors.torch import load_file
 
 from flowalign.backbone.attention import unavailable
 from flowalign.commands import run
+from flowalign.commands.run import deterministic
 from flowalign.config import ConfigError
-from flowalign.training.algorithm import Algorithm, TrainingError
 from flowalign.training.preflight import check_world
-from flowalign.training.run.determinism import deterministic
 
 ON = "train.deterministic=true"
 
@@ -54,22 +53,6 @@ def test_an_error_puts_the_switches_back() -> None:
     with pytest.raises(KeyError), deterministic(True):
         raise KeyError
     assert flags() == before
-
-
-def test_an_operation_without_a_deterministic_form_stops_the_run_with_its_name(
-    random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = Algorithm.velocity
-
-    def velocity(algorithm: Any, pairs: Any) -> Any:
-        torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))  # torch has no other on any device
-        return real(algorithm, pairs)
-
-    monkeypatch.setattr(Algorithm, "velocity", velocity)
-    fakes.AcceleratorState._reset_state(reset_partial_state=True)
-    with pytest.raises(TrainingError, match=r"train\.deterministic: put_ "):
-        run.train(fakes.settings(random_model, tmp_path / "run", ON))
-    assert not (tmp_path / "run" / "adapter").exists()
 
 
 def outcome(model: str, folder: Path, *given: str) -> tuple[bytes, list[dict[str, float]]]:
@@ -119,24 +102,11 @@ def test_attention_whose_backward_pass_varies_is_refused(tmp_path: Path) -> None
         assert ("model.attention" in without) == bool(missing), backend
 
 
-def test_on_a_gpu_cublas_must_have_been_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = fakes.settings("tiny", tmp_path / "run", ON)
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    assert refused(config) == ""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "CUBLAS_WORKSPACE_CONFIG=:4096:8" in refused(config)
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    assert refused(config) == ""
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["null", "_native_math", "_native_flash"])
 def test_two_runs_on_a_gpu_are_equal_to_the_bit(
-    random_model: str, tmp_path: Path, attention: str, monkeypatch: pytest.MonkeyPatch
+    random_model: str, tmp_path: Path, attention: str
 ) -> None:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     given = [f"model.attention={attention}", "model.dtype=bfloat16"]
     one, two = (outcome(random_model, tmp_path / name / "run", *given) for name in ("a", "b"))
     assert one == two

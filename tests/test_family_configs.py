@@ -47,13 +47,13 @@ def test_a_config_runs_on_one_gpu_and_on_two_machines_of_eight(path: Path) -> No
 PLANTED = [
     ("sana", "model.height=1008", r"model\.height: .*multiples of 32"),
     ("sana", "model.max_sequence_length=512", r"model\.max_sequence_length: 512.*300"),
-    ("flux", "lora.targets=[attn.to_w]", r"lora\.targets: .*'attn\.to_w'.*'attn\.to_"),
+    ("flux", "lora.targets=[attn.to_w]", r"lora\.targets: .*'attn\.to_w'.*attn\.to_q"),
     (
         "flux2",
         "model.id=black-forest-labs/FLUX.2-klein-4B rollout.guidance=4",
         r"rollout\.guidance: 4.*to 1",
     ),
-    ("qwen_image", "model.width=[1024,1032]", r"model\.width\.1: .*16"),
+    ("qwen_image", "model.sizes=[[1024,1024],[1024,1032]]", r"model\.sizes\.1\.1: .*16"),
     ("z_image", "tasks.0.size=[640,512]", r"tasks\.0\.size: \[640, 512\]"),
 ]
 

@@ -1,7 +1,6 @@
 """A checkpoint proves itself: what is damaged or foreign is skipped, and the end is the same."""
 
 import json
-import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -88,8 +87,10 @@ DAMAGES: dict[str, Damage] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "damage", [name if name == "bit" else pytest.param(name, marks=pytest.mark.slow)
+               for name in DAMAGES]
+)  # fmt: skip
 def test_a_damaged_checkpoint_is_skipped_and_the_end_is_the_same(
     whole: Path, run: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -97,62 +98,35 @@ def test_a_damaged_checkpoint_is_skipped_and_the_end_is_the_same(
     DAMAGES[damage](newest)
     shutil.copytree(newest.with_name("update_000001"), newest.with_name("update_000009.bak"))
     newest.with_name("update_000010").touch()  # no folder
+    flipped(run / "adapter" / ADAPTER)
+    (run / ".adapter.0123456789ab.part").mkdir()
+    (run / "samples" / "update_000012.png").touch()
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join([lines[0], lines[1][:9], "[" * 99_999]))
     assert go(whole, run, "--resume") == 0
     (said,) = [r.getMessage() for r in caplog.records if "is not used" in r.getMessage()]
     assert str(newest) in said and "continues from update_000002" in said
     assert end(run) == end(whole / "run")
     manifest.check_manifest(newest)  # written again
-
-
-def test_without_a_sound_checkpoint_the_run_is_refused(
-    whole: Path, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for folder in resume.checkpoints(run):
-        (folder / "progress.json").write_text("{}")
-    before = end(run)
-    assert go(whole, run, "--resume") == 2
-    said = capsys.readouterr().err
-    assert "--resume: no checkpoint" in said and said.count("progress.json has 2 bytes") == 3
-    assert end(run) == before
-
-
-def test_a_checkpoint_of_an_earlier_version_says_so(
-    whole: Path, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for folder in resume.checkpoints(run):
-        (folder / "manifest.json").unlink()
-    assert go(whole, run, "--resume") == 2
-    assert "an earlier version of flowalign" in capsys.readouterr().err
-
-
-def test_another_config_is_refused_even_without_its_file(
-    whole: Path, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (run / "config.yaml").unlink()
-    assert go(whole, run, "--resume", "optimizer.lr=0.5") == 2
-    assert "--resume: optimizer differ" in capsys.readouterr().err
-
-
-def test_the_log_and_the_adapter_are_put_back(
-    whole: Path, run: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    shutil.rmtree(run / "checkpoints" / "update_000003")
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    lines[1] = lines[1][:9]
-    (run / "metrics.jsonl").write_text("\n".join([*lines, "[" * 99_999]))
-    flipped(run / "adapter" / ADAPTER)
-    (run / ".adapter.0123456789ab.part").mkdir()
-    (run / "samples" / "update_000012.png").touch()
-    assert go(whole, run, "--resume") == 0
-    said = [r.getMessage() for r in caplog.records]
-    assert any("adapter" in text and "SHA-256" in text for text in said)
-    assert not any("metrics.jsonl" in text for text in said)
-    assert end(run) == end(whole / "run")
     assert not [*run.rglob(".*")] and not (run / "samples" / "update_000012.png").exists()
 
 
+def test_without_a_sound_checkpoint_of_this_config_the_run_is_refused(
+    whole: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = end(run)
+    (run / "config.yaml").unlink()
+    assert go(whole, run, "--resume", "optimizer.lr=0.5") == 2
+    assert "--resume: optimizer differ" in capsys.readouterr().err
+    for folder in resume.checkpoints(run):
+        (folder / "progress.json").write_text("{}")
+    assert go(whole, run, "--resume") == 2
+    assert capsys.readouterr().err.count("progress.json has 2 bytes") == 3
+    assert end(run) == before
+
+
 @pytest.mark.parametrize("flag", [["--resume"], []])
-def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(
     whole: Path, run: Path, flag: list[str]
 ) -> None:
     shutil.rmtree(run / "checkpoints")
@@ -168,17 +142,14 @@ def test_the_log_of_another_run_is_refused(
 ) -> None:
     shutil.rmtree(run / "checkpoints")
     before = end(run)
-    for argv, said in (
-        ([], "goes to update 3, and there is no checkpoint"),
-        (["optimizer.lr=0.5"], "optimizer differ from"),
-        (["--resume", "optimizer.lr=0.5"], "optimizer differ from"),
-    ):
+    for argv in ([], ["optimizer.lr=0.5"], ["--resume", "optimizer.lr=0.5"]):
         assert go(whole, run, *argv) == 2
-        assert said in capsys.readouterr().err
+        assert "output: " in capsys.readouterr().err
+    (run / "metrics.jsonl").rename(run / "log")  # an adapter without a log
     (run / "config.yaml").write_text("{")
     assert go(whole, run) == 2
-    assert "no config.yaml beside it" in capsys.readouterr().err
-    assert end(run) == before
+    (run / "log").rename(run / "metrics.jsonl")
+    assert go(whole, run) == 2 and end(run) == before
 
 
 def test_a_teacher_that_was_replaced_is_named(
@@ -211,17 +182,6 @@ def test_a_base_model_that_was_replaced_is_named(
     assert "model.id: the weights of" in capsys.readouterr().err
 
 
-def test_another_version_is_a_warning(
-    whole: Path, run: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for folder in resume.checkpoints(run):
-        sealed = manifest.read_manifest(folder)
-        manifest.write_manifest(folder, {**sealed.about, "version": "0.0.9"}, sealed.files)
-    assert go(whole, run, "--resume") == 0
-    (said,) = [r for r in caplog.records if "written by flowalign 0.0.9" in r.getMessage()]
-    assert said.levelno == logging.WARNING
-
-
 def save(checkpoints: Checkpoints, update: int) -> Path:
     weights = {"adapter": [torch.full((2,), float(update))]}
     return checkpoints.save(update, tensors=weights, states={}, progress={})
@@ -250,10 +210,8 @@ def test_what_is_in_the_way_of_a_checkpoint_is_replaced(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, 1)
     save(checkpoints, 1)
     (checkpoints.folder / "update_000002").mkdir()
-    (checkpoints.folder / "update_000003").touch()
-    for update in (2, 3):
-        manifest.check_manifest(save(checkpoints, update))
-    assert [path.name for path in checkpoints.folder.iterdir()] == ["update_000003"]
+    manifest.check_manifest(save(checkpoints, 2))
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["update_000002"]
 
 
 def test_rotation_keeps_a_sound_checkpoint_rather_than_one_that_claims_to_be_newer(
@@ -267,16 +225,15 @@ def test_rotation_keeps_a_sound_checkpoint_rather_than_one_that_claims_to_be_new
 
 
 def test_another_number_of_processes_is_refused_unless_it_is_allowed(
-    whole: Path, run: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    whole: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for folder in resume.checkpoints(run):
         sealed = manifest.read_manifest(folder)
         manifest.write_manifest(folder, {**sealed.about, "processes": 2}, sealed.files)
     assert go(whole, run, "--resume") == 2
     assert "--resume: " in (said := capsys.readouterr().err) and "--allow-world-change" in said
+    assert "2 process(es)" in said
     assert go(whole, run, "--resume", "--allow-world-change") == 0
-    (text,) = [r.getMessage() for r in caplog.records if "--allow-world" in r.getMessage()]
-    assert "2 process(es)" in text and "last digits" in text
 
 
 @pytest.mark.slow
@@ -308,20 +265,3 @@ def test_a_run_goes_on_with_more_and_with_fewer_processes(
         found = load_file(run / "adapter" / ADAPTER)
         for key, value in weights.items():
             torch.testing.assert_close(found[key], value, rtol=0, atol=1e-5)
-
-
-def test_an_adapter_that_is_damaged_while_the_run_goes_on_is_restored_or_forgotten(
-    random_model: str, tmp_path: Path
-) -> None:
-    held_out = f"tasks.0.validation={tmp_path / 'prompts.txt'}"
-    given = [held_out, *EVALUATED, "train.updates=1"]
-    loop = fakes.wired(fakes.settings(random_model, tmp_path / "run", *given))
-    loop.run()
-    best = dict(loop.evaluations.best)
-    shutil.rmtree(loop.folder / "adapter")
-    loop.save()
-    assert loop.evaluations.best == best and checkpoint.why_not_best(loop.folder, best) == ""
-    shutil.rmtree(loop.folder / "adapter")
-    shutil.rmtree(loop.checkpoints.folder)
-    loop.save()
-    assert loop.evaluations.best == {}  # so that the next evaluation chooses

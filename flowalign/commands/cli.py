@@ -31,7 +31,7 @@ COMMANDS = {
     "push": ("flowalign.commands.push:main", "Upload an adapter to the Hugging Face Hub."),
     "doctor": ("flowalign.commands.doctor:main", "Examine a config or a reward before a run."),
     "serve-reward": (
-        "flowalign.rewards.service.command:main",
+        "flowalign.rewards.service.server:main",
         "Serve a reward over HTTP, for runs that name it as `remote`.",
     ),
     "demo": (

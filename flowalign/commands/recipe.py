@@ -32,7 +32,7 @@ from flowalign.config import (
 )
 from flowalign.system import files, manifest
 from flowalign.system.manifest import Damaged
-from flowalign.training.preflight import check_launch, world_problems
+from flowalign.training.preflight import world_problems
 from flowalign.training.report.status import Heartbeat
 from flowalign.training.run import lock
 
@@ -70,7 +70,6 @@ def run(
 
     stages, problems = _read_stages(config, home)
     state = processes.state(*stages.values())  # one group of processes serves all stages
-    check_launch(state.num_processes)
     if problems := _problems(config, stages, problems, state.num_processes, any_world):
         raise ConfigError(problems)
     folder, main = Path(config.output), state.is_main_process

@@ -6,7 +6,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -24,13 +25,12 @@ from flowalign.system import files
 from flowalign.system.signals import Clock
 from flowalign.training.algorithm import TrainingError
 from flowalign.training.loop import Loop
-from flowalign.training.preflight import Inputs, check_launch, check_world, start
+from flowalign.training.preflight import Inputs, check_world, overruled, span
 from flowalign.training.report import results, trackers
 from flowalign.training.report.pictures import metrics_plot
 from flowalign.training.run import lock, processes
-from flowalign.training.run.determinism import deterministic
 from flowalign.training.run.ranks import phase
-from flowalign.training.run.resume import why_no_checkpoint
+from flowalign.training.run.resume import checkpoints
 from flowalign.types import Reward
 
 log = logging.getLogger("flowalign")
@@ -60,9 +60,8 @@ def run_job(
     if isinstance(given, TrainingStage):
         processes.state(given)
         resume = resume or processes.restarted(Path(given.output))
-        text = why_no_checkpoint(Path(given.output)) if resume else ""
-        if text and processes.state(given).is_main_process:
-            log.warning(text)
+        if resume and not checkpoints(Path(given.output)):
+            log.warning("--resume: no checkpoint in %s: from the first update", given.output)
         clock = Clock(began, given.train.max_minutes)
         return train(given, resume=resume, any_world=any_world, clock=clock)
 
@@ -100,12 +99,12 @@ def train(
     """
 
     world = processes.state(config).num_processes
-    check_launch(world)
     inputs = check_world(config, world, resume=resume, any_world=any_world)
     folder, main = Path(config.output), processes.state().is_main_process
-    if main and (begin := start(config.lora, inputs)):
-        log.info(begin.text)
-        for text in begin.ignored:
+    if main and config.lora.init:
+        adapter = inputs.adapter(config.lora.init)
+        log.info("the student starts from %s, rank %s", config.lora.init, span(adapter.ranks))
+        for text in overruled(config.lora, inputs):
             log.warning("%s. Leave it out, or start without lora.init.", text)
     unscored = [task.name for task in config.tasks if not task.evaluated]
     if main and config.evaluation and unscored:
@@ -116,7 +115,7 @@ def train(
             loop, report, rewards = wire(config, clock, inputs)
         if main:
             files.remove_leftovers(folder)
-        if not (resume and loop.resume(any_world=any_world)):
+        if not (resume and loop.resume()):
             loop.begin()
         if main:
             with files.replacing(folder / "config.yaml", durable=True) as part:
@@ -132,6 +131,26 @@ def train(
             watch.write(folder)  # the run's report
         processes.finish(loop.accelerator)
     return folder / "adapter"
+
+
+@contextmanager
+def deterministic(on: bool) -> Iterator[None]:
+    """If `on`: inside the `with`, torch gives the same bits in every run, or raises. On a CPU every
+    run repeats; on a GPU some backward passes sum in whatever order their threads finish."""
+    if not on:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as torch asks; cuBLAS reads it
+    cudnn = torch.backends.cudnn
+    before = cudnn.deterministic, cudnn.benchmark
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    cudnn.deterministic, cudnn.benchmark = True, False  # benchmark picks kernels by their speed
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was)
+        cudnn.deterministic, cudnn.benchmark = before
 
 
 def _hint_threads(accelerator: Accelerator) -> None:

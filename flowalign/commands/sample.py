@@ -139,7 +139,7 @@ def settle(args: argparse.Namespace, lora: Lora | None) -> Plan:
     if run:
         sampling = run.evaluation_sampling
         steps, guidance = sampling.steps, sampling.guidance
-        height, width = run.model.sizes[0]
+        height, width = run.model.image_sizes[0]
     if args.size:
         height = width = args.size
     if most and max(height, width) > most:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import csv
-import difflib
 import io
 import json
-import math
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from itertools import chain, islice, pairwise
+from itertools import islice
 from math import lcm
 from pathlib import Path
 from typing import Any
@@ -24,9 +22,7 @@ from flowalign.training import sources
 from flowalign.types import PromptBatch
 
 Row = tuple[str, dict[str, Any]]  # a prompt, its metadata
-LARGEST = 2**29  # characters of a file, which is read as a whole
 LONGEST = 100_000  # characters of a prompt; text encoders read some 2,000
-DEEPEST = 50  # levels of nesting in metadata; GenEval has 4
 
 
 class PromptError(ValueError):
@@ -47,26 +43,22 @@ def load_prompts(source: str | Path, task: str) -> PromptBatch:
     if path.is_dir():
         rows = _read_folder(path)
     elif path.suffix in READERS:
-        rows = _read_file(path, _text(path))
+        rows = READERS[path.suffix](path, _text(path))
     else:
-        raise PromptError(
-            f"{path} is neither a .txt (one prompt a line) nor a .jsonl (one object with a "
-            "`prompt` a line) nor a .csv (with a column `prompt` or `text`). Rename or convert it."
-        )
+        raise PromptError(f"{path}: want a .txt, .jsonl or .csv file, or a folder of .txt files.")
     if not rows:
         raise PromptError(f"{path} holds no prompts. Write one a line.")
-    prompts, metadata = [prompt for prompt, _ in rows], [dict(rest) for _, rest in rows]
-    longest = max(range(len(prompts)), key=lambda row: len(prompts[row]))
-    if len(prompts[longest]) > LONGEST:
+    prompts, metadata = map(list, zip(*rows, strict=True))
+    if (longest := max(map(len, prompts))) > LONGEST:
         raise PromptError(
-            f"{path}: prompt {longest + 1} has {len(prompts[longest])} characters, of which no "
-            f"model reads more than {LONGEST}. Is it one prompt a line?"
+            f"{path}: a prompt has {longest} characters, of which no model reads more than "
+            f"{LONGEST}. Is it one prompt a line?"
         )
     return PromptBatch(prompts, [task] * len(prompts), metadata)
 
 
 def subset(prompts: PromptBatch, count: int) -> PromptBatch:
-    """`count` rows that stand for the whole set, in its order; all of them where there are fewer.
+    """`count` rows that stand for the set, in its order; all of them where there are fewer.
 
     Every value of the metadata `tag` keeps its share, since many files are sorted by tag (GenEval's
     first 128 rows have two of its six). Rows without a tag count as one more. The choice depends on
@@ -75,88 +67,57 @@ def subset(prompts: PromptBatch, count: int) -> PromptBatch:
     tags: dict[str, list[int]] = {}
     for row, metadata in enumerate(prompts.metadata):
         tags.setdefault(str(metadata.get("tag")), []).append(row)
-    places: list[tuple[float, int]] = []
+    order: list[tuple[float, int]] = []
     for tag, rows in tags.items():
-        for j, place in enumerate(_permutation(f"subset/{tag}", len(rows))):
-            places.append(((j + 0.5) / len(rows), rows[place]))
-    return prompts.select(sorted(row for _, row in sorted(places)[:count]))
+        for j, index in enumerate(_permutation(f"subset/{tag}", len(rows))):
+            order.append(((j + 0.5) / len(rows), rows[index]))
+    return prompts.select(sorted(row for _, row in sorted(order)[:count]))
 
 
 def spread(total: int, count: int) -> list[int]:
-    """`count` of the places 0 to total - 1, evenly spaced from the first; all if there are fewer.
+    """`count` of the numbers 0 to total - 1, evenly spaced from the first; all if there are fewer.
 
-    This chooses the prompts that pictures show: by their place alone, never by their scores.
+    This chooses the prompts that pictures show: by their number alone, never by their scores.
     """
     count = min(count, total)
     return [i * total // count for i in range(count)]
 
 
-def spread_text(places: Sequence[int], total: int) -> str:
-    """How many of `total` prompts these places are, and by which rule: "24 of 192, every 8th"."""
-    count, steps = len(places), {b - a for a, b in pairwise(places)}
-    if count == total:
-        return f"all {total} prompts"
-    if steps <= {1}:
-        return f"the first {count} of {total} prompts"
-    if len(steps) > 1:
-        return f"{count} of {total} prompts, evenly spaced"
-    (step,) = steps
-    teens = step % 100 in (11, 12, 13)
-    ending = "th" if teens else {1: "st", 2: "nd", 3: "rd"}.get(step % 10, "th")
-    return f"{count} of {total} prompts, every {step}{ending}"
+def spread_text(numbers: Sequence[int], total: int) -> str:
+    """Which of `total` prompts a picture shows: "24 of 192 prompts, evenly spaced"."""
+    count = len(numbers)
+    return (
+        f"all {total} prompts" if count == total else f"{count} of {total} prompts, evenly spaced"
+    )
 
 
 # Reading -----------------------------------------------------------------------------------------
 
 
 def _locate(source: str) -> Path:
-    """The file or folder of a source; an error names the nearest name beside it."""
+    """The file or folder of a source; an error says what writes it, or what else is there."""
     tiny = source.startswith("tiny/") and not Path(source).suffix
     if problem := files.impossible(source):
         raise PromptError(f"no prompt set {source[:80]!r}: the path {problem}.")
     path = PROMPTS / f"{source[5:]}.jsonl" if tiny else Path(source).expanduser()
     if path.is_file() or (path.is_dir() and not tiny):
         return path
-    missing = f"no prompt set {source!r}" + ("" if tiny else f" (looked at {path.absolute()})")
-    if commands := sources.commands(source):
-        raise PromptError(f"{missing}. Run {' or '.join(f'`{text}`' for text in commands)}.")
-    listed = islice(path.parent.glob("*"), 1000)  # to be compared with what was meant
-    present = sorted(p for p in listed if p.suffix in READERS)
-    names = [f"tiny/{p.stem}" for p in present] if tiny else [str(p) for p in present]
-    near = difflib.get_close_matches(source, [n for n in names if not _other_part(n, source)], n=1)
+    commands = [f"`{text}`" for text in sources.commands(source)]
+    present = sorted(p for p in islice(path.parent.glob("*"), 1000) if p.suffix in READERS)
+    names = [f"tiny/{p.stem}" if tiny else str(p) for p in present[:12]]
     raise PromptError(
-        f"{missing}. "
-        + (f"Did you mean {near[0]!r}? " if near else "")
-        + (f"There are {', '.join(names[:12])}." if names else "There are no prompt files near.")
-        + " Give a .txt, .jsonl or .csv file, a folder of .txt files, or tiny/NAME"
-        + " (`flowalign data list` names the official sets)."
-    )  # fmt: skip
-
-
-def _other_part(name: str, other: str) -> bool:
-    """Is one, by its name, a training set and the other a test set, say? Neither replaces the
-    other, however close their names are."""
-    part, another = (re.findall("train|test|val", Path(text).name) for text in (name, other))
-    return bool(part and another) and part != another
+        f"no prompt set {source!r}. "
+        + (f"Run {' or '.join(commands)}." if commands else f"There are {', '.join(names)}.")
+    )
 
 
 def _text(path: Path) -> str:
     try:
         # newlines as they are: csv knows itself which of them end a row
         with path.open(encoding="utf-8-sig", newline="") as file:
-            text = file.read(LARGEST + 1)
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{path} is not UTF-8 ({error}). Save it as UTF-8.") from None
-    except OSError as error:
-        raise PromptError(f"{path} cannot be read ({error}).") from None
-    if len(text) > LARGEST:
-        raise PromptError(f"{path} has more than {LARGEST} characters. Give a part of it.")
-    return text
-
-
-@lru_cache(maxsize=16)  # a start asks for each set several times: to check it, count it, use it
-def _read_file(path: Path, text: str) -> list[Row]:
-    return READERS[path.suffix](path, text)  # shared by all callers, who must not change them
+            return file.read()
+    except (UnicodeDecodeError, OSError) as error:
+        raise PromptError(f"{path} cannot be read as UTF-8 ({error}).") from None
 
 
 def _lines(text: str) -> list[tuple[int, str]]:
@@ -169,92 +130,45 @@ def _lines(text: str) -> list[tuple[int, str]]:
 def _read_jsonl(path: Path, text: str) -> list[Row]:
     rows: list[Row] = []
     for number, line in _lines(text):
-        where = f"{path}, line {number}"
         try:
-            row = json.loads(line, parse_constant=_not_finite, parse_float=_finite)
-        except json.JSONDecodeError as error:
-            raise PromptError(f"{where}: not JSON ({error.msg}, column {error.colno}).") from None
-        except RecursionError:
-            raise PromptError(f"{where}: nested too deeply.") from None
-        except ValueError as error:  # a number of thousands of digits, or one that is not finite
-            raise PromptError(f"{where}: {str(error).partition(';')[0]}.") from None
-        if problem := _unfit(row):
-            raise PromptError(f"{where}: {problem}.")
-        if not isinstance(row, dict):
-            kind = type(row).__name__
-            raise PromptError(f'{where}: a {kind}; want an object, {{"prompt": "..."}}.')
-        prompt = row.pop("prompt", None)
-        if not isinstance(prompt, str) or not prompt.strip():
+            row = json.loads(line)
+            # as metadata is written later: no NaN, no lone surrogate, no great depth
+            json.dumps(row, allow_nan=False, ensure_ascii=False).encode()
+            prompt = row.pop("prompt")
+            if not (isinstance(prompt, str) and prompt.strip()):
+                raise ValueError(f"the prompt is {repr(prompt)[:80]}")
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise PromptError(
-                f"{where}: the key `prompt` is {repr(prompt)[:80]}; want a non-empty text. "
-                f"The other keys are {sorted(row)[:12]}."
-            )
+                f'{path}, line {number}: want {{"prompt": "..."}}, an object of JSON '
+                f"({type(error).__name__}: {str(error)[:200]})."
+            ) from None
         rows.append((prompt, row))
     return rows
-
-
-def _not_finite(text: str) -> float:
-    raise ValueError(f"the number {text[:40]} is not finite, which JSON does not have")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    return value if math.isfinite(value) else _not_finite(text)
-
-
-def _unfit(value: Any, depth: int = 0) -> str:
-    """Why a value of JSON cannot be metadata, "" if it can: it is written, compared and shown."""
-    if isinstance(value, str):
-        half = re.search("[\ud800-\udfff]", value)
-        return f"{half[0]!r} is half a character" if half else ""
-    if not isinstance(value, dict | list):
-        return ""
-    if depth == DEEPEST:
-        return f"nested more than {DEEPEST} levels deep"
-    parts = chain(value, value.values()) if isinstance(value, dict) else value
-    return next(filter(None, (_unfit(part, depth + 1) for part in parts)), "")
 
 
 def _read_csv(path: Path, text: str) -> list[Row]:
     """A prompt a row; rows of one item_id are folded into one, with the columns that they share."""
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    items: dict[object, Row] = {}
     try:
         header = list(reader.fieldnames or ())
-    except csv.Error as error:
-        raise PromptError(f"{path}: the header is not CSV ({error}).") from None
-    column = next((name for name in ("prompt", "text") if name in header), None)
-    if column is None:
-        raise PromptError(
-            f"{path} has the columns {str(header)[:200]}; want a header with `prompt` or "
-            "`text`. Name the column of the prompts so."
-        )
-    if len(set(header)) < len(header):
-        raise PromptError(f"{path}: two columns have one name: {str(header)[:200]}. Rename one.")
-    rows: list[Row] = []
-    places: dict[str, int] = {}  # of each item_id in rows
-    try:
+        column = next((name for name in ("prompt", "text") if name in header), "")
+        if not column or len(set(header)) < len(header):
+            raise csv.Error(f"want columns of different names and one `prompt` or `text`: {header}")
         for row in reader:
-            where = f"{path}, line {reader.line_num}"
-            if None in row or None in row.values():
-                raise PromptError(f"{where}: not as many cells as the header names. Fix the row.")
-            prompt = (row.pop(column) or "").strip()
-            if not prompt:
-                raise PromptError(f"{where}: the column `{column}` is empty. Write the prompt.")
-            item = row.get("item_id")
-            if item is None or item not in places:
-                places |= {item: len(rows)} if item is not None else {}
-                rows.append((prompt, row))
-                continue
-            first, kept = rows[places[item]]
+            if None in row or None in row.values() or not row[column].strip():
+                raise csv.Error(f"want a cell for each column, and a prompt in `{column}`")
+            prompt, item = row.pop(column).strip(), row.get("item_id", reader.line_num)
+            first, shared = items.setdefault(item, (prompt, row))
             if first != prompt:
-                raise PromptError(
-                    f"{where}: the item {item!r} has another prompt here, {prompt[:60]!r}, than "
-                    f"before, {first[:60]!r}. Give each prompt an item_id of its own."
-                )
-            rows[places[item]] = (prompt, {k: v for k, v in kept.items() if row[k] == v})
+                raise csv.Error(f"the item {item!r} had another prompt before")
+            items[item] = (
+                prompt,
+                {key: value for key, value in shared.items() if row[key] == value},
+            )
     except csv.Error as error:
-        raise PromptError(f"{path}: not CSV after line {reader.line_num} ({error}).") from None
-    return rows
+        raise PromptError(f"{path}, line {reader.line_num}: {str(error)[:300]}.") from None
+    return list(items.values())
 
 
 def _read_folder(path: Path) -> list[Row]:
@@ -265,11 +179,9 @@ def _read_folder(path: Path) -> list[Row]:
         if len(lines) != 1:
             raise PromptError(
                 f"{file} has {len(lines)} lines, but a folder is read as one prompt a file. Give "
-                "the path of the file itself, or put each prompt into a file of its own."
+                "the path of the file itself, or put each prompt into its own file."
             )
         rows.append((lines[0][1], {"item_id": file.stem}))
-    if not rows:
-        raise PromptError(f"the folder {path} holds no .txt. Give a file, or one .txt a prompt.")
     return rows
 
 
@@ -331,7 +243,7 @@ class PromptSampler:
             {task.name: task.weight for task in config.tasks},
             config.rollout.prompts,
             config.seed,
-            {t.name: [t.size] if t.size else config.model.sizes for t in config.tasks},
+            {t.name: [t.size] if t.size else config.model.image_sizes for t in config.tasks},
         )
 
     def batch(self, update: int) -> PromptBatch:

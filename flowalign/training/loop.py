@@ -73,7 +73,6 @@ class Loop:
         self.update = 0  # rollouts done
         self.skipped = 0  # updates in a row that took no optimizer step
         self.first_skip: Fault | None = None  # why the first of them did not
-        self._put_off = False  # a checkpoint is due
         several = accelerator.num_processes > 1
         clock = clock or Clock(time.monotonic(), config.train.max_minutes)
         self.requests = Requests(gather_object if several else None, clock)
@@ -300,11 +299,10 @@ class Loop:
             error.note = f"wrote checkpoint {folder}; --resume continues from it" if main else ""
 
     def _save_if_due(self) -> None:
-        """A checkpoint, every so many updates. While updates are skipped it waits for the next that
-        takes a step: it would push out the sound ones."""
-        due = self._put_off or self.update % self.config.train.checkpoint_every == 0
-        self._put_off = due and self.skipped > 0
-        if (due and not self._put_off) or self.update == self.config.train.updates:
+        """A checkpoint, every so many updates. Where updates are skipped the weights may have
+        diverged, and it would push out the sound ones."""
+        due = self.update % self.config.train.checkpoint_every == 0 and not self.skipped
+        if due or self.update == self.config.train.updates:
             with self.requests.uninterrupted():
                 self.save()
 
@@ -312,12 +310,8 @@ class Loop:
         """A complete checkpoint of this moment. Raises OSError on all processes if it cannot be
         written; the older ones are then as they were."""
         with ranks.phase("the checkpoint", self.update):
-            best = self.evaluations.best = from_main(self._sound_best)
             tensors, states = self.step.tensors(), self.step.states()
             self._check_finite([tensors, states], "the run's state")
-            copies = {resume.LOG: self.folder / resume.LOG}
-            if best:
-                copies[checkpoint.COPY] = self.folder / checkpoint.ADAPTER
             progress = {
                 "steps": self.step.count,
                 **self.evaluations.state(),
@@ -330,52 +324,32 @@ class Loop:
                 states=states,
                 progress=progress,
                 about=self.identity,
-                copies=copies,
+                best=bool(self.evaluations.best),
             )
-
-    def _sound_best(self) -> dict[str, float]:
-        """Which adapter is the best. Where that was damaged since, the one of the last
-        checkpoint."""
-        best = self.evaluations.best
-        if not best or not (damage := checkpoint.why_not_best(self.folder, best)):
-            return best
-        latest = self.checkpoints.latest()
-        restored = checkpoint.restore_best_adapter(self.folder, latest) if latest else {}
-        log.warning(
-            "%s: %s, so the adapter of update %d is lost. The best one is now that of update %s.",
-            self.folder / checkpoint.ADAPTER, damage, best["update"],
-            restored.get("update", "(none: the next one evaluated)"),
-        )  # fmt: skip
-        return restored
 
     def begin(self) -> None:
         """Start at the first update: an earlier attempt may have ended before its first
         checkpoint."""
         from_main(lambda: resume.clear_run(self.folder))
 
-    def resume(self, *, any_world: bool = False) -> bool:
+    def resume(self) -> bool:
         """Continue from the newest sound checkpoint; False if there is none. The main process looks
-        for it and tells the others. Raises ConfigError if none can be used, or if the base model or
-        the number of processes is another. any_world: that number may be another."""
+        for it and tells the others. Raises ConfigError if none can be used, or if the base model is
+        another; `resume.problems` has compared the rest."""
         saved = from_main(lambda: resume.newest(self.folder, self.config))
         if saved.folder is None and not saved.skipped:
             return False
-        world = self.accelerator.num_processes
-        problems = [*resume.conflicts(self.config, saved, world, any_world=any_world)]
-        if saved.folder and saved.about["base"] != self.identity["base"]:
-            problems.append(
-                f"model.id: the weights of {self.config.model.id!r} have changed since "
-                f"{saved.folder} was written. Put those back, or choose another `output`."
-            )
-        if problems or saved.folder is None:
-            raise ConfigError(problems)
-        folder = saved.folder
-        if self.accelerator.is_main_process:
-            for text in resume.warnings(saved, self.identity):
-                log.warning(text)
+        if saved.folder is None:
+            raise ConfigError([saved.refusal()])
+        if saved.about["base"] != self.identity["base"]:
+            text = f"model.id: the weights of {self.config.model.id!r} have changed since"
+            raise ConfigError([f"{text} {saved.folder} was written. Put those back."])
+        for path, reason in saved.skipped.items() if self.accelerator.is_main_process else ():
+            text = "--resume: %s is not used: %s. The run continues from %s."
+            log.warning(text, path, reason, saved.folder.name)
         try:
             rank = self.accelerator.process_index
-            states, progress = checkpoint.load(folder, rank, self.step.tensors())
+            states, progress = checkpoint.load(saved.folder, rank, self.step.tensors())
             self.step.load_states(states, progress["steps"])
         except ValueError as error:  # it is sound, and of another adapter
             raise ConfigError([f"--resume: {error}"]) from error
@@ -384,15 +358,11 @@ class Loop:
         self.alarm.load(progress["alarm"])
         if self.monitor:
             self.monitor.load(progress.get("drift", {}))
-        from_main(lambda: self._restore_folder(folder))
-        return True
+        folder = saved.folder
 
-    def _restore_folder(self, folder: Path) -> None:
-        """Make the run's folder what it was when a checkpoint was written."""
-        resume.truncate_to(self.folder, folder, self.update, self.evaluations.last)
-        best = self.evaluations.best
-        if best and (damage := checkpoint.why_not_best(self.folder, best)):
+        def restore() -> None:
+            resume.truncate_to(self.folder, folder, self.update, self.evaluations.last)
             checkpoint.restore_best_adapter(self.folder, folder)
-            if damage != checkpoint.OTHER:  # an adapter of a later update comes again
-                adapter = self.folder / checkpoint.ADAPTER
-                log.warning("%s: %s. It is restored.", adapter, damage)
+
+        from_main(restore)
+        return True

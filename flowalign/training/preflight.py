@@ -7,24 +7,29 @@ that no file is read twice.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from flowalign import rewards
+from flowalign.backbone import Family, ModelError
 from flowalign.backbone.adapters import AdapterError, HubError, Lora, read_lora
-from flowalign.config import ConfigError, EvalStage, Stage, TrainingStage
-from flowalign.config.learning import RewardConfig
-from flowalign.config.model import LoraConfig
-from flowalign.config.section import close_to
+from flowalign.backbone.attention import unavailable
+from flowalign.backbone.structure import family_without_text
+from flowalign.config import ConfigError, Stage, TrainingStage
+from flowalign.config.model import LoraConfig, ModelConfig
+from flowalign.config.stages import Judged
 from flowalign.system import packages
 from flowalign.training.data import PromptError, load_prompts
 from flowalign.training.report.pictures import IMAGES, image_files
-from flowalign.training.run import determinism
 from flowalign.training.run import resume as resuming
 from flowalign.types import PromptBatch
+
+# torch's own attention obeys train.deterministic; the kernels of other packages do not know of it
+REPEATABLE = (None, "native", "_native_math", "_native_flash", "_native_efficient")
 
 
 @dataclass(frozen=True)
@@ -82,13 +87,12 @@ def world_problems(
     """
     inputs = Inputs() if inputs is None else inputs
     problems = [*_package_problems(config), *_adapter_problems(config, pending, inputs)]
-    if config.judged:
-        problems += _model_problems(config)
-    problems += _scoring_problems(config, num_processes, trust, inputs)
-    if isinstance(config, EvalStage):
-        problems += _fidelity_problems(config, trust)
+    problems += _model_problems(config)
+    for judged in config.judged:
+        problems += _scoring_problems(judged, trust, inputs)
+    problems += _fidelity_problems(config, trust)
     if isinstance(config, TrainingStage):
-        problems += _training_problems(config, num_processes)
+        problems += _training_problems(config, num_processes, trust)
         if resume is not None:
             problems += resuming.problems(
                 config, num_processes, resume=resume, any_world=any_world, pending=pending
@@ -99,15 +103,12 @@ def world_problems(
 def own_code(config: Stage) -> dict[str, list[str]]:
     """{place in the config: the dotted paths there}: modules whose code runs where the stage is
     checked or run. Nothing is imported here."""
-    import flowalign.rewards as rewards
-
     paths = {
         f"{judged.place}.{key}": rewards.own_code(reward.name, reward.options)
         for judged in config.judged
         for key, reward in judged.rewards.items()
     }
-    if isinstance(config, EvalStage) and config.fidelity and ":" in config.fidelity.features:
-        paths["fidelity.features"] = [config.fidelity.features]
+    paths["fidelity.features"] = [config.features] if config.features else []
     return {place: listed for place, listed in paths.items() if listed}
 
 
@@ -121,133 +122,16 @@ def unexamined(stages: Mapping[str, Stage]) -> list[str]:
     ]
 
 
-def check_launch(num_processes: int) -> None:
-    """ConfigError where a launcher started several processes that do not know of each other: each
-    would do the whole work, in one folder."""
-    started = int(os.environ.get("WORLD_SIZE") or 1)
-    if num_processes == 1 and started > 1:
-        raise ConfigError(
-            [
-                f"{started} processes were started, and this one sees no other. Without GPUs, say "
-                "`accelerate launch --config_file configs/accelerate/ddp_2cpu.yaml ...`, or start "
-                "one process."
-            ],
-            "launcher",
-        )
-
-
-def _scoring_problems(
-    config: Stage, num_processes: int, trust: bool, inputs: Inputs
-) -> Iterator[str]:
-    """Rewards that cannot be built, or cannot judge the prompts; prompt sets that are not there."""
-    import flowalign.rewards as rewards  # only here: importing a config needs no rewards
-
-    whole: list[str] = []  # tasks whose reward compares all images of a prompt
-    single: list[str] = []  # tasks whose reward is no sum of parts, where that matters
-    by_part = config.credited is not None and config.credited.advantage == "gdpo"
-    for judged in config.judged:
-        place, name, sound = judged.place, judged.name, list[RewardConfig]()
-        for key, reward in judged.rewards.items():
-            if not trust and rewards.own_code(reward.name, reward.options):
-                continue
-            try:
-                rewards.check(reward.name, reward.options)
-                missing = rewards.missing_packages(reward.name, reward.options)
-            except (ValueError, KeyError, TypeError, ImportError) as error:
-                yield f"{place}.{key}: {_text(error)}"
-                continue
-            for package in missing:
-                yield (
-                    f"{place}.{key}: reward {reward.name!r} needs {package}, which is not "
-                    f"installed. {packages.hint(package)}"
-                )
-            sound.append(reward)
-            if place.startswith("tasks.") and rewards.is_groupwise(reward.name, reward.options):
-                whole.append(name)
-            if place.startswith("tasks.") and by_part and rewards.has_no_weights(reward.name):
-                single.append(name)
-        for key, source in judged.prompts.items():
-            try:
-                batch = inputs.prompts(source, name)
-                for reward in sound:
-                    options = reward.options
-                    rewards.check_prompts(reward.name, options, batch.prompts, batch.metadata)
-            except (PromptError, OSError) as error:
-                yield f"{place}.{key}: {error}"
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                yield f"{place}.{key}: {source}, {_text(error)}"
-    if isinstance(config, TrainingStage):
-        yield from group_problems(config, whole, num_processes)
-        yield from parts_problems(config, single)
-
-
-def parts_problems(config: TrainingStage, tasks: Collection[str]) -> Iterator[str]:
-    """Rewards without parts, where the advantage normalises parts. tasks: those whose reward has no
-    `weights`."""
-    if config.credited is None or config.credited.advantage != "gdpo":
-        return
-    for index, task in enumerate(config.tasks):
-        if task.reward and task.name in tasks:
-            yield (
-                f"tasks.{index}.reward: the advantage 'gdpo' normalises the parts of a reward one "
-                f"by one, and {task.reward.name!r} is no weighted sum of parts. Use the reward "
-                "'weighted', or the advantage 'group_std'."
-            )
-
-
-def group_problems(config: TrainingStage, tasks: Sequence[str], processes: int) -> Iterator[str]:
-    """Processes that would share a prompt's images. tasks: those whose reward must see whole
-    groups."""
-    rollout, updates = config.rollout, config.optimizer.updates_per_rollout
-    if tasks and rollout.prompts // updates % processes:
-        unit = updates * processes
-        yield (
-            f"rollout.prompts: the reward of task {min(tasks)!r} compares all images of a prompt, "
-            f"and {rollout.prompts} prompts over optimizer.updates_per_rollout = {updates} cannot "
-            f"be shared whole by {processes} processes. Use a multiple of {unit}, for example "
-            f"rollout.prompts={-(-rollout.prompts // unit) * unit}."  # the next larger multiple
-        )
-
-
 def _package_problems(config: Stage) -> Iterator[str]:
     """What asks for a package or a device that is not here."""
-    missing = not packages.installed("bitsandbytes")
-    command = packages.install_command("bitsandbytes")
-    install = f"bitsandbytes, which is not installed. Run `{command}`"
-    if config.model.quantization == "nf4" and (missing or not torch.cuda.is_available()):
-        need = install if missing else "a GPU, and torch sees none. Run it on one"
-        yield f"model.quantization: 'nf4' needs {need}, or use 'fp8', or null."
-    if config.model.attention:
-        from flowalign.backbone.attention import unavailable  # imports diffusers
-
-        if reason := unavailable(config.model.attention):
-            yield f"model.attention: {config.model.attention!r}: {reason} Or use null: SDPA."
-
-
-def _training_problems(config: TrainingStage, num_processes: int) -> Iterator[str]:
-    """Packages that only training needs, settings against determinism, and images of an optimizer
-    step that the processes cannot share evenly."""
-    if config.optimizer.name == "adamw8bit" and not packages.installed("bitsandbytes"):
-        yield (
-            "optimizer.name: 'adamw8bit' needs bitsandbytes, which is not installed. Run "
-            f"`{packages.install_command('bitsandbytes')}`, or use 'adamw'."
-        )
-    if "wandb" in config.train.trackers and not packages.installed("wandb"):
-        yield (
-            "train.trackers: 'wandb' needs wandb, which is not installed. "
-            f"{packages.hint('wandb')} Or leave it out."
-        )
-    yield from determinism.problems(config)
-    updates, rollout = config.optimizer.updates_per_rollout, config.rollout
-    images = rollout.prompts // updates * rollout.copies
-    if images % num_processes:
-        unit = num_processes // math.gcd(rollout.copies, num_processes) * updates
-        yield (
-            f"rollout.prompts: {rollout.prompts} prompts x rollout.copies = {rollout.copies} over "
-            f"optimizer.updates_per_rollout = {updates} are {images} images an optimizer step, "
-            f"which {num_processes} processes cannot share evenly. Use a multiple of {unit}, for "
-            f"example rollout.prompts={-(-rollout.prompts // unit) * unit}."
-        )
+    for place, package in config.packages.items():
+        if not packages.installed(package):
+            yield f"{place}: needs {package}, which is not installed. {packages.hint(package)}"
+    model = config.model
+    if model.quantization == "nf4" and not torch.cuda.is_available():
+        yield "model.quantization: 'nf4' needs a GPU, and torch sees none. Use 'fp8', or null."
+    if model.attention and (reason := unavailable(model.attention)):
+        yield f"model.attention: {model.attention!r}: {reason} Or use null: SDPA."
 
 
 def _adapter_problems(config: Stage, pending: Collection[str], inputs: Inputs) -> Iterator[str]:
@@ -268,61 +152,79 @@ def _adapter_problems(config: Stage, pending: Collection[str], inputs: Inputs) -
                 )
 
 
-def _model_problems(config: Stage) -> Iterator[str]:
-    """Settings that the model does not have, where its shapes are known here: sizes, lengths of
-    prompts, guidance, layers."""
-    from flowalign.backbone import ModelError
-    from flowalign.backbone.structure import family_without_text
-
-    model = config.model
+def _family(model: ModelConfig) -> Family | None:
+    """The family of a model whose shapes are known here. What is wrong with it, its loader says."""
     try:
-        family = family_without_text(model.id, model.revision, model.family)
-    except (LookupError, ModelError, OSError, ValueError):  # said where the model is loaded
+        return family_without_text(model.id, model.revision, model.family)
+    except (LookupError, ModelError, OSError, ValueError):
+        return None
+
+
+def _model_problems(config: Stage) -> Iterator[str]:
+    """Settings that the model does not have: sizes, lengths of prompts, guidance."""
+    model = config.model
+    family = _family(model) if config.judged else None
+    if family is None:
         return
-    for size in model.sizes:
+    for size in model.image_sizes:
         yield from family.size_problems(*size)
     if model.max_sequence_length > family.longest:
         yield (
             f"model.max_sequence_length: {model.max_sequence_length}; this model takes "
             f"{family.longest} tokens at most. Use fewer."
         )
-    if family.guidance == "none":
-        for place, scale in config.scales.items():
-            if scale != 1:
-                yield (
-                    f"{place}: {scale:g}, and {model.id} has no guidance (it was distilled "
-                    "without). Set it to 1."
-                )
-    if isinstance(config, TrainingStage) and config.lora.targets and not config.lora.init:
-        modules = family.core.named_modules()
-        layers = [f".{name}" for name, module in modules if isinstance(module, torch.nn.Linear)]
-        for target in config.lora.targets:
-            if not any(layer.endswith(f".{target}") for layer in layers):
-                ends = {layer.rpartition(".")[2] for layer in layers} | set(family.targets)
-                close = close_to(target, ends)
-                hint = f" Did you mean {close!r}?" if close else ""
-                yield (
-                    f"lora.targets: no layer of {model.id} ends with {target!r}.{hint} By default "
-                    f"(null) they are {', '.join(family.targets)}."
-                )
+    for place, scale in config.scales.items():
+        if family.guidance == "none" and scale != 1:
+            yield (
+                f"{place}: {scale:g}, and {model.id} has no guidance (it was distilled without). "
+                "Set it to 1."
+            )
 
 
-def _fidelity_problems(config: EvalStage, trust: bool) -> Iterator[str]:
-    """Features that cannot be imported; a folder of reference images that holds none."""
-    import flowalign.rewards as rewards
+# Rewards and prompts -----------------------------------------------------------------------------
 
-    if trust and config.fidelity and ":" in config.fidelity.features:
+
+def _scoring_problems(judged: Judged, trust: bool, inputs: Inputs) -> Iterator[str]:
+    """Rewards that cannot be built, or cannot judge the prompts; prompt sets that are not there."""
+    sound = []
+    for key, reward in judged.rewards.items():
+        if not trust and rewards.own_code(reward.name, reward.options):
+            continue
         try:
-            rewards.load(config.fidelity.features, "features")
+            rewards.check(reward.name, reward.options)
+            missing = rewards.missing_packages(reward.name, reward.options)
+        except (ValueError, KeyError, TypeError, ImportError) as error:
+            yield f"{judged.place}.{key}: {_text(error)}"
+            continue
+        for package in missing:
+            yield (
+                f"{judged.place}.{key}: reward {reward.name!r} needs {package}, which is not "
+                f"installed. {packages.hint(package)}"
+            )
+        sound.append(reward)
+    for key, source in judged.prompts.items():
+        try:
+            batch = inputs.prompts(source, judged.name)
+            for reward in sound:
+                rewards.check_prompts(reward.name, reward.options, batch.prompts, batch.metadata)
+        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            where = "" if isinstance(error, PromptError | OSError) else f"{source}, "
+            yield f"{judged.place}.{key}: {where}{_text(error)}"
+
+
+def _fidelity_problems(config: Stage, trust: bool) -> Iterator[str]:
+    """Features that cannot be imported; a folder of reference images that holds none."""
+    if trust and config.features:
+        try:
+            rewards.load(config.features, "features")
         except (ValueError, ImportError) as error:
             yield f"fidelity.features: {_text(error)}"
-    source = config.fidelity.reference if config.fidelity else "tiny"
-    folder = Path(source).expanduser()
-    if source != "tiny" and not image_files(folder):
+    folder = Path(config.reference).expanduser()
+    if config.reference != "tiny" and not image_files(folder):
         seen = f"the folder holds no {', '.join(IMAGES)}" if folder.is_dir() else "no such folder"
         yield (
-            f"fidelity.reference: {source!r}: {seen}. Name a folder of images, or 'tiny' for "
-            "scenes drawn from the benchmarks' own metadata."
+            f"fidelity.reference: {config.reference!r}: {seen}. Name a folder of images, or 'tiny' "
+            "for scenes drawn from the benchmarks' own metadata."
         )
 
 
@@ -331,40 +233,91 @@ def _text(error: Exception) -> str:
     return str(error.args[0] if error.args else error)
 
 
-@dataclass(frozen=True)
-class Start:
-    """How a student starts from an adapter. ignored: one text for each key of `lora` that was set
-    and has no effect, since that adapter decides it."""
-
-    text: str
-    ignored: list[str]
+# Training ----------------------------------------------------------------------------------------
 
 
-def start(lora: LoraConfig, inputs: Inputs) -> Start | None:
-    """Of `lora.init`; None for a fresh adapter."""
+def _training_problems(config: TrainingStage, num_processes: int, trust: bool) -> Iterator[str]:
+    """Settings against determinism, layers that the model does not have, and rewards that do not
+    fit the number of processes or the advantage."""
+    if config.train.deterministic and config.model.attention not in REPEATABLE:
+        yield (
+            f"model.attention: the backward pass of {config.model.attention!r} is not the same "
+            "twice, and train.deterministic asks for that. Use null, or train.deterministic=false."
+        )
+    fresh = config.lora.targets if config.lora.init is None else None
+    if fresh and (family := _family(config.model)):
+        modules = family.core.named_modules()
+        layers = [f".{name}" for name, module in modules if isinstance(module, torch.nn.Linear)]
+        for target in fresh:
+            if not any(layer.endswith(f".{target}") for layer in layers):
+                yield (
+                    f"lora.targets: no layer of {config.model.id} ends with {target!r}. By default "
+                    f"(null) they are {', '.join(family.targets)}."
+                )
+    groupwise, single = [], []
+    for task in config.tasks:
+        if task.reward is None or not trust and rewards.own_code(**task.reward.model_dump()):
+            continue
+        with suppress(ValueError, KeyError, TypeError, ImportError):  # said before
+            name, options = task.reward.name, task.reward.options
+            groupwise += [task.name] * rewards.is_groupwise(name, options)
+            single += [task.name] * rewards.has_no_weights(name)
+    yield from group_problems(config, groupwise, num_processes)
+    yield from parts_problems(config, single)
+
+
+def group_problems(config: TrainingStage, tasks: Collection[str], processes: int) -> Iterator[str]:
+    """Images of an optimizer step that the processes cannot share evenly. tasks: those whose reward
+    compares all images of a prompt, which no two processes may share."""
+    rollout, updates = config.rollout, config.optimizer.updates_per_rollout
+    prompts = rollout.prompts // updates  # of a step
+    text = unit = ""
+    if prompts * rollout.copies % processes:
+        text = f"{prompts * rollout.copies} images an optimizer step"
+        unit = processes // math.gcd(rollout.copies, processes) * updates
+    elif tasks and prompts % processes:
+        text = f"{prompts} groups an optimizer step, which task {min(tasks)!r} needs complete"
+        unit = processes * updates
+    if unit:
+        yield (
+            f"rollout.prompts: {processes} processes cannot share evenly {text}. Use a multiple of "
+            f"{unit}, for example rollout.prompts={-(-rollout.prompts // unit) * unit}."
+        )
+
+
+def parts_problems(config: TrainingStage, tasks: Collection[str]) -> Iterator[str]:
+    """Rewards without parts, where the advantage normalises parts. tasks: those whose reward has no
+    `weights`."""
+    if config.credited is None or config.credited.advantage != "gdpo":
+        return
+    for index, task in enumerate(config.tasks):
+        if task.reward and task.name in tasks:
+            yield (
+                f"tasks.{index}.reward: the advantage 'gdpo' normalises the parts of a reward one "
+                f"by one, and {task.reward.name!r} is no weighted sum of parts. Use the reward "
+                "'weighted', or the advantage 'group_std'."
+            )
+
+
+def overruled(lora: LoraConfig, inputs: Inputs) -> list[str]:
+    """The keys of `lora` that are set and have no effect, as the adapter of lora.init decides them;
+    one text each."""
     if lora.init is None:
-        return None
-    adapter = inputs.adapter(lora.init)
-    ranks, ignored = adapter.ranks, []
-    for key, has in (("rank", ranks), ("alpha", adapter.alphas)):
-        wanted = getattr(lora, key)
-        if key in lora.model_fields_set and set(has.values()) != {wanted}:
-            ignored.append(f"lora.{key}: {wanted:g} is ignored, lora.init has {span(has)}")
-    ends = {  # as peft matches a layer's name: the whole, or its end after a dot
-        target: {layer for layer in ranks if f".{layer}".endswith(f".{target}")}
-        for target in lora.targets or ()
+        return []
+    adapter, texts = inputs.adapter(lora.init), []
+    for key, has in (("rank", adapter.ranks), ("alpha", adapter.alphas)):
+        if key in lora.model_fields_set and set(has.values()) != {getattr(lora, key)}:
+            texts.append(f"lora.{key}: ignored, lora.init has {span(has)}")
+    # as peft matches a layer's name: the whole, or its end after a dot
+    named = {
+        layer: [target for target in lora.targets or () if f".{layer}".endswith(f".{target}")]
+        for layer in adapter.ranks
     }
-    unused = [target for target, layers in ends.items() if not layers]
-    others = len(ranks.keys() - set().union(*ends.values()))
-    if lora.targets and (unused or others):
-        seen = [f"{others} layers that they do not name"] if others else []
-        seen += [f"none for {', '.join(unused)}"] if unused else []
-        ignored.append(f"lora.targets: ignored, lora.init has {' and '.join(seen)}")
-    text = (
-        f"lora.init: the student starts from {lora.init}, rank {span(ranks)}, scale "
-        f"{span(adapter.scales)} (alpha / r), {len(ranks)} layers"
-    )
-    return Start(text, ignored)
+    if lora.targets and not (
+        all(named.values()) and set(lora.targets) == set().union(*named.values())
+    ):
+        texts.append(f"lora.targets: ignored, lora.init has other layers, {len(named)}")
+    return texts
 
 
 def span(values: Mapping[str, float]) -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 import yaml
 
 RAW = "https://raw.githubusercontent.com"
-DATA = Path("data")  # the folder that commands write to
 GENERATED = {"geneval": (50_000, "data/geneval_train.jsonl"), "ocr": (20_000, "data/ocr_train.txt")}
 """What `flowalign data generate` makes: {kind: (number of prompts, training set)}."""
 
@@ -66,20 +65,12 @@ def validation_file(path: Path) -> Path:
 
 
 def commands(source: str | Path) -> list[str]:
-    """The commands that write this file, our own sets first; [] for a file that none of them
-    writes."""
-    path, found = Path(source), []
+    """The commands that write a file of this name, our own sets first; [] if none does."""
+    writers = []
     for kind, (_, training) in GENERATED.items():
-        default = Path(training)
-        out = path.with_name(default.name)
-        if path.name in (default.name, validation_file(default).name):
-            to = "" if out == default else f" --out {out}"
-            found.append(f"flowalign data generate {kind}{to}")
+        files = Path(training), validation_file(Path(training))
+        writers += [(file.name, f"flowalign data generate {kind}") for file in files]
     for name, official in SOURCES.items():
-        for file in {f.name for f in official.files} | {f.validation for f in official.files}:
-            parts = Path(file).parts
-            if parts and path.parts[-len(parts) :] == parts:
-                folder = Path(*path.parts[: -len(parts)])
-                to = "" if folder == DATA else f" --out {folder}"
-                found.append(f"flowalign data fetch {name}{to}")
-    return found
+        files = {text for file in official.files for text in (file.name, file.validation) if text}
+        writers += [(file, f"flowalign data fetch {name}") for file in sorted(files)]
+    return [command for name, command in writers if Path(source).match(name)]

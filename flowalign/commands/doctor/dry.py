@@ -22,7 +22,7 @@ from flowalign.config import (
 )
 from flowalign.training.algorithm import algorithm_class
 from flowalign.training.data import PromptSampler
-from flowalign.training.preflight import check_launch, unexamined
+from flowalign.training.preflight import unexamined
 from flowalign.training.run.processes import state
 from flowalign.training.solvers import forwards
 
@@ -33,7 +33,6 @@ def run(config: Job, home: Path, resume: bool, any_world: bool = False, trust: b
     """Print the plan of every stage. Writes nothing; ConfigError with what `train` would refuse.
     trust: as for `flowalign.training.preflight.world_problems`."""
     stages, problems = recipe.examine(config, home, state().num_processes, resume, any_world, trust)
-    check_launch(state().num_processes)
     if problems:
         raise ConfigError(problems)
     if not state().is_main_process:
@@ -86,7 +85,8 @@ def _shapes(stage: Stage) -> Iterator[str]:
     yield f"model: {model.id} in {model.dtype}, VAE in {model.vae_dtype}"
     yield (
         f"shapes: latents {' or '.join(f'[B, {latent}]' for latent in latents)} float32, images "
-        f"{' or '.join(f'[B, 3, {h}, {w}]' for h, w in model.sizes)}, text {listed} {model.dtype}"
+        f"{' or '.join(f'[B, 3, {h}, {w}]' for h, w in model.image_sizes)}, "
+        f"text {listed} {model.dtype}"
     )
 
 

@@ -21,7 +21,7 @@ from flowalign.training.algorithm import algorithm_class
 from flowalign.training.averages import MovingAverage
 from flowalign.training.data import load_prompts, subset
 from flowalign.training.losses import step_weights
-from flowalign.training.preflight import Inputs, start
+from flowalign.training.preflight import Inputs, overruled
 from flowalign.types import Schedule
 
 SAMPLE = 2000  # prompts of a set whose length is checked
@@ -124,7 +124,7 @@ def noise(plan: Plan) -> Iterator[Finding]:
         return
     if algorithm_class(config).keeps(config).noise_levels:  # it trains no state of a rollout
         return
-    pixels = [height * width for height, width in config.model.sizes]
+    pixels = [height * width for height, width in config.model.image_sizes]
     try:  # of the smallest size: where the shift depends on it, its last steps have the least noise
         sigmas = backbone.sigmas(rollout.steps, backbone.sizes[pixels.index(min(pixels))])
     except ModelError as error:
@@ -302,8 +302,9 @@ def apart(plan: Plan) -> Iterator[Finding]:
 def ignored(plan: Plan) -> Iterator[Finding]:
     """Keys of `lora` that lora.init overrules."""
     with suppress(AdapterError, OSError):  # an earlier stage will write it
-        if adapter := start(plan.config.lora, Inputs()):
-            yield from (note(f"{text}. Leave it out.") for text in adapter.ignored)
+        yield from (
+            note(f"{text}. Leave it out.") for text in overruled(plan.config.lora, Inputs())
+        )
 
 
 CHECKS: tuple[Callable[[Plan], Iterator[Finding]], ...] = (

@@ -14,7 +14,6 @@ import random
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,11 @@ from flowalign.system import files, manifest
 from flowalign.system.devices import current
 from flowalign.system.manifest import Damaged
 from flowalign.training.run.processes import from_main
-from flowalign.training.run.resume import CHECKPOINTS, checkpoints, name_of, update_of
+from flowalign.training.run.resume import CHECKPOINTS, LOG, checkpoints, name_of, update_of
+
+ADAPTER = "adapter"  # below the folder of a run: the best adapter that was evaluated, else the last
+COPY = "kept"  # the same below a checkpoint, whose adapter.safetensors is what is being trained
+SCORES = "scores.json"  # headline and update of the evaluation that chose it, {} if none did
 
 
 class Checkpoints:
@@ -39,12 +42,12 @@ class Checkpoints:
         self.folder = run / CHECKPOINTS
 
     def all(self) -> list[Path]:
-        """Complete checkpoints, oldest first: their manifests can be read. Whether their files are
-        as these say, `flowalign.training.run.resume.newest` finds out."""
-        return [path for path in checkpoints(self.run) if _complete(path)]
+        """Those with a manifest, oldest first. Whether their files are as it says,
+        `flowalign.training.run.resume.newest` finds out."""
+        return [path for path in checkpoints(self.run) if (path / manifest.MANIFEST).is_file()]
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint, if any."""
+        """The newest of them, if any."""
         return (self.all() or [None])[-1]
 
     def save(
@@ -55,33 +58,45 @@ class Checkpoints:
         states: dict[str, Any],
         progress: dict[str, Any],
         about: Mapping[str, Any] | None = None,
-        copies: Mapping[str, Path] | None = None,
+        best: bool = False,
     ) -> Path:
         """Write one; all processes must call it, and the main one writes.
 
         tensors: lists of weights; states: state dicts; progress: for JSON; about: for the manifest;
-        copies: {name in it: file or folder of the run, which may be missing}. Raises OSError on all
-        processes, such as on a full disk; the older checkpoints are then as they were.
+        best: whether the run has a best adapter, which is copied. Raises OSError on all processes,
+        such as on a full disk; the older checkpoints are then as they were.
         """
-        rng = get_rng()
+        drawn, rest = get_rng()
         # as bytes: gather_object fails to unpickle these tensors (torch 2.11)
-        rngs: list[tuple[bytes, str]] = gather_object([(save(rng.tensors), json.dumps(rng.rest))])
+        rngs: list[tuple[bytes, str]] = gather_object([(save(drawn), json.dumps(rest))])
         final = self.folder / name_of(update)
-        said = {"update": update, **(about or {})}
+        description = {"update": update, **(about or {})}
 
         def write() -> None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for stale in self.folder.glob(".*"):  # of a run that was killed
-                _remove(stale)
-            if _about(final) != said:  # else it is of this very state, from before a resume
-                if final.exists():
-                    _remove(final)
-                with files.replacing(final, durable=True) as part:
+            try:
+                same = manifest.check_manifest(final).about == description
+            except Damaged:
+                same = False
+            if not same:  # else it is of this very state, from before a resume
+                with files.replacing(final, durable=True, swap=True) as part:
                     part.mkdir()
-                    for name, source in (copies or {}).items():
-                        _copy(source, part / name)
-                    _write(part, tensors, states, {"update": update, **progress}, rngs)
-                    manifest.write_manifest(part, said)
+                    if (self.run / LOG).exists():
+                        shutil.copyfile(self.run / LOG, part / LOG)
+                    if best:
+                        shutil.copytree(self.run / ADAPTER, part / COPY)
+                    # all bytes pass through Python: a full disk is then an OSError, and no error
+                    # of torch's or safetensors' own
+                    for name, values in tensors.items():
+                        rows = {str(i): v.detach().cpu().contiguous() for i, v in enumerate(values)}
+                        (part / f"{name}.safetensors").write_bytes(save(rows))
+                    buffer = io.BytesIO()
+                    torch.save(_plain(states), buffer)
+                    (part / "states.pt").write_bytes(buffer.getbuffer())
+                    (part / "progress.json").write_text(json.dumps({"update": update, **progress}))
+                    for index, (drawn, rest) in enumerate(rngs):
+                        (part / f"rng_{index}.safetensors").write_bytes(drawn)
+                        (part / f"rng_{index}.json").write_text(rest)
+                    manifest.write_manifest(part, description)
             self._rotate(update)
 
         from_main(write)
@@ -96,58 +111,7 @@ class Checkpoints:
             if update_of(old) < oldest:
                 aside = self.folder / f".{old.name}"
                 os.replace(old, aside)  # it disappears at once, as it came
-                _remove(aside)
-
-
-def _complete(folder: Path) -> bool:
-    try:
-        manifest.read_manifest(folder)
-    except Damaged:
-        return False
-    return True
-
-
-def _about(folder: Path) -> Mapping[str, Any] | None:
-    """What a sound checkpoint says of itself; None for a damaged one."""
-    try:
-        return manifest.check_manifest(folder).about
-    except Damaged:
-        return None
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-
-
-def _copy(source: Path, target: Path) -> None:
-    if source.is_dir():
-        shutil.copytree(source, target)
-    elif source.exists():
-        shutil.copyfile(source, target)
-
-
-def _write(
-    folder: Path,
-    tensors: Mapping[str, Sequence[Tensor]],
-    states: dict[str, Any],
-    progress: dict[str, Any],
-    rngs: Sequence[tuple[bytes, str]],
-) -> None:
-    """The files of a checkpoint. All bytes pass through Python: a full disk is then an OSError, and
-    no error of torch's or safetensors' own."""
-    for name, values in tensors.items():
-        rows = {str(i): v.detach().cpu().contiguous() for i, v in enumerate(values)}
-        (folder / f"{name}.safetensors").write_bytes(save(rows))
-    buffer = io.BytesIO()
-    torch.save(_plain(states), buffer)
-    (folder / "states.pt").write_bytes(buffer.getbuffer())
-    (folder / "progress.json").write_text(json.dumps(progress))
-    for index, (drawn, rest) in enumerate(rngs):
-        (folder / f"rng_{index}.safetensors").write_bytes(drawn)
-        (folder / f"rng_{index}.json").write_text(rest)
+                shutil.rmtree(aside)
 
 
 def _plain(value: Any) -> Any:
@@ -183,16 +147,8 @@ def load(
             value.data.copy_(saved[name][str(i)])
     rng = folder / f"rng_{process_index}.json"
     if rng.exists():  # else there are more processes than before: the new ones keep their own
-        set_rng(Rng(load_file(rng.with_suffix(".safetensors")), json.loads(rng.read_text())))
+        set_rng((load_file(rng.with_suffix(".safetensors")), json.loads(rng.read_text())))
     return states, progress
-
-
-# The best adapter --------------------------------------------------------------------------------
-
-ADAPTER = "adapter"  # below the folder of a run: the best adapter that was evaluated, else the last
-COPY = "kept"  # the same below a checkpoint, whose adapter.safetensors is what is being trained
-SCORES = "scores.json"  # headline and update of the evaluation that chose it, {} if none did
-OTHER = "it is that of another evaluation"
 
 
 def write_best_adapter(
@@ -206,36 +162,18 @@ def write_best_adapter(
         manifest.write_manifest(part, {"scores": dict(scores)})
 
 
-def why_not_best(run: Path, scores: Mapping[str, float]) -> str:
-    """What is wrong with the adapter of a run, "" if it is sound and was chosen by this
-    evaluation."""
-    try:
-        about = manifest.check_manifest(run / ADAPTER).about
-    except Damaged as error:
-        return str(error)
-    return "" if about.get("scores") == dict(scores) else OTHER
-
-
-def restore_best_adapter(run: Path, checkpoint: Path) -> dict[str, float]:
-    """Make the adapter of a run the copy in a sound checkpoint; returns its scores, {} if the
-    checkpoint has none."""
-    copy = checkpoint / COPY
-    if not copy.is_dir():
-        return {}
-    with files.replacing(run / ADAPTER, durable=True, swap=True) as part:
-        shutil.copytree(copy, part)
-    return dict(manifest.read_manifest(copy).about["scores"])
+def restore_best_adapter(run: Path, checkpoint: Path) -> None:
+    """Make the adapter of a run the copy in a sound checkpoint, if that has one."""
+    if (checkpoint / COPY).is_dir():
+        with files.replacing(run / ADAPTER, durable=True, swap=True) as part:
+            shutil.copytree(checkpoint / COPY, part)
 
 
 # Random numbers ----------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Rng:
-    """State of the global generators. The library has its own; a plugin's reward may use these."""
-
-    tensors: dict[str, Tensor]  # for safetensors
-    rest: dict[str, list[Any]]  # for JSON
+# State of the global generators: tensors, and the rest for JSON. The library has its own
+# generators; a plugin's reward may use these.
+Rng = tuple[dict[str, Tensor], dict[str, list[Any]]]
 
 
 def get_rng() -> Rng:
@@ -246,15 +184,16 @@ def get_rng() -> Rng:
         tensors[device.type] = torch.get_device_module(device).get_rng_state()
     version, internal, gauss_next = random.getstate()
     numpy_rest = [kind, int(position), int(gauss), float(cached)]
-    return Rng(tensors, {"python": [version, list(internal), gauss_next], "numpy": numpy_rest})
+    return tensors, {"python": [version, list(internal), gauss_next], "numpy": numpy_rest}
 
 
 def set_rng(rng: Rng) -> None:
     """Put the global generators back into a state that `get_rng` returned."""
-    torch.set_rng_state(rng.tensors["torch"])
-    if (device := current()) and device.type in rng.tensors:
-        torch.get_device_module(device).set_rng_state(rng.tensors[device.type])
-    kind, position, gauss, cached = rng.rest["numpy"]
-    np.random.set_state((kind, rng.tensors["numpy"].numpy(), position, gauss, cached))
-    version, internal, gauss_next = rng.rest["python"]
+    tensors, rest = rng
+    torch.set_rng_state(tensors["torch"])
+    if (device := current()) and device.type in tensors:
+        torch.get_device_module(device).set_rng_state(tensors[device.type])
+    kind, position, gauss, cached = rest["numpy"]
+    np.random.set_state((kind, tensors["numpy"].numpy(), position, gauss, cached))
+    version, internal, gauss_next = rest["python"]
     random.setstate((version, tuple(internal), gauss_next))

@@ -54,25 +54,30 @@ def state(*configs: Stage) -> PartialState:
     processes on a machine without a GPU would each believe that they are alone.
 
     The first call makes their group and the watch over its ranks (`flowalign.training.run.ranks`).
-    The timeout is the longest of these configs. Later calls return that group.
+    The timeout is the longest of these configs. Later calls return that group. Raises ConfigError
+    for a strategy that is not supported, and for processes that do not know of each other: each
+    would do all of the work, in one folder.
     """
     for key, name in UNSUPPORTED.items():
         if _launched_with(key):
             text = f"{name} is not supported. Use DDP, or FSDP2 to shard the base model."
             raise ConfigError([text], "accelerate")
-    longest = max(map(_timeout, configs), default=None)
     options: dict[str, Any] = _fresh_store()
+    timeouts = [
+        getattr(getattr(c, "train", c), "timeout_seconds", None) or TIMEOUT for c in configs
+    ]
+    longest = max(timeouts, default=None)
     if longest is not None:  # the watch comes first: it names the rank that is waited for
         options["timeout"] = timedelta(seconds=longest + ranks.MARGIN)
     made = PartialState(cpu=not torch.accelerator.is_available(), **options)
+    if made.num_processes == 1 < (started := int(os.environ.get("WORLD_SIZE") or 1)):
+        text = (
+            f"{started} processes were started, and this one sees no other. Without GPUs, say "
+            "`accelerate launch --config_file configs/accelerate/ddp_2cpu.yaml ...`."
+        )
+        raise ConfigError([text], "launcher")
     ranks.watch().begin(longest)
     return made
-
-
-def _timeout(config: Stage) -> float:
-    """Seconds that a rank waits for another."""
-    settings = config.train if isinstance(config, TrainingStage) else config
-    return getattr(settings, "timeout_seconds", None) or TIMEOUT
 
 
 def _launched_with(key: str) -> bool:
@@ -190,8 +195,6 @@ class ExitStatus:
             if note:
                 print(f"interrupted ({ours}): {note}", file=sys.stderr)
             self.code = ours.code
-        elif isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
-            raise error.__context__  # rich exits where nobody reads its tables any more (`| head`)
         elif isinstance(error, self.refused):
             print(harmless(str(error)), file=sys.stderr)
             self.code = 2

@@ -73,6 +73,17 @@ class Resumable:
     skipped: Mapping[Path, str] = field(default_factory=dict)
     other: tuple[str, ...] = ()
 
+    def refusal(self) -> str:
+        """Why none can be used."""
+        if self.other:
+            return (
+                f"--resume: {', '.join(self.other)} differ from the run that is there. A resumed "
+                "run keeps its config (but for train and evaluation); undo the change or choose "
+                "another `output`."
+            )
+        listed = "; ".join(f"{path}: {reason}" for path, reason in self.skipped.items())
+        return f"--resume: no checkpoint can be used ({listed}). Put a sound one back. {DELETE}"
+
 
 def newest(run: Path, config: TrainingStage) -> Resumable:
     """Look for it from the newest folder to the oldest, every byte of each."""
@@ -83,8 +94,6 @@ def newest(run: Path, config: TrainingStage) -> Resumable:
             about = manifest.check_manifest(folder).about
         except Damaged as error:
             skipped[folder] = str(error)
-            if not (folder / manifest.MANIFEST).exists() and any(folder.iterdir()):
-                skipped[folder] += " (cut short, or written by an earlier version of flowalign)"
             continue
         changed = _changed(config, about.get("config"))
         if about.get("update") != update_of(folder):
@@ -108,9 +117,6 @@ def _changed(config: TrainingStage, saved: object) -> list[str]:
     return sorted(key for key in new.keys() | old if new.get(key) != old.get(key))
 
 
-# Whether a run may start, or go on ---------------------------------------------------------------
-
-
 def problems(
     config: TrainingStage,
     processes: int,
@@ -124,28 +130,17 @@ def problems(
     will write."""
     run = Path(config.output)
     if not checkpoints(run):
-        yield from _unfinished(run, config, resume)
-    elif not resume:
+        yield from _unfinished(run, config)
+        return
+    if not resume:
         yield (
             f"output: {run} holds the checkpoints of a run. Continue it with --resume, "
             "choose another `output`, or delete the folder."
         )
-    else:
-        saved = newest(run, config)
-        yield from conflicts(config, saved, processes, any_world=any_world, pending=pending)
-
-
-def conflicts(
-    config: TrainingStage,
-    saved: Resumable,
-    processes: int,
-    *,
-    any_world: bool,
-    pending: Collection[str] = (),
-) -> Iterator[str]:
-    """What keeps a run from going on from a saved checkpoint."""
+        return
+    saved = newest(run, config)
     if saved.folder is None:
-        yield refusal(Path(config.output), saved)
+        yield saved.refusal()
         return
     for key, source in config.inputs.items():
         now = None if source in pending else file_digest(source)  # None: others complain
@@ -154,93 +149,34 @@ def conflicts(
                 f"{key}: {source!r} has changed since {saved.folder} was written. Put the "
                 "adapter of that time back, or choose another `output` to start with this one."
             )
-    if not any_world and (text := another_world(saved, processes)):
+    if not any_world and (before := saved.about["processes"]) != processes:
         yield (
-            f"--resume: {text} Start as many processes as before, or accept that with "
-            "--allow-world-change."
+            f"--resume: {saved.folder} was written by {before} process(es), and there are "
+            f"{processes} now: prompts and noise stay the same, but gradients are summed in "
+            "another order, so that the last digits differ, and rewards that draw random numbers "
+            "draw others. Start as many as before, or accept that with --allow-world-change."
         )
 
 
-def warnings(saved: Resumable, identity: Mapping[str, Any]) -> Iterator[str]:
-    """What a run says as it goes on. identity: of the run, with its number of processes."""
-    assert saved.folder
-    for path, reason in saved.skipped.items():
-        yield f"--resume: {path} is not used: {reason}. The run continues from {saved.folder.name}."
-    if text := another_world(saved, identity["processes"]):
-        yield f"--allow-world-change: {text}"
-    if (before := saved.about["version"]) != identity["version"]:
-        yield (
-            f"--resume: {saved.folder} was written by flowalign {before}, and this is "
-            f"{identity['version']}: the numbers may differ from those of one version."
-        )
-
-
-def refusal(run: Path, saved: Resumable) -> str:
-    """Why no checkpoint of a run can be used."""
-    if saved.other:
-        return (
-            f"--resume: {', '.join(saved.other)} differ from the run in {run}. A resumed run keeps "
-            "its config (but for train and evaluation); undo the change or choose another `output`."
-        )
-    listed = "; ".join(f"{path.name}: {reason}" for path, reason in saved.skipped.items())
-    return (
-        f"--resume: no checkpoint in {run / CHECKPOINTS} can be used ({listed}). Put a sound copy "
-        f"of one back. {DELETE}"
-    )
-
-
-def another_world(saved: Resumable, processes: int) -> str:
-    """What is no longer exact if so many processes go on from a checkpoint; "" if as many wrote
-    it."""
-    before = saved.about["processes"]
-    if before == processes:
-        return ""
-    return (
-        f"{saved.folder} was written by a run of {before} process(es), and there are {processes} "
-        "now: prompts and noise stay the same, but gradients are summed in another order, so that "
-        "the last digits differ, and rewards that draw random numbers draw others."
-    )
-
-
-def _unfinished(run: Path, config: TrainingStage, resume: bool) -> Iterator[str]:
-    """Of a folder without checkpoints: a log that is not that of a run of this config which ended
-    before its first checkpoint."""
-    log, key = run / LOG, "--resume" if resume else "output"
-    updates = [n for row in read_lines(log) if isinstance(n := row.get(metrics.UPDATE), int)]
-    if not updates:
-        if (run / "adapter").exists():
-            yield f"{key}: {run / 'adapter'} is there, and no log of its run. {DELETE}"
+def _unfinished(run: Path, config: TrainingStage) -> Iterator[str]:
+    """Of a folder without checkpoints: log or adapter of anything but a run of this config which
+    ended before its first checkpoint."""
+    updates = [n for row in read_lines(run / LOG) if isinstance(n := row.get(metrics.UPDATE), int)]
+    if not updates and not (run / "adapter").exists():
         return
     try:
-        old = load(run / "config.yaml")
-    except (ConfigError, OSError, ValueError):
-        yield (
-            f"{key}: {log} is the log of a run, and no config.yaml beside it tells of which. "
-            f"{DELETE}"
+        old, status = load(run / "config.yaml"), read_status(run)
+        early = max(updates) <= old.train.checkpoint_every and not (
+            status and status.state == "finished"
         )
-        return
-    if changed := _changed(config, old.model_dump(mode="json")):
+        ours = not _changed(config, old.model_dump(mode="json"))
+    except (ConfigError, OSError, ValueError, AttributeError):
+        early = ours = False
+    if not (early and ours):
         yield (
-            f"{key}: {', '.join(changed)} differ from {run / 'config.yaml'}, whose log and adapter "
-            f"are there. {DELETE}"
+            f"output: {run} holds the log or adapter of another run, or of one whose checkpoints "
+            f"are gone. {DELETE}"
         )
-    elif max(updates) > old.train.checkpoint_every or _finished(run):
-        yield (
-            f"{key}: {log} goes to update {max(updates)}, and there is no checkpoint. Put them "
-            f"back if they were deleted. {DELETE}"
-        )
-
-
-def _finished(run: Path) -> bool:
-    status = read_status(run)
-    return status is not None and status.state == "finished"
-
-
-def why_no_checkpoint(run: Path) -> str:
-    """Why --resume starts from the first update, "" if there is a checkpoint."""
-    if checkpoints(run):
-        return ""
-    return f"--resume: no checkpoint in {run / CHECKPOINTS}. The run starts from its first update."
 
 
 # What a run has written of itself ----------------------------------------------------------------
@@ -253,17 +189,16 @@ def truncate_to(run: Path, checkpoint: Path, update: int, evaluated: int) -> Non
     for path in (run / SAMPLES).glob("*"):
         if (match := SAMPLE.fullmatch(path.name)) and int(match[1]) > update:
             path.unlink()
-    warned = [row for row in read_lines(run / WARNINGS) if row.get("update", 0) <= update]
     if (run / WARNINGS).exists():
-        _write_lines(run / WARNINGS, warned)
+        warned = read_lines(run / WARNINGS)
+        _write_lines(run / WARNINGS, [row for row in warned if row.get("update", 0) <= update])
     rows = read_lines(checkpoint / LOG)
-    _write_lines(run / LOG, [row for row in rows if not _comes_again(row, evaluated)])
-
-
-def _comes_again(row: Mapping[str, Any], evaluated: int) -> bool:
-    """Whether a line of the log is of an evaluation that is taken again."""
-    later = row.get(metrics.UPDATE, 0) > evaluated
-    return later and any(name.startswith(metrics.EVAL) for name in row)
+    again = [
+        row.get(metrics.UPDATE, 0) > evaluated
+        and any(name.startswith(metrics.EVAL) for name in row)
+        for row in rows
+    ]
+    _write_lines(run / LOG, [row for row, taken in zip(rows, again, strict=True) if not taken])
 
 
 def _write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
