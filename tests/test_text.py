@@ -81,7 +81,9 @@ def test_a_file_that_is_damaged_is_written_again(
     files = sorted(tmp_path.rglob("*.safetensors"))
     assert len(files) == len(TEXTS)
     contents = [path.read_bytes() for path in files]
-    for path, damaged in zip(files, (b"", b"no tensors", *(c[:-1] for c in contents)), strict=False):
+    for path, damaged in zip(
+        files, (b"", b"no tensors", *(c[:-1] for c in contents)), strict=False
+    ):
         path.write_bytes(damaged)
     asked = count(texts, monkeypatch)
     for _ in range(2):

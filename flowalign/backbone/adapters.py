@@ -287,7 +287,9 @@ def _read_file(file: Path) -> Lora:
         described = resolve_pattern(ranks, config.r, config.rank_pattern)
         for layer, rank in ranks.items():
             if described[layer] != rank:
-                raise AdapterError(f"{layer} has rank {rank}, and is described as {described[layer]}")
+                raise AdapterError(
+                    f"{layer} has rank {rank}, and is described as {described[layer]}"
+                )
         alphas = resolve_pattern(ranks, config.lora_alpha, config.alpha_pattern)
     else:
         config, alphas = Description(), {**ranks}
