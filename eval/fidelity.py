@@ -182,7 +182,7 @@ def load_reference(
         metadata = [row for images in sets for row in images.prompts.metadata]
         batches = _scenes(metadata, config.sampling.seed)
     else:
-        batches = _pictures(Path(source).expanduser(), *config.model.sizes[0])
+        batches = _pictures(Path(source).expanduser(), *config.model.image_sizes[0])
     try:
         features = torch.cat([extract(batch.to(device)).float().cpu() for batch in batches])
     except ValueError as error:

@@ -276,7 +276,7 @@ def open_stores(
     for model, adapter in adapters.items():
         for images, depends in zip(sets, scores, strict=True):
             pictured = set(spread(len(images.prompts), config.report.images))
-            height, width = images.prompts.size or config.model.sizes[0]
+            height, width = images.prompts.size or config.model.image_sizes[0]
             content = {
                 "model": base | {"height": height, "width": width},
                 "adapter": adapter,

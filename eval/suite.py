@@ -88,7 +88,7 @@ def build_sets(
     for index, config in enumerate(configs):
         prompts = load_prompts(config.prompts, config.name)
         prompts = prompts.select(range(len(prompts))[: config.limit])
-        size = config.size or model.sizes[0]
+        size = config.size or model.image_sizes[0]
         prompts = replace(prompts, size=size)
         prompt_sets.append(prompts)
         try:

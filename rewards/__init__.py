@@ -5,10 +5,8 @@ registered in this process, the REWARDS table, the installed entry points of the
 "flowalign.rewards", and last as a dotted path "package.module:attribute". Its module is one that
 Python finds, else one in the current folder, else one beside the config. The name stands for either
 a factory (a class or function that takes the options and returns a Reward), or a plain function
-(images, prompts, metadata, **options) -> Scores, which is itself the reward. At a dotted path a
-function is a factory only if its annotation says `-> Reward`: any other function of Python is
-refused, and not called. A dotted path runs the code of its module, so commands that only examine a
-config ask `own_code` first.
+(images, prompts, metadata, **options) -> Scores, which is itself the reward. A dotted path runs the
+code of its module, so commands that only examine a config ask `own_code` first.
 The annotations of a factory's options are checked when a config is read (`options.check_call`).
 A reward that computes with torch may take the option `device`; runs fill it in (`build_on`).
 What a reward may say of itself are the attributes of `RewardBase`. A reward of the user's may be a
@@ -24,6 +22,7 @@ import functools
 import importlib
 import inspect
 import json
+import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
@@ -33,7 +32,7 @@ from typing import Any, TypeVar
 import torch
 
 from flowalign.rewards.base import Cost, RewardBase, as_reward, reward_class
-from flowalign.rewards.options import check_call, makes, suggestion
+from flowalign.rewards.options import check_call, suggestion
 from flowalign.rewards.scoring import score
 from flowalign.system.devices import resolve
 from flowalign.system.packages import installed
@@ -48,10 +47,10 @@ __all__ = [
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 
 REWARDS: dict[str, str] = {
-    "aesthetic": "flowalign.rewards.aesthetic:Aesthetic",
-    "clipscore": "flowalign.rewards.clipscore:ClipScore",
+    "aesthetic": "flowalign.rewards.preference:Aesthetic",
+    "clipscore": "flowalign.rewards.preference:ClipScore",
     "deqa": "flowalign.rewards.deqa:DeQA",
-    "diversity": "flowalign.rewards.diversity:Diversity",
+    "diversity": "flowalign.rewards.preference:Diversity",
     "gated": "flowalign.rewards.combine:Gated",
     "geneval": "flowalign.rewards.geneval:GenEval",
     "hpsv2": "flowalign.rewards.hpsv2:HPSv2",
@@ -59,14 +58,13 @@ REWARDS: dict[str, str] = {
     "imagereward": "flowalign.rewards.imagereward:ImageReward",
     "normalized": "flowalign.rewards.combine:Normalized",
     "ocr": "flowalign.rewards.ocr:OCR",
-    "pickscore": "flowalign.rewards.pickscore:PickScore",
+    "pickscore": "flowalign.rewards.preference:PickScore",
     "remote": "flowalign.rewards.service.client:Remote",
     "vlm": "flowalign.rewards.vlm:VLM",
     "weighted": "flowalign.rewards.combine:Weighted",
 }
 
 _registered: dict[str, Callable[..., Any]] = {}
-_config_folders: list[Path] = []  # folders of configs, the latest first
 _INPUTS = ["images", "prompts", "metadata"]  # a function that begins so is itself the reward
 
 
@@ -79,11 +77,9 @@ def register(name: str) -> Callable[[Factory], Factory]:
     """
 
     def decorate(factory: Factory) -> Factory:
-        old = _registered.get(name)
-        if old is not None and _identity(old) != _identity(factory):
-            raise ValueError(
-                f"reward {name!r} is already registered by {_identity(old)}; choose another name."
-            )
+        old = _registered.setdefault(name, factory)
+        if (old.__module__, old.__qualname__) != (factory.__module__, factory.__qualname__):
+            raise ValueError(f"reward {name!r} is already registered, by {old!r}.")
         _registered[name] = factory
         return factory
 
@@ -103,7 +99,10 @@ def build(name: str, **options: Any) -> Reward:
     check(name, options)
     factory = _find(name)
     if not _is_reward(factory):
-        return factory(**options)
+        reward: Reward = factory(**options)
+        if not callable(reward):
+            raise ValueError(f"{name!r} makes a {type(reward).__name__}, which is no reward.")
+        return reward
     # update_wrapper: a plain function keeps its name and what it says of itself (`groupwise`)
     return functools.update_wrapper(functools.partial(factory, **options), factory)
 
@@ -114,15 +113,14 @@ def build_on(
     """As `build`, for a run: with the option `device` filled in, for a reward that takes it and is
     not given one (None = this thread's accelerator, or the CPU).
 
-    Calls `connect()`. Raises ConnectionError or TimeoutError, which say what to do, if the reward's
-    service does not answer.
+    Calls `connect()`. Raises ConnectionError or TimeoutError if the reward's service does not
+    answer.
     """
     reward = as_reward(build(name, **with_device(_find(name), options, device)))
     try:
         reward.connect()
     except (ConnectionError, TimeoutError) as error:
-        remedy = "Start the service before the run, or correct its address."
-        raise type(error)(f"reward {name!r} has no service: {error}. {remedy}") from error
+        raise type(error)(f"reward {name!r} has no service: {error}. Start it first.") from error
     return reward
 
 
@@ -151,36 +149,7 @@ def declared(name: str, *, imports: bool = True) -> type[RewardBase]:
     imports: whether to look for it in the code at a dotted path; without, such a reward says
     nothing. Raises ValueError if no reward has that name.
     """
-    if not imports and _is_path(name) and not _is_known(name):
-        return RewardBase
-    return reward_class(_find(name))
-
-
-def check_prompts(
-    name: str, options: Mapping[str, Any], prompts: Sequence[str], metadata: Metadata
-) -> None:
-    """Raise ValueError if the reward says that it cannot judge images of one of these prompts.
-
-    name and options are those of `check`, which is called before. Loads no model.
-    """
-    for part, given in leaves(name, options):
-        declared(part).check_prompts(prompts, metadata, **given)
-
-
-def own_code(name: str, options: Mapping[str, Any]) -> list[str]:
-    """The dotted paths that a reward and its options name, at any depth. To check or to build it
-    runs the code of their modules; this runs none."""
-    paths = [] if _is_known(name) else [name] if _is_path(name) else []
-    todo: list[Any] = list(options.values())
-    while todo:
-        value = todo.pop()
-        if isinstance(value, Mapping):
-            todo += value.values()
-        elif isinstance(value, Sequence) and not isinstance(value, str):
-            todo += value
-        elif isinstance(value, str) and _is_path(value) and not _is_known(value):
-            paths.append(value)
-    return paths
+    return RewardBase if _is_own(name) and not imports else reward_class(_find(name))
 
 
 def leaves(
@@ -195,13 +164,31 @@ def leaves(
         yield from leaves(part["name"], part.get("options") or {}, imports=imports)
 
 
+def check_prompts(
+    name: str, options: Mapping[str, Any], prompts: Sequence[str], metadata: Metadata
+) -> None:
+    """Raise ValueError if the reward says that it cannot judge images of one of these prompts.
+
+    name and options are those of `check`, which is called before. Loads no model.
+    """
+    for part, given in leaves(name, options):
+        declared(part).check_prompts(prompts, metadata, **given)
+
+
+def own_code(name: Any, options: Any = ()) -> list[str]:
+    """The dotted paths that a reward and its options name, at any depth. To check or to build it
+    runs the code of their modules; this runs none."""
+    if isinstance(name, str):
+        return [name] * _is_own(name) + own_code(options)
+    values = name.values() if isinstance(name, Mapping) else name
+    nested = (value for value in values if isinstance(value, str | Mapping | Sequence))
+    return [path for value in nested for path in own_code(value)]
+
+
 def missing_packages(name: str, options: Mapping[str, Any]) -> list[str]:
     """Packages that a reward imports when it is built with these options, and that are not here."""
-    needed = [
-        package
-        for part, given in leaves(name, options)
-        for package in declared(part).packages(**given)
-    ]
+    parts = leaves(name, options)
+    needed = [package for part, given in parts for package in declared(part).packages(**given)]
     return [package for package in dict.fromkeys(needed) if not installed(package)]
 
 
@@ -220,7 +207,6 @@ def has_no_weights(name: str) -> bool:
 def describe(reward: Reward) -> dict[str, Any]:
     """What a reward's scores depend on, fit for JSON: its own `describe()`, and at least its name.
 
-    The name of one that says nothing is its attribute `name`, else that of its class or function.
     A description that fails is no reason to lose results: it is replaced by its error.
     """
     reward = as_reward(reward)
@@ -232,52 +218,26 @@ def describe(reward: Reward) -> dict[str, Any]:
 
 
 def add_config_folder(config: str | Path) -> None:
-    """Let dotted paths name modules that lie beside this config file. Commands call it."""
-    folder = Path(config).absolute().parent
-    _config_folders[:] = [folder, *(other for other in _config_folders if other != folder)]
+    """Let dotted paths name modules in the current folder or beside this config file."""
+    for folder in (Path.cwd(), Path(config).absolute().parent):
+        if str(folder) not in sys.path:  # last: a file there must not hide an installed module
+            sys.path.append(str(folder))
+    importlib.invalidate_caches()  # a file may be younger than Python's list of them
 
 
 def load(path: str, what: str = "reward") -> Any:
     """The object at a dotted path "package.module:attribute".
 
-    Raises ValueError naming `what` was looked for where the module or attribute is missing; an
-    ImportError that the module itself causes (a missing dependency) passes through.
+    Raises ValueError naming `what` was looked for where the module or attribute is missing.
     """
-    module_name, _, attribute = path.partition(":")
-    if not _is_path(path):
-        raise ValueError(f"{what} {path!r} is no path of the form 'package.module:attribute'.")
-    _make_importable(module_name)
+    add_config_folder(Path.cwd() / "config")
     try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if missing != module_name and not module_name.startswith(missing + "."):
-            raise
+        return pkgutil.resolve_name(path)
+    except (ModuleNotFoundError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{what} {path!r}: there is no module {missing!r}. Install it, or put it into the "
-            "current folder or beside the config."
+            f"{what} {path!r}: {error}. Give 'package.module:attribute' of a module that is "
+            "installed, in the current folder or beside the config."
         ) from error
-    try:
-        return functools.reduce(getattr, attribute.split("."), module)
-    except AttributeError as error:
-        have = [name for name in vars(module) if not name.startswith("_")]
-        raise ValueError(
-            f"{what} {path!r}: {module_name} has no {attribute!r}{suggestion(attribute, have)}."
-        ) from error
-
-
-def _make_importable(module: str) -> None:
-    """Where Python finds no such module, but the current folder or that of a config has one, put
-    that folder on the path, for whatever else it imports and for processes that are started. At
-    its end: a file of the user's must not hide a module that a library imports later."""
-    if installed(module.partition(".")[0]):
-        return
-    for folder in (Path.cwd(), *_config_folders):
-        file = folder.joinpath(*module.split("."))
-        if file.with_suffix(".py").is_file() or (file / "__init__.py").is_file():
-            sys.path.append(str(folder))
-            importlib.invalidate_caches()  # the file may be younger than Python's list of them
-            return
 
 
 def _find(name: str) -> Callable[..., Any]:
@@ -286,37 +246,25 @@ def _find(name: str) -> Callable[..., Any]:
         return _registered[name]
     if name in REWARDS:
         return load(REWARDS[name])
-    points = _entry_points()
-    if name in points:
-        return points[name].load()
-    module, _, attribute = name.partition(":")
-    if module and attribute:
-        factory = load(name)
-        if not callable(factory):
-            raise ValueError(f"reward {name!r} is a {type(factory).__name__}, not a callable.")
-        if not _is_reward(factory) and not makes(factory, len(_INPUTS)):
-            raise ValueError(
-                f"reward {name!r} is no reward, and was not called. Name a function "
-                f"({', '.join(_INPUTS)}) -> Scores, a class whose objects are called so, or a "
-                "function that says `-> Reward` (flowalign.types)."
-            )
-        return factory
-    raise ValueError(
-        f"no reward {name!r}{suggestion(name, names())}; known are {names()}. Use one of them, "
-        "register yours with @flowalign.rewards.register(name), or give its path as "
-        "'package.module:attribute'."
-    )
+    if point := _entry_points().get(name):
+        return point.load()
+    if ":" not in name:
+        raise ValueError(
+            f"no reward {name!r}{suggestion(name, names())}; use one of {names()}, register yours "
+            "with @flowalign.rewards.register(name), or give its path 'package.module:attribute'."
+        )
+    factory = load(name)
+    if not callable(factory):
+        raise ValueError(f"reward {name!r} is a {type(factory).__name__}, not a callable.")
+    return factory
 
 
-def _is_known(name: str) -> bool:
-    """Whether a name is looked up in a table, and not as a path."""
-    return name in _registered or name in REWARDS or name in _entry_points()
-
-
-def _is_path(text: str) -> bool:
+def _is_own(text: str) -> bool:
+    """Whether a name is a dotted path, and in no table."""
     module, _, attribute = text.partition(":")
     parts = [*module.split("."), *attribute.split(".")]
-    return all(part.isidentifier() for part in parts)
+    is_known = text in _registered or text in REWARDS or text in _entry_points()
+    return all(part.isidentifier() for part in parts) and not is_known
 
 
 def _entry_points() -> dict[str, EntryPoint]:
@@ -332,7 +280,3 @@ def _parameters(factory: Callable[..., Any]) -> list[str]:
         return list(inspect.signature(factory).parameters)
     except ValueError:  # a builtin without a signature
         return []
-
-
-def _identity(factory: Callable[..., Any]) -> str:
-    return f"{factory.__module__}.{getattr(factory, '__qualname__', repr(factory))}"

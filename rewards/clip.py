@@ -1,37 +1,156 @@
-"""Image and text vectors of a transformers CLIPModel."""
+"""Image and text vectors: models with two towers, and CLIP's preprocessing by PIL at 8 bits.
+
+Legend: B images, P prompts, D the width of the common space.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from torch import Tensor
+import torch
+from PIL import Image
+from pydantic import AfterValidator
+from torch import Tensor, nn
+from torch.nn.functional import normalize
 from transformers import AutoTokenizer, CLIPModel
 
+from flowalign.backbone.placement import Placement
 from flowalign.backbone.tiny import PREFERENCE
-from flowalign.rewards import preprocess, weights
-from flowalign.rewards.options import pretrained
-from flowalign.rewards.towers import TwoTowers
+from flowalign.rewards import weights
+from flowalign.rewards.options import check_model
+from flowalign.system.images import to_uint8
 
+try:  # the same pixels, whether torchvision is installed or not
+    from transformers.models.clip import CLIPImageProcessorPil as ImageProcessor
+except ImportError:  # transformers 4: the one without "Fast" is PIL's
+    from transformers import CLIPImageProcessor as ImageProcessor
+
+__all__ = ["Clip", "ClipModel", "ImageProcessor", "TwoTowers"]
+
+TEXT_CACHE = 4096  # prompts whose vectors are kept: 16 MB at D = 1024
 CONTEXT = 77  # tokens of CLIP's text tower; longer prompts are cut
 LARGE = "openai/clip-vit-large-patch14"
+# "tiny" (trained on the tiny world), the folder of a transformers CLIPModel, or a Hub id
+ClipModel = Annotated[
+    str, AfterValidator(lambda name: name if name == "tiny" else check_model(name))
+]
 
-_POSSIBLE = f"`tiny`, the folder of a transformers CLIPModel, or a Hub id such as {LARGE}"
-ClipModel = Annotated[str, pretrained(_POSSIBLE, "tiny")]  # "tiny": trained on the tiny world
+
+# Pixels ------------------------------------------------------------------------------------------
 
 
-def resolve(model: str) -> str:
-    """The folder of the shipped preference model for "tiny"; any other id or folder as it is."""
-    return str(PREFERENCE) if model == "tiny" else str(Path(model).expanduser())
+def clip_processor(size: int) -> Any:
+    """CLIP's own preprocessing: short side to `size`, bicubic; centre crop; CLIP's mean and std."""
+    crop = {"height": size, "width": size}
+    return ImageProcessor(size={"shortest_edge": size}, crop_size=crop)  # the rest is its default
+
+
+def batches(images: Tensor, batch_size: int) -> Iterator[list[np.ndarray]]:
+    """images [B,3,H,W] in [0,1] as lists of uint8 [H,W,3]; ValueError for NaN and infinity."""
+    for chunk in images.split(batch_size) if len(images) else ():
+        yield [to_uint8(image) for image in chunk]
+
+
+def pixel_values(processor: Any, pictures: list[np.ndarray]) -> Tensor:
+    """The input that a processor makes of uint8 pictures [H,W,3]: float32 [b,3,h,w]."""
+    inputs = processor(pictures, return_tensors="pt", input_data_format="channels_last")
+    return inputs["pixel_values"]
+
+
+def letterbox(picture: np.ndarray, size: int) -> np.ndarray:
+    """uint8 [H,W,3] -> [size,size,3]: long side to `size`, bicubic, black bars on both sides.
+
+    HPSv2's preprocessing (its open_clip/transform.py, ResizeMaxSize), which leaves out the bars
+    where the long side has that size already; here a picture is always square.
+    """
+    height, width = picture.shape[:2]
+    scale = size / max(height, width)
+    high, wide = round(height * scale), round(width * scale)
+    canvas = np.zeros((size, size, 3), np.uint8)
+    top, left = (size - high) // 2, (size - wide) // 2
+    resized = Image.fromarray(picture).resize((wide, high), Image.Resampling.BICUBIC)
+    canvas[top : top + high, left : left + wide] = np.asarray(resized)
+    return canvas
+
+
+# Vectors -----------------------------------------------------------------------------------------
+
+
+class TwoTowers:
+    """An image tower and a text tower; a subclass says how they are called.
+
+    width: D. device: where they compute, None = the GPU if there is one. batch_size: images a
+    forward pass; texts are encoded one by one. offload: `flowalign.backbone.placement.Placement`.
+    text_cache: how many prompts' vectors are kept, on the CPU; the least recently used go first.
+    """
+
+    name: str  # which model answers
+    scale = 1.0  # times the cosine, in training
+
+    def __init__(
+        self,
+        model: nn.Module,
+        width: int,
+        device: str | torch.device | None = None,
+        batch_size: int = 64,
+        offload: bool = False,
+        text_cache: int = TEXT_CACHE,
+    ) -> None:
+        self.placement = Placement(model, device, offload)
+        self.device = self.placement.device
+        self.width, self.batch_size = width, batch_size
+        self._text_vector = lru_cache(text_cache)(self._encode_text)
+
+    @torch.no_grad()
+    def image_features(self, images: Tensor) -> Tensor:
+        """Unit vectors [B,D], float32, of images [B,3,H,W] in [0,1].
+
+        The images pass through the preprocessing as 8-bit pixels, as files would. Raises ValueError
+        for pixels that are NaN or infinite.
+        """
+        parts = [torch.empty(0, self.width, device=self.device)]
+        with self.placement:
+            for pictures in batches(images, self.batch_size):
+                parts.append(normalize(self._encode_images(pictures), dim=-1))
+        return torch.cat(parts)
+
+    @torch.no_grad()
+    def text_features(self, prompts: Sequence[str]) -> Tensor:
+        """Unit vectors [P,D], float32. Kept vectors are reused; a prompt too long is cut. A vector
+        depends on its prompt alone, to the bit: not on what else is asked, or was before."""
+        with self.placement:
+            vectors = [torch.empty(0, self.width), *(self._text_vector(p)[None] for p in prompts)]
+            return torch.cat(vectors).to(self.device)
+
+    def cosine(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """cos(image, its prompt) [B], on the CPU, of images [B,3,H,W] and their B prompts."""
+        with self.placement:  # offloaded weights are moved once for both towers
+            return (self.image_features(images) * self.text_features(prompts)).sum(-1).cpu()
+
+    def _encode_text(self, prompt: str) -> Tensor:
+        # alone: the last bits of a row depend on the size of its batch, and which prompts are new
+        # together depends on what was kept, so that a resumed run would score otherwise
+        return normalize(self._encode_texts([prompt]), dim=-1)[0].cpu()
+
+    def _encode_images(self, pictures: list[np.ndarray]) -> Tensor:
+        """uint8 pictures [H,W,3] -> [b,D], of any length."""
+        raise NotImplementedError
+
+    def _encode_texts(self, prompts: list[str]) -> Tensor:
+        """Prompts -> [p,D], of any length."""
+        raise NotImplementedError
 
 
 class Clip(TwoTowers):
     """A CLIPModel with its image processor and tokenizer.
 
     model, processor: "tiny", a folder, or a Hub id; processor None = the model's own. revision: of
-    the model. `name` says which. computing: device, batch_size, offload and text_cache, as in
-    `TwoTowers`. Raises OSError where there is nothing to load.
+    the model. computing: device, batch_size, offload and text_cache, as in `TwoTowers`. Raises
+    OSError where there is nothing to load.
     """
 
     def __init__(
@@ -42,20 +161,20 @@ class Clip(TwoTowers):
         **computing: Any,
     ) -> None:
         self.name = f"{model}@{revision}" if revision else model
-        name = resolve(model)
+        name = _resolve(model)
         at: dict[str, Any] = {"revision": revision} if revision else {}
         # a revision is a commit of the model's repository, and names none in the processor's
-        source, its = (name, at) if processor is None else (resolve(processor), {})
+        source, at_source = (name, at) if processor is None else (_resolve(processor), {})
         self.model = weights.from_safetensors(CLIPModel, name, **at).float()
-        self.pixels = preprocess.ImageProcessor.from_pretrained(source, **its)
-        self.tokenizer = AutoTokenizer.from_pretrained(source, **its)
+        self.pixels = ImageProcessor.from_pretrained(source, **at_source)
+        self.tokenizer = AutoTokenizer.from_pretrained(source, **at_source)
         positions = self.model.text_model.embeddings.position_embedding.num_embeddings
         self.context = min(CONTEXT, positions, self.tokenizer.model_max_length)  # often 1e30
-        self.scale = float(self.model.logit_scale.detach().exp())  # times the cosine, in training
+        self.scale = float(self.model.logit_scale.detach().exp())
         super().__init__(self.model, self.model.visual_projection.out_features, **computing)
 
     def _encode_images(self, pictures: list[np.ndarray]) -> Tensor:
-        values = preprocess.values(self.pixels, pictures)
+        values = pixel_values(self.pixels, pictures)
         return _pooled(self.model.get_image_features(values.to(self.device)))
 
     def _encode_texts(self, prompts: list[str]) -> Tensor:
@@ -64,6 +183,10 @@ class Clip(TwoTowers):
         )
         ids, mask = tokens["input_ids"].to(self.device), tokens["attention_mask"].to(self.device)
         return _pooled(self.model.get_text_features(ids, attention_mask=mask))
+
+
+def _resolve(model: str) -> str:
+    return str(PREFERENCE) if model == "tiny" else str(Path(model).expanduser())
 
 
 def _pooled(output: Any) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import flowalign.rewards as registry
 from flowalign.rewards.base import RewardBase
-from flowalign.rewards.options import Device, Divisor, Number, checked
+from flowalign.rewards.options import Device, Divisor, Number
 from flowalign.rewards.scoring import assemble, score
 from flowalign.types import Metadata, Scores
 
@@ -52,7 +52,6 @@ def _distinct(summands: Sequence[Summand]) -> Sequence[Summand]:
 # Mappings, as a config has them; pydantic checks them by the models.
 Spec = Annotated[Mapping[str, Any], GetPydanticSchema(lambda _, model: model(Component))]
 Term = Annotated[Mapping[str, Any], GetPydanticSchema(lambda _, model: model(Summand))]
-EXAMPLE = "such as [{name: pickscore, weight: 1.0}, {name: ocr, weight: 0.5}]"
 
 
 class Composed(RewardBase):
@@ -74,13 +73,10 @@ class Composed(RewardBase):
 
     def describe(self) -> dict[str, Any]:
         """The components, what their scores depend on, and the numbers."""
-        return {"name": self.name, **self._described(), **self.settings}
-
-    def _described(self) -> dict[str, Any]:
-        return {label: registry.describe(reward) for label, reward in self.components.items()}
+        parts = {label: registry.describe(reward) for label, reward in self.components.items()}
+        return {"name": self.name, **parts, **self.settings}
 
 
-@checked
 class Weighted(Composed):
     """Sum of weight * value over components [{name, options, weight, label}, ...].
 
@@ -92,9 +88,7 @@ class Weighted(Composed):
 
     def __init__(
         self,
-        rewards: Annotated[
-            Sequence[Term], Field(min_length=1, description=EXAMPLE), AfterValidator(_distinct)
-        ],
+        rewards: Annotated[Sequence[Term], Field(min_length=1), AfterValidator(_distinct)],
         *,
         device: Device = None,
     ) -> None:
@@ -104,7 +98,8 @@ class Weighted(Composed):
 
     def describe(self) -> dict[str, Any]:
         """The components and their weights."""
-        return {"name": self.name, "rewards": self._described(), "weights": self.weights}
+        parts = {label: registry.describe(reward) for label, reward in self.components.items()}
+        return {"name": self.name, "rewards": parts, "weights": self.weights}
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU."""
@@ -115,7 +110,6 @@ class Weighted(Composed):
         return _joined(value, components)
 
 
-@checked
 class Gated(Composed):
     """`reward` where `gate` is at least `threshold`, else `below`: quality only counts once the
     task is done. Images that do not pass the gate are not shown to `reward`; their parts are NaN.
@@ -147,7 +141,6 @@ class Gated(Composed):
         return _joined(value.masked_fill(~gate.valid, torch.nan), {"gate": gate, "reward": passed})
 
 
-@checked
 class Normalized(Composed):
     """1 / (1 + exp(-(value - median) / spread)): the reward on a scale of (0, 1), median -> .5.
 

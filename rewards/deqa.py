@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from flowalign.rewards.base import RewardBase
-from flowalign.rewards.options import Count, Device, checked
+from flowalign.rewards.options import Count, Device
 from flowalign.system.devices import resolve
 from flowalign.system.images import to_uint8
 from flowalign.types import Metadata, Scores
@@ -54,7 +54,6 @@ def question(tokenizer: Any) -> list[int]:
     return [*before, IMAGE_TOKEN, *after[repeated:]]
 
 
-@checked
 class DeQA(RewardBase):
     """Reward: the expected level in [1,5], raw; Stable Diffusion 3.5 has about 4.07. Prompts do not
     count.

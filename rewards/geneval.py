@@ -13,16 +13,15 @@ from torch import Tensor
 from flowalign.rewards import load, with_device
 from flowalign.rewards.base import VIT_L, Cost, RewardBase
 from flowalign.rewards.geneval_judge import Verdict, judge, partial_credit
-from flowalign.rewards.options import Count, Device, Number, check_call, checked, makes
+from flowalign.rewards.options import Count, Device, check_call
+from flowalign.system.escape import shown
 from flowalign.types import Detections, Detector, Metadata, Scores
 
 DETECTORS: dict[str, str] = {
     "tiny": "flowalign.backbone.tiny.detector:TinyDetector",
     "mask2former": "flowalign.rewards.mask2former:Mask2Former",
 }
-Overlap = Annotated[float, Field(gt=0, le=1, description="1 turns suppression off")]
-Share = Annotated[Number, Field(ge=0, description="a share of the objects' sizes")]
-Threshold = Annotated[float, Field(ge=0, lt=1, description="a score that a box must exceed")]
+Threshold = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Exclusion(BaseModel, strict=True):
@@ -62,7 +61,6 @@ class Form(BaseModel, strict=True):
         return clauses
 
 
-@checked
 class GenEval(RewardBase):
     """Reward by GenEval's rules; an image's metadata is a line of GenEval's schema.
 
@@ -100,8 +98,8 @@ class GenEval(RewardBase):
         threshold: Threshold = 0.3,
         counting_threshold: Threshold = 0.9,
         max_objects: Count = 16,
-        max_overlap: Overlap = 1.0,
-        position_threshold: Share = 0.1,
+        max_overlap: Annotated[float, Field(gt=0, le=1)] = 1.0,
+        position_threshold: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1,
         detector_options: Mapping[str, Any] | None = None,
         device: Device = None,
     ) -> None:
@@ -126,20 +124,8 @@ class GenEval(RewardBase):
 
         Imports the detector's module and checks its signature (`check_call`); builds nothing.
         """
-        options = detector_options or {}
-        if not isinstance(detector, str):
-            if options:
-                raise ValueError(
-                    f"`detector_options` {sorted(options)} are of no use to a detector that is "
-                    f"built already, a {type(detector).__name__}. Give them where it is built."
-                )
-        elif detector not in DETECTORS and ":" not in detector:
-            raise ValueError(
-                f"no detector {detector!r}; use one of {list(DETECTORS)}, or the path of yours as "
-                "'package.module:Class'."
-            )
-        else:
-            check_call(f"detector {detector!r}", _factory(detector), options)
+        if isinstance(detector, str):
+            check_call(f"detector {detector!r}", _factory(detector), detector_options or {})
 
     @classmethod
     def packages(
@@ -162,13 +148,11 @@ class GenEval(RewardBase):
                 Form.model_validate(read)
             except ValidationError as error:
                 first = error.errors()[0]
-                where, key = ".".join(map(str, first["loc"])), str(first["loc"][0])
-                seen = f"`{key}` is {_cut(meta[key])}" if key in meta else f"no `{key}`"
+                where = ".".join(map(str, first["loc"]))
                 raise ValueError(
-                    f"number {number} of {len(prompts)}: prompt {_cut(prompt)} has the metadata "
-                    f"keys {_cut(list(meta))}, {seen} ({where}: {first['msg']}); geneval judges "
-                    'by a list such as [{"class": "dog", "count": 2}]. Give a .jsonl whose lines '
-                    "hold it, or use another reward for this task."
+                    f"number {number} of {len(prompts)}: prompt {shown(repr(prompt))} has the "
+                    f"metadata {shown(repr(dict(meta)))}; `{where}`: {first['msg']}. geneval wants "
+                    'a .jsonl with lines such as {"include": [{"class": "dog", "count": 2}]}.'
                 ) from None
 
     def describe(self) -> dict[str, Any]:
@@ -182,11 +166,6 @@ class GenEval(RewardBase):
             for placement in getattr(self.detector, "placements", ()):
                 stack.enter_context(placement)
             detections = self.detector(images)
-            if len(detections) != len(metadata):
-                raise ValueError(
-                    f"got {len(detections)} detections and {len(metadata)} metadata; they must be "
-                    "one an image."
-                )
             value = torch.full((len(detections),), float("nan"))
             correct, reasons = value.clone(), {}
             for row, (meta, objects) in enumerate(zip(metadata, detections, strict=True)):
@@ -203,10 +182,7 @@ class GenEval(RewardBase):
     def _judge(self, metadata: Mapping[str, Any], objects: Detections) -> tuple[float, Verdict]:
         """(reward, official decision) of one image."""
         if not metadata.get("include"):
-            raise ValueError(
-                f"metadata has no `include` clauses (keys: {sorted(metadata)}), so there is "
-                "nothing to judge. Is this a prompt of another task?"
-            )
+            raise ValueError(f"the metadata has no `include`, but the keys {sorted(metadata)}.")
         judged = metadata, objects.boxes, objects.colors
         verdict = judge(*judged, **self.rules)
         if self.reward == "official":
@@ -224,23 +200,14 @@ def build_detector(
 
     Raises ValueError as `GenEval.check_options` does, and whatever its constructor raises.
     """
-    GenEval.check_options(detector, detector_options=options)
+    GenEval.check_options(detector, options)
     if not isinstance(detector, str):
         return detector
     factory = _factory(detector)
     return factory(**with_device(factory, options or {}, device))
 
 
-def _cut(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:197]}..."
-
-
 def _factory(detector: str) -> Callable[..., Detector]:
-    factory = load(DETECTORS.get(detector, detector), "detector")
-    if not makes(factory, 1):
-        raise ValueError(
-            f"detector {detector!r} is no detector, and was not called. Name a class whose objects "
-            "are called with images, or a function that says `-> Detector` (flowalign.types)."
-        )
-    return factory
+    if detector not in DETECTORS and ":" not in detector:
+        raise ValueError(f"no detector {detector!r}; use one of {list(DETECTORS)}, or a path.")
+    return load(DETECTORS.get(detector, detector), "detector")

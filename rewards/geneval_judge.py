@@ -13,22 +13,35 @@ official detector yields float32, and float32(0.3) must fail `> 0.3`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import numpy as np
 
+# fmt: off
 COLORS = (
     "red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white",
-)  # fmt: skip
+)
+# The 80 things that GenEval asks for: COCO's, in the order of a COCO detector's labels, from
+# djghosh13/geneval (MIT), `evaluation/object_names.txt`. A detector's labels are mapped to them by
+# index, as there: COCO's own names differ for some ("mouse", "remote"), and those of models more.
+NAMES: tuple[str, ...] = (
+    "person", "bicycle", "car", "motorcycle", "airplane", "bus", "train", "truck", "boat",
+    "traffic light", "fire hydrant", "stop sign", "parking meter", "bench", "bird", "cat", "dog",
+    "horse", "sheep", "cow", "elephant", "bear", "zebra", "giraffe", "backpack", "umbrella",
+    "handbag", "tie", "suitcase", "frisbee", "skis", "snowboard", "sports ball", "kite",
+    "baseball bat", "baseball glove", "skateboard", "surfboard", "tennis racket", "bottle",
+    "wine glass", "cup", "fork", "knife", "spoon", "bowl", "banana", "apple", "sandwich", "orange",
+    "broccoli", "carrot", "hot dog", "pizza", "donut", "cake", "chair", "couch", "potted plant",
+    "bed", "dining table", "toilet", "tv", "laptop", "computer mouse", "tv remote",
+    "computer keyboard", "cell phone", "microwave", "oven", "toaster", "sink", "refrigerator",
+    "book", "clock", "vase", "scissors", "teddy bear", "hair drier", "toothbrush",
+)
+# fmt: on
 
 Detections = Mapping[str, Sequence[Sequence[float]]]
 Colors = Mapping[str, Sequence[str]] | Callable[[str, int], str]
-
-
-class MetadataError(ValueError, IndexError):
-    """The metadata cannot be judged. Also an IndexError, which is what the official code raises."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +52,18 @@ class Verdict:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Outcome:
     """The outcome of one include clause: `colored` and `relation` are None where not judged."""
 
     clause: Mapping[str, Any]
     wanted: int  # boxes; the clause's `count`
     count: int  # boxes that count
-    colored: int | None = None  # boxes of the wanted colour, at most `wanted`
+    boxes: list[np.ndarray]  # the best of them, at most `wanted`
+    colored: int | None = None  # boxes of the wanted colour
     relation: bool | None = None
     no_target: bool = False  # the clause that the position refers to failed
-    reason: str = ""
+    reason: str = ""  # why it failed
 
 
 def judge(
@@ -71,7 +85,7 @@ def judge(
     strict: the reward server's `strict_rewards` instead: counts must be equal, and exclude is
     ignored. A reason that names two relations lists them alphabetically (the official order
     depends on PYTHONHASHSEED).
-    Raises MetadataError where a position refers to its own clause or to a later one.
+    Raises ValueError where a position refers to its own clause or to a later one.
     """
     selected = select(metadata, detections, threshold, counting_threshold, max_objects, max_overlap)
     outcomes = _outcomes(metadata, selected, detections, colors, position_threshold, strict)
@@ -230,63 +244,54 @@ def _outcomes(
 ) -> list[_Outcome]:
     """The outcome of every include clause, in order; a later one may refer to an earlier one."""
     outcomes: list[_Outcome] = []
-    groups: list[list[np.ndarray] | None] = []  # the boxes of the clauses that hold
     for clause in metadata.get("include", []):
         name, wanted = clause["class"], clause["count"]
         chosen = selected.get(name, [])
-        count, judged = len(chosen), chosen[:wanted]
-        boxes = [_boxes(detections[name])[i] for i in judged]
-        outcome = _Outcome(clause, wanted, count)
-        if count != wanted if strict else count < wanted:
+        boxes = [_boxes(detections[name])[i] for i in chosen[:wanted]]
+        outcome = _Outcome(clause, wanted, len(chosen), boxes)
+        if outcome.count != wanted if strict else outcome.count < wanted:
             sign = "==" if strict else ">="
-            outcome = replace(outcome, reason=f"expected {name}{sign}{wanted}, found {count}")
-        else:
-            if "color" in clause:
-                outcome = _judge_color(outcome, judged, colors)
-            if "position" in clause and not outcome.reason:
-                outcome = _judge_position(outcome, boxes, groups, dead_zone)
+            outcome.reason = f"expected {name}{sign}{wanted}, found {outcome.count}"
+        if "color" in clause and not outcome.reason:
+            asked = chosen[:wanted]
+            if isinstance(colors, Mapping):
+                _judge_color(outcome, [colors[name][i] for i in asked])
+            else:
+                _judge_color(outcome, [colors(name, i) for i in asked])
+        if "position" in clause and not outcome.reason:
+            _judge_position(outcome, outcomes, dead_zone)
         outcomes.append(outcome)
-        groups.append(None if outcome.reason else boxes)
     return outcomes
 
 
-def _judge_color(outcome: _Outcome, judged: list[int], colors: Colors) -> _Outcome:
-    """The count holds: is every judged box of the wanted colour?"""
+def _judge_color(outcome: _Outcome, seen: list[str]) -> None:
+    """The count holds: is every judged box of the wanted colour? seen: their colours."""
     name, color = outcome.clause["class"], outcome.clause["color"]
-    seen = [colors[name][i] if isinstance(colors, Mapping) else colors(name, i) for i in judged]
-    hits = seen.count(color)
-    if hits >= outcome.wanted:
-        return replace(outcome, colored=outcome.wanted)
-    order = [c for c in COLORS if c in seen] + sorted(set(seen) - set(COLORS))  # their order
-    listed = ", ".join(f"{seen.count(c)} {c}" for c in order)
-    reason = f"expected {color} {name}>={outcome.wanted}, found {hits} {color}; and {listed}"
-    return replace(outcome, colored=hits, reason=reason)
+    outcome.colored = hits = seen.count(color)
+    if hits < outcome.wanted:
+        order = [c for c in COLORS if c in seen] + sorted(set(seen) - set(COLORS))  # official
+        listed = ", ".join(f"{seen.count(c)} {c}" for c in order)
+        wanted = f"{color} {name}>={outcome.wanted}"
+        outcome.reason = f"expected {wanted}, found {hits} {color}; and {listed}"
 
 
-def _judge_position(
-    outcome: _Outcome,
-    boxes: list[np.ndarray],
-    groups: Sequence[list[np.ndarray] | None],
-    dead_zone: float,
-) -> _Outcome:
+def _judge_position(outcome: _Outcome, earlier: Sequence[_Outcome], dead_zone: float) -> None:
     """Count and colour hold: does every (object, reference) pair show the relation?"""
     name, (relation, index) = outcome.clause["class"], outcome.clause["position"]
-    if not -len(groups) <= index < len(groups):  # a list's rule, so -1 is the clause before
-        raise MetadataError(
-            f"the position of {name!r} refers to include clause {index}, but only clauses before "
-            f"it can be referred to, and there are {len(groups)}. Put the reference first."
-        )
-    targets = groups[index]
-    if targets is None:
-        reason = f"no target for {name} to be {relation}"
-        return replace(outcome, no_target=True, relation=False, reason=reason)
-    for box, target in product(boxes, targets):
-        shown = _relations(box, target, dead_zone)
-        if relation not in shown:
-            place = " and ".join(sorted(shown))
-            reason = f"expected {name} {relation} target, found {place} target"
-            return replace(outcome, relation=False, reason=reason)
-    return replace(outcome, relation=True)
+    if not -len(earlier) <= index < len(earlier):  # a list's rule, so -1 is the clause before
+        raise ValueError(f"the position of {name!r} must refer to an earlier include clause.")
+    target = earlier[index]
+    outcome.relation, outcome.no_target = not target.reason, bool(target.reason)
+    if outcome.no_target:
+        outcome.reason = f"no target for {name} to be {relation}"
+        return
+    for box, reference in product(outcome.boxes, target.boxes):
+        seen = _relations(box, reference, dead_zone)
+        if relation not in seen:
+            listed = " and ".join(sorted(seen))
+            outcome.relation = False
+            outcome.reason = f"expected {name} {relation} target, found {listed} target"
+            return
 
 
 def _bounded_terms(outcome: _Outcome) -> list[float]:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
 
-from flowalign.rewards import preprocess
+from flowalign.rewards import clip
 from flowalign.rewards.base import VIT_H, Cost
-from flowalign.rewards.options import Count, Device, Divisor, OpenClip, TextCache, checked
+from flowalign.rewards.options import Count, Device, Divisor, OpenClip, TextCache
 from flowalign.rewards.preference import Preference
-from flowalign.rewards.towers import TEXT_CACHE, TwoTowers
-from flowalign.rewards.weights import fit_weights, locate_weights, read_weights, weights_file
+from flowalign.rewards.weights import WeightsFile, fit_weights, read_weights
 from flowalign.system.packages import require
 
 FILES = {"v2.1": "xswu/HPSv2/HPS_v2.1_compressed.pt", "v2.0": "xswu/HPSv2/HPS_v2_compressed.pt"}
 
 
-@checked
 class HPSv2(Preference):
     """Reward: cos(text, image) / normalizer of a CLIP ViT-H/14 that was tuned to preferences.
 
@@ -40,14 +37,14 @@ class HPSv2(Preference):
     def __init__(
         self,
         version: Literal["v2.1", "v2.0"] = "v2.1",
-        weights: Annotated[str, weights_file(FILES["v2.1"])] | None = None,
+        weights: WeightsFile | None = None,
         architecture: OpenClip = "ViT-H-14",
         *,
         normalizer: Divisor = 1.0,
         device: Device = None,
         batch_size: Count = 64,
         offload: bool = False,
-        text_cache: TextCache = TEXT_CACHE,
+        text_cache: TextCache = clip.TEXT_CACHE,
     ) -> None:
         computing = {"device": device, "batch_size": batch_size, "offload": offload}
         file = weights or FILES[version]
@@ -59,15 +56,11 @@ class HPSv2(Preference):
         """What it imports."""
         return ("open_clip",)
 
-    def raw(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """cos(image, its prompt) [B]."""
-        return self.clip.cosine(images, prompts)
 
-
-class OpenClipTowers(TwoTowers):
+class OpenClipTowers(clip.TwoTowers):
     """An open_clip model from a file of its weights; images are fitted with bars, not cropped.
 
-    architecture: a name that open_clip knows. file: `flowalign.rewards.weights.locate_weights`.
+    architecture: a name that open_clip knows. file: `flowalign.rewards.weights.read_weights`.
     computing: device, batch_size, offload and text_cache, as in `TwoTowers`.
     """
 
@@ -76,21 +69,18 @@ class OpenClipTowers(TwoTowers):
         self.name = f"open_clip {open_clip.__version__} {architecture}, {file}"
         config = open_clip.get_model_config(architecture)  # None for a name that it does not know
         if config is None:
-            raise ValueError(
-                f"open_clip knows no architecture {architecture!r}; HPS v2 is a ViT-H-14. "
-                "open_clip.list_models() has the names."
-            )
-        path = locate_weights(file)
+            raise ValueError(f"open_clip has no architecture {architecture!r}; HPS v2 is ViT-H-14.")
+        weights = read_weights(file)  # before the large model, as the likelier to be missing
         self.model = open_clip.CLIP(**config)
-        fit_weights(self.model, read_weights(path), path)
+        fit_weights(self.model, weights, file)
         self.tokenizer = open_clip.get_tokenizer(architecture)
         self.size = int(config["vision_cfg"]["image_size"])
-        self.pixels = preprocess.clip_processor(self.size)
+        self.pixels = clip.clip_processor(self.size)
         super().__init__(self.model, config["embed_dim"], **computing)
 
     def _encode_images(self, pictures: list[np.ndarray]) -> Tensor:
-        squares = [preprocess.letterbox(picture, self.size) for picture in pictures]
-        return self.model.encode_image(preprocess.values(self.pixels, squares).to(self.device))
+        squares = [clip.letterbox(picture, self.size) for picture in pictures]
+        return self.model.encode_image(clip.pixel_values(self.pixels, squares).to(self.device))
 
     def _encode_texts(self, prompts: list[str]) -> Tensor:
         return self.model.encode_text(self.tokenizer(prompts).to(self.device))

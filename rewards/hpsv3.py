@@ -12,34 +12,20 @@ from typing import Annotated, Any
 
 import torch
 from PIL import Image
-from pydantic import AfterValidator
+from pydantic import Field
 from torch import Tensor
 
 from flowalign.rewards.base import RewardBase
-from flowalign.rewards.options import Count, Device, checked
+from flowalign.rewards.options import Count, Device
 from flowalign.system.devices import resolve
 from flowalign.system.images import to_uint8
 from flowalign.system.packages import require
 from flowalign.types import Metadata, Scores
 
-
-def _is_safetensors(path: str) -> str:
-    if not path.endswith(".safetensors"):
-        raise ValueError("give a .safetensors file. Others are pickles, which can run anything.")
-    return path
+# Others are pickles, which can run anything.
+Safetensors = Annotated[str, Field(pattern=r"\.safetensors$")]
 
 
-Safetensors = Annotated[str, AfterValidator(_is_safetensors)]
-
-
-def preference(logits: Tensor) -> Tensor:
-    """Logits [B,2] = (mu, sigma) of HPSv3's head -> mu [B], float32: what the authors report."""
-    if logits.ndim != 2 or logits.shape[1] != 2:
-        raise ValueError(f"HPSv3 answered with shape {list(logits.shape)}; [B,2] was expected.")
-    return logits[:, 0].float()  # sigma, the model's doubt, is dropped
-
-
-@checked
 class HPSv3(RewardBase):
     """Reward: mu, raw and unbounded; about 5 to 10 for good models.
 
@@ -79,5 +65,6 @@ class HPSv3(RewardBase):
                 prompts=list(prompts[rows]),
                 image_paths=[Image.fromarray(to_uint8(image)) for image in images[rows]],
             )
-            scores.append(preference(logits).cpu())
+            # [B,2] = (mu, sigma); sigma, the model's doubt, is dropped
+            scores.append(logits[:, 0].float().cpu())
         return Scores.of(torch.cat(scores))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import AfterValidator
 from torch import Tensor, nn
 from transformers import (
     AutoTokenizer,
@@ -18,11 +17,11 @@ from transformers import (
 )
 
 from flowalign.backbone.placement import Placement
-from flowalign.rewards import preprocess
+from flowalign.rewards import clip
 from flowalign.rewards.base import VIT_L, Cost
-from flowalign.rewards.options import Count, Device, Divisor, checked, pretrained
+from flowalign.rewards.options import Count, Device, Divisor, Pretrained
 from flowalign.rewards.preference import Head, Preference
-from flowalign.rewards.weights import fit_weights, locate_weights, read_weights, weights_file
+from flowalign.rewards.weights import WeightsFile, fit_weights, read_weights
 
 WEIGHTS = "THUDM/ImageReward/ImageReward.pt"
 TOKENIZER = "google-bert/bert-base-uncased"
@@ -70,19 +69,7 @@ KEYS: list[tuple[str, str | None]] = [
     (r"(?!blip\.visual_encoder\.|mlp\.).*", None),  # what BLIP's training needed
 ]
 
-Sizes = Mapping[str, Mapping[str, Any]]
 
-
-def _check_sizes(architecture: Sizes) -> Sizes:
-    possible = {"vision": VISION, "text": TEXT}
-    for part, sizes in architecture.items():
-        if not set(sizes) <= set(possible.get(part, ())) or part not in possible:
-            listed = ", ".join(f"{name}: {list(known)}" for name, known in possible.items())
-            raise ValueError(f"{part!r} has the sizes {list(sizes)}; possible are {listed}.")
-    return architecture
-
-
-@checked
 class ImageReward(Preference):
     """Reward: (r - mean) / std / normalizer, r of a head on BLIP's view of image and prompt.
 
@@ -104,24 +91,21 @@ class ImageReward(Preference):
 
     def __init__(
         self,
-        weights: Annotated[str, weights_file(WEIGHTS)] = WEIGHTS,
-        tokenizer: Annotated[
-            str, pretrained(f"a folder or a Hub id, such as {TOKENIZER}")
-        ] = TOKENIZER,
-        architecture: Annotated[Sizes, AfterValidator(_check_sizes)] | None = None,
+        weights: WeightsFile = WEIGHTS,
+        tokenizer: Pretrained = TOKENIZER,
+        architecture: Mapping[str, Mapping[str, Any]] | None = None,
         *,
         normalizer: Divisor = 1.0,
         device: Device = None,
         batch_size: Count = 32,
         offload: bool = False,
     ) -> None:
-        path = locate_weights(weights)
-        tensors = official_names(read_weights(path))
+        tensors = official_names(read_weights(weights))
         self.tokenizer = AutoTokenizer.from_pretrained(tokenizer)
         self.network = Network(**(architecture or {}))
-        fit_weights(self.network, tensors, path)
+        fit_weights(self.network, tensors, weights)
         self.placement = Placement(self.network, device, offload)
-        self.pixels = preprocess.clip_processor(self.network.image_size)
+        self.pixels = clip.clip_processor(self.network.image_size)
         self.batch_size = batch_size
         super().__init__(normalizer, model=weights)
 
@@ -130,7 +114,7 @@ class ImageReward(Preference):
         """(r - mean) / std [B]."""
         device, scores = self.placement.device, [torch.empty(0)]
         with self.placement:
-            for number, pictures in enumerate(preprocess.batches(images, self.batch_size)):
+            for number, pictures in enumerate(clip.batches(images, self.batch_size)):
                 start = number * self.batch_size
                 tokens = self.tokenizer(
                     list(prompts[start : start + len(pictures)]),
@@ -139,7 +123,7 @@ class ImageReward(Preference):
                     max_length=TOKENS,
                     return_tensors="pt",
                 ).to(device)
-                values = preprocess.values(self.pixels, pictures).to(device)
+                values = clip.pixel_values(self.pixels, pictures).to(device)
                 ids, mask = tokens["input_ids"], tokens["attention_mask"]
                 scores.append(self.network(values, ids, mask).cpu())
         return (torch.cat(scores) - MEAN) / STD

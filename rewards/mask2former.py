@@ -22,8 +22,8 @@ from torch.nn.functional import interpolate, pad
 from flowalign.backbone.placement import Placement
 from flowalign.rewards import weights
 from flowalign.rewards.clip_colors import ClipColors, OpenClipWeights
-from flowalign.rewards.geneval_names import NAMES
-from flowalign.rewards.options import Count, Device, OpenClip, checked, pretrained
+from flowalign.rewards.geneval_judge import NAMES
+from flowalign.rewards.options import Count, Device, OpenClip, Pretrained
 from flowalign.system.images import to_uint8
 from flowalign.types import Detections
 
@@ -35,14 +35,10 @@ TOP = 100  # (query, class) pairs that become instances, as in mmdet
 
 def _check_size(size: Sequence[int]) -> Sequence[int]:
     if len(size) != 2 or not DIVISOR <= size[0] <= size[1]:
-        raise ValueError(
-            "give the shortest edge that images are resized to and the longest that they may get, "
-            f"such as {list(SIZE)}, of {DIVISOR} pixels or more."
-        )
+        raise ValueError(f"give a shortest and a longest edge, such as {list(SIZE)}")
     return size
 
 
-@checked
 class Mask2Former:
     """Detector of GenEval's 80 classes; colours are asked of an open_clip model, box by box.
 
@@ -62,9 +58,7 @@ class Mask2Former:
 
     def __init__(
         self,
-        model: Annotated[
-            str, pretrained(f"the folder of a Mask2Former, or a Hub id such as {MODEL}")
-        ] = MODEL,
+        model: Pretrained = MODEL,
         *,
         revision: str | None = None,
         size: Annotated[Sequence[int], AfterValidator(_check_size)] = SIZE,
@@ -194,10 +188,8 @@ def instances(class_logits: Tensor, mask_logits: Tensor, frame: Frame, top: int 
 
 
 def tight(inside: Tensor) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Boxes [N,4] of masks [N,H,W], right and bottom exclusive, and the masks within them.
-
-    An empty mask has the box 0, 0, 0, 0 and a crop without pixels.
-    """
+    """Boxes [N,4] of masks [N,H,W], right and bottom exclusive (all 0 of an empty mask), and the
+    masks within them."""
     columns, rows = inside.any(1).cpu().numpy(), inside.any(2).cpu().numpy()
     masks, filled = inside.cpu().numpy(), columns.any(1)
     x1, y1 = columns.argmax(1), rows.argmax(1)
@@ -223,11 +215,9 @@ def _load(model: str, revision: str | None, dtype: torch.dtype) -> tuple[Any, An
     at: dict[str, Any] = {"revision": revision} if revision else {}
     config: Any = AutoConfig.from_pretrained(model, **at)
     if config.model_type != "mask2former" or config.num_labels != len(NAMES):
-        first, last = config.id2label[0], config.id2label[config.num_labels - 1]
         raise ValueError(
-            f"`model` {model!r} is a {config.model_type} with {config.num_labels} labels, "
-            f"{first!r} to {last!r}; GenEval needs a mask2former with the {len(NAMES)} things of "
-            f"COCO, in COCO's order. Use a ...-coco-instance model such as {MODEL}."
+            f"`model` {model!r} is a {config.model_type} with {config.num_labels} labels; GenEval "
+            f"needs a mask2former with the {len(NAMES)} things of COCO, such as {MODEL}."
         )
     network, report = weights.from_safetensors(
         Mask2FormerForUniversalSegmentation,
@@ -239,8 +229,5 @@ def _load(model: str, revision: str | None, dtype: torch.dtype) -> tuple[Any, An
     )
     missing = sorted(dict(network.named_parameters()).keys() & set(report["missing_keys"]))
     if missing:
-        raise ValueError(
-            f"`model` {model!r} lacks {len(missing)} of its weights, such as {missing[0]}, which "
-            "would be random. Download it again, or use another revision."
-        )
+        raise ValueError(f"`model` {model!r} lacks {len(missing)} weights, such as {missing[0]}.")
     return Processor.from_pretrained(model, **at), network.requires_grad_(False).eval()

@@ -139,8 +139,8 @@ class PaddleOCREngine:
         unclip_ratio: float = 1.5,
         threads: int = 1,
     ) -> None:
-        folders = (text_detection_model_dir, text_recognition_model_dir)
-        models, which = _paddle_models(folders, lang, ocr_version)
+        folders = text_detection_model_dir, text_recognition_model_dir
+        models, which = _paddle_models(*folders, lang, ocr_version)
         paddleocr = require("paddleocr", "this reward reads text with")
         self.upscale = upscale
         running: dict[str, Any] = {"cpu_threads": threads}
@@ -181,22 +181,20 @@ class PaddleOCREngine:
 
 
 def _paddle_models(
-    folders: tuple[str | None, str | None], lang: str, ocr_version: str
+    detection: str | None, recognition: str | None, lang: str, ocr_version: str
 ) -> tuple[dict[str, str], str]:
     """The arguments that tell PaddleOCR which models to load, and what they are called."""
-    names, arguments = [], {}
-    for kind, folder in zip(("detection", "recognition"), folders, strict=True):
-        if folder is not None:
-            names.append(_model_name(folder))
-            arguments[f"text_{kind}_model_name"] = names[-1]
-            arguments[f"text_{kind}_model_dir"] = folder
-    if len(names) == 1:
-        raise ValueError(
-            "give both `text_detection_model_dir` and `text_recognition_model_dir` to engine "
-            "paddleocr, or neither; with one it would download the other."
-        )
-    if not names:
+    if not detection and not recognition:
         return {"lang": lang, "ocr_version": ocr_version}, f"{ocr_version} {lang}"
+    if not detection or not recognition:  # it would download the other
+        raise ValueError("give text_detection_model_dir and text_recognition_model_dir, or none.")
+    names = _model_name(detection), _model_name(recognition)
+    arguments = {
+        "text_detection_model_name": names[0],
+        "text_detection_model_dir": detection,
+        "text_recognition_model_name": names[1],
+        "text_recognition_model_dir": recognition,
+    }
     return arguments, " + ".join(names)
 
 
@@ -208,11 +206,7 @@ def _model_name(folder: str) -> str:
         settings = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         return settings["Global"]["model_name"]
     except (OSError, yaml.YAMLError, LookupError, TypeError) as error:
-        raise ValueError(
-            f"{folder!r} is no folder of a PaddleOCR model: no Global.model_name in its "
-            f"inference.yml ({type(error).__name__}: {error}). Give the unpacked folder of an "
-            "inference model, or make one with scripts/paddle_models_from_rapidocr.py."
-        ) from error
+        raise ValueError(f"{folder!r} has no inference.yml of PaddleOCR: {error!r}") from error
 
 
 ENGINES: dict[str, Callable[..., Engine]] = {

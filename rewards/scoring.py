@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -57,23 +56,30 @@ def score(reward: Reward, images: Tensor, prompts: Sequence[str], metadata: Meta
             "they must be one row an image."
         )
 
-    def call(rows: list[int]) -> Scores:
-        if len(rows) == count:  # indexing would copy the images
-            return _checked(reward, images, prompts, metadata)
+    def call(rows: list[int]) -> list[tuple[list[int], Scores]]:
+        """Scores of some rows, in one call; if it fails, in one a row."""
+        some = images if len(rows) == count else images[rows]  # indexing copies
         asked = [prompts[row] for row in rows], [metadata[row] for row in rows]
-        return _checked(reward, images[rows], *asked)
+        try:
+            return [(rows, _checked(reward, some, *asked))]
+        except OUTSIDE:
+            raise
+        except Exception as error:
+            if reward.groupwise or len(rows) == 1:
+                return [(rows, failed(len(rows), error))]
+        return [piece for row in rows for piece in call([row])]
 
     finite = torch.isfinite(images).flatten(1).all(1) if count else torch.ones(0, dtype=torch.bool)
     broken = (~finite).nonzero().flatten().tolist()
-    groupwise, groups = reward.groupwise, {}
+    groups: dict[Any, list[int]] = {}
     for row in finite.nonzero().flatten().tolist():
-        groups.setdefault(prompts[row] if groupwise else None, []).append(row)
+        groups.setdefault(prompts[row] if reward.groupwise else None, []).append(row)
 
     pieces = [(broken, failed(len(broken), "the image has pixels that are NaN or infinite"))]
     left = list(groups.values())
     try:
         while left:
-            pieces += _retried(call, left[0], again=not groupwise)
+            pieces += call(left[0])
             left.pop(0)
     except OUTSIDE as error:
         pieces += [(rows, failed(len(rows), error)) for rows in left]
@@ -84,26 +90,6 @@ def score(reward: Reward, images: Tensor, prompts: Sequence[str], metadata: Meta
         rows = [row for row, text in result.failures.items() if text == reason]
         log.warning(line, reward.name, len(rows), count, rows[:8], reason)
     return result
-
-
-def _retried(
-    call: Callable[[list[int]], Scores], rows: list[int], again: bool
-) -> list[tuple[list[int], Scores]]:
-    """One call on some rows; if it fails, one call per row if `again`, else all are invalid."""
-    try:
-        return [(rows, call(rows))]
-    except OUTSIDE:
-        raise
-    except Exception as error:
-        if not again or len(rows) == 1:
-            return [(rows, failed(len(rows), error))]
-    pieces = []
-    for row in rows:
-        try:
-            pieces.append(([row], call([row])))
-        except Exception as error:
-            pieces.append(([row], failed(1, error)))
-    return pieces
 
 
 @torch.no_grad()
@@ -121,22 +107,18 @@ def _checked(reward: Reward, images: Tensor, prompts: Sequence[str], metadata: M
         kind = type(scores).__name__
         return failed(count, f"returned a {kind} where Scores is due; use Scores.of(values)")
     for name, tensor in {"value": scores.value, "valid": scores.valid, **scores.parts}.items():
-        if not isinstance(tensor, Tensor):
-            return failed(count, f"{name} is a {type(tensor).__name__}, not a tensor")
-        if (shape := list(tensor.shape)) != [count]:
+        if not isinstance(tensor, Tensor) or list(tensor.shape) != [count]:
+            shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             return failed(count, f"{name} has shape {shape}, but there are {count} images")
-    if not scores.value.is_floating_point():
-        return failed(count, f"value has dtype {scores.value.dtype}, not a floating one")
-    if scores.valid.dtype != torch.bool:
-        return failed(count, f"valid has dtype {scores.valid.dtype}, not torch.bool")
+    dtypes = scores.value.dtype, scores.valid.dtype
+    if not dtypes[0].is_floating_point or dtypes[1] != torch.bool:
+        return failed(count, f"value and valid have the dtypes {dtypes}, not float and torch.bool")
 
     value = scores.value.detach().to("cpu", torch.float32)
-    finite = torch.isfinite(value)
-    valid = scores.valid.detach().cpu() & finite
+    valid = scores.valid.detach().cpu() & torch.isfinite(value)
     reasons = dict(scores.reasons)
     for row in (~valid).nonzero().flatten().tolist():
-        plain = "said that it failed" if finite[row] else f"returned {float(value[row])}"
-        reasons[row] = reasons.get(row) or plain
+        reasons[row] = reasons.get(row) or f"returned {float(value[row])}"
     parts = {name: part.detach().to("cpu", torch.float32) for name, part in scores.parts.items()}
     return Scores(value.masked_fill(~valid, math.nan), valid, parts, reasons)
 
@@ -205,7 +187,6 @@ class Worker:
     def __init__(self) -> None:
         self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any], Any] | None] = SimpleQueue()
         self._stream = SideStream()
-        self._began: float | None = None  # when the current call did
         threading.Thread(target=self._run, name="reward", daemon=True).start()
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
@@ -218,28 +199,19 @@ class Worker:
         """End the thread, once what was submitted is done or cancelled; does not wait."""
         self._jobs.put(None)
 
-    @property
-    def busy(self) -> float:
-        """For how many seconds the current call has run; 0 if there is none."""
-        began = self._began  # read once: the thread may reset it in between
-        return 0.0 if began is None else time.monotonic() - began
-
     def _run(self) -> None:
         self._stream.activate()
         while (job := self._jobs.get()) is not None:
             future, call, event = job
             if not future.set_running_or_notify_cancel():
                 continue
-            self._began = time.monotonic()
             try:
                 self._stream.wait(event)
                 result = call()
                 self._stream.synchronize()
             except BaseException as error:
-                self._began = None  # before the future is done: its reader may ask for `busy`
                 future.set_exception(error)
             else:
-                self._began = None
                 future.set_result(result)
                 del result
             del job, future, call  # free the images before waiting for the next job

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +17,12 @@ from typing import Annotated, Any
 
 import torch
 from PIL import Image
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from flowalign.rewards import load
 from flowalign.rewards.base import RewardBase
-from flowalign.rewards.options import Count, checked, suggestion
+from flowalign.rewards.options import Count, Divisor
 from flowalign.rewards.service.wire import Retries, Seconds, TokenEnv, read_token
 from flowalign.system.escape import shown
 from flowalign.system.http import Client, check_url
@@ -31,7 +30,19 @@ from flowalign.system.images import to_uint8
 from flowalign.types import Metadata, Scores
 
 MAX_BYTES = 2**20  # of an answer
-_TOKEN_LENGTH = 32  # characters; most have fewer than 10
+
+
+def _check_pattern(pattern: str) -> str:
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        raise ValueError(f"no regular expression: {error}") from error
+    if groups != 1:
+        raise ValueError("it needs one group, which is the score; write (?:...) for the others")
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_check_pattern)]
 
 
 @dataclass(frozen=True)
@@ -41,33 +52,12 @@ class Template:
     text: the question; `{prompt}` in it stands for the image's prompt.
     pattern: regular expression whose one group is the score; its last match counts.
     The score must lie in lowest..scale; value = score / scale.
-    Raises ValueError for a pattern that cannot be read with, or a scale that cannot divide.
     """
 
     text: str
     pattern: str
     scale: float = 5.0
     lowest: float = 1.0
-
-    def __post_init__(self) -> None:
-        try:
-            groups = re.compile(self.pattern).groups
-        except (re.error, TypeError) as error:
-            text = f"`pattern` {self.pattern!r} is no regular expression: {error}."
-            raise ValueError(text) from None
-        if groups != 1:
-            raise ValueError(
-                f"`pattern` {self.pattern!r} has {groups} groups; the score is what its one group "
-                "matches. Write (?:...) for the others."
-            )
-        if type(self.scale) not in (int, float) or not 0 < self.scale < math.inf:
-            raise ValueError(
-                f"`scale` is {self.scale!r}; it is the highest score, so give a number above 0."
-            )
-
-    def ask(self, prompt: str) -> str:
-        """The question about an image of this prompt. Other braces in the text stay as they are."""
-        return self.text.replace("{prompt}", prompt)  # not format: a text may ask for JSON
 
     def read(self, answer: str) -> float:
         """The score in an answer, in lowest..scale. Raises ValueError if there is none.
@@ -77,12 +67,10 @@ class Template:
         take the first; answers with one match are the same to both.)
         """
         scores = re.findall(self.pattern, answer)  # one group: the texts that it matched
-        said = repr(shown(answer, 160))
-        if not scores:
-            raise ValueError(f"no score in the answer {said}")
-        score = float(scores[-1])  # ValueError for a group that matches no number
+        score = float(scores[-1]) if scores else math.nan  # ValueError for what is no number
         if not self.lowest <= score <= self.scale:
-            raise ValueError(f"a score outside {self.lowest:g} to {self.scale:g} in {said}")
+            said = repr(shown(answer, 160))
+            raise ValueError(f"no score of {self.lowest:g} to {self.scale:g} in the answer {said}")
         return score
 
 
@@ -155,7 +143,6 @@ TEMPLATES: dict[str, Template] = {
 }
 
 
-@checked
 class VLM(RewardBase):
     """Reward in [0,1]: a vision-language model's score of an image for its prompt, over its scale.
 
@@ -185,13 +172,11 @@ class VLM(RewardBase):
     def __init__(
         self,
         url: str,
-        model: Annotated[
-            str, Field(min_length=1, description="its name there, which URL/models lists")
-        ],
+        model: Annotated[str, Field(min_length=1)],
         template: str | Template = "unifiedreward",
         *,
-        pattern: str | None = None,
-        scale: float | None = None,
+        pattern: Pattern | None = None,
+        scale: Divisor | None = None,
         image_size: Count | None = 512,
         concurrency: Count = 8,
         timeout: Seconds = 120.0,
@@ -211,11 +196,6 @@ class VLM(RewardBase):
     ) -> None:
         """Raise ValueError for a URL or a template that cannot work. Sends no request."""
         check_url("url", url, "the base, such as http://127.0.0.1:8000/v1")
-        if url.rstrip("/").endswith("/completions"):
-            raise ValueError(
-                f"`url`: {url!r} is one call of an endpoint, not its base. Give the part before "
-                "/chat/completions."
-            )
         _template(template, others.get("pattern"), others.get("scale"))
 
     def describe(self) -> dict[str, Any]:
@@ -239,7 +219,7 @@ class VLM(RewardBase):
             image = {"url": image_url(images[row], self.image_size)}
             content = [
                 {"type": "image_url", "image_url": image},
-                {"type": "text", "text": self.template.ask(prompts[row])},
+                {"type": "text", "text": self.template.text.replace("{prompt}", prompts[row])},
             ]
             body = {
                 "model": self.model,
@@ -255,11 +235,9 @@ class VLM(RewardBase):
             if not isinstance(said, str):
                 beginning = client.clean(answer.decode("utf-8", "replace"))
                 raise ValueError(f"no text choices[0].message.content in the answer {beginning!r}")
-            if len(said) > _TOKEN_LENGTH * self.max_tokens:  # more to search than was asked for
-                raise ValueError(f"an answer of {len(said)} characters: {shown(said, 160)!r}")
             return self.template.read(said)
 
-        token = read_token(os.environ, self.token_env) if self.token_env else None
+        token = read_token(self.token_env) if self.token_env else None
         limits = {"timeout": self.timeout, "retries": self.retries, "max_bytes": MAX_BYTES}
         with Client(**limits, token=token) as client:
             scores = client.map(ask, range(len(images)), self.concurrency)
@@ -283,23 +261,16 @@ def _template(template: str | Template, pattern: str | None, scale: float | None
     """The template that the options name or make. Raises ValueError for what is none."""
     if isinstance(template, str) and "{prompt}" in template:
         if pattern is None:
-            raise ValueError(
-                "`template` is a text of your own, so say how its answers are read: `pattern`, a "
-                r"regular expression whose group is the score, such as 'Score: (\d+)'."
-            )
-        return Template(template, pattern, 5.0 if scale is None else scale, lowest=0.0)
+            raise ValueError("a text as `template` needs `pattern`, such as 'Score: (\\d+)'.")
+        return Template(template, pattern, scale or 5.0, lowest=0.0)
     if pattern is not None or scale is not None:
-        raise ValueError(
-            "`pattern` and `scale` go with a text of your own as `template`; built-in templates "
-            "and those of a dotted path have theirs. Leave them out."
-        )
+        raise ValueError("`pattern` and `scale` go with a text with {prompt} as `template`.")
     named: Any = template
     if isinstance(template, str):
         named = load(template, "template") if ":" in template else TEMPLATES.get(template)
     if not isinstance(named, Template):
         raise ValueError(
-            f"no `template` {template!r}{suggestion(str(template), TEMPLATES)}; use one of "
-            f"{list(TEMPLATES)}, a text with {{prompt}} in it, or the path "
-            "'package.module:attribute' of a flowalign.rewards.vlm.Template."
+            f"no `template` {template!r}; use one of {list(TEMPLATES)}, a text with {{prompt}} in "
+            "it, or the path 'package.module:attribute' of a flowalign.rewards.vlm.Template."
         )
     return named

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from pydantic import AfterValidator
@@ -14,62 +14,41 @@ from torch import Tensor, nn
 from flowalign.system.hub_address import HubAddress
 
 
-def weights_file(example: str) -> AfterValidator:
-    """For `Annotated[str, ...]`: the path of a file, or owner/repository/file[@revision]."""
-
-    def check(address: str) -> str:
-        if Path(address).expanduser().is_dir():
-            seen = "it is a folder, not a file"
-        elif not Path(address).expanduser().is_file() and HubAddress.parse_file(address) is None:
-            seen = "there is no such file, and it is no address owner/repository/file on the Hub"
-        else:
-            return address
-        raise ValueError(
-            f"{seen}. Give the path of a file, or such an address; the published file is {example}."
-        )
-
-    return AfterValidator(check)
+def _check_file(address: str) -> str:
+    if not Path(address).expanduser().is_file() and HubAddress.parse_file(address) is None:
+        raise ValueError("no such file, and no address owner/repository/file[@revision] on the Hub")
+    return address
 
 
-def locate_weights(address: str) -> Path:
-    """The file at a path, or at owner/repository/file[@revision] on the Hub, downloaded once.
+WeightsFile = Annotated[str, AfterValidator(_check_file)]
 
-    Raises OSError, saying how to go on, for a file that cannot be had.
+
+def read_weights(address: str) -> dict[str, Tensor]:
+    """The tensors of a file (see `WeightsFile`; from the Hub it is downloaded once), on the CPU.
+
+    A .safetensors file, or a torch file that holds tensors only, or {"state_dict": tensors}.
+    Nothing in it is executed. Raises OSError for a file that cannot be had, and ValueError for one
+    with other objects than torch's own weights loader takes.
     """
     path = Path(address).expanduser()
-    if path.is_file():
-        return path
-    on_hub = HubAddress.parse_file(address)
-    if on_hub is None:
-        raise FileNotFoundError(f"there is no file {address}; correct the path.")
-    from huggingface_hub import hf_hub_download
+    if not path.is_file() and (on_hub := HubAddress.parse_file(address)):
+        from huggingface_hub import hf_hub_download
 
-    try:
-        return Path(hf_hub_download(on_hub.repository, on_hub.path, revision=on_hub.revision))
-    except Exception as error:  # of several libraries, by the way it failed
-        raise OSError(
-            f"{on_hub.path} of {on_hub.repository} cannot be had from the Hub "
-            f"({type(error).__name__}: {error}). Download it where there is a network, and give "
-            "its path instead."
-        ) from error
-
-
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a .safetensors file, or of a torch file that holds tensors only, on the CPU.
-
-    A torch file may wrap them in {"state_dict": ...}. Nothing in it is executed: raises ValueError
-    for a file with other objects than torch's own weights loader takes, and for no such file.
-    """
+        try:
+            file = hf_hub_download(on_hub.repository, on_hub.path, revision=on_hub.revision)
+        except Exception as error:  # of several libraries, by the way it failed
+            text = f"{address} cannot be had from the Hub ({error}); give the path of a copy."
+            raise OSError(text) from error
+        path = Path(file)
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
         weights: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever bytes can cause
-        reason = str(error).strip().splitlines()
+        reason = (str(error).strip().splitlines() or [""])[-1]
         raise ValueError(
             f"{path} cannot be read as weights, and nothing in it was executed "
-            f"({type(error).__name__}: {reason[-1] if reason else ''}). Is the download complete, "
-            "and is it a file of tensors?"
+            f"({type(error).__name__}: {reason})."
         ) from error
     if isinstance(weights, Mapping) and isinstance(weights.get("state_dict"), Mapping):
         weights = weights["state_dict"]
@@ -81,18 +60,14 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 def from_safetensors(kind: Any, name: str, **options: Any) -> Any:
     """`kind.from_pretrained(name, **options)` of a transformers class, of safetensors files only.
 
-    Raises OSError, saying how to go on, where there are none or they cannot be had.
+    Raises OSError where there are none or they cannot be had.
     """
     try:
         return kind.from_pretrained(name, use_safetensors=True, **options)
     except OSError as error:
-        if "safetensors" not in str(error):
-            raise
         raise OSError(
-            f"{name} has no weights as model.safetensors ({str(error).splitlines()[0][:200]}), and "
-            "a pickle (pytorch_model.bin) is not read: it could run code. If you trust it, convert "
-            f'it once: python -c "import transformers as t; m = t.{kind.__name__}.from_pretrained('
-            f"{name!r}); m.save_pretrained('NEW')\", and copy its other files to NEW."
+            f"{name} cannot be read as safetensors: {error} (A pickle is not read, as it could run "
+            "code. If you trust it, convert it once with transformers' save_pretrained.)"
         ) from error
 
 
@@ -101,9 +76,6 @@ def fit_weights(model: nn.Module, weights: Mapping[str, Tensor], source: object)
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        faults = " ".join(str(error).split())
-        raise ValueError(
-            f"{source} does not fit {type(model).__name__}: "
-            f"{faults if len(faults) <= 400 else faults[:400] + '...'} "
-            "Is it the file of this model, and of this version?"
-        ) from error
+        faults = " ".join(str(error).split())[:400]
+        text = f"{source} is no file of a {type(model).__name__} of this version: {faults}"
+        raise ValueError(text) from error

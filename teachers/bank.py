@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from flowalign.backbone import Backbone
-from flowalign.backbone.adapters.files import Lora
+from flowalign.backbone.adapters import Lora
 from flowalign.training.nonfinite import NotFinite, describe_pair, first_fault
 from flowalign.training.rollout import batches
 from flowalign.training.run.processes import missing_steps

@@ -124,7 +124,7 @@ def test_a_head_on_the_hub_is_asked_for_by_its_address(options: dict, monkeypatc
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     build("aesthetic", **{**options, "head": "owner/name/sub/head.pth@abc1"})
     default = {key: value for key, value in options.items() if key != "head"}
-    with pytest.raises(OSError, match="no network.* give its path"):
+    with pytest.raises(OSError, match="no network"):
         build("aesthetic", **default)
     assert asked == [
         ("owner/name", "sub/head.pth", "abc1"),

@@ -120,26 +120,10 @@ def test_the_name_says_which_model(open_clip: ModuleType, options: dict[str, str
     assert colors.name == expected
 
 
-def test_what_no_model_can_be_is_refused_without_open_clip(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "open_clip", None)
-    cases: list[tuple[str, Any]] = [
-        ("pretrained", None),
-        ("architecture", ""),
-        ("pretrained", "/no/where.safetensors"),
-        ("pretrained", "weights.pt"),
-    ]
-    for option, value in cases:
-        with pytest.raises(ValueError, match=f"`{option}` of ClipColors is {value!r}"):
-            ClipColors(**{option: value})
-
-
-@pytest.mark.parametrize(
-    ("architecture", "pretrained", "said"),
-    [("ViT-L-41", "openai", "no such architecture"), ("ViT-L-14", "openia", "it has .*'openai'")],
-)
-def test_what_open_clip_does_not_know_is_refused(open_clip, architecture, pretrained, said):
-    with pytest.raises(ValueError, match=said):
-        ClipColors(architecture, pretrained, device="cpu")
+@pytest.mark.parametrize("names", [("ViT-L-41", "openai"), ("ViT-L-14", "openia")])
+def test_what_open_clip_does_not_know_is_refused(open_clip: ModuleType, names: tuple[str, str]):
+    with pytest.raises(ValueError, match="open_clip"):
+        ClipColors(*names, device="cpu")
 
 
 def test_a_file_that_would_run_code_is_not_loaded(open_clip, options, tmp_path: Path):

@@ -9,7 +9,7 @@ import torch
 from flowalign import rewards
 from flowalign.rewards import build, check, check_prompts, score
 from flowalign.rewards.combine import Normalized, Weighted
-from flowalign.rewards.diversity import Diversity
+from flowalign.rewards.preference import Diversity
 from flowalign.types import Scores
 
 RED = {"name": "fakes:redness"}

@@ -69,7 +69,7 @@ def test_every_block_is_compiled_and_no_more(random_model: str, tmp_path: Path) 
 )
 def test_images_of_several_sizes(random_model: str, tmp_path: Path, backend: str) -> None:
     """Sizes take turns, and the graph of one must not be taken for the other."""
-    sizes = ["model.height=32", "model.width=[32, 64]", "train.updates=4"]
+    sizes = ["model.sizes=[[32, 32], [32, 64]]", "train.updates=4"]
     loops = []
     for name in ("eager", "compiled"):
         loop = fakes.wired(fakes.settings(random_model, tmp_path / name, *sizes), moved=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 from flowalign.eval.geneval import summarize
 from flowalign.eval.geneval_folder import FolderError, evaluate, main, read, write
 from flowalign.rewards.geneval import GenEval
-from flowalign.rewards.geneval_names import NAMES
+from flowalign.rewards.geneval_judge import NAMES
 from flowalign.types import Detections
 
 OFFICIAL = next(
@@ -166,7 +166,7 @@ def cut(path: Path) -> None:
         (lambda f: (f / "00001/metadata.jsonl").write_text("[]"), "has no text `tag`"),
         (
             lambda f: (f / "00001/metadata.jsonl").write_text('{"tag": "a", "prompt": "p"}'),
-            "00001/metadata.jsonl: .*no `include`",
+            "00001/metadata.jsonl: .*`include`",
         ),
         (lambda f: (f / "00001/samples").rename(f / "00001/images"), "nothing that is numbered"),
         (lambda f: [p.unlink() for p in (f / "00001/samples").iterdir()], "nothing that is number"),
@@ -189,7 +189,7 @@ def test_what_cannot_be_scored_is_not_written(folder: Path, tmp_path: Path):
         write(folder, [DOG], [images(1)])
     with pytest.raises(ValueError, match="got 2 prompts and images of 1"):
         write(tmp_path / "new", [DOG, DOG], [images(1)])
-    with pytest.raises(ValueError, match="prompt 0: .*no `include`"):
+    with pytest.raises(ValueError, match="prompt 0: .*`include`"):
         write(tmp_path / "new", [{"tag": "a", "prompt": "p"}], [images(1)])
     with pytest.raises(ValueError, match="NaN"):
         write(tmp_path / "new", [DOG], [torch.full((1, 3, 2, 2), torch.nan)])

@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from flowalign.backbone import Backbone
 from flowalign.config import ADAPTER, ModelConfig, TrainConfig, to_yaml
 from flowalign.rewards import score
-from flowalign.rewards.pickscore import PickScore
+from flowalign.rewards.preference import PickScore
 from flowalign.rewards.scoring import AsyncScorer
 from flowalign.training.algorithm import pairs_of
 from flowalign.training.loop import Loop

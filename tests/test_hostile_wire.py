@@ -33,7 +33,7 @@ from flowalign.rewards.service.wire import Limits, WireError
 from flowalign.rewards.vlm import VLM
 from flowalign.types import Scores
 
-LIMITS = Limits(images=4, pixels=64 * 64, bytes=2**16, prompt=100, json=2**14)
+LIMITS = Limits(images=4, pixels=64 * 64, bytes=2**16, json=2**14)
 IMAGES = torch.zeros(2, 3, 4, 4)
 DOCUMENT = {"version": wire.VERSION, "prompts": ["a", "b"], "metadata": [{}, {"x": [1, {"y": 2}]}]}
 GOOD = wire.encode_request(IMAGES, ["a", "b"], [{}, {"x": 1}])

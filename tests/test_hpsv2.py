@@ -22,8 +22,8 @@ from small_models import (
 )
 
 from flowalign.rewards import build, check
+from flowalign.rewards.clip import letterbox
 from flowalign.rewards.hpsv2 import FILES
-from flowalign.rewards.preprocess import letterbox
 
 CONFIG = {
     "embed_dim": 24,

@@ -253,8 +253,6 @@ def test_wrong_options_are_refused_before_anything_is_loaded():
         "imagereward",
         {"weights": "ImageReward.pt"},
         {"tokenizer": "no such folder"},
-        {"architecture": {"vison": {}}},
-        {"architecture": {"vision": {"depth": 2}}},
         {"normalizer": float("inf")},
         {"offload": 1},
     )

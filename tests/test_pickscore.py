@@ -17,7 +17,7 @@ from flowalign.backbone.tiny import PREFERENCE
 from flowalign.backbone.tiny.scenes import rendered
 from flowalign.rewards import build, check, score
 from flowalign.rewards.clip import Clip
-from flowalign.rewards.pickscore import PickScore
+from flowalign.rewards.preference import PickScore
 
 OPTIONS = {"model": "tiny", "normalizer": 25.0, "device": "cpu"}
 REWARD = PickScore(**OPTIONS)

@@ -161,7 +161,5 @@ class _Stop:
 
 
 def test_the_removed_key_is_refused(random_model: str, tmp_path: Path) -> None:
-    with pytest.raises(train.ConfigError) as caught:
+    with pytest.raises(train.ConfigError, match=r"train\.mixed_precision"):
         fakes.settings(random_model, tmp_path / "run", "train.mixed_precision=bf16")
-    (problem,) = caught.value.problems
-    assert "train.mixed_precision" in problem and "model.dtype" in problem

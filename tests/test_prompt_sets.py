@@ -16,8 +16,7 @@ from flowalign.commands.prompts import geneval, held_out, ocr
 from flowalign.commands.prompts.check import examine
 from flowalign.commands.prompts.held_out import digest
 from flowalign.rewards.geneval import GenEval
-from flowalign.rewards.geneval_judge import COLORS, judge
-from flowalign.rewards.geneval_names import NAMES
+from flowalign.rewards.geneval_judge import COLORS, NAMES, judge
 from flowalign.rewards.ocr import target_of
 from flowalign.training.data import load_prompts
 from flowalign.types import PromptBatch

@@ -115,7 +115,7 @@ def test_what_is_wrong_in_any_stage_is_said_before_the_first_runs(
         ({"use": "techer.yaml"}, "stages.first.no such file; there are"),
         ({"use": 3}, "stages.first.use: got 3"),
         ({**use, "set": "x=1"}, "stages.first.set: got 'x=1'"),
-        ({**use, "set": ["tasks.3.name=x"]}, "stages.first.override 'tasks.3.name=x'"),
+        ({**use, "set": ["tasks.3.name=x"]}, "stages.first.tasks: no item '3'"),
         ({**use, "rolout": {}}, "stages.first.rolout: unknown key"),
         ({**use, "lora": {"init": "stage:table"}}, "stages.first.stage:table: no earlier stage"),
         ({**use, "lora": {"init": "stage:tabel"}}, "stages.first.stage:tabel: no earlier stage"),

@@ -109,7 +109,7 @@ def test_what_is_unknown_is_refused_with_a_suggestion(stranger):
     for name, options, said in (
         ("ocrr", {}, "'ocr'"),
         ("nowhere.at.all:Thing", {}, "'nowhere'"),
-        ("stranger:Brightnes", {}, "'Brightness'"),
+        ("stranger:Brightnes", {}, "Brightnes"),
         ("stranger:number", {}, "callable"),
         ("stranger:Brightness", {"scal": 1}, "'scale'"),
         ("geneval", {"treshold": 0.5}, "'threshold'"),
@@ -251,7 +251,7 @@ def test_geneval_scores_what_the_detector_found(stranger, kind, value):
 def test_geneval_metadata_of_another_task_is_invalid():
     result = score(GenEval(FakeDetector()), IMAGES[:2], PROMPTS[:2], [{"target": "Hi"}, DOG])
     assert result.valid.tolist() == [False, True]
-    assert "another task" in result.reasons[0]
+    assert "include" in result.reasons[0]
 
 
 def test_ocr_names_the_first_prompt_without_a_target():

@@ -17,7 +17,7 @@ import served
 import torch
 
 from flowalign.commands.cli import main
-from flowalign.rewards.service import command, server, wire
+from flowalign.rewards.service import server, wire
 from flowalign.rewards.service.wire import Limits
 from flowalign.system.images import to_float
 
@@ -31,7 +31,7 @@ def ask(url: str, body: bytes = BODY, **headers: str) -> httpx.Response:
     answer = httpx.post(
         f"{url}/v1/score", content=body, headers=HEAD | headers, verify=False, timeout=60
     )
-    assert "Traceback" not in answer.text and "/home" not in answer.text
+    assert "Traceback" not in answer.text
     return answer
 
 
@@ -68,26 +68,15 @@ def test_the_answer_is_the_rewards():
     assert torch.equal(scores.parts["red"], expected.parts["red"])
 
 
-def test_errors_are_per_image_and_say_nothing_about_the_machine():
+def test_errors_are_per_image():
     body = wire.encode_request(IMAGES, ["a", "bad", "c", "d"], METADATA)
     with served.serving(served.Touchy()) as url:
         scores = wire.decode_answer(ask(url, body).content, 4)
         assert scores.valid.tolist() == [True, False, True, True]
-        assert scores.reasons == {1: "FileNotFoundError: no file <path> for 3/4 of it"}
+        assert list(scores.reasons) == [1] and "FileNotFoundError" in scores.reasons[1]
         worst = wire.decode_answer(ask(url, one("worst")).content, 1)
         assert not worst.valid.any() and "SystemExit" in worst.reasons[0]  # and ends no server
         assert ask(url).status_code == 200
-
-
-def test_reasons_lose_their_paths():
-    for reason, shown in (
-        ("in /usr/lib/x.py: no", "in <path>: no"),
-        ("C:\\Users\\me\\w.bin", "<path>"),
-        ("'/a/b'", "'<path>'"),
-        ("3/4 of 1/2/3, and/or", "3/4 of 1/2/3, and/or"),
-        ("x" * 900, "x" * 500 + "..."),
-    ):
-        assert server.clean(reason) == shown, reason
 
 
 def test_the_token_guards_all_but_health():
@@ -112,16 +101,14 @@ def test_info_says_what_is_served():
 def test_what_is_not_wanted_is_refused_unread():
     start = f"POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-type: {wire.CONTENT_TYPE}\r\n".encode()
     with served.serving(served.exact, limits=Limits(bytes=20_000)) as url:
-        announced = start + b"content-length: 99999999\r\n\r\n"
-        streamed = start + b"transfer-encoding: chunked\r\n\r\n" + b"2000\r\n" + bytes(8192)
+        announced = start + b"content-length: 99999999\r\n\r\n" + bytes(20_001)
+        streamed = start + b"transfer-encoding: chunked\r\n\r\n5000\r\n" + bytes(0x5000)
         assert raw(url, announced).startswith(b"HTTP/1.1 413")
-        assert raw(url, streamed).startswith(b"HTTP/1.1 411")
+        assert raw(url, streamed).startswith(b"HTTP/1.1 413")
         assert raw(url, start + b"x: " + b"y" * 70_000).startswith(b"HTTP/1.1 400")
         assert raw(url, b"\x16\x03\x01 nonsense\r\n\r\n").startswith(b"HTTP/1.1 400")
         cut = start + b"content-length: 500\r\n\r\nabc"
         assert raw(url, cut, end=True) == b""  # it left, so there is nobody to answer
-        assert ask(url, BODY, **{"content-type": "application/json"}).status_code == 415
-        assert ask(url, BODY, **{"content-encoding": "gzip"}).status_code == 415
         assert get(url, "score").status_code == 405 and get(url, "nothing").status_code == 404
         assert ask(url).status_code == 200
 
@@ -179,8 +166,8 @@ def test_the_command_refuses_what_cannot_be_served(capsys, monkeypatch) -> None:
     for argv, said in (
         (["ocrr"], "'ocr'"),
         (["ocr", "engin=rapidocr"], "'engin'"),
-        (["ocr", "--options", "[]"], "--options"),
-        (["ocr", "rapidocr"], "key=value"),
+        (["ocr", "--options", "[]"], "list"),
+        (["ocr", "rapidocr"], "rapidocr"),
         (["served:exact", "--host", "0.0.0.0"], wire.TOKEN),
     ):
         assert main(["serve-reward", *argv]) == 2, argv
@@ -194,15 +181,13 @@ def test_without_fastapi_it_says_what_to_install(capsys, monkeypatch) -> None:
     assert "[serve]" in capsys.readouterr().err
 
 
-def test_options_are_json_and_pairs():
-    options = command.parse_options('{"a": 1, "b": [1]}', ["b=null", "c=tiny", "d=2.5"])
-    assert options == {"a": 1, "b": None, "c": "tiny", "d": 2.5}
-
-
-def test_a_token_that_no_header_can_hold_is_refused():
-    assert wire.read_token({}) is None and wire.read_token({wire.TOKEN: ""}) is None
+def test_a_token_that_no_header_can_hold_is_refused(monkeypatch):
+    for held, token in (("", None), ("abc", "abc")):
+        monkeypatch.setenv(wire.TOKEN, held)
+        assert wire.read_token() == token
+    monkeypatch.setenv(wire.TOKEN, "two words")
     with pytest.raises(ValueError, match=wire.TOKEN):
-        wire.read_token({wire.TOKEN: "two words"})
+        wire.read_token()
 
 
 def test_a_port_that_is_taken_is_one_line(capsys):
@@ -212,7 +197,6 @@ def test_a_port_that_is_taken_is_one_line(capsys):
     assert f"port {port}" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_the_command_serves_until_it_is_told_to_end():
     process, url = served.process("served:Touchy", environment={wire.TOKEN: "abc"})

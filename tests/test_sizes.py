@@ -21,7 +21,7 @@ from flowalign.training.loop import Loop
 from flowalign.training.report.pictures import pixels_of
 from flowalign.types import PromptBatch
 
-SIZES = ["model.height=[32, 32]", "model.width=[32, 64]"]
+SIZES = ["model.sizes=[[32, 32], [32, 64]]"]
 SHAPES = [(4, 4), (4, 8)]  # of their latents
 
 
@@ -32,7 +32,7 @@ def shape(loop: Loop, update: int) -> tuple[int, ...]:
 def by_task(found: config.TrainingStage, *changes: str) -> config.TrainingStage:
     """Its two tasks have a size each."""
     raw = found.model_dump(mode="json")
-    raw["model"] |= {"height": 32, "width": [32, 64]}
+    raw["model"] |= {"sizes": [[32, 32], [32, 64]]}
     for task, width in zip(raw["tasks"], (32, 64), strict=True):
         task["size"] = [32, width]
     return config.parse(raw, changes)
@@ -128,7 +128,7 @@ def test_the_schedule_is_that_of_the_size(tmp_path: Path) -> None:
     square, wide = (loop.rollout(update) for update in range(2))
     assert not torch.equal(square.sigmas, wide.sigmas)
     for update, size in enumerate((32, 64)):
-        alone = fakes.settings(model, tmp_path / f"{size}", f"model.width={size}", *given[2:])
+        alone = fakes.settings(model, tmp_path / f"{size}", f"model.width={size}", *given[1:])
         assert torch.equal(loop.rollout(update).sigmas, fakes.wired(alone).rollout(0).sigmas)
         prepared = loop.algorithm.prepare(loop.rollout(update), update)
         values = loop.learn(prepared)
@@ -160,7 +160,7 @@ def test_a_benchmark_has_its_own_size(random_model: str, tmp_path: Path) -> None
     data = {
         "stage": "eval",
         "output": str(tmp_path / "table"),
-        "model": {"id": random_model, "height": 32, "width": [32, 64], "max_sequence_length": 16},
+        "model": {"id": random_model, "sizes": [[32, 32], [32, 64]], "max_sequence_length": 16},
         "models": {"base": None},
         "benchmarks": [{**mark, "name": "square"}, {**mark, "name": "wide", "size": [32, 64]}],
         "sampling": {"steps": 2, "guidance": 1.0},
@@ -193,11 +193,10 @@ def test_the_plan_shows_the_first_rollout(
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        (["model.height=[32, 64, 32]", "model.width=[32, 64]"], r"model\.height: 3 sizes.*2"),
-        (["model.height=[32, 32]"], r"model\.height: .*the same"),
-        (["model.height=[32, 40]"], r"model\.height\.1: .*16"),
-        (["model.height=[]"], r"model\.height: "),
-        (["model.height=wide"], r"model\.height: .*'wide'"),
+        (["model.height=[32, 64]"], r"model\.height: .*model\.sizes: \[\["),
+        (["model.sizes=[[32, 32], [32, 32]]"], r"model\.sizes: "),
+        (["model.sizes=[[32, 32], [32, 40]]"], r"model\.sizes\.1\.1: .*16"),
+        (["model.sizes=[]"], r"model\.sizes: "),
         ([*SIZES, "tasks.0.size=[64, 64]"], r"tasks\.0\.size: \[64, 64\].*\[32, 32\], \[32, 64\]"),
     ],
 )

@@ -158,7 +158,7 @@ def test_scores_are_read_off_answers_and_no_score_is_no_answer():
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_asks_for_the_form_that_it_reads(name):
-    text = TEMPLATES[name].ask("a red dog")
+    text = TEMPLATES[name].text.replace("{prompt}", "a red dog")
     assert ("a red dog" in text) == (name != "qwenvl_quality")
     assert "{" not in text
     assert ("extremely strict" in text) == (name == "qwenvl_strict")
@@ -272,7 +272,6 @@ def test_wrong_options_are_refused_without_a_network(monkeypatch):
     for options, key in (
         ({"url": "localhost:8000"}, "`url`"),
         ({"url": "http://me:pass@host/v1"}, "token_env"),
-        ({"url": "http://host/v1/chat/completions"}, "`url`"),
         ({"model": ""}, "`model`"),
         ({"template": "qwenv"}, "'qwenvl'"),
         ({"template": "test_vlm:Judge"}, "`template`"),

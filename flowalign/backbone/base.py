@@ -18,7 +18,7 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 
-from flowalign.backbone.adapters.files import Lora, read_lora, write_lora
+from flowalign.backbone.adapters import Lora, read_lora, write_lora
 from flowalign.backbone.attention import use_backend
 from flowalign.backbone.family import ModelError
 from flowalign.backbone.loading import family_of, load_pipeline
@@ -31,7 +31,6 @@ from flowalign.backbone.lora import (
 from flowalign.backbone.placement import fingerprint
 from flowalign.backbone.text import TextEncoder, joined
 from flowalign.config import ModelConfig
-from flowalign.config.model import sizes_of
 from flowalign.types import Conditioning
 
 COMPILATIONS = 256  # per kind of block: adapters x (rollout, update) x shapes; torch allows 8
@@ -42,7 +41,7 @@ class Backbone:
     """One frozen base with named adapters.
 
     pipe: a diffusers pipeline of a known family; family: the name of another one (`model.family`).
-    height, width: of the images, in pixels; lists of them are several sizes, the buckets. dtype: of
+    height, width: of the images, in pixels; sizes: several (height, width) instead. dtype: of
     all arithmetic of the transformer, adapters included (None = that of its weights).
     decode_batch: images per VAE decode (None = all at once).
     text_cache, offload_text_encoders: see `flowalign.backbone.text.TextEncoder`. name: the id of
@@ -62,9 +61,10 @@ class Backbone:
         self,
         pipe: Any,
         *,
-        height: int | Sequence[int],
-        width: int | Sequence[int],
+        height: int,
+        width: int,
         max_sequence_length: int,
+        sizes: Sequence[tuple[int, int]] | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
         decode_batch: int | None = None,
@@ -91,7 +91,7 @@ class Backbone:
             cache=text_cache,
             offload=offload_text_encoders,
         )
-        self.sizes, factor = sizes_of(height, width), self.family.factor
+        self.sizes, factor = list(sizes or [(height, width)]), self.family.factor
         if problems := [text for size in self.sizes for text in self.family.size_problems(*size)]:
             raise ModelError(problems[0])
         self.latent_shapes = [
@@ -124,7 +124,15 @@ class Backbone:
     @classmethod
     def of(cls, pipe: Any, model: ModelConfig, device: torch.device | str) -> Backbone:
         """A loaded pipeline with the settings of a config, but for attention and checkpointing."""
-        keys = {"height", "width", "max_sequence_length", "decode_batch", "text_cache", "family"}
+        keys = {
+            "height",
+            "width",
+            "sizes",
+            "max_sequence_length",
+            "decode_batch",
+            "text_cache",
+            "family",
+        }
         options = model.model_dump(include=keys | {"offload_text_encoders"})
         return cls(pipe, **options, device=device, dtype=DTYPES[model.dtype], name=model.id)
 
@@ -243,7 +251,7 @@ class Backbone:
         self.activate(name)
 
     def load_adapter(self, name: str, folder: str | Path | Lora, *, frozen: bool = False) -> None:
-        """A saved LoRA: whatever `flowalign.backbone.adapters.files.read_lora` takes. It becomes
+        """A saved LoRA: whatever `flowalign.backbone.adapters.read_lora` takes. It becomes
         active and trainable. frozen: neither; its weights then have the base's dtype."""
         before = self.active
         weights = put_lora(self.core, name, folder)

@@ -209,6 +209,6 @@ def held_out(
     for task in config.tasks:
         if task.validation and task.reward:
             prompts = subset(inputs.prompts(task.validation, task.name), count)
-            prompts = replace(prompts, size=task.size or config.model.sizes[0])
+            prompts = replace(prompts, size=task.size or config.model.image_sizes[0])
             benchmarks.append(Benchmark(task.name, prompts, rewards[task.name]))
     return benchmarks

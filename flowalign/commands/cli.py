@@ -31,7 +31,7 @@ COMMANDS = {
     "push": ("flowalign.commands.push:main", "Upload an adapter to the Hugging Face Hub."),
     "doctor": ("flowalign.commands.doctor:main", "Examine a config or a reward before a run."),
     "serve-reward": (
-        "flowalign.rewards.service.command:main",
+        "flowalign.rewards.service.server:main",
         "Serve a reward over HTTP, for runs that name it as `remote`.",
     ),
     "demo": (
@@ -92,7 +92,7 @@ def merge(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of what dare drops")
     parser.add_argument("--lines", nargs=2, type=float, metavar=("SHALLOW", "DEEP"))
     args = vars(parser.parse_args(argv))
-    from flowalign.backbone.adapters.files import read_lora
+    from flowalign.backbone.adapters import read_lora
     from flowalign.teachers import merge as merging
     from flowalign.training.report import results
     from flowalign.training.report.status import read_status

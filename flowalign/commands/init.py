@@ -20,11 +20,10 @@ from pydantic_core import to_jsonable_python
 
 from flowalign import rewards as reward_registry
 from flowalign.backbone import ModelError, family_of, pipeline_name
-from flowalign.backbone.adapters.files import adapter_folder
+from flowalign.backbone.adapters import adapter_folder
 from flowalign.backbone.structure import find
 from flowalign.config import STAGES, RecipeStage, Section, Stage, assignments, parse, read
 from flowalign.config.model import LoraConfig
-from flowalign.config.stages import command
 from flowalign.system.files import replacing
 from flowalign.training.sources import validation_file
 
@@ -110,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for note in notes:
         print(f"note: {note}")
     print(f"next: flowalign doctor --config {wanted.out}")
-    print(f"then: {command(wanted.stage)} --config {wanted.out}")
+    print(f"then: {STAGES[wanted.stage].command} --config {wanted.out}")
     return 0
 
 
@@ -457,7 +456,7 @@ def write_config(wanted: Answers, force: bool, every: bool = False) -> list[str]
         ]
     notes = list(_notes(wanted, data))
     about += [f"# {line}" for note in notes for line in textwrap.wrap(f"Note: {note}", WIDTH - 2)]
-    head = [f"# {command(wanted.stage)} --config {wanted.out}", *about, ""]
+    head = [f"# {STAGES[wanted.stage].command} --config {wanted.out}", *about, ""]
     with replacing(wanted.out) as part:
         rows = [*head, *_Writer(every).rows(config)]
         part.write_text("\n".join(rows) + "\n", encoding="utf-8")

@@ -14,7 +14,6 @@ from flowalign.config.section import (
     Many,
     NotNegative,
     Pair,
-    Place,
     Positive,
     Section,
     Share,
@@ -37,9 +36,9 @@ class TaskConfig(Section):
 
     name: FileName = Field(examples=["ocr"])
     """Its name in logs, and of its teacher if `teacher` is null."""
-    prompts: Place = Field(examples=["tiny/ocr_train", "prompts/train.jsonl"])
+    prompts: str = Field(examples=["tiny/ocr_train", "prompts/train.jsonl"])
     """Training prompts: a .txt, a .jsonl, or tiny/NAME."""
-    validation: Place | None = Field(default=None, examples=["tiny/ocr_test", "prompts/test.jsonl"])
+    validation: str | None = Field(default=None, examples=["tiny/ocr_test", "prompts/test.jsonl"])
     """Held-out prompts, in the same formats."""
     weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """Share of every batch, relative to the other tasks."""
@@ -59,7 +58,6 @@ class TaskConfig(Section):
 
 
 AdvantageName = Literal["group_std", "batch_std", "gaussian", "gdpo", "adora", "gated"]
-EARLIER = ("adora", "gated")  # the advantages that remember earlier rollouts
 
 
 class EarlierConfig(Section):
@@ -85,14 +83,6 @@ class AdvantageConfig(Section):
     """What adora and gated make of earlier rollouts; null = the defaults."""
     advantage_clip: Positive = 5.0
     """Advantages are clipped to +- this."""
-
-    def problems(self) -> Iterator[str]:
-        """A memory that nothing uses."""
-        if self.earlier and self.advantage not in EARLIER:
-            yield (
-                f"earlier: given, but the advantage {self.advantage!r} looks at one rollout only. "
-                f"Leave it out, or use {' or '.join(EARLIER)}."
-            )
 
 
 class GrpoConfig(AdvantageConfig):
@@ -141,8 +131,7 @@ class ForwardConfig(AdvantageConfig):
     """Weight of |v - v_base|^2; 0 saves its forward pass."""
 
     def problems(self) -> Iterator[str]:
-        """Those of an advantage; a part of the way that is none."""
-        yield from super().problems()
+        """A part of the way that is none."""
         low, high = self.within
         if low >= high:
             yield f"within: [{low}, {high}] is empty. Use [0, 1] for the whole way."
@@ -190,7 +179,7 @@ class AwmConfig(ForwardConfig):
 class TeacherConfig(Section):
     """A frozen velocity field on the same base."""
 
-    adapter: Place | None = Field(examples=["runs/teacher_ocr/adapter"])
+    adapter: str | None = Field(examples=["runs/teacher_ocr/adapter"])
     """Adapter folder or Hub id; null = the base itself."""
     guidance: NotNegative | None = Field(default=None, examples=[4.5])
     """Its CFG scale; null = that of the student. A larger scale is distilled into the student; with
@@ -243,14 +232,9 @@ class StudentConfig(Section):
     """Rollouts between two measurements of the cosines between the tasks' gradients."""
 
     def problems(self) -> Iterator[str]:
-        """Settings that belong to another gradient."""
+        """A weighting that belongs to another gradient."""
         if self.gradient in ("published", "detached") and self.weighting != "published":
-            yield (
-                f"weighting: {self.weighting!r} with gradient {self.gradient!r}, which is the "
-                "published arithmetic. Use weighting 'published', or gradient 'pathwise'."
-            )
-        if self.reward_to_go and self.gradient != "policy":
-            yield f"reward_to_go: true, but gradient {self.gradient!r}; it is for 'policy' only."
+            yield f"weighting: gradient {self.gradient!r} has 'published' only. Use it."
 
 
 class SftConfig(Section):

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
-from flowalign.config.section import MARKS, Many, Pixels, Place, Positive, Section, Size
-
-Side = Annotated[
-    Annotated[Pixels, Tag(MARKS[2])]
-    | Annotated[list[Pixels], Field(min_length=1, max_length=64), Tag(MARKS[3])],
-    Discriminator(lambda value: MARKS[2 + isinstance(value, list)]),
-]
-
-
-def sizes_of(height: int | Sequence[int], width: int | Sequence[int]) -> list[Size]:
-    """(height, width) of each bucket, of numbers or lists of them; one number stands for all."""
-    count = max((len(side) for side in (height, width) if not isinstance(side, int)), default=1)
-    heights, widths = ([s] * count if isinstance(s, int) else s for s in (height, width))
-    return list(zip(heights, widths, strict=False))  # of unequal lengths: refused elsewhere
+from flowalign.config.section import Many, Pair, Pixels, Positive, Section, Size
 
 
 class ModelConfig(Section):
     """The base model."""
 
-    id: Place = Field(examples=["tiny", "stabilityai/stable-diffusion-3.5-medium"])
+    id: str = Field(examples=["tiny", "stabilityai/stable-diffusion-3.5-medium"])
     """`tiny` (ships with the package), a folder, or a Hub id."""
     revision: str | None = Field(default=None, examples=["main"])
     """Branch, tag or commit on the Hub."""
@@ -41,14 +29,18 @@ class ModelConfig(Section):
     quantization: Literal["nf4", "fp8"] | None = None
     """The frozen transformer is stored in fewer bits and computes in dtype. nf4: 4 bits; needs
     bitsandbytes and a GPU. fp8: 8 bits; use gradient_checkpointing with it."""
-    height: Side = Field(default=512, examples=[512, [512, 768]])
-    """Pixels, a multiple of 16. A list: several sizes, the buckets. All images of a rollout have
-    one of them, and they take turns."""
-    width: Side = Field(default=512, examples=[512, [768, 512]])
-    """Pixels, a multiple of 16, or a list as long as that of height. One number stands for all."""
+    height: Pixels = 512
+    """Pixels, a multiple of 16."""
+    width: Pixels = 512
+    """Pixels, a multiple of 16."""
+    sizes: list[Pair] | None = Field(
+        default=None, min_length=1, max_length=64, examples=[[[512, 512], [512, 768]]]
+    )
+    """Several [height, width], in place of height and width. All images of a rollout have one of
+    them, and they take turns. null = one size."""
     max_sequence_length: Annotated[int, Field(ge=1, le=1024)] = 128
     """Tokens of a prompt, at most (of the T5 encoder where there are several)."""
-    text_cache: Place | None = Field(default=None, examples=["outputs/text_cache"])
+    text_cache: str | None = Field(default=None, examples=["outputs/text_cache"])
     """Folder that keeps encoded prompts for later runs with the same encoders; null = keep none.
     Stable Diffusion 3.5 needs 1.7 MB a prompt in 16 bits."""
     offload_text_encoders: bool = False
@@ -64,39 +56,36 @@ class ModelConfig(Section):
     """torch.compile the blocks of the transformer."""
 
     @property
-    def sizes(self) -> list[Size]:
-        """(height, width) of each bucket."""
-        return sizes_of(self.height, self.width)
+    def image_sizes(self) -> list[Size]:
+        """(height, width) of its images."""
+        return self.sizes or [(self.height, self.width)]
 
     @property
     def listed_sizes(self) -> str:
         """As text, such as 512x512, 512x768: height first."""
-        return ", ".join(f"{height}x{width}" for height, width in self.sizes)
-
-    def bucket(self, size: Size | None) -> int:
-        """The number of one of its sizes; None = the first."""
-        return self.sizes.index(size) if size else 0
+        return ", ".join(f"{height}x{width}" for height, width in self.image_sizes)
 
     def size_problems(self, wanted: Mapping[str, Size | None]) -> Iterator[str]:
         """Sizes that the model does not have. wanted: {place in the config: size}."""
         for place, size in wanted.items():
-            if size and size not in self.sizes:
-                listed = ", ".join(f"[{height}, {width}]" for height, width in self.sizes)
-                yield (
-                    f"{place}.size: [{size[0]}, {size[1]}] is none of the model's sizes, "
-                    f"{listed}. Use one of them, or add it to model.height and model.width."
-                )
+            if size and size not in self.image_sizes:
+                listed = ", ".join(map(str, map(list, self.image_sizes)))
+                yield f"{place}.size: {list(size)} is none of the model's sizes, {listed}."
 
-    def problems(self) -> Iterator[str]:
-        """Sizes that are no pairs, or come twice."""
-        lists = [side for side in (self.height, self.width) if not isinstance(side, int)]
-        if len({len(side) for side in lists}) > 1:
-            yield (
-                f"height: {len(lists[0])} sizes, but width has {len(lists[1])}. Give lists of the "
-                "same length, or one number for all."
-            )
-        elif len(set(self.sizes)) < len(self.sizes):
-            yield f"height: with width {self.width} two sizes are the same. List each once."
+    @field_validator("height", "width", mode="before")
+    @classmethod
+    def _one_number(cls, side: Any) -> Any:
+        if isinstance(side, list):
+            text = "one number. Several sizes are model.sizes: [[512, 512], [512, 768]]"
+            raise PydanticCustomError("list", text)
+        return side
+
+    @field_validator("sizes")
+    @classmethod
+    def _distinct(cls, sizes: list[Size] | None) -> list[Size] | None:
+        if sizes and len(set(sizes)) < len(sizes):
+            raise PydanticCustomError("twice", "each size once")
+        return sizes
 
 
 class LoraConfig(Section):
@@ -111,6 +100,6 @@ class LoraConfig(Section):
     )
     """Layers that are adapted, by the end of their names; null = the attention layers of the
     model's family."""
-    init: Place | None = Field(default=None, examples=["runs/teacher_ocr/adapter"])
+    init: str | None = Field(default=None, examples=["runs/teacher_ocr/adapter"])
     """Adapter folder to start from; null = a fresh adapter (B = 0). It brings its own rank, scale
     and layers: rank, alpha and targets are ignored, with a warning if they were set."""

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from flowalign.config.section import MARKS, Count, Many, NotNegative, Section, Steps, as_tuple
+from flowalign.config.section import Count, Many, NotNegative, Section, Steps, as_tuple
 
 
 class WindowConfig(Section):
@@ -25,8 +25,8 @@ class WindowConfig(Section):
 
 
 Window = Annotated[
-    Annotated[tuple[int, int], as_tuple, Tag(MARKS[0])] | Annotated[WindowConfig, Tag(MARKS[1])],
-    Discriminator(lambda value: MARKS[isinstance(value, Mapping | WindowConfig)]),
+    Annotated[tuple[int, int], as_tuple, Tag("[fixed]")] | Annotated[WindowConfig, Tag("[moving]")],
+    Discriminator(lambda v: "[moving]" if isinstance(v, Mapping | WindowConfig) else "[fixed]"),
 ]
 
 
@@ -76,34 +76,20 @@ class RolloutConfig(Section):
     def problems(self) -> Iterator[str]:
         """A noise level that cps does not have; a window that holds no step to train."""
         start, stop = self.trained
-        if self.images > 1_000_000:
-            yield (
-                f"copies: {self.prompts} prompts x {self.copies} copies are {self.images} images "
-                "of an update; at most 1000000 are possible. Use fewer of either."
-            )
         if self.solver != "euler" and self.kind != "ode":
-            yield (
-                f"solver: {self.solver!r} with kind {self.kind!r}, whose steps have a formula of "
-                "their own. Use kind 'ode', or solver 'euler'."
-            )
+            yield f"solver: {self.solver!r} is for kind 'ode' only. Use that, or 'euler'."
         if self.kind == "cps" and self.noise_level > 1:
             yield f"noise_level: got {self.noise_level}; kind 'cps' wants a value in (0, 1]."
         if not isinstance(self.window, tuple) and self.steps == 1:
             yield "steps: 1, and the default window leaves out the last step. Use 2 or more."
         elif isinstance(self.window, WindowConfig) and self.width > stop:
-            yield (
-                f"window.width: {self.width}, but there are only {stop} steps to move in, all but "
-                f"the last. Use at most {stop}."
-            )
+            yield f"window.width: {self.width}, of {stop} steps that can be trained."
         elif not 0 <= start < stop <= self.steps:
             yield (
                 f"window: got [{start}, {stop}]; want 0 <= start < stop <= {self.steps}, the steps."
             )
         elif self.kind == "cps" and stop == self.steps:  # its std is sigma_next * sin(a pi / 2)
-            yield (
-                f"window: [{start}, {stop}] holds the last step, which has no noise under 'cps'. "
-                f"Let it stop at {self.steps - 1} or earlier, or use kind 'sde'."
-            )
+            yield f"window: the last step has no noise under 'cps'. Let it stop at {stop - 1}."
 
 
 def steps_within(steps: int, within: tuple[float, float]) -> tuple[int, int]:

@@ -9,13 +9,11 @@ from pydantic import Field
 
 from flowalign.config.learning import RewardConfig
 from flowalign.config.section import (
-    LISTED,
     Count,
     FileName,
     Many,
     NotNegative,
     Pair,
-    Place,
     Positive,
     Seconds,
     Section,
@@ -73,7 +71,7 @@ class BenchmarkConfig(Section):
 
     name: FileName = Field(examples=["ocr"])
     """Its name in tables and files."""
-    prompts: Place = Field(examples=["tiny/ocr_test", "prompts/test.jsonl"])
+    prompts: str = Field(examples=["tiny/ocr_test", "prompts/test.jsonl"])
     """A .txt, a .jsonl, or tiny/NAME."""
     limit: Many | None = Field(default=None, examples=[128])
     """Only the first prompts of the file; null = all. A file that is sorted by tag starts with its
@@ -110,10 +108,7 @@ class BenchmarkConfig(Section):
         if self.reward and self.rewards:
             yield "rewards: there is a `reward`, too. Make it one of the `rewards`."
         elif not self.judges and not self.layout:
-            yield (
-                "reward: missing. Add `reward:` with the keys name, options; or `rewards:` for "
-                "several judges; or `layout:` to sample the images only."
-            )
+            yield "reward: missing. Add `reward:` or `rewards:`; or `layout:`, for images only."
 
 
 class SamplingConfig(Section):
@@ -148,17 +143,8 @@ class EvaluationConfig(Section):
     max_invalid_share: Share = 0.05
     """An evaluation does not count if a larger share of a task's images could not be scored: it
     never selects the best adapter. The run stops if its last evaluation does not count."""
-    watch: list[BenchmarkConfig] = Field(default=[], max_length=LISTED)
+    watch: list[BenchmarkConfig] = Field(default=[])
     """Benchmarks that are scored but not trained on. A warning is logged when one falls."""
-
-    def problems(self) -> Iterator[str]:
-        """A layout, whose images no run keeps."""
-        for index, benchmark in enumerate(self.watch):
-            if benchmark.layout:
-                yield (
-                    f"watch.{index}.layout: {benchmark.layout!r}, but a run keeps no images. "
-                    "Use it under `benchmarks` of an evaluation (`stage: eval`)."
-                )
 
 
 class AlarmConfig(Section):
@@ -169,11 +155,6 @@ class AlarmConfig(Section):
     training moved it; see flowalign.training.report.drift.compare."""
     stop: Positive | None = Field(default=None, examples=[6.0])
     """Sigmas beyond which the run ends; null = never."""
-
-    def problems(self) -> Iterator[str]:
-        """A run that would end before it is warned of."""
-        if self.stop is not None and self.stop < self.warn:
-            yield f"stop: {self.stop:g} is below warn = {self.warn:g}. Use more, or null."
 
 
 class TrainingAlarmConfig(AlarmConfig):
@@ -190,9 +171,9 @@ class TrainingAlarmConfig(AlarmConfig):
 class FidelityConfig(Section):
     """Fréchet distance between the features of the images and of reference images."""
 
-    features: Place = Field(default="tiny", examples=["tiny", "my_features:dino"])
+    features: str = Field(default="tiny", examples=["tiny", "my_features:dino"])
     """A CLIP (`tiny`, a folder, a Hub id), or package.module:function, [B,3,H,W] -> [B,D]."""
-    reference: Place = Field(default="tiny", examples=["tiny", "data/coco_val2017"])
+    reference: str = Field(default="tiny", examples=["tiny", "data/coco_val2017"])
     """`tiny` (scenes drawn from the benchmarks' own metadata), or a folder of images."""
 
 

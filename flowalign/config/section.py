@@ -1,32 +1,24 @@
-"""What all sections share: the types of values, and a model that says what does not go together."""
+"""What all sections share: types of values, and a model whose errors say what to write."""
 
 from __future__ import annotations
 
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from flowalign.system import files
-
-
-def _file_name(name: str) -> str:
-    if not re.fullmatch(r"[\w-]{1,60}", name):
-        raise PydanticCustomError(
-            "file_name",
-            "letters, digits, _ and - only, at most 60, as it stands in file names and tables",
-        )
-    return name
-
-
-def _path(text: str) -> str:
-    if problem := files.impossible(text):
-        raise PydanticCustomError("path", "a path; this one {problem}", {"problem": problem})
-    return text
-
+from flowalign.config.safe_yaml import dump_yaml
 
 # The upper limits are far beyond any run. They keep a slip of the keyboard from filling the memory.
 Count = Annotated[int, Field(ge=1, le=100_000)]
@@ -35,50 +27,37 @@ Steps = Annotated[int, Field(ge=1, le=10_000)]
 Pixels = Annotated[int, Field(gt=0, le=8192, multiple_of=16)]  # the VAE's factor 8, patches of 2
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what numpy takes
 Seconds = Annotated[float, Field(gt=0, le=1e8)]  # 3 years; a timer of the system cannot hold more
-Place = Annotated[str, AfterValidator(_path)]  # a file, a folder or a Hub id
-LISTED = 200  # tasks, benchmarks, models, teachers, adapters or stages of one config
 Positive = Annotated[float, Field(gt=0, le=1e9)]
 NotNegative = Annotated[float, Field(ge=0, le=1e9)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-FileName = Annotated[str, AfterValidator(_file_name)]
+FileName = Annotated[str, Field(pattern=r"^[\w-]{1,60}$")]  # part of file names and tables
 # YAML has lists only, and a strict pydantic takes no list for a tuple.
 as_tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-
-MARKS = ("[fixed]", "[moving]", "[one]", "[several]")  # forms of a value in pydantic's errors
 Size = tuple[int, int]  # height and width in pixels
 Pair = Annotated[tuple[Pixels, Pixels], as_tuple]
 
-RENAMED = {"train.mixed_precision": "model.dtype"}  # keys of past versions, and what they are now
-REMOVED = {  # and those that have no successor, with what to do
-    "train.disk_full": "a full disk always stops the run, with its last checkpoint. Leave it out."
-}
 ADAPTER = "pytorch_lora_weights.safetensors"  # what an adapter folder holds
 
 
 class ConfigError(ValueError):
-    """A config that cannot be run; `problems` holds one text for each place where it is wrong, and
-    `lines` one for each thing that is: a file that is missing in many places is one line."""
+    """A config that cannot be run; `problems` holds one text for each place where it is wrong."""
 
     def __init__(self, problems: Sequence[str], source: str = "config") -> None:
         self.problems = list(problems)
-        places: dict[str, list[str]] = {}  # by what is wrong there
-        for problem in self.problems:
-            place, colon, text = problem.partition(": ")
-            places.setdefault(colon + text, []).append(place)
-        self.lines = [_places(where) + text for text, where in places.items()]
-        count = "1 problem" if len(self.lines) == 1 else f"{len(self.lines)} problems"
-        super().__init__("\n  - ".join([f"{source}: {count}", *self.lines]))
-
-
-def _places(names: Sequence[str]) -> str:
-    shown, more = (names, 0) if len(names) <= 3 else (names[:2], len(names) - 2)
-    return ", ".join(shown) + (f" and {more} more places" if more else "")
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__("\n  - ".join([f"{source}: {count}", *problems]))
 
 
 def close_to(word: str, possible: Iterable[str], cutoff: float = 0.6) -> str | None:
     """What may have been meant, of the possible words; cutoff: similarity in 0..1 at least."""
     return next(iter(difflib.get_close_matches(word, possible, n=1, cutoff=cutoff)), None)
+
+
+def did_you_mean(word: object, possible: Iterable[str], quote: str = "'") -> str:
+    """The sentence that says which possible word is close; "" if none is."""
+    close = close_to(str(word).lower(), possible, cutoff=0.5)
+    return f" Did you mean {quote}{close}{quote}?" if close else ""
 
 
 class Section(BaseModel):
@@ -94,9 +73,78 @@ class Section(BaseModel):
         key relative to this section."""
         yield from ()
 
-    @model_validator(mode="after")
-    def _refuse(self) -> Section:
-        # One error for all problems, since pydantic stops at the first validator that raises.
-        if problems := list(self.problems()):
-            raise PydanticCustomError("problems", "{problems}", {"problems": problems})
-        return self
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explain(cls, data: Any, handler: ModelWrapValidatorHandler[Section]) -> Section:
+        """Errors of pydantic as sentences, all at once; those of inner sections are."""
+        try:
+            section = handler(data)
+        except ValidationError as error:
+            problems = [(d["loc"], cls._sentence(d), d["input"]) for d in error.errors()]
+        else:
+            parts = (text.partition(": ") for text in section.problems())
+            problems = [((place,), text, data) for place, _, text in parts]
+        if problems:
+            raise ValidationError.from_exception_data(
+                cls.__name__,
+                [
+                    InitErrorDetails(
+                        type=PydanticCustomError("explained", "{text}", {"text": text}),
+                        loc=tuple(part for part in place if not str(part).startswith("[")),
+                        input=value,
+                    )  # pydantic marks a key of a mapping by [key], and we the form of a value
+                    for place, text, value in problems
+                ],
+            )
+        return section
+
+    @classmethod
+    def _sentence(cls, error: Any) -> str:
+        """What was seen, what is possible, what to do."""
+        kind, place, seen = error["type"], error["loc"], error["input"]
+        fields, name = cls.model_fields, str(place[0]) if place else ""
+        if kind == "explained":
+            return error["msg"]
+        if kind == "extra_forbidden":
+            hint = did_you_mean(name, fields, "`")
+            return f"unknown key.{hint} Possible keys: {', '.join(fields)}."
+        example = _example(fields[name]) if len(place) == 1 else ""
+        if kind == "missing" and len(place) == 1:
+            inner: Any = fields[name].annotation
+            section = isinstance(inner, type) and issubclass(inner, Section)
+            keys = f" with the keys {', '.join(inner.model_fields)}" if section else ""
+            return f"missing. Add `{name}:`{keys}.{example}"
+        wanted = re.sub(r"^\w+ should (be |have )?|valid | after validation", "", error["msg"])
+        if kind.startswith("model_"):
+            wanted = f"the keys {', '.join(fields)}"
+        elif kind == "literal_error":
+            example = did_you_mean(seen, re.findall(r"'(.*?)'", wanted))
+        elif kind == "string_type" and isinstance(seen, int | float):
+            example = f" Put it in quotes if it is meant as text.{example}"
+        return f"got {shown_value(seen)}; want {wanted}.{example}"
+
+
+def _example(field: Any) -> str:
+    """An example of a field: its own, or its default, as YAML."""
+    example = field.examples[0] if field.examples else field.default
+    if (
+        field.is_required()
+        and not field.examples
+        or example is None
+        or isinstance(example, Section)
+    ):
+        return ""
+    text = dump_yaml([example], default_flow_style=True, width=1000)
+    return f" For example: {text.strip()[1:-1]}."
+
+
+def shown_value(value: Any) -> str:
+    """A value in an error, with its kind, cut to a line."""
+    kinds = {str: "text", int: "whole number", float: "number", bool: "true/false", list: "list"}
+    if value is None:
+        return "nothing (null)"
+    value = list(value) if isinstance(value, tuple) else value
+    text = repr(value)
+    return (
+        f"the {kinds.get(type(value), 'mapping')} {text if len(text) <= 80 else text[:77] + '...'}"
+    )

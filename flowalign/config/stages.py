@@ -1,19 +1,14 @@
-"""One class per stage: its sections, and what follows from its keys.
-
-What a stage needs (a reward? which CFG scale has a teacher?) is a property here, so that no other
-module asks for its type. Nothing is read from disk.
-"""
+"""One class per stage: its sections, and what follows from its keys. Nothing is read from disk."""
 
 from __future__ import annotations
 
-import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
-from pydantic_core import PydanticKnownError
+from pydantic import Field
 
 from flowalign.config.learning import (
     AdvantageConfig,
@@ -44,17 +39,15 @@ from flowalign.config.run import (
     TrainingAlarmConfig,
 )
 from flowalign.config.section import (
-    LISTED,
     ConfigError,
     FileName,
-    Place,
     Positive,
     Seconds,
     Section,
     Seed,
     Share,
     as_tuple,
-    close_to,
+    did_you_mean,
 )
 
 
@@ -73,9 +66,11 @@ class Stage(Section):
 
     stage: str
     """What is done: a key of STAGES."""
-    output: Place = Field(min_length=1, examples=["runs/teacher_ocr"])
+    output: str = Field(min_length=1, examples=["runs/teacher_ocr"])
     """Folder of the run."""
     model: ModelConfig
+    command: ClassVar[str] = "flowalign train"
+    """What runs it."""
     trains: ClassVar[bool] = False
     """Whether it is a training run."""
     is_student: ClassVar[bool] = False
@@ -114,6 +109,11 @@ class Stage(Section):
         return None
 
     @property
+    def learns_from_rewards(self) -> bool:
+        """Whether the loss needs scores, and so decoded images, of every rollout."""
+        return self.credited is not None
+
+    @property
     def judged(self) -> list[Judged]:
         """Every task and benchmark; empty for a stage that samples no images."""
         return []
@@ -132,7 +132,7 @@ class TrainingStage(Job):
     seed: Seed = 0
     """Seed of prompts, noise and initial weights."""
     lora: LoraConfig = LoraConfig()
-    tasks: list[TaskConfig] = Field(min_length=1, max_length=LISTED)
+    tasks: list[TaskConfig] = Field(min_length=1)
     rollout: RolloutConfig = RolloutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     ema: EmaConfig | None = EmaConfig()
@@ -151,11 +151,6 @@ class TrainingStage(Job):
         return self.guidance if teacher.guidance is None else teacher.guidance
 
     @property
-    def learns_from_rewards(self) -> bool:
-        """Whether the loss needs scores, and so decoded images, of every rollout."""
-        return False
-
-    @property
     def evaluates(self) -> bool:
         """Whether held-out scores are taken while training; they choose the adapter that is
         kept."""
@@ -172,9 +167,9 @@ class TrainingStage(Job):
         return False
 
     @property
-    def needs_noise(self) -> str:
-        """What the stage would lack without noise in its rollouts; "" = nothing."""
-        return ""
+    def needs_noise(self) -> bool:
+        """Whether it learns nothing from rollouts without noise."""
+        return False
 
     @property
     def evaluation_sampling(self) -> SamplingConfig:
@@ -208,7 +203,6 @@ class TrainingStage(Job):
 
     @property
     def judged(self) -> list[Judged]:
-        """The watched benchmarks and the tasks."""
         tasks = [
             Judged(
                 f"tasks.{index}",
@@ -239,11 +233,13 @@ class TrainingStage(Job):
 
     @property
     def scales(self) -> dict[str, float]:
-        """Of rollouts, evaluations and teachers."""
-        given = {f"{place}.guidance": who.guidance for place, who in self.labellers.items()}
-        given["evaluation.guidance"] = self.evaluation.guidance if self.evaluation else None
-        known = {place: scale for place, scale in given.items() if scale is not None}
-        return {"rollout.guidance": self.rollout.guidance, **known}
+        sections = {
+            **self.labellers,
+            **({"evaluation": self.evaluation} if self.evaluation else {}),
+        }
+        scales = {f"{place}.guidance": section.guidance for place, section in sections.items()}
+        scales = {place: scale for place, scale in scales.items() if scale is not None}
+        return {"rollout.guidance": self.rollout.guidance, **scales}
 
     @property
     def routing(self) -> dict[str, str]:
@@ -259,7 +255,6 @@ class TrainingStage(Job):
 
     @property
     def inputs(self) -> dict[str, str]:
-        """{place in the config: folder or Hub id} of every adapter that the stage reads."""
         adapters = {place: teacher.adapter for place, teacher in self.labellers.items()}
         if "anchor" in adapters:  # the other places name a teacher, whose one file this is
             adapters["anchor.adapter"] = adapters.pop("anchor")
@@ -268,71 +263,47 @@ class TrainingStage(Job):
     def problems(self) -> Iterator[str]:
         """Noise, group size, prompts, rewards and names that do not fit what is learnt."""
         rollout, updates = self.rollout, self.optimizer.updates_per_rollout
-        if rollout.kind == "ode" and self.needs_noise:
-            yield f"rollout.kind: 'ode' adds no noise, so {self.needs_noise}. Use 'sde' or 'cps'."
-        elif rollout.noise_level == 0 and self.needs_noise:
-            yield f"rollout.noise_level: 0 adds no noise, so {self.needs_noise}. Use 0.7, say."
+        if self.needs_noise and (rollout.kind == "ode" or rollout.noise_level == 0):
+            key = "kind: 'ode'" if rollout.kind == "ode" else "noise_level: 0"
+            yield f"rollout.{key} adds no noise, which this loss needs. Use kind 'sde', level 0.7."
         if self.learns_from_rewards and rollout.copies < 2:
             yield (
                 f"rollout.copies: got {rollout.copies}; an advantage is relative to the other "
                 "images of a prompt. Use 2 or more."
             )
-        if rollout.prompts % updates:  # advantages need the whole group of a prompt in one step
+        if rollout.prompts % updates:  # advantages need all images of a prompt in one step
             yield (
                 f"rollout.prompts: {rollout.prompts} prompts cannot be shared evenly among "
-                f"optimizer.updates_per_rollout = {updates}; a group stays whole. Use a multiple "
-                f"of {updates}, for example {-(-rollout.prompts // updates) * updates}."
+                f"optimizer.updates_per_rollout = {updates}. Use a multiple of {updates}."
             )
         for index, task in enumerate(self.tasks):
-            text = "Add `reward:` with the keys name, options"
-            if task.reward is None and self.learns_from_rewards:
-                yield f"tasks.{index}.reward: missing, and this run learns from it. {text}."
-            elif task.reward is None and task.validation and self.evaluation:
-                yield (
-                    f"tasks.{index}.reward: missing, and `evaluation` is on. {text}; or leave out "
-                    "`validation`, and the task is not evaluated."
-                )
-            if task.validation is None and self.evaluation and task.reward:
+            evaluated = self.evaluation and task.validation
+            if task.reward is None and (self.learns_from_rewards or evaluated):
+                why = "this run learns from it" if self.learns_from_rewards else "it is evaluated"
+                yield f"tasks.{index}.reward: missing, and {why}. Add the keys name, options."
+            elif task.reward and self.evaluation and not task.validation:
                 yield (
                     f"tasks.{index}.validation: missing, though `evaluation` is on. Name a prompt "
                     "set that is not trained on, or write `evaluation: null`."
                 )
         if self.watched and not self.evaluates:
-            yield (
-                "evaluation.watch: no task has `validation` and `reward`, so nothing is evaluated. "
-                "Add both to a task, or leave `watch` out."
-            )
-        tasks = {f"tasks.{index}": [task.name] for index, task in enumerate(self.tasks)}
-        watched = {
-            f"evaluation.watch.{i}": benchmark.judges for i, benchmark in enumerate(self.watched)
-        }
-        yield from _same_names({**tasks, **watched})
+            yield "evaluation.watch: no task has `validation` and `reward`: nothing is evaluated."
+        yield from _same_names(
+            [("tasks", task.name) for task in self.tasks]
+            + [("evaluation.watch", n) for b in self.watched for n in b.judges]
+        )
         sizes = {f"tasks.{index}": task.size for index, task in enumerate(self.tasks)}
         sizes |= {f"evaluation.watch.{i}": b.size for i, b in enumerate(self.watched)}
         yield from self.model.size_problems(sizes)
-
-    def buckets(self, task: TaskConfig) -> list[int]:
-        """The numbers of the sizes that a task's images have."""
-        return [self.model.bucket(task.size)] if task.size else list(range(len(self.model.sizes)))
 
 
 class RewardStage(TrainingStage):
     """A teacher that learns from the rewards of one or more tasks."""
 
     @property
-    def learns_from_rewards(self) -> bool:
-        """Always: there are no teachers."""
-        return True
-
-    def problems(self) -> Iterator[str]:
-        """Those of every training run; teachers, which are not asked."""
-        yield from super().problems()
-        for index, task in enumerate(self.tasks):
-            if task.teacher is not None:
-                yield (
-                    f"tasks.{index}.teacher: {task.teacher!r}, but the stage {self.stage!r} has no "
-                    "teachers. Leave it out, or use the stage 'opd'."
-                )
+    def credited(self) -> AdvantageConfig:
+        """How its rewards become advantages."""
+        raise NotImplementedError
 
 
 class GrpoStage(RewardStage):
@@ -345,28 +316,23 @@ class GrpoStage(RewardStage):
 
     @property
     def credited(self) -> AdvantageConfig:
-        """The section `grpo`."""
         return self.grpo
 
     @property
     def clip_ranges(self) -> dict[str, float]:
-        """That of grpo."""
         return {"grpo.clip_range": self.grpo.clip_range}
 
     @property
     def needs_means(self) -> bool:
-        """With GRPO-Guard's ratio."""
         return self.grpo.ratio == "guard"
 
     @property
-    def needs_noise(self) -> str:
-        """The actions that differ within a group."""
-        return "grpo has nothing to learn from"
+    def needs_noise(self) -> bool:
+        return True
 
 
 class ForwardStage(RewardStage):
-    """Rewards again, learnt from clean images with noise added: any sampler will do, and no
-    trajectory is kept."""
+    """Rewards, learnt from clean images with noise added: no trajectory is kept."""
 
     @property
     def forward(self) -> ForwardConfig:
@@ -375,7 +341,6 @@ class ForwardStage(RewardStage):
 
     @property
     def credited(self) -> AdvantageConfig:
-        """The same section."""
         return self.forward
 
     @property
@@ -395,28 +360,21 @@ class ForwardStage(RewardStage):
         return False
 
     def problems(self) -> Iterator[str]:
-        """Those of every teacher; noise in rollouts, groups that are all alike, and more noise
-        levels than there are."""
+        """Noise in rollouts, groups that are all alike, and more noise levels than there are."""
         yield from super().problems()
         rollout, forward, name = self.rollout, self.forward, self.stage
         if rollout.kind != "ode":
             yield (
                 f"rollout.kind: {rollout.kind!r}, but {name} learns from clean images, and noise "
-                "on the way only makes them worse. Use 'ode'."
+                "during sampling only makes them worse. Use 'ode'."
             )
         if rollout.shared_noise:
-            yield (
-                "rollout.shared_noise: true without noise on the way makes all images of a prompt "
-                "the same. Use false."
-            )
-        if rollout.window is not None:
-            yield f"rollout.window: {name} trains no states of a rollout. Leave it out."
+            yield "rollout.shared_noise: an ode gives all images of a prompt alike. Use false."
         start, stop = steps_within(rollout.steps, forward.within)
         if forward.levels == "sampler" and forward.states > stop - start:
             yield (
-                f"{name}.states: {forward.states} noise levels, but {name}.within = "
-                f"{list(forward.within)} holds only {max(stop - start, 0)} of the sampler's "
-                f"{rollout.steps} steps. Use at most as many, or levels 'stratified'."
+                f"{name}.states: {forward.states}, but {name}.within holds {max(stop - start, 0)} "
+                "steps of the sampler. Use at most as many, or levels 'stratified'."
             )
 
 
@@ -430,7 +388,6 @@ class NftStage(ForwardStage):
 
     @property
     def forward(self) -> NftConfig:
-        """The section `nft`."""
         return self.nft
 
     @property
@@ -451,7 +408,6 @@ class AwmStage(ForwardStage):
 
     @property
     def forward(self) -> AwmConfig:
-        """The section `awm`."""
         return self.awm
 
     @property
@@ -467,30 +423,27 @@ class DistillationStage(TrainingStage):
 
     is_student = True
     teachers: dict[FileName, TeacherConfig] = Field(
-        min_length=1, max_length=LISTED, examples=[{"ocr": {"adapter": "runs/ocr"}}]
+        min_length=1, examples=[{"ocr": {"adapter": "runs/ocr"}}]
     )
     """Teachers by name."""
 
     @property
     def routing(self) -> dict[str, str]:
-        """Task -> name of its teacher."""
         return {task.name: task.teacher or task.name for task in self.tasks}
 
     @property
     def labellers(self) -> dict[str, TeacherConfig]:
-        """{place in the config: teacher}."""
         return {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
 
     def problems(self) -> Iterator[str]:
-        """Those of every training run; tasks without a teacher, teachers without a task."""
+        """Tasks without a teacher, teachers without a task."""
         yield from super().problems()
         names, routing = sorted(self.teachers), self.routing
         for index, task in enumerate(self.tasks):
             if routing[task.name] not in names:
                 yield (
-                    f"tasks.{index}.teacher: task {task.name!r} is routed to "
-                    f"{routing[task.name]!r}, and there are only {names}. Name one of these, or "
-                    "add that teacher under `teachers`."
+                    f"tasks.{index}.teacher: no teacher {routing[task.name]!r}; there are {names}. "
+                    "Name one of these, or add it under `teachers`."
                 )
         for name in sorted(self.teachers.keys() - set(routing.values())):
             yield f"teachers.{name}: no task is routed to it. Give one `teacher: {name}`."
@@ -515,14 +468,9 @@ class OpdStage(DistillationStage):
         return self.rollout.guidance if own is None else own
 
     @property
-    def learns_from_rewards(self) -> bool:
-        """Whether a GRPO loss is added to the distillation."""
-        return self.student.reward_weight > 0
-
-    @property
     def credited(self) -> AdvantageConfig | None:
-        """The section `grpo`, if rewards are learnt from."""
-        return self.grpo if self.learns_from_rewards else None
+        """The section `grpo`, if a GRPO loss is added to the distillation."""
+        return self.grpo if self.student.reward_weight > 0 else None
 
     @property
     def needs_actions(self) -> bool:
@@ -536,34 +484,24 @@ class OpdStage(DistillationStage):
 
     @property
     def batch_sizes(self) -> dict[str, int]:
-        """With that of labels."""
         return super().batch_sizes | {"student.label_batch": self.student.label_batch}
 
     @property
     def clip_ranges(self) -> dict[str, float]:
-        """Those of the losses that have a ratio."""
         rewarded = {"grpo.clip_range": self.grpo.clip_range} if self.learns_from_rewards else {}
         gradient = self.student.gradient != "pathwise"
         return rewarded | ({"student.clip_range": self.student.clip_range} if gradient else {})
 
     @property
     def labellers(self) -> dict[str, TeacherConfig]:
-        """{place in the config: teacher}, with the anchor."""
         return super().labellers | ({"anchor": self.anchor} if self.anchor else {})
 
     @property
-    def needs_noise(self) -> str:
-        """What the student would lack without noise in its rollouts; "" = nothing."""
-        if self.learns_from_rewards:
-            return "the reward (student.reward_weight) has nothing to learn from"
-        if self.student.gradient != "pathwise":
-            return f"student.gradient {self.student.gradient!r} has no log-probabilities"
-        if self.student.weighting in ("kl", "published"):
-            return f"student.weighting {self.student.weighting!r} (a KL) is infinite"
-        return ""
+    def needs_noise(self) -> bool:
+        return self.needs_actions or self.student.weighting in ("kl", "published")
 
     def problems(self) -> Iterator[str]:
-        """Those of every student; a policy of two CFG scales, and more states than there are."""
+        """A policy of two CFG scales, and more states than there are."""
         yield from super().problems()
         # PPO's ratio compares the new policy with the one that sampled, at its CFG scale.
         if self.needs_actions and self.guidance != self.rollout.guidance:
@@ -594,9 +532,7 @@ class MergeStage(Job):
 
     stage: Literal["merge"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Add weight updates."""
-    adapters: list[Place] = Field(
-        min_length=2, max_length=LISTED, examples=[["runs/a/adapter", "runs/b/adapter"]]
-    )
+    adapters: list[str] = Field(min_length=2, examples=[["runs/a/adapter", "runs/b/adapter"]])
     """Adapter folders or Hub ids."""
     weights: list[float] | None = Field(default=None, examples=[[0.5, 0.5]])
     """One per adapter; null = 1 each, the sum. 1/n each is the average."""
@@ -616,7 +552,6 @@ class MergeStage(Job):
 
     @property
     def inputs(self) -> dict[str, str]:
-        """{place in the config: folder or Hub id} of every adapter that the stage reads."""
         return {f"adapters.{index}": source for index, source in enumerate(self.adapters)}
 
     def problems(self) -> Iterator[str]:
@@ -628,15 +563,12 @@ class MergeStage(Job):
             yield f"rank: {self.rank}, but 'concat' adds the ranks. Use 'svd', or leave it out."
 
 
-def _has_stage(name: str) -> str:
-    if name == "recipe" or name not in stage_names():
-        possible = ", ".join(repr(stage) for stage in stage_names() if stage != "recipe")
-        raise PydanticKnownError("literal_error", {"expected": possible})
-    return name
-
-
-Variant = dict[Annotated[str, AfterValidator(_has_stage)], dict[str, Any]]
-"""Kind of stage -> keys of its config."""
+def variant_problems(variant: Any) -> Iterator[str]:
+    """What is wrong with {kind of stage: keys laid over all stages of that kind}."""
+    possible = [name for name in stage_names() if name != "recipe"]
+    for kind, keys in variant.items() if isinstance(variant, Mapping) else [("config", None)]:
+        if kind not in possible or not isinstance(keys, Mapping):
+            yield f"{kind}: want keys of a stage's config under one of {', '.join(possible)}."
 
 
 class RecipeStage(Job):
@@ -647,38 +579,41 @@ class RecipeStage(Job):
     seed: Seed = 0
     """Seed of every stage that sets none."""
     stages: dict[FileName, dict[str, Any]] = Field(
-        min_length=1, max_length=LISTED, examples=[{"ocr": {"use": "teacher_ocr.yaml"}}]
+        min_length=1, examples=[{"ocr": {"use": "teacher_ocr.yaml"}}]
     )
     """{name: keys of a stage's config}. They are laid over the file that `use` names (relative to
     this one); `set` lists changes as on the command line. A value `stage:NAME` is the adapter of an
     earlier stage."""
     max_minutes: Positive | None = Field(default=None, examples=[1430.0])
     """As `train.max_minutes`, in place of those of its stages."""
-    variant: Variant = Field(default={}, examples=[{"grpo": {"rollout": {"batch_size": 4}}}])
+    variant: dict[str, dict[str, Any]] = Field(
+        default={}, examples=[{"grpo": {"rollout": {"batch_size": 4}}}]
+    )
     """{kind of stage: keys laid over all stages of that kind}: the same recipe for other hardware.
     `--variant FILE` on the command line sets it."""
 
     def problems(self) -> Iterator[str]:
-        """Stages that would share a folder on some disks."""
-        yield from _same_names({f"stages.{name}": [name] for name in self.stages})
+        """Variants of no stage; stages that would share a folder on some disks."""
+        yield from (f"variant.{text}" for text in variant_problems(self.variant))
+        yield from _same_names([("stages", name) for name in self.stages])
 
 
 class EvalStage(Stage):
     """An evaluation of the base model and of adapters on it."""
 
+    command = "flowalign eval"
     samples = True
     stage: Literal["eval"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Evaluate models."""
-    models: dict[FileName, Place | None] = Field(
+    models: dict[FileName, str | None] = Field(
         default={"base": None},
         min_length=1,
-        max_length=LISTED,
         examples=[{"base": None, "ocr": "runs/ocr/adapter"}],
     )
     """{name: adapter folder, or null for the base model}. All are compared with the first."""
     compare: dict[str, list[str]] = Field(default={}, examples=[{"student": ["ocr", "merged"]}])
     """{name: other models that it is compared with}, besides the first."""
-    benchmarks: list[BenchmarkConfig] = Field(min_length=1, max_length=LISTED)
+    benchmarks: list[BenchmarkConfig] = Field(min_length=1)
     sampling: SamplingConfig = SamplingConfig()
     fidelity: FidelityConfig | None = None
     report: ReportConfig = ReportConfig()
@@ -697,7 +632,6 @@ class EvalStage(Stage):
 
     @property
     def inputs(self) -> dict[str, str]:
-        """{place in the config: folder or Hub id} of every adapter that the stage reads."""
         return _given({f"models.{name}": folder for name, folder in self.models.items()})
 
     @property
@@ -712,38 +646,29 @@ class EvalStage(Stage):
 
     @property
     def evaluation_sampling(self) -> SamplingConfig:
-        """The section `sampling`."""
         return self.sampling
 
     @property
     def judged(self) -> list[Judged]:
-        """The benchmarks."""
         return _judged("benchmarks", self.benchmarks)
 
     @property
     def scales(self) -> dict[str, float]:
-        """That of its images."""
         return {"sampling.guidance": self.sampling.guidance}
 
     def problems(self) -> Iterator[str]:
         """Names that tables and files cannot hold or tell apart; models that are not there."""
-        places = {f"benchmarks.{i}": benchmark for i, benchmark in enumerate(self.benchmarks)}
-        yield from self.model.size_problems({place: b.size for place, b in places.items()})
-        names = _same_names({place: [benchmark.name] for place, benchmark in places.items()})
-        columns = _same_names({place: benchmark.judges for place, benchmark in places.items()})
-        yield from _same_names({f"models.{name}": [name] for name in self.models})
-        yield from dict.fromkeys([*names, *columns])  # a single `reward` is in both: said once
-        for place, benchmark in places.items():
-            if benchmark.name in ("average", "fidelity"):
-                yield f"{place}.name: every table has its own column {benchmark.name!r}. Rename it."
+        sizes = {f"benchmarks.{i}": benchmark.size for i, benchmark in enumerate(self.benchmarks)}
+        yield from self.model.size_problems(sizes)
+        yield from _same_names([("models", name) for name in self.models])
+        columns = [{b.name, *b.judges} for b in self.benchmarks]
+        columns += [{"average"}, {"fidelity"}]  # of every table
+        yield from _same_names([("benchmarks", name) for names in columns for name in names])
         for name, others in self.compare.items():
             for model in (m for m in (name, *others) if m not in self.models):
-                close = close_to(model, self.models)
-                hint = f" Did you mean {close!r}?" if close else ""
+                hint = did_you_mean(model, self.models)
                 possible = ", ".join(self.models)
                 yield f"compare.{name}: no model is named {model!r}.{hint} Possible: {possible}."
-            if name in others:
-                yield f"compare.{name}: compared with itself. Leave it out."
 
 
 def _given(sources: Mapping[str, str | None]) -> dict[str, str]:
@@ -759,19 +684,12 @@ def _judged(place: str, benchmarks: Sequence[BenchmarkConfig]) -> list[Judged]:
     ]
 
 
-def _same_names(names: Mapping[str, Iterable[str]]) -> Iterator[str]:
-    """Names that are given at more than one place. names: {place in the config: names there}."""
-    places: dict[str, list[tuple[str, str]]] = {}
-    for place, own in names.items():
-        for name in own:
-            # A disk may take these for one: it ignores the case, or how an accent is written.
-            alike = unicodedata.normalize("NFKC", name).casefold()
-            places.setdefault(alike, []).append((place, name))
-    for where in places.values():
-        if len(where) > 1:
-            listed = " and ".join(repr(name) for name in dict.fromkeys(name for _, name in where))
-            text = f"all are named {listed} in tables, logs and folders. Give each its own name."
-            yield f"{', '.join(place for place, _ in where)}: {text}"
+def _same_names(names: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """Names in tables, logs and folders that are given twice. names: (key in the config, name)."""
+    counts = Counter(name.casefold() for _, name in names)  # a disk may ignore the case
+    for key, name in dict.fromkeys(names):
+        if counts.pop(name.casefold(), 1) > 1:
+            yield f"{key}: the name {name!r} is taken in tables, logs or folders. Use another."
 
 
 STAGES: dict[str, type[Stage]] = {  # by the value of `stage`
@@ -784,14 +702,12 @@ STAGES: dict[str, type[Stage]] = {  # by the value of `stage`
     "recipe": RecipeStage,
     "eval": EvalStage,
 }
-
-
 PLUGINS = "flowalign.algorithms"  # entry points: name of a stage -> its config class
 
 
 def stage_names() -> list[str]:
     """The stages that there are: those of STAGES, then those of plugins."""
-    return [*STAGES, *sorted({point.name for point in entry_points(group=PLUGINS)} - {*STAGES})]
+    return list(dict.fromkeys([*STAGES, *sorted(p.name for p in entry_points(group=PLUGINS))]))
 
 
 def stage_class(name: str) -> type[Stage]:
@@ -807,8 +723,3 @@ def stage_class(name: str) -> type[Stage]:
         text = f"stage: the plugin {name!r} ({point.value}) cannot be loaded: {error}"
         raise ConfigError([text]) from error
     return kind
-
-
-def command(stage: str) -> str:
-    """What runs a stage."""
-    return "flowalign train" if issubclass(STAGES[stage], Job) else "flowalign eval"

@@ -243,7 +243,7 @@ class PromptSampler:
             {task.name: task.weight for task in config.tasks},
             config.rollout.prompts,
             config.seed,
-            {t.name: [t.size] if t.size else config.model.sizes for t in config.tasks},
+            {t.name: [t.size] if t.size else config.model.image_sizes for t in config.tasks},
         )
 
     def batch(self, update: int) -> PromptBatch:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,10 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from flowalign.rewards.base import RewardBase
-from flowalign.rewards.options import Count, Divisor, checked
+from flowalign.rewards.options import Count, Divisor
 from flowalign.rewards.scoring import assemble, failed
 from flowalign.rewards.service import wire
-from flowalign.rewards.service.wire import TOKEN, Retries, Seconds, TokenEnv, WireError, read_token
+from flowalign.rewards.service.wire import Retries, Seconds, TokenEnv, WireError
 from flowalign.system.http import Client, Refused, check_url
 from flowalign.types import Metadata, Scores
 
@@ -27,7 +26,6 @@ REST = 30.0  # seconds that a server which failed is called last, if there are o
 _SPLIT = (413, 422)  # the request is too large, or one of its rows is at fault
 
 
-@checked
 class Remote(RewardBase):
     """The reward that a `flowalign serve-reward` elsewhere serves; it has its range and parts.
 
@@ -66,7 +64,6 @@ class Remote(RewardBase):
     ) -> None:
         self.urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
         self.batch_size, self.normalizer, self.headline = batch_size, normalizer, headline
-        self.connect_timeout = connect_timeout
         self._resting: dict[str, float] = {}  # URL -> monotonic seconds until which it is last
         self._connect = partial(
             Client,
@@ -75,18 +72,18 @@ class Remote(RewardBase):
             deadline=deadline,
             retries=retries,
             backoff=backoff,
-            token=read_token(os.environ, token_env or TOKEN),
+            token=wire.read_token(token_env or wire.TOKEN),
             max_bytes=wire.answer_bytes(batch_size),
             headers={"content-type": wire.CONTENT_TYPE},
             proxies=False,  # images go to the named host and nowhere else
         )
+        # to ask who is there, within seconds
+        self._greet = partial(self._connect, retries=TRIES - 1, timeout=connect_timeout)
 
     @classmethod
     def check_options(cls, urls: str | Sequence[str], **others: Any) -> None:
         """Raise ValueError for URLs that cannot work, without their passwords."""
-        if not urls:
-            raise ValueError(f"`urls` of reward remote is {urls!r}; give a URL or a list of them.")
-        for url in [urls] if isinstance(urls, str) else urls:
+        for url in [urls] if isinstance(urls, str) else urls or [""]:
             check_url("urls", url, "the server's address, such as http://host:8000")
 
     def connect(self) -> None:
@@ -94,10 +91,9 @@ class Remote(RewardBase):
 
         Raises ConnectionError or TimeoutError if none does.
         """
-        with self._connect(retries=TRIES - 1, timeout=self.connect_timeout) as client:
-            answers = client.map(
-                lambda url: client.request("GET", f"{url}/v1/info"), self.urls, len(self.urls)
-            )
+        with self._greet() as client:
+            ask = partial(client.request, "GET")
+            answers = client.map(ask, [f"{url}/v1/info" for url in self.urls], len(self.urls))
         for answer in answers:
             if isinstance(answer, Exception):
                 log.warning("the others must do its work: %s", answer)
@@ -107,9 +103,8 @@ class Remote(RewardBase):
 
         Calls it: raises ConnectionError, TimeoutError or ValueError.
         """
-        with self._connect(retries=0, timeout=self.connect_timeout) as client:
-            answer = client.request("GET", f"{self.urls[0]}/v1/info")
-            served = wire.decode_info(answer.body)
+        with self._greet(retries=0) as client:
+            served = wire.decode_info(client.request("GET", f"{self.urls[0]}/v1/info").body)
         return {"name": self.name, "served": served, "normalizer": self.normalizer}
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
@@ -143,7 +138,7 @@ class Remote(RewardBase):
         if self.normalizer == 1:
             return scores
         parts = {"raw": scores.value, **scores.parts}  # the server's own raw value, if it has one
-        return Scores(scores.value / self.normalizer, scores.valid, parts, scores.reasons)
+        return replace(scores, value=scores.value / self.normalizer, parts=parts)
 
     def _servers(self, chunk: range) -> list[str]:
         """Where to send a chunk, in the order of attempts: round robin, failed servers last."""

@@ -1,41 +1,40 @@
-"""The web server of one reward, for `flowalign serve-reward`. The client is `client.py`.
+"""`flowalign serve-reward NAME`: the web server of one reward. The client is `client.py`.
 
 POST /v1/score takes the format of `wire.py`. GET /v1/health tells the state, /v1/info the settings.
+This module imports no diffusers or transformers, so that a reward can be served from the old
+environment that its model needs.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import hmac
 import json
-import logging
-import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-import uvicorn
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
-from starlette.concurrency import run_in_threadpool
-from starlette.requests import ClientDisconnect
-
-from flowalign.rewards import as_reward, describe
+from flowalign.config import assignments
+from flowalign.rewards import as_reward, build, check, describe
 from flowalign.rewards.scoring import Worker, score
 from flowalign.rewards.service import wire
 from flowalign.rewards.service.wire import Limits, WireError
-from flowalign.system.escape import shown
 from flowalign.system.images import to_float
-from flowalign.system.packages import DISTRIBUTION, version
+from flowalign.system.packages import DISTRIBUTION, require, version
 from flowalign.types import Reward, Scores
 
-log = logging.getLogger(__name__)
+if require("fastapi", "flowalign serve-reward needs"):
+    import uvicorn
+    from fastapi import Depends, FastAPI, Request, Response
+    from fastapi.responses import JSONResponse
+    from starlette.concurrency import run_in_threadpool
 
 _HEADER_BYTES = 16 * 1024  # of the head of a request
-_REASON = 500  # characters
-# An absolute path, which is not the caller's business: two or more names with slashes before them.
-_PATH = re.compile(r"(?<![\w.])(?:[A-Za-z]:)?[\\/](?:[\w.~@+-]+[\\/])+[\w.~@+-]*")
 
 
 @dataclass(frozen=True)
@@ -56,26 +55,25 @@ class Settings:
 
 def app(reward: Reward, settings: Settings) -> FastAPI:
     """The web application that serves one reward."""
-
-    async def refuse(request: Request, error: Exception) -> Response:
-        """An answer that tells the caller what to change, and nothing about this machine."""
-        if not isinstance(error, WireError):
-            gone = isinstance(error, ClientDisconnect)  # then nobody hears this
-            text = "the sender left." if gone else "the server failed; its log says why."
-            error = WireError(400 if gone else 500, text)  # never str(error): it may hold paths
-        more = {401: {"www-authenticate": "Bearer"}, 503: {"retry-after": "1"}}
-        content = {"version": wire.VERSION, "error": str(error)}
-        return JSONResponse(content, error.status, more.get(error.status))
-
     routes = _Routes(reward, settings)
     # no page that names the routes, and no answer that sends callers to the host that they name
-    application = FastAPI(title="flowalign reward", openapi_url=None, redirect_slashes=False)
-    for kind in (WireError, ClientDisconnect, Exception):
-        application.add_exception_handler(kind, refuse)
-    application.add_route("/v1/health", routes.health, methods=["GET"])
-    application.add_route("/v1/info", routes.info, methods=["GET"])
-    application.add_route("/v1/score", routes.score, methods=["POST"])
+    application = FastAPI(openapi_url=None, redirect_slashes=False)
+    for kind in (WireError, Exception):
+        application.add_exception_handler(kind, _refuse)
+    guards = [Depends(routes.check_token)]
+    application.get("/v1/health")(routes.health)
+    application.get("/v1/info", dependencies=guards)(routes.info)
+    application.post("/v1/score", dependencies=guards)(routes.score)
     return application
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    """An answer that tells the caller what to change, and nothing about this machine."""
+    if not isinstance(error, WireError):  # never its str: it may hold paths
+        error = WireError(500, "the server failed.")
+    headers = {"retry-after": "1"} if error.status == 503 else None
+    content = {"version": wire.VERSION, "error": str(error)}
+    return JSONResponse(content, error.status, headers)
 
 
 class _Routes:
@@ -84,18 +82,31 @@ class _Routes:
     def __init__(self, reward: Reward, settings: Settings) -> None:
         self.reward, self.settings, self.worker = as_reward(reward), settings, Worker()
         self.pending = 0  # requests that are read, wait or are scored
+        self.began: float | None = None  # when the current call of the reward did
         self.decoding = asyncio.Lock()  # one at a time, as it takes four times a body's memory
 
-    async def health(self, request: Request) -> Response:
+    @property
+    def busy(self) -> float:
+        """For how many seconds the current call has run; 0 if there is none."""
+        began = self.began  # read once: the worker may reset it in between
+        return 0.0 if began is None else time.monotonic() - began
+
+    async def check_token(self, request: Request) -> None:
+        """Raises WireError for a request without the token, before its body is read."""
+        token = self.settings.token
+        given = request.headers.get("authorization", "").encode("latin-1")
+        # compare_digest takes as long for a token that is almost right as for any other
+        if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
+            raise WireError(401, "wrong or no token; send `Authorization: Bearer TOKEN`.")
+
+    async def health(self) -> Response:
         """200, or 503 while a call hangs; anybody may ask."""
-        busy = self.worker.busy
-        stuck = busy > self.settings.max_seconds
-        state = {"status": "stuck" if stuck else "ok", "busy": round(busy, 3)}
+        stuck = self.busy > self.settings.max_seconds
+        state = {"status": "stuck" if stuck else "ok", "busy": round(self.busy, 3)}
         return JSONResponse({**state, "pending": self.pending}, 503 if stuck else 200)
 
-    async def info(self, request: Request) -> Response:
+    async def info(self) -> Response:
         """What is served."""
-        self._check_token(request)
         settings = self.settings
         more = {"queue": settings.queue, "seconds": settings.max_seconds}
         return JSONResponse(
@@ -113,79 +124,50 @@ class _Routes:
     async def score(self, request: Request) -> Response:
         """The scores of a request. Raises WireError for one that is refused."""
         settings = self.settings
-        limit = settings.max_seconds
-        self._check_head(request)  # before its body of up to 256 MB is read
-        if self.worker.busy > limit:
+        if self.busy > settings.max_seconds:
             raise WireError(503, "a call of the reward hangs; restart the server if it lasts.")
         if self.pending >= settings.queue:
             raise WireError(503, f"{self.pending} requests wait already; come again.")
         self.pending += 1
         try:
-            body = await self._read(request)
+            body = await _within(settings.read_seconds, self._read(request), 408)
             async with self.decoding:
-                rows = await run_in_threadpool(self._decode, body)
+                rows = await run_in_threadpool(wire.decode_request, bytes(body), settings.limits)
             del body  # not kept in memory while the request waits
-            future = self.worker.submit(partial(self._score, rows))
+            future = asyncio.wrap_future(self.worker.submit(partial(self._score, rows)))
             del rows
-            scores = await asyncio.wait_for(asyncio.wrap_future(future), limit)
-        except asyncio.TimeoutError:
-            raise WireError(504, f"not scored within {limit:g} s.") from None
+            scores = await _within(settings.max_seconds, future, 504)
         finally:
             self.pending -= 1
         answer = wire.encode_answer(settings.name, scores)
         return Response(answer, media_type="application/json")
 
-    def _check_head(self, request: Request) -> None:
-        """Refuse by its headers what need not be read."""
-        self._check_token(request)
-        headers = request.headers
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != wire.CONTENT_TYPE:
-            raise WireError(415, f"content-type {kind[:50]!r}; send {wire.CONTENT_TYPE}.")
-        if headers.get("content-encoding", "identity").lower() != "identity":
-            raise WireError(415, "send the body without content-encoding.")
-        if "content-length" not in headers:  # its end would be the sender's to choose
-            raise WireError(411, "send the content-length, and no transfer-encoding.")
-        length, limit = int(headers["content-length"]), self.settings.limits.bytes
-        if length > limit:
-            raise WireError(413, f"the body has {length} bytes; at most {limit} are taken.")
-
-    def _check_token(self, request: Request) -> None:
-        token = self.settings.token
-        given = request.headers.get("authorization", "").encode("latin-1")
-        # compare_digest takes as long for a token that is almost right as for any other
-        if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
-            raise WireError(401, "wrong or no token; send `Authorization: Bearer TOKEN`.")
-
     async def _read(self, request: Request) -> bytearray:
-        """The body; h11 holds the sender to its length."""
-
-        async def collect() -> bytearray:
-            body = bytearray()  # `request.body()` would hold it twice
-            async for chunk in request.stream():
-                body += chunk
-            return body
-
-        seconds = self.settings.read_seconds
-        try:
-            return await asyncio.wait_for(collect(), seconds)
-        except asyncio.TimeoutError:  # before Python 3.11 not the built-in TimeoutError
-            raise WireError(408, f"the body did not come within {seconds:g} s.") from None
-
-    def _decode(self, body: bytearray) -> wire.Request:
-        return wire.decode_request(bytes(body), self.settings.limits)
+        """The body, as far as it may be long; h11 holds the sender to its length."""
+        body, limit = bytearray(), self.settings.limits.bytes  # `request.body()` holds it twice
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > limit:
+                raise WireError(413, f"the body is too large; at most {limit} bytes are taken.")
+        return body
 
     def _score(self, rows: wire.Request) -> Scores:
-        scores = score(self.reward, to_float(rows.pixels), rows.prompts, rows.metadata)
-        return replace(scores, reasons={row: clean(text) for row, text in scores.reasons.items()})
+        self.began = time.monotonic()
+        try:
+            return score(self.reward, to_float(rows.pixels), rows.prompts, rows.metadata)
+        finally:
+            self.began = None
 
 
-def clean(reason: str) -> str:
-    """A reason as callers may see it: without absolute paths, printable, and its beginning."""
-    return shown(_PATH.sub("<path>", reason[: 10 * _REASON]), _REASON)
+async def _within(seconds: float, result: Any, status: int) -> Any:
+    """What is awaited. Raises WireError of this status if it takes longer."""
+    try:
+        return await asyncio.wait_for(result, seconds)
+    except asyncio.TimeoutError:  # before Python 3.11 not the built-in TimeoutError
+        raise WireError(status, f"not done within {seconds:g} s.") from None
 
 
-# The server --------------------------------------------------------------------------------------
+# The command -------------------------------------------------------------------------------------
 
 
 def server(reward: Reward, settings: Settings) -> uvicorn.Server:
@@ -204,3 +186,72 @@ def server(reward: Reward, settings: Settings) -> uvicorn.Server:
         timeout_graceful_shutdown=5,  # seconds for the request being scored
     )
     return uvicorn.Server(config)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 ended, 1 no reward could be loaded or no port be had, 2 refused."""
+    args = _parser(Settings("")).parse_intermixed_args(argv)  # NAME --port 8000 key=value
+    try:
+        options = {**json.loads(args.options), **assignments(args.pairs)}
+        check(args.name, options)
+        token = wire.read_token()
+        local = args.host in ("localhost", "127.0.0.1", "::1")
+        if token is None and not args.insecure and not local:
+            raise ValueError(f"to serve other machines, set {wire.TOKEN}, or say --insecure.")
+    except (ValueError, TypeError) as error:
+        print(f"flowalign serve-reward: {error}", file=sys.stderr)
+        return 2
+    settings = Settings(
+        name=args.name,
+        options=options,
+        token=token,
+        limits=Limits(images=args.max_batch, pixels=args.max_pixels, bytes=args.max_bytes),
+        queue=args.queue,
+        max_seconds=args.max_seconds,
+        read_seconds=args.read_seconds,
+    )
+    # asyncio sets TCP_NODELAY only on a socket that names its protocol; else +40 ms a request
+    family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+    listener = socket.socket(family, proto=socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((args.host, args.port))  # before the model loads, as it may fail
+        web = server(build(args.name, **options), settings)
+    except (OSError, ImportError, ValueError) as error:
+        listener.close()
+        text = f"no reward {args.name} on {args.host}, port {args.port}: {error}"
+        print(f"flowalign serve-reward: {text}", file=sys.stderr)
+        return 1
+    listener.listen()  # whoever reads the line below may call at once
+    host, port = listener.getsockname()[:2]
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    guard = f"the token in {wire.TOKEN}" if token else "no token"
+    print(f"serving reward {args.name} on http://{address}, guarded by {guard}", flush=True)
+    web.run(sockets=[listener])
+    return 0
+
+
+def _parser(defaults: Settings) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "flowalign serve-reward",
+        description="Serve a reward over HTTP, for `name: remote` in a config elsewhere. "
+        f"The token that callers must show is read from {wire.TOKEN}.",
+    )
+    parser.add_argument("name", help="a reward's name, or its path as package.module:attribute")
+    parser.add_argument("pairs", nargs="*", metavar="key=value", help="options of the reward")
+    parser.add_argument("--options", default="{}", help="options of the reward, as JSON")
+    parser.add_argument("--host", default="127.0.0.1", help="default: this machine only")
+    parser.add_argument("--port", type=int, default=8000, help="0: any that is free")
+    parser.add_argument("--insecure", action="store_true", help="serve other machines untokened")
+    for flag, default, text in (
+        ("--max-batch", defaults.limits.images, "images a request"),
+        ("--max-bytes", defaults.limits.bytes, "of a request"),
+        ("--max-pixels", defaults.limits.pixels, "of an image"),
+        ("--max-seconds", defaults.max_seconds, "for a request, waiting included"),
+        ("--read-seconds", defaults.read_seconds, "for a request to arrive"),
+        ("--queue", defaults.queue, "requests at once"),
+    ):
+        parser.add_argument(
+            flag, type=type(default), default=default, help=f"{text} (default: {default:g})"
+        )
+    return parser

@@ -18,7 +18,7 @@ from flowalign.commands import recipe
 from flowalign.commands.doctor import reward
 from flowalign.commands.doctor.findings import Finding, fault, healthy, note, ok, show
 from flowalign.commands.doctor.gpus import GPUS, named
-from flowalign.config import ConfigError, EvalStage, Stage, TrainingStage, assignments, load
+from flowalign.config import EvalStage, Stage, TrainingStage, assignments, load
 from flowalign.system.packages import DISTRIBUTION
 from flowalign.training.preflight import own_code, unexamined
 from flowalign.training.report.progress import quiet
@@ -96,7 +96,7 @@ def examine(args: argparse.Namespace) -> int:
     show(_environment())
     home, any_world = Path(args.config).parent, args.allow_world_change
     stages, problems = recipe.examine(root, home, args.gpus, args.resume, any_world, args.trust)
-    show(map(fault, ConfigError(problems).lines))
+    show(map(fault, problems))
     if not args.trust:
         show(map(note, unexamined(stages)))
     ranks = predictions.ranks(stages)

@@ -85,7 +85,8 @@ def _shapes(stage: Stage) -> Iterator[str]:
     yield f"model: {model.id} in {model.dtype}, VAE in {model.vae_dtype}"
     yield (
         f"shapes: latents {' or '.join(f'[B, {latent}]' for latent in latents)} float32, images "
-        f"{' or '.join(f'[B, 3, {h}, {w}]' for h, w in model.sizes)}, text {listed} {model.dtype}"
+        f"{' or '.join(f'[B, 3, {h}, {w}]' for h, w in model.image_sizes)}, "
+        f"text {listed} {model.dtype}"
     )
 
 

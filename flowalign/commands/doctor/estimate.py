@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flowalign.backbone import DTYPES
-from flowalign.backbone.adapters.files import AdapterError, read_lora
+from flowalign.backbone.adapters import AdapterError, read_lora
 from flowalign.backbone.structure import without_data
 from flowalign.backbone.text import BATCH as TEXT_BATCH
 from flowalign.commands.doctor.meter import DeviceAttention, Meter, measure, rounded, size, size_of
@@ -211,7 +211,7 @@ class _Shapes:
             whole = (pipe.transformer, pipe.vae, *self.encoders)
             self.host = size_of(*whole)
             self.download = SIXTEEN * sum(p.numel() for part in whole for p in part.parameters())
-        sizes = [height * width for height, width in model.sizes]
+        sizes = [height * width for height, width in model.image_sizes]
         largest = sizes.index(max(sizes))
         self.latent_shape = self.backbone.latent_shapes[largest]
         self.latent = rounded(4 * math.prod(self.latent_shape))  # bytes, float32

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flowalign import sde
 from flowalign.backbone import Backbone, ModelError
-from flowalign.backbone.adapters.files import AdapterError, read_lora
+from flowalign.backbone.adapters import AdapterError, read_lora
 from flowalign.backbone.structure import local_folder, without_data
 from flowalign.commands.doctor.findings import Finding, fault, note
 from flowalign.config import OpdStage, TrainingStage
@@ -124,7 +124,7 @@ def noise(plan: Plan) -> Iterator[Finding]:
         return
     if algorithm_class(config).keeps(config).noise_levels:  # it trains no state of a rollout
         return
-    pixels = [height * width for height, width in config.model.sizes]
+    pixels = [height * width for height, width in config.model.image_sizes]
     try:  # of the smallest size: where the shift depends on it, its last steps have the least noise
         sigmas = backbone.sigmas(rollout.steps, backbone.sizes[pixels.index(min(pixels))])
     except ModelError as error:

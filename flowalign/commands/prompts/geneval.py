@@ -21,8 +21,7 @@ from math import prod
 from typing import Any
 
 from flowalign.commands.prompts.held_out import GENEVAL, digest
-from flowalign.rewards.geneval_judge import COLORS
-from flowalign.rewards.geneval_names import NAMES
+from flowalign.rewards.geneval_judge import COLORS, NAMES
 
 Row = dict[str, Any]
 VALIDATION = 30  # rows of each tag; of counting, which has 160 prompts, 130 are left to train on
