@@ -99,18 +99,7 @@ def merge(
     concat; HubError for one that cannot be had; FileExistsError if `out` already holds an adapter.
     """
     weights = [1.0] * len(adapters) if weights is None else list(weights)
-    if method not in METHODS or not adapters or len(weights) != len(adapters):
-        raise ValueError(
-            f"method {method!r}, {len(adapters)} adapters, {len(weights)} weights; want a method "
-            f"of {', '.join(METHODS)}, one adapter or more, and one weight each."
-        )
-    if not 0 < density <= 1 or rank is not None and (method == "concat" or rank < 1):
-        raise ValueError(
-            f"method {method!r}, rank {rank}, density {density}; want a density in (0, 1], and a "
-            "rank of 1 or more only where the ranks are not added (concat)."
-        )
-    if (Path(out) / ADAPTER).exists():
-        raise FileExistsError(f"{out} already holds an adapter. Remove it, or write elsewhere.")
+    _check_options(adapters, Path(out), weights, method, rank, density)
     loras = [read_lora(source, newest=True) for source in adapters]
     bases = [lora.metadata["base_model_name_or_path"] for lora in loras]
     updates = [_updates(source, lora) for source, lora in zip(adapters, loras, strict=True)]
@@ -206,6 +195,28 @@ def _updates(folder: str | Path, lora: Lora) -> dict[str, Factors]:
             raise ValueError(f"{folder} adapts {name}, a convolution. Merge adapters of others.")
         layers[name] = Factors(down, up * lora.scales[name])
     return layers
+
+
+def _check_options(
+    adapters: Sequence[str | Path],
+    out: Path,
+    weights: Sequence[float],
+    method: str,
+    rank: int | None,
+    density: float,
+) -> None:
+    if method not in METHODS or not adapters or len(weights) != len(adapters):
+        raise ValueError(
+            f"method {method!r}, {len(adapters)} adapters, {len(weights)} weights; want a method "
+            f"of {', '.join(METHODS)}, one adapter or more, and one weight each."
+        )
+    if not 0 < density <= 1 or rank is not None and (method == "concat" or rank < 1):
+        raise ValueError(
+            f"method {method!r}, rank {rank}, density {density}; want a density in (0, 1], and a "
+            "rank of 1 or more only where the ranks are not added (concat)."
+        )
+    if (out / ADAPTER).exists():
+        raise FileExistsError(f"{out} already holds an adapter. Remove it, or write elsewhere.")
 
 
 def _check_same(
