@@ -17,7 +17,7 @@ from rich.markdown import Markdown
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from flowalign.backbone import Backbone, placement
-from flowalign.backbone.adapters.files import read_lora
+from flowalign.backbone.adapters import read_lora
 from flowalign.config import ConfigError, EvalStage
 from flowalign.eval.fidelity import Reference, load_reference
 from flowalign.eval.files import write

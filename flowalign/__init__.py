@@ -33,7 +33,7 @@ def load(model: str = "tiny", lora: str | Path | None = None, **kw: Any) -> Any:
     ModelError.
     """
     from flowalign.backbone import put_lora, resolve
-    from flowalign.backbone.adapters.files import read_lora
+    from flowalign.backbone.adapters import read_lora
     from flowalign.backbone.loading import pipeline_class, text_length
 
     adapter = read_lora(lora, newest=True) if lora else None

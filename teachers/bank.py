@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flowalign.backbone import Backbone
-from flowalign.backbone.adapters.files import Lora
+from flowalign.backbone.adapters import Lora
 from flowalign.training.algorithm import NotFinite
 from flowalign.training.nonfinite import Fault, describe_pair, first_fault
 from flowalign.training.rollout import batches

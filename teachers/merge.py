@@ -17,7 +17,7 @@ import torch
 from peft.utils.merge_utils import dare_linear, ties
 from torch import Tensor
 
-from flowalign.backbone.adapters.files import Lora, describe, read_lora, write_lora
+from flowalign.backbone.adapters import Lora, describe, read_lora, write_lora
 from flowalign.config import ADAPTER
 from flowalign.system.escape import escaped
 
@@ -102,7 +102,7 @@ def merge(
 ) -> MergeReport:
     """Write to `out` an adapter whose update merges the weighted updates w_i dW_i of the others.
 
-    adapters: folders or Hub ids, whatever `flowalign.backbone.adapters.files.read_lora` takes.
+    adapters: folders or Hub ids, whatever `flowalign.backbone.adapters.read_lora` takes.
     weights: one each, 1 by default: the plain sum. 1/n each is the average, as in the only
         published script. (docs/log.md compares both on the tiny world.)
     method: "concat": exact, the ranks add up. "svd": the best approximation of the sum of rank

@@ -22,7 +22,7 @@ from torch.testing import assert_close
 
 import flowalign
 from flowalign.backbone import Backbone
-from flowalign.backbone.adapters.files import (
+from flowalign.backbone.adapters import (
     ADAPTER,
     AdapterError,
     adapter_folder,
@@ -183,22 +183,6 @@ def test_without_any_description_alpha_is_the_rank_and_a_warning_says_so(
     assert set(read_lora(tmp_path).scales.values()) == {1.0}
 
 
-def test_names_of_older_files_and_alphas_beside_the_weights(
-    backbone: Backbone, bare: SD3Transformer2DModel, tmp_path: Path
-) -> None:
-    """diffusers before peft wrote `lora.down` and `lora.up`; some trainers add `<layer>.alpha`."""
-    model = trained(bare, r=4, lora_alpha=6, target_modules=["attn.to_q", "attn.to_out.0"])
-    old = {}
-    for key, value in get_peft_model_state_dict(model, save_embedding_layers=False).items():
-        layer = key.removeprefix("base_model.model.").split(".lora_")[0]
-        half = "down" if "lora_A" in key else "up"
-        old[f"transformer.{layer}.lora.{half}.weight"] = value
-        old[f"transformer.{layer}.alpha"] = torch.tensor(6.0)
-    save_file(old, tmp_path / "old.safetensors")
-    backbone.load_adapter("old", tmp_path)
-    assert_close(forward(backbone.core, backbone), forward(model, backbone), rtol=0, atol=1e-6)
-
-
 def test_a_half_precision_base_does_not_round_an_adapter(
     random_model: str, peft_folders: dict[str, Path]
 ) -> None:
@@ -266,6 +250,8 @@ def test_files_that_are_no_lora_of_this_model_are_refused(
         ({"lora_unet_blocks_0_to_q.lora_down.weight": torch.ones(2, 8)}, "lora_unet_blocks"),
         ({f"{LAYER}.lora_embedding_A": torch.ones(2, 8)}, "lora_embedding_A"),
         ({f"{LAYER}.hada_w1_a": torch.ones(2, 8)}, "hada_w1_a"),
+        ({**HALVES, f"{LAYER}.alpha": torch.tensor(2.0)}, "alpha"),
+        ({f"{LAYER}.lora.down.weight": torch.ones(2, 32)}, "lora.down"),
         ({f"{LAYER}.lora_A.weight": torch.ones(2, 32)}, "A and B of .*to_q"),
         ({**HALVES, f"{LAYER}.lora_B.weight": torch.ones(32, 3)}, r"\[2, 32\], \[32, 3\]"),
         ({k.replace("to_q", "to_x"): v for k, v in HALVES.items()}, "to_x"),

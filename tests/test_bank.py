@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flowalign.backbone import Backbone
-from flowalign.backbone.adapters.files import read_lora, write_lora
+from flowalign.backbone.adapters import read_lora, write_lora
 from flowalign.teachers.bank import Bank, Member
 from flowalign.training.algorithm import STUDENT, NotFinite
 from flowalign.training.rollout import Noise, Schedule, places, sample

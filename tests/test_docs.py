@@ -25,7 +25,7 @@ from documents import Command
 from test_package import CONFIGS
 
 from flowalign import rewards
-from flowalign.backbone.adapters.files import adapter_folder
+from flowalign.backbone.adapters import adapter_folder
 from flowalign.commands import cli, recipe
 from flowalign.config import (
     ADAPTER,

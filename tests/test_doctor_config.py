@@ -9,7 +9,7 @@ from accelerate.state import AcceleratorState
 from test_doctor import of_the_batch  # noqa: F401 (a reward that is planted by its name)
 
 from flowalign import config
-from flowalign.backbone.adapters.files import read_lora, write_lora
+from flowalign.backbone.adapters import read_lora, write_lora
 from flowalign.commands.cli import main
 from flowalign.commands.doctor import live, plan
 

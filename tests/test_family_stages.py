@@ -15,7 +15,7 @@ import yaml
 
 import flowalign
 from flowalign.backbone import ModelError, family_of, loading
-from flowalign.backbone.adapters.files import read_lora
+from flowalign.backbone.adapters import read_lora
 from flowalign.backbone.flux import Flux
 from flowalign.config import TrainingStage
 from flowalign.eval import run as evaluation

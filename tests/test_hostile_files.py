@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save, save_file
 import flowalign
 from flowalign import rewards
 from flowalign.backbone import ModelError, load_pipeline, put_lora
-from flowalign.backbone.adapters.files import ADAPTER, PEFT_CONFIG, AdapterError, read_lora
+from flowalign.backbone.adapters import ADAPTER, PEFT_CONFIG, AdapterError, read_lora
 from flowalign.backbone.tiny import PREFERENCE
 
 LAYER = "transformer_blocks.0.attn.to_q"

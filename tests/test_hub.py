@@ -10,10 +10,16 @@ from fake_hub import PEFT
 from huggingface_hub import constants
 
 import flowalign
-from flowalign.backbone.adapters import hub
-from flowalign.backbone.adapters.files import adapter_folder, read_lora, write_lora
+from flowalign.backbone.adapters import (
+    HubError,
+    adapter_folder,
+    is_hub_id,
+    read_lora,
+    write_lora,
+)
 from flowalign.commands.recipe import file_digest
 from flowalign.config import ConfigError
+from flowalign.system.hub_address import HubAddress
 from flowalign.teachers.merge import merge
 from flowalign.training.preflight import check_world
 
@@ -38,18 +44,18 @@ def test_what_is_a_hub_id_and_what_is_a_folder(monkeypatch: pytest.MonkeyPatch) 
         *((text, None) for text in ("me/lora@main/../x", "tests/lora")),
     ]
     for source, parts in cases:
-        assert hub.is_id(source) == (parts is not None), source
+        assert is_hub_id(source) == (parts is not None), source
         if parts:
-            assert hub.HubAddress.parse(source) == hub.HubAddress(*parts)
+            assert HubAddress.parse(source) == HubAddress(*parts)
 
 
 def test_the_address_of_a_file_has_its_revision_at_the_end() -> None:
     file = "models/v2/model.safetensors"
     for end, revision in (("", None), ("@v1.0", "v1.0"), ("@refs/pr/3", "refs/pr/3")):
-        address = hub.HubAddress("me/clip", revision, file)
-        assert hub.HubAddress.parse_file(f"me/clip/{file}{end}") == address
+        address = HubAddress("me/clip", revision, file)
+        assert HubAddress.parse_file(f"me/clip/{file}{end}") == address
     for text in ("me/clip", "me/clip/", f"/me/clip/{file}", f"./clip/{file}", f"~/clip/{file}"):
-        assert hub.HubAddress.parse_file(text) is None, text
+        assert HubAddress.parse_file(text) is None, text
 
 
 def test_an_adapter_and_nothing_else_is_downloaded_once(online: fake_hub.Hub) -> None:
@@ -73,13 +79,13 @@ def test_revisions_and_folders_inside_a_repository(online: fake_hub.Hub) -> None
     online.put("me/lora", {"x.safetensors": PEFT["adapter_model.safetensors"]}, revision="old")
     assert read_lora("me/lora@main/runs/best").metadata["lora_alpha"] == 5
     assert read_lora("me/lora@old").metadata["lora_alpha"] == 2
-    with pytest.raises(ValueError, match="holds no pytorch_lora_weights"):
+    with pytest.raises(ValueError, match="pytorch_lora_weights"):
         read_lora("me/lora@main/runs")
 
 
 def test_a_whole_pipeline_is_refused_before_its_weights_are_fetched(online: fake_hub.Hub) -> None:
     online.put("stabilityai/sd", {"model_index.json": b"{}", "sd.safetensors": b"x" * 9})
-    with pytest.raises(ValueError, match="holds a whole pipeline"):
+    with pytest.raises(ValueError, match="whole pipeline"):
         read_lora("stabilityai/sd")
     assert online.downloads == ["model_index.json"]
 
@@ -105,9 +111,9 @@ def test_a_check_says_what_is_wrong_with_each_id_and_loads_no_model(
         check_world(config.model_copy(update={"teachers": teachers}), 1)
     typo, gated, old, odd, empty = caught.value.problems
     for problem, name, said in (
-        (typo, "typo", "the Hub knows no me/lroa"),
-        (gated, "gated", "https://huggingface.co/me/gated"),
-        (old, "old", "no such revision"),
+        (typo, "typo", "Repository Not Found"),
+        (gated, "gated", "me/gated"),
+        (old, "old", "Revision Not Found"),
         (odd, "odd", "Cannot have --"),
         (empty, "empty", "me/lora@main/sub"),
     ):
@@ -121,7 +127,7 @@ def test_offline_the_cache_is_taken_or_missed_with_a_reason(
     read_lora("me/lora")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert read_lora(adapter_folder("me/lora", newest=True)).metadata["lora_alpha"] == 5
-    with pytest.raises(hub.HubError, match="cannot download 'me/other': the Hub cannot be reached"):
+    with pytest.raises(HubError, match="cannot download 'me/other'"):
         read_lora("me/other")
 
 
@@ -134,5 +140,5 @@ def test_load_and_merge_take_ids(online: fake_hub.Hub, random_model: str, tmp_pa
         assert (weights["transformer_blocks.0.attn.to_q.lora_A.default_0.weight"] == 1).all()
     merge(["me/lora", tmp_path / "same"], tmp_path / "twice")
     assert read_lora(tmp_path / "twice").metadata["r"] == 4
-    with pytest.raises(hub.HubError, match="the Hub knows no me/none"):
+    with pytest.raises(HubError, match="me/none"):
         flowalign.load("no/model", lora="me/none")  # before the model is looked for

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign import sde
-from flowalign.backbone.adapters.files import read_lora
+from flowalign.backbone.adapters import read_lora
 from flowalign.credit import group_relative
 from flowalign.rewards.scoring import score
 from flowalign.training.algorithm import STUDENT, Prepared, TrainingError, pairs_of

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowalign.backbone import Backbone
-from flowalign.backbone.adapters.files import read_lora, write_lora
+from flowalign.backbone.adapters import read_lora, write_lora
 from flowalign.commands.cli import main
 from flowalign.teachers.merge import Factors, merge, merge_layer
 from flowalign.training.report.status import SILENCE, STATUS

@@ -6,7 +6,7 @@ from typing import Any
 import fakes
 import pytest
 
-from flowalign.backbone.adapters.files import read_lora
+from flowalign.backbone.adapters import read_lora
 from flowalign.commands import cli, sample
 from flowalign.commands.sample import Plan, parser, settle
 from flowalign.config import to_yaml

@@ -17,7 +17,7 @@ from diffusers import StableDiffusion3Pipeline
 from PIL import Image
 
 import flowalign
-from flowalign.backbone.adapters.files import adapter_folder, read_lora
+from flowalign.backbone.adapters import adapter_folder, read_lora
 from flowalign.backbone.tiny import MODEL
 from flowalign.config import ADAPTER
 

@@ -23,7 +23,7 @@ from documents import Block
 from test_docs import BLOCKS, ROOT, hub
 
 from flowalign import rewards
-from flowalign.backbone.adapters.files import adapter_folder
+from flowalign.backbone.adapters import adapter_folder
 from flowalign.commands import cli
 from flowalign.config import STAGES, EvalStage, Stage, TaskConfig, TrainingStage, load, read
 from flowalign.training.preflight import check_world

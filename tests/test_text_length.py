@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 import flowalign
 from flowalign.backbone import Backbone
-from flowalign.backbone.adapters.files import read_lora, write_lora
+from flowalign.backbone.adapters import read_lora, write_lora
 from flowalign.backbone.tiny import T5_LENGTH
 from flowalign.config import SamplingConfig
 from flowalign.teachers.merge import merge

@@ -18,7 +18,7 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 
-from flowalign.backbone.adapters.files import Lora, read_lora, write_lora
+from flowalign.backbone.adapters import Lora, read_lora, write_lora
 from flowalign.backbone.attention import use_backend
 from flowalign.backbone.family import ModelError
 from flowalign.backbone.loading import family_of, load_pipeline
@@ -251,7 +251,7 @@ class Backbone:
         self.activate(name)
 
     def load_adapter(self, name: str, folder: str | Path | Lora, *, frozen: bool = False) -> None:
-        """A saved LoRA: whatever `flowalign.backbone.adapters.files.read_lora` takes. It becomes
+        """A saved LoRA: whatever `flowalign.backbone.adapters.read_lora` takes. It becomes
         active and trainable. frozen: neither; its weights then have the base's dtype."""
         before = self.active
         weights = put_lora(self.core, name, folder)

@@ -16,7 +16,7 @@ from diffusers import PipelineQuantizationConfig
 from huggingface_hub import hf_hub_download
 from packaging.version import Version
 
-from flowalign.backbone.adapters.files import Lora
+from flowalign.backbone.adapters import Lora
 from flowalign.backbone.family import Family, ModelError
 from flowalign.backbone.flux import Flux
 from flowalign.backbone.flux2 import Flux2, Flux2Klein

@@ -16,7 +16,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from flowalign.backbone.adapters.files import AdapterError, Lora, read_lora
+from flowalign.backbone.adapters import AdapterError, Lora, read_lora
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterable
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -42,13 +43,11 @@ class Placement:
         self._lock = threading.Lock()
 
     def __enter__(self) -> Placement:
-        with self._lock:
+        with self._lock, ExitStack() as stack:
             if self._inside == 0:
-                try:
-                    self._bring()
-                except BaseException:  # out of memory half-way: leave nothing behind
-                    self._clear()
-                    raise
+                stack.callback(self._to_host)  # out of memory half-way: leave nothing behind
+                self._to_device()
+            stack.pop_all()
             self._inside += 1
         return self
 
@@ -56,9 +55,9 @@ class Placement:
         with self._lock:
             self._inside -= 1
             if self._inside == 0:
-                self._clear()
+                self._to_host()
 
-    def _bring(self) -> None:
+    def _to_device(self) -> None:
         copies: dict[int, Tensor] = {}  # by the original: weights that are tied stay tied
         for owner, name, host in self._weights:
             if id(host) not in copies:
@@ -68,7 +67,7 @@ class Placement:
                 copies[id(host)] = copy
             setattr(owner, name, copies[id(host)])
 
-    def _clear(self) -> None:
+    def _to_host(self) -> None:
         for owner, name, host in self._weights:
             setattr(owner, name, host)  # torch keeps the freed memory for this process
 

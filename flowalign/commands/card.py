@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowalign import rewards
 from flowalign.backbone import ModelError, family_of
-from flowalign.backbone.adapters import hub
-from flowalign.backbone.adapters.files import adapter_folder, read_lora
+from flowalign.backbone.adapters import adapter_folder, is_hub_id, read_lora
 from flowalign.backbone.structure import find
 from flowalign.config import (
     EvalStage,
@@ -84,7 +83,7 @@ def card(folder: Path, config: TrainingStage | MergeStage, made_by: str | None =
             scores += f" {_sampling(config.evaluation_sampling, config)}, at most "
             scores += f"{config.evaluation.prompts} prompts a task."
     fields: dict[str, Any] = licence(base)
-    if hub.is_id(base):  # the Hub would link a folder's name to somebody else's model
+    if is_hub_id(base):  # the Hub would link a folder's name to somebody else's model
         fields |= {"base_model": base, "base_model_relation": "adapter"}
     data = ModelCardData(
         **fields,

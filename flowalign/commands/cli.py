@@ -92,7 +92,7 @@ def merge(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of what dare drops")
     parser.add_argument("--lines", nargs=2, type=float, metavar=("SHALLOW", "DEEP"))
     args = vars(parser.parse_args(argv))
-    from flowalign.backbone.adapters.files import read_lora
+    from flowalign.backbone.adapters import read_lora
     from flowalign.teachers import merge as merging
     from flowalign.training.report import results
     from flowalign.training.report.status import read_status

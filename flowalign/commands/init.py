@@ -20,7 +20,7 @@ from pydantic_core import to_jsonable_python
 
 from flowalign import rewards as reward_registry
 from flowalign.backbone import ModelError, family_of, pipeline_name
-from flowalign.backbone.adapters.files import adapter_folder
+from flowalign.backbone.adapters import adapter_folder
 from flowalign.backbone.structure import find
 from flowalign.config import STAGES, RecipeStage, Section, Stage, assignments, parse, read
 from flowalign.config.model import LoraConfig

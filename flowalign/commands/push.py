@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowalign.backbone.adapters.files import PEFT_CONFIG, read_lora
-from flowalign.backbone.adapters.hub import HubError, explained
+from flowalign.backbone.adapters import PEFT_CONFIG, HubError, hub_errors, read_lora
 from flowalign.system import manifest
 from flowalign.system.escape import harmless
 from flowalign.system.hub_address import HubAddress
@@ -140,7 +139,7 @@ def send(
 
     api = HfApi()
     operations = [CommitOperationAdd(name, content) for name, content in upload.files.items()]
-    with explained(f"cannot push to {repo}", repo):
+    with hub_errors(f"cannot push to {repo}"):
         api.create_repo(repo, private=private, exist_ok=True)
         # create_repo leaves a repository that exists as visible as it is
         if private and not api.model_info(repo).private:

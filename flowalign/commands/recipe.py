@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowalign.backbone.adapters.files import file_digest
+from flowalign.backbone.adapters import file_digest
 from flowalign.commands.card import REPORT, write_card
 from flowalign.config import (
     ConfigError,

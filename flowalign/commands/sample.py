@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # --help need not import torch
     import torch
     from torch import Tensor
 
-    from flowalign.backbone.adapters.files import Lora
+    from flowalign.backbone.adapters import Lora
     from flowalign.config import TrainingStage
 
 TINY = (10, 1.0)  # as the tiny configs train and evaluate
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     quiet()  # before diffusers is imported, which logs while it is
     import torch
 
-    from flowalign.backbone.adapters.files import read_lora
+    from flowalign.backbone.adapters import read_lora
 
     try:
         lora = read_lora(args.lora, newest=True) if args.lora else None

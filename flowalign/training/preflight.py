@@ -16,8 +16,7 @@ import torch
 
 from flowalign import rewards
 from flowalign.backbone import Family, ModelError
-from flowalign.backbone.adapters import hub
-from flowalign.backbone.adapters.files import AdapterError, Lora, read_lora
+from flowalign.backbone.adapters import AdapterError, HubError, Lora, read_lora
 from flowalign.backbone.attention import unavailable
 from flowalign.backbone.structure import family_without_text
 from flowalign.config import ConfigError, Stage, TrainingStage
@@ -143,7 +142,7 @@ def _adapter_problems(config: Stage, pending: Collection[str], inputs: Inputs) -
             continue
         try:
             lora = inputs.adapter(source)
-        except (AdapterError, hub.HubError) as error:
+        except (AdapterError, HubError) as error:
             yield f"{place}: {error}"
         else:
             if lora.base not in (None, config.model.id):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from flowalign.backbone.adapters.files import read_lora, write_lora
+from flowalign.backbone.adapters import read_lora, write_lora
 from flowalign.backbone.tiny import TEACHERS
 from flowalign.teachers.merge import merge
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign import config
-from flowalign.backbone.adapters.files import read_lora
+from flowalign.backbone.adapters import read_lora
 from flowalign.commands import run, train
 from flowalign.commands.doctor import live
 from flowalign.eval import run as evaluation

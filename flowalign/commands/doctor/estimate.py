@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flowalign.backbone import DTYPES
-from flowalign.backbone.adapters.files import AdapterError, read_lora
+from flowalign.backbone.adapters import AdapterError, read_lora
 from flowalign.backbone.structure import without_data
 from flowalign.backbone.text import BATCH as TEXT_BATCH
 from flowalign.commands.doctor.meter import DeviceAttention, Meter, measure, rounded, size, size_of

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flowalign import sde
 from flowalign.backbone import Backbone, ModelError
-from flowalign.backbone.adapters.files import AdapterError, read_lora
+from flowalign.backbone.adapters import AdapterError, read_lora
 from flowalign.backbone.structure import local_folder, without_data
 from flowalign.commands.doctor.findings import Finding, fault, note
 from flowalign.config import OpdStage, TrainingStage

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flowalign.backbone.adapters.files import file_digest
+from flowalign.backbone.adapters import file_digest
 from flowalign.config import ConfigError, TrainingStage
 from flowalign.config.loading import load, parse
 from flowalign.system import manifest

@@ -1,0 +1,403 @@
+"""LoRA adapters as files: where they lie, here or on the Hub, which are read, how ours is written.
+
+Whoever names an adapter (teachers, lora.init, merges, evaluations, `flowalign.load`) comes here.
+diffusers' files are read, with or without metadata, and peft's folders (adapter_config.json). Both
+come out in one form, `Lora`. Anything but a plain LoRA is refused, and so is every pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import reprlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from huggingface_hub import errors, snapshot_download
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from flowalign.backbone.tiny import TEACHERS
+from flowalign.config import ADAPTER
+from flowalign.system.escape import shown
+from flowalign.system.files import replacing
+from flowalign.system.hub_address import HubAddress
+from flowalign.system.manifest import Damaged, Foreign, check_manifest, write_manifest
+
+log = logging.getLogger("flowalign")
+
+PEFT_ADAPTER, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+METADATA = "lora_adapter_metadata"  # the entry of a head with peft's description
+# In the head of a file, beside peft's description and not in it: peft refuses unknown entries.
+TEXT_LENGTH = "flowalign_max_sequence_length"
+PREFIXES = ("base_model.model.", "transformer.")  # of names: peft's, then diffusers'
+NAME = re.compile(r"(?!text_encoder|lora_).{1,300}\.lora_[AB]\.weight")
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+HTTP_ERROR: Any = errors.HfHubHTTPError.__bases__[0]  # of requests or httpx
+
+
+class AdapterError(ValueError):
+    """A folder that holds no adapter that can be read: what was seen, what is possible."""
+
+
+class HubError(OSError):
+    """What the Hub did not do, in its own words."""
+
+
+# Where it lies -----------------------------------------------------------------------------------
+
+
+def is_hub_id(source: str) -> bool:
+    """Whether a source names a repository, and no local folder has the name of its first part."""
+    return HubAddress.parse(source) is not None and not Path(source.split("/")[0]).exists()
+
+
+def adapter_folder(source: str | Path, *, newest: bool = False) -> Path:
+    """The folder (or .safetensors file) of an adapter, which need not exist.
+
+    `tiny/NAME` ships with the package. The folder of a run stands for its adapter. A Hub id
+    (`owner/name[@revision[/folder]]`) is downloaded if the cache does not have it, or `newest` is
+    asked for. Raises HubError.
+    """
+    if str(source).startswith("tiny/"):
+        return TEACHERS / str(source).removeprefix("tiny/")
+    if is_hub_id(str(source)):
+        return _download(str(source), newest)
+    folder = Path(source).expanduser()
+    of_run = folder / "adapter"
+    return of_run if (of_run / ADAPTER).is_file() and not (folder / ADAPTER).exists() else folder
+
+
+def _download(source: str, newest: bool) -> Path:
+    """The folder in huggingface_hub's cache with the files of an adapter, but no folders in it."""
+    address = HubAddress.parse(source)
+    assert address is not None, source
+    prefix = f"{address.path}/" if address.path else ""
+
+    def get(*names: str, local: bool = False) -> Path:
+        snapshot = snapshot_download(
+            address.repository,
+            revision=address.revision,
+            allow_patterns=[prefix + name for name in names],
+            ignore_patterns=[f"{prefix}*/*"],  # checkpoints, say: as large as the adapter
+            local_files_only=local,
+        )
+        return Path(snapshot) / address.path
+
+    small, everything = ("*.json", "README.md"), ("*.json", "README.md", "*.safetensors")
+    with hub_errors(f"cannot download {source!r}"):
+        if not newest:
+            with suppress(errors.LocalEntryNotFoundError):  # not in the cache: ask the Hub
+                return get(*everything, local=True)
+        folder = get(*small)  # first: gigabytes of a whole pipeline, which is refused, stay there
+        return folder if (folder / "model_index.json").is_file() else get(*everything)
+
+
+@contextmanager
+def hub_errors(what: str) -> Iterator[None]:
+    """HubError for whatever huggingface_hub raises inside. what: begins the message."""
+    try:
+        yield
+    except HubError:
+        raise
+    except (HTTP_ERROR, OSError, errors.HFValidationError) as error:
+        raise HubError(f"{what}: {shown(str(error), 600)}") from error
+
+
+def _adapter_file(folder: Path) -> Path:
+    """The weights in a folder (or the file itself): diffusers' file, else peft's, else the only
+    .safetensors file."""
+    if folder.is_file():
+        return folder
+    if not folder.is_dir():
+        shipped = sorted(f"tiny/{file.parent.name}" for file in TEACHERS.glob(f"*/{ADAPTER}"))
+        raise AdapterError(f"no such folder. Shipped adapters are {', '.join(shipped)}")
+    names = sorted(path.name for path in folder.iterdir())
+    if "model_index.json" in names:
+        raise AdapterError("it is a whole pipeline; name a LoRA (null is the base)")
+    candidates = [name for name in names if name.endswith(".safetensors")]
+    usual = [name for name in (ADAPTER, PEFT_ADAPTER) if name in candidates]
+    if usual or len(candidates) == 1:
+        return folder / (usual or candidates)[0]
+    raise AdapterError(
+        f"{folder} has neither {ADAPTER} nor one other .safetensors file (but {names[:8]}). A "
+        "pickle (.bin, .pt, .ckpt) could run code and is not read: convert it with safetensors."
+    )
+
+
+def file_digest(source: str | Path) -> str | None:
+    """SHA-256 of the files of an adapter as they are; None where there are none to be had."""
+    try:
+        file = _adapter_file(adapter_folder(source))
+    except (AdapterError, HubError):
+        return None
+    files = [file, file.parent / PEFT_CONFIG]
+    return hashlib.sha256(b"".join(f.read_bytes() for f in files if f.is_file())).hexdigest()
+
+
+# Reading -----------------------------------------------------------------------------------------
+
+# Entries of peft's LoraConfig that do not change a trained update: which layers were adapted (the
+# weights name them), how it was trained, sizes that only matter with a switch that is checked.
+WITHOUT_EFFECT = {
+    "auto_mapping", "ensure_weight_tying", "eva_config", "exclude_modules", "fan_in_fan_out",
+    "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout",
+    "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config",
+    "target_modules", "task_type",
+}  # fmt: skip
+Rank = Annotated[int, Field(ge=1, le=1 << 20)]
+Alpha = Annotated[int | float, Field(gt=0, le=1e100)]  # NaN is neither
+# A regular expression that Python matches in no time: names, dots, sets of letters, one `.*`
+PART = r"(?:[\w-]|\\?\.|\[\w+\])*"
+Pattern = Annotated[str, Field(max_length=500, pattern=rf"^\^?{PART}(?:\.\*{PART})?\$?$")]
+Table = Field(None, max_length=4096)  # a few patterns for each of some hundred layers
+Printable = Annotated[str, Field(max_length=500, pattern=r"^[^\p{C}\p{Zl}\p{Zp}]*$")]
+
+
+class Description(BaseModel):
+    """peft's LoraConfig in JSON, which may come from a stranger: types are checked, and an entry
+    that would change the update and is not read here is refused."""
+
+    model_config = ConfigDict(strict=True)
+
+    r: Rank = 8  # the defaults are peft's
+    lora_alpha: Alpha = 8
+    rank_pattern: dict[Pattern, Rank] | None = Table
+    alpha_pattern: dict[Pattern, Alpha] | None = Table
+    use_rslora: bool | None = None
+    base_model_name_or_path: Printable | None = None
+    peft_type: Literal["LORA"] | None = None
+    bias: Literal["none"] = "none"
+    # others (pissa, olora, corda, loftq ...) change the base's weights, too
+    init_lora_weights: bool | Literal["gaussian", "eva", "orthogonal"] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain(cls, entries: Any) -> Any:
+        if not isinstance(entries, dict):
+            return entries  # refused by pydantic
+        entries = {_inner_name(key): value for key, value in entries.items()}
+        for key in entries.keys() - WITHOUT_EFFECT - cls.model_fields.keys():
+            if entries[key]:
+                raise ValueError(f"{shown(key, 80)} = {reprlib.repr(entries[key])} is not read")
+        return entries
+
+    @classmethod
+    def parse(cls, text: str | bytes) -> Description:
+        """Of JSON. Raises AdapterError that names the entry."""
+        try:
+            return cls.model_validate_json(text)
+        except (ValidationError, OverflowError) as error:  # OverflowError: integers over 1e308
+            first: Any = error.errors()[0] if isinstance(error, ValidationError) else {}
+            key, seen = ".".join(map(str, first.get("loc", ()))), reprlib.repr(first.get("input"))
+            problem = shown(f"{key} = {seen}: {first.get('msg', error)}", 600)
+            raise AdapterError(f"its description is of no plain LoRA: {problem}") from None
+
+
+def resolve_pattern(
+    layers: Iterable[str], default: Any, patterns: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """{layer: rank or alpha} as peft resolves its patterns: the first that matches the name of a
+    layer or its end."""
+    table = [(re.compile(rf"(.*\.)?({p})$"), value) for p, value in (patterns or {}).items()]
+    return {n: next((v for p, v in table if p.match(n)), default) for n in layers}
+
+
+def _inner_name(key: str) -> str:
+    """The name of a weight, or of an entry, inside the transformer."""
+    for prefix in PREFIXES:
+        key = key.removeprefix(prefix)
+    return key
+
+
+@dataclass(frozen=True)
+class Lora:
+    """An adapter that was read, whatever the format of its file.
+
+    weights: {`<layer>.lora_A.weight`: [r,in], `<layer>.lora_B.weight`: [out,r]} on the CPU, in the
+    file's dtype. metadata: the entries of peft's LoraConfig that the update alpha / r * B A depends
+    on (alpha / sqrt(r) under rsLoRA), and target_modules, base_model_name_or_path.
+    """
+
+    file: Path
+    weights: dict[str, Tensor]
+    metadata: dict[str, Any]
+    ranks: dict[str, int]  # by layer
+    alphas: dict[str, float]  # by layer
+    base: str | None  # trained on this; None = not named, or a folder of another machine
+    text_length: int | None  # tokens of a prompt in its training; None = not said (ours do)
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """{layer: alpha / r}, or alpha / sqrt(r) under rsLoRA."""
+        root = 0.5 if self.metadata["use_rslora"] else 1
+        return {layer: self.alphas[layer] / rank**root for layer, rank in self.ranks.items()}
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the weights and of `metadata`."""
+        total = hashlib.sha256(json.dumps(self.metadata, sort_keys=True).encode())
+        for name, weight in sorted(self.weights.items()):
+            total.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
+            total.update(weight.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return total.hexdigest()
+
+
+def read_lora(source: str | Path | Lora, *, newest: bool = False) -> Lora:
+    """The adapter of a source (see `adapter_folder`); one that was read already is given back.
+
+    Alpha and the rank pattern come from the file's metadata, or from adapter_config.json beside it.
+    Raises AdapterError for what is no plain LoRA of a transformer, or is not what the manifest in
+    its folder says, or holds NaN or infinity; and HubError.
+    """
+    if isinstance(source, Lora):
+        return source
+    try:
+        file = _adapter_file(adapter_folder(source, newest=newest))
+        with suppress(Foreign):  # there is no manifest, or another program's
+            check_manifest(file.parent, [file.name, PEFT_CONFIG])
+        return _read_file(file)
+    except Damaged as error:
+        raise AdapterError(
+            f"{str(source)!r} is damaged: {error}. Copy or download it again; of a run, --resume "
+            "restores it. If the change is yours, remove its manifest.json."
+        ) from None
+    except AdapterError as error:
+        raise AdapterError(f"{str(source)!r}: {error}") from error
+
+
+def _read_file(file: Path) -> Lora:
+    head, weights = _read_tensors(file)
+    ranks = _ranks(weights)
+    beside = file.parent / PEFT_CONFIG
+    text = head.get(METADATA) or (beside.read_bytes() if beside.is_file() else None)
+    alphas: dict[str, Any]
+    if text is not None:
+        config = Description.parse(text)
+        described = resolve_pattern(ranks, config.r, config.rank_pattern)
+        for layer, rank in ranks.items():
+            if described[layer] != rank:
+                raise AdapterError(
+                    f"{layer} has rank {rank}, and is described as {described[layer]}"
+                )
+        alphas = resolve_pattern(ranks, config.lora_alpha, config.alpha_pattern)
+    else:
+        config, alphas = Description(), {**ranks}
+        log.warning(
+            "%s names no alpha; it is taken to be the rank (scale 1), as diffusers does. If it "
+            "was trained with another, put peft's %s beside it.", file, PEFT_CONFIG
+        )  # fmt: skip
+    length = head.get(TEXT_LENGTH)
+    if length and not re.fullmatch("[1-9][0-9]{0,3}", length):
+        raise AdapterError(f"{TEXT_LENGTH} = {shown(repr(length))} is no number of tokens")
+    name = config.base_model_name_or_path
+    base = name if METADATA in head or name and is_hub_id(name) else None
+    metadata = describe(ranks, alphas, bool(config.use_rslora), name)
+    return Lora(file, weights, metadata, ranks, alphas, base, int(length) if length else None)
+
+
+def _read_tensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """(entries of the head, weights under their names inside the transformer)."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            head = opened.metadata() or {}
+            # in the order in which safetensors' load_file gives them
+            stored = {key: opened.get_tensor(key) for key in opened.offset_keys()}
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(f"it is not a safetensors file ({shown(str(error))})") from error
+    weights = {_inner_name(key): value for key, value in stored.items()}
+    for key, value in weights.items():
+        if not (NAME.fullmatch(key) and key.isprintable() and value.dtype in FLOATS):
+            raise AdapterError(
+                f"it is no plain LoRA of a transformer: {shown(key)} is no A or B of a layer (but "
+                "DoRA, a bias, alpha, a text encoder, kohya's names). Convert or train a plain one."
+            )
+    if len(weights) < len(stored):
+        raise AdapterError("it has two weights of one layer, under two prefixes")
+    if name := not_finite(weights):
+        raise AdapterError(f"{name} holds NaN or infinity. Use an earlier one, or train it again.")
+    return head, weights
+
+
+def _ranks(weights: Mapping[str, Tensor]) -> dict[str, int]:
+    """{layer: rank}; AdapterError where A and B do not make up an update."""
+    shapes, ranks = {name: list(value.shape) for name, value in weights.items()}, {}
+    for layer in dict.fromkeys(key.rsplit(".lora_", 1)[0] for key in shapes):
+        down, up = (shapes.get(f"{layer}.lora_{half}.weight", []) for half in "AB")
+        # of a linear layer [r,in] and [out,r]; of a convolution two axes more
+        if not (len(down) == len(up) in (2, 4) and down[0] == up[1] and all(down + up)):
+            raise AdapterError(f"A and B of {layer} are {down}, {up}: no update")
+        ranks[layer] = down[0]
+    if not ranks:
+        raise AdapterError("it holds no weights")
+    return ranks
+
+
+def not_finite(weights: Mapping[str, Tensor]) -> str | None:
+    """The name of the first weight that holds NaN or infinity."""
+    return next((name for name, w in weights.items() if not w.detach().isfinite().all()), None)
+
+
+# Writing -----------------------------------------------------------------------------------------
+
+
+def describe(
+    ranks: Mapping[str, int], alphas: Mapping[str, float], rslora: bool, base: str | None
+) -> dict[str, Any]:
+    """The entries of peft's LoraConfig for these ranks and alphas: the most frequent ones, and the
+    others as patterns, each the whole name of its layer."""
+    rank = Counter(ranks.values()).most_common(1)[0][0]
+    alpha = Counter(alphas.values()).most_common(1)[0][0]
+    return {
+        "r": rank,
+        "lora_alpha": alpha,
+        "rank_pattern": {f"^{layer}": r for layer, r in ranks.items() if r != rank},
+        "alpha_pattern": {f"^{layer}": a for layer, a in alphas.items() if a != alpha},
+        "use_rslora": rslora,
+        "target_modules": sorted(ranks),
+        "base_model_name_or_path": base,
+    }
+
+
+def write_lora(
+    folder: str | Path,
+    layers: Mapping[str, Tensor],
+    metadata: Mapping[str, Any],
+    *,
+    text_length: int | None = None,
+) -> None:
+    """Write a LoRA as `pipe.load_lora_weights` takes it, and a manifest of it.
+
+    The same LoRA has the same bytes. metadata: as in `Lora`. text_length: tokens of a prompt in
+    its training, for `flowalign.load` (None = not known). Raises AdapterError for NaN and
+    infinity, before anything is written.
+    """
+    if name := not_finite(layers):
+        raise AdapterError(f"an adapter for {folder} is not written: {name} holds NaN or infinity.")
+    # as every pipeline's own `save_lora_weights` does, whose head has no room for TEXT_LENGTH
+    weights = {f"transformer.{name}": value.cpu().contiguous() for name, value in layers.items()}
+    entries = {f"transformer.{name}": value for name, value in metadata.items()}
+    head = {"format": "pt", METADATA: json.dumps(entries, indent=2, sort_keys=True)}
+    if text_length is not None:
+        head[TEXT_LENGTH] = str(text_length)
+    data = save(weights, metadata=head)
+    # safetensors writes the entries of a head in an order that differs from call to call
+    start = 8 + int.from_bytes(data[:8], "little")
+    text = json.dumps(
+        json.loads(data[8:start]) | {"__metadata__": dict(sorted(head.items()))},
+        separators=(",", ":"),
+    )
+    text += " " * (-len(text) % 8)  # as safetensors aligns its tensors
+    with replacing(Path(folder) / ADAPTER) as part:
+        part.write_bytes(len(text).to_bytes(8, "little") + text.encode() + data[start:])
+    write_manifest(folder, {}, [ADAPTER])

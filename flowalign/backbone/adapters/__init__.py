@@ -1,1 +1,0 @@
-"""LoRA adapters as folders of files, and where they come from."""
