@@ -26,8 +26,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from flowalign.rewards.ocr import OCR
-from flowalign.rewards.ocr_engines import ENGINES, Engine, PaddleOCREngine, RapidOCREngine
+from flowalign.rewards.ocr import ENGINES, OCR, Engine, PaddleOCREngine, RapidOCREngine
 
 SIZE = 512
 FOLDER = Path(matplotlib.get_data_path()) / "fonts" / "ttf"

@@ -28,28 +28,17 @@ TOKENIZER = "google-bert/bert-base-uncased"
 TOKENS = 35  # of a prompt; longer ones are cut
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the head's output, ImageReward.py
 
-# BLIP-L as its authors have it (BLIP's models/vit.py and configs/med_config.json). transformers'
-# defaults are others: layer_norm_eps of the vision tower 1e-5, heads of the text tower 8.
-VISION = {
+# BLIP-L as its authors have it (BLIP's models/vit.py and configs/med_config.json), where it differs
+# from transformers' defaults.
+VISION: dict[str, Any] = {
     "image_size": 224,
-    "patch_size": 16,
     "hidden_size": 1024,
     "num_hidden_layers": 24,
     "num_attention_heads": 16,
     "intermediate_size": 4096,
     "layer_norm_eps": 1e-6,
-    "hidden_act": "gelu",
 }
-TEXT = {
-    "vocab_size": 30524,  # BERT's and two of BLIP's own, which ImageReward does not use
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "intermediate_size": 3072,
-    "max_position_embeddings": 512,
-    "layer_norm_eps": 1e-12,
-    "hidden_act": "gelu",
-}
+TEXT: dict[str, Any] = {"num_attention_heads": 12}
 
 # Names in the checkpoint -> names in `Network`; None = not needed. transformers' text tower kept
 # the names of BLIP's.
@@ -79,7 +68,7 @@ class ImageReward(Preference):
     weights: the path of the file (or owner/repository/file on the Hub), with the official names.
     tokenizer: a Hub id or folder of BERT's uncased tokenizer.
     architecture: sizes that differ from the published model's, {"vision": {...}, "text": {...}}
-        with the keys of VISION and TEXT.
+        of transformers' BlipVisionConfig and BlipTextConfig.
     normalizer: 1, the value is the published score: over the authors' data about N(0, 1).
     offload: the weights lie on the CPU between calls.
     Raises OSError where a file cannot be had, ValueError where it is not that of the model.

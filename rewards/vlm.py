@@ -11,11 +11,13 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import yaml
 from PIL import Image
 from pydantic import AfterValidator, Field
 from torch import Tensor
@@ -74,90 +76,22 @@ class Template:
         return score
 
 
-_FINAL_SCORE = r"Final Score:[\s*\[]*(\d+(?:\.\d+)?)"  # also of "**Final Score:** 4", "[4]"
-_SCORE_TAG = r"<(?:Overall)?Score>\s*(\d+)\s*</(?:Overall)?Score>"
-_LEVELS = """\
-1 (bad): {}
-2 (poor): {}
-3 (fair): {}
-4 (good): {}
-5 (excellent): {}"""
-_QUALITY = _LEVELS.format(
-    "heavy blur or noise, far too dark, the subject cannot be made out, a chaotic composition.",
-    "visible blur, poor light, pale colours, an awkward composition that cuts the subject.",
-    "in focus and lit well enough, but dull colours and a composition without ideas.",
-    "sharp, well exposed, vivid colours, a considered composition with a clear subject.",
-    "outstanding clarity and light, rich colours, a masterful composition that moves.",
-)
-_FOLLOWING = _LEVELS.format(
-    "the image ignores or contradicts the instruction.",
-    "it is loosely related, and most of the important elements are missing.",
-    "it follows in part; some important elements are missing or wrong.",
-    "it follows with small deviations.",
-    "it shows all that the instruction says, faithfully.",
-)
-_UNIFIED = """\
-Here are a text caption and an image that was generated from it. Judge the image by two criteria:
-1. Alignment with the caption: are the objects, their attributes and the relations between them \
-those that the caption describes?
-2. Overall image quality: clarity, preserved detail, accurate colours, and general appeal.
-Considering both, give one score from 1 to 5 after 'Final Score:'.
-Text Caption: [{prompt}]"""
-_QUALITY_ONLY = f"""\
-You rate the aesthetic quality of an image from 1 to 5.
-{_QUALITY}
+def _templates() -> dict[str, Template]:
+    spoken = yaml.safe_load(Path(__file__).with_name("vlm_templates.yaml").read_text("utf-8"))
+    templates = {name: Template(**fields) for name, fields in spoken.items()}
+    strict = templates["qwenvl"]
+    plain = replace(strict, text=strict.text.replace("{strict}\n", ""))
+    strict = replace(strict, text=strict.text.replace("{strict}", "Be extremely strict."))
+    return templates | {"qwenvl": plain, "qwenvl_strict": strict}
 
-First write down your analysis within the <Thought> tag, then the rating within the <Score> tag:
-<Thought>
-[your analysis]
-</Thought>
-<Score>X</Score>"""
-_THREE = f"""\
-You rate a generated image from 1 to 5 in three respects: its aesthetic quality, how well it \
-follows its instruction, and overall.
 
-Aesthetic quality:
-{_QUALITY}
-
-Following the instruction, which is: {{prompt}}
-{_FOLLOWING}
-
-Overall: above all how well the instruction is followed. An image that follows it perfectly and \
-is a little less beautiful ranks above a beautiful one that ignores it. The levels have the same \
-names.
-{{strict}}
-First write down your analysis of all three within the <Thought> tag, then the ratings within the \
-tags below:
-<Thought>
-[your analysis]
-</Thought>
-<QualityScore>X</QualityScore>
-<InstructionScore>Y</InstructionScore>
-<OverallScore>Z</OverallScore>"""
-
-TEMPLATES: dict[str, Template] = {
-    "unifiedreward": Template(_UNIFIED, _FINAL_SCORE),
-    "qwenvl": Template(_THREE.replace("{strict}\n", ""), _SCORE_TAG),
-    "qwenvl_strict": Template(_THREE.replace("{strict}", "Be extremely strict."), _SCORE_TAG),
-    "qwenvl_quality": Template(_QUALITY_ONLY, _SCORE_TAG),
-}
+TEMPLATES = _templates()
 
 
 class VLM(RewardBase):
     """Reward in [0,1]: a vision-language model's score of an image for its prompt, over its scale.
 
-    url: the base of the endpoint, as in http://127.0.0.1:8000/v1; model: its name there.
-    template: "unifiedreward" (made for UnifiedReward-7b-v1.5), "qwenvl", "qwenvl_strict" or
-        "qwenvl_quality" (for Qwen2.5-VL-7B-Instruct; the last looks at the image alone); a text
-        that holds {prompt}; or the dotted path "package.module:attribute" of a Template.
-    pattern, scale: for a text only: a regular expression whose group is the score, and the highest
-        score (default 5, the lowest is then 0). value = score / scale.
-    image_size: images are sent as PNG of this width and height; None = as they are.
-    concurrency: questions at once. timeout: seconds without a sign of life, per request.
-    retries: further attempts at a question, as `flowalign.system.http` has it.
-    token_env: the environment variable that holds the API key, if there is one.
-    max_tokens: length of an answer. The temperature is 0.
-    parts: "raw", the score before division, 1 to 5 with the built-in templates.
+    The options are those of docs/rewards/vlm.md. The temperature is 0. parts: "raw", the score.
     The templates ask what the peers ask (flow_grpo@ac4c86e and Flow-OPD@434ab16: rewards.py,
     qwenvl.py), in the same order and for the same form of answer, in words of our own: numbers
     are not exactly comparable with published ones. To use the official text, give it as template.

@@ -13,8 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
-from flowalign.rewards.clip_colors import ClipColors, _weights
 from flowalign.rewards.geneval_judge import COLORS
+from flowalign.rewards.mask2former import ClipColors, _open_clip_weights
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +107,11 @@ def test_a_box_is_looked_at_when_asked_for_and_once(monkeypatch: pytest.MonkeyPa
 
 def test_openai_weights_get_their_quick_gelu(open_clip: ModuleType, options: dict[str, Any]):
     """open_clip 3 only warns where ViT-L-14 without it loads weights that need it."""
-    assert _weights(open_clip, "ViT-L-14", "openai") == ("openai", True)
-    assert _weights(open_clip, "ViT-L-14", "laion2b_s32b_b82k") == ("laion2b_s32b_b82k", False)
+    assert _open_clip_weights(open_clip, "ViT-L-14", "openai") == ("openai", True)
+    assert _open_clip_weights(open_clip, "ViT-L-14", "laion2b_s32b_b82k") == (
+        "laion2b_s32b_b82k",
+        False,
+    )
     for asked_for, kind in ((None, "QuickGELU"), (True, "QuickGELU"), (False, "GELU")):
         built = ClipColors(**options, quick_gelu=asked_for, device="cpu").model
         assert type(built.visual.transformer.resblocks[0].mlp.gelu).__name__ == kind

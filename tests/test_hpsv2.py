@@ -23,7 +23,7 @@ from small_models import (
 
 from flowalign.rewards import build, check
 from flowalign.rewards.clip import letterbox
-from flowalign.rewards.hpsv2 import FILES
+from flowalign.rewards.preference import HPS_FILES
 
 CONFIG = {
     "embed_dim": 24,
@@ -107,7 +107,7 @@ def test_each_version_has_its_file_on_the_hub(open_clip: ModuleType, monkeypatch
         raise RuntimeError("no network")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    for version in FILES:
+    for version in HPS_FILES:
         with pytest.raises(OSError, match="no network"):
             build("hpsv2", version=version)
     assert asked == [

@@ -17,9 +17,17 @@ import yaml
 from PIL import Image, ImageDraw, ImageFont
 from small_models import assert_refused
 
-from flowalign.rewards import build, check, describe, ocr_engines
-from flowalign.rewards.ocr import OCR, strict_reward, target_of, text_reward, to_uint8
-from flowalign.rewards.ocr_engines import PaddleOCREngine, RapidOCREngine, read_all
+from flowalign.rewards import build, check, describe, ocr
+from flowalign.rewards.ocr import (
+    OCR,
+    PaddleOCREngine,
+    RapidOCREngine,
+    read_all,
+    strict_reward,
+    target_of,
+    text_reward,
+    to_uint8,
+)  # fmt: skip
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "ocr_reward.json").read_text())
 SCORED = [case for case in GOLDEN["cases"] if "reward" in case["image"]]
@@ -96,7 +104,7 @@ def test_pixels_with_nan_are_refused():
 
 
 def test_wrong_options_are_refused_without_an_engine(monkeypatch):
-    monkeypatch.setattr(ocr_engines, "require", None)
+    monkeypatch.setattr(ocr, "require", None)
     assert_refused("ocr", {"rule": "lenient"}, {"workers": 0}, {"batch_size": True}, {"upscal": 2})
     with pytest.raises(ValueError, match="'rapid'.*'rapidocr'"):
         check("ocr", {"engine": "rapid"})
@@ -138,7 +146,7 @@ def paddle(monkeypatch):
             return [{"rec_texts": [f"w{red}"], "rec_scores": [0.75]} for red in reds]
 
     monkeypatch.setitem(sys.modules, "paddleocr", SimpleNamespace(PaddleOCR=FakePaddle))
-    monkeypatch.setattr(ocr_engines, "version", lambda package: "3.7.0")
+    monkeypatch.setattr(ocr, "version", lambda package: "3.7.0")
     return asked
 
 
@@ -328,7 +336,7 @@ class Meeting:
 
 
 def test_workers_read_at_once_and_each_image_keeps_its_text(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(ocr_engines.ENGINES, "meeting", Meeting)
+    monkeypatch.setitem(ocr.ENGINES, "meeting", Meeting)
     images = torch.arange(6.0)[:, None, None, None].expand(6, 3, 4, 4) / 255
     scores = OCR("meeting", workers=2)(images, [f'"w{i}"' for i in range(6)], [{}] * 6)
     assert scores.value.tolist() == [1.0] * 6

@@ -215,7 +215,7 @@ def test_serving_imports_nothing_that_an_old_environment_lacks():
     """Nor a file that holds a reward to be served there. pydantic comes with fastapi."""
     code = (
         "import sys, flowalign.commands.cli, flowalign.rewards.service.server; "
-        "import flowalign.rewards.deqa, flowalign.rewards.hpsv3; "
+        "import flowalign.rewards.served; "
         "print([m for m in ('diffusers', 'transformers', 'peft', 'accelerate', 'httpx', "
         "'tenacity', 'rapidfuzz', 'cv2') if m in sys.modules])"
     )

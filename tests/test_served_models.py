@@ -17,7 +17,7 @@ from PIL import Image
 
 from flowalign.rewards import build, check
 from flowalign.rewards.clip import ImageProcessor
-from flowalign.rewards.deqa import AFTER, BEFORE, IMAGE_TOKEN, expected_level, pad_to_square
+from flowalign.rewards.served import AFTER, BEFORE, IMAGE_TOKEN, expected_level, pad_to_square
 
 MEAN = [0.48, 0.46, 0.41]
 PIXELS = np.random.default_rng(1).integers(0, 256, (5, 3, 20, 12), np.uint8)

@@ -29,17 +29,7 @@ _SPLIT = (413, 422)  # the request is too large, or one of its rows is at fault
 class Remote(RewardBase):
     """The reward that a `flowalign serve-reward` elsewhere serves; it has its range and parts.
 
-    urls: of one server, or a list. Batches are split evenly; as many requests run at once as there
-        are URLs. A server that fails hands its request to the next, and is called last for REST.
-    token_env: the environment variable of the token; None = FLOWALIGN_REWARD_TOKEN, if that is set.
-    batch_size: images a request, rounded to 8 bits a channel. It should divide the batch well.
-    normalizer: the value is the server's divided by it, and the part "raw" the server's own.
-    headline: the part that a benchmark of the served reward is known by, if there is one.
-    timeout: seconds without a sign of life from a server; connect_timeout: for a connection;
-        deadline: for a whole batch.
-    retries, backoff: further attempts at a request, and the first wait, as `flowalign.system.http`
-    has it.
-
+    The options are those of docs/rewards/remote.md.
     Rows that the server could not score are invalid, with its reasons; so are the rows of requests
     that it refuses. A request refused as too large or malformed (413, 422) is halved until the row
     at fault stands alone. If no row was scored because no server answered, ConnectionError or
