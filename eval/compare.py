@@ -65,7 +65,7 @@ class Difference(NamedTuple):
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """A results.json; Incomparable if it is none, is damaged by the manifest beside it, or is of
+    """A results.json; Incomparable if it is none, is damaged by the manifest next to it, or is of
     another version."""
     path = Path(path)
     try:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from PIL import Image
 from torch import Tensor
 
 from flowalign.config import EvalStage
@@ -147,9 +148,15 @@ class Store:
 
     def load(self, key: Key) -> Tensor | None:
         """The image [3,H,W] in [0,1], on the CPU; None if there is none that can be read."""
+        path = self._path(key)
+        if not path.is_file():
+            return None
         try:
-            return pixels_of(self._path(key).read_bytes())
+            with Image.open(path) as image:
+                image.verify()  # the checksums of its chunks
+            return pixels_of(path.read_bytes())
         except Exception:  # PIL raises whatever its decoders do
+            log.warning("%s is damaged; the image is sampled again.", path)
             return None
 
     def has(self, key: Key) -> bool:

@@ -250,7 +250,7 @@ def judge_set(
 
 
 def _share(images: ImageSet, size: int, world: int, rank: int) -> list[range]:
-    """The batches of a process: whole prompts, at most `size` images where that is possible.
+    """The batches of a process: all images of a few prompts, at most `size` where that is possible.
 
     The batches are the same for any number of processes, and so is their arithmetic.
     """
