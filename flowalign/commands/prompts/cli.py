@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from flowalign.commands.doctor.findings import healthy
 from flowalign.commands.prompts import geneval, held_out, ocr
 from flowalign.commands.prompts.check import examine
 from flowalign.commands.prompts.fetch import fetch as fetch_set
@@ -108,9 +109,11 @@ def check(args: argparse.Namespace) -> int:
 
     batch = load_prompts(args.set, "checked")
     against = {source: load_prompts(source, "other") for source in args.against}
-    findings = examine(batch, {name: {} for name in args.reward}, against, args.tokens, count)
-    print(harmless("\n".join(findings.lines)))
-    return 1 if findings.faults else 0
+    options = {name: {} for name in args.reward}
+    findings = list(examine(batch, options, against, args.tokens, count))
+    for finding in findings:
+        print(harmless(f"{finding.level:>5}  {finding.text}"))
+    return 0 if healthy(findings) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
