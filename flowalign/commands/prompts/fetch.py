@@ -90,17 +90,7 @@ def _fetch(
                 f"{', less what is set aside to validate' if file.validation else ''}. Nothing "
                 "was written. Move it away, choose another --out, or replace it with --force."
             )
-    record = {
-        "file": file.name,
-        "url": file.url,
-        "source": source.page,
-        "commit": source.commit,
-        "licence": source.licence,
-        "note": source.note,
-        "sha256": hashlib.sha256(content).hexdigest(),
-        "bytes": len(content),
-        "lines": "unique and sorted" if file.unique else "as published",
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    record = _record(file, source, content) | {
         "prompts": sum(counts.values()),
         "verified": checksum == expected and how != FIRST,
     }
@@ -116,6 +106,22 @@ def _fetch(
     for path, count in counts.items():
         print(f"  {count} prompts in {path} ({verdict})")
     return paths
+
+
+def _record(file: File, source: Source, content: bytes) -> dict[str, Any]:
+    """Where a content came from."""
+    return {
+        "file": file.name,
+        "url": file.url,
+        "source": source.page,
+        "commit": source.commit,
+        "licence": source.licence,
+        "note": source.note,
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "bytes": len(content),
+        "lines": "unique and sorted" if file.unique else "as published",
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
 
 
 def _is_there(paths: Sequence[Path], expected: str, record: dict[str, Any]) -> bool:
