@@ -149,8 +149,8 @@ class Clip(TwoTowers):
     """A CLIPModel with its image processor and tokenizer.
 
     model, processor: "tiny", a folder, or a Hub id; processor None = the model's own. revision: of
-    the model. computing: device, batch_size, offload and text_cache, as in `TwoTowers`. Raises
-    OSError where there is nothing to load.
+    the model. computing, named: device, batch_size, offload and text_cache, as in `TwoTowers`.
+    Raises OSError where there is nothing to load.
     """
 
     def __init__(
@@ -158,7 +158,8 @@ class Clip(TwoTowers):
         model: str,
         processor: str | None = None,
         revision: str | None = None,
-        **computing: Any,
+        *computing: Any,
+        **named: Any,
     ) -> None:
         self.name = f"{model}@{revision}" if revision else model
         name = _resolve(model)
@@ -171,7 +172,8 @@ class Clip(TwoTowers):
         positions = self.model.text_model.embeddings.position_embedding.num_embeddings
         self.context = min(CONTEXT, positions, self.tokenizer.model_max_length)  # often 1e30
         self.scale = float(self.model.logit_scale.detach().exp())
-        super().__init__(self.model, self.model.visual_projection.out_features, **computing)
+        width = self.model.visual_projection.out_features
+        super().__init__(self.model, width, *computing, **named)
 
     def _encode_images(self, pictures: list[np.ndarray]) -> Tensor:
         values = pixel_values(self.pixels, pictures)

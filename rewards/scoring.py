@@ -42,8 +42,8 @@ def score(reward: Reward, images: Tensor, prompts: Sequence[str], metadata: Meta
     in their order; any other with all at once. A pointwise reward that raises is called again once,
     image by image, so that one bad image does not cost the batch. A failure that is not an image's
     (ConnectionError, TimeoutError, ImportError) ends the call: the reward is not called again.
-    An answer that is no Scores, or has a wrong length or dtype, makes all its images invalid; NaN
-    and infinity make their image invalid. Each distinct reason is logged once a call.
+    An answer that is no Scores, or has a wrong length, makes all its images invalid; NaN and
+    infinity make their image invalid. Each distinct reason is logged once a call.
     A reward that calls sys.exit has failed on its images, too: it must not end the run.
     Raises ValueError if the inputs differ in length; Interrupted passes, and KeyboardInterrupt in
     the main thread, which alone is interrupted.
@@ -110,12 +110,8 @@ def _checked(reward: Reward, images: Tensor, prompts: Sequence[str], metadata: M
         if not isinstance(tensor, Tensor) or list(tensor.shape) != [count]:
             shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             return failed(count, f"{name} has shape {shape}, but there are {count} images")
-    dtypes = scores.value.dtype, scores.valid.dtype
-    if not dtypes[0].is_floating_point or dtypes[1] != torch.bool:
-        return failed(count, f"value and valid have the dtypes {dtypes}, not float and torch.bool")
-
     value = scores.value.detach().to("cpu", torch.float32)
-    valid = scores.valid.detach().cpu() & torch.isfinite(value)
+    valid = scores.valid.detach().cpu().bool() & torch.isfinite(value)
     reasons = dict(scores.reasons)
     for row in (~valid).nonzero().flatten().tolist():
         reasons[row] = reasons.get(row) or f"returned {float(value[row])}"

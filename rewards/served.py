@@ -126,7 +126,7 @@ class HPSv3(RewardBase):
     """
 
     name = "hpsv3"
-    licence = "Apache-2.0"
+    licence, imports = "Apache-2.0", ("hpsv3",)
     downloads = None  # not known
 
     def __init__(
@@ -137,11 +137,6 @@ class HPSv3(RewardBase):
         self.batch_size = batch_size
         name = str(resolve(device))  # the package wants text
         self.model = package.HPSv3RewardInferencer(checkpoint_path=checkpoint, device=name)
-
-    @classmethod
-    def packages(cls, **options: Any) -> tuple[str, ...]:
-        """What it imports."""
-        return ("hpsv3",)
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
