@@ -20,7 +20,6 @@ from transformers import AutoTokenizer, CLIPModel
 
 from flowalign.backbone.placement import Placement
 from flowalign.backbone.tiny import PREFERENCE
-from flowalign.rewards import weights
 from flowalign.rewards.options import check_model
 from flowalign.system.images import to_uint8
 
@@ -166,7 +165,8 @@ class Clip(TwoTowers):
         at: dict[str, Any] = {"revision": revision} if revision else {}
         # a revision is a commit of the model's repository, and names none in the processor's
         source, at_source = (name, at) if processor is None else (_resolve(processor), {})
-        self.model = weights.from_safetensors(CLIPModel, name, **at).float()
+        options: Any = {"use_safetensors": True, **at}  # never a pickle
+        self.model = CLIPModel.from_pretrained(name, **options).float()
         self.pixels = ImageProcessor.from_pretrained(source, **at_source)
         self.tokenizer = AutoTokenizer.from_pretrained(source, **at_source)
         positions = self.model.text_model.embeddings.position_embedding.num_embeddings

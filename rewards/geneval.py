@@ -37,13 +37,13 @@ class Clause(Exclusion):
 
     color: str = ""
     position: tuple[Literal["left of", "right of", "above", "below"], int] | None = None
-    """The relation, and the place of the clause that it refers to."""
+    """The relation, and the index of the clause that it refers to."""
 
     @field_validator("position", mode="before")
     @classmethod
     def _given(cls, value: Any) -> Any:
         if not isinstance(value, list | tuple):  # null, too: `judge` looks whether the key is there
-            raise ValueError("want a relation and the place of a clause, or leave it out")
+            raise ValueError("want a relation and the index of a clause, or leave it out")
         return tuple(value)
 
 
@@ -70,7 +70,7 @@ class GenEval(RewardBase):
         `detector.name`, where it has one, says which models answer.
     device: of a detector that takes one and is not given it by its options.
     reward: "bounded" or "published" (`partial_credit`), or "official" (0 or 1, `judge`).
-    The thresholds are those of `judge`, and the defaults are the benchmark's.
+    Thresholds: see `judge`; the defaults are the benchmark's.
     parts: "correct", the official decision, 0 or 1, which is the number a benchmark is known by.
     Raises ValueError for metadata that cannot be judged, and what the detector raises.
     """

@@ -92,7 +92,7 @@ class Engine(Protocol):
 class RapidOCREngine:
     """RapidOCR on onnxruntime; its wheel brings the PP-OCRv6 small models, so it works offline.
 
-    upscale: enlarge the image by this whole factor before reading (for small images).
+    upscale: enlarge the image by this integer factor before reading (for small images).
     limit_side_len, limit_type: "min" enlarges for detection until the short side has this many
         pixels, "max" shrinks until the long side has. RapidOCR's own: 736, "min".
     text_score: lines of lower confidence are dropped. threads: onnxruntime's, per image.
@@ -253,7 +253,7 @@ ENGINES: dict[str, Callable[..., Engine]] = {
 
 
 def _bgr(image: np.ndarray, upscale: int) -> np.ndarray:
-    """RGB -> BGR, as both engines take arrays; enlarged by a whole factor, bicubic."""
+    """RGB -> BGR, as both engines take arrays; enlarged by an integer factor, bicubic."""
     image = np.ascontiguousarray(image[:, :, ::-1])  # OpenCV takes no negative strides
     if upscale == 1:
         return image

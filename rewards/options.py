@@ -65,10 +65,7 @@ def check_call(
     `check_options(**options)` is asked, if it has one, for what concerns several options at once.
     what: for the message, such as "reward 'ocr'". inputs: parameters that are no options.
     """
-    try:
-        parameters = list(inspect.signature(function).parameters.values())[inputs:]
-    except ValueError:  # a builtin without a signature: its own error must do
-        return
+    parameters = list(inspect.signature(function).parameters.values())[inputs:]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     takes = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     annotations = _annotations(function)
@@ -89,9 +86,9 @@ def check_call(
         check_options(**options)
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """` (did you mean 'x'?)`, or nothing where no known name is close."""
-    close = difflib.get_close_matches(name, list(known), n=1)
+def suggestion(name: str, names: Iterable[str]) -> str:
+    """` (did you mean 'x'?)`, or nothing where no name is close."""
+    close = difflib.get_close_matches(name, list(names), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 

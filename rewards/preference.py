@@ -90,7 +90,7 @@ class PickScore(Preference):
     """PickScore (2305.01569): exp(logit_scale) * cos(text, image) / normalizer, about 0 to 1.
 
     model: a Hub id or folder of a CLIPModel, or "tiny", the preference model of the tiny world.
-    processor: where its image processor and tokenizer are; None = beside the model. For "tiny" the
+    processor: where its image processor and tokenizer are; None = with the model. For "tiny" the
         default is the model's own.
     normalizer: 26 as in Flow-GRPO (pickscore_scorer.py), about .83 there. Papers print raw.
     offload, text_cache: as for `ClipScore`.

@@ -98,7 +98,6 @@ class DeQA(RewardBase):
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
-        """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU."""
         scores = [torch.empty(0)]
         for chunk in images.split(self.batch_size):
             pictures = [pad_to_square(Image.fromarray(to_uint8(i)), self.colour) for i in chunk]
@@ -140,7 +139,6 @@ class HPSv3(RewardBase):
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
-        """images [B,3,H,W] in [0,1] and their B prompts -> Scores of B, on the CPU."""
         scores = [torch.empty(0)]
         for start in range(0, len(images), self.batch_size):
             rows = slice(start, start + self.batch_size)

@@ -118,7 +118,7 @@ def test_a_head_on_the_hub_is_asked_for_by_its_address(options: dict, monkeypatc
     def download(repository: str, file: str, revision: str | None) -> str:
         asked.append((repository, file, revision))
         if revision is None:
-            raise RuntimeError("no network")
+            raise OSError("no network")
         return options["head"]
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
