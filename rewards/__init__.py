@@ -99,7 +99,10 @@ def build(name: str, **options: Any) -> Reward:
     check(name, options)
     factory = _find(name)
     if not _is_reward(factory):
-        return factory(**options)
+        reward: Reward = factory(**options)
+        if not callable(reward):
+            raise ValueError(f"{name!r} makes a {type(reward).__name__}, which is no reward.")
+        return reward
     # update_wrapper: a plain function keeps its name and what it says of itself (`groupwise`)
     return functools.update_wrapper(functools.partial(factory, **options), factory)
 

@@ -56,19 +56,6 @@ def score(reward: Reward, images: Tensor, prompts: Sequence[str], metadata: Meta
             "they must be one row an image."
         )
 
-    def call(rows: list[int]) -> list[tuple[list[int], Scores]]:
-        """Scores of some rows, in one call; if it fails, in one a row."""
-        some = images if len(rows) == count else images[rows]  # indexing copies
-        asked = [prompts[row] for row in rows], [metadata[row] for row in rows]
-        try:
-            return [(rows, _checked(reward, some, *asked))]
-        except OUTSIDE:
-            raise
-        except Exception as error:
-            if reward.groupwise or len(rows) == 1:
-                return [(rows, failed(len(rows), error))]
-        return [piece for row in rows for piece in call([row])]
-
     finite = torch.isfinite(images).flatten(1).all(1) if count else torch.ones(0, dtype=torch.bool)
     broken = (~finite).nonzero().flatten().tolist()
     groups: dict[Any, list[int]] = {}
@@ -77,12 +64,20 @@ def score(reward: Reward, images: Tensor, prompts: Sequence[str], metadata: Meta
 
     pieces = [(broken, failed(len(broken), "the image has pixels that are NaN or infinite"))]
     left = list(groups.values())
-    try:
-        while left:
-            pieces += call(left[0])
-            left.pop(0)
-    except OUTSIDE as error:
-        pieces += [(rows, failed(len(rows), error)) for rows in left]
+    while left:
+        rows = left.pop(0)
+        some = images if len(rows) == count else images[rows]  # indexing copies
+        asked = [prompts[row] for row in rows], [metadata[row] for row in rows]
+        try:
+            pieces.append((rows, _checked(reward, some, *asked)))
+        except OUTSIDE as error:
+            pieces += [(rows, failed(len(rows), error)) for rows in (rows, *left)]
+            break
+        except Exception as error:
+            if reward.groupwise or len(rows) == 1:
+                pieces.append((rows, failed(len(rows), error)))
+            else:  # there is no other group
+                left = [[row] for row in rows]
     result = assemble(count, pieces)
 
     line = "reward %s failed on %d of %d images (rows %s), which are invalid: %s"

@@ -104,19 +104,25 @@ class Remote(RewardBase):
 
         def call(chunk: range) -> list[tuple[range, Scores]]:
             """Scores of the rows of a chunk, in pieces."""
-            rows = slice(chunk.start, chunk.stop)
-            try:
-                body = wire.encode_request(images[rows], prompts[rows], metadata[rows])
-                answer = client.request("POST", *self._servers(chunk), content=body)
-                self._resting |= dict.fromkeys(answer.failed, time.monotonic() + REST)
-                scores = wire.decode_answer(answer.body, len(chunk))
-                reasons = {row: client.clean(text) for row, text in scores.reasons.items()}
-                return [(chunk, replace(scores, reasons=reasons))]
-            except (WireError, Refused) as error:
-                if error.status in _SPLIT and len(chunk) > 1:  # 2 log2(B) requests a bad row
-                    half = len(chunk) // 2
-                    return [*call(chunk[:half]), *call(chunk[half:])]
-                return [(chunk, failed(len(chunk), error))]
+            pieces: list[tuple[range, Scores]] = []
+            left = [chunk]
+            while left:
+                part = left.pop(0)
+                rows = slice(part.start, part.stop)
+                try:
+                    body = wire.encode_request(images[rows], prompts[rows], metadata[rows])
+                    answer = client.request("POST", *self._servers(chunk), content=body)
+                    self._resting |= dict.fromkeys(answer.failed, time.monotonic() + REST)
+                    scores = wire.decode_answer(answer.body, len(part))
+                    reasons = {row: client.clean(text) for row, text in scores.reasons.items()}
+                    pieces.append((part, replace(scores, reasons=reasons)))
+                except (WireError, Refused) as error:
+                    half = len(part) // 2
+                    if error.status in _SPLIT and half:  # 2 log2(B) requests a bad row
+                        left += [part[:half], part[half:]]
+                    else:
+                        pieces.append((part, failed(len(part), error)))
+            return pieces
 
         pieces = []
         with self._connect() as client:
