@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import degrade
 import numpy as np
@@ -21,6 +22,7 @@ from flowalign.rewards.preference import PickScore
 
 OPTIONS = {"model": "tiny", "normalizer": 25.0, "device": "cpu"}
 REWARD = PickScore(**OPTIONS)
+CLIP: Any = REWARD.clip
 
 
 def held_out(count: int, seed: int = 0) -> list[tuple[dict, list]]:
@@ -47,9 +49,9 @@ def test_the_value_is_the_formula():
     rows = held_out(6)
     metadata = [row for row, _ in rows]
     images, prompts = rendered(metadata, 0), [row["prompt"] for row in metadata]
-    tokens = REWARD.clip.tokenizer(prompts, padding=True, return_tensors="pt")
+    tokens = CLIP.tokenizer(prompts, padding=True, return_tensors="pt")
     with torch.no_grad():
-        outputs = REWARD.clip.model(
+        outputs = CLIP.model(
             input_ids=tokens["input_ids"],
             pixel_values=(images * 255).round() / 127.5 - 1,
         )
