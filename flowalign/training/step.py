@@ -40,7 +40,7 @@ class Step:
         self.parameters = backbone.adapter_parameters(STUDENT)
         optimizer = build_optimizer(config, self.parameters)
         self.parallel = processes.of(accelerator)
-        self.optimizer = self.parallel.prepare(config, backbone, optimizer)
+        self.optimizer = self.parallel.prepare(backbone, optimizer)
         self.lr = learning_rate(config, optimizer)
         self.ema = MovingAverage(self.parameters, **config.ema.model_dump()) if config.ema else None
         self.count = 0
