@@ -6,7 +6,7 @@ failed; such a row leaves every statistic and gets advantage 0. Computed in floa
 float32 [B], without gradient.
 
 Some variants use more than the reward: the parts of a composed reward (`gdpo`), or what was seen
-in earlier rollouts (`adora`, `gated`; flowalign.teachers.running_rewards keeps it). Without it they
+in earlier rollouts (`adora`, `gated`; flowalign.teachers.scored keeps it). Without it they
 say what they do in its place, so that every variant can be called with (value, group) alone.
 """
 
@@ -150,14 +150,11 @@ def adora(
     success rate. A prompt that gets better passes the bar and is no longer amplified; the bar rises
     with the model.
     """
-    advantage = group_relative(value, group, std="group", valid=valid, task=task).double()
-    value, group, valid, _ = _checked(value, group, valid, task)
-    bar = _earlier(bar, value)
-    weight = torch.ones_like(value)
-    for rows in _groups(group, valid & torch.isfinite(bar)):
-        if float((value[rows] > bar[rows]).double().mean()) <= threshold:
-            weight[rows] = amplify
-    return (advantage * weight).float()
+
+    def is_hard(values: Tensor, bars: Tensor) -> bool:
+        return float((values > bars).double().mean()) <= threshold
+
+    return _reweighted(value, group, valid, task, bar, is_hard, amplify)
 
 
 def gated(
@@ -178,14 +175,35 @@ def gated(
     .1 is its number (its authors' blog: .1 did better than 0). Where a run sees few prompts twice,
     this is `group_std`.
     """
+
+    def is_no_better(values: Tensor, averages: Tensor) -> bool:
+        return float(values.mean()) <= float(averages.mean())
+
+    return _reweighted(value, group, valid, task, before, is_no_better, attenuate)
+
+
+def _reweighted(
+    value: Tensor,
+    group: Tensor,
+    valid: Tensor | None,
+    task: Tensor | None,
+    earlier: Tensor | None,
+    chosen: Callable[[Tensor, Tensor], bool],
+    factor: float,
+) -> Tensor:
+    """The advantages of group_relative(std="group"), times `factor` for the prompts that are chosen
+    by their rewards and by what earlier rollouts say of them [B]; NaN, or None = nothing."""
     advantage = group_relative(value, group, std="group", valid=valid, task=task).double()
     value, group, valid, _ = _checked(value, group, valid, task)
-    before = _earlier(before, value)
-    weight = torch.ones_like(value)
-    for rows in _groups(group, valid & torch.isfinite(before)):
-        if float(value[rows].mean()) <= float(before[rows].mean()):
-            weight[rows] = attenuate
-    return (advantage * weight).float()
+    if earlier is None:
+        return advantage.float()
+    if earlier.shape != value.shape:
+        raise ValueError(f"bar and before must be [{len(value)}], got {list(earlier.shape)}")
+    earlier = earlier.detach().to(value)
+    for rows in _groups(group, valid & torch.isfinite(earlier)):
+        if chosen(value[rows], earlier[rows]):
+            advantage[rows] *= factor
+    return advantage.float()
 
 
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {  # (value, group, *, valid, task) -> [B]
@@ -222,15 +240,6 @@ def _checked(
     if broken:
         raise ValueError(f"{broken} of {len(value)} values are not finite; mark them in `valid`")
     return value.detach().double(), group, valid, task
-
-
-def _earlier(known: Tensor | None, value: Tensor) -> Tensor:
-    """What earlier rollouts say of B images [B], as float64; NaN = nothing."""
-    if known is None:
-        return torch.full_like(value, torch.nan)
-    if known.shape != value.shape:
-        raise ValueError(f"bar and before must be [{len(value)}], got {list(known.shape)}")
-    return known.detach().to(value)
 
 
 def _groups(name: Tensor, valid: Tensor) -> Iterator[Tensor]:

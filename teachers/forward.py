@@ -20,8 +20,8 @@ from flowalign.training import metrics
 from flowalign.training.algorithm import STUDENT, Algorithm, Compared, Keeps, Pairs, Parts
 from flowalign.training.losses import velocity_error
 from flowalign.training.noising import noised, of_sampler, stratified
-from flowalign.training.rollout import Size, Stream, clean_schedule
-from flowalign.types import Rollout, Schedule, Source
+from flowalign.training.rollout import Size, Stream
+from flowalign.types import Rollout, Source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +103,6 @@ class Forward(Algorithm[Matched]):
 
     # What the loop asks ------------------------------------------------------------------------
 
-    def plan(self, update: int, size: Size | None = None) -> Schedule:
-        """To the end, without noise; no state on the way is kept."""
-        rollout = self.config.rollout
-        return clean_schedule(self.backbone, rollout.steps, size, rollout.solver)
-
     def sources(self, tasks: list[str]) -> list[Source] | None:
         """The old policy samples, if it is not the student."""
         if self.old is None or self.old.is_student:
@@ -124,15 +119,8 @@ class Forward(Algorithm[Matched]):
             sigmas = torch.stack([self._levels((*levels, *image), size) for image in images])
         else:
             sigmas = self._levels(levels, size)
-        states = noised(rollout, sigmas, (*key, Stream.NOISE))
-        return Matched(
-            rollout=states.rollout,
-            keep=credit.keep,
-            metrics=credit.metrics,
-            notes=credit.notes,
-            advantage=credit.advantage,
-            velocity=states.velocity,
-        )
+        states, target = noised(rollout, sigmas, (*key, Stream.NOISE))
+        return Matched(**vars(replace(credit, rollout=states)), velocity=target)
 
     def _levels(self, key: tuple[int, ...], size: Size | None) -> Tensor:
         """Noise levels [S] that a key draws for images of a size."""

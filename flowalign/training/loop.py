@@ -249,7 +249,6 @@ class Loop:
         )
 
     def _keep_adapter(self, scores: Mapping[str, float]) -> None:
-        self._check_finite(self.parameters, "the adapter")
         save = partial(self.backbone.save_adapter, STUDENT)
         from_main(lambda: checkpoint.write_best_adapter(self.folder, save, scores))
 
@@ -267,14 +266,6 @@ class Loop:
             raise TrainingError(
                 f"update {self.update}: no optimizer step was taken in {self.skipped} updates in a "
                 f"row (train.max_skipped): {fault}. {fault.remedy}. {self._last_good()}"
-            )
-
-    def _check_finite(self, values: Any, whose: str) -> None:
-        """Raise TrainingError where tensors, at any depth, hold NaN: they are not to be written."""
-        if not nonfinite.all_finite(values):
-            raise TrainingError(
-                f"update {self.update}: {whose} holds NaN or infinity, and is not written. "
-                f"{nonfinite.DIVERGED}. {self._last_good()}"
             )
 
     def _last_good(self) -> str:
@@ -313,8 +304,6 @@ class Loop:
         """A complete checkpoint of this moment. Raises OSError on all processes if it cannot be
         written; the older ones are then as they were."""
         with ranks.phase("the checkpoint", self.update):
-            tensors, states = self.step.tensors(), self.step.states()
-            self._check_finite([tensors, states], "the run's state")
             progress = {
                 "steps": self.step.count,
                 **self.evaluations.state(),
@@ -323,8 +312,8 @@ class Loop:
             }
             return self.checkpoints.save(
                 self.update,
-                tensors=tensors,
-                states=states,
+                tensors=self.step.tensors(),
+                states=self.step.states(),
                 progress=progress,
                 about=self.identity,
                 best=bool(self.evaluations.best),
@@ -349,12 +338,9 @@ class Loop:
         for path, reason in saved.skipped.items() if self.accelerator.is_main_process else ():
             text = "--resume: %s is not used: %s. The run continues from %s."
             log.warning(text, path, reason, folder.name)
-        try:
-            rank = self.accelerator.process_index
-            states, progress = checkpoint.load(folder, rank, self.step.tensors())
-            self.step.load_states(states, progress["steps"])
-        except ValueError as error:  # it is sound, and of another adapter
-            raise ConfigError([f"--resume: {error}"]) from error
+        rank = self.accelerator.process_index
+        states, progress = checkpoint.load(folder, rank, self.step.tensors())
+        self.step.load_states(states, progress["steps"])
         self.update = progress["update"]
         self.evaluations.load(progress)
         self.alarm.load(progress["alarm"])

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from types import EllipsisType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -174,13 +174,14 @@ def sample(
                 on_images(rows[0], images[-1], batch.select(rows))
     # In the order of the batch, without repeats; without sources they are so already.
     back = torch.tensor(order, device=backbone.device)[: len(batch)].argsort() if sources else ...
+    joined = _Trajectory(*(_joined(column, back) for column in zip(*trajectories, strict=True)))
     return Rollout(
-        states=_joined([t.states for t in trajectories], back),
-        next_states=_joined([t.next_states for t in trajectories], back),
+        states=joined.states,
+        next_states=joined.next_states,
         schedule=schedule,
-        log_probs=_joined([t.log_probs for t in trajectories], back),
-        means=_joined([t.means for t in trajectories], back),
-        latents=_joined([t.last for t in trajectories], back) if finish else None,
+        log_probs=joined.log_probs,
+        means=joined.means,
+        latents=joined.last if finish else None,
         images=_joined(images, back),
         group=torch.tensor([prompt for prompt, _ in places]),
         copy=torch.tensor([copy for _, copy in places]),
@@ -219,8 +220,8 @@ def generate(
 
 def _joined(parts: Sequence[Tensor | None], back: Tensor | EllipsisType) -> Any:
     """All batches as one tensor, its rows indexed by back; None where a batch has none."""
-    known = [part for part in parts if part is not None]
-    return torch.cat(known)[back] if known else None
+    tensors = [part for part in parts if part is not None]
+    return torch.cat(tensors)[back] if tensors else None
 
 
 def batches(kinds: Sequence[K], size: int) -> Iterator[tuple[K, list[int]]]:
@@ -231,8 +232,7 @@ def batches(kinds: Sequence[K], size: int) -> Iterator[tuple[K, list[int]]]:
             yield kind, rows[start : start + size]
 
 
-@dataclass(frozen=True)
-class _Trajectory:
+class _Trajectory(NamedTuple):
     """A batch of B images along the schedule."""
 
     states: Tensor  # [B,S,C,h,w], the trained ones

@@ -150,7 +150,7 @@ class Step:
         }
 
     def load_states(self, states: dict[str, Any], count: int) -> None:
-        """Put back what `states` gave after `count` steps. Raises ValueError if it does not fit."""
+        """Put back what `states` gave after `count` steps."""
         self.optimizer.load_state_dict(states["optimizer"])
         self.lr.load_state_dict(states["lr"])
         if self.accelerator.scaler and states["scaler"]:
