@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -300,6 +301,21 @@ def forward(
     raw = found.model_dump(mode="json", exclude={"grpo", "stage"})
     raw["rollout"] |= {"kind": "ode", "window": None}
     return config.parse({**raw, "stage": stage, stage: {"states": 3}}, overrides)
+
+
+def weights(loop: Loop) -> Tensor:
+    """All trained parameters of a run, flat."""
+    return torch.cat([p.detach().flatten() for p in loop.parameters])
+
+
+def gradient(loop: Loop, loss: Tensor) -> Tensor:
+    """Of a loss, by them."""
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, loop.parameters)])
+
+
+def lines(loop: Loop) -> list[dict[str, float]]:
+    """The log of a run."""
+    return [json.loads(line) for line in (loop.folder / "metrics.jsonl").read_text().splitlines()]
 
 
 # Processes ---------------------------------------------------------------------------------------

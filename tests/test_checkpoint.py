@@ -64,29 +64,29 @@ def assert_same(found: Any, expected: Any, where: str = "state") -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The state after four updates at once."""
-    return state(run(random_model, tmp_path_factory.mktemp("whole") / "run"))
+def once(
+    random_model: str, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
+    """The folder of a run of four updates at once, and its state."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return folder, state(run(random_model, folder))
+
+
+@pytest.fixture(scope="module")
+def whole(once: tuple[Path, dict[str, Any]]) -> dict[str, Any]:
+    return once[1]
 
 
 def test_two_updates_and_two_more_are_four(
-    random_model: str, tmp_path: Path, whole: dict[str, Any]
+    random_model: str, tmp_path: Path, once: tuple[Path, dict[str, Any]]
 ) -> None:
+    """Their checkpoints, too, to the byte."""
     run(random_model, tmp_path / "run", "train.updates=2")
-    assert_same(state(run(random_model, tmp_path / "run", resume=True)), whole)
-
-
-@pytest.mark.slow
-def test_their_checkpoints_are_equal_to_the_byte(random_model: str, tmp_path: Path) -> None:
-    run(random_model, tmp_path / "once" / "run")
-    run(random_model, tmp_path / "run", "train.updates=2")
-    run(random_model, tmp_path / "run", resume=True)
-    once, again = (
-        folder / "run" / "checkpoints" / "update_000004" for folder in (tmp_path / "once", tmp_path)
-    )
-    names = sorted(path.name for path in once.iterdir() if path.is_file())
-    for name in set(names) - {"manifest.json", "metrics.jsonl"}:  # they hold paths and seconds
-        assert (once / name).read_bytes() == (again / name).read_bytes(), name
+    assert_same(state(run(random_model, tmp_path / "run", resume=True)), once[1])
+    expected, found = (run / "checkpoints/update_000004" for run in (once[0], tmp_path / "run"))
+    names = {path.name for path in expected.iterdir() if path.is_file()}
+    for name in names - {"manifest.json", "metrics.jsonl"}:  # they hold paths and seconds
+        assert (expected / name).read_bytes() == (found / name).read_bytes(), name
 
 
 def test_so_they_are_where_a_reward_keeps_what_it_knows_of_prompts(
@@ -180,15 +180,6 @@ def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
     names = ["update_000001", "update_000002", "update_000003"]
     assert [p.name for p in checkpoints.all()] == names[-keep:]
     assert sorted(p.name for p in checkpoints.folder.iterdir()) == names[-keep:]
-
-
-def test_a_complete_checkpoint_is_never_taken_away_to_be_written_again(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, 1)
-    first = save(checkpoints, 1)
-    inode = first.stat().st_ino
-    assert save(checkpoints, 1) == first
-    assert first.stat().st_ino == inode
-    assert [p.name for p in checkpoints.folder.iterdir()] == [first.name]
 
 
 def save(checkpoints: Checkpoints, update: int) -> Path:

@@ -1,6 +1,5 @@
 """Several image sizes: one a rollout, in turn or by task; each has its own schedule."""
 
-import json
 from pathlib import Path
 
 import fakes
@@ -102,20 +101,6 @@ def test_tasks_of_two_sizes_are_distilled(random_model: str, tmp_path: Path, sta
     loop.run()
     rows = test_checkpoint.state(loop)["metrics"]
     assert len(rows) == 4 and all(row["grad_norm"] > 0 for row in rows)
-
-
-@pytest.mark.slow
-def test_two_processes_take_the_same_size(random_model: str, tmp_path: Path) -> None:
-    alone = fakes.wired(fakes.settings(random_model, tmp_path / "1", *SIZES, "train.updates=2"))
-    alone.run()
-    found = fakes.settings(random_model, tmp_path / "2", *SIZES, "train.updates=2")
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(found.model_dump(mode="json")))
-    done = fakes.launch(fakes.ROOT / "train.py", "--config", path)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = (tmp_path / "2" / "metrics.jsonl").read_text().splitlines()
-    norms = [row["grad_norm"] for row in test_checkpoint.state(alone)["metrics"]]
-    assert [json.loads(line)["grad_norm"] for line in lines] == pytest.approx(norms, rel=1e-3)
 
 
 def test_the_schedule_is_that_of_the_size(tmp_path: Path) -> None:
