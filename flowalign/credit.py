@@ -46,10 +46,10 @@ def group_relative(
     for images in _groups(task, valid):
         spread = value[images].std(correction=0)  # population std
         for rows in _groups(group, valid & (task == task[images[0]])):
-            own = value[rows]
-            if not _all_equal(own):
-                scale = spread if std == "batch" else own.std(correction=0)
-                advantage[rows] = (own - own.mean()) / (scale + eps)
+            rewards = value[rows]
+            if not _all_equal(rewards):
+                scale = spread if std == "batch" else rewards.std(correction=0)
+                advantage[rows] = (rewards - rewards.mean()) / (scale + eps)
     return advantage.float()
 
 
@@ -67,15 +67,15 @@ def gaussian_ranks(
     value, group, valid, _ = _checked(value, group, valid, task)  # a group is of one task
     advantage = torch.zeros_like(value)
     for rows in _groups(group, valid):
-        own, order = value[rows].sort()
-        if _all_equal(own):
+        rewards, order = value[rows].sort()
+        if _all_equal(rewards):
             continue
-        n = len(own)
-        rank = torch.arange(1, n + 1, dtype=own.dtype, device=own.device)
+        n = len(rewards)
+        rank = torch.arange(1, n + 1, dtype=rewards.dtype, device=rewards.device)
         quantile = torch.special.ndtri((rank - 0.5) / n)  # Phi^-1
-        gap = own.diff(prepend=own[:1]) > _ROUNDING * own.abs().max()
+        gap = rewards.diff(prepend=rewards[:1]) > _ROUNDING * rewards.abs().max()
         tie = gap.long().cumsum(0)  # [n] equal numbers for equal values
-        shared = torch.zeros_like(own).index_add(0, tie, quantile) / tie.bincount(minlength=n)
+        shared = torch.zeros_like(rewards).index_add(0, tie, quantile) / tie.bincount(minlength=n)
         advantage[rows[order]] = shared[tie]
     return advantage.float()
 
@@ -96,7 +96,7 @@ def gdpo(
 
     parts, weights [K,B]: the parts of the reward and how they are weighted, a column an image; a
     weight of 0 = the image's reward has no such part. None = the value is the only part. With
-    GRPO's one normalisation of the weighted sum, the part of the largest range has the say.
+    GRPO's one normalisation of the weighted sum, the part with the largest range dominates.
     Population std. A part that is NaN leaves that part's statistics and adds 0. Departure: a group
     in which no part has a spread gets exactly 0, as in `group_relative`.
     """
@@ -111,15 +111,15 @@ def gdpo(
     total, spread = torch.zeros_like(value), torch.zeros_like(valid)
     for part, weight in zip(parts, weights, strict=True):
         for rows in _groups(group, valid & torch.isfinite(part) & (weight != 0)):
-            own = part[rows]
-            if not _all_equal(own):
-                scale = own.std(correction=0).clamp_min(1e-6)
-                total[rows] += weight[rows] * (own - own.mean()) / scale
+            scores = part[rows]
+            if not _all_equal(scores):
+                scale = scores.std(correction=0).clamp_min(1e-6)
+                total[rows] += weight[rows] * (scores - scores.mean()) / scale
                 spread[rows] = True
     advantage = torch.zeros_like(value)
     for rows in _groups(task, valid):
-        own = total[rows]
-        normalised = (own - own.mean()) / own.std(correction=0).clamp_min(1e-6)
+        sums = total[rows]
+        normalised = (sums - sums.mean()) / sums.std(correction=0).clamp_min(1e-6)
         advantage[rows] = torch.where(spread[rows], normalised, 0.0)
     return advantage.float()
 
@@ -137,7 +137,7 @@ def adora(
     """The advantages of group_relative(std="group"), times `amplify` for the prompts that are hard
     at present: at most `threshold` of their images succeed. [B]
 
-    ADORA (2602.10019) multiplies the advantages of a prompt by a weight that is computed anew from
+    ADORA (2602.10019) multiplies the advantages of a prompt by a weight that is computed from
     every rollout: 2 for prompts whose success rate is at most .5 (the difficulty criterion, with
     the amplification of its language models), else 1. Its other criterion, the length of an answer,
     has no counterpart in images. We had the abstract, the authors' code (github.com/ShadeCloak/

@@ -1,6 +1,6 @@
 """What NFT and AWM share: rollouts by any sampler, scores, and clean images with noise added.
 
-Both learn at noise levels of their own choice, not at the states of the rollout. So a rollout needs
+Both learn at noise levels that they draw, not at the states of the rollout. So a rollout needs
 no noise, no log-probabilities and no stored trajectory (DiffusionNFT, 2509.16117; AWM, 2509.25050).
 """
 
@@ -45,13 +45,13 @@ class Policy:
 
     @property
     def is_student(self) -> bool:
-        """Whether its weights are those of the student now."""
+        """Whether it has the student's weights now."""
         pairs = zip(self.parameters, self.student, strict=True)
         return not torch.stack([(policy != student).any() for policy, student in pairs]).any()
 
     @torch.no_grad()
     def follow(self, steps: int) -> None:
-        """After the optimizer steps of a rollout; steps: those of the run so far."""
+        """After the optimizer steps of a rollout; steps: how many the run has taken."""
         decay = rising_decay(steps, **self.settings.model_dump())
         for policy, student in zip(self.parameters, self.student, strict=True):
             policy.copy_(decay * policy + (1 - decay) * student)
@@ -153,29 +153,16 @@ class Forward(Algorithm[Matched]):
     def near_base(
         self, policy: Tensor, pairs: Pairs, velocity: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
-        """The policy loss plus kl_weight times the drift from the base, and the drift for the
-        log."""
-        drift = self.drift(pairs, velocity)
-        if drift is None:
+        """The policy loss plus kl_weight times the drift |v - v_base|^2, and the drift for the log.
+        Without a weight only an update's first micro-batch is compared with the base."""
+        weight = self.settings.kl_weight
+        if not (weight > 0 or pairs.first):
             return policy, {}
-        weight, measured = self.settings.kl_weight, float(drift.detach().mean())
-        total = policy + weight * drift.mean() if weight > 0 else policy
-        return total, {metrics.VELOCITY_DRIFT: measured}
-
-    def drift(self, pairs: Pairs, velocity: Tensor) -> Tensor | None:
-        """|v - v_base|^2 [b]. Without a weight only of an update's first micro-batch, for the log:
-        else None, at no cost."""
-        if not (self.settings.kl_weight > 0 or pairs.first):
-            return None
         with torch.no_grad(), self.backbone.base():
             base = pairs.velocity(self.backbone, self.guidance)
-        return velocity_error(velocity, base)
-
-
-def keeping(prepared: Matched, everything: bool, advantage: Tensor) -> Matched:
-    """The rollout with these advantages [B]: kept are the images whose is not 0, or all."""
-    keep = (advantage.cpu() != 0) | everything
-    return replace(prepared, advantage=advantage, keep=keep)
+        drift = velocity_error(velocity, base).mean()
+        total = policy + weight * drift if weight > 0 else policy
+        return total, {metrics.VELOCITY_DRIFT: float(drift.detach())}
 
 
 def _differing_share(config: ForwardStage, old: PolicyConfig, updates: Sequence[int]) -> float:
