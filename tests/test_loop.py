@@ -310,18 +310,6 @@ def test_the_kl_is_the_one_that_is_named(random_model: str, tmp_path: Path) -> N
 # What a run leaves behind ------------------------------------------------------------------------
 
 
-def test_without_evaluation_the_average_is_the_result(random_model: str, tmp_path: Path) -> None:
-    loop = updated(random_model, tmp_path / "run", "ema.decay=0.9", count=3)
-    assert loop.step.ema is not None
-    live = weights(loop).cpu()
-    average = torch.cat([p.flatten().cpu() for p in loop.step.ema.shadow_params])
-    assert (live - average).abs().max() > 0
-    again = fakes.backbone(random_model)
-    again.load_adapter(STUDENT, tmp_path / "run" / "adapter")
-    saved = torch.cat([p.detach().flatten() for p in again.adapter_parameters(STUDENT)])
-    assert torch.equal(saved, average)
-
-
 @pytest.mark.parametrize("updates", [1, 4])
 def test_a_short_run_returns_what_it_learnt(
     random_model: str, tmp_path: Path, updates: int

@@ -7,14 +7,12 @@ from typing import Any
 
 import fakes
 import pytest
-import test_checkpoint
 import torch
 from fakes import gradient, lines
 from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign.config import ConfigError
-from flowalign.teachers.awm import Awm
 from flowalign.teachers.forward import Forward, Matched, Policy, rising_decay
 from flowalign.teachers.nft import Nft, chosen_advantage
 from flowalign.training.algorithm import STUDENT, pairs_of
@@ -249,29 +247,6 @@ def test_an_update_of_nan_moves_no_policy(random_model: str, tmp_path: Path) -> 
 # Resume, processes, compilation -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("stage", STAGES)
-def test_what_is_stopped_goes_on_to_the_bits_of_what_was_not(
-    random_model: str, tmp_path: Path, stage: str, steps: int
-) -> None:
-    given = [*STAGES[stage], f"optimizer.updates_per_rollout={steps}", "optimizer.lr=1e-2"]
-
-    def whole(name: str, *overrides: str, resume: bool = False) -> dict[str, Any]:
-        found = fakes.forward(random_model, tmp_path / name, *given, *overrides, stage=stage)
-        loop = fakes.wired(found)
-        assert loop.resume() == resume
-        loop.run()
-        policies = {
-            key: [*map(torch.clone, value)] for key, value in loop.algorithm.tensors().items()
-        }
-        assert policies
-        return test_checkpoint.state(loop) | policies
-
-    once = whole("once")
-    whole("run", "train.updates=2")
-    test_checkpoint.assert_same(whole("run", resume=True), once)
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("stage", STAGES)
@@ -339,9 +314,3 @@ def test_the_loss_may_have_a_cfg_scale_of_its_own(random_model: str, tmp_path: P
     loop = fakes.wired(fakes.forward(random_model, tmp_path / "run", *given))
     assert loop.config.guidance == loop.algorithm.guidance == 1.0
     assert loop.config.evaluation_sampling.guidance == 4.5
-
-
-@pytest.mark.parametrize("kind", [Nft, Awm])
-def test_the_stages_are_wired(random_model: str, tmp_path: Path, kind: type[Forward]) -> None:
-    loop = fakes.wired(fakes.forward(random_model, tmp_path / "run", stage=kind.__name__.lower()))
-    assert isinstance(loop.algorithm, kind)

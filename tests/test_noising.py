@@ -4,7 +4,6 @@ import dataclasses
 from pathlib import Path
 
 import fakes
-import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
@@ -12,8 +11,6 @@ from torch.testing import assert_close
 from flowalign.config.rollout import steps_within
 from flowalign.training.algorithm import pairs_of
 from flowalign.training.noising import noised, of_sampler, stratified
-from flowalign.training.rollout import Noise, Stream
-from flowalign.training.student.sft import Sft
 from flowalign.types import Rollout
 
 
@@ -109,25 +106,3 @@ def test_the_noise_belongs_to_the_image_and_not_to_its_row(rollout: Rollout) -> 
     (_, velocity), (_, of_part) = noised(rollout, sigmas, (3, 1)), noised(part, sigmas, (3, 1))
     assert torch.equal(of_part, velocity[rows])
     assert not torch.equal(noised(rollout, sigmas, (3, 2))[1], velocity)
-
-
-def test_sft_draws_what_it_drew_before_it_shared_this(random_model: str, tmp_path: Path) -> None:
-    """Bit for bit: the arithmetic that sft had inline."""
-    found = fakes.distillation(random_model, tmp_path / "run", "sft.states=4", stage="sft")
-    loop = fakes.wired(found)
-    sft, update = loop.algorithm, 3
-    assert isinstance(sft, Sft)
-    sampled = loop.rollout(update)
-    assert sampled.latents is not None
-    rng = np.random.default_rng([0, update, Stream.SFT])
-    u = torch.from_numpy((np.arange(4) + rng.random(4)) / 4).flip(0).float()
-    shift = loop.backbone.shift(found.rollout.steps)
-    sigmas = shift * u / (1 + (shift - 1) * u)
-    clean, own = sampled.latents[:, None], Noise((0, update, Stream.SFT))
-    places = zip(sampled.group.tolist(), sampled.copy.tolist(), strict=True)
-    noise = torch.stack([own.draw(p, c, clean.shape[2:], 3) for p, c in places])
-    sigma = sigmas[:, None, None, None]
-    targets = sft.prepare(sampled, update)
-    assert torch.equal(targets.rollout.states, (1 - sigma) * clean + sigma * noise)
-    assert torch.equal(targets.velocity, noise - clean)
-    assert torch.equal(targets.rollout.sigmas, torch.cat([sigmas, torch.zeros(1)]))

@@ -46,6 +46,7 @@ class Troubled:
             time.sleep(8)
         if self.how == "orphan":
             os.kill(os.getppid(), signal.SIGKILL)
+        if self.how in ("orphan", "hang"):
             time.sleep(600)
 
 
@@ -90,7 +91,7 @@ def ends(path: Path, script: Path = fakes.ROOT / "train.py") -> tuple[list[Any],
         codes, said = [rank.poll() for rank in ranks], "".join(rank.said()[1] for rank in ranks)
         for rank in ranks:
             rank.send_signal(signal.SIGCONT)
-        assert all(rank.wait(20) for rank in ranks)  # none goes on alone
+        assert None not in codes or all(rank.wait(20) for rank in ranks)  # none goes on alone
         return codes, said
     finally:
         for rank in ranks:
@@ -139,6 +140,18 @@ def test_a_rank_that_hangs_is_named_after_the_configured_time(
     codes, said = ends(path)
     assert codes == [1, None], said
     said_once(said, 1)
+
+
+@pytest.mark.slow
+def test_a_reward_that_hangs_in_one_process_is_masked_and_the_other_waits(
+    random_model: str, tmp_path: Path
+) -> None:
+    more = ["train.score_seconds=2", "train.max_invalid_share=0.6", "train.updates=2"]
+    path = config(tmp_path, random_model, "hang", *more)
+    codes, said = ends(path)
+    assert codes == [0, 0], said
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["invalid_share"] for row in rows] == [0, 0.5]
 
 
 def launcher(*command: object) -> subprocess.Popen[str]:

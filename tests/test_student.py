@@ -241,23 +241,6 @@ def test_a_run_comes_nearer_to_its_teachers(random_model: str, tmp_path: Path) -
 # As exact as any run -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", ["opd", "sft"])
-def test_a_resumed_run_equals_the_uninterrupted_one(
-    random_model: str, tmp_path: Path, stage: str
-) -> None:
-    def run(name: str, *given: str, resume: bool = False) -> Tensor:
-        states = ["student.states={select: random, count: 1}"] if stage == "opd" else []
-        config = fakes.distillation(random_model, tmp_path / name, *states, *given, stage=stage)
-        loop = fakes.wired(config)
-        assert loop.resume() is resume
-        loop.run()
-        return weights(loop)
-
-    whole = run("whole")
-    run("parts", "train.updates=2")
-    assert torch.equal(run("parts", resume=True), whole)
-
-
 # Cold start --------------------------------------------------------------------------------------
 
 
