@@ -1,4 +1,4 @@
-"""The bank of teachers: frozen adapters on the student's own base, asked for labels by task.
+"""The bank of teachers: frozen adapters on the student's base, asked for labels by task.
 
 Memory per further teacher is its LoRA. The states of a batch are sorted by teacher and labelled
 teacher by teacher, so that every forward pass has one adapter.
@@ -110,4 +110,4 @@ class Bank:
 
 
 def _adapter(name: str) -> str:
-    return f"teacher_{name}"  # a name on the base, beside the student's
+    return f"teacher_{name}"  # on the base; the student has another name

@@ -46,7 +46,7 @@ class Inputs:
         return self.adapters[source]
 
     def prompts(self, source: str, task: str) -> PromptBatch:
-        """The prompts of a source, as those of a task. Raises PromptError and OSError."""
+        """The prompts of a source, for a task. Raises PromptError and OSError."""
         if (source, task) not in self.prompt_sets:
             self.prompt_sets[source, task] = load_prompts(source, task)
         return self.prompt_sets[source, task]

@@ -115,15 +115,15 @@ def places(prompts: int, copies: int) -> list[Place]:
 def shard(prompts: int, copies: int, shares: int, rank: int, world: int) -> list[Place]:
     """The images of process `rank` of `world`, ordered by the optimizer step that they are for.
 
-    The batch is cut into `shares` of whole prompts, one for each optimizer step. Every process has
-    an equal part of each share, so that a step learns from the same images whatever `world` is.
+    The batch is cut into `shares` of complete prompts, one for each optimizer step. Every process
+    has an equal part of each share, so that a step learns from the same images whatever `world` is.
     Raises ValueError where they cannot be shared evenly.
     """
     size, rest = divmod(prompts // shares * copies, world)
     if prompts % shares or rest:
         raise ValueError(
             f"{prompts} prompts x {copies} images cannot be shared by {world} processes in "
-            f"{shares} equal shares of whole prompts"
+            f"{shares} equal shares of complete prompts"
         )
     images = places(prompts, copies)
     starts = range(0, len(images), size * world)

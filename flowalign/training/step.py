@@ -169,7 +169,7 @@ def build_optimizer(
 
 
 def learning_rate(config: TrainingStage, optimizer: torch.optim.Optimizer) -> LambdaLR:
-    """diffusers' schedule of that name, over the optimizer steps of the whole run."""
+    """diffusers' schedule of that name, over the optimizer steps of the run."""
     o, steps = config.optimizer, config.optimizer_steps
     name = "constant_with_warmup" if o.schedule == "constant" else o.schedule
     return get_scheduler(name, optimizer, num_warmup_steps=o.warmup, num_training_steps=steps)

@@ -1,8 +1,8 @@
 """How the processes of a run share the work: one alone, DDP or FSDP2.
 
 accelerate's config file (configs/accelerate/) chooses, and accelerate does most of the work; this
-file does what it leaves to its caller. Every process holds every adapter whole and in float32, so
-that EMA, checkpoints and saved adapters are those of a single process. FSDP2 shards the frozen
+file does what it leaves to its caller. Every process holds every adapter unsharded and in float32,
+so that EMA, checkpoints and saved adapters equal a single process's. FSDP2 shards the frozen
 base; docs/scaling.md says when that pays.
 """
 
@@ -86,8 +86,8 @@ RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # the launcher tells its ranks which at
 
 def _fresh_store() -> dict[str, Any]:
     """What the group of restarted ranks is made with. Where the launcher's rendezvous is static, as
-    accelerate's is, torch gives them the store of the ranks before them, with addresses where
-    nobody listens any more. So the keys of each attempt have a prefix."""
+    accelerate's is, torch gives them the store of the ranks before them, with addresses that
+    no process listens at any more. So the keys of each attempt have a prefix."""
     attempt, world = (int(os.environ.get(key) or 0) for key in (RESTARTS, "WORLD_SIZE"))
     if not attempt or world < 2 or torch.distributed.is_initialized():
         return {}
@@ -285,7 +285,7 @@ def of(accelerator: Accelerator) -> Parallel:
 
 
 class Parallel:
-    """One process, or DDP: every process holds the whole model. The backward pass of an optimizer
+    """One process, or DDP: every process holds the full model. The backward pass of an optimizer
     step's last micro-batch averages the gradients.
 
     lockstep: all processes must run the same number of micro-batches (`missing_steps`).
@@ -320,7 +320,7 @@ class Parallel:
             backbone.transformer = wrapped
 
     def average(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Make the gradients those of all processes, where the backward pass has not."""
+        """Average the gradients over all processes, where the backward pass has not."""
 
 
 class Fsdp2(Parallel):

@@ -82,26 +82,17 @@ class Sign:
             return True
 
 
-@dataclass
-class Phase:
-    """seconds: how long it took, once it is over."""
-
-    seconds: float = 0.0
-
-
 @contextmanager
-def phase(name: str, update: int | None = None) -> Iterator[Phase]:
-    """Around a part of a run: what other ranks say of this one if it is lost there, and its time.
-    A collective operation that fails raises LostRank. The name stays until the next one."""
+def phase(name: str, update: int | None = None) -> Iterator[None]:
+    """Around a part of a run: what other ranks say of this one if it is lost there. A collective
+    operation that fails raises LostRank. The name stays until the next one."""
     watch().enter(name if update is None else f"{name} (update {update})")
-    phase, began = Phase(), time.perf_counter()
     try:
-        yield phase
+        yield
     except RuntimeError as error:
         if lost := watch().explain(error):
             raise lost from error
         raise
-    phase.seconds = time.perf_counter() - began
 
 
 @functools.cache
@@ -256,7 +247,7 @@ class Watch:
 
     def _look_for_launcher(self) -> None:
         if self._launcher is not None and os.getppid() != self._launcher:
-            text = f"the launcher (process {self._launcher}) is gone, and nobody watches this run."
+            text = f"the launcher (process {self._launcher}) is gone, and the run ends with it."
             self.verdict = Verdict(f"{text} {AGAIN}", rank=-1)
             self._exit()
 

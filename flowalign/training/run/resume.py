@@ -182,9 +182,8 @@ def _unfinished(run: Path, config: TrainingStage) -> Iterator[str]:
 
 
 def truncate_to(run: Path, checkpoint: Path, update: int, evaluated: int) -> None:
-    """Make log, samples and warnings those of a run that has just written this checkpoint. update,
-    evaluated: rollouts done, and done at the last evaluation that counted; a later one is taken
-    again."""
+    """Set log, samples and warnings back to the moment of this checkpoint. update, evaluated:
+    rollouts done, and done at the last evaluation that counted; a later one is taken again."""
     for path in (run / SAMPLES).glob("*"):
         if (match := SAMPLE.fullmatch(path.name)) and int(match[1]) > update:
             path.unlink()
