@@ -65,11 +65,9 @@ def write(
 ) -> None:
     """Write P prompts' metadata and images, P x [K,3,H,W] in [0,1], as prompts first, first + 1...
 
-    Raises ValueError for metadata that cannot be judged, unequal lengths and pixels that are NaN,
-    and FolderError if a prompt already has images.
+    Raises ValueError for metadata that cannot be judged and pixels that are NaN, and FolderError if
+    a prompt already has images.
     """
-    if len(metadata) != len(images):
-        raise ValueError(f"got {len(metadata)} prompts and images of {len(images)}; give one each.")
     for number, (meta, samples) in enumerate(zip(metadata, images, strict=True), first):
         check_metadata(meta, f"prompt {number}")
         target = Path(folder) / f"{number:05}" / "samples"
