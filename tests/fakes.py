@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -264,17 +267,23 @@ def wired(found: config.TrainingStage, *, moved: bool = False) -> Loop:
     return loop
 
 
-def teachers(model: str, folder: Path) -> dict[str, str]:
-    """Two teachers of a model that differ: name -> adapter folder."""
-    found = {}
+@functools.cache
+def _teachers(model: str) -> Path:
+    """The teachers of a model, made once."""
+    folder = Path(tempfile.mkdtemp(prefix="teachers_"))
     for seed, name in enumerate(["even", "odd"]):
         teacher = backbone(model)
         teacher.name = model
         teacher.add_adapter("t", rank=2 + seed, alpha=4.0)
         shake(teacher, "t", seed=seed + 5, scale=0.2)
-        found[name] = str(folder / name)
-        teacher.save_adapter("t", found[name])
-    return found
+        teacher.save_adapter("t", folder / name)
+    return folder
+
+
+def teachers(model: str, folder: Path) -> dict[str, str]:
+    """Two teachers of a model that differ: name -> adapter folder."""
+    shutil.copytree(_teachers(model), folder, dirs_exist_ok=True)
+    return {name: str(folder / name) for name in ("even", "odd")}
 
 
 def distillation(

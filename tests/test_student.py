@@ -286,13 +286,8 @@ def test_the_teachers_sample_for_sft(random_model: str, tmp_path: Path) -> None:
     [
         (["tasks.0.teacher=nobody"], ["tasks.0.teacher", "nobody"]),
         (["tasks.0.teacher=odd"], ["teachers.even"]),
-        (["rollout.kind=ode"], ["rollout.kind", "student.weighting"]),
-        (
-            ["rollout.kind=ode", "student.weighting=mean", "student.gradient=policy"],
-            ["rollout.kind", "student.gradient"],
-        ),
+        (["rollout.kind=ode"], ["rollout.kind", "needs"]),
         (["student.gradient=published"], ["student.weighting", "published"]),
-        (["student.reward_to_go=true"], ["student.reward_to_go", "pathwise"]),
         (["student.states={select: random, count: 4}"], ["count", "rollout.window"]),
         (["student.gradient=policy", "student.guidance=2"], ["student.guidance", "2.0", "1.0"]),
         (["student.reward_weight=1", "rollout.copies=1"], ["rollout.copies"]),
