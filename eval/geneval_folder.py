@@ -3,7 +3,7 @@
     python -m flowalign.eval.geneval_folder FOLDER --detector mask2former [--out results.jsonl]
 
 scores a folder of images that this library or the official script wrote, and prints the accuracy
-of each task and the overall. The layout is that of djghosh13/geneval@af4902f, so that the official
+of each task and the overall. The layout is from djghosh13/geneval@af4902f, so that the official
 `evaluate_images.py` scores what `write` wrote, and `summary_scores.py` reads what `evaluate` wrote:
 
     FOLDER/00000/metadata.jsonl          one line: tag, include, exclude, prompt

@@ -155,7 +155,7 @@ class Export:
         self.content = {"layout": images.layout, **store.settings}
 
     def check(self) -> None:
-        """StoreError if the folder holds other images, or those of more or fewer prompts."""
+        """StoreError if the folder holds other images, or more or fewer prompts."""
         recorded = read_record(self.folder, self.record)
         if recorded is None or recorded == self.content:
             return

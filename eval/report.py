@@ -196,7 +196,7 @@ def _block(name: str, judges: Sequence[Benchmark], results: Results) -> Block:
 
 # report.html --------------------------------------------------------------------------------------
 
-# Scores that others published for Stable Diffusion 3.5 Medium, shown beside ours as theirs. Their
+# Scores that others published for Stable Diffusion 3.5 Medium, shown next to ours as theirs. Their
 # GenEval uses mmdet's detector, their OCR PaddleOCR 2, and their preference prompts are not known,
 # so small differences to ours mean nothing.
 PUBLISHED: Mapping[str, Any] = {

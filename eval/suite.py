@@ -250,7 +250,7 @@ def judge_set(
 
 
 def _share(images: ImageSet, size: int, world: int, rank: int) -> list[range]:
-    """The batches of a process: whole prompts, at most `size` images where that is possible.
+    """The batches of a process: all images of a few prompts, at most `size` where that is possible.
 
     The batches are the same for any number of processes, and so is their arithmetic.
     """
@@ -275,7 +275,7 @@ def _is_sampled(batch: _Batch, store: Store | None) -> bool:
     if store is None:
         return bool(batch.needed)  # empty if the images are not judged, shown or measured
     wanted = [key for key in batch.keys if key in batch.needed or store.saves(key)]
-    return not all(map(store.has, wanted))  # by name only: a broken file is sampled unprepared
+    return not all(map(store.has, wanted))
 
 
 def _pixels(
