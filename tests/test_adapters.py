@@ -186,7 +186,7 @@ def test_without_any_description_alpha_is_the_rank_and_a_warning_says_so(
 def test_a_half_precision_base_does_not_round_an_adapter(
     random_model: str, peft_folders: dict[str, Path]
 ) -> None:
-    backbone = fakes.backbone(random_model, dtype=torch.bfloat16)
+    backbone = fakes.backbone(random_model, dtype="bfloat16")
     backbone.load_adapter("exact", peft_folders["official"])
     weights = read_lora(peft_folders["official"]).weights
     mine = backbone._weights("exact")

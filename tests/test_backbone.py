@@ -109,7 +109,7 @@ def test_replace_adapter_refuses_one_of_other_layers(random_model: str, tmp_path
 
 
 def test_adapter_weights_are_float32_on_a_half_precision_base(random_model: str) -> None:
-    backbone = fakes.backbone(random_model, dtype=torch.bfloat16)
+    backbone = fakes.backbone(random_model, dtype="bfloat16")
     backbone.add_adapter(STUDENT, rank=4, alpha=4, targets=fakes.TARGETS)
     assert {p.dtype for p in backbone.adapter_parameters(STUDENT)} == {torch.float32}
     assert backbone.dtype == torch.bfloat16
@@ -129,8 +129,9 @@ def test_guidance_extrapolates_from_the_unconditional_velocity(random_model: str
 def test_pixels_that_are_no_whole_patches_are_refused(
     random_model: str, height: int, width: int
 ) -> None:
+    config = ModelConfig(id="x").model_copy(update={"height": height, "width": width})
     with pytest.raises(ModelError, match=f"{height}x{width} pixels; .* multiples of 16"):
-        Backbone(load_pipeline(random_model), height=height, width=width, max_sequence_length=16)
+        Backbone(load_pipeline(random_model), config)
 
 
 def test_a_model_that_is_not_there_says_what_to_do(tmp_path: Path) -> None:
@@ -145,13 +146,13 @@ def test_a_model_that_is_not_there_says_what_to_do(tmp_path: Path) -> None:
 # Less memory -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"dtype": torch.bfloat16}])
+@pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"dtype": "bfloat16"}])
 def test_an_adapter_keeps_all_its_bits_on_a_base_that_has_fewer(
     random_model: str, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     full = fakes.adapted(random_model)
     full.save_adapter(STUDENT, tmp_path)
-    small = quantized(random_model, **options)
+    small = fakes.backbone(random_model, **options)
     small.load_adapter(STUDENT, tmp_path)
     pairs = zip(small.adapter_parameters(STUDENT), full.adapter_parameters(STUDENT), strict=True)
     assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
@@ -159,7 +160,7 @@ def test_an_adapter_keeps_all_its_bits_on_a_base_that_has_fewer(
 
 def test_fp8_is_the_rounded_base_in_velocity_and_gradient(random_model: str) -> None:
     """Against the same base whose weights were rounded by hand where they are stored in 8 bits."""
-    small, rounded = quantized(random_model, quantization="fp8"), fakes.backbone(random_model)
+    small, rounded = fakes.backbone(random_model, quantization="fp8"), fakes.backbone(random_model)
     eight = {n for n, p in small.core.named_parameters() if p.dtype == torch.float8_e4m3fn}
     assert len(eight) > 20 and not any("norm" in name for name in eight)
     for name, weight in rounded.core.named_parameters():
@@ -180,16 +181,8 @@ def test_fp8_is_the_rounded_base_in_velocity_and_gradient(random_model: str) -> 
     }
 
 
-def quantized(model: str, **options: Any) -> Backbone:
-    pipe = load_pipeline(model, **options)
-    return Backbone(
-        pipe, height=32, width=32, max_sequence_length=16, dtype=options.get("dtype", torch.float32)
-    )
-
-
 def test_the_vae_keeps_its_bits_and_decodes_in_small_batches(random_model: str) -> None:
-    config = ModelConfig(id=random_model, dtype="bfloat16", height=32, width=32, decode_batch=2)
-    backbone = Backbone.load(config)
+    backbone = fakes.backbone(random_model, dtype="bfloat16", decode_batch=2)
     full = fakes.backbone(random_model)
     assert backbone.dtype == torch.bfloat16 and backbone.pipe.vae.dtype == torch.float32
     seen: list[int] = []
@@ -210,7 +203,7 @@ def with_scheduler(model: str, size: int = 32, **changes: Any) -> Backbone:
     """The backbone of a pipeline whose scheduler has these settings."""
     pipe = load_pipeline(model)
     pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, **changes)
-    return Backbone(pipe, height=size, width=size, max_sequence_length=16)
+    return fakes.backbone(model, pipe, height=size, width=size)
 
 
 @pytest.mark.parametrize(
@@ -275,6 +268,6 @@ def test_a_scheduler_of_another_kind_is_refused(random_model: str) -> None:
 
     pipe = load_pipeline(random_model)
     pipe.scheduler = FlowMatchHeunDiscreteScheduler()
-    backbone = Backbone(pipe, height=32, width=32, max_sequence_length=16)
+    backbone = fakes.backbone(random_model, pipe)
     with pytest.raises(ModelError, match="FlowMatchHeunDiscreteScheduler"):
         backbone.sigmas(5)

@@ -15,6 +15,7 @@ from torch.testing import assert_close
 from flowalign import sde
 from flowalign.backbone import Backbone, ModelError, load_pipeline
 from flowalign.backbone.attention import use_backend
+from flowalign.config import ModelConfig
 from flowalign.training.rollout import Noise, Schedule, places, sample
 from flowalign.types import PromptBatch
 
@@ -60,7 +61,11 @@ def pipes() -> Iterator[dict[str, Any]]:
 
 
 def backbone(pipe: Any, height: int = 64, width: int = 96) -> Backbone:
-    return Backbone(pipe, height=height, width=width, max_sequence_length=LENGTH)
+    dtype: Any = str(pipe.transformer.dtype).removeprefix("torch.")
+    sizes: dict[str, Any] = {"height": height, "width": width, "max_sequence_length": LENGTH}
+    found = Backbone(pipe, ModelConfig(id="random", dtype=dtype, **sizes))
+    found.name = None  # peft would look for it on the Hub
+    return found
 
 
 def packed(pipe: Any, latents: torch.Tensor) -> torch.Tensor:

@@ -86,7 +86,7 @@ def test_a_half_precision_base_is_under_no_autocast(random_model: str, tmp_path:
 def test_sample_draws_what_an_evaluation_scores(
     random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
-    backbone = fakes.backbone(random_model, dtype=getattr(torch, dtype))
+    backbone = fakes.backbone(random_model, dtype=dtype)
     backbone.name = random_model
     backbone.add_adapter(STUDENT, rank=4, alpha=6.0, targets=fakes.TARGETS)
     fakes.shake(backbone)
@@ -109,7 +109,7 @@ def test_labels_of_a_frozen_teacher_are_the_velocities_it_was_trained_with(
     paths = fakes.teachers(random_model, tmp_path)
     found = []
     for frozen in (False, True):
-        backbone = fakes.backbone(random_model, dtype=torch.bfloat16)
+        backbone = fakes.backbone(random_model, dtype="bfloat16")
         backbone.load_adapter("odd", paths["odd"], frozen=frozen)
         with backbone.adapter("odd"):
             found.append(velocity(backbone))

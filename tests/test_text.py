@@ -11,13 +11,16 @@ from flowalign.backbone import load_pipeline
 from flowalign.backbone.sd3 import SD3
 from flowalign.backbone.text import TextEncoder
 from flowalign.backbone.tiny import T5_LENGTH
+from flowalign.config import ModelConfig
 
 TEXTS = fakes.PROMPTS[:5]
 
 
 def encoder(model: str, cache: Path | None = None, length: int = T5_LENGTH) -> TextEncoder:
-    family = SD3(load_pipeline(model))
-    return TextEncoder(family, device="cpu", max_sequence_length=length, cache=cache)
+    settings = ModelConfig(
+        id=model, max_sequence_length=length, text_cache=str(cache) if cache else None
+    )
+    return TextEncoder(SD3(load_pipeline(model)), settings, "cpu")
 
 
 def count(texts: TextEncoder, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from flowalign.system.escape import harmless
 
@@ -119,7 +119,7 @@ class Plan:
     images: int
     seed: int
     device: torch.device
-    dtype: str
+    dtype: Literal["float32", "bfloat16", "float16"]
     out: Path
 
     def __str__(self) -> str:
@@ -231,22 +231,23 @@ def draw(prompts: Sequence[str], plan: Plan, lora: Lora | None) -> Tensor:
     """Images [P*N,3,H,W] in [0,1] on the CPU; the images of a prompt follow one another."""
     from flowalign.backbone import DTYPES, Backbone, load_pipeline
     from flowalign.backbone.loading import default_length, text_length
-    from flowalign.config import SamplingConfig
+    from flowalign.config import ModelConfig, SamplingConfig
     from flowalign.training.rollout import generate
     from flowalign.types import PromptBatch
 
     print(plan, file=sys.stderr, flush=True)
     pipe = load_pipeline(plan.model, dtype=DTYPES[plan.dtype])
     on_gpu = plan.device.type != "cpu"
-    backbone = Backbone(
-        pipe,
+    model = ModelConfig(
+        id=plan.model,
+        dtype=plan.dtype,
         height=plan.height,
         width=plan.width,
         max_sequence_length=text_length(plan.model, lora) or default_length(type(pipe)),
-        device=plan.device,
         decode_batch=1 if on_gpu else None,  # a float32 VAE needs 2.4 GB for 1024 pixels
         offload_text_encoders=on_gpu,
     )
+    backbone = Backbone(pipe, model, plan.device)
     if lora:
         backbone.load_adapter("sampled", lora, frozen=True)
     settings = SamplingConfig(

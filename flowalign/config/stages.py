@@ -203,23 +203,21 @@ class TrainingStage(Job):
 
     @property
     def judged(self) -> list[Judged]:
-        tasks = [
-            Judged(
-                f"tasks.{index}",
-                task.name,
-                {"reward": task.reward} if task.reward else {},
-                _given({"prompts": task.prompts, "validation": task.validation}),
-            )
-            for index, task in enumerate(self.tasks)
-        ]
-        return [*_judged("evaluation.watch", self.watched), *tasks]
+        judged = _judged("evaluation.watch", self.watched)
+        for index, task in enumerate(self.tasks):
+            rewards = {"reward": task.reward} if task.reward else {}
+            prompts = _given({"prompts": task.prompts, "validation": task.validation})
+            judged.append(Judged(f"tasks.{index}", task.name, rewards, prompts))
+        return judged
 
     @property
     def packages(self) -> dict[str, str]:
-        """With those of the optimizer and the trackers."""
-        eight_bit = {"optimizer.name": "bitsandbytes"} if self.optimizer.name == "adamw8bit" else {}
-        wandb = {"train.trackers": "wandb"} if "wandb" in self.train.trackers else {}
-        return super().packages | eight_bit | wandb
+        packages = super().packages
+        if self.optimizer.name == "adamw8bit":
+            packages["optimizer.name"] = "bitsandbytes"
+        if "wandb" in self.train.trackers:
+            packages["train.trackers"] = "wandb"
+        return packages
 
     @property
     def optimizer_steps(self) -> int:
@@ -233,13 +231,11 @@ class TrainingStage(Job):
 
     @property
     def scales(self) -> dict[str, float]:
-        sections = {
-            **self.labellers,
-            **({"evaluation": self.evaluation} if self.evaluation else {}),
-        }
+        sections: dict[str, Any] = {"rollout": self.rollout, **self.labellers}
+        if self.evaluation:
+            sections["evaluation"] = self.evaluation
         scales = {f"{place}.guidance": section.guidance for place, section in sections.items()}
-        scales = {place: scale for place, scale in scales.items() if scale is not None}
-        return {"rollout.guidance": self.rollout.guidance, **scales}
+        return {place: scale for place, scale in scales.items() if scale is not None}
 
     @property
     def routing(self) -> dict[str, str]:
@@ -298,12 +294,12 @@ class TrainingStage(Job):
 
 
 class RewardStage(TrainingStage):
-    """A teacher that learns from the rewards of one or more tasks."""
+    """A teacher that learns from the rewards of one or more tasks. The section of the stage's own
+    name says how they become advantages."""
 
     @property
     def credited(self) -> AdvantageConfig:
-        """How its rewards become advantages."""
-        raise NotImplementedError
+        return getattr(self, self.stage)
 
 
 class GrpoStage(RewardStage):
@@ -313,10 +309,6 @@ class GrpoStage(RewardStage):
     stage: Literal["grpo"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Learn from rewards."""
     grpo: GrpoConfig = GrpoConfig()
-
-    @property
-    def credited(self) -> AdvantageConfig:
-        return self.grpo
 
     @property
     def clip_ranges(self) -> dict[str, float]:
@@ -336,12 +328,8 @@ class ForwardStage(RewardStage):
 
     @property
     def forward(self) -> ForwardConfig:
-        """The section of the stage's own algorithm."""
-        raise NotImplementedError
-
-    @property
-    def credited(self) -> AdvantageConfig:
-        return self.forward
+        """The section of the stage's own name."""
+        return getattr(self, self.stage)
 
     @property
     def policies(self) -> dict[str, PolicyConfig]:
@@ -350,14 +338,12 @@ class ForwardStage(RewardStage):
 
     @property
     def guidance(self) -> float:
-        """The CFG scale at which the adapter is trained."""
-        own = self.forward.guidance
-        return self.rollout.guidance if own is None else own
+        guidance = self.forward.guidance
+        return self.rollout.guidance if guidance is None else guidance
 
     @property
     def needs_actions(self) -> bool:
-        """Never: there is no ratio of transitions."""
-        return False
+        return False  # there is no ratio of transitions
 
     def problems(self) -> Iterator[str]:
         """Noise in rollouts, groups that are all alike, and more noise levels than there are."""
@@ -387,10 +373,6 @@ class NftStage(ForwardStage):
     nft: NftConfig = NftConfig()
 
     @property
-    def forward(self) -> NftConfig:
-        return self.nft
-
-    @property
     def policies(self) -> dict[str, PolicyConfig]:
         """The old policy, where it can differ from the student during an update: where it is an
         average, or a rollout has several optimizer steps."""
@@ -407,15 +389,11 @@ class AwmStage(ForwardStage):
     awm: AwmConfig = AwmConfig()
 
     @property
-    def forward(self) -> AwmConfig:
-        return self.awm
-
-    @property
     def policies(self) -> dict[str, PolicyConfig]:
         """The student's weights at the rollout, where that has several optimizer steps; and their
         average, where ema_kl_weight asks for it."""
-        own = {"old": PolicyConfig()} if self.optimizer.updates_per_rollout > 1 else {}
-        return own | ({"average": self.awm.average} if self.awm.ema_kl_weight > 0 else {})
+        old = {"old": PolicyConfig()} if self.optimizer.updates_per_rollout > 1 else {}
+        return old | ({"average": self.awm.average} if self.awm.ema_kl_weight > 0 else {})
 
 
 class DistillationStage(TrainingStage):
@@ -463,9 +441,8 @@ class OpdStage(DistillationStage):
 
     @property
     def guidance(self) -> float:
-        """The CFG scale at which the student is trained."""
-        own = self.student.guidance
-        return self.rollout.guidance if own is None else own
+        guidance = self.student.guidance
+        return self.rollout.guidance if guidance is None else guidance
 
     @property
     def credited(self) -> AdvantageConfig | None:
@@ -479,7 +456,6 @@ class OpdStage(DistillationStage):
 
     @property
     def needs_means(self) -> bool:
-        """With GRPO-Guard's ratio in the loss on rewards."""
         return self.learns_from_rewards and self.grpo.ratio == "guard"
 
     @property
@@ -488,9 +464,10 @@ class OpdStage(DistillationStage):
 
     @property
     def clip_ranges(self) -> dict[str, float]:
-        rewarded = {"grpo.clip_range": self.grpo.clip_range} if self.learns_from_rewards else {}
-        gradient = self.student.gradient != "pathwise"
-        return rewarded | ({"student.clip_range": self.student.clip_range} if gradient else {})
+        ranges = {"grpo.clip_range": self.grpo.clip_range} if self.learns_from_rewards else {}
+        if self.student.gradient != "pathwise":
+            ranges["student.clip_range"] = self.student.clip_range
+        return ranges
 
     @property
     def labellers(self) -> dict[str, TeacherConfig]:
@@ -636,12 +613,10 @@ class EvalStage(Stage):
 
     @property
     def features(self) -> str:
-        """Those of `fidelity`, where they are a path."""
         return self.fidelity.features if self.fidelity and ":" in self.fidelity.features else ""
 
     @property
     def reference(self) -> str:
-        """That of `fidelity`."""
         return self.fidelity.reference if self.fidelity else "tiny"
 
     @property
