@@ -208,7 +208,7 @@ class Backbone:
         )
         with several_adapters():
             self.core.add_adapter(config, adapter_name=name)
-        self._own(name, torch.float32)
+        self._prepare(name, torch.float32)
         self.activate(name)
 
     def load_adapter(self, name: str, folder: str | Path | Lora, *, frozen: bool = False) -> None:
@@ -216,7 +216,7 @@ class Backbone:
         active and trainable. frozen: neither; its weights then have the base's dtype."""
         before = self.active
         weights = put_lora(self.core, name, folder)
-        self._own(name, self.dtype if frozen else torch.float32)
+        self._prepare(name, self.dtype if frozen else torch.float32)
         # once more: peft has rounded them to the dtype that the base is stored in
         set_peft_model_state_dict(self.core, weights, adapter_name=name)
         if frozen:
@@ -229,24 +229,17 @@ class Backbone:
         with several_adapters():
             self.core.add_adapter(deepcopy(self.core.peft_config[source]), adapter_name=name)
         copied = self.adapter_parameters(source)
-        self._own(name, copied[0].dtype)
+        self._prepare(name, copied[0].dtype)
         self.frozen |= {name}
         for parameter, value in zip(self.adapter_parameters(name), copied, strict=True):
             parameter.data.copy_(value.data)
         self.activate(before)
 
     def replace_adapter(self, name: str, folder: str | Path) -> None:
-        """Replace the weights of adapter `name` by those of a saved one. Raises ValueError unless
-        it has the same layers and ranks."""
-        weights, old = read_lora(folder).weights, self._weights(name)
-        if {k: w.shape for k, w in weights.items()} != {k: w.shape for k, w in old.items()}:
-            raise ValueError(
-                f"{folder} has other layers or ranks than adapter {name!r}. Give an adapter of the "
-                "same, or load it under a name of its own."
-            )
-        set_peft_model_state_dict(self.core, weights, adapter_name=name)
+        """Replace the weights of an adapter by those of a saved one with the same layers."""
+        set_peft_model_state_dict(self.core, read_lora(folder).weights, adapter_name=name)
 
-    def _own(self, name: str, dtype: torch.dtype) -> None:
+    def _prepare(self, name: str, dtype: torch.dtype) -> None:
         """Give an adapter its dtype and its arithmetic."""
         for parameter in self.adapter_parameters(name):
             # a copy: the place in memory (such as a mapped file) changes the last bits on a CPU
@@ -272,9 +265,9 @@ class Backbone:
     def _weights(self, name: str) -> dict[str, Tensor]:
         # state_dict: core.state_dict() would change the state of a sharded base, on this process
         # alone. save_embedding_layers: by default peft would look for the base on the Hub.
-        own = {key: p.detach() for key, p in self.core.named_parameters() if f".{name}." in key}
+        state = {key: p.detach() for key, p in self.core.named_parameters() if f".{name}." in key}
         return get_peft_model_state_dict(
-            self.core, state_dict=own, adapter_name=name, save_embedding_layers=False
+            self.core, state_dict=state, adapter_name=name, save_embedding_layers=False
         )
 
     @property
@@ -301,9 +294,9 @@ class Backbone:
     def activate(self, name: str | None) -> None:
         """Make an adapter the active one. As in peft, only the active adapter has gradients, and a
         frozen one has none; nor have layers that the velocity does not depend on."""
-        known = getattr(self.core, "peft_config", {})  # absent before the first adapter
-        if name is not None and name not in known:
-            raise KeyError(f"no adapter {name!r}; have {sorted(known)}. Load it first.")
+        loaded = getattr(self.core, "peft_config", {})  # absent before the first adapter
+        if name is not None and name not in loaded:
+            raise KeyError(f"no adapter {name!r}; have {sorted(loaded)}. Load it first.")
         names = [name] if name else []
         for layer in self._lora_layers:
             layer.set_adapter(names)
