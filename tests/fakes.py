@@ -271,7 +271,6 @@ def teachers(model: str, folder: Path) -> dict[str, str]:
     found = {}
     for seed, name in enumerate(["even", "odd"]):
         teacher = backbone(model)
-        teacher.name = model
         teacher.add_adapter("t", rank=2 + seed, alpha=4.0)
         shake(teacher, "t", seed=seed + 5, scale=0.2)
         found[name] = str(folder / name)

@@ -26,25 +26,21 @@ def probe(backbone: Backbone, guidance: float = 3.0) -> tuple[Tensor, Tensor, Co
         return backbone.velocity(x, 0.6, cond, guidance=guidance), x, cond
 
 
-def test_a_fresh_adapter_changes_nothing(random_model: str) -> None:
+def test_a_fresh_adapter_changes_nothing_and_a_trained_one_only_while_it_is_active(
+    random_model: str,
+) -> None:
     backbone = fakes.backbone(random_model)
-    before = probe(backbone)[0]
+    plain = probe(backbone)[0]
     backbone.add_adapter(STUDENT, rank=4, alpha=8, targets=fakes.TARGETS)
-    assert torch.equal(probe(backbone)[0], before)
-
-
-def test_base_is_the_base_and_the_adapter_is_back_and_trainable(random_model: str) -> None:
-    plain = probe(fakes.backbone(random_model))[0]
-    backbone = fakes.adapted(random_model)
+    assert torch.equal(probe(backbone)[0], plain)
+    fakes.shake(backbone)
     adapted = probe(backbone)[0]
     assert (adapted - plain).abs().max() > 1e-2
-    with backbone.base():
-        assert torch.equal(probe(backbone)[0], plain)
-    assert torch.equal(probe(backbone)[0], adapted)
-    assert all(p.requires_grad for p in backbone.adapter_parameters(STUDENT))
     with pytest.raises(ZeroDivisionError), backbone.base():
+        assert torch.equal(probe(backbone)[0], plain)
         raise ZeroDivisionError
     assert torch.equal(probe(backbone)[0], adapted)
+    assert all(p.requires_grad for p in backbone.adapter_parameters(STUDENT))
 
 
 def test_gradients_survive_a_look_at_the_base(random_model: str) -> None:
@@ -64,11 +60,8 @@ def test_gradients_survive_a_look_at_the_base(random_model: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, looked, strict=True))
 
 
-@pytest.mark.parametrize(("rank", "alpha"), [(4, 4.0), (4, 10.0)])
-def test_what_is_saved_is_what_diffusers_loads(
-    random_model: str, tmp_path: Path, rank: int, alpha: float
-) -> None:
-    backbone = fakes.adapted(random_model, rank=rank, alpha=alpha)
+def test_what_is_saved_is_what_diffusers_loads(random_model: str, tmp_path: Path) -> None:
+    backbone = fakes.adapted(random_model, rank=4, alpha=10.0)
     velocity, x, cond = probe(backbone, guidance=1.0)
     backbone.save_adapter(STUDENT, tmp_path)
     stock = StableDiffusion3Pipeline.from_pretrained(random_model)
@@ -97,15 +90,6 @@ def test_replace_adapter_puts_saved_weights_in_place(random_model: str, tmp_path
     backbone.replace_adapter(STUDENT, tmp_path)
     assert torch.equal(probe(backbone)[0], before)
     assert all(a is b for a, b in zip(weights, backbone.adapter_parameters(STUDENT), strict=True))
-
-
-def test_adapter_weights_are_float32_on_a_half_precision_base(random_model: str) -> None:
-    backbone = fakes.backbone(random_model, dtype="bfloat16")
-    backbone.add_adapter(STUDENT, rank=4, alpha=4, targets=fakes.TARGETS)
-    assert {p.dtype for p in backbone.adapter_parameters(STUDENT)} == {torch.float32}
-    assert backbone.dtype == torch.bfloat16
-    assert {p.requires_grad for p in backbone.core.parameters()} == {True, False}
-    assert probe(backbone)[0].dtype == torch.float32
 
 
 def test_guidance_extrapolates_from_the_unconditional_velocity(random_model: str) -> None:
@@ -212,8 +196,10 @@ def test_the_schedule_is_the_one_that_the_pipeline_takes(
     random_model: str, changes: dict[str, Any]
 ) -> None:
     backbone, steps = with_scheduler(random_model, **changes), 5
-    ours = backbone.sigmas(steps)
     pipe = backbone.pipe
+    before = torch.as_tensor(pipe.scheduler.sigmas).clone()
+    ours = backbone.sigmas(steps)
+    assert torch.equal(torch.as_tensor(pipe.scheduler.sigmas), before)  # it was not touched
     pipe("red", height=32, width=32, num_inference_steps=steps, output_type="latent")
     assert torch.equal(ours, pipe.scheduler.sigmas.cpu())
     if "use_dynamic_shifting" in changes:
@@ -221,13 +207,6 @@ def test_the_schedule_is_the_one_that_the_pipeline_takes(
     elif not any(key.startswith("use_") for key in changes):
         config = pipe.scheduler.config
         assert torch.equal(ours, sde.sigmas(steps, config.shift, terminal=config.shift_terminal))
-
-
-def test_asking_for_a_schedule_leaves_the_pipeline_as_it_was(random_model: str) -> None:
-    backbone = with_scheduler(random_model)
-    before = torch.as_tensor(backbone.pipe.scheduler.sigmas).clone()
-    backbone.sigmas(5)
-    assert torch.equal(torch.as_tensor(backbone.pipe.scheduler.sigmas), before)
 
 
 def test_the_shift_of_a_dynamic_schedule_is_that_of_its_grid(random_model: str) -> None:
@@ -252,13 +231,3 @@ def test_a_schedule_that_would_be_sampled_otherwise_is_refused(
 ) -> None:
     with pytest.raises(ModelError, match=next(iter(changes))):
         with_scheduler(random_model, **changes).sigmas(5)
-
-
-def test_a_scheduler_of_another_kind_is_refused(random_model: str) -> None:
-    from diffusers import FlowMatchHeunDiscreteScheduler
-
-    pipe = load_pipeline(random_model)
-    pipe.scheduler = FlowMatchHeunDiscreteScheduler()
-    backbone = fakes.backbone(random_model, pipe)
-    with pytest.raises(ModelError, match="FlowMatchHeunDiscreteScheduler"):
-        backbone.sigmas(5)
