@@ -16,7 +16,6 @@ from flowalign.commands import sample
 from flowalign.config import EvalStage, SamplingConfig, parse
 from flowalign.eval.evaluation import load_adapters, using
 from flowalign.training.algorithm import STUDENT
-from flowalign.training.report import pictures
 from flowalign.training.rollout import generate
 from flowalign.training.run import processes
 
@@ -91,7 +90,7 @@ def test_sample_draws_what_an_evaluation_scores(
     fakes.shake(backbone)
     backbone.save_adapter(STUDENT, tmp_path / "lora")
     drawn: list[Tensor] = []
-    monkeypatch.setattr(pictures, "grid", lambda path, images, captions: drawn.append(images))
+    monkeypatch.setattr(sample, "grid", lambda path, images, captions: drawn.append(images))
     given = ["--model", random_model, "--lora", str(tmp_path / "lora"), "--size", "32"]
     given += ["--steps", "3", "--guidance", "2", "--seed", "7", "--dtype", "bfloat16"]
     assert sample.main([*fakes.PROMPTS[:2], *given]) == 0

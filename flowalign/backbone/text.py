@@ -53,7 +53,8 @@ class TextEncoder:
         """What the family makes of P prompts, {name: [P, ...]}, on the device."""
         if not (batch := self._held.get(tuple(prompts))):
             if self.folder is None:
-                return self._encode(prompts)
+                with self._on_device():
+                    return self._encode(prompts)
             self._encode_to_disk(prompt for prompt in prompts if not self._path(prompt).is_file())
             batch = stacked([self._read(prompt) for prompt in prompts])
         return {name: part.to(self.device) for name, part in batch.items()}
@@ -93,11 +94,11 @@ class TextEncoder:
         return stack
 
     def _encode(self, prompts: Sequence[str]) -> Text:
+        """With the encoders on the device."""
         texts: list[Text] = []
-        with self._on_device():
-            for start in range(0, len(prompts), BATCH):
-                batch = list(prompts[start : start + BATCH])
-                texts += self.family.encode(batch, self.max_sequence_length, self.device)
+        for start in range(0, len(prompts), BATCH):
+            batch = list(prompts[start : start + BATCH])
+            texts += self.family.encode(batch, self.max_sequence_length, self.device)
         return stacked(texts)
 
     # On disk -----------------------------------------------------------------------------------
