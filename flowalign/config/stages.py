@@ -11,34 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from flowalign.config.learning import (
-    AdvantageConfig,
-    AnchorConfig,
-    AwmConfig,
-    EmaConfig,
-    ForwardConfig,
-    GrpoConfig,
-    NftConfig,
-    OptimizerConfig,
-    PolicyConfig,
-    RewardConfig,
-    SftConfig,
-    StudentConfig,
-    TaskConfig,
-    TeacherConfig,
-)
+from flowalign.config import learning, run
 from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.config.rollout import RolloutConfig, steps_within
-from flowalign.config.run import (
-    AlarmConfig,
-    BenchmarkConfig,
-    EvaluationConfig,
-    FidelityConfig,
-    ReportConfig,
-    SamplingConfig,
-    TrainConfig,
-    TrainingAlarmConfig,
-)
 from flowalign.config.section import (
     ConfigError,
     FileName,
@@ -58,7 +33,7 @@ class Judged:
 
     place: str  # in the config
     name: str
-    rewards: Mapping[str, RewardConfig]  # by their key below the place
+    rewards: Mapping[str, learning.RewardConfig]  # by their key below the place
     prompts: Mapping[str, str]  # prompt sets by their key below the place
 
 
@@ -112,7 +87,7 @@ class Stage(Section):
         return {}
 
     @property
-    def credited(self) -> AdvantageConfig | None:
+    def credited(self) -> learning.AdvantageConfig | None:
         """How its rewards become advantages; None where it does not learn from rewards."""
         return None
 
@@ -140,13 +115,13 @@ class TrainingStage(Job):
     seed: Seed = 0
     """Seed of prompts, noise and initial weights."""
     lora: LoraConfig = LoraConfig()
-    tasks: list[TaskConfig] = Field(min_length=1)
+    tasks: list[learning.TaskConfig] = Field(min_length=1)
     rollout: RolloutConfig = RolloutConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    ema: EmaConfig | None = EmaConfig()
-    train: TrainConfig = TrainConfig()
-    evaluation: EvaluationConfig | None = EvaluationConfig()
-    alarm: TrainingAlarmConfig | None = TrainingAlarmConfig()
+    optimizer: learning.OptimizerConfig = learning.OptimizerConfig()
+    ema: learning.EmaConfig | None = learning.EmaConfig()
+    train: run.TrainConfig = run.TrainConfig()
+    evaluation: run.EvaluationConfig | None = run.EvaluationConfig()
+    alarm: run.TrainingAlarmConfig | None = run.TrainingAlarmConfig()
     """null = no alarm at drift."""
 
     @property
@@ -154,7 +129,7 @@ class TrainingStage(Job):
         """The CFG scale at which the adapter is trained."""
         return self.rollout.guidance
 
-    def guidance_of(self, teacher: TeacherConfig) -> float:
+    def guidance_of(self, teacher: learning.TeacherConfig) -> float:
         """The CFG scale of a teacher or anchor."""
         return self.guidance if teacher.guidance is None else teacher.guidance
 
@@ -180,11 +155,11 @@ class TrainingStage(Job):
         return False
 
     @property
-    def evaluation_sampling(self) -> SamplingConfig:
+    def evaluation_sampling(self) -> run.SamplingConfig:
         """How evaluations sample: as the rollouts, where `evaluation` says nothing else."""
-        evaluation, rollout = self.evaluation or EvaluationConfig(), self.rollout
+        evaluation, rollout = self.evaluation or run.EvaluationConfig(), self.rollout
         guidance = rollout.guidance if evaluation.guidance is None else evaluation.guidance
-        return SamplingConfig(
+        return run.SamplingConfig(
             steps=evaluation.steps or rollout.steps,
             guidance=guidance,
             seed=evaluation.seed,
@@ -205,7 +180,7 @@ class TrainingStage(Job):
         return {}
 
     @property
-    def watched(self) -> list[BenchmarkConfig]:
+    def watched(self) -> list[run.BenchmarkConfig]:
         """The benchmarks of evaluation.watch."""
         return self.evaluation.watch if self.evaluation else []
 
@@ -233,7 +208,7 @@ class TrainingStage(Job):
         return self.train.updates * self.optimizer.updates_per_rollout
 
     @property
-    def labellers(self) -> dict[str, TeacherConfig]:
+    def labellers(self) -> dict[str, learning.TeacherConfig]:
         """{place in the config: teacher}, with the anchor; empty for a stage without teachers."""
         return {}
 
@@ -248,7 +223,7 @@ class TrainingStage(Job):
     @property
     def labelling(self) -> tuple[str, int]:
         """(dtype of the stored labels, (image, step) pairs per forward pass of the teachers)."""
-        student = StudentConfig()
+        student = learning.StudentConfig()
         return student.label_dtype, student.label_batch
 
     @property
@@ -312,7 +287,7 @@ class RewardStage(TrainingStage):
     name says how they become advantages."""
 
     @property
-    def credited(self) -> AdvantageConfig:
+    def credited(self) -> learning.AdvantageConfig:
         return getattr(self, self.stage)
 
 
@@ -322,7 +297,7 @@ class GrpoStage(RewardStage):
     algorithm = "flowalign.teachers.grpo:Grpo"
     stage: Literal["grpo"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Learn from rewards."""
-    grpo: GrpoConfig = GrpoConfig()
+    grpo: learning.GrpoConfig = learning.GrpoConfig()
 
     @property
     def clip_ranges(self) -> dict[str, float]:
@@ -341,12 +316,12 @@ class ForwardStage(RewardStage):
     """Rewards, learnt from clean images with noise added: no trajectory is kept."""
 
     @property
-    def forward(self) -> ForwardConfig:
+    def forward(self) -> learning.ForwardConfig:
         """The section of the stage's own name."""
         return getattr(self, self.stage)
 
     @property
-    def policies(self) -> dict[str, PolicyConfig]:
+    def policies(self) -> dict[str, learning.PolicyConfig]:
         """{adapter beside the trained one: how it follows that}; the one named "old" samples."""
         raise NotImplementedError
 
@@ -384,10 +359,10 @@ class NftStage(ForwardStage):
     algorithm = "flowalign.teachers.nft:Nft"
     stage: Literal["nft"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Learn from rewards, on clean images."""
-    nft: NftConfig = NftConfig()
+    nft: learning.NftConfig = learning.NftConfig()
 
     @property
-    def policies(self) -> dict[str, PolicyConfig]:
+    def policies(self) -> dict[str, learning.PolicyConfig]:
         """The old policy, where it can differ from the student during an update: where it is an
         average, or a rollout has several optimizer steps."""
         needed = self.nft.old.decay > 0 or self.optimizer.updates_per_rollout > 1
@@ -400,13 +375,13 @@ class AwmStage(ForwardStage):
     algorithm = "flowalign.teachers.awm:Awm"
     stage: Literal["awm"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Learn from rewards, on clean images."""
-    awm: AwmConfig = AwmConfig()
+    awm: learning.AwmConfig = learning.AwmConfig()
 
     @property
-    def policies(self) -> dict[str, PolicyConfig]:
+    def policies(self) -> dict[str, learning.PolicyConfig]:
         """The student's weights at the rollout, where that has several optimizer steps; and their
         average, where ema_kl_weight asks for it."""
-        old = {"old": PolicyConfig()} if self.optimizer.updates_per_rollout > 1 else {}
+        old = {"old": learning.PolicyConfig()} if self.optimizer.updates_per_rollout > 1 else {}
         return old | ({"average": self.awm.average} if self.awm.ema_kl_weight > 0 else {})
 
 
@@ -414,7 +389,7 @@ class DistillationStage(TrainingStage):
     """A student that learns from teachers: each task is routed to one of them."""
 
     is_student = True
-    teachers: dict[FileName, TeacherConfig] = Field(
+    teachers: dict[FileName, learning.TeacherConfig] = Field(
         min_length=1, examples=[{"ocr": {"adapter": "runs/ocr"}}]
     )
     """Teachers by name."""
@@ -424,7 +399,7 @@ class DistillationStage(TrainingStage):
         return {task.name: task.teacher or task.name for task in self.tasks}
 
     @property
-    def labellers(self) -> dict[str, TeacherConfig]:
+    def labellers(self) -> dict[str, learning.TeacherConfig]:
         return {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
 
     def problems(self) -> Iterator[str]:
@@ -447,10 +422,10 @@ class OpdStage(DistillationStage):
     algorithm = "flowalign.training.student.opd:Opd"
     stage: Literal["opd"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Learn from teachers, on the student's own trajectories."""
-    student: StudentConfig = StudentConfig()
-    anchor: AnchorConfig | None = None
+    student: learning.StudentConfig = learning.StudentConfig()
+    anchor: learning.AnchorConfig | None = None
     """The anchor of MAR; null = none."""
-    grpo: GrpoConfig = GrpoConfig()
+    grpo: learning.GrpoConfig = learning.GrpoConfig()
     """Only for student.reward_weight > 0."""
 
     @property
@@ -459,7 +434,7 @@ class OpdStage(DistillationStage):
         return self.rollout.guidance if guidance is None else guidance
 
     @property
-    def credited(self) -> AdvantageConfig | None:
+    def credited(self) -> learning.AdvantageConfig | None:
         """The section `grpo`, if a GRPO loss is added to the distillation."""
         return self.grpo if self.student.reward_weight > 0 else None
 
@@ -488,7 +463,7 @@ class OpdStage(DistillationStage):
         return ranges
 
     @property
-    def labellers(self) -> dict[str, TeacherConfig]:
+    def labellers(self) -> dict[str, learning.TeacherConfig]:
         return super().labellers | ({"anchor": self.anchor} if self.anchor else {})
 
     @property
@@ -519,7 +494,7 @@ class SftStage(DistillationStage):
     algorithm = "flowalign.training.student.sft:Sft"
     stage: Literal["sft"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Learn from teachers' images."""
-    sft: SftConfig = SftConfig()
+    sft: learning.SftConfig = learning.SftConfig()
 
 
 class MergeStage(Job):
@@ -622,11 +597,11 @@ class EvalStage(Stage):
     """{name: adapter folder, or null for the base model}. All are compared with the first."""
     compare: dict[str, list[str]] = Field(default={}, examples=[{"student": ["ocr", "merged"]}])
     """{name: other models that it is compared with}, besides the first."""
-    benchmarks: list[BenchmarkConfig] = Field(min_length=1)
-    sampling: SamplingConfig = SamplingConfig()
-    fidelity: FidelityConfig | None = None
-    report: ReportConfig = ReportConfig()
-    alarm: AlarmConfig | None = AlarmConfig()
+    benchmarks: list[run.BenchmarkConfig] = Field(min_length=1)
+    sampling: run.SamplingConfig = run.SamplingConfig()
+    fidelity: run.FidelityConfig | None = None
+    report: run.ReportConfig = run.ReportConfig()
+    alarm: run.AlarmConfig | None = run.AlarmConfig()
     """Of the images that the report shows; null = none."""
     score_seconds: Seconds | None = 1800.0
     """A batch of images is invalid if its reward takes longer; null = wait for ever."""
@@ -652,7 +627,7 @@ class EvalStage(Stage):
         return self.fidelity.reference if self.fidelity else "tiny"
 
     @property
-    def evaluation_sampling(self) -> SamplingConfig:
+    def evaluation_sampling(self) -> run.SamplingConfig:
         return self.sampling
 
     @property
@@ -683,7 +658,7 @@ def _given(sources: Mapping[str, str | None]) -> dict[str, str]:
     return {place: source for place, source in sources.items() if source is not None}
 
 
-def _judged(place: str, benchmarks: Sequence[BenchmarkConfig]) -> list[Judged]:
+def _judged(place: str, benchmarks: Sequence[run.BenchmarkConfig]) -> list[Judged]:
     """Benchmarks, which are listed at a place."""
     return [
         Judged(f"{place}.{index}", b.name, b.reward_keys, {"prompts": b.prompts})
