@@ -10,11 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
-from PIL import Image
 
 import flowalign
 from flowalign.backbone.adapters import adapter_folder, read_lora
@@ -57,16 +55,6 @@ def test_any_text_length_of_t5_draws_the_same_kind_of_image() -> None:
         for length in (16, 256)
     ]
     assert (images[0] - images[1]).abs().mean() < 0.05
-
-
-@pytest.mark.slow
-def test_sample_draws_a_grid(tmp_path: Path) -> None:
-    done = command(
-        "flowalign.commands.cli", "sample", "a photo of a star", "--out", f"{tmp_path}/x.png"
-    )
-    assert done.returncode == 0, done.stderr
-    pixels = np.asarray(Image.open(tmp_path / "x.png").convert("L"))
-    assert pixels.std() > 5  # something is drawn
 
 
 @pytest.mark.slow
