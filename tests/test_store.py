@@ -19,8 +19,7 @@ from torch import Tensor
 from flowalign.backbone import Backbone, load_pipeline
 from flowalign.config import SamplingConfig
 from flowalign.eval import suite
-from flowalign.eval.compare import Incomparable
-from flowalign.eval.compare import load as load_results
+from flowalign.eval.compare import Incomparable, load_results
 from flowalign.eval.run import main
 from flowalign.eval.store import Store
 from flowalign.eval.suite import Benchmark, ImageSet
