@@ -29,7 +29,7 @@ from diffusers import AutoencoderKL, SD3Transformer2DModel, StableDiffusion3Pipe
 from torch import Tensor
 
 from flowalign import config
-from flowalign.backbone import Backbone, load_pipeline
+from flowalign.backbone import Backbone
 from flowalign.backbone.sd3 import SD3
 from flowalign.commands import build
 from flowalign.training.algorithm import STUDENT
@@ -89,10 +89,13 @@ def pipeline(seed: int = 0) -> StableDiffusion3Pipeline:
     )
 
 
-def backbone(model: str, dtype: torch.dtype = torch.float32, size: int = 32) -> Backbone:
-    """The model of a folder for images of size x size, without an adapter."""
-    pipe = load_pipeline(model, dtype=dtype)
-    return Backbone(pipe, height=size, width=size, max_sequence_length=parts.T5_LENGTH)
+SMALL: dict[str, Any] = {"height": 32, "width": 32, "max_sequence_length": parts.T5_LENGTH}
+
+
+def backbone(model: str, pipe: Any = None, **options: Any) -> Backbone:
+    """The model of a folder for small images, without an adapter. pipe: its pipeline, changed."""
+    settings = config.ModelConfig(id=model, **SMALL | options)
+    return Backbone(pipe, settings) if pipe else Backbone.load(settings)
 
 
 def adapted(model: str, name: str = STUDENT, *, rank: int = 4, alpha: float = 6.0) -> Backbone:
@@ -292,7 +295,6 @@ def _teachers(model: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="teachers_"))
     for seed, name in enumerate(["even", "odd"]):
         teacher = backbone(model)
-        teacher.name = model
         teacher.add_adapter("t", rank=2 + seed, alpha=4.0)
         shake(teacher, "t", seed=seed + 5, scale=0.2)
         teacher.save_adapter("t", folder / name)

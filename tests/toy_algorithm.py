@@ -36,11 +36,6 @@ class ToyStage(RewardStage):
     toy: ToyConfig = ToyConfig()
 
     @property
-    def credited(self) -> AdvantageConfig:
-        """The section `toy`."""
-        return self.toy
-
-    @property
     def needs_actions(self) -> bool:
         """No ratio of policies."""
         return False
