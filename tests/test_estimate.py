@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from flowalign import config, rewards
 from flowalign.backbone.shapes import PUBLIC
 from flowalign.backbone.structure import build, find
-from flowalign.commands.doctor import budget
+from flowalign.commands.doctor import predictions
 from flowalign.commands.doctor.estimate import predict
 from flowalign.commands.doctor.meter import Meter, measure, size_of
 from flowalign.commands.doctor.pace import Pace, times
@@ -287,24 +287,24 @@ def test_advice_leads_to_what_fits(small):
     run = memory.settings(*small, "opd", "model.dtype=bfloat16", size=128)
     estimate = predict(run)
     room = estimate.resident + 0.4 * estimate.worst.bytes
-    changes = list(budget.advice(estimate, room))
+    changes = list(predictions.advice(estimate, room))
     assert "model.gradient_checkpointing=true" in [change for change, _ in changes]
     peaks = [estimate.peak, *(after.peak for _, after in changes)]
     assert peaks == sorted(peaks, reverse=True) and peaks[-1] <= room < peaks[-2]
     parsed = config.parse(run.model_dump(mode="json"), [change for change, _ in changes])
     assert predict(parsed).peak == peaks[-1]
-    gib = (room + budget.CONTEXT) / budget.SHARE / budget.GIB
-    first, *rest = budget.fits(estimate, gib)
+    gib = (room + predictions.CONTEXT) / predictions.SHARE / predictions.GIB
+    first, *rest = predictions.fits(estimate, gib)
     assert first.level == "fault" and first.text.startswith("memory:")
     assert rest[-1].text.endswith("fits")
-    (fine,) = budget.fits(estimate, 2 * gib + 1)
+    (fine,) = predictions.fits(estimate, 2 * gib + 1)
     assert fine.level == "ok"
 
 
 @pytest.mark.slow
 def test_advice_says_where_nothing_fits(small):
     run = memory.settings(*small, "opd", "model.dtype=bfloat16", size=128)
-    first, *_, last = budget.fits(predict(run), 0.7)
+    first, *_, last = predictions.fits(predict(run), 0.7)
     assert first.level == "fault" and last.level == "note" and "larger device" in last.text
 
 

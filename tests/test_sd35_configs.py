@@ -13,8 +13,8 @@ from flowalign.backbone import structure
 from flowalign.commands import recipe
 from flowalign.commands.cli import main
 from flowalign.commands.doctor import plan
-from flowalign.commands.doctor.budget import usable
 from flowalign.commands.doctor.estimate import predict
+from flowalign.commands.doctor.predictions import usable
 from flowalign.config import (
     STAGES,
     AwmStage,

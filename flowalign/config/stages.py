@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Annotated, Any, ClassVar, Literal
@@ -58,7 +58,9 @@ class Judged:
     place: str  # in the config
     name: str
     rewards: Mapping[str, RewardConfig]  # by their key below the place
-    prompts: Mapping[str, str]  # prompt sets by their key below the place
+    prompts: Mapping[str, str]  # prompt sets by their key below the place; the last is held out
+    evaluated: int  # images of a held-out prompt in one evaluation, of all its models
+    limit: int | None  # held-out prompts, at most
 
 
 class Stage(Section):
@@ -118,6 +120,36 @@ class Stage(Section):
         """Every task and benchmark; empty for a stage that samples no images."""
         return []
 
+    @property
+    def rewarded(self) -> dict[str, float]:
+        """{task: images of a rollout whose reward it learns from}."""
+        return {}
+
+    @property
+    def updates(self) -> int:
+        """Rollouts of a training run."""
+        return 0
+
+    @property
+    def evaluations(self) -> int:
+        """How often held-out images are sampled and scored."""
+        return 0
+
+    @property
+    def evaluation_sampling(self) -> SamplingConfig:
+        """How evaluations sample."""
+        return SamplingConfig()
+
+    @property
+    def batch_sizes(self) -> dict[str, int]:
+        """{place in the config: rows of a forward pass}: what a run that lacks memory lowers."""
+        return {}
+
+    def output_rank(self, rank_of: Callable[[str | None, int], int]) -> int | None:
+        """The largest rank of the adapter that the stage writes; None where it writes none.
+        rank_of(source, default): the largest rank of an adapter that the stage reads."""
+        return None
+
 
 class Job(Stage):
     """What `flowalign train` runs."""
@@ -157,6 +189,32 @@ class TrainingStage(Job):
         return self.evaluation is not None and any(task.evaluated for task in self.tasks)
 
     @property
+    def evaluations(self) -> int:
+        """Before the first update, at intervals, and after the last."""
+        if self.evaluation is None or not self.evaluates:
+            return 0
+        return len(range(0, self.updates, self.evaluation.every)) + 1
+
+    @property
+    def updates(self) -> int:
+        return self.train.updates
+
+    @property
+    def rewarded(self) -> dict[str, float]:
+        if not self.learns_from_rewards:
+            return {}
+        images = self.rollout.images / sum(task.weight for task in self.tasks)
+        return {task.name: images * task.weight for task in self.tasks if task.reward}
+
+    @property
+    def step_weighting(self) -> str | None:
+        """How the loss weighs the steps of a trajectory; None = all alike."""
+        return None
+
+    def output_rank(self, rank_of: Callable[[str | None, int], int]) -> int:
+        return rank_of(self.lora.init, self.lora.rank)
+
+    @property
     def needs_actions(self) -> bool:
         """Whether the loss needs the sampled successors of the states and their log-probs."""
         return self.learns_from_rewards
@@ -185,7 +243,6 @@ class TrainingStage(Job):
 
     @property
     def batch_sizes(self) -> dict[str, int]:
-        """{place in the config: rows of a forward pass}: what a run that lacks memory lowers."""
         return {
             "rollout.batch_size": self.rollout.batch_size,
             "optimizer.micro_batch": self.optimizer.micro_batch,
@@ -209,6 +266,8 @@ class TrainingStage(Job):
                 task.name,
                 {"reward": task.reward} if task.reward else {},
                 _given({"prompts": task.prompts, "validation": task.validation}),
+                evaluated=int(self.evaluation is not None and task.evaluated),
+                limit=self.evaluation.prompts if self.evaluation else None,
             )
             for index, task in enumerate(self.tasks)
         ]
@@ -497,6 +556,10 @@ class OpdStage(DistillationStage):
         return super().labellers | ({"anchor": self.anchor} if self.anchor else {})
 
     @property
+    def step_weighting(self) -> str:
+        return self.student.weighting
+
+    @property
     def needs_noise(self) -> bool:
         return self.needs_actions or self.student.weighting in ("kl", "published")
 
@@ -553,6 +616,14 @@ class MergeStage(Job):
     @property
     def inputs(self) -> dict[str, str]:
         return {f"adapters.{index}": source for index, source in enumerate(self.adapters)}
+
+    def output_rank(self, rank_of: Callable[[str | None, int], int]) -> int:
+        """The exact sum has the sum of the ranks, and svd never more."""
+        ranks = [rank_of(source, LoraConfig().rank) for source in self.adapters]
+        if self.method == "concat":
+            return sum(ranks)
+        rank = self.rank or max(ranks)
+        return min(rank, sum(ranks)) if self.method == "svd" else rank
 
     def problems(self) -> Iterator[str]:
         """Weights that are not one an adapter; a rank that `concat` does not have."""
@@ -650,7 +721,11 @@ class EvalStage(Stage):
 
     @property
     def judged(self) -> list[Judged]:
-        return _judged("benchmarks", self.benchmarks)
+        return _judged("benchmarks", self.benchmarks, models=len(self.models))
+
+    @property
+    def evaluations(self) -> int:
+        return 1
 
     @property
     def scales(self) -> dict[str, float]:
@@ -676,11 +751,18 @@ def _given(sources: Mapping[str, str | None]) -> dict[str, str]:
     return {place: source for place, source in sources.items() if source is not None}
 
 
-def _judged(place: str, benchmarks: Sequence[BenchmarkConfig]) -> list[Judged]:
+def _judged(place: str, benchmarks: Sequence[BenchmarkConfig], models: int = 1) -> list[Judged]:
     """Benchmarks, which are listed at a place."""
     return [
-        Judged(f"{place}.{index}", b.name, b.reward_keys, {"prompts": b.prompts})
-        for index, b in enumerate(benchmarks)
+        Judged(
+            f"{place}.{i}",
+            b.name,
+            b.reward_keys,
+            {"prompts": b.prompts},
+            evaluated=models * b.images,
+            limit=b.limit,
+        )
+        for i, b in enumerate(benchmarks)
     ]
 
 

@@ -45,17 +45,6 @@ DEFAULT = "h100"  # where torch sees no GPU and none is named
 _KNOWN = {"RTX 4090": "4090", "L40S": "l40s", "H100": "h100", "H200": "h200", "B200": "b200"}
 
 
-def named(name: str) -> Gpu:
-    """The GPU of that name in any case; ValueError, with the list, for any other."""
-    gpu = GPUS.get(name.lower())
-    if gpu is None:
-        raise ValueError(
-            f"--gpu: {name!r} is not in the table. Use one of {', '.join(GPUS)}, or give any other "
-            "as --memory GIB and --tflops X."
-        )
-    return gpu
-
-
 def present() -> Gpu | None:
     """The table's GPU that torch sees first; None if it sees none, or one that is not there."""
     if not torch.cuda.is_available():

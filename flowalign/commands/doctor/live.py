@@ -23,10 +23,10 @@ from flowalign import sde
 from flowalign.backbone import Backbone, ModelError
 from flowalign.commands import build
 from flowalign.commands.doctor import reward as rewards
-from flowalign.commands.doctor.estimate import predict, scored
+from flowalign.commands.doctor.estimate import evaluated_images, predict
 from flowalign.commands.doctor.findings import Finding, fault, note, ok
-from flowalign.commands.doctor.pace import GROUP, Pace
-from flowalign.config import ConfigError, EvalStage, SamplingConfig, TrainingStage, parse
+from flowalign.commands.doctor.pace import KINDS, Pace
+from flowalign.config import ConfigError, SamplingConfig, Stage, TrainingStage, parse
 from flowalign.rewards import RewardBase
 from flowalign.rewards.scoring import score
 from flowalign.system.devices import resolve
@@ -55,7 +55,7 @@ class Live:
     pace: Pace | None = None
 
 
-def examine(config: TrainingStage | EvalStage) -> Live:
+def examine(config: Stage) -> Live:
     """Score probe images with each reward. Then run a few small updates in a temporary folder, or
     sample a batch of an evaluation."""
     result, judging = Live([]), {}
@@ -68,11 +68,11 @@ def examine(config: TrainingStage | EvalStage) -> Live:
         if costs and None not in costs:
             judging[judged.name] = sum(cost for cost in costs if cost is not None)
     try:
-        if isinstance(config, EvalStage):
-            result.pace = _sample(config, judging)
-        else:
+        if isinstance(config, TrainingStage):
             with tempfile.TemporaryDirectory() as folder:
                 result.pace = _train(config, folder, judging, result.findings)
+        else:
+            result.pace = _sample(config, judging)
     except (ConfigError, ModelError, TrainingError) as error:
         result.findings.append(fault(f"update: {error}"))
     except torch.cuda.OutOfMemoryError as error:
@@ -109,9 +109,9 @@ def _pace(small: TrainingStage, folder: Path, device_type: str, judging: dict[st
         return sum(line[name] for line in timed)
 
     estimate = predict(small, device_type=device_type, drawn=range(1, UPDATES))
-    flops: dict[str, float] = dict.fromkeys(GROUP.values(), 0.0)
+    flops = dict.fromkeys(KINDS, 0.0)
     for phase in estimate.phases:
-        flops[GROUP[phase.name]] += len(timed) * phase.flops
+        flops[phase.kind] += len(timed) * phase.flops
     sampling = flops["sampling"] / seconds(metrics.SECONDS_ROLLOUT)
     learning = flops["learning"] / seconds(metrics.SECONDS_UPDATE)
     labels, waiting, waited = sampling, None, seconds(metrics.SECONDS_SCORE)
@@ -125,20 +125,19 @@ def _pace(small: TrainingStage, folder: Path, device_type: str, judging: dict[st
     )  # fmt: skip
 
 
-def _sample(config: EvalStage, judging: dict[str, float]) -> Pace:
+def _sample(config: Stage, judging: dict[str, float]) -> Pace:
     """From the second of two batches of the first benchmark."""
-    backbone = Backbone.load(config.model, resolve(None))
-    prompts = load_prompts(config.benchmarks[0].prompts, "doctor")
-    count = min(config.sampling.batch_size, len(prompts))
-    prompts, began = prompts.select(range(count)), 0.0
+    backbone, sampling = Backbone.load(config.model, resolve(None)), config.evaluation_sampling
+    prompts = load_prompts(config.judged[0].prompts["prompts"], "doctor")
+    prompts, began = prompts.select(range(len(prompts))[: sampling.batch_size]), 0.0
     for _ in range(2):
         began = time.perf_counter()
-        generate(backbone, prompts, config.sampling)
+        generate(backbone, prompts, sampling)
     taken = time.perf_counter() - began
     estimate = predict(config, device_type=backbone.device.type)
     assert estimate.evaluation
-    images = sum(images for _, images in scored(config).values())
-    rate = estimate.evaluation.flops / images * count / taken
+    images = sum(evaluated_images(config).values())
+    rate = estimate.evaluation.flops / images * len(prompts) / taken
     source = f"measured here, {rate / 1e12:.3g} TFLOP/s in sampling"
     return Pace(rate, rate, rate, source, rewards=rate, judging=judging)
 

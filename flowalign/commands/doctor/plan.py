@@ -16,7 +16,7 @@ from flowalign.backbone import Backbone, ModelError
 from flowalign.backbone.adapters import AdapterError, read_lora
 from flowalign.backbone.structure import local_folder, without_data
 from flowalign.commands.doctor.findings import Finding, fault, note
-from flowalign.config import OpdStage, TrainingStage
+from flowalign.config import TrainingStage
 from flowalign.training.algorithm import algorithm_class
 from flowalign.training.data import load_prompts, subset
 from flowalign.training.losses import step_weights
@@ -142,14 +142,14 @@ def noise(plan: Plan) -> Iterator[Finding]:
             f"{float(std.min()):.2g}, so that log-probs and KL explode. "
             "Let rollout.window stop before them, or raise rollout.noise_level."
         )
-    if isinstance(config, OpdStage) and config.student.weighting in ("kl", "published"):
-        weighting, kind, level = config.student.weighting, rollout.kind, rollout.noise_level
+    if config.step_weighting in ("kl", "published") and len(window) > 2:
+        weighting, kind, level = config.step_weighting, rollout.kind, rollout.noise_level
         weight = step_weights(sigmas, weighting=weighting, kind=kind, noise_level=level)[window]
-        share, place = (weight / weight.sum()).max(0)
-        if len(window) > 2 and share > 0.5:
+        share, column = (weight / weight.sum()).max(0)
+        if share > 0.5:
             yield note(
                 f"weighting: {weighting!r} puts {float(share):.0%} of the loss on step "
-                f"{window[int(place)]} of {len(window)}. 'velocity' weights all steps equally."
+                f"{window[int(column)]} of {len(window)}. 'velocity' weights all steps equally."
             )
 
 
