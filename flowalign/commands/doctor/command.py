@@ -9,22 +9,19 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from flowalign import rewards
 from flowalign.commands import recipe
-from flowalign.commands.doctor import reward
+from flowalign.commands.doctor import live, plan, predictions, reward
 from flowalign.commands.doctor.findings import Finding, fault, healthy, note, ok, show
 from flowalign.commands.doctor.gpus import GPUS
+from flowalign.commands.doctor.predictions import Forecast, is_here
 from flowalign.config import Stage, TrainingStage, assignments, load
 from flowalign.system.packages import DISTRIBUTION
 from flowalign.training.preflight import own_code, unexamined
 from flowalign.training.report.progress import quiet
-
-if TYPE_CHECKING:
-    from flowalign.commands.doctor.predictions import Forecast
 
 CPU_MODEL = 2**31  # bytes of the largest model that a CPU samples from
 PACKAGES = (DISTRIBUTION, "torch", "diffusers", "transformers", "accelerate", "peft")
@@ -85,9 +82,6 @@ def examine(args: argparse.Namespace) -> int:
 
     Raises ConfigError for a config that `train` refuses to read.
     """
-    # these import diffusers: after `quiet`, and not for a reward
-    from flowalign.commands.doctor import live, plan, predictions
-
     root = load(args.config, args.options, stage=Stage, variant=args.variant)
     show(_environment())
     home, any_world = Path(args.config).parent, args.allow_world_change
@@ -142,8 +136,6 @@ def _environment() -> Iterator[Finding]:
 
 def _why_no_images(forecast: Forecast, args: argparse.Namespace) -> str:
     """Why no image of a sound stage can be sampled here; "" if it can."""
-    from flowalign.commands.doctor.predictions import is_here
-
     stage, estimate = forecast.stage, forecast.estimate
     if args.no_model:
         return "--no-model"

@@ -41,8 +41,6 @@ GPUS = {
     "b200": Gpu("B200", 180, 2250, 75),
 }
 DEFAULT = "h100"  # where torch sees no GPU and none is named
-# a word of the name that torch gives
-_KNOWN = {"RTX 4090": "4090", "L40S": "l40s", "H100": "h100", "H200": "h200", "B200": "b200"}
 
 
 def present() -> Gpu | None:
@@ -52,4 +50,4 @@ def present() -> Gpu | None:
     title, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
     if "A100" in title:
         return GPUS["a100" if memory > 50 * 2**30 else "a100-40gb"]
-    return next((GPUS[name] for word, name in _KNOWN.items() if word in title), None)
+    return next((gpu for name, gpu in GPUS.items() if name.upper() in title), None)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from flowalign import sde
@@ -220,10 +221,8 @@ def lengths(plan: Plan) -> Iterator[Finding]:
     limit, folder = model.max_sequence_length, local_folder(model.id, model.revision)
     tokenizer, family = None, plan.backbone.family if plan.backbone else None
     if folder and family and (folder / family.tokenizer).is_dir():
-        from transformers import AutoTokenizer
-
-        place = folder / family.tokenizer
-        tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True)
+        path = folder / family.tokenizer
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
 
     def tokens(prompt: str) -> int:
         if tokenizer is None:  # about 4 tokens for 3 words
