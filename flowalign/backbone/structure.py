@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def find(model: str, revision: str | None = None) -> Architecture:
     """The architecture of model.id, without weights or network: read from its folder or from the
-    Hub's cache, else that of a public model. LookupError where none of them has it."""
+    Hub's cache, else of a public model. LookupError where none of them has it."""
     folder = local_folder(model, revision)
     if folder is None and model in PUBLIC:
         return PUBLIC[model]
@@ -75,11 +75,11 @@ def family_without_text(
 ) -> Family:
     """The family of a model, with its transformer and autoencoder on the meta device. LookupError
     where its shapes are not known."""
-    found = find(model, revision)
-    parts = {name: found.parts[name] for name in ("transformer", "vae")}
+    architecture = find(model, revision)
+    parts = {name: architecture.parts[name] for name in ("transformer", "vae")}
     with torch.device("meta"):
-        pipe = build(replace(found, parts=parts))
-    return family_of(found.pipeline, family)(pipe)
+        pipe = build(replace(architecture, parts=parts))
+    return family_of(architecture.pipeline, family)(pipe)
 
 
 def build(architecture: Architecture, dtype: torch.dtype = torch.float32) -> Any:

@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--reward", help="a name, or package.module:attribute")
     parser.add_argument("--variant", help="config: a YAML file of keys by stage: other hardware")
     parser.add_argument("--no-model", action="store_true", help="only checks without weights")
-    help = "config: run the code that it names (module:name), and look beside it for that code"
+    help = "config: run the code that it names (module:name), and look in its folder for that code"
     parser.add_argument("--trust", action="store_true", help=help)
     parser.add_argument("--resume", action="store_true", help="as `train --resume` would run")
     help = "as `train --allow-world-change` would run"

@@ -321,7 +321,7 @@ class _Run(_Shapes):
         self.stored = states + ends + self.prompt_bytes
 
     def _add_adapters(self, ranks: Mapping[str, int]) -> None:
-        """The student's adapter, and those of its teachers and anchor, as a run loads them."""
+        """The adapters of the student, its teachers and its anchor, as a run loads them."""
         config, lora = self.config, self.config.lora
         with torch.device("meta"):
             rank = rank_of(lora.init, lora.rank, ranks)
@@ -424,7 +424,7 @@ class _Run(_Shapes):
         sizes = {"rollout.batch_size": rollout.batch_size}
         return Phase("rollout", "sampling", peak, flops, sizes)
 
-    def _decode(self) -> Phase:  # with the VAE, beside all images of the rollout
+    def _decode(self) -> Phase:  # with the VAE; all images of the rollout are held
         size = self.config.rollout.batch_size
         batch = min(size, self.images)
         meter = self.decoded(batch)

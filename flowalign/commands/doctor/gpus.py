@@ -1,6 +1,6 @@
 """The GPUs that a run can be planned for: the one table of their memory and rates.
 
-Memory and peaks are those of the makers' data sheets: dense (no sparsity), bfloat16 with float32
+Memory and peaks are from the makers' data sheets: dense (no sparsity), bfloat16 with float32
 accumulation, and float32 without tensor cores, which is torch's default for products. No stage of
 flowalign has been measured on any of them.
 """

@@ -145,31 +145,31 @@ def _sample(config: Stage, judging: dict[str, float]) -> Pace:
 def _reward(task: str, name: str, options: dict[str, Any], findings: list[Finding]) -> float | None:
     """Add the faults that `flowalign doctor --reward` finds, or one line that says "ok". Returns
     its seconds for an image, None if it was not asked."""
-    place = f"reward {name!r} of task {task!r}"
+    title = f"reward {name!r} of task {task!r}"
     try:
         health = rewards.diagnose(name, options, count=4, size=None)
     except rewards.UnsuitedError as error:
-        findings.append(note(f"{place}: {error}"))
+        findings.append(note(f"{title}: {error}"))
         return None
     except (ValueError, ImportError, OSError) as error:
-        findings.append(fault(f"{place}: {error}"))
+        findings.append(fault(f"{title}: {error}"))
         return None
     faults = [finding for finding in health.findings if finding.level == "fault"]
-    findings += [fault(f"{place}: {finding.text}") for finding in faults]
+    findings += [fault(f"{title}: {finding.text}") for finding in faults]
     if not faults:
-        findings.append(ok(f"{place}: sound; {1000 * health.cost:.1f} ms an image"))
+        findings.append(ok(f"{title}: sound; {1000 * health.cost:.1f} ms an image"))
     return health.cost
 
 
 def _small(config: TrainingStage, folder: str) -> TrainingStage:
-    """The run with a few updates, no evaluation, and images for two whole batches of each kind."""
-    whole, algorithm = config.rollout, algorithm_class(config)
+    """The run with a few updates, no evaluation, and images for two full batches of each kind."""
+    rollout, algorithm = config.rollout, algorithm_class(config)
     states = algorithm.keeps(config).noise_levels or len(algorithm.trained_steps(config, 0))
     batch = max(size for key, size in config.batch_sizes.items() if key != "rollout.batch_size")
-    images = max(IMAGES, 2 * whole.batch_size, math.ceil(2 * batch / states))
-    images = min(images, whole.images)
-    copies = min(whole.copies, max(COPIES, math.ceil(images / whole.prompts)))
-    prompts = max(len(config.tasks), min(whole.prompts, math.ceil(images / copies)), 2)
+    images = max(IMAGES, 2 * rollout.batch_size, math.ceil(2 * batch / states))
+    images = min(images, rollout.images)
+    copies = min(rollout.copies, max(COPIES, math.ceil(images / rollout.prompts)))
+    prompts = max(len(config.tasks), min(rollout.prompts, math.ceil(images / copies)), 2)
     changes = [
         f"output={json.dumps(folder)}", "train.trackers=[]", f"train.updates={UPDATES}",
         f"train.checkpoint_every={UPDATES}", "train.sample_every=1000",
@@ -177,7 +177,7 @@ def _small(config: TrainingStage, folder: str) -> TrainingStage:
         f"rollout.prompts={prompts}", f"rollout.copies={copies}",
         "optimizer.updates_per_rollout=1",
     ]  # fmt: skip
-    if prompts < whole.prompts:  # few, and each task shall have some
+    if prompts < rollout.prompts:  # few, and each task shall have some
         changes += [f"tasks.{i}.weight=1.0" for i in range(len(config.tasks))]
     if "student" in type(config).model_fields:
         changes.append("student.diagnose_every=1000")
@@ -232,7 +232,7 @@ def _ratio(config: TrainingStage, loop: Loop, rollout: Rollout) -> Iterator[Find
 
 @torch.no_grad()
 def _labels(backbone: Backbone, bank: Bank, rollout: Rollout) -> Iterator[Finding]:
-    """Labels of each teacher at two states: finite, and not those of the base."""
+    """Labels of each teacher at two states: finite, and other than the base's."""
     x, rows = rollout.states[:2, 0], torch.arange(min(2, len(rollout)))
     sigma = rollout.sigmas[rollout.steps[0]].to(x).expand(len(x))
     cond = rollout.conditioning.select(rows)

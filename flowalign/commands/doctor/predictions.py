@@ -189,7 +189,7 @@ def usable(memory: float, device_type: str) -> float:
 def fits(estimate: Estimate, memory: float | None, assumed: str = "") -> Iterator[Finding]:
     """Whether the peak fits in `memory` GiB (None = this machine's), and what would make it fit.
 
-    assumed: the name of a GPU that nobody asked for; a run that does not fit there has no fault.
+    assumed: the name of a GPU that was not asked for; a run that does not fit there has no fault.
     """
     need = f"{estimate.peak / GIB:.3g} GiB in {estimate.worst.name}"
     if memory:
