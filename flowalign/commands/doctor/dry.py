@@ -59,7 +59,7 @@ def _lines(stage: Stage, processes: int) -> Iterator[str]:
         sampling = stage.evaluation_sampling
         listed = ", ".join(f"{name} {n}" for name, n in evaluated_images(stage).items())
         yield (
-            f"evaluation: {stage.evaluations} of {sampling.steps} steps at guidance "
+            f"evaluation: {stage.evaluations} time(s), {sampling.steps} steps at guidance "
             f"{sampling.guidance:g}, in batches of B = {sampling.batch_size}; images: {listed}"
         )
 
