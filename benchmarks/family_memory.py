@@ -12,8 +12,7 @@ import argparse
 from pathlib import Path
 
 from flowalign.commands.doctor.estimate import predict
-from flowalign.commands.doctor.gpus import GPUS
-from flowalign.commands.doctor.pace import Pace, times
+from flowalign.commands.doctor.pace import GPUS, Pace, times
 from flowalign.commands.doctor.predictions import GIB, usable
 from flowalign.config import EvalStage, Stage, TrainingStage, load
 

@@ -16,7 +16,7 @@ from flowalign import rewards
 from flowalign.commands import recipe
 from flowalign.commands.doctor import live, plan, predictions, reward
 from flowalign.commands.doctor.findings import Finding, fault, healthy, note, ok, show
-from flowalign.commands.doctor.gpus import GPUS
+from flowalign.commands.doctor.pace import GPUS
 from flowalign.commands.doctor.predictions import Forecast, is_here
 from flowalign.config import Stage, TrainingStage, assignments, load
 from flowalign.system.packages import DISTRIBUTION

@@ -16,8 +16,7 @@ from flowalign import rewards
 from flowalign.backbone.structure import local_folder
 from flowalign.commands.doctor.estimate import Estimate, predict, rank_of
 from flowalign.commands.doctor.findings import Finding, fault, note, ok, show
-from flowalign.commands.doctor.gpus import DEFAULT, GPUS, Gpu, present
-from flowalign.commands.doctor.pace import Pace, Times, times
+from flowalign.commands.doctor.pace import DEFAULT_GPU, GPUS, Gpu, Pace, Times, present_gpu, times
 from flowalign.config import ADAPTER, Stage
 
 GB, GIB = 10**9, 2**30
@@ -85,8 +84,8 @@ class Forecast:
         if self.device.gpu:
             return GPUS[self.device.gpu], False
         if estimate.device_type == "cpu" or torch.cuda.is_available():
-            return present() if estimate.device_type == "cuda" else None, False
-        return GPUS[DEFAULT], True
+            return present_gpu() if estimate.device_type == "cuda" else None, False
+        return GPUS[DEFAULT_GPU], True
 
     def _spoken(self, t: Times) -> str:
         parts = []
