@@ -104,8 +104,8 @@ def validation(seed: int, held_out: Collection[str] = GENEVAL) -> list[Row]:
             row, different = next(stream)
             if different:
                 raise ValueError(
-                    f"the tag {tag} has {different} prompts that are not held out, and a validation "
-                    f"set takes {VALIDATION}. Exclude fewer."
+                    f"the tag {tag} has {different} prompts that are not held out, and a "
+                    f"validation set takes {VALIDATION}. Exclude fewer."
                 )
             rows.append(row)
     return rows
