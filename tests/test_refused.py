@@ -12,7 +12,6 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
-from flowalign.backbone import Backbone, load_pipeline
 from flowalign.config import ADAPTER
 from flowalign.eval import suite
 from flowalign.eval.run import main
@@ -64,8 +63,8 @@ def weights(folder: Path) -> dict[str, Any]:
 
 
 def adapter(model: str, folder: Path, name: str = "") -> None:
-    found = Backbone(load_pipeline(model), **SMALL)
-    found.name = name or found.name
+    found = fakes.backbone(model)
+    found.name = name or None
     found.add_adapter("a", rank=2, alpha=2.0)
     fakes.shake(found, "a")
     found.save_adapter("a", folder)
