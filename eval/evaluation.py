@@ -29,11 +29,13 @@ from flowalign.eval.table import Results
 from flowalign.system import files
 from flowalign.system.escape import harmless
 from flowalign.training.preflight import check_world
-from flowalign.training.report.alarm import Alarm, drifted
-from flowalign.training.report.drift.monitor import ImageStatistics, compare, shown, worst
-from flowalign.training.report.drift.panel import Panel, panel
+from flowalign.training.report.alarm import Alarm
+from flowalign.training.report.drift.compare import check_drift
+from flowalign.training.report.drift.monitor import ImageStatistics
+from flowalign.training.report.page import Panel
 from flowalign.training.report.pictures import pixels_of
 from flowalign.training.report.progress import quiet
+from flowalign.training.report.samples import webp
 from flowalign.training.run import lock, processes
 from flowalign.training.run.ranks import phase
 
@@ -246,18 +248,20 @@ def drift_report(
         for model in config.models:
             pixels[model] = torch.stack([pixels_of(png) for png in judged[model][first].pictures])
             values[model] = measurements.measure(pixels[model], batch, prompts)
+        origins = [(n, images.name, batch.prompts[row]) for row, n in enumerate(prompts)]
         for model in (name for name in config.models if name != base):
-            drifts = compare(values[base], values[model], prompts, [images.name] * len(prompts))
-            rows = [
-                shown(batch, row, sigmas, pixels[base][row], pixels[model][row])
-                | {"task": images.name}
-                for row, sigmas in worst(values[base], values[model], prompts)
-            ]
+            pairs = list(zip(pixels[base], pixels[model], strict=True))
+            check = check_drift(
+                values[base],
+                values[model],
+                origins,
+                lambda row, pairs=pairs: (webp(pairs[row][0]), webp(pairs[row][1])),
+            )
             title = f"{model} on {images.name}"
-            report.panels.append(panel(title, drifts, rows, settings.warn))
-            report.warnings += Alarm().drift(drifts, settings.warn, title)
-            far = [drift for drift in drifts if drift.beyond(settings.stop)]
-            report.too_far += [f"{title}: {drifted(drift)}" for drift in far]
+            report.panels.append(Panel(title, settings.warn, check))
+            report.warnings += Alarm().drift(check.drifts, settings.warn, title)
+            far = [drift for drift in check.drifts if drift.beyond(settings.stop)]
+            report.too_far += [f"{title}: {drift}" for drift in far]
     return report
 
 

@@ -24,7 +24,13 @@ from flowalign.system import manifest
 from flowalign.system.escape import escaped
 from flowalign.system.files import replacing, to_json
 from flowalign.training.data import spread, spread_text
-from flowalign.training.report.pictures import COLUMNS, Block, Row, comparison, pixels_of
+from flowalign.training.report.pictures import (
+    COLUMNS,
+    Block,
+    comparison,
+    pixels_of,
+    scored_row,
+)
 from flowalign.types import EvalRow
 
 
@@ -186,5 +192,5 @@ def _block(name: str, judges: Sequence[Benchmark], results: Results) -> Block:
             for judge in judges
         }
         means = {judge.name: numbers[judge.name].mean for judge in judges}
-        rows.append(Row(model, images, scores, means))
+        rows.append(scored_row(model, images, scores, means))
     return Block(title, [first.prompts.prompts[index] for index in indices], rows)

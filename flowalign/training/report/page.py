@@ -1,9 +1,23 @@
 """HTML pages in one file, without a network: the templates and the style that all of them share.
 
-A page is a template in `templates/` that extends `page.html.j2` (head, style, title).
+A page is a template in `templates/` that extends `page.html.j2` (head, style, title). Drift is
+shown by the macro of `drift.html.j2`: in the page of a run and in the report of an evaluation.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
+
+from flowalign.training.report.drift.compare import Check
+
+
+class Panel(NamedTuple):
+    """A check of the drift. title: whose images. warn: sigmas beyond which a statistic stands
+    out."""
+
+    title: str
+    warn: float
+    check: Check
 
 
 def render(template: str, **content: object) -> str:
