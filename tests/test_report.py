@@ -198,7 +198,7 @@ def test_the_page_shows_every_kept_image_of_every_model(text: str, results: Resu
 
 
 def test_the_page_says_which_prompts_it_shows_and_has_the_scores_of_the_others(text: str):
-    assert text.count("the first 3 of 4 prompts") == 2  # one per benchmark
+    assert text.count("3 of 4 prompts, evenly spaced") == 2  # one per benchmark
     assert text.count("The scores of the other 1 prompts") == 2
     others = text.split('class="others"')[1].partition("</details>")[0]
     assert ">nothing<small>3, b<" in others and ">failed<" in others and "two stars" not in others
