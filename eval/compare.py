@@ -15,7 +15,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -27,9 +27,6 @@ from flowalign.types import EvalRow
 
 VERSION = 1  # of results.json; raised whenever an older reader would misread a newer file
 SAMPLER = ("steps", "guidance", "seed", "height", "width", "max_sequence_length")
-
-
-Name = Annotated[str, Field(pattern=r"^[\w-]{1,200}$")]  # of a model or a benchmark, in tables
 
 
 class Incomparable(ValueError):
@@ -49,8 +46,8 @@ class _About(BaseModel, strict=True):
 class _Document(BaseModel, strict=True):
     """results.json, as far as it is compared."""
 
-    models: dict[Name, _Model] = Field(min_length=1)
-    benchmarks: dict[Name, _About]
+    models: dict[str, _Model] = Field(min_length=1)
+    benchmarks: dict[str, _About]
 
 
 class Column(NamedTuple):
@@ -68,7 +65,7 @@ class Difference(NamedTuple):
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """A results.json; Incomparable if it is none, is damaged by the manifest beside it, or is of
+    """A results.json; Incomparable if it is none, is damaged by the manifest next to it, or is of
     another version."""
     path = Path(path)
     try:
@@ -118,18 +115,14 @@ def differences(
     """Why two models' results do not compare; [] if they do."""
     models = first["models"][names[0]], second["models"][names[1]]
     a, b = (model["settings"] for model in models)
-    problems = [
-        f"{key}: {a.get(key)!r} and {b.get(key)!r}" for key in SAMPLER if a.get(key) != b.get(key)
-    ]
+    problems = [f"{key}: {x!r} and {y!r}" for key, x, y in _unequal(a, b) if key in SAMPLER]
     shared = sorted(set(first["benchmarks"]) & set(second["benchmarks"]))
     if not shared:
         listed = [sorted(document["benchmarks"]) for document in (first, second)]
         problems.append(f"no benchmark in common: {listed[0]} and {listed[1]}")
     for name in shared:
-        a, b = first["benchmarks"][name], second["benchmarks"][name]
-        for key in sorted({*a, *b}):
-            if a.get(key) != b.get(key):
-                problems.append(f"{name}: {key} is {a.get(key)!r} and {b.get(key)!r}")
+        for key, x, y in _unequal(first["benchmarks"][name], second["benchmarks"][name]):
+            problems.append(f"{name}: {key} is {x!r} and {y!r}")
         a, b = (list(map(key_of, model["images"][name])) for model in models)
         count = min(len(a), len(b))  # a smaller `limit` takes the first prompts
         if a[:count] != b[:count] or not count:
@@ -138,6 +131,12 @@ def differences(
                 "the first prompts of the other, as a smaller `limit` leaves them"
             )
     return problems
+
+
+def _unequal(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(key, its value in a, in b) where these differ; what is missing is None."""
+    pairs = [(key, a.get(key), b.get(key)) for key in sorted({*a, *b})]
+    return [(key, x, y) for key, x, y in pairs if x != y]
 
 
 def key_of(row: Mapping[str, Any]) -> tuple[int, int, str, str]:
@@ -157,8 +156,10 @@ def compare(
     for name, about in first["benchmarks"].items():
         if name in second["benchmarks"]:
             column = Column(name, about.get("headline"))
-            a = list(map(stats.from_json, first["models"][names[0]]["images"][name]))
-            b = list(map(stats.from_json, second["models"][names[1]]["images"][name]))
+            a, b = (
+                list(map(stats.from_json, document["models"][model]["images"][name]))
+                for document, model in zip((first, second), names, strict=True)
+            )
             count = min(len(a), len(b))  # the shared ones, which come first
             a, b = a[:count], b[:count]
             result[name] = Difference(stats.difference(column, a, b), stats.chance(column, a, b))
@@ -203,9 +204,6 @@ def main(argv: Sequence[str]) -> int:
         if a != b:
             shared = f"{min(a, b)} of {a} and {b} images are shared"
             print(f"note: {shown(name)}: {shared}; only they count")
-    a, b = (model.get("environment", {}) for model in models)
-    for name in sorted({*a, *b}):
-        if a.get(name) != b.get(name):
-            versions = shown(f"{name} is {a.get(name)} and {b.get(name)}")
-            print(f"note: {versions}", file=sys.stderr)
+    for name, *versions in _unequal(*(model.get("environment", {}) for model in models)):
+        print("note:", shown(f"{name} is {versions[0]} and {versions[1]}"), file=sys.stderr)
     return 0

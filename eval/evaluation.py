@@ -13,15 +13,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from rich.console import Console
-from rich.markdown import Markdown
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from flowalign.backbone import Backbone, placement
+from flowalign import rewards
+from flowalign.backbone import Backbone, ModelError, placement
 from flowalign.backbone.adapters import read_lora
 from flowalign.config import ConfigError, EvalStage
 from flowalign.eval.fidelity import Reference, load_reference
-from flowalign.eval.files import write
 from flowalign.eval.layouts import Export
+from flowalign.eval.report import write_files
 from flowalign.eval.stats import headline_rows, lost
 from flowalign.eval.store import Store, StoreError, open_stores
 from flowalign.eval.suite import EvaluationError, ImageSet, Judged, build_sets, judge_set
@@ -29,6 +29,7 @@ from flowalign.eval.table import Results
 from flowalign.system import files
 from flowalign.system.escape import harmless
 from flowalign.training.preflight import check_world
+from flowalign.training.report import results
 from flowalign.training.report.alarm import Alarm
 from flowalign.training.report.drift.compare import check_drift
 from flowalign.training.report.drift.monitor import ImageStatistics
@@ -40,6 +41,21 @@ from flowalign.training.run import lock, processes
 from flowalign.training.run.ranks import phase
 
 log = logging.getLogger("flowalign")
+
+
+def run_command(config: EvalStage, file: str) -> int:
+    """The command `eval`, from a config that was read from `file`: its exit status."""
+    status = processes.ExitStatus(  # docs/evaluation.md documents the statuses
+        refused=(ConfigError, ModelError, StoreError),
+        stopped=(EvaluationError,),
+        interrupted="no table was written. The same command continues from here.",
+    )
+    rewards.add_config_folder(file)
+    with status:
+        evaluate(config)
+        if processes.state().is_main_process:
+            print(results.summary(config), flush=True)
+    return status.code
 
 
 def evaluate(config: EvalStage) -> Path:
@@ -82,11 +98,11 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
         shared = [images.judges[0].name for images in sets if images.judges]
         distances = {}
         if reference:
-            for model, results in judged.items():
-                distances[model] = reference.distance([results[name] for name in shared])
+            for model, scored in judged.items():
+                distances[model] = reference.distance([scored[name] for name in shared])
         benchmarks = [judge for images in sets for judge in images.judges]
         drift = drift_report(config, backbone, sets, judged)
-        show(write(config, Results(benchmarks, judged, distances, drift.panels)))
+        print(write_files(config, Results(benchmarks, judged, distances, drift.panels)))
         for export in exports:
             export.write()
             print(f"{export.images.layout}: {export.folder}")
@@ -111,15 +127,14 @@ def load_adapters(backbone: Backbone, config: EvalStage) -> dict[str, str | None
             digests[name] = lora.digest
             backbone.load_adapter(_adapter(name), lora, frozen=True)
         except (ValueError, RuntimeError, KeyError, OSError) as error:
+            # torch's message: what is wrong, then one line per weight
             lines = (str(error) or type(error).__name__).strip().splitlines()
-            # torch's own message: what is wrong, then one line per weight
             reason = " ".join(line.strip() for line in lines[:2])
-            raise ConfigError(
-                [
-                    f"models.{name}: {folder!r} does not load onto {config.model.id} ({reason}). "
-                    "Name an adapter that was trained on this base, or the base it belongs to."
-                ]
-            ) from error
+            text = (
+                f"models.{name}: {folder!r} does not load onto {config.model.id} ({reason}). Name "
+                "an adapter that was trained on this base, or the base it belongs to."
+            )
+            raise ConfigError([text]) from error
     if config.model.compile:  # after the adapters: they change the layers
         backbone.compile()
     return digests
@@ -174,7 +189,7 @@ def score_models(
             bar.update(task, description=harmless(f"{name}: {images.name}"))
             work = f"the evaluation of {name} on {images.name}"
             with phase(work), using(backbone, config, name):
-                results = judge_set(
+                scored = judge_set(
                     backbone,
                     images,
                     config.sampling,
@@ -186,7 +201,7 @@ def score_models(
                     store=stores[name, images.name],
                 )
             problems = []
-            for benchmark, result in zip(images.judges, results, strict=True):
+            for benchmark, result in zip(images.judges, scored, strict=True):
                 judged[name][benchmark.name] = result
                 number = headline_rows(benchmark, result.rows)[0].mean
                 console.print(harmless(f"{name}: {benchmark.name} {number:.3f}"), markup=False)
@@ -198,15 +213,6 @@ def score_models(
                     "command again: it scores only the images that have no score."
                 )
     return judged
-
-
-def show(table: str) -> None:
-    """Print a Markdown table: rendered on a terminal, as it is in a log."""
-    console = Console()
-    if console.is_terminal:
-        console.print(Markdown(table))
-    else:  # rich would break its lines
-        print(table)
 
 
 # The alarm ---------------------------------------------------------------------------------------
@@ -239,15 +245,15 @@ def drift_report(
     for images in sets:
         if not images.judges or not judged[base][images.judges[0].name].pictures:
             continue
-        measurements = _measurements(backbone, images)
         first, copies = images.judges[0].name, images.copies
-        pictured = judged[base][first].shown(copies)  # the same for all models
+        pictured = judged[base][first].pictured(copies)  # the same for all models
         prompts = [prompt for prompt in pictured for _ in range(copies)]
         batch = images.prompts.select(prompts)
+        statistics = _statistics(backbone, images)
         pixels, values = {}, {}
         for model in config.models:
             pixels[model] = torch.stack([pixels_of(png) for png in judged[model][first].pictures])
-            values[model] = measurements.measure(pixels[model], batch, prompts)
+            values[model] = statistics.measure(pixels[model], batch, prompts)
         origins = [(n, images.name, batch.prompts[row]) for row, n in enumerate(prompts)]
         for model in (name for name in config.models if name != base):
             pairs = list(zip(pixels[base], pixels[model], strict=True))
@@ -265,9 +271,9 @@ def drift_report(
     return report
 
 
-def _measurements(backbone: Backbone, images: ImageSet) -> ImageStatistics:
-    """Of all judges of these images together."""
-    judges = ImageStatistics.of(backbone, {judge.name: judge.reward for judge in images.judges})
-    clips = list(judges.features.values())
-    text = frozenset([images.name] if judges.text else ())
-    return ImageStatistics(judges.period, text, {images.name: clips[0]} if clips else {})
+def _statistics(backbone: Backbone, images: ImageSet) -> ImageStatistics:
+    """What all judges of these images measure together."""
+    by_judge = ImageStatistics.of(backbone, {judge.name: judge.reward for judge in images.judges})
+    clips = list(by_judge.features.values())
+    text = frozenset([images.name] if by_judge.text else ())
+    return ImageStatistics(by_judge.period, text, {images.name: clips[0]} if clips else {})

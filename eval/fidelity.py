@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from PIL import Image, ImageOps
 from torch import Tensor
 
 from flowalign import rewards
+from flowalign.backbone.tiny.scenes import rendered
 from flowalign.config import ConfigError, EvalStage
 from flowalign.eval.stats import FIDELITY, normal_row
 from flowalign.eval.suite import ImageSet, Judged
@@ -43,15 +44,10 @@ def frechet(features: ArrayLike, reference: ArrayLike) -> float:
     """|m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)) of the Gaussians of [N,D] and [M,D], in float64.
 
     As in FID (arXiv 1706.08500). The trace of the root is taken from the eigenvalues of
-    C2^(1/2) C1 C2^(1/2), which are those of C1 C2 and real. Raises ValueError for features that are
-    not finite, differ in D, or are too few (N <= D: their covariance is singular).
+    C2^(1/2) C1 C2^(1/2), which C1 C2 has, too. All features are finite, and N, M > D, because a
+    covariance of fewer is singular.
     """
-    a, b = _matrix(features, "features"), _matrix(reference, "reference")
-    if a.shape[1] != b.shape[1]:
-        raise ValueError(
-            f"features have {a.shape[1]} columns and the reference {b.shape[1]}; take both from "
-            "one model."
-        )
+    a, b = np.asarray(features, np.float64), np.asarray(reference, np.float64)
     c1, c2 = (np.atleast_2d(np.cov(x.T)) for x in (a, b))
     values, vectors = np.linalg.eigh(c2)
     half = (vectors * np.sqrt(values.clip(0))) @ vectors.T
@@ -59,25 +55,6 @@ def frechet(features: ArrayLike, reference: ArrayLike) -> float:
     root = np.sqrt(eigenvalues.clip(0)).sum()  # rounding may leave -1e-18
     shift = ((a.mean(0) - b.mean(0)) ** 2).sum()
     return float(shift + np.trace(c1) + np.trace(c2) - 2 * root)
-
-
-def _matrix(features: ArrayLike, name: str) -> NDArray[np.float64]:
-    array = np.asarray(features, np.float64)
-    if array.ndim != 2:
-        raise ValueError(f"{name} have shape {list(array.shape)}; give [images, features].")
-    if not np.isfinite(array).all():
-        rows = np.flatnonzero(~np.isfinite(array).all(1))
-        raise ValueError(
-            f"{name} of {len(rows)} images are NaN or infinite (first: row {rows[0]}); leave those "
-            "images out."
-        )
-    if len(array) <= array.shape[1]:
-        raise ValueError(
-            f"{name} are of {len(array)} images, with {array.shape[1]} values each; a covariance "
-            f"needs more images than values. Give at least {array.shape[1] + 1}, better ten times "
-            "as many."
-        )
-    return array
 
 
 @dataclass(frozen=True)
@@ -140,8 +117,8 @@ def _groups(prompts: Sequence[str]) -> Tensor:
 
 
 def enough(width: int) -> int:
-    """The least number of images with `width` features that `distance` takes."""
-    # a regular covariance takes width + 1 images, also when one of GROUPS is left out
+    """The least number of images for `width` features: a regular covariance takes width + 1 of
+    them, also when one of GROUPS is left out."""
     return max(GROUPS, math.ceil((width + 1) * GROUPS / (GROUPS - 1)) + 1)
 
 
@@ -202,8 +179,6 @@ def load_reference(
 
 def _scenes(metadata: Sequence[Mapping[str, Any]], seed: int) -> Iterator[Tensor]:
     """Batches of scenes [B,3,64,64] that fulfil tiny metadata."""
-    from flowalign.backbone.tiny.scenes import rendered
-
     try:
         yield from rendered(metadata, seed, SCENES).split(BATCH)
     except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:

@@ -1,4 +1,4 @@
-"""GenEval's rules: `judge` an image, `summarize` a test (they live beside the reward)."""
+"""GenEval's rules: `judge` an image, `summarize` a test (the module is the reward's)."""
 
 from flowalign.rewards.geneval_judge import Verdict, judge, summarize
 

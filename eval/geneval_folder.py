@@ -3,7 +3,7 @@
     python -m flowalign.eval.geneval_folder FOLDER --detector mask2former [--out results.jsonl]
 
 scores a folder of images that this library or the official script wrote, and prints the accuracy
-of each task and the overall. The layout is that of djghosh13/geneval@af4902f, so that the official
+of each task and the overall. The layout is from djghosh13/geneval@af4902f, so that the official
 `evaluate_images.py` scores what `write` wrote, and `summary_scores.py` reads what `evaluate` wrote:
 
     FOLDER/00000/metadata.jsonl          one line: tag, include, exclude, prompt
@@ -65,11 +65,9 @@ def write(
 ) -> None:
     """Write P prompts' metadata and images, P x [K,3,H,W] in [0,1], as prompts first, first + 1...
 
-    Raises ValueError for metadata that cannot be judged, unequal lengths and pixels that are NaN,
-    and FolderError if a prompt already has images.
+    Raises ValueError for metadata that cannot be judged and pixels that are NaN, and FolderError if
+    a prompt already has images.
     """
-    if len(metadata) != len(images):
-        raise ValueError(f"got {len(metadata)} prompts and images of {len(images)}; give one each.")
     for number, (meta, samples) in enumerate(zip(metadata, images, strict=True), first):
         check_metadata(meta, f"prompt {number}")
         target = Path(folder) / f"{number:05}" / "samples"

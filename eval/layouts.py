@@ -54,36 +54,15 @@ def check_layout(name: str, prompts: PromptBatch, shape: Shape) -> None:
     LAYOUTS[name].check(prompts, shape)
 
 
-def write_layout(
-    name: str, folder: str | Path, prompts: PromptBatch, images: Iterable[Tensor]
-) -> None:
-    """Write the images of P prompts, each [K,3,H,W] in [0,1], one prompt at a time.
+def write_layout(name: str, folder: Path, prompts: PromptBatch, images: Iterable[Tensor]) -> None:
+    """Write the images of P checked prompts, each [K,3,H,W] in [0,1], one prompt at a time.
 
-    images may be lazy: no more than one prompt's are held. Raises ValueError as `check_layout`
-    does, for images that do not fit together, and for a folder that is not empty, because the
-    official scripts read all files in it. Nothing is left behind then.
+    images may be lazy: no more than one prompt's are held. The folder must be new or empty (OSError
+    otherwise), because the official scripts read all files in it.
     """
-    folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(
-            f"{folder} is not empty, and the official scripts read every file in it. Give a new "
-            "folder."
-        )
     with replacing(folder) as part:
-        first = None
         part.mkdir()
         for index, samples in zip(range(len(prompts)), images, strict=True):
-            shape = (len(samples), samples.shape[2], samples.shape[3])
-            if first is None:
-                check_layout(name, prompts, shape)
-                first = shape
-            if shape != first:
-                raise ValueError(
-                    f"prompt {index} has images of shape {shape}, and the first {first}. The "
-                    "official scores are means over files: give equally many, of one size."
-                )
-            if not bool(samples.isfinite().all()):
-                raise ValueError(f"an image of prompt {index} has pixels that are NaN or infinite.")
             LAYOUTS[name].write(part, prompts, index, samples)
 
 
@@ -164,7 +143,7 @@ LAYOUTS: Mapping[str, Layout] = {
 
 
 class Export:
-    """The layout folder of a model's images, and <benchmark>.json beside it, which records them.
+    """The layout folder of a model's images, and <benchmark>.json next to it, which records them.
 
     A complete folder is not written again, because official scripts write into it.
     """
@@ -176,7 +155,7 @@ class Export:
         self.content = {"layout": images.layout, **store.settings}
 
     def check(self) -> None:
-        """StoreError if the folder holds other images, or those of more or fewer prompts."""
+        """StoreError if the folder holds other images, or more or fewer prompts."""
         recorded = read_record(self.folder, self.record)
         if recorded is None or recorded == self.content:
             return

@@ -1,28 +1,202 @@
-"""report.html: an evaluation as one page without other files and without a network.
+"""The files of an evaluation: results.json, table.md, report.html, grid.png, manifest.json.
 
-The page is the template `templates/report.html.j2`; this module computes what it shows, from
-`Results`.
+Where nothing was judged, only results.json. The page is the template `templates/report.html.j2`,
+without other files and without a network; this module computes what it shows.
 """
 
 from __future__ import annotations
 
 import base64
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
 from typing import Any
 
-from flowalign.eval.stats import FIELDS, headline_rows, part_of
-from flowalign.eval.suite import Benchmark
-from flowalign.eval.table import Results, Table, shown
-from flowalign.training.data import spread_text
+from flowalign.config import EvalStage, to_yaml
+from flowalign.eval.compare import VERSION
+from flowalign.eval.fidelity import GROUPS
+from flowalign.eval.stats import AVERAGE, FIDELITY, FIELDS, headline_rows, part_of
+from flowalign.eval.suite import Benchmark, environment
+from flowalign.eval.table import Results, Table, details, markdown, shown, tables
+from flowalign.rewards import describe
+from flowalign.system import manifest
+from flowalign.system.escape import escaped
+from flowalign.system.files import replacing, to_json
+from flowalign.training.data import spread, spread_text
 from flowalign.training.report import page
-from flowalign.training.report.pictures import thumbnail
+from flowalign.training.report.pictures import (
+    COLUMNS,
+    Block,
+    comparison,
+    pixels_of,
+    scored_row,
+    thumbnail,
+)
 from flowalign.types import EvalRow
 
 LONGEST = 256  # pixels of an image in the page; larger ones are reduced
 
-# Scores that others published for Stable Diffusion 3.5 Medium, shown beside ours as theirs. Their
+
+def write_files(config: EvalStage, results: Results) -> str:
+    """Write all files into config.output; returns the tables as Markdown, without the details."""
+    folder, versions = Path(config.output), environment()
+    content = to_json(document(config, results, versions))  # JSON has no NaN
+    texts = {"results.json": json.dumps(content, allow_nan=False, indent=1)}
+    short, drawn = "No benchmark has a reward: images only.\n", []
+    if results.benchmarks:
+        title = config.report.title
+        title = title or f"flowalign eval: {len(results.judged)} models on {config.model.id}"
+        compared, sentences = tables(results, config.compare), conditions(config, results, versions)
+        short, long = "\n".join(map(markdown, compared)), details(results.rows)
+        measured = escaped(" ".join(sentences), length=10_000)
+        texts["table.md"] = f"{short}\nEvery metric:\n\n{long}\n{measured}\n"
+        texts["report.html"] = render(
+            results,
+            compared,
+            title=title,
+            conditions=sentences,
+            config=to_yaml(config),
+            model=config.model.id,
+        )
+        if config.report.images:
+            drawn.append("grid.png")
+            comparison(folder / "grid.png", blocks(results), title=f"{title}.")
+    for name, text in texts.items():
+        with replacing(folder / name) as part:
+            part.write_text(text, encoding="utf-8")
+    manifest.write_manifest(folder, {}, [*texts, *drawn])
+    return short
+
+
+def document(config: EvalStage, results: Results, versions: Mapping[str, str]) -> dict[str, Any]:
+    """results.json: every number, every image's scores, and who scored them."""
+
+    def listed(rows: Mapping[str, EvalRow]) -> list[dict[str, Any]]:
+        return [vars(row) for row in rows.values()]
+
+    sampling = config.sampling.model_dump() | config.model.model_dump(mode="json")
+    models = {}
+    for model, judged in results.judged.items():
+        scores, first = results.scores(model), next(iter(results.judged))
+        models[model] = {
+            "adapter": config.models[model],
+            "rows": [vars(row) for row in results.rows[model]],
+            "settings": sampling,
+            "environment": versions,
+            "fidelity": vars(scores[FIDELITY]) if FIDELITY in scores else None,
+            "average": vars(scores[AVERAGE]) if AVERAGE in scores else None,
+            "difference": listed(results.difference(model, first)) if model != first else [],
+            "images": {name: images.rows for name, images in judged.items()},
+        }
+    benchmarks = {}
+    for benchmark in results.benchmarks:  # what their numbers depend on
+        about = describe(benchmark.reward)
+        reward = {"reward": about.pop("name"), "headline": benchmark.headline}
+        benchmarks[benchmark.name] = reward | about
+    return {
+        "version": VERSION,
+        "config": config.model_dump(mode="json"),
+        "benchmarks": benchmarks,
+        "models": models,
+        "compare": {
+            model: {other: listed(results.difference(model, other)) for other in others}
+            for model, others in config.compare.items()
+        },
+    }
+
+
+def conditions(config: EvalStage, results: Results, versions: Mapping[str, str]) -> list[str]:
+    """How the numbers were measured, one sentence each."""
+    s, m, f = config.sampling, config.model, config.fidelity
+    # benchmarks that share images also share prompts, which are counted once
+    sets = {benchmark.source or benchmark.name: benchmark for benchmark in results.benchmarks}
+    counts = []
+    for name, benchmark in sets.items():
+        prompts, copies = benchmark.prompts.prompts, benchmark.copies
+        distinct = len(set(prompts))  # errors are over distinct prompts
+        text = f"{len(prompts)} prompts of {name}"
+        text += f" ({distinct} distinct)" if distinct < len(prompts) else ""
+        counts.append(text + (f" with {copies} images each" if copies > 1 else ""))
+    sentences = [
+        f"Images of {m.id} ({m.dtype}, {m.listed_sizes}) for {', '.join(counts)}: {s.steps} Euler "
+        f"steps, guidance {s.guidance:g}, seed {s.seed}; scored at 8 bits a channel."
+    ]
+    if len(results.benchmarks) > 1:
+        sentences.append("average: the unweighted mean of the benchmarks.")
+    for names, what in _dependent(results.benchmarks):
+        sentences.append(
+            f"{' and '.join(names)} {what}, yet the average's error takes them as independent."
+        )
+    for benchmark in config.benchmarks:
+        if benchmark.layout:
+            sentences.append(
+                f"The images of {benchmark.name} are also in the official layout of "
+                f"{benchmark.layout}: layouts/MODEL/{benchmark.name}."
+            )
+    if f:
+        sentences.append(
+            f"fidelity: Fréchet distance, lower is better, between the {f.features!r} features of "
+            f"all images of a model and of the reference {f.reference!r}; its error is a "
+            f"jackknife over up to {GROUPS} groups of prompts."
+        )
+    listed = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return [*sentences, f"Measured with {listed}."]
+
+
+def _dependent(benchmarks: Sequence[Benchmark]) -> Iterator[tuple[list[str], str]]:
+    """(names of benchmarks whose numbers are correlated, why)."""
+    sources = dict.fromkeys(benchmark.source for benchmark in benchmarks if benchmark.source)
+    for source in sources:
+        names = [benchmark.name for benchmark in benchmarks if benchmark.source == source]
+        if len(names) > 1:
+            yield names, f"judge the same images of {source}"
+    sets = {b.source or b.name: set(b.prompts.prompts) for b in benchmarks}
+    for a, b in combinations(sets, 2):
+        if sets[a] & sets[b]:
+            yield [a, b], "share prompts"
+
+
+# grid.png -----------------------------------------------------------------------------------------
+
+
+def blocks(results: Results) -> list[Block]:
+    """grid.png: a block per image set, with the first image of some of the report's prompts."""
+    sets: dict[str, list[Benchmark]] = {}
+    for benchmark in results.benchmarks:
+        sets.setdefault(benchmark.source or benchmark.name, []).append(benchmark)
+    return [_block(name, judges, results) for name, judges in sets.items()]
+
+
+def _block(name: str, judges: Sequence[Benchmark], results: Results) -> Block:
+    first, copies = judges[0], judges[0].copies
+    pictured = next(iter(results.judged.values()))[first.name].pictured(copies)
+    chosen = spread(len(pictured), COLUMNS)
+    indices = [pictured[i] for i in chosen]
+    title = f"{name}: {spread_text(indices, len(first.prompts))}"
+    if copies > 1:
+        title += f"; the first of {copies} images each"
+    rows = []
+    for model, judged in results.judged.items():
+        pictures, numbers = judged[first.name].pictures, results.scores(model)
+        images = [pixels_of(pictures[i * copies]) for i in chosen]
+        scores = {
+            judge.name: [
+                judged[judge.name].rows[index * copies].get(part_of(judge), math.nan)
+                for index in indices
+            ]
+            for judge in judges
+        }
+        means = {judge.name: numbers[judge.name].mean for judge in judges}
+        rows.append(scored_row(model, images, scores, means))
+    return Block(title, [first.prompts.prompts[index] for index in indices], rows)
+
+
+# report.html --------------------------------------------------------------------------------------
+
+# Scores that others published for Stable Diffusion 3.5 Medium, shown next to ours as theirs. Their
 # GenEval uses mmdet's detector, their OCR PaddleOCR 2, and their preference prompts are not known,
 # so small differences to ours mean nothing.
 PUBLISHED: Mapping[str, Any] = {
@@ -91,7 +265,9 @@ def render(
     """The page. conditions: how the numbers were measured, one sentence each; config: YAML; model:
     the base model's id, which decides whether published numbers are shown."""
     grids = {benchmark.name: lines(results, benchmark) for benchmark in results.benchmarks}
-    rules = {name: _rule(grid) for name, grid in grids.items()}
+    pictured = {
+        name: [line.index for line in grid if line.pictured] for name, grid in grids.items()
+    }
     name = model.rstrip("/").rpartition("/")[2].lower()
     return page.render(
         "report.html.j2",
@@ -101,19 +277,13 @@ def render(
         tables=tables,
         models=list(results.judged),
         charts={benchmark.name: bars(results, benchmark) for benchmark in results.benchmarks},
-        grids=grids if any(rules.values()) else {},
-        rules=rules,
+        grids=grids if any(pictured.values()) else {},
+        rules={name: spread_text(rows, len(grids[name])) for name, rows in pictured.items()},
         copies={benchmark.name: benchmark.copies for benchmark in results.benchmarks},
         longest=LONGEST,
         drifts=results.drifts,
         published=PUBLISHED if name.startswith("stable-diffusion-3.5-medium") else None,
     )
-
-
-def _rule(grid: Sequence[Line]) -> str:
-    """Which prompts are shown with images, in words; "" = none."""
-    pictured = [line.index for line in grid if line.pictured]
-    return spread_text(pictured, len(grid)) if pictured else ""
 
 
 def bars(results: Results, benchmark: Benchmark) -> dict[str, list[Bar]]:
@@ -142,7 +312,9 @@ def lines(results: Results, benchmark: Benchmark) -> list[Line]:
     copies, part, source = benchmark.copies, part_of(benchmark), benchmark.source or benchmark.name
     sharing = [b.name for b in results.benchmarks if (b.source or b.name) == source]
     first = next(iter(judged.values()))
-    pictures = {index: i for i, index in enumerate(first.shown(copies))}  # the same for all models
+    pictures = {
+        index: i for i, index in enumerate(first.pictured(copies))
+    }  # the same for all models
     scores = {model: [row.get(part, math.nan) for row in j.rows] for model, j in judged.items()}
     all_scores = [score for values in scores.values() for score in values if math.isfinite(score)]
     low, high = min(all_scores, default=0.0), max(all_scores, default=0.0)

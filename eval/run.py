@@ -45,22 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:  # before the libraries are imported, which takes many seconds
         print(error, file=sys.stderr)
         return 2
-    from flowalign import rewards
-    from flowalign.backbone import ModelError
-    from flowalign.eval.evaluation import evaluate
-    from flowalign.eval.store import StoreError
-    from flowalign.eval.suite import EvaluationError
-    from flowalign.training.report import results
-    from flowalign.training.run import processes
+    from flowalign.eval.evaluation import run_command
 
-    status = processes.ExitStatus(  # docs/evaluation.md documents the statuses
-        refused=(ConfigError, ModelError, StoreError),
-        stopped=(EvaluationError,),
-        interrupted="no table was written. The same command continues from here.",
-    )
-    rewards.add_config_folder(args.config)
-    with status:
-        evaluate(config)
-        if processes.state().is_main_process:
-            print(results.summary(config), flush=True)
-    return status.code
+    return run_command(config, args.config)

@@ -86,8 +86,8 @@ def headline_row(benchmark: Named, rows: Sequence[EvalRow]) -> EvalRow:
 def difference(benchmark: Named, first: Images, second: Images) -> EvalRow:
     """The number of the second model minus the first's, paired: same prompts, same noise.
 
-    n counts the images that are valid in both. The standard error is that of the differences, so it
-    is smaller than the two models' own errors suggest.
+    n counts the images that are valid in both. The standard error is over the differences, so it
+    is smaller than the errors of the two models suggest.
     """
     return headline_rows(benchmark, _gains(benchmark, first, second))[0]
 
@@ -123,7 +123,7 @@ def average(rows: Sequence[EvalRow]) -> EvalRow:
 def normal_row(
     benchmark: str, metric: str, mean: float, error: float, n: int, total: int | None
 ) -> EvalRow:
-    """A row whose interval is that of a normal distribution with this error."""
+    """A row with the interval of a normal distribution with this error."""
     reach = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * error
     return EvalRow(benchmark, metric, mean, error, n, mean - reach, mean + reach, total)
 
@@ -133,7 +133,7 @@ def lost(benchmark: Named, images: Images, share: float) -> str:
     part = part_of(benchmark)
     valid = [image for image in images if math.isfinite(image.get(part, math.nan))]
     invalid = [image for image in images if not math.isfinite(image.get(part, math.nan))]
-    tags: set[str] = set()  # those without any score
+    tags: set[str] = set()  # without any score
     if _tagged(benchmark, images):
         tags = {i["metadata"]["tag"] for i in images} - {i["metadata"]["tag"] for i in valid}
     too_many = invalid and (not valid or len(invalid) > share * len(images))
@@ -180,7 +180,7 @@ def _tagged(benchmark: Named, images: Images) -> bool:
 def _prompt_scores(images: Images, part: str) -> PromptScores:
     """The scores of each prompt of a tag, in the order in which they come; a tag is a stratum.
 
-    A prompt is its text: a set may list it several times, as those of the tiny world do.
+    A prompt is its text: a set may list it several times, as the sets of the tiny world do.
     """
     tags = [str(image["metadata"].get("tag", "")) for image in images]
     numbers: dict[tuple[str, str], int] = {}

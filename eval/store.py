@@ -5,13 +5,10 @@
         00000_0.png             <index of the prompt>_<number of the copy>.png
         scores_<digest>/        one folder for each way of scoring
             settings.json       what the scores depend on, besides image, prompt and metadata
-            rows.<process>.jsonl    one line per scored image, NaN as null
+            rows.<process>.jsonl    one line per scored image with its SHA-256, NaN as null
 
-A row is written after its image. A last line without its end was cut off by a kill and does not
-count. All processes share the folder.
-
-A line holds the SHA-256 of its row and of the image's file. Lines that do not match are scored
-again; images that do not match their row are sampled and scored again.
+A row is written after its image. A line that a kill cut off, or that does not match its SHA-256, is
+scored again; a PNG that cannot be read is sampled again. All processes share the folder.
 
 A run with a larger or smaller `limit` is the same run, because the noise of an image depends on the
 index of its prompt. So is one with another batch size, apart from float rounding.
@@ -24,20 +21,18 @@ import json
 import logging
 import math
 import os
-import struct
-import zlib
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from PIL import Image
 from torch import Tensor
 
 from flowalign.config import EvalStage
 from flowalign.eval.stats import from_json
 from flowalign.rewards import describe
-from flowalign.system import manifest
 from flowalign.system.escape import shown
 from flowalign.system.files import replacing, to_json
 from flowalign.training.data import spread
@@ -52,16 +47,8 @@ log = logging.getLogger("flowalign")
 Key = tuple[int, int]  # an image: index of its prompt in the set, number of the copy
 ImageRow = dict[str, Any]  # the scores of an image by one judge
 SETTINGS = "settings.json"
-# keys of `model` that change an image, beside its size
+# keys of `model` that change an image, besides its size
 MODEL_KEYS = {"id", "revision", "dtype", "vae_dtype", "quantization", "max_sequence_length"}
-BROKEN_PNG = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    EOFError,
-    struct.error,
-    zlib.error,
-)  # what PIL raises
 
 
 class StoreError(ValueError):
@@ -86,11 +73,11 @@ class Store:
         rank: int = 0,
     ) -> None:
         self.folder, self.settings, self.saved_prompts = folder, dict(settings), saved_prompts
-        # rows of another `limit` are of the same images
-        shared = {name: value for name, value in settings.items() if name != "prompts"}
-        self.rows = {judge: RowFiles(folder, shared, of, rank) for judge, of in scores.items()}
-        self._damaged: set[Key] = set()  # images whose file does not count
-        self._digests: dict[Key, str | None] = {}  # of the images' files, None = no file
+        self.score_folders = {
+            judge: folder / f"scores_{_sha256(depends)[:12]}" for judge, depends in scores.items()
+        }
+        self._scores, self._rank = scores, rank
+        self._complete: set[Path] = set()  # row files that are known to end with a complete line
 
     def check(self) -> None:
         """StoreError for images that this run would not sample."""
@@ -104,45 +91,50 @@ class Store:
         # the larger `limit` describes the folder
         if len(recorded.get("prompts", ())) <= len(self.settings.get("prompts", ())):
             write_record(self.folder / SETTINGS, self.settings)
-        for rows in self.rows.values():
-            write_record(rows.folder / SETTINGS, rows.scores)
+        for judge, folder in self.score_folders.items():
+            write_record(folder / SETTINGS, self._scores[judge])
 
     def read(
         self, judges: Mapping[str, PromptBatch], keys: Collection[Key]
     ) -> dict[str, dict[Key, ImageRow]]:
         """{judge: {image: its row}} of these images, by all processes; the value of a row is NaN
-        where the reward failed. An image that is not the scored one is damaged from now on.
+        where the reward failed.
 
         judges {judge: its prompts with their metadata}.
         """
-        wanted, doubted, confirmed = set(keys), set(), set()
-        rows: dict[str, dict[Key, ImageRow]] = {}
+        wanted = set(keys)
+        rows: dict[str, dict[Key, ImageRow]] = {judge: {} for judge in judges}
         for judge, prompts in judges.items():
-            rows[judge] = {}
-            for row, image in self.rows[judge].read():
+            for row in self._all_rows(judge):
                 key = row["index"], row["copy"]
-                if key not in wanted or not _is_scored_for(row, prompts):
-                    continue
-                if image and self._digest(key) not in (image, None):
-                    doubted.add(key)
-                    continue
-                confirmed.add(key)
-                if not is_valid(rows[judge].get(key)):
-                    rows[judge][key] = row
-        # an image that was made again has a row of the old file and a row of the new one
-        self._damaged = doubted - confirmed
-        if self._damaged:
-            example = self._path(min(self._damaged)).name
-            log.warning(
-                "%s: %d images are not the ones that were scored, such as %s. They are made "
-                "again.", self.folder, len(self._damaged), example
-            )  # fmt: skip
+                if key in wanted and _is_scored_for(row, prompts):
+                    # a failed image may have been scored later
+                    if not is_valid(rows[judge].get(key)):
+                        rows[judge][key] = row
         return rows
+
+    def _all_rows(self, judge: str) -> Iterator[ImageRow]:
+        """The rows of all processes; lines that are damaged are left out."""
+        for path in sorted(self.score_folders[judge].glob("rows.*.jsonl")):
+            *lines, _ = path.read_bytes().split(b"\n")  # the last one is empty or was cut off
+            rows = [row for line in lines if (row := _parsed(line))]
+            if len(rows) < len(lines):
+                log.warning(
+                    "%s: %d of %d lines are damaged or of an older version. Their images are "
+                    "scored again.", path, len(lines) - len(rows), len(lines)
+                )  # fmt: skip
+            yield from rows
 
     def append(self, judge: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add rows of this process; they are in the file when this returns."""
-        digests = [self._digest((row["index"], row["copy"])) for row in rows]
-        self.rows[judge].append(rows, digests)
+        path = self.score_folders[judge] / f"rows.{self._rank}.jsonl"
+        if path not in self._complete and path.exists():  # drop a line that a kill cut off
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+        self._complete.add(path)
+        plain = map(to_json, rows)
+        lines = [json.dumps({"sha256": _sha256(row), "row": row}, allow_nan=False) for row in plain]
+        with path.open("a", encoding="utf-8") as file:
+            file.write("".join(f"{line}\n" for line in lines))
 
     def saves(self, key: Key) -> bool:
         """Whether that image is to be written."""
@@ -151,34 +143,39 @@ class Store:
     def save(self, key: Key, image: Tensor) -> None:
         """Write an image [3,H,W] if the store saves it and it is finite."""
         if self.saves(key) and bool(image.isfinite().all()):
-            content = png(image)
             with replacing(self._path(key)) as part:
-                part.write_bytes(content)
-            self._digests[key] = hashlib.sha256(content).hexdigest()
-            self._damaged.discard(key)
+                part.write_bytes(png(image))
 
     def load(self, key: Key) -> Tensor | None:
         """The image [3,H,W] in [0,1], on the CPU; None if there is none that can be read."""
-        if key in self._damaged:
+        path = self._path(key)
+        if not path.is_file():
             return None
         try:
-            return pixels_of(self._path(key).read_bytes())
-        except BROKEN_PNG:
+            with Image.open(path) as image:
+                image.verify()  # the checksums of its chunks
+            return pixels_of(path.read_bytes())
+        except Exception:  # PIL raises whatever its decoders do
+            log.warning("%s is damaged; the image is sampled again.", path)
             return None
 
     def has(self, key: Key) -> bool:
-        """Whether there is a file of that image that counts."""
-        return key not in self._damaged and self._path(key).is_file()
-
-    def _digest(self, key: Key) -> str | None:
-        """SHA-256 of the file of an image; None without a file."""
-        if key not in self._digests:
-            path = self._path(key)
-            self._digests[key] = manifest.file_sha256(path) if path.is_file() else None
-        return self._digests[key]
+        """Whether there is a file of that image."""
+        return self._path(key).is_file()
 
     def _path(self, key: Key) -> Path:
         return self.folder / f"{key[0]:05}_{key[1]}.png"
+
+
+def _parsed(line: bytes) -> ImageRow | None:
+    """None for a line that no store wrote."""
+    try:
+        content = json.loads(line)
+        if content["sha256"] != _sha256(content["row"]):
+            return None
+        return from_json(content["row"])
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
 
 
 def is_valid(row: Mapping[str, Any] | None) -> bool:
@@ -194,58 +191,6 @@ def _is_scored_for(row: ImageRow, prompts: PromptBatch) -> bool:
         and row["prompt"] == prompts.prompts[index]
         and row["metadata"] == prompts.metadata[index]
     )
-
-
-class RowFiles:
-    """The rows of one way of scoring the images of a folder, a file for each process.
-
-    images, scores: what the images and the scores depend on. A row belongs to both.
-    """
-
-    def __init__(
-        self, folder: Path, images: Mapping[str, Any], scores: Mapping[str, Any], rank: int = 0
-    ) -> None:
-        self.folder, self.scores = folder / f"scores_{_sha256(scores)[:12]}", scores
-        self._settings_digest = _sha256([images, scores])
-        self._path = self.folder / f"rows.{rank}.jsonl"
-        self._complete = False  # whether that file is known to end with a complete line
-
-    def append(self, rows: Sequence[Mapping[str, Any]], images: Sequence[str | None]) -> None:
-        """Add rows of this process, with the digests of the images' files; they are in the file
-        when this returns."""
-        lines = []
-        for row, image in zip(rows, images, strict=True):
-            content = {"row": to_json(row), "image": image}
-            digest = _sha256([self._settings_digest, content])
-            lines.append(json.dumps({"sha256": digest, **content}, allow_nan=False) + "\n")
-        if not self._complete and self._path.exists():  # drop a line that a kill cut off
-            os.truncate(self._path, self._path.read_bytes().rfind(b"\n") + 1)
-        self._complete = True
-        with self._path.open("ab") as file:
-            file.write("".join(lines).encode())
-
-    def read(self) -> Iterator[tuple[ImageRow, str | None]]:
-        """The rows of all processes, also invalid ones, each with the SHA-256 of the image's file
-        (None = it was not saved); lines that this class did not write are left out."""
-        for path in sorted(self.folder.glob("rows.*.jsonl")):
-            *lines, _ = path.read_bytes().split(b"\n")  # the last one is empty or was cut off
-            parsed = [row for line in lines if (row := self._parsed(line))]
-            if len(parsed) < len(lines):
-                log.warning(
-                    "%s: %d of %d lines are damaged or of an older version. Their images are "
-                    "scored again.", path, len(lines) - len(parsed), len(lines)
-                )  # fmt: skip
-            yield from parsed
-
-    def _parsed(self, line: bytes) -> tuple[ImageRow, str | None] | None:
-        """None for a line that was not written for these images and scores."""
-        try:
-            content = json.loads(line)
-            if content.pop("sha256") != _sha256([self._settings_digest, content]):
-                return None
-            return from_json(content["row"]), content["image"]
-        except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
-            return None
 
 
 def open_stores(

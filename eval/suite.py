@@ -84,32 +84,31 @@ def build_sets(
     config_key: of the list. model: whose sizes the images have.
     Raises ConfigError for prompts that a layout cannot hold and rewards that cannot be built.
     """
-    problems, prompt_sets = [], []
+    problems, sets = [], []
     for index, config in enumerate(configs):
-        prompts = load_prompts(config.prompts, config.name)
-        prompts = prompts.select(range(len(prompts))[: config.limit])
-        size = config.size or model.image_sizes[0]
-        prompts = replace(prompts, size=size)
-        prompt_sets.append(prompts)
+        prompts, size = (
+            load_prompts(config.prompts, config.name),
+            config.size or model.image_sizes[0],
+        )
+        prompts = replace(prompts.select(range(len(prompts))[: config.limit]), size=size)
         try:
             if config.layout:
                 check_layout(config.layout, prompts, (config.images, *size))
         except ValueError as error:
             problems.append(f"{config_key}.{index}.layout: {error}")
+        sets.append(ImageSet(config.name, prompts, config.images, layout=config.layout))
     if problems:
         raise ConfigError(problems)
     # only now: building a reward may load a large model
-    sets = []
-    for index, (config, prompts) in enumerate(zip(configs, prompt_sets, strict=True)):
+    for index, (config, images) in enumerate(zip(configs, sets, strict=True)):
         source, judges = config.name if config.rewards else None, []
-        # key: the reward's place in the config, for the error
         for name, (key, options) in zip(config.judges, config.reward_keys.items(), strict=True):
             try:
                 reward = rewards.build_on(device, options.name, options.options)
-                judges.append(Benchmark(name, prompts, reward, config.images, source))
+                judges.append(Benchmark(name, images.prompts, reward, images.copies, source))
             except (ImportError, ValueError, OSError) as error:
                 problems.append(f"{config_key}.{index}.{key}: {error}")
-        sets.append(ImageSet(config.name, prompts, config.images, tuple(judges), config.layout))
+        sets[index] = replace(images, judges=tuple(judges))
     if problems:
         raise ConfigError(problems)
     return sets
@@ -182,10 +181,10 @@ class Judged:
     """
 
     rows: list[dict[str, Any]]
-    pictures: list[bytes]  # PNG files of the images of some prompts, evenly spaced: `shown`
+    pictures: list[bytes]  # PNG files of the images of some prompts, evenly spaced: `pictured`
     features: Tensor | None = None  # [N,D] on the CPU, if they were asked for
 
-    def shown(self, copies: int) -> list[int]:
+    def pictured(self, copies: int) -> list[int]:
         """The indices of the prompts with pictures, where there are `copies` images per prompt."""
         return spread(len(self.rows) // copies, len(self.pictures) // copies)
 
@@ -251,7 +250,7 @@ def judge_set(
 
 
 def _share(images: ImageSet, size: int, world: int, rank: int) -> list[range]:
-    """The batches of a process: whole prompts, at most `size` images where that is possible.
+    """The batches of a process: all images of a few prompts, at most `size` where that is possible.
 
     The batches are the same for any number of processes, and so is their arithmetic.
     """

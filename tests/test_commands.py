@@ -124,16 +124,10 @@ def test_a_reader_that_leaves_ends_a_command_without_a_word(script: list[str], l
 # Rewards beside you ----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What looking for a module changes is put back."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(rewards, "_config_folders", [])
-
-
 def test_a_module_in_the_current_folder_comes_before_one_beside_the_config(
-    clean: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
     for folder in ("here", "config"):
         (tmp_path / folder).mkdir()
         for name in ("my_first", "json"):  # json: Python's own is not replaced
@@ -141,12 +135,12 @@ def test_a_module_in_the_current_folder_comes_before_one_beside_the_config(
     (tmp_path / "config" / "my_second.py").write_text("def at_config(): ...")
     monkeypatch.chdir(tmp_path / "here")
     before = len(sys.path)
-    with pytest.raises(ValueError, match="no module 'my_second'"):
+    with pytest.raises(ValueError, match="No module named 'my_second'"):
         rewards.load("my_second:at_config")
     rewards.add_config_folder(tmp_path / "config" / "run.yaml")
     assert rewards.load("my_first:at_here") and rewards.load("my_second:at_config")
     assert sys.path[before:] == [str(tmp_path / "here"), str(tmp_path / "config")]
-    with pytest.raises(ValueError, match="json has no 'at_here'"):
+    with pytest.raises(ValueError, match="'json' has no attribute 'at_here'"):
         rewards.load("json:at_here")
     for name in ("my_first", "my_second"):
         sys.modules.pop(name)

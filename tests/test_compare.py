@@ -1,35 +1,41 @@
-"""Two results files: compared if they measured the same thing, refused with the reason if not."""
+"""Two results files: compared if they measured the same thing, refused with the reason if not; what
+a disk, an editor or a stranger changed is read, or refused with the library's own errors."""
 
 import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from generated import examples, holds, json_values, mutated
+from hypothesis import strategies as st
 
-from flowalign.eval.compare import compare, differences
+from flowalign.eval.compare import Incomparable, compare, differences, load, markdown, model_of
 from flowalign.eval.run import main
+from flowalign.eval.store import Store, StoreError
+
+ROW = {"index": 1, "copy": 0, "prompt": "p1", "metadata": {}, "reason": None, "value": 0.5}
+BASE = [0.1, 0.5, 0.9, None, 0.3, 0.2]
+BETTER = [0.2, 0.6, 1.0, 0.4, 0.4, 0.3]
+NAMES = ("base", "base")
 
 
-def document(values: Sequence[float | None], **settings) -> dict:
+def document(values: Sequence[float | None], **settings: Any) -> dict[str, Any]:
     """What `flowalign eval` writes, for one model on one benchmark."""
-    rows = [
-        {"index": i, "copy": 0, "prompt": f"p{i}", "metadata": {}, "reason": None, "value": value}
-        for i, value in enumerate(values)
-    ]
+    rows = [{**ROW, "index": i, "prompt": f"p{i}", "value": v} for i, v in enumerate(values)]
     sampler = {"steps": 10, "guidance": 1.0, "seed": 7, "height": 64, "batch_size": 8}
     model = {
         "settings": sampler | settings,
         "environment": {"torch": "2.13"},
         "images": {"ocr": rows},
     }
-    marks = {"ocr": {"reward": "ocr", "engine": "rapidocr 3.10", "headline": None}}
-    return {"version": 1, "benchmarks": marks, "models": {"base": model}}
+    about = {"ocr": {"reward": "ocr", "engine": "rapidocr 3.10", "headline": None}}
+    return {"version": 1, "benchmarks": about, "models": {"base": model}}
 
 
-BASE = [0.1, 0.5, 0.9, None, 0.3, 0.2]
-BETTER = [0.2, 0.6, 1.0, 0.4, 0.4, 0.3]
-NAMES = ("base", "base")
+def images(results: dict[str, Any]) -> list[dict[str, Any]]:
+    return results["models"]["base"]["images"]["ocr"]
 
 
 def test_the_difference_is_that_of_the_library_paired():
@@ -39,12 +45,8 @@ def test_the_difference_is_that_of_the_library_paired():
     assert p == pytest.approx(2 / 2**5, abs=0.02)  # all five the same way, of 2^5 flips
 
 
-def images(results: dict) -> list[dict]:
-    return results["models"]["base"]["images"]["ocr"]
-
-
-def changed(change) -> list[str]:
-    second = copy.deepcopy(document(BETTER))
+def changed(change: Any) -> list[str]:
+    second = document(BETTER)
     change(second)
     return differences(document(BASE), second, NAMES)
 
@@ -56,16 +58,13 @@ def changed(change) -> list[str]:
         (lambda d: d["benchmarks"]["ocr"].update(rule="strict"), "ocr: rule is None and 'strict'"),
         (lambda d: d["models"]["base"]["settings"].update(guidance=4.5), "guidance: 1.0 and 4.5"),
         (lambda d: d["models"]["base"]["settings"].update(seed=8), "seed: 7 and 8"),
-        (
-            lambda d: images(d)[2].update(prompt="x"),
-            "ocr: other prompts",
-        ),
+        (lambda d: images(d)[2].update(prompt="x"), "ocr: other prompts"),
         (lambda d: images(d).pop(0), "ocr: other prompts (6 and 5 images)"),
         (lambda d: images(d).clear(), "ocr: other prompts (6 and 0 images)"),
         (lambda d: d["benchmarks"].update(x=d["benchmarks"].pop("ocr")), "no benchmark in common"),
     ],
 )
-def test_what_differs_is_named(change, said: str):
+def test_what_differs_is_named(change: Any, said: str):
     assert any(text.startswith(said) for text in changed(change))
 
 
@@ -74,29 +73,85 @@ def test_what_changes_no_score_may_differ():
     assert changed(lambda d: d["models"]["base"]["environment"].update(torch="2.14")) == []
 
 
-def test_of_a_smaller_limit_the_shared_prompts_are_compared(tmp_path, capsys):
-    """Whichever of the two has it; the first prompts, as `limit` takes them."""
-    paths = [str(tmp_path / name) for name in ("all.json", "few.json")]
-    for path, results in zip(paths, (document(BASE), document(BETTER[:3])), strict=True):
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    paths = [str(tmp_path / name) for name in ("all.json", "better.json", "few.json", "forty.json")]
+    documents = (document(BASE), document(BETTER), document(BETTER[:3]), document(BASE, steps=40))
+    for path, results in zip(paths, documents, strict=True):
         Path(path).write_text(json.dumps(results))
-    assert main(["compare", *paths]) == 0
-    said = capsys.readouterr().out
-    assert "| +0.1000 ± 0.0000 |" in said and "3 of 6 and 3 images are shared" in said
-    assert main(["compare", *reversed(paths)]) == 0
-    said = capsys.readouterr().out
-    assert "| -0.1000 ± 0.0000 |" in said and "3 of 3 and 6 images are shared" in said
-
-
-def test_the_command(tmp_path, capsys):
-    paths = []
-    for name, values in (("a", BASE), ("b", BETTER)):
-        paths.append(str(tmp_path / f"{name}.json"))
-        (tmp_path / f"{name}.json").write_text(json.dumps(document(values)))
-    assert main(["compare", *paths]) == 0
+    base, better, few, forty = paths
+    assert main(["compare", base, better]) == 0
     assert "| ocr | reward | +0.1000 ± 0.0000 | +0.1000 to +0.1000 |" in capsys.readouterr().out
-    assert main(["compare", *paths, "--models", "base", "student"]) == 2
+    assert main(["compare", base, better, "--models", "base", "student"]) == 2
     assert "no model 'student': ['base']" in capsys.readouterr().err
-    other = document(BETTER, steps=40)
-    (tmp_path / "b.json").write_text(json.dumps(other))
-    assert main(["compare", *paths]) == 2
+    assert main(["compare", base, forty]) == 2
     assert "steps: 10 and 40" in capsys.readouterr().err
+    # of a smaller `limit` the shared prompts, whichever of the two has it
+    assert main(["compare", base, few]) == 0
+    printed = capsys.readouterr().out
+    assert "| +0.1000 ± 0.0000 |" in printed and "3 of 6 and 3 images are shared" in printed
+    assert main(["compare", few, base]) == 0
+    printed = capsys.readouterr().out
+    assert "| -0.1000 ± 0.0000 |" in printed and "3 of 3 and 6 images are shared" in printed
+
+
+# Files that are no results ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        [1],
+        {**ROW, "value": "0.5"},
+        {**ROW, "index": "0"},
+        {**ROW, "index": -1},
+        {**ROW, "copy": True},
+        {**ROW, "prompt": 1},
+        {**ROW, "metadata": []},
+        {**ROW, "correct": "yes"},
+        {**ROW, "reason": []},
+        {key: ROW[key] for key in ROW if key != "value"},
+        {**ROW, "value": 1e300},  # no float32 holds it
+        {**ROW, "value": float("inf")},
+    ],
+)
+def test_a_row_of_wrong_types_is_refused(row: Any, tmp_path: Path):
+    results = document(BASE)
+    images(results)[1] = row
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    with pytest.raises(Incomparable, match="results.json"):
+        load(tmp_path / "results.json")
+
+
+@pytest.mark.parametrize("content", ["[]", "1", '"x"', "[" * 100_000, "9" * 5000, "{"])
+def test_a_record_that_is_no_record_is_refused(content: str, tmp_path: Path):
+    (tmp_path / "settings.json").write_text(content)
+    with pytest.raises(StoreError):
+        Store(tmp_path, {"prompts": []}, {}).check()
+    (tmp_path / "results.json").write_text(content)
+    with pytest.raises(Incomparable):
+        load(tmp_path / "results.json")
+
+
+@pytest.mark.slow
+@examples(500)
+def test_changed_results_compare_or_are_refused(count: int, tmp_path: Path):
+    good = document(BASE)
+    path = tmp_path / "results.json"
+
+    @st.composite
+    def documents(draw: Any) -> Any:
+        changed: Any = copy.deepcopy(good)
+        for _ in range(draw(st.integers(1, 2))):
+            changed = mutated(changed, draw, json_values) if isinstance(changed, dict) else changed
+        return changed
+
+    def compared_or_refused(changed: Any) -> None:
+        path.write_text(json.dumps(changed))
+        try:
+            read = load(path)
+            name = model_of(read, None, "x")
+            markdown(compare(good, read, ("base", name)), ("base", name)).encode()
+        except Incomparable as error:
+            str(error)
+
+    holds(compared_or_refused, count, changed=documents())

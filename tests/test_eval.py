@@ -4,6 +4,7 @@ import json
 import math
 import threading
 import time
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -133,9 +134,12 @@ def test_what_is_missing_is_told_of_every_number():
     assert (gap.n, gap.total) == (1, 2)
     features, reference = torch.arange(60.0)[:, None], torch.zeros(9, 1)
     features[5] = NAN
-    assert (
-        row := distance(features, each(features), reference, shift).row
-    ).n == 59 and row.total == 60
+    measured = distance(features, each(features), reference, shift)
+    assert (measured.row.n, measured.row.total) == (59, 60)
+    assert measured.value == pytest.approx((59 * 30 - 5) / 59)
+    wide = features[: enough(1)].repeat(1, 60)
+    few = distance(wide, each(wide), reference, shift)
+    assert math.isnan(few.value) and math.isnan(few.row.stderr)
 
 
 def test_the_difference_is_paired():
@@ -193,26 +197,16 @@ def test_the_error_of_the_frechet_distance_is_its_spread_over_samples():
     assert sum(errors) / len(errors) == pytest.approx(float(spread), rel=0.25)
 
 
-def test_an_image_without_features_is_left_out_of_the_distance():
-    features, reference = torch.arange(60.0)[:, None], torch.zeros(9, 1)
-    features[5] = NAN
-    measured = distance(features, each(features), reference, shift)
-    assert measured.n == 59 and measured.value == pytest.approx((59 * 30 - 5) / 59)
-    wide = features[: enough(1)].repeat(1, 60)
-    few = distance(wide, each(wide), reference, shift)
-    assert math.isnan(few.value) and math.isnan(few.row.stderr)
-
-
 def test_the_error_of_a_distance_is_over_prompts():
     """Four equal images of a prompt say no more than one, wherever they stand."""
     features = torch.randn(100, 1, generator=torch.Generator().manual_seed(0))
     reference, prompts = torch.zeros(10, 1), each(features)
     once = distance(features, prompts, reference, shift).row
-    for four, own in (
+    for four, texts in (
         (features.repeat(4, 1), prompts * 4),
         (features.repeat_interleave(4, 0), [p for p in prompts for _ in range(4)]),
     ):
-        row = distance(four, own, reference, shift).row
+        row = distance(four, texts, reference, shift).row
         assert (row.mean, row.stderr) == pytest.approx((once.mean, once.stderr), rel=1e-5)
 
 
@@ -245,28 +239,28 @@ def test_an_image_depends_neither_on_the_batch_nor_on_who_samples_it(
     backbone: Backbone, monkeypatch: pytest.MonkeyPatch
 ):
     words = ["a", "b", "c", "d", "e"]
-    mark = Benchmark("x", PromptBatch(words, ["x"] * 5, [{}] * 5), Judge())
+    benchmark = Benchmark("x", PromptBatch(words, ["x"] * 5, [{}] * 5), Judge(), 3)
 
     def run(size: int, world: int = 1, rank: int = 0) -> Judged:
         processes: Any = SimpleNamespace(num_processes=world, process_index=rank)
         settings = SamplingConfig(steps=2, guidance=1.0, seed=7, batch_size=size)
-        return judge(backbone, mark, settings, processes, keep=3, features=fakes.mean_colour)
+        return judge(backbone, benchmark, settings, processes, keep=3, features=fakes.mean_colour)
 
-    whole = run(5)
-    assert [row["index"] for row in whole.rows] == [0, 1, 2, 3, 4]
-    assert [row["prompt"] for row in whole.rows] == words and len(whole.pictures) == 3
-    monkeypatch.setattr(suite, "gather_object", lambda own: own)
-    for size, world in ((2, 1), (1, 2), (5, 8)):  # of eight processes, three have nothing to do
-        parts = [run(size, world, rank) for rank in range(world)]
-        rows = [row for part in parts for row in part.rows]
-        assert [row["index"] for row in rows] == [0, 1, 2, 3, 4]
-        values = torch.tensor([row["value"] for row in rows])
-        torch.testing.assert_close(values, torch.tensor([row["value"] for row in whole.rows]))
-        features = torch.cat([part.features for part in parts if part.features is not None])
-        torch.testing.assert_close(features, whole.features)
-        pictures = [picture for part in parts for picture in part.pictures]
-        for own, expected in zip(pictures, whole.pictures, strict=True):
-            torch.testing.assert_close(pixels_of(own), pixels_of(expected), rtol=0, atol=1 / 255)
+    single = run(6)
+    assert [(row["index"], row["copy"]) for row in single.rows] == list(product(range(5), range(3)))
+    assert [row["prompt"] for row in single.rows] == [word for word in words for _ in range(3)]
+    assert len(single.pictures) == 9 and single.features is not None
+    monkeypatch.setattr(suite, "gather_object", lambda objects: objects)
+    for world in (2, 8):  # of eight processes, five have nothing to do
+        shares = [run(6, world, rank) for rank in range(world)]
+        assert [row for share in shares for row in share.rows] == single.rows  # not merely close
+        assert [picture for share in shares for picture in share.pictures] == single.pictures
+        features = [share.features for share in shares if share.features is not None]
+        assert torch.equal(torch.cat(features), single.features)
+    other = run(15)
+    values = [torch.tensor([row["value"] for row in judged.rows]) for judged in (other, single)]
+    torch.testing.assert_close(*values)
+    torch.testing.assert_close(other.features, single.features)
 
 
 def test_features_are_those_of_the_images_and_nan_where_there_is_no_image(
@@ -276,20 +270,12 @@ def test_features_are_those_of_the_images_and_nan_where_there_is_no_image(
     images = torch.randint(256, (2, 3, 8, 8)) / 255
     images[1, 0, 0, 0] = NAN
     monkeypatch.setattr(suite, "generate", lambda *args: images)
-    result = judge(
-        backbone,
-        mark,
-        SamplingConfig(steps=2, guidance=1.0, seed=7, batch_size=2),
-        keep=2,
-        features=fakes.mean_colour,
-    )
+    settings = SamplingConfig(steps=2, guidance=1.0, seed=7, batch_size=2)
+    result = judge(backbone, mark, settings, keep=2, features=fakes.mean_colour)
     assert result.features is not None and bool(result.features[1].isnan().all())
     torch.testing.assert_close(result.features[0], images[0].mean((1, 2)))
     torch.testing.assert_close(pixels_of(result.pictures[0]), images[0], rtol=0, atol=0.5 / 255)
-    assert (
-        judge(backbone, mark, SamplingConfig(steps=2, guidance=1.0, seed=7, batch_size=2)).features
-        is None
-    )
+    assert judge(backbone, mark, settings).features is None
 
 
 @pytest.fixture
@@ -408,18 +394,16 @@ def test_fidelity_that_cannot_be_measured_is_refused(
     assert not (config.parent / "out").exists()
 
 
-def test_a_reward_that_hangs_does_not_hang_an_evaluation(random_model: str) -> None:
+def test_a_reward_that_hangs_does_not_hang_an_evaluation(backbone: Backbone) -> None:
     def hanging(images, prompts, metadata):
         if fakes.PROMPTS[1] in prompts:
             threading.Event().wait(30)
         return fakes.redness(images, prompts, metadata)
 
-    backbone = fakes.backbone(random_model)
     mark = Benchmark("red", fakes.batch(4), hanging)
+    settings = SamplingConfig(steps=2, guidance=1.0, seed=7, batch_size=1)
     threads = threading.active_count()
-    rows = judge(
-        backbone, mark, SamplingConfig(steps=2, guidance=1.0, seed=7, batch_size=1), seconds=0.3
-    ).rows
+    rows = judge(backbone, mark, settings, seconds=0.3).rows
     assert [math.isnan(row["value"]) for row in rows] == [False, True, False, False]
     deadline = time.monotonic() + 5  # a thread that was told to end takes a moment
     while threading.active_count() > threads + 1 and time.monotonic() < deadline:
@@ -434,44 +418,31 @@ def test_a_reward_that_hangs_does_not_hang_an_evaluation(random_model: str) -> N
 def visits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every time that a text encoder is brought to the device, or encodes."""
     events: list[str] = []
-    enter, encode = Placement.__enter__, TextEncoder._encode
+    to_device, encode = Placement._to_device, TextEncoder._encode
 
-    def entered(self: Placement) -> Placement:
-        events.append("enter")
-        return enter(self)
+    def brought(self: Placement) -> None:
+        events.append("brought")
+        to_device(self)
 
     def encoded(self: TextEncoder, prompts: list[str]) -> Any:
         events.extend(["encode"] * len(prompts))
         return encode(self, prompts)
 
-    monkeypatch.setattr(Placement, "__enter__", entered)
+    monkeypatch.setattr(Placement, "_to_device", brought)
     monkeypatch.setattr(TextEncoder, "_encode", encoded)
     return events
 
 
-def evaluated(
-    model: str, visits: list[str], times: int = 1, world: int = 1, **options: Any
-) -> list[Any]:
+def evaluated(model: str, visits: list[str], times: int = 1, **options: Any) -> list[Any]:
     """Rows and pictures of nine prompts in five batches, judged so many times."""
     backbone = Backbone(load_pipeline(model), offload_text_encoders=True, **SMALL)
     backbone.text.negative()
     words = [f"a {letter}" for letter in "ABCDEFGHI"]
     mark = Benchmark("x", PromptBatch(words, ["x"] * 9, [{}] * 9), Judge())
+    settings = SamplingConfig(steps=2, guidance=4.5, seed=7, batch_size=2)
     visits.clear()
-    everything = []
-    for rank in range(world):
-        processes: Any = SimpleNamespace(num_processes=world, process_index=rank)
-        for _ in range(times):
-            judged = judge(
-                backbone,
-                mark,
-                SamplingConfig(steps=2, guidance=4.5, seed=7, batch_size=2),
-                processes,
-                keep=9,
-                **options,
-            )
-            everything += [*judged.rows, *judged.pictures]
-    return everything
+    judged = [judge(backbone, mark, settings, keep=9, **options) for _ in range(times)]
+    return [[*each.rows, *each.pictures] for each in judged]
 
 
 def test_the_text_of_an_evaluation_is_encoded_at_once_and_not_per_batch(
@@ -480,10 +451,10 @@ def test_the_text_of_an_evaluation_is_encoded_at_once_and_not_per_batch(
     """The three encoders come to the device once, for two evaluations; each text is encoded once,
     and what comes of it is what came of encoding every batch by itself, to the bit."""
     first = evaluated(random_model, visits, times=2)
-    assert (visits.count("enter"), visits.count("encode")) == (3, 9)
-    monkeypatch.setattr(text, "HELD", 0)
+    assert (visits.count("brought"), visits.count("encode")) == (3, 9)
+    monkeypatch.setattr(text, "HELD", 2)  # a batch
     separate = evaluated(random_model, visits, times=2)
-    assert (visits.count("enter"), visits.count("encode")) == (2 * 5 * 3, 18)
+    assert (visits.count("brought"), visits.count("encode")) == (2 * 5 * 3, 18)
     assert first == separate
 
 
@@ -492,7 +463,7 @@ def test_texts_that_are_held_are_bounded(
 ) -> None:
     monkeypatch.setattr(text, "HELD", 4)
     evaluated(random_model, visits)
-    assert (visits.count("enter"), visits.count("encode")) == (3 * 3, 9)  # 4, 4 and 1
+    assert (visits.count("brought"), visits.count("encode")) == (3 * 3, 9)  # 4, 4 and 1
 
 
 def test_what_needs_no_image_needs_no_text(
@@ -506,4 +477,4 @@ def test_what_needs_no_image_needs_no_text(
     for name in ("00004_0.png", "00006_0.png"):
         (tmp_path / "s" / name).unlink()
     evaluated(random_model, visits, store=store)
-    assert (visits.count("enter"), visits.count("encode")) == (3, 4)  # two batches of two
+    assert (visits.count("brought"), visits.count("encode")) == (3, 4)  # two batches of two

@@ -39,20 +39,6 @@ def test_axes_that_are_turned_agree_with_the_matrix_root():
     assert frechet(a[::-1], b) == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize(
-    ("features", "said"),
-    [
-        (NORMAL[:4], "4 images, with 4 values"),
-        (NORMAL[:, :3], "3 columns and the reference 4"),
-        (NORMAL[0], r"shape \[4\]"),
-        (np.where(NORMAL == NORMAL[7], np.nan, NORMAL), "row 7"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(features: np.ndarray, said: str):
-    with pytest.raises(ValueError, match=said):
-        frechet(features, NORMAL)
-
-
 def test_rendered_depends_on_the_seed_and_the_place_alone():
     rows = [prompts.preference_prompt(r) for r in prompts.geneval_file("test", 6, 0)]
     rows.append(prompts.sign_prompt("CAT", None))

@@ -75,12 +75,12 @@ def official_files(folder: Path) -> dict[str, Any]:
     """{image: metadata} that the official script would evaluate, by its own way of looking."""
     metadata_of = {}
     for sub in os.listdir(folder):
-        place = os.path.join(folder, sub)
-        if os.path.isdir(place) and sub.isdigit():
-            with open(os.path.join(place, "metadata.jsonl")) as file:
+        prompt = os.path.join(folder, sub)
+        if os.path.isdir(prompt) and sub.isdigit():
+            with open(os.path.join(prompt, "metadata.jsonl")) as file:
                 metadata = json.load(file)
-            for name in os.listdir(os.path.join(place, "samples")):
-                path = os.path.join(place, "samples", name)
+            for name in os.listdir(os.path.join(prompt, "samples")):
+                path = os.path.join(prompt, "samples", name)
                 if os.path.isfile(path) and re.match(r"\d+\.png", name):
                     metadata_of[path] = metadata
     return metadata_of
@@ -126,11 +126,8 @@ def test_rows_are_those_of_the_official_results_file(folder: Path, tmp_path: Pat
     keys = ["filename", "tag", "prompt", "correct", "reason", "metadata", "details"]
     assert [list(row) for row in rows] == [keys] * 6
     assert [row["correct"] for row in rows] == [False, True, True, False, True, False]
-    assert [row["reason"] for row in rows[3:]] == [
-        "expected cat>=2, found 1",
-        "",
-        "expected cat<3, found 3",
-    ]  # noqa: E501
+    reasons = [row["reason"] for row in rows[3:]]
+    assert reasons == ["expected cat>=2, found 1", "", "expected cat<3, found 3"]
     assert [json.loads(row["metadata"]) for row in rows] == [DOG] * 3 + [CATS] * 3
     float32 = float(torch.tensor(0.95))  # what the official detector would have answered
     assert json.loads(rows[1]["details"])["dog"] == [[0, 0, 5, 5, float32]]
@@ -187,8 +184,6 @@ def test_a_bad_folder_is_refused_with_the_place(folder: Path, spoil: Callable, s
 def test_what_cannot_be_scored_is_not_written(folder: Path, tmp_path: Path):
     with pytest.raises(FolderError, match="holds images already"):
         write(folder, [DOG], [images(1)])
-    with pytest.raises(ValueError, match="got 2 prompts and images of 1"):
-        write(tmp_path / "new", [DOG, DOG], [images(1)])
     with pytest.raises(ValueError, match="prompt 0: .*`include`"):
         write(tmp_path / "new", [{"tag": "a", "prompt": "p"}], [images(1)])
     with pytest.raises(ValueError, match="NaN"):
@@ -238,7 +233,7 @@ def test_the_command_runs_the_real_detector(folder: Path, capsys, open_clip, tmp
     ("argv", "said"),
     [
         (["nowhere", "--detector", "tiny"], "there is no folder nowhere"),
-        (["nowhere", "--option", "size"], "override 'size': want key.path=value"),
+        (["nowhere", "--option", "size"], "'size': want key.path=value"),
         (["nowhere", "--detector", "tiny", "--option", "size=3"], "has no option 'size'"),
     ],
 )

@@ -295,7 +295,7 @@ def config(*marks: dict[str, Any]) -> EvalStage:
 
 def test_two_columns_of_one_name_are_refused():
     clash = {"rewards": {"y_red": spec("r")}}, {"rewards": {"red": spec("r")}}  # x_y_red, twice
-    with pytest.raises(ConfigError, match="benchmarks.0, benchmarks.1: .*'x_y_red'"):
+    with pytest.raises(ConfigError, match="benchmarks: the name 'x_y_red' is taken"):
         config(*clash)
     parsed = config({"rewards": {"red": spec("r"), "blue": spec("b")}}, {"layout": "t2i_compbench"})
     assert [list(mark.judges) for mark in parsed.benchmarks] == [["x_red", "x_blue"], []]
@@ -328,6 +328,3 @@ def test_a_run_watches_several_judges_of_images_that_are_sampled_once(
     for row in scored:
         assert row["eval/other_a/reward"] == 0.5 != row["eval/other_b/reward"]
         assert row["eval/headline"] == row["eval/red/reward"]
-    with pytest.raises(ConfigError, match=r"watch\.0\.layout: 'geneval', but a run keeps no"):
-        mark = f"{{name: other, prompts: {prompts}, layout: geneval}}"
-        fakes.settings(random_model, tmp_path / "run", given[0], f"evaluation={{watch: [{mark}]}}")

@@ -184,6 +184,7 @@ def test_an_adapter_of_stable_diffusion_has_the_licence_of_its_base(
     assert licence("tiny") == {"license": "apache-2.0"} and licence("me/sd") == {}
 
 
+@pytest.mark.slow
 def test_the_python_of_a_card_loads_the_adapter(trained: Path) -> None:
     """With flowalign, and with diffusers alone."""
     text = ModelCard.load(trained / "adapter" / "README.md").text
@@ -336,7 +337,7 @@ def test_a_merge_has_a_card_without_scores(
     recipe.merged(stage)
     card = ModelCard.load(tmp_path / "merge" / "adapter" / "README.md")
     assert "with `merge`." in card.text and f"- adapters.1: `{other}`" in card.text
-    assert "- merged as: sum of 2 updates" in card.text and "scale 1" in card.text
+    assert "- merged as: concat of 2 updates" in card.text and "scale 1" in card.text
     assert push(tmp_path / "merge", "--dry-run") == 2
     assert "holds no scores" in capsys.readouterr().err
     assert push(tmp_path / "merge", "--dry-run", "--force") == 0

@@ -37,7 +37,7 @@ def main(*argv: object) -> int:
     ("override", "said"),
     [
         ("optimizer.lr=fast", "optimizer.lr: got the text 'fast'"),
-        ("tasks.0.reward.name=fakes:greenness", "tasks.0.reward: .* no 'greenness'"),
+        ("tasks.0.reward.name=fakes:greenness", "tasks.0.reward: .* no attribute 'greenness'"),
         ("tasks.0.prompts=nowhere.txt", "tasks.0.prompts: no prompt set 'nowhere.txt'"),
         ("optimizer.updates_per_rollout=2 rollout.prompts=3", "rollout.prompts: 3 prompts"),
     ],
@@ -99,34 +99,24 @@ def test_a_model_that_is_not_there_is_one_line_and_no_traceback(
 
 
 def test_a_run_leaves_an_adapter_that_loads_and_is_not_overwritten(
-    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    random_model: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     path, output = config_file(random_model, tmp_path / "run"), tmp_path / "run"
-    assert main("--config", path, "train.updates=1") == 0
+    assert main("--config", path, "--resume", "train.updates=1") == 0  # as job scripts say always
+    assert f"--resume: no checkpoint in {output}/checkpoints" in caplog.text
     pipe = flowalign.load(random_model, lora=output / "adapter")
     assert pipe.get_list_adapters() == {"transformer": ["default_0"]}
     assert main("--config", path) == 2
     assert "holds the checkpoints of a run. Continue it with --resume" in capsys.readouterr().err
     assert main("--config", path, "--resume", "optimizer.lr=0.5") == 2
     assert "--resume: optimizer differ" in capsys.readouterr().err
+    caplog.clear()
     assert main("--config", path, "--resume", "train.updates=2") == 0
     assert (output / "checkpoints" / "update_000002").is_dir()
-
-
-def test_a_resumed_run_without_a_checkpoint_says_so_and_goes_on(
-    random_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Job scripts always pass --resume, so it is no error."""
-    path, output = config_file(random_model, tmp_path / "run"), tmp_path / "run"
-
-    def warned() -> list[str]:
-        caplog.clear()
-        assert main("--config", path, "--resume", "train.updates=1") == 0
-        return [r.getMessage() for r in caplog.records if "--resume" in r.getMessage()]
-
-    (text,) = warned()
-    assert f"no checkpoint in {output}/checkpoints" in text
-    assert warned() == []  # there it is
+    assert "--resume" not in caplog.text
 
 
 def test_interrupted_and_stopped_runs_say_so(

@@ -13,13 +13,7 @@ from accelerate.utils import set_seed
 
 from flowalign import rewards
 from flowalign.backbone import DTYPES, Backbone
-from flowalign.config import (
-    ConfigError,
-    DistillationStage,
-    OpdStage,
-    TeacherConfig,
-    TrainingStage,
-)
+from flowalign.config import ConfigError, TeacherConfig, TrainingStage
 from flowalign.eval import suite
 from flowalign.eval.suite import Benchmark
 from flowalign.rewards import RewardBase
@@ -51,8 +45,8 @@ def wire(
     set_seed(config.seed)  # for the LoRA's initial A; all else has generators of its own
     built = build_rewards(config, accelerator.device)
     # a reward of the user's may say only now that it is groupwise
-    whole = [name for name, reward in built.items() if reward.groupwise]
-    problems = list(group_problems(config, whole, accelerator.num_processes))
+    groupwise = [name for name, reward in built.items() if reward.groupwise]
+    problems = list(group_problems(config, groupwise, accelerator.num_processes))
     # nor do we know before which parts it sums
     single = [name for name, reward in built.items() if not reward.weights]
     if problems := [*problems, *parts_problems(config, single)]:
@@ -81,7 +75,6 @@ def wire(
 
 def build_rewards(config: TrainingStage, device: torch.device) -> dict[str, RewardBase]:
     """The reward of each task; ConfigError for those that cannot be built."""
-
     built, problems = {}, []
     for index, task in enumerate(config.tasks):
         try:
@@ -96,7 +89,6 @@ def build_rewards(config: TrainingStage, device: torch.device) -> dict[str, Rewa
 
 def student(config: TrainingStage, device: torch.device, inputs: Inputs | None = None) -> Backbone:
     """The base model with the student's adapter on it, fresh or read from lora.init."""
-
     backbone, lora = Backbone.load(config.model, device), config.lora
     if lora.init:
         backbone.load_adapter(STUDENT, (inputs or Inputs()).adapter(lora.init))
@@ -115,14 +107,11 @@ def algorithm(
     inputs: Inputs,
 ) -> Algorithm[Any]:
     """What the stage of a config learns, with the teachers that it names."""
-    teachers = anchor = None
-    if isinstance(config, DistillationStage):
-        teachers = bank(config, backbone, config.teachers, config.routing, inputs)
-    if labeller := config.labellers.get("anchor"):
-        tasks = [task.name for task in config.tasks]
-        anchor = bank(
-            config, backbone, {"anchor": labeller}, dict.fromkeys(tasks, "anchor"), inputs
-        )
+    named = {place.removeprefix("teachers."): t for place, t in config.labellers.items()}
+    anchors = {"anchor": named.pop("anchor")} if "anchor" in config.labellers else {}
+    to_anchor = {task.name: "anchor" for task in config.tasks}
+    teachers = bank(config, backbone, named, config.routing, inputs) if named else None
+    anchor = bank(config, backbone, anchors, to_anchor, inputs) if anchors else None
     prompts = {task.name: inputs.prompts(task.prompts, task.name) for task in config.tasks}
     parts = Parts(config, backbone, accelerator, rewards, teachers, anchor, prompts)
     return algorithm_class(config)(parts)
@@ -136,17 +125,13 @@ def bank(
     inputs: Inputs,
 ) -> Bank:
     """Teachers on the student's base. Raises ConfigError if one does not fit it."""
-
     members = {
         name: Member(t.adapter and inputs.adapter(t.adapter), config.guidance_of(t))
         for name, t in teachers.items()
     }
-    labels = {}
-    if isinstance(config, OpdStage):  # those of sft sample, and label nothing
-        dtype = DTYPES[config.student.label_dtype]
-        labels = {"dtype": dtype, "batch_size": config.student.label_batch}
+    dtype, batch_size = config.labelling
     try:
-        return Bank(backbone, members, routing, **labels)
+        return Bank(backbone, members, routing, batch_size=batch_size, dtype=DTYPES[dtype])
     except ValueError as error:
         raise ConfigError([f"teachers: {error}"]) from error
 
@@ -162,7 +147,6 @@ def evaluator(
     inputs: Inputs,
 ) -> Callable[[], tuple[float, EvalReport]] | None:
     """What the loop calls to score the current adapter on held-out prompts."""
-
     if config.evaluation is None or not config.evaluates:
         return None
     benchmarks, settings = held_out(config, rewards, inputs), config.evaluation_sampling
@@ -189,7 +173,6 @@ def monitor(
     inputs: Inputs,
 ) -> Monitor | None:
     """What the loop asks for the drift of its images; None without `alarm`."""
-
     if config.alarm is None:
         return None
     sets = held_out(config, rewards, inputs) if config.evaluates else []
@@ -202,7 +185,6 @@ def held_out(
     config: TrainingStage, rewards: Mapping[str, Reward], inputs: Inputs | None = None
 ) -> list[Benchmark]:
     """The validation benchmarks of a config, at most evaluation.prompts a task."""
-
     assert config.evaluation
     count, benchmarks = config.evaluation.prompts, []
     inputs = Inputs() if inputs is None else inputs

@@ -11,15 +11,16 @@ import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flowalign import rewards
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from flowalign import __version__, rewards
 from flowalign.backbone import ModelError, family_of
 from flowalign.backbone.adapters import adapter_folder, is_hub_id, read_lora
 from flowalign.backbone.structure import find
 from flowalign.config import (
     EvalStage,
-    MergeStage,
     ModelConfig,
     SamplingConfig,
     Stage,
@@ -31,9 +32,6 @@ from flowalign.system.escape import block, code, escaped, shown
 from flowalign.system.files import read_lines
 from flowalign.training import metrics
 from flowalign.training.preflight import span
-
-if TYPE_CHECKING:
-    from huggingface_hub import EvalResult, ModelCard
 
 # The models under Stability's community licence.
 STABILITY = [f"stable-diffusion-{size}" for size in ("3.5-medium", "3.5-large", "3-medium")]
@@ -52,7 +50,7 @@ class NoScores(ValueError):
     """Results that hold no scores of this adapter: what was seen, what to do."""
 
 
-def write_card(folder: Path, config: TrainingStage | MergeStage, argv: Sequence[str]) -> None:
+def write_card(folder: Path, config: Stage, argv: Sequence[str]) -> None:
     """Write folder/adapter/README.md for the run in a folder. argv: its command, program first."""
     card(folder, config, command(argv)).save(folder / "adapter" / "README.md")
 
@@ -63,22 +61,18 @@ def command(argv: Sequence[str]) -> str | None:
     return f"{program} {shlex.join(argv[1:])}" if program else None
 
 
-def card(folder: Path, config: TrainingStage | MergeStage, made_by: str | None = None) -> ModelCard:
+def card(folder: Path, config: Stage, made_by: str | None = None) -> ModelCard:
     """The card of the run in a folder: its adapter, and the scores of its log. A merge has no
     scores. made_by: the run's command."""
-    from huggingface_hub import ModelCard, ModelCardData
-
-    from flowalign import __version__
-
     base, tasks, results = config.model.id, [], []
-    adapter = read_lora(folder / "adapter")
+    adapter, starts = read_lora(folder / "adapter"), config.inputs.get("lora.init")
     title, scores = SCORES, "(none: a merge takes none)"
     if isinstance(config, TrainingStage):
         tasks = [task.name for task in config.tasks]
         rows = _evaluations(folder)
-        results = _model_index(config, _best(rows)) if rows else []
+        results = _model_index(config, rows) if rows else []
         title = f"{SCORES} on held-out prompts while training"
-        scores = score_table(rows, "`lora.init`" if config.lora.init else "base")
+        scores = score_table(rows, "`lora.init`" if starts else "base")
         if rows and config.evaluation:
             scores += f" {_sampling(config.evaluation_sampling, config)}, at most "
             scores += f"{config.evaluation.prompts} prompts a task."
@@ -112,7 +106,7 @@ def card(folder: Path, config: TrainingStage | MergeStage, made_by: str | None =
         origins=origins(folder, config),
         # a line break in it would end its block
         command=made_by if not made_by or made_by.isprintable() else shown(made_by, 2000),
-        overruled=isinstance(config, TrainingStage) and config.lora.init,
+        overruled=starts,
         file=f"../{CONFIG}",
         config=block(to_yaml(config), "yaml"),
     )
@@ -139,11 +133,11 @@ def licence(base: str) -> dict[str, str]:
     }
 
 
-def origins(folder: Path, config: TrainingStage | MergeStage) -> str:
+def origins(folder: Path, config: Stage) -> str:
     """The base, adapters and rewards of a run as a Markdown list, with their licences if known."""
     terms = licence(config.model.id)
-    known = terms.get("license_link") or terms.get("license") or "see there"
-    lines = [f"base {code(config.model.id)}; its licence holds for this adapter, too: {known}"]
+    licensed = terms.get("license_link") or terms.get("license") or "see there"
+    lines = [f"base {code(config.model.id)}; its licence holds for this adapter, too: {licensed}"]
     lines += [f"{escaped(place)}: {code(source)}" for place, source in config.inputs.items()]
     if isinstance(config, TrainingStage):
         lines += [
@@ -152,11 +146,12 @@ def origins(folder: Path, config: TrainingStage | MergeStage) -> str:
             for place, scale in config.mixtures.items()
         ]
         use = "reward" if config.learns_from_rewards else "scored, but not trained, by the reward"
-        for task in config.tasks:
-            if task.reward and (config.learns_from_rewards or config.evaluation):
-                lines.append(
-                    f"{escaped(task.name)}: {use} {judge(task.reward.name, task.reward.options)}"
-                )
+        scored = config.tasks if config.learns_from_rewards or config.evaluation else []
+        lines += [
+            f"{escaped(task.name)}: {use} {judge(task.reward.name, task.reward.options)}"
+            for task in scored
+            if task.reward
+        ]
     if (report := folder / REPORT).is_file():
         first = report.read_text(encoding="utf-8").partition("\n")[0]
         lines.append(f"merged as: {escaped(first)}")
@@ -184,22 +179,22 @@ def judge(name: str, options: Mapping[str, Any]) -> str:
 
 def _evaluations(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's log that hold an evaluation, without the numbers that are none."""
-    rows = read_lines(folder / "metrics.jsonl")
-    known = [{name: value for name, value in row.items() if value is not None} for row in rows]
-    return [row for row in known if metrics.HEADLINE in row]
+    lines = read_lines(folder / "metrics.jsonl")
+    rows = [{name: value for name, value in line.items() if value is not None} for line in lines]
+    return [row for row in rows if metrics.HEADLINE in row]
 
 
 def _best(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    # its weights became the adapter
+    """The evaluation whose weights became the adapter."""
     return max(rows, key=lambda row: row[metrics.HEADLINE])
 
 
-def _model_index(config: TrainingStage, row: Mapping[str, Any]) -> list[EvalResult]:
-    """The metrics `eval/<task or benchmark>/<metric>` of an evaluation."""
+def _model_index(config: TrainingStage, rows: Sequence[Mapping[str, Any]]) -> list[EvalResult]:
+    """The metrics `eval/<task or benchmark>/<metric>` of the best evaluation."""
     prompts = {task.name: task.validation or task.prompts for task in config.tasks}
     prompts |= {benchmark.name: benchmark.prompts for benchmark in config.watched}
     results = []
-    for key, value in row.items():
+    for key, value in _best(rows).items():
         benchmark, _, metric = key.removeprefix(metrics.EVAL).rpartition("/")
         if key.startswith(metrics.EVAL) and benchmark in prompts:
             results.append(_result(benchmark, prompts[benchmark], metric, value))
@@ -207,8 +202,6 @@ def _model_index(config: TrainingStage, row: Mapping[str, Any]) -> list[EvalResu
 
 
 def _result(benchmark: str, prompts: str, metric: str, value: float) -> EvalResult:
-    from huggingface_hub import EvalResult
-
     return EvalResult(
         task_type="text-to-image",
         # the name of a file, not its place on this machine
@@ -249,7 +242,6 @@ def add_results(card: ModelCard, document: Mapping[str, Any], path: Path, adapte
     """
     name = _name_of(document, path, adapter)
     config = parse(document.get("config"), stage=EvalStage)
-    assert isinstance(config, EvalStage)
     prompts = {benchmark.name: benchmark.prompts for benchmark in config.benchmarks}
     card.data["eval_results"] = [
         _result(row["benchmark"], prompts[row["benchmark"]], row["metric"], row["mean"])

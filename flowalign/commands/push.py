@@ -10,22 +10,23 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from huggingface_hub import CommitOperationAdd, HfApi, ModelCard
 
 from flowalign.backbone.adapters import PEFT_CONFIG, HubError, hub_errors, read_lora
+from flowalign.commands.card import CONFIG, REPORT, add_results, card
+from flowalign.config import Stage, load
+from flowalign.eval.compare import load as load_results
 from flowalign.system import manifest
 from flowalign.system.escape import harmless
 from flowalign.system.hub_address import HubAddress
 
-if TYPE_CHECKING:
-    from huggingface_hub import ModelCard
-
 # Beside the adapter and its card. The newest picture of samples/ goes up as samples.png.
 PICTURES = ("metrics.png", "before_after.png")
-OTHERS = ("config.yaml", "report.md")
+OTHERS = (CONFIG, REPORT)
 # Tokens of the Hub and of OpenAI, passwords in URLs, and keys that are named so and have a value.
 SECRET = re.compile(
     r"\bhf_\w{20,}|\bsk-[\w-]{20,}|://[^/\s:@]+:[^/\s@]+@"
@@ -86,43 +87,43 @@ def gather(folder: Path, repo: str, *, results: Path | None = None, force: bool 
     results: a results.json whose scores of this adapter replace those in the card. force: take a
     card without scores. Raises PushError, AdapterError (no LoRA) and NoScores (results of others).
     """
-    from flowalign.commands.card import add_results
-    from flowalign.eval.compare import load as load_results
-
     if HubAddress.parse(repo) != HubAddress(repo):
         raise PushError(f"--repo {repo!r} is no name on the Hub; want owner/name.")
     adapter = folder / "adapter" if (folder / "adapter").is_dir() else folder
-    lora = read_lora(adapter)
-    weights = lora.file
-    whole = folder.resolve()
-    run = whole.parent if adapter is folder and whole.name == "adapter" else folder
+    weights = read_lora(adapter).file
+    run = (
+        folder.resolve().parent
+        if adapter is folder and folder.resolve().name == "adapter"
+        else folder
+    )
     files: dict[str, Path | bytes] = {weights.name: weights}
     # peft's adapter_config.json lies beside its weights, which cannot be read without it
-    places = [adapter / PEFT_CONFIG, *(run / name for name in (*OTHERS, *PICTURES))]
-    files |= {path.name: path for path in places if path.is_file()}
+    paths = [adapter / PEFT_CONFIG, *(run / name for name in (*OTHERS, *PICTURES))]
+    files |= {path.name: path for path in paths if path.is_file()}
+    listed = {path.name: (path.stat().st_size, manifest.file_sha256(path))
+              for path in (weights, paths[0]) if path.is_file()}  # fmt: skip
+    # the folder's manifest may name files that stay here
+    files[manifest.MANIFEST] = manifest.manifest_text(listed, {}).encode()
     if samples := sorted((run / "samples").glob("*.png")):
         files["samples.png"] = samples[-1]
-    card = _card(run, adapter)
+    config = load(run / CONFIG, stage=Stage) if (run / CONFIG).is_file() else None
+    page = _card(run, adapter, config)
     if results is not None:
-        config = add_results(card, load_results(results), results, adapter)
-        files["eval.yaml"] = config.encode()
-    if not card.data.get("eval_results") and not force:
+        files["eval.yaml"] = add_results(page, load_results(results), results, adapter).encode()
+    if not page.data.get("eval_results") and not force:
         raise PushError(
-            f"the card of {adapter} holds no scores: nobody can tell what it is worth. "
-            "Evaluate it (flowalign eval) and give --results .../results.json, or push it with "
-            "--force."
+            f"the card of {adapter} holds no scores. Evaluate it (flowalign eval) and give "
+            "--results .../results.json, or push it with --force."
         )
-    _address(card, run, adapter, repo, files)
-    files["README.md"] = str(card).encode()
-    # the folder's own may name files that stay here
-    sealed = [path for path in (weights, adapter / PEFT_CONFIG) if path.is_file()]
-    listed = {path.name: (path.stat().st_size, manifest.file_sha256(path)) for path in sealed}
-    files[manifest.MANIFEST] = manifest.manifest_text(listed, {}).encode()
+    folders = [adapter, run / "adapter"]
+    folders += [Path(config.output) / "adapter"] if config else []  # the run's, before it was moved
+    _address(page, map(str, folders), repo, files)
+    files["README.md"] = str(page).encode()
     _check_secrets(files)
     remarks = []
-    if not card.data.get("base_model") and card.data.get("license") != "apache-2.0":
+    if not page.data.get("base_model") and page.data.get("license") != "apache-2.0":
         remarks.append("the card names no base_model: it is no Hub id, so others cannot load it.")
-    if not card.data.get("license"):
+    if not page.data.get("license"):
         remarks.append("the base's licence is not known; add `license:` to the card's head.")
     return Upload(files, remarks)
 
@@ -135,8 +136,6 @@ def send(
     private: the repository must not be public, whether it is made or there already. Raises
     HubError, and ValueError for a card whose head the Hub does not take.
     """
-    from huggingface_hub import CommitOperationAdd, HfApi
-
     api = HfApi()
     operations = [CommitOperationAdd(name, content) for name, content in upload.files.items()]
     with hub_errors(f"cannot push to {repo}"):
@@ -154,42 +153,30 @@ def send(
     return str(commit.commit_url)
 
 
-def _card(run: Path, adapter: Path) -> ModelCard:
+def _card(run: Path, adapter: Path, config: Stage | None) -> ModelCard:
     """The card that lies there (perhaps edited), or the one that training would write now."""
-    from huggingface_hub import ModelCard
-
-    from flowalign.commands.card import card
-    from flowalign.config import MergeStage, Stage, TrainingStage, load
-
     path = adapter / "README.md"
     if path.is_file():
         return ModelCard.load(path)
-    saved = run / "config.yaml"
-    config = load(saved, stage=Stage) if saved.is_file() else None
-    if not isinstance(config, TrainingStage | MergeStage):
+    if config is None or not config.makes_adapter:
         raise PushError(
-            f"{adapter} has no README.md, and {run} no config.yaml of a training or merge that one "
+            f"{adapter} has no README.md, and {run} no {CONFIG} of a training or merge that one "
             "could be written from. Give the folder of a run, or write a card."
         )
     return card(run, config)
 
 
 def _address(
-    card: ModelCard, run: Path, adapter: Path, repo: str, files: Mapping[str, object]
+    page: ModelCard, folders: Iterable[str], repo: str, files: Mapping[str, object]
 ) -> None:
-    """Let the card load the adapter from its repository, and show the pictures that go with it."""
-    from flowalign.commands.card import CONFIG
-    from flowalign.config import Stage, load
-
-    places = {str(adapter), str(run / "adapter")}
-    if (run / "config.yaml").is_file():  # the folder may have been moved since
-        places.add(str(Path(load(run / "config.yaml", stage=Stage).output) / "adapter"))
-    for place in places:
-        card.text = card.text.replace(f'"{place}"', f'"{repo}"')
-    card.text = card.text.replace(f"](../{CONFIG})", f"]({CONFIG})")
+    """Let the card load the adapter from its repository, and show the pictures that go with it.
+    folders: where the card may say that the adapter lies."""
+    for folder in folders:
+        page.text = page.text.replace(f'"{folder}"', f'"{repo}"')
+    page.text = page.text.replace(f"](../{CONFIG})", f"]({CONFIG})")
     shown = [name for name in (*PICTURES, "samples.png") if name in files]
-    missing = [f"![{name}]({name})" for name in shown if f"]({name})" not in card.text]
-    card.text = "\n\n".join([card.text.rstrip(), *missing]) + "\n"
+    missing = [f"![{name}]({name})" for name in shown if f"]({name})" not in page.text]
+    page.text = "\n\n".join([page.text.rstrip(), *missing]) + "\n"
 
 
 def _check_secrets(files: Mapping[str, Path | bytes]) -> None:

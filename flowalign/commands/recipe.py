@@ -12,17 +12,17 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from accelerate.utils.memory import clear_device_cache
 
 from flowalign.backbone.adapters import file_digest
 from flowalign.commands.card import REPORT, write_card
 from flowalign.config import (
     ConfigError,
-    EvalStage,
     MergeStage,
     RecipeStage,
     Stage,
-    TrainingStage,
     overlay,
     parse,
     read,
@@ -32,12 +32,11 @@ from flowalign.config import (
 )
 from flowalign.system import files, manifest
 from flowalign.system.manifest import Damaged
+from flowalign.teachers import merge as merging
 from flowalign.training.preflight import world_problems
 from flowalign.training.report.status import Heartbeat
-from flowalign.training.run import lock
-
-if TYPE_CHECKING:
-    from flowalign.teachers.merge import MergeReport
+from flowalign.training.run import lock, processes
+from flowalign.training.run.ranks import phase
 
 REFERENCE = "stage:"
 # The manifest of a finished stage. It tells the stage's config and the inputs it was made from.
@@ -53,8 +52,8 @@ log = logging.getLogger("flowalign")
 def run(
     config: RecipeStage,
     home: Path,
-    train: Callable[[TrainingStage], object],
-    evaluate: Callable[[EvalStage], object],
+    train: Callable[[Any], object],
+    evaluate: Callable[[Any], object],
     *,
     record: bool = True,
     any_world: bool = False,
@@ -66,8 +65,6 @@ def run(
     processes. Raises ConfigError, before any stage runs, with everything that is wrong in any of
     them.
     """
-    from flowalign.training.run import processes
-
     stages, problems = _read_stages(config, home)
     state = processes.state(*stages.values())  # one group of processes serves all stages
     if problems := _problems(config, stages, problems, state.num_processes, any_world):
@@ -75,63 +72,54 @@ def run(
     folder, main = Path(config.output), state.is_main_process
     with lock.holding(folder, main and record):
         if main and record:
-            whole = {name: stage.model_dump(mode="json") for name, stage in stages.items()}
+            complete = {name: stage.model_dump(mode="json") for name, stage in stages.items()}
             with files.replacing(folder / "config.yaml") as part:  # without the files that it uses
-                part.write_text(to_yaml(config.model_copy(update={"stages": whole})))
-        for place in ([folder] if record else [s.output for s in stages.values()]) if main else ():
-            files.remove_leftovers(place)
+                part.write_text(to_yaml(config.model_copy(update={"stages": complete})))
+        for output in ([folder] if record else [s.output for s in stages.values()]) if main else ():
+            files.remove_leftovers(output)
         with Heartbeat(folder, main and record, total=len(stages)) as heartbeat:
-            _run_stages(stages, heartbeat, train, evaluate)
+            for number, (name, stage) in enumerate(stages.items(), 1):
+                heartbeat.say(update=number - 1, text=name)
+                head = f"[{number}/{len(stages)}] {name} ({stage.stage})"
+                _run_stage(stage, head, main, train, evaluate)
+                state.wait_for_everyone()
+            heartbeat.say(update=len(stages))
     return folder
 
 
-def _run_stages(
-    stages: Mapping[str, Stage],
-    heartbeat: Heartbeat,
-    train: Callable[[TrainingStage], object],
-    evaluate: Callable[[EvalStage], object],
+def _run_stage(
+    stage: Any,
+    head: str,
+    main: bool,
+    train: Callable[[Any], object],
+    evaluate: Callable[[Any], object],
 ) -> None:
-    from accelerate.utils.memory import clear_device_cache
-
-    from flowalign.training.run import processes
-    from flowalign.training.run.ranks import phase
-
-    state = processes.state()
-    main = state.is_main_process
-    show = print if main else (lambda *text, **how: None)
-    for number, (name, stage) in enumerate(stages.items(), 1):
-        heartbeat.say(update=number - 1, text=name)
-        head = f"[{number}/{len(stages)}] {name} ({stage.stage})"
-        damage = damage_of(stage)
-        if damage is None:
-            if changed := _stale(stage, {}):  # by a damaged stage that ran again
-                raise ConfigError(changed)
-            show(f"{head}: finished before", flush=True)
-            continue
-        if damage and main:
-            log.warning("%s was finished, and %s. It is run again.", stage.output, damage)
-        show(f"{head} -> {stage.output}", flush=True)
-        if isinstance(stage, TrainingStage):
-            train(stage)
-        elif isinstance(stage, MergeStage):
-            with phase(f"stage {name}"):
-                if main:
-                    show(f"  {merged(stage).summary}", flush=True)
-        elif isinstance(stage, EvalStage):
-            evaluate(stage)
-        clear_device_cache(garbage_collection=True)  # the stage's models refer to one another
-        if main:
-            _mark_finished(stage)
-        state.wait_for_everyone()
-    heartbeat.say(update=len(stages))
-
-
-def _mark_finished(stage: Stage) -> None:
-    inputs = {source: file_digest(source) for source in stage.inputs.values()}
-    folder = Path(stage.output)
-    proved = [path.relative_to(folder).as_posix() for name in PROVED for path in folder.glob(name)]
-    done = {"config": stage.model_dump(mode="json"), "inputs": inputs}
-    manifest.write_manifest(folder, done, proved, file=DONE)
+    """Run a stage unless it is finished. head: what names it in the output of the main process."""
+    damage = damage_of(stage)
+    if damage is None and (changed := _stale(stage, {})):  # by a damaged stage that ran again
+        raise ConfigError(changed)
+    if damage and main:
+        log.warning("%s was finished, and %s. It is run again.", stage.output, damage)
+    if main:
+        print(f"{head}: finished before" if damage is None else f"{head} -> {stage.output}",
+              flush=True)  # fmt: skip
+    if damage is None:
+        return
+    if stage.trains:
+        train(stage)
+    elif stage.samples:
+        evaluate(stage)
+    else:
+        with phase(head):
+            if main:
+                print(f"  {merged(stage).summary}", flush=True)
+    clear_device_cache(garbage_collection=True)  # the stage's models refer to one another
+    if main:
+        inputs = {source: file_digest(source) for source in stage.inputs.values()}
+        folder = Path(stage.output)
+        paths = [path.relative_to(folder).as_posix() for n in PROVED for path in folder.glob(n)]
+        done = {"config": stage.model_dump(mode="json"), "inputs": inputs}
+        manifest.write_manifest(folder, done, paths, file=DONE)
 
 
 def examine(
@@ -142,18 +130,16 @@ def examine(
     any_world: bool = False,
     trust: bool = True,
 ) -> tuple[dict[str, Stage], list[str]]:
-    """The config of every stage that can be read, by name, and everything that keeps the whole
-    from starting here: what `train` and `eval` refuse. A stage that is no recipe is named by its
+    """The config of every stage that can be read, by name, and everything that keeps them from
+    starting here: what `train` and `eval` refuse. A stage that is no recipe is named by its
     folder. resume, any_world: as for `train`. trust: as for `world_problems`."""
-    if isinstance(config, MergeStage):
-        config = alone(config)
-    if not isinstance(config, RecipeStage):
+    if config.recipe is None:
         problems = world_problems(
             config, num_processes, resume=resume, any_world=any_world, trust=trust
         )
         return {Path(config.output).name: config}, problems
-    stages, problems = _read_stages(config, home)
-    return stages, _problems(config, stages, problems, num_processes, any_world, trust)
+    stages, problems = _read_stages(config.recipe, home)
+    return stages, _problems(config.recipe, stages, problems, num_processes, any_world, trust)
 
 
 def plan(config: RecipeStage, home: Path, num_processes: int = 1) -> dict[str, Stage]:
@@ -162,14 +148,6 @@ def plan(config: RecipeStage, home: Path, num_processes: int = 1) -> dict[str, S
     if problems:
         raise ConfigError(problems)
     return stages
-
-
-def alone(config: MergeStage) -> RecipeStage:
-    """A merge as a recipe of one stage."""
-    stages = {Path(config.output).name: config.model_dump(mode="json", exclude={"output", "model"})}
-    return RecipeStage.model_construct(  # unchecked: its folder may have any name
-        stage="recipe", output=str(Path(config.output).parent), model=config.model, stages=stages
-    )
 
 
 # Planning --------------------------------------------------------------------------------------
@@ -192,8 +170,8 @@ def _read_stages(config: RecipeStage, home: Path) -> tuple[dict[str, Stage], lis
 def _read_stage(config: RecipeStage, name: str, home: Path, adapters: Mapping[str, str]) -> Stage:
     """The config of one stage, in the layers of flowalign.config.loading. adapters: {name: folder}
     of those that earlier stages leave."""
-    own = dict(config.stages[name])
-    use, changes = own.pop("use", None), own.pop("set", [])
+    keys = dict(config.stages[name])
+    use, changes = keys.pop("use", None), keys.pop("set", [])
     if use is not None and not isinstance(use, str):
         raise ConfigError([f"use: got {use!r}; want the name of a YAML file."])
     if not isinstance(changes, list) or not all(isinstance(text, str) for text in changes):
@@ -201,15 +179,15 @@ def _read_stage(config: RecipeStage, name: str, home: Path, adapters: Mapping[st
     if moved := [text for text in changes if text.partition("=")[0].strip() == "output"]:
         raise ConfigError([f"set: {moved[0]!r}, but a stage writes below the recipe's output."])
     base = {} if use is None else read(home / use)
-    data = overlay(base if isinstance(base, Mapping) else {}, own)
+    data = overlay(base if isinstance(base, Mapping) else {}, keys)
     kind = str(data.get("stage"))
     if kind == "recipe":
         raise ConfigError(["stage: 'recipe' inside a recipe. List its stages here instead."])
     data["model"] = config.model.model_dump(mode="json")  # all stages have one base
-    data = overlay(data, *(keys for variant, keys in config.variant.items() if variant == kind))
+    data = overlay(data, config.variant.get(kind, {}))
     data["output"] = str(Path(config.output) / name)
-    known = stage_class(kind) if kind in stage_names() else Stage
-    if "seed" in known.model_fields and "seed" not in own:
+    stage = stage_class(kind) if kind in stage_names() else Stage
+    if "seed" in stage.model_fields and "seed" not in keys:
         data["seed"] = config.seed
     problems: list[str] = []
     data = _resolve(data, adapters, problems)
@@ -253,10 +231,10 @@ def _problems(
         if name in stages:
             stage = stages[name]
             resume = None if damages[name] is None else True
-            found = world_problems(stage, num_processes, pending, resume, any_world, trust)
-            problems += [f"stages.{name}.{text}" for text in found]
+            texts = world_problems(stage, num_processes, pending, resume, any_world, trust)
+            problems += [f"stages.{name}.{text}" for text in texts]
         pending.append(_adapter_of(config, name))  # of a wrong stage, too, which is blamed once
-    dtypes = {n: s.model.dtype for n, s in stages.items() if isinstance(s, TrainingStage)}
+    dtypes = {n: s.model.dtype for n, s in stages.items() if s.trains}
     if len({dtype == "float16" for dtype in dtypes.values()}) > 1:
         # accelerate scales the loss, as float16 needs, in a whole process or not at all
         problems.append(
@@ -291,20 +269,18 @@ def _stale(stage: Stage, damages: Mapping[str, str | None]) -> list[str]:
     changed = sorted(key for key in now.keys() | then if now.get(key) != then.get(key))
     if changed:
         return [f"{stage.output}: finished with another {', '.join(changed)}. {again}"]
-    for place, source in stage.inputs.items():
+    for key, source in stage.inputs.items():
         if damages.get(source):
             continue
         unready = damages.get(source) == ""
         if unready or file_digest(source) != done["inputs"].get(source):
-            return [f"{stage.output}: finished with another {place} ({source}). {again}"]
+            return [f"{stage.output}: finished with another {key} ({source}). {again}"]
     return []
 
 
-def merged(stage: MergeStage) -> MergeReport:
+def merged(stage: MergeStage) -> merging.MergeReport:
     """Merge into <output>/adapter, with its card; the report, which says what was done, lies beside
     it."""
-    from flowalign.teachers import merge as merging
-
     folder = Path(stage.output)
     with lock.holding(folder):
         shutil.rmtree(folder / "adapter", ignore_errors=True)  # of a merge that was killed

@@ -17,7 +17,7 @@ from flowalign.backbone import ModelError
 from flowalign.commands import recipe, watch
 from flowalign.commands.build import held_out, wire
 from flowalign.commands.card import write_card
-from flowalign.config import ConfigError, Job, MergeStage, RecipeStage, TrainingStage, to_yaml
+from flowalign.config import ConfigError, Job, TrainingStage, to_yaml
 from flowalign.eval.before_after import before_after
 from flowalign.eval.evaluation import evaluate
 from flowalign.eval.suite import EvaluationError
@@ -55,30 +55,27 @@ def run_job(
     """Whatever `flowalign train` can run. home: the folder of the config file. resume, any_world:
     `--resume` and `--allow-world-change`; a recipe always resumes. began: as a Clock has it; None =
     now."""
-
     began = time.monotonic() if began is None else began
     if isinstance(given, TrainingStage):
         processes.state(given)
-        resume = resume or processes.restarted(Path(given.output))
-        if resume and not checkpoints(Path(given.output)):
-            log.warning("--resume: no checkpoint in %s: from the first update", given.output)
+        folder = Path(given.output)
+        resume = resume or processes.restarted(folder)
+        if resume and not checkpoints(folder):
+            log.warning("--resume: no checkpoint in %s/checkpoints: from the first update", folder)
         clock = Clock(began, given.train.max_minutes)
         return train(given, resume=resume, any_world=any_world, clock=clock)
 
-    config = given
-    if isinstance(config, MergeStage):
-        config = recipe.alone(config)
-    assert isinstance(config, RecipeStage)
-    whole = isinstance(given, RecipeStage)
+    config = given.recipe
+    assert config
     limit, name = config.max_minutes, "max_minutes"
 
     def train_stage(stage: TrainingStage) -> Path:
-        own = Clock(began, stage.train.max_minutes)
-        clock = Clock(began, limit, name) if limit else own
+        clock = Clock(began, limit, name) if limit else Clock(began, stage.train.max_minutes)
         return train(stage, resume=True, any_world=any_world, clock=clock)
 
-    folder = recipe.run(config, home, train_stage, evaluate, record=whole, any_world=any_world)
-    if whole and processes.state().is_main_process:
+    record = config is given
+    folder = recipe.run(config, home, train_stage, evaluate, record=record, any_world=any_world)
+    if record and processes.state().is_main_process:
         watch.write(folder)  # the recipe's report
     return folder
 
@@ -97,7 +94,6 @@ def train(
     ConfigError before any model is loaded, TrainingError if the run has to stop, Interrupted if it
     is asked to.
     """
-
     world = processes.state(config).num_processes
     inputs = check_world(config, world, resume=resume, any_world=any_world)
     folder, main = Path(config.output), processes.state().is_main_process
@@ -169,7 +165,6 @@ def finish(
 ) -> None:
     """After the last update: a warning if it was in vain, the metrics plot, the model card and the
     before/after grid."""
-
     folder, main = Path(config.output), loop.accelerator.is_main_process
     if main:
         if warning := results.untrained(config):

@@ -12,22 +12,36 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from flowalign.backbone import (
+    DTYPES,
+    Backbone,
+    families,
+    family_of,
+    load_pipeline,
+    pipeline_name,
+    resolve,
+)
+from flowalign.backbone.adapters import Lora, read_lora
+from flowalign.backbone.loading import default_length, text_length
+from flowalign.backbone.structure import family_without_text
+from flowalign.config import ConfigError, SamplingConfig, TrainingStage, load
+from flowalign.system import devices
 from flowalign.system.escape import harmless
-
-if TYPE_CHECKING:  # --help need not import torch
-    import torch
-    from torch import Tensor
-
-    from flowalign.backbone.adapters import Lora
-    from flowalign.config import TrainingStage
+from flowalign.system.files import replacing
+from flowalign.training.report.pictures import grid, png
+from flowalign.training.report.progress import quiet
+from flowalign.training.rollout import generate
+from flowalign.types import PromptBatch
 
 TINY = (10, 1.0)  # as the tiny configs train and evaluate
 MULTIPLE = 16  # of pixels: the VAE's factor 8, patches of 2
 SHOWN = 256  # pixels: a grid shows wider images smaller than they are
 FORMATS = (".png", ".jpg", ".jpeg", ".webp", ".pdf")
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,71 +51,47 @@ def parser() -> argparse.ArgumentParser:
         description="Sample images of prompts as one labelled grid. They are the images that an "
         "evaluation with the same seed, steps and guidance scores.",
     )
-    parser.add_argument("prompts", nargs="+", help="for example 'a red sign that says \"CAT\"'")
-    parser.add_argument("--model", help="tiny, a folder or a Hub id; default: the LoRA's, or tiny")
-    parser.add_argument("--lora", help="an adapter folder, such as outputs/.../adapter, or Hub id")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help=f"file of the grid; default: samples.png, or the next free number. Images above "
-        f"{SHOWN} pixels are also written in full size, to a folder of the same name",
-    )
-    parser.add_argument("--images", type=_at_least(1), default=1, metavar="N", help="per prompt")
+    add = parser.add_argument
+    add("prompts", nargs="+", help="for example 'a red sign that says \"CAT\"'")
+    add("--model", help="tiny, a folder or a Hub id; default: the LoRA's, or tiny")
+    add("--lora", help="an adapter folder, such as outputs/.../adapter, or Hub id")
+    help = "file of the grid; default: samples.png, or the next free number. Images above "
+    help += f"{SHOWN} pixels are also written in full size, to a folder of the same name"
+    add("--out", type=Path, help=help)
+    add("--images", type=_number(int, 1), default=1, metavar="N", help="per prompt")
     of_the_model = "default: that of the LoRA's run, else the model's own"
-    parser.add_argument("--steps", type=_at_least(1), help=of_the_model)
-    parser.add_argument("--guidance", type=_scale, help=f"CFG scale; 1 = none; {of_the_model}")
-    parser.add_argument("--size", type=_pixels, help=f"pixels; {of_the_model}")
-    parser.add_argument("--seed", type=_at_least(0), default=0, help="of the initial noise")
-    parser.add_argument("--device", help="such as cuda:1; default: the GPU if there is one")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16, float32 on a CPU")
+    add("--steps", type=_number(int, 1), help=of_the_model)
+    add("--guidance", type=_number(float, 0), help=f"CFG scale; 1 = none; {of_the_model}")
+    add("--size", type=_number(int, MULTIPLE, MULTIPLE), help=f"pixels; {of_the_model}")
+    add("--seed", type=_number(int, 0), default=0, help="of the initial noise")
+    add("--device", help="such as cuda:1; default: the GPU if there is one")
+    add("--dtype", choices=DTYPES, help="default: bfloat16, float32 on a CPU")
     return parser
 
 
-def _at_least(least: int):
-    def number(text: str) -> int:
-        if text.strip().lstrip("+").isdecimal() and int(text) >= least:
-            return int(text)
-        raise argparse.ArgumentTypeError(f"got {text!r}; want a whole number from {least} up")
+def _number(kind: type[int] | type[float], least: int, multiple: int | None = None) -> Any:
+    """What reads an option's number, finite and not below the least."""
+
+    def number(text: str) -> float:
+        value = kind(text)
+        if not least <= value < float("inf") or multiple and value % multiple:
+            wanted = f"a multiple of {multiple}" if multiple else f"a number from {least} up"
+            raise argparse.ArgumentTypeError(f"got {text!r}; want {wanted}")
+        return value
 
     return number
-
-
-def _scale(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"got {text!r}; want a number from 0 up, such as 4.5")
-    return value
-
-
-def _pixels(text: str) -> int:
-    size = _at_least(1)(text)
-    if size % MULTIPLE:
-        raise argparse.ArgumentTypeError(f"got {size}; want a multiple of {MULTIPLE} pixels")
-    return size
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 2 refused."""
     args = parser().parse_args(argv)
-    from flowalign.training.report.progress import quiet
-
-    quiet()  # before diffusers is imported, which logs while it is
-    import torch
-
-    from flowalign.backbone.adapters import read_lora
-
+    quiet()
     try:
         lora = read_lora(args.lora, newest=True) if args.lora else None
         plan = settle(args, lora)
         images = draw(args.prompts, plan, lora)
     except (ValueError, OSError) as error:
         print(harmless(f"flowalign sample: {error}"), file=sys.stderr)
-        return 2
-    except torch.OutOfMemoryError as error:
-        first = str(error).partition(". ")[0]
-        print(
-            f"flowalign sample: {first}. Give a smaller --size, or --device cpu.", file=sys.stderr
-        )
         return 2
     write(plan.out, images, args.prompts, args.images)
     return 0
@@ -164,8 +154,6 @@ def settle(args: argparse.Namespace, lora: Lora | None) -> Plan:
 
 def run_of(lora: Lora | None) -> TrainingStage | None:
     """The run that trained a LoRA, by the config.yaml that it leaves above its adapter's folder."""
-    from flowalign.config import ConfigError, load
-
     try:
         return load(lora.file.parent.parent / "config.yaml") if lora else None
     except ConfigError:  # there is none, or it is another program's
@@ -174,10 +162,7 @@ def run_of(lora: Lora | None) -> TrainingStage | None:
 
 def recommended(model: str) -> tuple[int, float]:
     """(steps, guidance scale) of a model: of its card, else of its pipeline."""
-    from flowalign.backbone import families, family_of, pipeline_name, resolve
-    from flowalign.backbone.tiny import MODEL
-
-    if resolve(model) == str(MODEL):
+    if resolve(model) == resolve("tiny"):
         return TINY
     cards = {name: card for family in families().values() for name, card in family.cards.items()}
     if (name := Path(model).name.lower()) in cards:
@@ -187,8 +172,6 @@ def recommended(model: str) -> tuple[int, float]:
 
 def sizes(model: str) -> tuple[int, int, int | None]:
     """(height, width, the largest side) in pixels of a model; the last is None if not known."""
-    from flowalign.backbone.structure import family_without_text
-
     try:
         family = family_without_text(model)
     except LookupError:  # a Hub id that is not in the cache: the size of most of these models
@@ -198,12 +181,8 @@ def sizes(model: str) -> tuple[int, int, int | None]:
 
 def usable_device(name: str | None) -> torch.device:
     """The device of that name, None = the GPU if there is one; ValueError if it is not here."""
-    import torch
-
-    from flowalign.system.devices import resolve
-
     try:
-        device = resolve(name)
+        device = devices.resolve(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -229,12 +208,6 @@ def free_file(out: Path | None) -> Path:
 
 def draw(prompts: Sequence[str], plan: Plan, lora: Lora | None) -> Tensor:
     """Images [P*N,3,H,W] in [0,1] on the CPU; the images of a prompt follow one another."""
-    from flowalign.backbone import DTYPES, Backbone, load_pipeline
-    from flowalign.backbone.loading import default_length, text_length
-    from flowalign.config import SamplingConfig
-    from flowalign.training.rollout import generate
-    from flowalign.types import PromptBatch
-
     print(plan, file=sys.stderr, flush=True)
     pipe = load_pipeline(plan.model, dtype=DTYPES[plan.dtype])
     on_gpu = plan.device.type != "cpu"
@@ -255,17 +228,13 @@ def draw(prompts: Sequence[str], plan: Plan, lora: Lora | None) -> Tensor:
         seed=plan.seed,
         batch_size=max(1, min(8, 8 * 512**2 // (plan.height * plan.width))),
     )
-    count = len(prompts)
-    batch = PromptBatch(list(prompts), ["sample"] * count, [{}] * count)
+    batch = PromptBatch(list(prompts), ["sample"] * len(prompts), [{} for _ in prompts])
     with backbone.adapter("sampled" if lora else None):
         return generate(backbone, batch, settings, copies=plan.images).cpu()
 
 
 def write(out: Path, images: Tensor, prompts: Sequence[str], copies: int) -> None:
     """The grid, and large images one by one; prints where they are."""
-    from flowalign.system.files import replacing
-    from flowalign.training.report.pictures import grid, png
-
     if images.shape[-1] > SHOWN:
         with replacing(out.with_suffix("")) as folder:
             folder.mkdir()

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from flowalign.config import (
-    ConfigError,
-    Job,
-    load,
-)
+from flowalign.config import ConfigError, Job, load
 from flowalign.training.run import lock
-
-if TYPE_CHECKING:  # --help need not import diffusers
-    pass
-
-log = logging.getLogger("flowalign")
 
 
 def parser() -> argparse.ArgumentParser:

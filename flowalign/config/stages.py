@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -73,6 +74,8 @@ class Stage(Section):
     """What runs it."""
     trains: ClassVar[bool] = False
     """Whether it is a training run."""
+    makes_adapter: ClassVar[bool] = False
+    """Whether it leaves an adapter in its folder."""
     is_student: ClassVar[bool] = False
     """Whether it learns from teachers."""
     samples: ClassVar[bool] = False
@@ -87,6 +90,11 @@ class Stage(Section):
     def packages(self) -> dict[str, str]:
         """{place in the config: the optional package that its value needs}."""
         return {"model.quantization": "bitsandbytes"} if self.model.quantization == "nf4" else {}
+
+    @property
+    def recipe(self) -> RecipeStage | None:
+        """The recipe that it is, or is run as; None for one that is run itself."""
+        return None
 
     @property
     def features(self) -> str:
@@ -126,7 +134,7 @@ class Job(Stage):
 class TrainingStage(Job):
     """A training run. What it learns from depends on the stage."""
 
-    trains = samples = True
+    trains = samples = makes_adapter = True
     algorithm: ClassVar[str]
     """module:Class of what is learnt (`flowalign.training.algorithm.Algorithm`)."""
     seed: Seed = 0
@@ -240,6 +248,12 @@ class TrainingStage(Job):
         scales = {f"{place}.guidance": section.guidance for place, section in sections.items()}
         scales = {place: scale for place, scale in scales.items() if scale is not None}
         return {"rollout.guidance": self.rollout.guidance, **scales}
+
+    @property
+    def labelling(self) -> tuple[str, int]:
+        """(dtype of the stored labels, (image, step) pairs per forward pass of the teachers)."""
+        student = StudentConfig()
+        return student.label_dtype, student.label_batch
 
     @property
     def routing(self) -> dict[str, str]:
@@ -483,6 +497,10 @@ class OpdStage(DistillationStage):
         return self.learns_from_rewards and self.grpo.ratio == "guard"
 
     @property
+    def labelling(self) -> tuple[str, int]:
+        return self.student.label_dtype, self.student.label_batch
+
+    @property
     def batch_sizes(self) -> dict[str, int]:
         return super().batch_sizes | {"student.label_batch": self.student.label_batch}
 
@@ -530,6 +548,7 @@ class SftStage(DistillationStage):
 class MergeStage(Job):
     """A merge of adapters of one base; see flowalign.teachers.merge."""
 
+    makes_adapter = True
     stage: Literal["merge"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Add weight updates."""
     adapters: list[str] = Field(min_length=2, examples=[["runs/a/adapter", "runs/b/adapter"]])
@@ -553,6 +572,15 @@ class MergeStage(Job):
     @property
     def inputs(self) -> dict[str, str]:
         return {f"adapters.{index}": source for index, source in enumerate(self.adapters)}
+
+    @property
+    def recipe(self) -> RecipeStage:
+        """A recipe of this one stage."""
+        folder = Path(self.output)
+        stages = {folder.name: self.model_dump(mode="json", exclude={"output", "model"})}
+        return RecipeStage.model_construct(  # unchecked: its folder may have any name
+            stage="recipe", output=str(folder.parent), model=self.model, stages=stages
+        )
 
     def problems(self) -> Iterator[str]:
         """Weights that are not one an adapter; a rank that `concat` does not have."""
@@ -591,6 +619,10 @@ class RecipeStage(Job):
     )
     """{kind of stage: keys laid over all stages of that kind}: the same recipe for other hardware.
     `--variant FILE` on the command line sets it."""
+
+    @property
+    def recipe(self) -> RecipeStage:
+        return self
 
     def problems(self) -> Iterator[str]:
         """Variants of no stage; stages that would share a folder on some disks."""
