@@ -45,6 +45,7 @@ def test_a_run_names_what_it_left(
     assert {"metrics", "curves", "samples"} <= found.keys()
 
 
+@pytest.mark.slow
 def test_a_recipe_an_evaluation_and_a_merge_name_theirs(
     random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,6 +82,7 @@ def test_a_recipe_an_evaluation_and_a_merge_name_theirs(
     assert "adapter" in capsys.readouterr().out.partition("Results:")[2]
 
 
+@pytest.mark.slow
 def test_a_run_says_which_adapter_was_kept_and_warns_if_it_is_the_one_it_began_with(
     random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
