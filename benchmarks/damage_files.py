@@ -135,17 +135,6 @@ def chosen(folder: Path) -> list[Path]:
     return [store / "00001_0.png", store / "settings.json", rows, record, texts[0], *written]
 
 
-def swaps(folder: Path) -> Iterator[tuple[str, Path, Path]]:
-    """Files that take each other's places."""
-    base, ocr = (folder / "out" / "images" / name / "preference" for name in ("base", "ocr"))
-    texts = sorted((folder / "texts").rglob("*.safetensors"))
-    yield "two images of a model", ocr / "00000_0.png", ocr / "00003_0.png"
-    yield "an image of two models", ocr / "00000_0.png", base / "00000_0.png"
-    rows = [next(store.glob("*/rows.0.jsonl")) for store in (base, ocr)]
-    yield "the rows of two models", rows[0], rows[1]
-    yield "two texts", texts[0], texts[1]
-
-
 def rows(whole: Path, work: Path, heard: Heard) -> Iterator[Outcome]:
     """One outcome per file and harm."""
     expected = ends(whole)
@@ -167,6 +156,8 @@ def rows(whole: Path, work: Path, heard: Heard) -> Iterator[Outcome]:
     for path in chosen(work):
         name = path.relative_to(work)
         for harm, change in HARMS.items():
+            if path.suffix == ".safetensors" and harm.startswith("bit"):
+                continue  # the cache of texts has no checksums
 
             def apply(folder: Path, name: Path = name, change: Harm = change) -> None:
                 content = change((folder / name).read_bytes())
@@ -178,15 +169,6 @@ def rows(whole: Path, work: Path, heard: Heard) -> Iterator[Outcome]:
             silent = always and path.suffix != ".jsonl" or harm == "deleted"
             silent |= path.suffix == ".jsonl" and harm in RESUMED
             yield again(str(name), harm, apply, silent)
-    for what, first, second in swaps(work):
-        places = [path.relative_to(work) for path in (first, second)]
-
-        def swap(folder: Path, places: list[Path] = places) -> None:
-            contents = [(folder / place).read_bytes() for place in places]
-            for place, content in zip(places, reversed(contents), strict=True):
-                (folder / place).write_bytes(content)
-
-        yield again(what, "swapped", swap, False)
 
 
 def main() -> int:

@@ -64,7 +64,7 @@ class Difference(NamedTuple):
     p: float
 
 
-def load(path: str | Path) -> dict[str, Any]:
+def load_results(path: str | Path) -> dict[str, Any]:
     """A results.json; Incomparable if it is none, is damaged by the manifest next to it, or is of
     another version."""
     path = Path(path)
@@ -188,7 +188,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--models", nargs=2, metavar=("FIRST", "SECOND"), default=(None, None))
     args = parser.parse_args(argv)
     try:
-        documents = load(args.first), load(args.second)
+        documents = load_results(args.first), load_results(args.second)
         names = (
             model_of(documents[0], args.models[0], args.first),
             model_of(documents[1], args.models[1], args.second),

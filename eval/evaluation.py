@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 
@@ -101,18 +100,12 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
             for model, scored in judged.items():
                 distances[model] = reference.distance([scored[name] for name in shared])
         benchmarks = [judge for images in sets for judge in images.judges]
-        drift = drift_report(config, backbone, sets, judged)
-        print(write_files(config, Results(benchmarks, judged, distances, drift.panels)))
+        panels = drift_panels(config, backbone, sets, judged)
+        print(write_files(config, Results(benchmarks, judged, distances, panels)))
         for export in exports:
             export.write()
             print(f"{export.images.layout}: {export.folder}")
-        for text in drift.warnings:
-            log.warning(text)
-        if drift.too_far:
-            raise EvaluationError(
-                f"images drift from the base, beyond alarm.stop: {'; '.join(drift.too_far)}. "
-                f"The report is written: look at {Path(config.output) / 'report.html'}."
-            )
+        warn_of_drift(config, panels)
 
 
 def load_adapters(backbone: Backbone, config: EvalStage) -> dict[str, str | None]:
@@ -218,30 +211,18 @@ def score_models(
 # The alarm ---------------------------------------------------------------------------------------
 
 
-@dataclass
-class DriftReport:
-    """Drift of every model but the base on every image set, as far as pictures were kept.
-
-    panels: for the report. warnings: a sentence for each statistic beyond alarm.warn. too_far: what
-    lies beyond alarm.stop.
-    """
-
-    panels: list[Panel] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    too_far: list[str] = field(default_factory=list)
-
-
-def drift_report(
+def drift_panels(
     config: EvalStage,
     backbone: Backbone,
     sets: Sequence[ImageSet],
     judged: Mapping[str, Mapping[str, Judged]],
-) -> DriftReport:
-    """Empty without `alarm`, and without the base model among the models."""
-    report, settings = DriftReport(), config.alarm
+) -> list[Panel]:
+    """Drift of every model but the base on every image set, as far as pictures were kept; none
+    without `alarm`, and without the base model among the models."""
+    panels: list[Panel] = []
     base = next((name for name, adapter in config.models.items() if adapter is None), None)
-    if settings is None or base is None:
-        return report
+    if config.alarm is None or base is None:
+        return panels
     for images in sets:
         if not images.judges or not judged[base][images.judges[0].name].pictures:
             continue
@@ -254,7 +235,7 @@ def drift_report(
         for model in config.models:
             pixels[model] = torch.stack([pixels_of(png) for png in judged[model][first].pictures])
             values[model] = statistics.measure(pixels[model], batch, prompts)
-        origins = [(n, images.name, batch.prompts[row]) for row, n in enumerate(prompts)]
+        origins = list(zip(prompts, batch.tasks, batch.prompts, strict=True))
         for model in (name for name in config.models if name != base):
             pairs = list(zip(pixels[base], pixels[model], strict=True))
             check = check_drift(
@@ -263,12 +244,8 @@ def drift_report(
                 origins,
                 lambda row, pairs=pairs: (webp(pairs[row][0]), webp(pairs[row][1])),
             )
-            title = f"{model} on {images.name}"
-            report.panels.append(Panel(title, settings.warn, check))
-            report.warnings += Alarm().drift(check.drifts, settings.warn, title)
-            far = [drift for drift in check.drifts if drift.beyond(settings.stop)]
-            report.too_far += [f"{title}: {drift}" for drift in far]
-    return report
+            panels.append(Panel(f"{model} on {images.name}", config.alarm.warn, check))
+    return panels
 
 
 def _statistics(backbone: Backbone, images: ImageSet) -> ImageStatistics:
@@ -277,3 +254,20 @@ def _statistics(backbone: Backbone, images: ImageSet) -> ImageStatistics:
     clips = list(by_judge.features.values())
     text = frozenset([images.name] if by_judge.text else ())
     return ImageStatistics(by_judge.period, text, {images.name: clips[0]} if clips else {})
+
+
+def warn_of_drift(config: EvalStage, panels: Sequence[Panel]) -> None:
+    """A warning for each statistic beyond alarm.warn; EvaluationError if one is beyond stop."""
+    too_far = []
+    for panel in panels:
+        title, drifts = panel.title, panel.check.by_size
+        for text in Alarm().drift(drifts, panel.warn, title):
+            log.warning(text)
+        assert config.alarm  # else there are no panels
+        far = [drift for drift in drifts if drift.beyond(config.alarm.stop)]
+        too_far += [f"{title}: {drift}" for drift in far]
+    if too_far:
+        raise EvaluationError(
+            f"images drift from the base, beyond alarm.stop: {'; '.join(too_far)}. The report is "
+            f"written: look at {Path(config.output) / 'report.html'}."
+        )

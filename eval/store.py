@@ -147,21 +147,21 @@ class Store:
                 part.write_bytes(png(image))
 
     def load(self, key: Key) -> Tensor | None:
-        """The image [3,H,W] in [0,1], on the CPU; None if there is none that can be read."""
+        """The image [3,H,W] in [0,1], on the CPU; None if there is none without damage."""
+        return pixels_of(self._path(key).read_bytes()) if self.has(key) else None
+
+    def has(self, key: Key) -> bool:
+        """Whether there is a file of that image. One that is damaged is removed."""
         path = self._path(key)
         if not path.is_file():
-            return None
+            return False
         try:
             with Image.open(path) as image:
                 image.verify()  # the checksums of its chunks
-            return pixels_of(path.read_bytes())
         except Exception:  # PIL raises whatever its decoders do
             log.warning("%s is damaged; the image is sampled again.", path)
-            return None
-
-    def has(self, key: Key) -> bool:
-        """Whether there is a file of that image."""
-        return self._path(key).is_file()
+            path.unlink()
+        return path.is_file()
 
     def _path(self, key: Key) -> Path:
         return self.folder / f"{key[0]:05}_{key[1]}.png"

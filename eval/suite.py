@@ -275,7 +275,7 @@ def _is_sampled(batch: _Batch, store: Store | None) -> bool:
     if store is None:
         return bool(batch.needed)  # empty if the images are not judged, shown or measured
     wanted = [key for key in batch.keys if key in batch.needed or store.saves(key)]
-    return not all(map(store.has, wanted))  # by name only: a broken file is sampled unprepared
+    return not all(map(store.has, wanted))
 
 
 def _pixels(

@@ -3,8 +3,8 @@
 A reward is any `flowalign.types.Reward`. A name is looked up, in this order, among the rewards
 registered in this process, the REWARDS table, the installed entry points of the group
 "flowalign.rewards", and last as a dotted path "package.module:attribute". Its module is one that
-Python finds, else one in the current folder, else one beside the config. The name stands for either
-a factory (a class or function that takes the options and returns a Reward), or a plain function
+Python finds, else one in the current folder, else one next to the config. A name stands for a
+factory (a class or function that takes the options and returns a Reward), or for a plain function
 (images, prompts, metadata, **options) -> Scores, which is itself the reward. A dotted path runs the
 code of its module, so commands that only examine a config ask `own_code` first.
 The annotations of a factory's options are checked when a config is read (`options.check_call`).
@@ -149,14 +149,14 @@ def declared(name: str, *, imports: bool = True) -> type[RewardBase]:
     imports: whether to look for it in the code at a dotted path; without, such a reward says
     nothing. Raises ValueError if no reward has that name.
     """
-    return RewardBase if _is_own(name) and not imports else reward_class(_find(name))
+    return RewardBase if _is_dotted_path(name) and not imports else reward_class(_find(name))
 
 
 def leaves(
     name: str, options: Mapping[str, Any], *, imports: bool = True
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, options) of the rewards that a composed one is made of, at any depth; of any other,
-    its own. imports: as for `declared`."""
+    its name and options. imports: as for `declared`."""
     parts = declared(name, imports=imports).made_of(**options)
     if not parts:
         yield name, dict(options)
@@ -169,7 +169,7 @@ def check_prompts(
 ) -> None:
     """Raise ValueError if the reward says that it cannot judge images of one of these prompts.
 
-    name and options are those of `check`, which is called before. Loads no model.
+    name, options: as for `check`, which is called before. Loads no model.
     """
     for part, given in leaves(name, options):
         declared(part).check_prompts(prompts, metadata, **given)
@@ -179,7 +179,7 @@ def own_code(name: Any, options: Any = ()) -> list[str]:
     """The dotted paths that a reward and its options name, at any depth. To check or to build it
     runs the code of their modules; this runs none."""
     if isinstance(name, str):
-        return [name] * _is_own(name) + own_code(options)
+        return [name] * _is_dotted_path(name) + own_code(options)
     values = name.values() if isinstance(name, Mapping) else name
     nested = (value for value in values if isinstance(value, str | Mapping | Sequence))
     return [path for value in nested for path in own_code(value)]
@@ -218,7 +218,7 @@ def describe(reward: Reward) -> dict[str, Any]:
 
 
 def add_config_folder(config: str | Path) -> None:
-    """Let dotted paths name modules in the current folder or beside this config file."""
+    """Let dotted paths name modules in the current folder or next to this config file."""
     for folder in (Path.cwd(), Path(config).absolute().parent):
         if str(folder) not in sys.path:  # last: a file there must not hide an installed module
             sys.path.append(str(folder))
@@ -236,7 +236,7 @@ def load(path: str, what: str = "reward") -> Any:
     except (ModuleNotFoundError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{what} {path!r}: {error}. Give 'package.module:attribute' of a module that is "
-            "installed, in the current folder or beside the config."
+            "installed, in the current folder or next to the config."
         ) from error
 
 
@@ -253,13 +253,10 @@ def _find(name: str) -> Callable[..., Any]:
             f"no reward {name!r}{suggestion(name, names())}; use one of {names()}, register yours "
             "with @flowalign.rewards.register(name), or give its path 'package.module:attribute'."
         )
-    factory = load(name)
-    if not callable(factory):
-        raise ValueError(f"reward {name!r} is a {type(factory).__name__}, not a callable.")
-    return factory
+    return load(name)
 
 
-def _is_own(text: str) -> bool:
+def _is_dotted_path(text: str) -> bool:
     """Whether a name is a dotted path, and in no table."""
     module, _, attribute = text.partition(":")
     parts = [*module.split("."), *attribute.split(".")]
@@ -276,7 +273,4 @@ def _is_reward(factory: Callable[..., Any]) -> bool:
 
 
 def _parameters(factory: Callable[..., Any]) -> list[str]:
-    try:
-        return list(inspect.signature(factory).parameters)
-    except ValueError:  # a builtin without a signature
-        return []
+    return list(inspect.signature(factory).parameters)

@@ -32,10 +32,13 @@ class RewardBase:
     not load a model.
 
     name: for logs and results; by default the name of the class.
+    settings: what its scores depend on, as JSON, such as `engine`, `model` and the options that
+        matter. Recorded with results, as other engines give other numbers.
     groupwise: called with all images of one prompt at a time, and may compare them.
     headline: the part of its scores that a benchmark is known by; None = the value.
     weights: {part: weight} of a weighted sum of parts, as the advantage gdpo needs; None = no sum.
     licence: of its code and weights, where their repositories say so.
+    imports: names of the optional packages that it needs.
     choice: the option that chooses what scores, and its default; choices {its value: licence}.
     cost: of an image, with the default options; None = not known.
     downloads: {file: GB} with the default options; None = not known.
@@ -43,12 +46,14 @@ class RewardBase:
     """
 
     name: str = ""
+    settings: Mapping[str, Any] = {}
     groupwise: bool = False
     headline: str | None = None
     weights: Mapping[str, float] | None = None
     licence: str = ""
     choice: tuple[str, str | None] = ("model", None)
     choices: Mapping[str, str] = {"tiny": "Apache-2.0, ships with flowalign"}
+    imports: tuple[str, ...] = ()
     cost: Cost | None = None
     downloads: Mapping[str, float] | None = {}
     resizes: frozenset[str] = frozenset({"model", "weights", "architecture"})
@@ -67,8 +72,8 @@ class RewardBase:
 
     @classmethod
     def packages(cls, *_: Any, **options: Any) -> tuple[str, ...]:
-        """Import names of the optional packages that it needs."""
-        return ()
+        """`imports` with these options."""
+        return cls.imports
 
     @classmethod
     def made_of(cls, **options: Any) -> list[Mapping[str, Any]]:
@@ -100,18 +105,19 @@ class RewardBase:
         does not answer."""
 
     def describe(self) -> dict[str, Any]:
-        """What its scores depend on, as JSON: `name`, `engine` and `model` where it has them, and
-        the options that matter. Recorded with results, as other engines give other numbers."""
-        return {"name": self.name}
+        """What is recorded of it: its name and `settings`."""
+        return {"name": self.name, **self.settings}
 
     def __call__(self, images: Any, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1] with their B prompts and metadata -> Scores of B."""
         raise NotImplementedError
 
 
-# What is read off a class or function that is no RewardBase, and off a reward that it made.
-BEFORE = ("groupwise", "weights", "check_options", "check_prompts", "packages", "made_of")
-AFTER = ("name", "groupwise", "headline", "weights", "connect", "describe")
+# What is read off a class, function or object that is no RewardBase.
+MEMBERS = (
+    "name", "groupwise", "headline", "weights", "check_options", "check_prompts", "packages",
+    "made_of", "connect", "describe",
+)  # fmt: skip
 
 
 class Adapted(RewardBase):
@@ -121,8 +127,7 @@ class Adapted(RewardBase):
         self.reward = reward
         function = reward.func if isinstance(reward, partial) else reward
         self.name = getattr(function, "__name__", type(function).__name__)
-        for name, value in _declared(reward, AFTER).items():
-            setattr(self, name, value)
+        vars(self).update(_members(reward))
 
     def __call__(self, images: Any, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """What the reward answers."""
@@ -138,16 +143,13 @@ def reward_class(factory: Callable[..., Any]) -> type[RewardBase]:
     """What a class or a function that makes rewards says of them before it is called."""
     if inspect.isclass(factory) and issubclass(factory, RewardBase):
         return factory
-    said = {
-        name: staticmethod(value) if callable(value) else value
-        for name, value in _declared(factory, BEFORE).items()
-    }
-    return type("Declared", (RewardBase,), said)
+    members = _members(factory).items()
+    plain = {name: staticmethod(value) if callable(value) else value for name, value in members}
+    return type("Declared", (RewardBase,), plain)
 
 
-def _declared(reward: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Those attributes that a reward has, too; its `weights` may be others than ours."""
-    said = {name: getattr(reward, name) for name in names if hasattr(reward, name)}
-    if not isinstance(said.get("weights"), Mapping):
-        said.pop("weights", None)
-    return said
+def _members(reward: Any) -> dict[str, Any]:
+    members = {name: getattr(reward, name) for name in MEMBERS if hasattr(reward, name)}
+    if not isinstance(members.get("weights"), Mapping):  # may be weights of a network
+        members.pop("weights", None)
+    return members

@@ -20,7 +20,6 @@ from transformers import AutoTokenizer, CLIPModel
 
 from flowalign.backbone.placement import Placement
 from flowalign.backbone.tiny import PREFERENCE
-from flowalign.rewards import weights
 from flowalign.rewards.options import check_model
 from flowalign.system.images import to_uint8
 
@@ -149,8 +148,8 @@ class Clip(TwoTowers):
     """A CLIPModel with its image processor and tokenizer.
 
     model, processor: "tiny", a folder, or a Hub id; processor None = the model's own. revision: of
-    the model. computing: device, batch_size, offload and text_cache, as in `TwoTowers`. Raises
-    OSError where there is nothing to load.
+    the model. computing, named: device, batch_size, offload and text_cache, as in `TwoTowers`.
+    Raises OSError where there is nothing to load.
     """
 
     def __init__(
@@ -158,20 +157,23 @@ class Clip(TwoTowers):
         model: str,
         processor: str | None = None,
         revision: str | None = None,
-        **computing: Any,
+        *computing: Any,
+        **named: Any,
     ) -> None:
         self.name = f"{model}@{revision}" if revision else model
         name = _resolve(model)
         at: dict[str, Any] = {"revision": revision} if revision else {}
         # a revision is a commit of the model's repository, and names none in the processor's
         source, at_source = (name, at) if processor is None else (_resolve(processor), {})
-        self.model = weights.from_safetensors(CLIPModel, name, **at).float()
+        options: Any = {"use_safetensors": True, **at}  # never a pickle
+        self.model = CLIPModel.from_pretrained(name, **options).float()
         self.pixels = ImageProcessor.from_pretrained(source, **at_source)
         self.tokenizer = AutoTokenizer.from_pretrained(source, **at_source)
         positions = self.model.text_model.embeddings.position_embedding.num_embeddings
         self.context = min(CONTEXT, positions, self.tokenizer.model_max_length)  # often 1e30
         self.scale = float(self.model.logit_scale.detach().exp())
-        super().__init__(self.model, self.model.visual_projection.out_features, **computing)
+        width = self.model.visual_projection.out_features
+        super().__init__(self.model, width, *computing, **named)
 
     def _encode_images(self, pictures: list[np.ndarray]) -> Tensor:
         values = pixel_values(self.pixels, pictures)

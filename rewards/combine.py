@@ -102,7 +102,6 @@ class Weighted(Composed):
         return {"name": self.name, "rewards": parts, "weights": self.weights}
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
-        """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU."""
         value, components = torch.zeros(len(images)), {}
         for label, reward in self.components.items():
             components[label] = score(reward, images, prompts, metadata)
@@ -130,7 +129,6 @@ class Gated(Composed):
         super().__init__(specs, device, threshold=threshold, below=below)
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
-        """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU."""
         gate = score(self.components["gate"], images, prompts, metadata)
         opened = gate.value >= self.settings["threshold"]  # NaN does not pass
         rows: list[int] = opened.nonzero().flatten().tolist()
@@ -161,7 +159,6 @@ class Normalized(Composed):
         self.headline = self.components["reward"].headline or "raw"  # comparable
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
-        """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU."""
         scores = score(self.components["reward"], images, prompts, metadata)
         value = torch.sigmoid((scores.value - self.settings["median"]) / self.settings["spread"])
         return replace(scores, value=value, parts={**scores.parts, "raw": scores.value})

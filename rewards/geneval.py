@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -36,13 +37,13 @@ class Clause(Exclusion):
 
     color: str = ""
     position: tuple[Literal["left of", "right of", "above", "below"], int] | None = None
-    """The relation, and the place of the clause that it refers to."""
+    """The relation, and the index of the clause that it refers to."""
 
     @field_validator("position", mode="before")
     @classmethod
     def _given(cls, value: Any) -> Any:
         if not isinstance(value, list | tuple):  # null, too: `judge` looks whether the key is there
-            raise ValueError("want a relation and the place of a clause, or leave it out")
+            raise ValueError("want a relation and the index of a clause, or leave it out")
         return tuple(value)
 
 
@@ -69,10 +70,9 @@ class GenEval(RewardBase):
         `detector.name`, where it has one, says which models answer.
     device: of a detector that takes one and is not given it by its options.
     reward: "bounded" or "published" (`partial_credit`), or "official" (0 or 1, `judge`).
-    The thresholds are those of `judge`, and the defaults are the benchmark's.
+    Thresholds: see `judge`; the defaults are the benchmark's.
     parts: "correct", the official decision, 0 or 1, which is the number a benchmark is known by.
-    An image whose metadata cannot be judged is invalid; a detector that raises passes to the
-    caller (`flowalign.rewards.score` masks).
+    Raises ValueError for metadata that cannot be judged, and what the detector raises.
     """
 
     name = "geneval"
@@ -112,6 +112,8 @@ class GenEval(RewardBase):
             "position_threshold": position_threshold,
         }
         self.detector = build_detector(detector, detector_options, device)
+        engine = getattr(self.detector, "name", type(self.detector).__name__)
+        self.settings = {"engine": engine, "rule": reward, **self.rules}
 
     @classmethod
     def check_options(
@@ -155,29 +157,16 @@ class GenEval(RewardBase):
                     'a .jsonl with lines such as {"include": [{"class": "dog", "count": 2}]}.'
                 ) from None
 
-    def describe(self) -> dict[str, Any]:
-        """Which detector looked, and by which rules its findings are judged."""
-        detector = getattr(self.detector, "name", type(self.detector).__name__)
-        return {"name": self.name, "engine": detector, "rule": self.reward, **self.rules}
-
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU; reasons say what is wrong."""
         with ExitStack() as stack:  # offloaded models are moved to the device once a call
             for placement in getattr(self.detector, "placements", ()):
                 stack.enter_context(placement)
-            detections = self.detector(images)
-            value = torch.full((len(detections),), float("nan"))
-            correct, reasons = value.clone(), {}
-            for row, (meta, objects) in enumerate(zip(metadata, detections, strict=True)):
-                try:  # a colour may be looked up only now, by a model
-                    value[row], verdict = self._judge(meta, objects)
-                except Exception as error:
-                    reasons[row] = f"{type(error).__name__}: {error}"
-                    continue
-                correct[row] = verdict.correct
-                if verdict.reason:
-                    reasons[row] = verdict.reason
-        return Scores(value, torch.isfinite(value), {"correct": correct}, reasons)
+            rows = zip(metadata, self.detector(images), strict=True)
+            judged = [self._judge(meta, objects) for meta, objects in rows]  # may ask for colours
+        correct = torch.tensor([float(verdict.correct) for _, verdict in judged])
+        reasons = {row: v.reason for row, (_, v) in enumerate(judged) if v.reason}
+        return replace(Scores.of([value for value, _ in judged], correct=correct), reasons=reasons)
 
     def _judge(self, metadata: Mapping[str, Any], objects: Detections) -> tuple[float, Verdict]:
         """(reward, official decision) of one image."""

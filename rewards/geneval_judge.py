@@ -25,7 +25,7 @@ COLORS = (
 )
 # The 80 things that GenEval asks for: COCO's, in the order of a COCO detector's labels, from
 # djghosh13/geneval (MIT), `evaluation/object_names.txt`. A detector's labels are mapped to them by
-# index, as there: COCO's own names differ for some ("mouse", "remote"), and those of models more.
+# index, as there: COCO's names differ for some ("mouse", "remote"), and the names of models more.
 NAMES: tuple[str, ...] = (
     "person", "bicycle", "car", "motorcycle", "airplane", "bus", "train", "truck", "boat",
     "traffic light", "fire hydrant", "stop sign", "parking meter", "bench", "bird", "cat", "dog",

@@ -64,14 +64,14 @@ class ImageReward(Preference):
 
     Source: THUDM/ImageReward, ImageReward/ImageReward.py (v1.0): the image at 224 pixels by CLIP's
     preprocessing; 35 tokens of the prompt, that attend to the image; the first token's vector goes
-    through `Head`; mean and std are those of r over the authors' data.
+    through `Head`; mean and std of r over the authors' data are constants.
     weights: the path of the file (or owner/repository/file on the Hub), with the official names.
     tokenizer: a Hub id or folder of BERT's uncased tokenizer.
     architecture: sizes that differ from the published model's, {"vision": {...}, "text": {...}}
         of transformers' BlipVisionConfig and BlipTextConfig.
     normalizer: 1, the value is the published score: over the authors' data about N(0, 1).
     offload: the weights lie on the CPU between calls.
-    Raises OSError where a file cannot be had, ValueError where it is not that of the model.
+    Raises OSError where a file cannot be had, ValueError where it does not fit the model.
     """
 
     name = "imagereward"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -80,7 +79,7 @@ class Engine(Protocol):
     """Reads text. `name` says which engine, models and settings, and is recorded with results.
 
     An engine that reads several images faster at once may have `read_many(images) -> lists`: what
-    `read` says of each of them, in order, whatever else is in the batch.
+    `read` says of each image, in order, whatever else is in the batch.
     """
 
     name: str
@@ -90,30 +89,10 @@ class Engine(Protocol):
         ...
 
 
-def read_all(engine: Engine, images: Sequence[np.ndarray]) -> list[list[Line] | Exception]:
-    """The lines of each image, or the exception of one that failed.
-
-    In one call where the engine has read_many. If that raises, or its answer is not one list an
-    image, the images are read one by one, so that a bad one does not take the others along.
-    """
-    if len(images) > 1 and hasattr(engine, "read_many"):
-        with suppress(Exception):  # the loop below finds out which image it was
-            answer = engine.read_many(images)  # pyright: ignore[reportAttributeAccessIssue]
-            if len(answer) == len(images):
-                return answer
-    lines: list[list[Line] | Exception] = []
-    for image in images:
-        try:
-            lines.append(engine.read(image))
-        except Exception as error:
-            lines.append(error)
-    return lines
-
-
 class RapidOCREngine:
     """RapidOCR on onnxruntime; its wheel brings the PP-OCRv6 small models, so it works offline.
 
-    upscale: enlarge the image by this whole factor before reading (for small images).
+    upscale: enlarge the image by this integer factor before reading (for small images).
     limit_side_len, limit_type: "min" enlarges for detection until the short side has this many
         pixels, "max" shrinks until the long side has. RapidOCR's own: 736, "min".
     text_score: lines of lower confidence are dropped. threads: onnxruntime's, per image.
@@ -199,8 +178,10 @@ class PaddleOCREngine:
         unclip_ratio: float = 1.5,
         threads: int = 1,
     ) -> None:
-        folders = text_detection_model_dir, text_recognition_model_dir
-        models, which = _paddle_models(*folders, lang, ocr_version)
+        models = _local_models(text_detection_model_dir, text_recognition_model_dir)
+        which = " + ".join(name for key, name in models.items() if key.endswith("_name"))
+        if not models:
+            models, which = {"lang": lang, "ocr_version": ocr_version}, f"{ocr_version} {lang}"
         paddleocr = require("paddleocr", "this reward reads text with")
         self.upscale = upscale
         running: dict[str, Any] = {"cpu_threads": threads}
@@ -240,26 +221,22 @@ class PaddleOCREngine:
         return [list(zip(p["rec_texts"], map(float, p["rec_scores"]), strict=True)) for p in pages]
 
 
-def _paddle_models(
-    detection: str | None, recognition: str | None, lang: str, ocr_version: str
-) -> tuple[dict[str, str], str]:
-    """The arguments that tell PaddleOCR which models to load, and what they are called."""
+def _local_models(detection: str | None, recognition: str | None) -> dict[str, str]:
+    """The arguments that have PaddleOCR load models from these folders; {} without folders."""
     if not detection and not recognition:
-        return {"lang": lang, "ocr_version": ocr_version}, f"{ocr_version} {lang}"
+        return {}
     if not detection or not recognition:  # it would download the other
         raise ValueError("give text_detection_model_dir and text_recognition_model_dir, or none.")
-    names = _model_name(detection), _model_name(recognition)
-    arguments = {
-        "text_detection_model_name": names[0],
+    return {
+        "text_detection_model_name": _model_name(detection),
         "text_detection_model_dir": detection,
-        "text_recognition_model_name": names[1],
+        "text_recognition_model_name": _model_name(recognition),
         "text_recognition_model_dir": recognition,
     }
-    return arguments, " + ".join(names)
 
 
 def _model_name(folder: str) -> str:
-    """The name in the inference.yml of a model's folder; PaddleOCR wants to be told it."""
+    """The name in the inference.yml of a model's folder, which PaddleOCR asks for."""
     try:
         text = (Path(folder) / "inference.yml").read_text(encoding="utf-8")
         # the fast loader where there is one: the file lists an alphabet of 18,000 letters
@@ -276,7 +253,7 @@ ENGINES: dict[str, Callable[..., Engine]] = {
 
 
 def _bgr(image: np.ndarray, upscale: int) -> np.ndarray:
-    """RGB -> BGR, as both engines take arrays; enlarged by a whole factor, bicubic."""
+    """RGB -> BGR, as both engines take arrays; enlarged by an integer factor, bicubic."""
     image = np.ascontiguousarray(image[:, :, ::-1])  # OpenCV takes no negative strides
     if upscale == 1:
         return image
@@ -297,7 +274,8 @@ class OCR(RewardBase):
     batch_size: images handed over in one call, to an engine that takes several (PaddleOCR).
     rule: "published" (`text_reward`) or "strict" (`strict_reward`).
     The target is `target` of the image's metadata, else what the prompt puts in quotes. An image
-    without text scores 0. An image whose engine call fails, or that has no target, is invalid.
+    without text scores 0. A failing engine and a prompt without a target raise: see
+    `flowalign.rewards.score`.
     parts: "exact", 1 where the text equals the target but for case and spaces, else 0.
     `engine.name` says what read: engine, models, settings. workers, batch_size change no result.
     """
@@ -321,7 +299,7 @@ class OCR(RewardBase):
         else:
             self.engines = [engine]
         self.engine = self.engines[0]
-        self.rule_name, self.rule = rule, RULES[rule]
+        self.rule, self.settings = RULES[rule], {"engine": self.engine.name, "rule": rule}
         self.batch_size = batch_size if hasattr(self.engine, "read_many") else 1  # else no gain
 
     @classmethod
@@ -359,44 +337,28 @@ class OCR(RewardBase):
             except ValueError as error:
                 raise ValueError(f"number {number} of {len(prompts)}: {error}") from None
 
-    def describe(self) -> dict[str, Any]:
-        """Which engine and models read, and by which rule."""
-        return {"name": self.name, "engine": self.engine.name, "rule": self.rule_name}
-
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU; reasons say what was read."""
-        value = torch.full((len(images),), float("nan"))
-        exact, reasons = value.clone(), {}
-        pictures: dict[int, tuple[str, np.ndarray]] = {}
-        for row, (image, prompt, meta) in enumerate(zip(images, prompts, metadata, strict=True)):
-            try:
-                pictures[row] = _target(prompt, meta), to_uint8(image)
-            except Exception as error:
-                reasons[row] = f"{type(error).__name__}: {error}"
-        texts = self._read([pixels for _, pixels in pictures.values()])
-        for (row, (target, _)), lines in zip(pictures.items(), texts, strict=True):
-            try:
-                if isinstance(lines, Exception):
-                    raise lines
-                wanted, read = _compared(target, lines)
-                value[row] = self.rule(target, lines)
-            except Exception as error:
-                reasons[row] = f"{type(error).__name__}: {error}"
-                continue
-            exact[row] = float(wanted == read)
+        targets = [_target(prompt, meta) for prompt, meta in zip(prompts, metadata, strict=True)]
+        texts = self._read([to_uint8(image) for image in images])
+        values, exact, reasons = [], [], {}
+        for row, (target, lines) in enumerate(zip(targets, texts, strict=True)):
+            wanted, read = _compared(target, lines)
+            values.append(self.rule(target, lines))
+            exact.append(float(wanted == read))
             reasons[row] = f"read {repr(read) if read else 'nothing'} for {wanted!r}"
-        return Scores(value, torch.isfinite(value), {"exact": exact}, reasons)
+        return replace(Scores.of(values, exact=torch.tensor(exact)), reasons=reasons)
 
-    def _read(self, pictures: Sequence[np.ndarray]) -> list[list[Line] | Exception]:
-        """The lines of each picture, or the exception; every worker has an engine of its own."""
-        free: SimpleQueue[Engine] = SimpleQueue()
+    def _read(self, pictures: Sequence[np.ndarray]) -> list[list[Line]]:
+        """The lines of each picture; every worker has an engine of its own."""
+        free: SimpleQueue[Any] = SimpleQueue()
         for engine in self.engines:
             free.put(engine)
 
-        def read(chunk: Sequence[np.ndarray]) -> list[list[Line] | Exception]:
+        def read(chunk: Sequence[np.ndarray]) -> list[list[Line]]:
             engine = free.get()  # never waits: there are as many threads as engines
             try:
-                return read_all(engine, chunk)
+                return engine.read_many(chunk) if len(chunk) > 1 else [engine.read(chunk[0])]
             finally:
                 free.put(engine)
 

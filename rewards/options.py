@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import torch
 from pydantic import (
     AfterValidator,
-    BaseModel,
     Field,
     PlainValidator,
     PydanticUserError,
@@ -28,9 +27,6 @@ from pydantic import (
 )
 
 from flowalign.system.hub_address import HubAddress
-
-PLAIN = (Any, bool, int, float, str, NoneType)
-CONTAINERS = (Union, UnionType, list, dict, Sequence, Mapping)
 
 
 def _check_device(value: Any) -> Any:
@@ -64,16 +60,12 @@ def check_call(
 ) -> None:
     """Raise ValueError, naming every fault, if a function or class does not take these options.
 
-    Types are strict: "3" and true are no numbers. Only annotations of what YAML can hold are
-    checked, and those with a pydantic validator; of any other (a Path, a tuple, a class of the
-    user's) the function itself must judge. Then its static method `check_options(**options)` is
-    asked, if it has one, for what concerns several options at once.
+    Types are strict: "3" and true are no numbers. Annotations that pydantic cannot read, and
+    values that JSON cannot hold, are left to the function. Then its static method
+    `check_options(**options)` is asked, if it has one, for what concerns several options at once.
     what: for the message, such as "reward 'ocr'". inputs: parameters that are no options.
     """
-    try:
-        parameters = list(inspect.signature(function).parameters.values())[inputs:]
-    except ValueError:  # a builtin without a signature: its own error must do
-        return
+    parameters = list(inspect.signature(function).parameters.values())[inputs:]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     takes = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     annotations = _annotations(function)
@@ -94,39 +86,25 @@ def check_call(
         check_options(**options)
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """` (did you mean 'x'?)`, or nothing where no known name is close."""
-    close = difflib.get_close_matches(name, list(known), n=1)
+def suggestion(name: str, names: Iterable[str]) -> str:
+    """` (did you mean 'x'?)`, or nothing where no name is close."""
+    close = difflib.get_close_matches(name, list(names), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations that pydantic can judge, by parameter."""
-    target = function.__init__ if inspect.isclass(function) else function
     try:
-        hints = get_type_hints(target, include_extras=True)
+        target = function.__init__ if inspect.isclass(function) else function
+        return get_type_hints(target, include_extras=True)
     except Exception:  # names that exist for a type checker only, or an object without annotations
         return {}
-    return {name: hint for name, hint in hints.items() if _is_plain(hint)}
-
-
-def _is_plain(annotation: Any) -> bool:
-    """Is it made of what YAML can hold, or does it bring its own validator?"""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        validated = any(isinstance(extra, PlainValidator) for extra in arguments[1:])
-        return validated or _is_plain(arguments[0])
-    if origin in CONTAINERS:
-        return all(map(_is_plain, arguments))
-    model = isinstance(annotation, type) and issubclass(annotation, BaseModel)
-    return origin is Literal or model or annotation in PLAIN
 
 
 def _faults(what: str, option: str, annotation: Any, value: Any) -> list[str]:
-    """What pydantic has against a value."""
+    """What pydantic has against a value, as JSON: there a list may be a tuple, a text a Path."""
     try:
-        TypeAdapter(annotation).validate_python(value, strict=True)
-    except PydanticUserError:  # a stranger's annotation that pydantic cannot read
+        TypeAdapter(annotation).validate_json(json.dumps(value), strict=True)
+    except (PydanticUserError, TypeError):
         return []
     except ValidationError as error:
         faults = [(".".join(map(str, (option, *e["loc"]))), e) for e in error.errors()]

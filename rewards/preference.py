@@ -35,21 +35,17 @@ class Preference(RewardBase):
     """Base of rewards with value = raw / normalizer.
 
     normalizer: sets the scale of the value only. parts: "raw", the score before division.
-    source: what else the scores depend on, such as the model, for `describe`.
+    source: what else the scores depend on, such as the model.
     """
 
     clip: TwoTowers
 
     def __init__(self, normalizer: float, **source: str) -> None:
-        self.normalizer, self.source = normalizer, source
+        self.normalizer, self.settings = normalizer, {**source, "normalizer": normalizer}
 
     def raw(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """The published score [B], on the CPU, of images [B,3,H,W] in [0,1] and their prompts."""
         return self.clip.scale * self.clip.cosine(images, prompts)
-
-    def describe(self) -> dict[str, Any]:
-        """What the scores depend on."""
-        return {"name": self.name, **self.source, "normalizer": self.normalizer}
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1] and their B prompts -> Scores of B, on the CPU.
@@ -86,8 +82,7 @@ class ClipScore(Preference):
         offload: bool = False,
         text_cache: TextCache = TEXT_CACHE,
     ) -> None:
-        computing = {"device": device, "batch_size": batch_size, "offload": offload}
-        self.clip = Clip(model, None, revision, **computing, text_cache=text_cache)
+        self.clip = Clip(model, None, revision, device, batch_size, offload, text_cache)
         super().__init__(normalizer, model=self.clip.name)
 
 
@@ -95,7 +90,7 @@ class PickScore(Preference):
     """PickScore (2305.01569): exp(logit_scale) * cos(text, image) / normalizer, about 0 to 1.
 
     model: a Hub id or folder of a CLIPModel, or "tiny", the preference model of the tiny world.
-    processor: where its image processor and tokenizer are; None = beside the model. For "tiny" the
+    processor: where its image processor and tokenizer are; None = with the model. For "tiny" the
         default is the model's own.
     normalizer: 26 as in Flow-GRPO (pickscore_scorer.py), about .83 there. Papers print raw.
     offload, text_cache: as for `ClipScore`.
@@ -118,8 +113,7 @@ class PickScore(Preference):
     ) -> None:
         if model == "tiny" and processor == PICKSCORE_PROCESSOR:
             processor = None
-        computing = {"device": device, "batch_size": batch_size, "offload": offload}
-        self.clip = Clip(model, processor, revision, **computing, text_cache=text_cache)
+        self.clip = Clip(model, processor, revision, device, batch_size, offload, text_cache)
         super().__init__(normalizer, model=self.clip.name)
 
 
@@ -137,7 +131,7 @@ class HPSv2(Preference):
     """
 
     name = "hpsv2"
-    licence = "Apache-2.0"
+    licence, imports = "Apache-2.0", ("open_clip",)
     cost, downloads = Cost(VIT_H), {"xswu/HPSv2": 3.9}
 
     def __init__(
@@ -152,15 +146,9 @@ class HPSv2(Preference):
         offload: bool = False,
         text_cache: TextCache = TEXT_CACHE,
     ) -> None:
-        computing = {"device": device, "batch_size": batch_size, "offload": offload}
         file = weights or HPS_FILES[version]
-        self.clip = OpenClipTowers(architecture, file, **computing, text_cache=text_cache)
+        self.clip = OpenClipTowers(architecture, file, device, batch_size, offload, text_cache)
         super().__init__(normalizer, model=self.clip.name)
-
-    @classmethod
-    def packages(cls, **options: Any) -> tuple[str, ...]:
-        """What it imports."""
-        return ("open_clip",)
 
 
 class OpenClipTowers(TwoTowers):
@@ -170,7 +158,7 @@ class OpenClipTowers(TwoTowers):
     computing: device, batch_size, offload and text_cache, as in `TwoTowers`.
     """
 
-    def __init__(self, architecture: str, file: str, **computing: Any) -> None:
+    def __init__(self, architecture: str, file: str, *computing: Any) -> None:
         open_clip = require("open_clip", "reward hpsv2 needs")
         self.name = f"open_clip {open_clip.__version__} {architecture}, {file}"
         config = open_clip.get_model_config(architecture)  # None for a name that it does not know
@@ -182,7 +170,7 @@ class OpenClipTowers(TwoTowers):
         self.tokenizer = open_clip.get_tokenizer(architecture)
         self.size = int(config["vision_cfg"]["image_size"])
         self.pixels = clip_processor(self.size)
-        super().__init__(self.model, config["embed_dim"], **computing)
+        super().__init__(self.model, config["embed_dim"], *computing)
 
     def _encode_images(self, pictures: list[np.ndarray]) -> Tensor:
         squares = [letterbox(picture, self.size) for picture in pictures]
@@ -219,8 +207,7 @@ class Aesthetic(Preference):
         offload: bool = False,
     ) -> None:
         weights = read_weights(head)  # before the large model, as the likelier to be wrong
-        computing = {"device": device, "batch_size": batch_size, "offload": offload}
-        self.clip = Clip(model, None, revision, **computing, text_cache=0)
+        self.clip = Clip(model, None, revision, device, batch_size, offload)
         self.head = Head(self.clip.width).requires_grad_(False).eval()
         fit_weights(self.head, weights, head)
         super().__init__(normalizer, model=self.clip.name, head=head)
@@ -277,12 +264,8 @@ class Diversity(RewardBase):
         batch_size: Count = 64,
         offload: bool = False,
     ) -> None:
-        computing = {"device": device, "batch_size": batch_size, "offload": offload}
-        self.clip = Clip(model, None, revision, **computing, text_cache=0)
-
-    def describe(self) -> dict[str, Any]:
-        """What the scores depend on."""
-        return {"name": self.name, "model": self.clip.name}
+        self.clip = Clip(model, None, revision, device, batch_size, offload)
+        self.settings = {"model": self.clip.name}
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [K,3,H,W] in [0,1] of one prompt -> Scores of K, on the CPU."""

@@ -42,8 +42,8 @@ def score(reward: Reward, images: Tensor, prompts: Sequence[str], metadata: Meta
     in their order; any other with all at once. A pointwise reward that raises is called again once,
     image by image, so that one bad image does not cost the batch. A failure that is not an image's
     (ConnectionError, TimeoutError, ImportError) ends the call: the reward is not called again.
-    An answer that is no Scores, or has a wrong length or dtype, makes all its images invalid; NaN
-    and infinity make their image invalid. Each distinct reason is logged once a call.
+    An answer that is no Scores, or has a wrong length, makes all its images invalid; NaN and
+    infinity make their image invalid. Each distinct reason is logged once a call.
     A reward that calls sys.exit has failed on its images, too: it must not end the run.
     Raises ValueError if the inputs differ in length; Interrupted passes, and KeyboardInterrupt in
     the main thread, which alone is interrupted.
@@ -56,19 +56,6 @@ def score(reward: Reward, images: Tensor, prompts: Sequence[str], metadata: Meta
             "they must be one row an image."
         )
 
-    def call(rows: list[int]) -> list[tuple[list[int], Scores]]:
-        """Scores of some rows, in one call; if it fails, in one a row."""
-        some = images if len(rows) == count else images[rows]  # indexing copies
-        asked = [prompts[row] for row in rows], [metadata[row] for row in rows]
-        try:
-            return [(rows, _checked(reward, some, *asked))]
-        except OUTSIDE:
-            raise
-        except Exception as error:
-            if reward.groupwise or len(rows) == 1:
-                return [(rows, failed(len(rows), error))]
-        return [piece for row in rows for piece in call([row])]
-
     finite = torch.isfinite(images).flatten(1).all(1) if count else torch.ones(0, dtype=torch.bool)
     broken = (~finite).nonzero().flatten().tolist()
     groups: dict[Any, list[int]] = {}
@@ -77,12 +64,20 @@ def score(reward: Reward, images: Tensor, prompts: Sequence[str], metadata: Meta
 
     pieces = [(broken, failed(len(broken), "the image has pixels that are NaN or infinite"))]
     left = list(groups.values())
-    try:
-        while left:
-            pieces += call(left[0])
-            left.pop(0)
-    except OUTSIDE as error:
-        pieces += [(rows, failed(len(rows), error)) for rows in left]
+    while left:
+        rows = left.pop(0)
+        some = images if len(rows) == count else images[rows]  # indexing copies
+        asked = [prompts[row] for row in rows], [metadata[row] for row in rows]
+        try:
+            pieces.append((rows, _checked(reward, some, *asked)))
+        except OUTSIDE as error:
+            pieces += [(rows, failed(len(rows), error)) for rows in (rows, *left)]
+            break
+        except Exception as error:
+            if reward.groupwise or len(rows) == 1:
+                pieces.append((rows, failed(len(rows), error)))
+            else:  # there is no other group
+                left = [[row] for row in rows]
     result = assemble(count, pieces)
 
     line = "reward %s failed on %d of %d images (rows %s), which are invalid: %s"
@@ -110,12 +105,8 @@ def _checked(reward: Reward, images: Tensor, prompts: Sequence[str], metadata: M
         if not isinstance(tensor, Tensor) or list(tensor.shape) != [count]:
             shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             return failed(count, f"{name} has shape {shape}, but there are {count} images")
-    dtypes = scores.value.dtype, scores.valid.dtype
-    if not dtypes[0].is_floating_point or dtypes[1] != torch.bool:
-        return failed(count, f"value and valid have the dtypes {dtypes}, not float and torch.bool")
-
     value = scores.value.detach().to("cpu", torch.float32)
-    valid = scores.valid.detach().cpu() & torch.isfinite(value)
+    valid = scores.valid.detach().cpu().bool() & torch.isfinite(value)
     reasons = dict(scores.reasons)
     for row in (~valid).nonzero().flatten().tolist():
         reasons[row] = reasons.get(row) or f"returned {float(value[row])}"

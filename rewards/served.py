@@ -98,7 +98,6 @@ class DeQA(RewardBase):
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
-        """images [B,3,H,W] in [0,1] -> Scores of B, on the CPU."""
         scores = [torch.empty(0)]
         for chunk in images.split(self.batch_size):
             pictures = [pad_to_square(Image.fromarray(to_uint8(i)), self.colour) for i in chunk]
@@ -126,7 +125,7 @@ class HPSv3(RewardBase):
     """
 
     name = "hpsv3"
-    licence = "Apache-2.0"
+    licence, imports = "Apache-2.0", ("hpsv3",)
     downloads = None  # not known
 
     def __init__(
@@ -138,14 +137,8 @@ class HPSv3(RewardBase):
         name = str(resolve(device))  # the package wants text
         self.model = package.HPSv3RewardInferencer(checkpoint_path=checkpoint, device=name)
 
-    @classmethod
-    def packages(cls, **options: Any) -> tuple[str, ...]:
-        """What it imports."""
-        return ("hpsv3",)
-
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
-        """images [B,3,H,W] in [0,1] and their B prompts -> Scores of B, on the CPU."""
         scores = [torch.empty(0)]
         for start in range(0, len(images), self.batch_size):
             rows = slice(start, start + self.batch_size)

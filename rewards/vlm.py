@@ -91,7 +91,7 @@ TEMPLATES = _templates()
 class VLM(RewardBase):
     """Reward in [0,1]: a vision-language model's score of an image for its prompt, over its scale.
 
-    The options are those of docs/rewards/vlm.md. The temperature is 0. parts: "raw", the score.
+    Options: docs/rewards/vlm.md. The temperature is 0. parts: "raw", the score.
     The templates ask what the peers ask (flow_grpo@ac4c86e and Flow-OPD@434ab16: rewards.py,
     qwenvl.py), in the same order and for the same form of answer, in words of our own: numbers
     are not exactly comparable with published ones. To use the official text, give it as template.
@@ -119,10 +119,18 @@ class VLM(RewardBase):
         max_tokens: Count = 2048,  # the verdict follows the analysis, so a cut answer has none
     ) -> None:
         self.template = _template(template, pattern, scale)
-        self.template_name = template if template in TEMPLATES else "own"
         self.url, self.model = f"{url.rstrip('/')}/chat/completions", model
         self.image_size, self.concurrency, self.max_tokens = image_size, concurrency, max_tokens
         self.timeout, self.retries, self.token_env = timeout, retries, token_env  # no token kept
+        self.settings = {
+            "engine": "OpenAI chat completions",
+            "model": model,
+            "template": template if template in TEMPLATES else "own",
+            **vars(self.template),
+            "image_size": image_size,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+        }
 
     @classmethod
     def check_options(
@@ -131,19 +139,6 @@ class VLM(RewardBase):
         """Raise ValueError for a URL or a template that cannot work. Sends no request."""
         check_url("url", url, "the base, such as http://127.0.0.1:8000/v1")
         _template(template, others.get("pattern"), others.get("scale"))
-
-    def describe(self) -> dict[str, Any]:
-        """Which judge, asked what, and what else its scores depend on."""
-        return {
-            "name": self.name,
-            "engine": "OpenAI chat completions",
-            "model": self.model,
-            "template": self.template_name,
-            **vars(self.template),
-            "image_size": self.image_size,
-            "max_tokens": self.max_tokens,
-            "temperature": 0,
-        }
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         """images [B,3,H,W] in [0,1], B prompts -> Scores of B, on the CPU; failed ones say why."""

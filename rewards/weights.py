@@ -27,19 +27,14 @@ def read_weights(address: str) -> dict[str, Tensor]:
     """The tensors of a file (see `WeightsFile`; from the Hub it is downloaded once), on the CPU.
 
     A .safetensors file, or a torch file that holds tensors only, or {"state_dict": tensors}.
-    Nothing in it is executed. Raises OSError for a file that cannot be had, and ValueError for one
-    with other objects than torch's own weights loader takes.
+    Nothing in it is executed. Raises OSError for a file that the Hub does not give, and ValueError
+    for one with other objects than torch's own weights loader takes.
     """
     path = Path(address).expanduser()
     if not path.is_file() and (on_hub := HubAddress.parse_file(address)):
         from huggingface_hub import hf_hub_download
 
-        try:
-            file = hf_hub_download(on_hub.repository, on_hub.path, revision=on_hub.revision)
-        except Exception as error:  # of several libraries, by the way it failed
-            text = f"{address} cannot be had from the Hub ({error}); give the path of a copy."
-            raise OSError(text) from error
-        path = Path(file)
+        path = Path(hf_hub_download(on_hub.repository, on_hub.path, revision=on_hub.revision))
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
@@ -55,20 +50,6 @@ def read_weights(address: str) -> dict[str, Tensor]:
     if not isinstance(weights, Mapping) or not all(isinstance(t, Tensor) for t in weights.values()):
         raise ValueError(f"{path} holds a {type(weights).__name__}, not a mapping of tensors.")
     return dict(weights)
-
-
-def from_safetensors(kind: Any, name: str, **options: Any) -> Any:
-    """`kind.from_pretrained(name, **options)` of a transformers class, of safetensors files only.
-
-    Raises OSError where there are none or they cannot be had.
-    """
-    try:
-        return kind.from_pretrained(name, use_safetensors=True, **options)
-    except OSError as error:
-        raise OSError(
-            f"{name} cannot be read as safetensors: {error} (A pickle is not read, as it could run "
-            "code. If you trust it, convert it once with transformers' save_pretrained.)"
-        ) from error
 
 
 def fit_weights(model: nn.Module, weights: Mapping[str, Tensor], source: object) -> None:

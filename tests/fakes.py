@@ -24,6 +24,7 @@ import forked
 import psutil
 import pytest
 import torch
+import yaml
 from accelerate.state import AcceleratorState
 from diffusers import AutoencoderKL, SD3Transformer2DModel, StableDiffusion3Pipeline
 from torch import Tensor
@@ -250,6 +251,24 @@ def settings(
         "evaluation": None,
     }
     return config.parse(data, overrides)
+
+
+def evaluation(
+    model: str, folder: Path, prompts: Sequence[str], benchmark: Mapping[str, Any], **keys: Any
+) -> Path:
+    """The config of a small evaluation of one benchmark, as a file; it writes to folder/out."""
+    file = folder / "prompts.txt"
+    file.write_text("\n".join(prompts))
+    first = {"name": "red", "prompts": str(file), "reward": {"name": "fakes:redness"}}
+    data = {
+        "stage": "eval",
+        "output": str(folder / "out"),
+        "model": {"id": model, "height": 32, "width": 32, "max_sequence_length": parts.T5_LENGTH},
+        "benchmarks": [first | dict(benchmark)],
+        "sampling": {"steps": 2, "guidance": 1.0, "batch_size": 4},
+    }
+    (folder / "eval.yaml").write_text(yaml.dump(data | keys, sort_keys=False))
+    return folder / "eval.yaml"
 
 
 def mixed(found: config.TrainingStage, *overrides: str) -> config.TrainingStage:

@@ -7,17 +7,14 @@ import pickle
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from PIL import Image
 from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
 
 from flowalign.backbone.tiny import PREFERENCE
-from flowalign.rewards import check
 from flowalign.types import Reward
 
 MEAN = np.array([0.48145466, 0.4578275, 0.40821073])  # of OpenAI's CLIP, as its README prints them
@@ -93,17 +90,6 @@ def assert_batch_and_order_do_not_matter(
     assert torch.allclose(alone.value, expected.value[1:2], atol=1e-5)
     assert expected.value.std() > 1e-4  # it does depend on the images
     assert len(whole(images[:0], [], []).value) == 0
-
-
-def assert_refused(name: str, *cases: dict[str, Any]) -> None:
-    """A reward refuses each of these options, before anything is loaded, and names the last key."""
-    for options in cases:
-        key, value = list(options.items())[-1]
-        with pytest.raises(ValueError) as caught:
-            check(name, options)
-        said = str(caught.value)
-        assert f"`{key}" in said or f"no option {key!r}" in said, (options, said)
-        assert repr(value) in said or f"no option {key!r}" in said, (options, said)
 
 
 class _Attack:

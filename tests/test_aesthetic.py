@@ -12,7 +12,6 @@ from small_models import (
     PROMPTS,
     SIDE,
     assert_batch_and_order_do_not_matter,
-    assert_refused,
     clip_folder,
     cropped,
     hostile_files,
@@ -21,7 +20,7 @@ from small_models import (
 from torch import Tensor
 from transformers import CLIPModel
 
-from flowalign.rewards import build, check
+from flowalign.rewards import build
 
 SIZES = {0: (24, 1024), 2: (1024, 128), 4: (128, 64), 6: (64, 16), 7: (16, 1)}
 
@@ -84,7 +83,6 @@ def changed(**changes: Tensor | None) -> dict[str, Tensor]:
     ("content", "said"),
     [
         (changed(layers__6__bias=None), "layers.6.bias"),
-        (changed(layers__1__weight=torch.ones(1)), "layers.1.weight"),
         (
             changed(layers__0__weight=torch.ones(1024, 768)),
             r"\[1024, 768\].*\[1024, 24\]",
@@ -118,7 +116,7 @@ def test_a_head_on_the_hub_is_asked_for_by_its_address(options: dict, monkeypatc
     def download(repository: str, file: str, revision: str | None) -> str:
         asked.append((repository, file, revision))
         if revision is None:
-            raise RuntimeError("no network")
+            raise OSError("no network")
         return options["head"]
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
@@ -130,17 +128,3 @@ def test_a_head_on_the_hub_is_asked_for_by_its_address(options: dict, monkeypatc
         ("owner/name", "sub/head.pth", "abc1"),
         ("trl-lib/ddpo-aesthetic-predictor", "aesthetic-model.pth", None),
     ]
-
-
-def test_wrong_options_are_refused_before_anything_is_loaded():
-    assert_refused(
-        "aesthetic",
-        {"head": "nowhere.pth"},
-        {"head": "/no/where/head.pth"},
-        {"head": "."},
-        {"head": None},
-        {"model": "nowhere"},
-        {"normalizer": 0},
-        {"text_cache": 3},
-    )
-    check("aesthetic", {})

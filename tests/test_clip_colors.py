@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -118,17 +117,6 @@ def test_openai_weights_get_their_quick_gelu(open_clip: ModuleType, options: dic
         assert type(built.transformer.resblocks[0].mlp.gelu).__name__ == kind
 
 
-def test_the_name_says_which_model(open_clip: ModuleType, options: dict[str, str], colors):
-    expected = f"open_clip {open_clip.__version__} {geneval_models.CLIP} {options['pretrained']}"
-    assert colors.name == expected
-
-
-@pytest.mark.parametrize("names", [("ViT-L-41", "openai"), ("ViT-L-14", "openia")])
-def test_what_open_clip_does_not_know_is_refused(open_clip: ModuleType, names: tuple[str, str]):
-    with pytest.raises(ValueError, match="open_clip"):
-        ClipColors(*names, device="cpu")
-
-
 def test_a_file_that_would_run_code_is_not_loaded(open_clip, options, tmp_path: Path):
     class Evil:
         def __reduce__(self):
@@ -138,9 +126,3 @@ def test_a_file_that_would_run_code_is_not_loaded(open_clip, options, tmp_path: 
     with pytest.raises(Exception, match="[Ww]eights.only"):
         ClipColors(options["architecture"], str(tmp_path / "weights.pt"), device="cpu")
     assert not (tmp_path / "ran").exists()
-
-
-def test_without_open_clip_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "open_clip", None)
-    with pytest.raises(ImportError, match=r"\[clip\]"):
-        ClipColors(device="cpu")

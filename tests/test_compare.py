@@ -11,7 +11,14 @@ import pytest
 from generated import examples, holds, json_values, mutated
 from hypothesis import strategies as st
 
-from flowalign.eval.compare import Incomparable, compare, differences, load, markdown, model_of
+from flowalign.eval.compare import (
+    Incomparable,
+    compare,
+    differences,
+    load_results,
+    markdown,
+    model_of,
+)
 from flowalign.eval.run import main
 from flowalign.eval.store import Store, StoreError
 
@@ -119,7 +126,7 @@ def test_a_row_of_wrong_types_is_refused(row: Any, tmp_path: Path):
     images(results)[1] = row
     (tmp_path / "results.json").write_text(json.dumps(results))
     with pytest.raises(Incomparable, match="results.json"):
-        load(tmp_path / "results.json")
+        load_results(tmp_path / "results.json")
 
 
 @pytest.mark.parametrize("content", ["[]", "1", '"x"', "[" * 100_000, "9" * 5000, "{"])
@@ -129,7 +136,7 @@ def test_a_record_that_is_no_record_is_refused(content: str, tmp_path: Path):
         Store(tmp_path, {"prompts": []}, {}).check()
     (tmp_path / "results.json").write_text(content)
     with pytest.raises(Incomparable):
-        load(tmp_path / "results.json")
+        load_results(tmp_path / "results.json")
 
 
 @pytest.mark.slow
@@ -148,7 +155,7 @@ def test_changed_results_compare_or_are_refused(count: int, tmp_path: Path):
     def compared_or_refused(changed: Any) -> None:
         path.write_text(json.dumps(changed))
         try:
-            read = load(path)
+            read = load_results(path)
             name = model_of(read, None, "x")
             markdown(compare(good, read, ("base", name)), ("base", name)).encode()
         except Incomparable as error:

@@ -12,7 +12,6 @@ from typing import Any
 import fakes
 import pytest
 import torch
-import yaml
 from PIL import Image
 
 from flowalign.backbone import Backbone, load_pipeline, text
@@ -140,14 +139,6 @@ def test_what_is_missing_is_told_of_every_number():
     wide = features[: enough(1)].repeat(1, 60)
     few = distance(wide, each(wide), reference, shift)
     assert math.isnan(few.value) and math.isnan(few.row.stderr)
-
-
-def test_the_difference_is_paired():
-    before, after = [0.1, 0.5, 0.9, NAN], [0.2, 0.6, 1.0, 1.0]
-    row = difference(OCR, judged("    ", before), judged("    ", after))
-    assert (row.benchmark, row.metric, row.n) == ("ocr", "reward", 3)
-    assert row.mean == pytest.approx(0.1)
-    assert row.stderr == pytest.approx(0, abs=1e-12)  # though each model varies by 0.4
 
 
 def test_the_difference_of_overall_is_that_of_the_two_overalls():
@@ -281,28 +272,17 @@ def test_features_are_those_of_the_images_and_nan_where_there_is_no_image(
 @pytest.fixture
 def config(tmp_path: Path, random_model: str) -> Path:
     """An evaluation of the random base and of an adapter that changes nothing (B = 0)."""
-    (tmp_path / "prompts.txt").write_text('a "A"\na "B"\na "C"\n')
     model = Backbone(load_pipeline(random_model), **SMALL)
     model.add_adapter("fresh", rank=2, alpha=2.0)
     model.save_adapter("fresh", tmp_path / "adapter")
-    data = {
-        "stage": "eval",
-        "output": str(tmp_path / "out"),
-        "model": {"id": random_model, **SMALL},
-        "models": {"fresh": str(tmp_path / "adapter"), "base": None},
-        "benchmarks": [
-            {
-                "name": "red",
-                "prompts": str(tmp_path / "prompts.txt"),
-                "limit": 2,
-                "reward": {"name": "fakes:Faulty", "options": {"rows": [1]}},
-            }
-        ],
-        "sampling": {"steps": 2, "guidance": 1.0},
-        "max_invalid_share": 0.5,
-    }
-    (tmp_path / "eval.yaml").write_text(yaml.dump(data, sort_keys=False))
-    return tmp_path / "eval.yaml"
+    return fakes.evaluation(
+        random_model,
+        tmp_path,
+        ['a "A"', 'a "B"', 'a "C"'],
+        {"limit": 2, "reward": {"name": "fakes:Faulty", "options": {"rows": [1]}}},
+        models={"fresh": str(tmp_path / "adapter"), "base": None},
+        max_invalid_share=0.5,
+    )
 
 
 def test_the_command_writes_results_table_and_grid(

@@ -10,6 +10,7 @@ from generated import examples, holds, json_values, nothing_else, texts
 from hypothesis import strategies as st
 
 from flowalign import rewards
+from flowalign.commands.doctor.findings import healthy
 from flowalign.commands.prompts.check import examine
 from flowalign.training.data import PromptError, load_prompts, subset
 
@@ -65,7 +66,7 @@ def test_a_target_that_is_no_text_is_a_finding(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "a \\"b\\"", "target": 3}')
     batch = load_prompts(path, "task")
-    assert examine(batch, {"ocr": {}}, {"itself": batch}).faults
+    assert not healthy(examine(batch, {"ocr": {}}, {"itself": batch}))
 
 
 # Properties ------------------------------------------------------------------------------------
@@ -117,7 +118,8 @@ def test_a_file_is_read_or_refused(count: int, suffix: str, tmp_path: Path):
                 rewards.check_prompts(name, {}, batch.prompts, batch.metadata)
             except ValueError as error:
                 assert str(error)
-        "\n".join(examine(batch, {"ocr": {}}, {"itself": batch}, 77).lines).encode()
+        for finding in examine(batch, {"ocr": {}}, {"itself": batch}, 77):
+            finding.text.encode()
 
     holds(read_or_refused, count // 3, content=written)
 

@@ -159,13 +159,12 @@ BODIES = st.one_of(
 def test_a_request_is_decoded_or_refused(count: int):
     def check(body: bytes) -> None:
         try:
-            rows = wire.decode_request(body, LIMITS)
+            pixels, prompts, metadata = wire.decode_request(body, LIMITS)
         except WireError as error:
             assert error.status in (400, 413, 422)
             str(error).encode()
         else:
-            batch = len(rows.prompts)
-            assert 0 < batch == len(rows.metadata) == len(rows.pixels) <= LIMITS.images
+            assert 0 < len(prompts) == len(metadata) == len(pixels) <= LIMITS.images
 
     holds(check, count, body=BODIES)
 
@@ -236,7 +235,7 @@ def test_an_answer_is_decoded_or_refused(count: int):
         else:
             sound(scores, 2)
         try:
-            json.dumps(wire.decode_info(body), allow_nan=False).encode()
+            json.dumps(wire.parse(body, wire.Info, 502).describe, allow_nan=False).encode()
         except WireError as error:
             assert error.status == 502
 

@@ -8,16 +8,14 @@ import pytest
 import torch
 from small_models import (
     assert_batch_and_order_do_not_matter,
-    assert_refused,
     cropped,
-    hostile_files,
     pictures,
 )
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm
 from transformers import BertTokenizer
 
-from flowalign.rewards import build, check
+from flowalign.rewards import build
 from flowalign.rewards.imagereward import Network
 
 SIDE, PATCH, WIDE, TALL, TEXT_WIDE = 32, 16, 32, 48, 24
@@ -220,11 +218,6 @@ def test_the_published_sizes_are_those_of_the_published_names():
     ("change", "said"),
     [
         ({"blip.visual_encoder.blocks.1.attn.qkv.bias": None}, "vision.encoder.layers.1.self_attn"),
-        ({"mlp.layers.7.weight": None}, "mlp.layers.7.weight"),
-        (
-            {"blip.visual_encoder.blocks.2.norm1.bias": torch.ones(WIDE)},
-            "layers.2.layer_norm1.bias",
-        ),
         (
             {"blip.visual_encoder.pos_embed": torch.ones(1, 197, WIDE)},
             r"position_embedding.*\[1, 197, 32\].*\[1, 5, 32\]",
@@ -238,22 +231,3 @@ def test_another_models_file_is_refused(options: dict, tmp_path: Path, change: d
     torch.save(kept, tmp_path / "other.pt")
     with pytest.raises(ValueError, match=said):
         build("imagereward", **{**options, "weights": str(tmp_path / "other.pt")})
-
-
-def test_a_file_with_code_in_it_is_refused_and_not_executed(options: dict, tmp_path: Path):
-    files, mark = hostile_files(tmp_path)
-    for file in files:
-        with pytest.raises(ValueError, match=file.name):
-            build("imagereward", **{**options, "weights": str(file)})
-    assert not mark.exists()
-
-
-def test_wrong_options_are_refused_before_anything_is_loaded():
-    assert_refused(
-        "imagereward",
-        {"weights": "ImageReward.pt"},
-        {"tokenizer": "no such folder"},
-        {"normalizer": float("inf")},
-        {"offload": 1},
-    )
-    check("imagereward", {})

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from small_models import assert_refused
 from torch import Tensor, nn
 from transformers.models.mask2former import Mask2FormerImageProcessorPil
 
-from flowalign.rewards import build, check, score
+from flowalign.rewards import build, score
 from flowalign.rewards.geneval_judge import NAMES
 from flowalign.rewards.mask2former import Frame, Mask2Former, instances
 
@@ -263,40 +262,6 @@ def test_broken_pixels_and_a_broken_answer_raise(detector: Mask2Former):
     size = (8, 8)
     with pytest.raises(ValueError, match="dtype"):
         instances(torch.zeros(1, 81), torch.full((1, 2, 2), torch.nan), Frame(size, size, size))
-
-
-def test_wrong_options_are_refused_before_anything_is_loaded():
-    for option, value in (
-        ("model", "mask2former"),
-        ("model", "./no/where"),
-        ("size", [800]),
-        ("size", [1333, 800]),
-        ("size", [8, 16]),
-        ("size", 3),
-        ("dtype", "float8"),
-        ("batch_size", 0),
-        ("device", "gpu"),
-        ("clip_pretrained", None),
-        ("clip_pretrained", "no/file.pt"),
-    ):
-        with pytest.raises(ValueError) as caught:
-            check("geneval", {"detector": "mask2former", "detector_options": {option: value}})
-        assert f"`{option}` of detector 'mask2former' is {value!r}" in str(caught.value)
-    with pytest.raises(ValueError, match="'classes'.*'batch_size'"):
-        check("geneval", {"detector": "mask2former", "detector_options": {"classes": 80}})
-    check("geneval", {"detector": "mask2former", "detector_options": {"dtype": "bfloat16"}})
-
-
-def test_rules_that_cannot_judge_are_refused():
-    assert_refused(
-        "geneval",
-        {"threshold": 1.0},
-        {"counting_threshold": True},
-        {"max_objects": 0},
-        {"max_objects": 2.0},
-        {"max_overlap": 0},
-        {"position_threshold": -0.1},
-    )
 
 
 def test_a_model_of_other_labels_or_without_its_weights_is_refused(options, tmp_path: Path):

@@ -15,14 +15,12 @@ import pytest
 import torch
 import yaml
 from PIL import Image, ImageDraw, ImageFont
-from small_models import assert_refused
 
-from flowalign.rewards import build, check, describe, ocr
+from flowalign.rewards import build, check, describe, ocr, score
 from flowalign.rewards.ocr import (
     OCR,
     PaddleOCREngine,
     RapidOCREngine,
-    read_all,
     strict_reward,
     target_of,
     text_reward,
@@ -58,13 +56,10 @@ def test_published_rule_is_the_peers():
         assert text_reward(target, case["lines"]) == expected, case
 
 
-def test_prompts_without_a_target_are_refused():
+def test_blank_targets_are_refused():
     for prompt in ("no quotes", 'a 5" screen', 'a sign ""', 'a sign "  "'):
         with pytest.raises(ValueError, match="quotes"):
             target_of(prompt)
-
-
-def test_blank_targets_are_refused():
     for rule in (text_reward, strict_reward):
         with pytest.raises(ValueError, match="' '"):
             rule(" ", [("a", 0.9)])
@@ -82,7 +77,7 @@ def test_a_failed_engine_and_a_missing_target_are_invalid_but_no_text_is_zero():
     images = torch.ones(3, 3, 8, 8)
     images[1] = 0
     prompts, metadata = ['a sign "Hi"', 'a sign "Hi"', "nothing"], [{}, {}, {}]
-    scores = OCR(FakeEngine("hi"))(images, prompts, metadata)
+    scores = score(OCR(FakeEngine("hi")), images, prompts, metadata)
     assert scores.valid.tolist() == [True, False, False]
     assert scores.value[0] == 1 and scores.value[1:].isnan().all()
     assert "engine died" in scores.reasons[1] and "quotes" in scores.reasons[2]
@@ -98,14 +93,8 @@ def test_metadata_target_wins_and_exact_is_reported():
     assert scores.parts["exact"].tolist() == [0, 1]
 
 
-def test_pixels_with_nan_are_refused():
-    with pytest.raises(ValueError, match="NaN"):
-        to_uint8(torch.full((3, 2, 2), float("nan")))
-
-
 def test_wrong_options_are_refused_without_an_engine(monkeypatch):
     monkeypatch.setattr(ocr, "require", None)
-    assert_refused("ocr", {"rule": "lenient"}, {"workers": 0}, {"batch_size": True}, {"upscal": 2})
     with pytest.raises(ValueError, match="'rapid'.*'rapidocr'"):
         check("ocr", {"engine": "rapid"})
     check("ocr", {"engine": "paddleocr", "device": "cpu", "rule": "strict"})
@@ -165,45 +154,29 @@ def test_paddle_reads_a_batch_at_once_and_a_bad_image_costs_only_the_speed(paddl
     reward = OCR("paddleocr", batch_size=3, workers=2)
     assert reward(images[1:], prompts[1:], [{}] * 6).value.tolist() == [1.0] * 6
     assert sorted(paddle["batches"]) == [3, 3]
-    with_black = reward(images, prompts, [{}] * 7)
+    with_black = score(reward, images, prompts, [{}] * 7)
     assert with_black.value.tolist() == [1.0] * 7  # of the black one alone there is no complaint
 
 
-class Many:
-    """An engine that reads several images at once, and fails on a black one either way."""
-
-    name = "many"
-    answers = 0
+class Batched(FakeEngine):
+    """Reads several images at once, the red of each; a black one breaks it either way."""
 
     def read(self, image):
-        if image.max() == 0:
-            raise RuntimeError("engine died")
+        super().read(image)
         return [(f"w{int(image[0, 0, 0])}", 1.0)]
 
     def read_many(self, images):
-        found = [self.read(image) for image in images]
-        self.answers += 1
-        return found
+        return [self.read(image) for image in images]
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 5, 16])
+@pytest.mark.parametrize("batch_size", [1, 2, 16])
 def test_scores_do_not_depend_on_the_batch_even_where_an_image_fails(batch_size):
     images = torch.arange(5.0)[[3, 1, 0, 4, 2], None, None, None].expand(5, 3, 4, 4) / 255
-    engine = Many()
-    scores = OCR(engine, batch_size=batch_size)(
-        images, ['"w3"', "x", '"a"', '"w4"', '"w2"'], [{}] * 5
-    )
+    prompts = ['"w3"', "x", '"a"', '"w4"', '"w2"']
+    scores = score(OCR(Batched(""), batch_size=batch_size), images, prompts, [{}] * 5)
     assert scores.valid.tolist() == [True, False, False, True, True]
     assert scores.value[scores.valid].tolist() == [1, 1, 1]
     assert "quotes" in scores.reasons[1] and "engine died" in scores.reasons[2]
-    assert engine.answers == (1 if batch_size == 2 else 0)
-
-
-def test_an_answer_about_too_few_images_is_not_trusted():
-    engine = Many()
-    engine.read_many = lambda images: [[("w9", 1.0)]]
-    found = read_all(engine, [np.full((2, 2, 3), value, np.uint8) for value in (1, 2)])
-    assert found == [[("w1", 1.0)], [("w2", 1.0)]]
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +207,7 @@ def test_paddle_is_told_of_local_folders_by_name(paddle, paddle_models):
         PaddleOCREngine(**options)
 
 
+@pytest.mark.slow
 def test_the_alphabet_survives_the_folder(paddle_models):
     described = yaml.safe_load((paddle_models[1] / "inference.yml").read_text(encoding="utf-8"))
     alphabet = described["PostProcess"]["character_dict"]

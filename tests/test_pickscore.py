@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import degrade
 import numpy as np
 import preference
 import pytest
 import torch
-from small_models import assert_refused
+from small_models import assert_batch_and_order_do_not_matter
 from torch import Tensor
 from transformers import CLIPModel, CLIPProcessor
 
 from flowalign.backbone.tiny import PREFERENCE
 from flowalign.backbone.tiny.scenes import rendered
-from flowalign.rewards import build, check, score
+from flowalign.rewards import build, score
 from flowalign.rewards.clip import Clip
 from flowalign.rewards.preference import PickScore
 
 OPTIONS = {"model": "tiny", "normalizer": 25.0, "device": "cpu"}
 REWARD = PickScore(**OPTIONS)
+CLIP: Any = REWARD.clip
 
 
 def held_out(count: int, seed: int = 0) -> list[tuple[dict, list]]:
@@ -47,9 +49,9 @@ def test_the_value_is_the_formula():
     rows = held_out(6)
     metadata = [row for row, _ in rows]
     images, prompts = rendered(metadata, 0), [row["prompt"] for row in metadata]
-    tokens = REWARD.clip.tokenizer(prompts, padding=True, return_tensors="pt")
+    tokens = CLIP.tokenizer(prompts, padding=True, return_tensors="pt")
     with torch.no_grad():
-        outputs = REWARD.clip.model(
+        outputs = CLIP.model(
             input_ids=tokens["input_ids"],
             pixel_values=(images * 255).round() / 127.5 - 1,
         )
@@ -61,12 +63,9 @@ def test_the_value_is_the_formula():
 
 def test_batch_size_and_order_do_not_matter():
     rows = [row for row, _ in held_out(5)]
-    images, prompts = rendered(rows, 1), [row["prompt"] for row in rows]
-    whole = REWARD(images, prompts, rows).value
-    single = build("pickscore", **OPTIONS, batch_size=2)
-    back = torch.arange(4, -1, -1)
-    turned = single(images[back], prompts[::-1], rows).value[back]
-    assert torch.allclose(whole, turned, atol=1e-5)
+    by_two = build("pickscore", **OPTIONS, batch_size=2)
+    prompts = [row["prompt"] for row in rows]
+    assert_batch_and_order_do_not_matter(REWARD, by_two, rendered(rows, 1), prompts)
 
 
 def test_a_prompt_is_encoded_once_and_cut_where_the_model_ends(monkeypatch: pytest.MonkeyPatch):
@@ -80,14 +79,12 @@ def test_a_prompt_is_encoded_once_and_cut_where_the_model_ends(monkeypatch: pyte
 
 
 def test_a_text_has_the_same_vector_whatever_was_asked_with_it_or_before():
-    texts = [row["prompt"] for row, _ in held_out(6)]
-    together = Clip("tiny", device="cpu").text_features(texts)
-    resumed = Clip("tiny", device="cpu")
-    resumed.text_features(texts[:3])
-    assert torch.equal(resumed.text_features(texts), together)
-    assert torch.equal(resumed.text_features(texts[::-1]), together.flip(0))
-    alone = [Clip("tiny", device="cpu", text_cache=0).text_features([text]) for text in texts[:3]]
+    clip, texts = Clip("tiny", device="cpu"), [row["prompt"] for row, _ in held_out(6)]
+    together = clip.text_features(texts)
+    clip._text_vector.cache_clear()
+    alone = [clip.text_features([text]) for text in texts[:3]]
     assert torch.equal(torch.cat(alone), together[:3])
+    assert torch.equal(clip.text_features(texts[::-1]), together.flip(0))
 
 
 def test_an_image_that_is_broken_masks_only_itself():
@@ -129,10 +126,10 @@ def test_clean_scenes_of_held_out_prompts_beat_spoilt_ones(kind: str):
 
 
 def test_clean_scenes_beat_spoilt_and_blank_ones():
-    clean, spoilt, rows = pairs([*LEAST], 40, seed=5)
+    clean, spoilt, rows = pairs([*LEAST], 16, seed=5)
     right = scored(clean, rows)
     assert (right > scored(spoilt, rows)).float().mean() >= 0.8
-    for color in ((0, 0, 0), (255, 255, 255), (235, 235, 235), (255, 0, 0)):
+    for color in ((0, 0, 0), (235, 235, 235), (255, 0, 0)):
         blank = np.broadcast_to(np.array(color, np.uint8), clean.shape).copy()
         assert (right > scored(blank, rows)).float().mean() >= 0.95
 
@@ -143,20 +140,3 @@ def test_a_decoded_clean_scene_beats_a_spoilt_one_that_is_sharp():
     clean, spoilt, rows = pairs(("malformed", "clutter", "bleed"), 60, seed=6)
     soft = preference.Codec()(clean)
     assert (scored(soft, rows) > scored(spoilt, rows)).float().mean() >= 0.75
-
-
-def test_wrong_options_are_refused_before_anything_is_loaded():
-    assert_refused(
-        "pickscore",
-        {"normalizer": 0},
-        {"normalizer": float("nan")},
-        {"normalizer": "26"},
-        {"batch_size": 0},
-        {"model": "tinny"},
-        {"model": "./nowhere/at_all"},
-        {"processor": "/no/where"},
-    )
-    with pytest.raises(ValueError, match="'normaliser'.*'normalizer'"):
-        check("pickscore", {"model": "tiny", "normaliser": 2})
-    check("pickscore", {})
-    check("pickscore", {"model": str(PREFERENCE), "processor": None, "normalizer": 20})

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -228,47 +229,50 @@ def batch(*prompts: str, **metadata: object) -> PromptBatch:
     return PromptBatch(list(prompts), ["t"] * len(prompts), [metadata] * len(prompts))
 
 
+def faults(*args: Any, **options: Any) -> list[str]:
+    return [finding.text for finding in examine(*args, **options) if finding.level == "fault"]
+
+
 def test_it_counts_what_a_reward_refuses_and_says_why() -> None:
     mixed = batch('a sign "OPEN"', "no quotes", 'an 8" disk', 'an empty "" sign')
-    (fault,) = examine(mixed, {"ocr": {}}, {}).faults
+    (fault,) = faults(mixed, {"ocr": {}}, {})
     assert fault.startswith("reward ocr refuses 3 of 4 prompts:")
-    assert "prompt 2: prompt 'no quotes' has 0 straight double quotes" in fault
+    assert "prompt 2: prompt 'no quotes' has no target text" in fault
     assert "prompt 3" in fault and "prompt 4" in fault and "prompt 1:" not in fault
-    assert examine(batch("x", target="OPEN"), {"ocr": {}}, {}).faults == []
-    (fault,) = examine(batch("a cat"), {"geneval": {}}, {}).faults
-    assert "reward geneval refuses 1 of 1" in fault and "no `include`" in fault
+    assert faults(batch("x", target="OPEN"), {"ocr": {}}, {}) == []
+    (fault,) = faults(batch("a cat"), {"geneval": {}}, {})
+    assert "reward geneval refuses 1 of 1" in fault and "`include`" in fault
     with pytest.raises(ValueError, match="no reward 'orc' .did you mean 'ocr'"):
-        examine(mixed, {"orc": {}}, {})
+        faults(mixed, {"orc": {}}, {})
 
 
 def test_it_points_at_quotes_that_do_not_count() -> None:
     prompts = ('a 12" TV that says "NEWS"', 'a sign "OPEN"')
-    (fault,) = examine(batch(*prompts), {"ocr": {}}, {}).faults
+    (fault,) = faults(batch(*prompts), {"ocr": {}}, {})
     assert fault.startswith("1 prompts have more than two") and "' TV that says '" in fault
-    assert examine(batch(*prompts, target="NEWS"), {"ocr": {}}, {}).faults == []
+    assert faults(batch(*prompts, target="NEWS"), {"ocr": {}}, {}) == []
 
 
 def test_it_finds_prompts_of_the_test_set_and_notes_texts_of_it() -> None:
     train = batch("a photo of a cat left of a dog", "a photo of a cow", 'a wall that says "HOPE"')
     test = batch("a photo of a dog  right of A cat", 'a shirt that says "Hope"')
-    findings = examine(train, {}, {"test": test, "other": batch("a bus")})
-    (fault,) = findings.faults
+    findings = list(examine(train, {}, {"test": test, "other": batch("a bus")}))
+    (fault,) = [finding.text for finding in findings if finding.level == "fault"]
     assert fault.startswith("1 prompts are also in test") and "a cat left of a dog" in fault
-    assert any("1 target texts are also in test" in line for line in findings.lines)
-    assert any("shares no prompt with other" in line for line in findings.lines)
+    assert any("1 target texts are also in test" in finding.text for finding in findings)
+    assert any("shares no prompt with other" in finding.text for finding in findings)
 
 
 def test_it_tells_repeats_and_lengths() -> None:
     repeated = batch("a", "a", "bb" * 10)
-    lines = "\n".join(examine(repeated, {}, {}, tokens=4).lines)
+    lines = "\n".join(f"{f.level} {f.text}" for f in examine(repeated, {}, {}, tokens=4))
     assert "3 prompts, 2 different" in lines and "2 times 'a'" in lines
     assert "characters: 1 to 20, median 1" in lines
-    assert "fault  1 prompts have more than 4 tokens, estimated at 4 characters each" in lines
-    exact = examine(repeated, {}, {}, tokens=4, count=len)
-    assert exact.faults == [
+    assert "fault 1 prompts have more than 4 tokens, estimated at 4 characters each" in lines
+    assert faults(repeated, {}, {}, tokens=4, count=len) == [
         f"1 prompts have more than 4 tokens, of which the rest is not read, such as {'bb' * 10!r}"
     ]
-    assert examine(repeated, {}, {}, tokens=20, count=len).faults == []
+    assert faults(repeated, {}, {}, tokens=20, count=len) == []
 
 
 def test_digests_of_a_file_are_printed_as_they_are_shipped(
@@ -320,8 +324,7 @@ def test_ocr_prompts_from_the_command_line(tmp_path: Path, capsys) -> None:
     assert "fault" not in capsys.readouterr().out
     assert main(["data", "check", str(first), *tokens]) in (0, 1)
     assert "estimated" not in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["data", "check", str(first), *tokens[2:]])
+    assert main(["data", "check", str(first), *tokens[2:]]) == 2
 
 
 @pytest.mark.parametrize("kind", ["geneval", "ocr"])

@@ -14,14 +14,12 @@ from typing import Any
 import fakes
 import pytest
 import torch
-import yaml
 from torch import Tensor
 
 from flowalign.backbone import Backbone, load_pipeline
 from flowalign.config import SamplingConfig
 from flowalign.eval import suite
-from flowalign.eval.compare import Incomparable
-from flowalign.eval.compare import load as load_results
+from flowalign.eval.compare import Incomparable, load_results
 from flowalign.eval.run import main
 from flowalign.eval.store import Store
 from flowalign.eval.suite import Benchmark, ImageSet
@@ -246,26 +244,16 @@ def finished(tmp_path_factory: pytest.TempPathFactory, random_model: str) -> Pat
     """A finished evaluation of the random base and of an adapter that changes the images."""
     folder = tmp_path_factory.mktemp("evaluation") / "here"
     folder.mkdir()
-    (folder / "prompts.txt").write_text("\n".join(PROMPTS))
     save_adapter(random_model, folder / "adapter", seed=1)
-    data = {
-        "stage": "eval",
-        "output": str(folder / "out"),
-        "model": {"id": random_model, **SMALL},
-        "models": {"base": None, "tuned": str(folder / "adapter")},
-        "benchmarks": [
-            {
-                "name": "red",
-                "prompts": str(folder / "prompts.txt"),
-                "images": 2,
-                "reward": {"name": "test_store:Watched"},
-            }
-        ],
-        "sampling": {"steps": 2, "guidance": 1.0, "batch_size": 4},
-        "report": {"images": 1},
-        "keep_images": True,
-    }
-    (folder / "eval.yaml").write_text(yaml.dump(data, sort_keys=False))
+    fakes.evaluation(
+        random_model,
+        folder,
+        PROMPTS,
+        {"images": 2, "reward": {"name": "test_store:Watched"}},
+        models={"base": None, "tuned": str(folder / "adapter")},
+        report={"images": 1},
+        keep_images=True,
+    )
     assert main(["--config", str(folder / "eval.yaml")]) == 0
     shutil.copytree(folder, folder.parent / "finished")
     return folder

@@ -35,7 +35,7 @@ COMMANDS = {
         "Serve a reward over HTTP, for runs that name it as `remote`.",
     ),
     "demo": (
-        "flowalign.commands.demo:main",
+        "flowalign.commands.train:demo",
         "Distil three tiny teachers into one student, in minutes.",
     ),
 }
@@ -43,9 +43,9 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Its exit status; 2 for what is refused, 130 after Ctrl-C. Without arguments
-    it is the whole of a process, which then ends."""
-    whole, argv = argv is None, sys.argv[1:] if argv is None else argv
+    """Run a command. Its exit status; 2 for what is refused, 130 after Ctrl-C. argv: None = those
+    of this process, which then ends."""
+    of_process, argv = argv is None, sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: flowalign COMMAND ...\n")
         for name, (_, text) in COMMANDS.items():
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"flowalign: {text}", file=sys.stderr)
         return 2
     status = exit.run(name, COMMANDS[name][0], rest)
-    if whole:
+    if of_process:
         exit.end_process(status)
     return status
 

@@ -192,12 +192,14 @@ def family_folder(model: str) -> Path | None:
             pipeline = find(model).pipeline
         except LookupError:  # not on this machine: ask the Hub
             pipeline = pipeline_name(model)
-        kinds = family_of(pipeline).__mro__
+        family = family_of(pipeline)
     except ModelError:
         return None
-    names = [getattr(kind, "name", "") for kind in kinds]
-    folders = [SD35 if name == "sd3" else CONFIGS / name for name in names if name]
-    return next((folder for folder in folders if folder.is_dir()), None)
+    for file in sorted(CONFIGS.glob("*/eval.yaml")):
+        shipped = family_of(find(read(file)["model"]["id"]).pipeline)
+        if issubclass(family, shipped) or issubclass(shipped, family):
+            return file.parent
+    return None
 
 
 # The config --------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from huggingface_hub import CommitOperationAdd, HfApi, ModelCard
 from flowalign.backbone.adapters import PEFT_CONFIG, HubError, hub_errors, read_lora
 from flowalign.commands.card import CONFIG, REPORT, add_results, card
 from flowalign.config import Stage, load
-from flowalign.eval.compare import load as load_results
+from flowalign.eval.compare import load_results
 from flowalign.system import manifest
 from flowalign.system.escape import harmless
 from flowalign.system.hub_address import HubAddress

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 
 from flowalign.backbone import ModelError
 from flowalign.commands import recipe, watch
@@ -117,7 +116,6 @@ def train(
             with files.replacing(folder / "config.yaml", durable=True) as part:
                 part.write_text(to_yaml(config))
         loop.accelerator.wait_for_everyone()
-        _hint_threads(loop.accelerator)
         with report.live(loop.update):
             with phase("training"):
                 loop.run()
@@ -147,17 +145,6 @@ def deterministic(on: bool) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(was)
         cudnn.deterministic, cudnn.benchmark = before
-
-
-def _hint_threads(accelerator: Accelerator) -> None:
-    """Say so if a run on CPUs leaves some idle: accelerate gives a process one thread."""
-    used, cores = torch.get_num_threads() * accelerator.num_processes, os.cpu_count() or 1
-    if accelerator.device.type == "cpu" and used < cores:
-        accelerator.print(
-            f"using {used} of {cores} CPU cores; "
-            f"accelerate launch --num_cpu_threads_per_process {cores} uses all, as does "
-            "flowalign train without OMP_NUM_THREADS"
-        )
 
 
 def finish(

@@ -12,6 +12,8 @@ from pathlib import Path
 from flowalign.config import ConfigError, Job, load
 from flowalign.training.run import lock
 
+DEMO = Path(__file__).parent / "configs" / "tiny" / "demo.yaml"
+
 
 def parser() -> argparse.ArgumentParser:
     """The command line of `train`."""
@@ -60,3 +62,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             if processes.state().is_main_process:
                 print(results.summary(config), flush=True)
     return status.code
+
+
+def demo(argv: Sequence[str]) -> int:
+    """`make demo`: distil the shipped tiny teachers into one student, then show them side by side.
+    Exit status of the recipe."""
+    parser = argparse.ArgumentParser("flowalign demo", description=demo.__doc__)
+    parser.add_argument("--output", type=Path, default=Path("outputs/demo"))
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change the recipe")
+    args = parser.parse_args(argv)
+    print(f"Merging three teachers, then distilling them into one student: {DEMO}", flush=True)
+    # its last lines name the pictures, the report and the student's adapter
+    return main(["--config", str(DEMO), f"output={args.output}", *args.overrides])

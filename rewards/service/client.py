@@ -29,7 +29,7 @@ _SPLIT = (413, 422)  # the request is too large, or one of its rows is at fault
 class Remote(RewardBase):
     """The reward that a `flowalign serve-reward` elsewhere serves; it has its range and parts.
 
-    The options are those of docs/rewards/remote.md.
+    Options: docs/rewards/remote.md.
     Rows that the server could not score are invalid, with its reasons; so are the rows of requests
     that it refuses. A request refused as too large or malformed (413, 422) is halved until the row
     at fault stands alone. If no row was scored because no server answered, ConnectionError or
@@ -63,7 +63,7 @@ class Remote(RewardBase):
             retries=retries,
             backoff=backoff,
             token=wire.read_token(token_env or wire.TOKEN),
-            max_bytes=wire.answer_bytes(batch_size),
+            max_bytes=2**16 + batch_size * 2**14,  # some four times what an answer needs
             headers={"content-type": wire.CONTENT_TYPE},
             proxies=False,  # images go to the named host and nowhere else
         )
@@ -94,29 +94,35 @@ class Remote(RewardBase):
         Calls it: raises ConnectionError, TimeoutError or ValueError.
         """
         with self._greet(retries=0) as client:
-            served = wire.decode_info(client.request("GET", f"{self.urls[0]}/v1/info").body)
+            body = client.request("GET", f"{self.urls[0]}/v1/info").body
+        served = wire.parse(body, wire.Info, status=502).describe
         return {"name": self.name, "served": served, "normalizer": self.normalizer}
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
-        """images [B,3,H,W] in [0,1] and their rows -> Scores of B, on the CPU."""
         starts = range(0, len(images), self.batch_size)
         chunks = [range(s, min(s + self.batch_size, len(images))) for s in starts]
 
         def call(chunk: range) -> list[tuple[range, Scores]]:
             """Scores of the rows of a chunk, in pieces."""
-            rows = slice(chunk.start, chunk.stop)
-            try:
-                body = wire.encode_request(images[rows], prompts[rows], metadata[rows])
-                answer = client.request("POST", *self._servers(chunk), content=body)
-                self._resting |= dict.fromkeys(answer.failed, time.monotonic() + REST)
-                scores = wire.decode_answer(answer.body, len(chunk))
-                reasons = {row: client.clean(text) for row, text in scores.reasons.items()}
-                return [(chunk, replace(scores, reasons=reasons))]
-            except (WireError, Refused) as error:
-                if error.status in _SPLIT and len(chunk) > 1:  # 2 log2(B) requests a bad row
-                    half = len(chunk) // 2
-                    return [*call(chunk[:half]), *call(chunk[half:])]
-                return [(chunk, failed(len(chunk), error))]
+            pieces: list[tuple[range, Scores]] = []
+            left = [chunk]
+            while left:
+                part = left.pop(0)
+                rows = slice(part.start, part.stop)
+                try:
+                    body = wire.encode_request(images[rows], prompts[rows], metadata[rows])
+                    answer = client.request("POST", *self._servers(chunk), content=body)
+                    self._resting |= dict.fromkeys(answer.failed, time.monotonic() + REST)
+                    scores = wire.decode_answer(answer.body, len(part))
+                    reasons = {row: client.clean(text) for row, text in scores.reasons.items()}
+                    pieces.append((part, replace(scores, reasons=reasons)))
+                except (WireError, Refused) as error:
+                    half = len(part) // 2
+                    if error.status in _SPLIT and half:  # 2 log2(B) requests a bad row
+                        left += [part[:half], part[half:]]
+                    else:
+                        pieces.append((part, failed(len(part), error)))
+            return pieces
 
         pieces = []
         with self._connect() as client:

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from flowalign.config import assignments
 from flowalign.rewards import as_reward, build, check, describe
 from flowalign.rewards.scoring import Worker, score
@@ -26,7 +28,7 @@ from flowalign.rewards.service import wire
 from flowalign.rewards.service.wire import Limits, WireError
 from flowalign.system.images import to_float
 from flowalign.system.packages import DISTRIBUTION, require, version
-from flowalign.types import Reward, Scores
+from flowalign.types import Metadata, Reward, Scores
 
 if require("fastapi", "flowalign serve-reward needs"):
     import uvicorn
@@ -56,10 +58,11 @@ class Settings:
 def app(reward: Reward, settings: Settings) -> FastAPI:
     """The web application that serves one reward."""
     routes = _Routes(reward, settings)
-    # no page that names the routes, and no answer that sends callers to the host that they name
-    application = FastAPI(openapi_url=None, redirect_slashes=False)
-    for kind in (WireError, Exception):
-        application.add_exception_handler(kind, _refuse)
+    application = FastAPI(
+        exception_handlers={WireError: _refuse, Exception: _refuse},
+        openapi_url=None,  # no page names the routes
+        redirect_slashes=False,  # no answer sends callers to the host that they name
+    )
     guards = [Depends(routes.check_token)]
     application.get("/v1/health")(routes.health)
     application.get("/v1/info", dependencies=guards)(routes.info)
@@ -105,21 +108,19 @@ class _Routes:
         state = {"status": "stuck" if stuck else "ok", "busy": round(self.busy, 3)}
         return JSONResponse({**state, "pending": self.pending}, 503 if stuck else 200)
 
-    async def info(self) -> Response:
+    async def info(self) -> dict[str, Any]:
         """What is served."""
         settings = self.settings
         more = {"queue": settings.queue, "seconds": settings.max_seconds}
-        return JSONResponse(
-            {
-                "version": wire.VERSION,
-                "flowalign": version(DISTRIBUTION),
-                "reward": settings.name,
-                "options": json.loads(json.dumps(settings.options, default=str)),
-                "describe": describe(self.reward),
-                "headline": self.reward.headline,
-                "limits": asdict(settings.limits) | more,
-            }
-        )
+        return {
+            "version": wire.VERSION,
+            "flowalign": version(DISTRIBUTION),
+            "reward": settings.name,
+            "options": json.loads(json.dumps(settings.options, default=str)),
+            "describe": describe(self.reward),
+            "headline": self.reward.headline,
+            "limits": asdict(settings.limits) | more,
+        }
 
     async def score(self, request: Request) -> Response:
         """The scores of a request. Raises WireError for one that is refused."""
@@ -134,7 +135,7 @@ class _Routes:
             async with self.decoding:
                 rows = await run_in_threadpool(wire.decode_request, bytes(body), settings.limits)
             del body  # not kept in memory while the request waits
-            future = asyncio.wrap_future(self.worker.submit(partial(self._score, rows)))
+            future = asyncio.wrap_future(self.worker.submit(partial(self._score, *rows)))
             del rows
             scores = await _within(settings.max_seconds, future, 504)
         finally:
@@ -151,10 +152,10 @@ class _Routes:
                 raise WireError(413, f"the body is too large; at most {limit} bytes are taken.")
         return body
 
-    def _score(self, rows: wire.Request) -> Scores:
+    def _score(self, pixels: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
         self.began = time.monotonic()
         try:
-            return score(self.reward, to_float(rows.pixels), rows.prompts, rows.metadata)
+            return score(self.reward, to_float(pixels), prompts, metadata)
         finally:
             self.began = None
 
@@ -190,7 +191,7 @@ def server(reward: Reward, settings: Settings) -> uvicorn.Server:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 ended, 1 no reward could be loaded or no port be had, 2 refused."""
-    args = _parser(Settings("")).parse_intermixed_args(argv)  # NAME --port 8000 key=value
+    args = _parser().parse_intermixed_args(argv)  # NAME --port 8000 key=value
     try:
         options = {**json.loads(args.options), **assignments(args.pairs)}
         check(args.name, options)
@@ -201,15 +202,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError) as error:
         print(f"flowalign serve-reward: {error}", file=sys.stderr)
         return 2
-    settings = Settings(
-        name=args.name,
-        options=options,
-        token=token,
-        limits=Limits(images=args.max_batch, pixels=args.max_pixels, bytes=args.max_bytes),
-        queue=args.queue,
-        max_seconds=args.max_seconds,
-        read_seconds=args.read_seconds,
-    )
+    limits = Limits(args.max_batch, args.max_pixels, args.max_bytes)
+    waits = args.queue, args.max_seconds, args.read_seconds
+    settings = Settings(args.name, options, token, limits, *waits)
     # asyncio sets TCP_NODELAY only on a socket that names its protocol; else +40 ms a request
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     listener = socket.socket(family, proto=socket.IPPROTO_TCP)
@@ -231,7 +226,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser(defaults: Settings) -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
+    defaults = Settings("")
     parser = argparse.ArgumentParser(
         "flowalign serve-reward",
         description="Serve a reward over HTTP, for `name: remote` in a config elsewhere. "

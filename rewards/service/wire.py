@@ -67,7 +67,7 @@ class Answered(Document):
 
 
 class Info(Document):
-    """What a client reads of /v1/info."""
+    """What a client reads of /v1/info: what the served reward says of itself."""
 
     describe: dict[str, Any]
 
@@ -93,15 +93,6 @@ class Limits:
     json: int = 4 * 2**20  # bytes of prompts and metadata
 
 
-@dataclass(frozen=True)
-class Request:
-    """pixels uint8 [B,3,H,W], B prompts, B metadata."""
-
-    pixels: Tensor
-    prompts: list[str]
-    metadata: list[dict[str, Any]]
-
-
 def encode_request(images: Tensor, prompts: Sequence[str], metadata: Metadata) -> bytes:
     """images [B,3,H,W] in [0,1] (rounded to 8 bits) and their rows -> the body of a request.
 
@@ -119,8 +110,11 @@ def encode_request(images: Tensor, prompts: Sequence[str], metadata: Metadata) -
     return save({"request": np.frombuffer(text.encode(), np.uint8), "images": pixels})
 
 
-def decode_request(body: bytes, limits: Limits) -> Request:
-    """The body of a request -> Request. Raises WireError: 400, 413 or 422, and nothing else."""
+def decode_request(body: bytes, limits: Limits) -> tuple[Tensor, list[str], list[dict[str, Any]]]:
+    """The body of a request -> pixels uint8 [B,3,H,W], B prompts, B metadata.
+
+    Raises WireError: 400, 413 or 422, and nothing else.
+    """
     try:
         if int.from_bytes(body[:8], "little") > _HEADER_BYTES:
             raise ValueError("its header is too long")
@@ -131,9 +125,8 @@ def decode_request(body: bytes, limits: Limits) -> Request:
         raise WireError(400, f"no safetensors file with a tensor `request`: {reason}") from error
     if len(text) > limits.json:
         raise WireError(413, f"the JSON has {len(text)} bytes; at most {limits.json} are taken.")
-    asked = _parse(text, Asked, status=422)
+    asked = parse(text, Asked, status=422)
     prompts, metadata = asked.prompts, asked.metadata
-
     if set(tensors) != {"images"}:
         raise WireError(422, f"send the tensors `request` and `images`, not {len(tensors)} others.")
     dtype, shape = tensors["images"]["dtype"], tensors["images"]["shape"]
@@ -147,7 +140,7 @@ def decode_request(body: bytes, limits: Limits) -> Request:
         raise WireError(413, f"{shape[0]} images of {shape[2]}x{shape[1]}; at most {most}.")
     pixels = np.frombuffer(tensors["images"]["data"], np.uint8).reshape(shape)
     # a copy: contiguous, writable, and it does not keep the body in memory
-    return Request(torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy()), prompts, metadata)
+    return torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy()), prompts, metadata
 
 
 def encode_answer(reward: str, scores: Scores) -> bytes:
@@ -163,18 +156,13 @@ def encode_answer(reward: str, scores: Scores) -> bytes:
     return answer.model_dump_json().encode()  # what is not finite becomes null
 
 
-def answer_bytes(count: int) -> int:
-    """How many bytes an answer about `count` images may have: some four times what it needs."""
-    return 64 * 2**10 + count * 16 * 2**10
-
-
 def decode_answer(body: bytes, count: int) -> Scores:
     """The body of an answer about `count` images -> Scores. Raises WireError (502).
 
     Numbers that float32 cannot hold become NaN, and a row without a value is invalid. The reasons
     are as the server sent them.
     """
-    answer = _parse(body, Answered, status=502)
+    answer = parse(body, Answered, status=502)
     for name, column in {"value": answer.value, "valid": answer.valid, **answer.parts}.items():
         if len(column) != count:
             raise WireError(502, f"`{name}` of the answer has {len(column)} rows, not {count}.")
@@ -194,15 +182,7 @@ def _numbers(values: Values) -> Tensor:
     return tensor.masked_fill(~tensor.isfinite(), math.nan)
 
 
-def decode_info(body: bytes) -> dict[str, Any]:
-    """`describe` of the body of /v1/info: what the served reward says of itself.
-
-    Raises WireError (502).
-    """
-    return _parse(body, Info, status=502).describe
-
-
-def _parse(data: bytes, kind: type[Kind], status: int) -> Kind:
+def parse(data: bytes, kind: type[Kind], status: int) -> Kind:
     """A document of strict JSON, of this version. Raises WireError: `status` if it has another
     form, and 400 instead of 422 if it is no JSON or of another version."""
     unreadable = 400 if status == 422 else status

@@ -9,21 +9,29 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from flowalign.commands.doctor.findings import healthy
+from flowalign.commands.prompts import geneval, held_out, ocr
+from flowalign.commands.prompts.check import examine
+from flowalign.commands.prompts.fetch import fetch as fetch_set
+from flowalign.commands.prompts.held_out import digest
+from flowalign.rewards.ocr import target_of
 from flowalign.system.escape import harmless
 from flowalign.system.files import replacing
+from flowalign.training.data import load_prompts
 from flowalign.training.sources import GENERATED, SOURCES, validation_file
 
 
-def generate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+def generate(args: argparse.Namespace) -> int:
     """Write training and validation prompts of our own, without the official test prompts."""
     count, out = GENERATED[args.kind]
     lines_of = {"geneval": _geneval, "ocr": _ocr}[args.kind]
-    training, validation, summary = lines_of(args.count or count, args)
+    excluded = [prompt for name in args.exclude for prompt in load_prompts(name, "").prompts]
+    training, validation, summary = lines_of(args.count or count, args, excluded)
     path = Path(args.out or out)
-    beside = validation_file(path)
+    validation_path = validation_file(path)
     contents = {
         file: "".join(f"{line}\n" for line in lines).encode()
-        for file, lines in ((beside, validation), (path, training))
+        for file, lines in ((validation_path, validation), (path, training))
     }
     for file, content in contents.items():
         if file.is_file() and file.read_bytes() != content and not args.force:
@@ -34,24 +42,18 @@ def generate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     for file, content in contents.items():
         with replacing(file) as part:
             part.write_bytes(content)
-    print(f"{summary}\n{path}\n{beside}: {len(validation)} others to validate with")
+    print(f"{summary}\n{path}\n{validation_path}: {len(validation)} others to validate with")
     return 0
 
 
 Sets = tuple[list[str], list[str], str]  # lines of the training and the validation set, a summary
 
 
-def _geneval(count: int, args: argparse.Namespace) -> Sets:
-    from flowalign.commands.prompts import geneval
-    from flowalign.commands.prompts.held_out import GENEVAL, digest
-    from flowalign.training.data import load_prompts
-
-    held_out = set(GENEVAL)
-    for source in args.exclude:
-        held_out |= set(map(digest, load_prompts(source, "excluded").prompts))
-    validation = geneval.validation(args.seed, held_out)
-    held_out |= {digest(row["prompt"]) for row in validation}
-    rows = geneval.generate(count, args.seed, held_out, repeats=not args.unique)
+def _geneval(count: int, args: argparse.Namespace, excluded: Sequence[str]) -> Sets:
+    avoided = held_out.GENEVAL.union(map(digest, excluded))
+    validation = geneval.validation(args.seed, avoided)
+    avoided |= {digest(row["prompt"]) for row in validation}
+    rows = geneval.generate(count, args.seed, avoided, repeats=not args.unique)
     tags = Counter(row["tag"] for row in rows)
     different = Counter(tag for tag, _ in {(row["tag"], row["prompt"]) for row in rows})
     summary = [f"{len(rows)} prompts, {sum(different.values())} different"]
@@ -61,36 +63,26 @@ def _geneval(count: int, args: argparse.Namespace) -> Sets:
     return [json.dumps(r) for r in rows], [json.dumps(r) for r in validation], "\n".join(summary)
 
 
-def _ocr(count: int, args: argparse.Namespace) -> Sets:
-    from flowalign.commands.prompts import ocr
-    from flowalign.commands.prompts.held_out import OCR, digest
-    from flowalign.rewards.ocr import target_of
-    from flowalign.training.data import load_prompts
-
-    held_out = set(OCR)
-    for source in args.exclude:
-        prompts = load_prompts(source, "excluded").prompts
-        held_out |= set(map(digest, prompts))
-        held_out |= {digest(target_of(prompt)) for prompt in prompts if prompt.count('"') >= 2}
-    validation = ocr.validation(args.seed, held_out)
-    held_out |= {digest(target_of(prompt)) for prompt in validation}
-    prompts = ocr.generate(count, args.seed, held_out)
-    texts = len(set(map(target_of, prompts)))
-    summary = f"{len(prompts)} prompts, all different, with {texts} different texts"
+def _ocr(count: int, args: argparse.Namespace, excluded: Sequence[str]) -> Sets:
+    texts = [target_of(prompt) for prompt in excluded if prompt.count('"') >= 2]
+    avoided = held_out.OCR.union(map(digest, [*excluded, *texts]))
+    validation = ocr.validation(args.seed, avoided)
+    avoided |= {digest(target_of(prompt)) for prompt in validation}
+    prompts = ocr.generate(count, args.seed, avoided)
+    different = len(set(map(target_of, prompts)))
+    summary = f"{len(prompts)} prompts, all different, with {different} different texts"
     return prompts, validation, summary
 
 
-def fetch(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+def fetch(args: argparse.Namespace) -> int:
     """Get official sets from where they are published, with licence and checksum."""
-    from flowalign.commands.prompts.fetch import fetch as get
-
     for number, name in enumerate(args.names):
         print(("\n" if number else "") + f"{name}: ", end="")
-        get(SOURCES[name], args.out, force=args.force, unverified=args.unverified)
+        fetch_set(SOURCES[name], args.out, force=args.force, unverified=args.unverified)
     return 0
 
 
-def show(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+def show(args: argparse.Namespace) -> int:
     """List the official sets: size, licence, source, checksums."""
     for name, source in SOURCES.items():
         print(f"{name}: {source.prompts}")
@@ -98,21 +90,18 @@ def show(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         if source.note:
             print(f"    NOTE: {source.note}")
         for file in source.files:
-            known = f"{file.checksum} ({file.known})" if file.checksum else "no checksum known"
-            print(f"    {file.name}: {known}")
+            checksum = f"{file.checksum} ({file.known})" if file.checksum else "no checksum known"
+            print(f"    {file.name}: {checksum}")
     return 0
 
 
-def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+def check(args: argparse.Namespace) -> int:
     """Tell what rewards refuse in a set, its repeats, lengths, and overlap with other sets."""
-    from flowalign.commands.prompts.check import examine
-    from flowalign.training.data import load_prompts
-
     count: Callable[[str], int] | None = None
     if args.tokenizer:
         if not args.tokens:
-            parser.error("--tokenizer counts for --tokens N; give both")
-        from transformers import AutoTokenizer
+            raise ValueError("--tokenizer counts for --tokens N; give both.")
+        from transformers import AutoTokenizer  # slow to import, and only of use here
 
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
         # special tokens included
@@ -120,9 +109,11 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
     batch = load_prompts(args.set, "checked")
     against = {source: load_prompts(source, "other") for source in args.against}
-    findings = examine(batch, {name: {} for name in args.reward}, against, args.tokens, count)
-    print(harmless("\n".join(findings.lines)))
-    return 1 if findings.faults else 0
+    options = {name: {} for name in args.reward}
+    findings = list(examine(batch, options, against, args.tokens, count))
+    for finding in findings:
+        print(harmless(f"{finding.level:>5}  {finding.text}"))
+    return 0 if healthy(findings) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -131,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def command(name: str, run: Callable[..., int]) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
-        made.set_defaults(run=run, parser=made)
+        made.set_defaults(run=run)
         return made
 
     made = command("generate", generate)
@@ -166,7 +157,7 @@ def main(argv: Sequence[str]) -> int:
     """The command line; 0 = done, 1 = `check` found faults, 2 = it could not be done."""
     args = _parser().parse_args(argv)
     try:
-        return args.run(args.parser, args)
+        return args.run(args)
     except (ValueError, ImportError, OSError) as error:
         print(f"flowalign data: {error}", file=sys.stderr)
         return 2

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from datetime import datetime, timezone
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,12 +35,7 @@ class FetchError(OSError):
 
 
 def fetch(
-    source: Source,
-    out: str | Path,
-    *,
-    force: bool = False,
-    unverified: bool = False,
-    say: Callable[[str], None] = print,
+    source: Source, out: str | Path, *, force: bool = False, unverified: bool = False
 ) -> list[Path]:
     """Fetch the files of a set into `out`; their paths, each validation set after its training set.
 
@@ -49,37 +44,30 @@ def fetch(
     Raises FetchError if an address does not answer, breaks off, leads away from https, sends no
     prompts or the wrong ones, and if a file would have to be overwritten.
     """
-    say(f"{source.prompts}\nsource:  {source.page}\nlicence: {source.licence}")
+    print(f"{source.prompts}\nsource:  {source.page}\nlicence: {source.licence}")
     if source.note:
-        say(f"NOTE:    {source.note}")
+        print(f"NOTE:    {source.note}")
     paths: list[Path] = []
     for file in source.files:
-        apart = list(paths) if file.validation else []
-        paths += _fetch(file, source, Path(out), apart, force, unverified, say)
+        paths += _fetch(file, source, Path(out), paths, force, unverified)
     return paths
 
 
 def _fetch(
-    file: File,
-    source: Source,
-    out: Path,
-    apart: Sequence[Path],
-    force: bool,
-    unverified: bool,
-    say: Callable[[str], None],
+    file: File, source: Source, out: Path, others: Sequence[Path], force: bool, unverified: bool
 ) -> list[Path]:
-    """apart: files whose prompts must not be set aside to validate."""
-    names = [file.name, file.validation] if file.validation else [file.name]
-    paths = [out / name for name in names]
-    record = _read_record(paths[0])
+    """others: files whose prompts must not be set aside to validate."""
+    paths = [out / name for name in (file.name, file.validation) if name]
+    record_file = paths[0].with_name(f"{paths[0].name}.source.json")
+    record = json.loads(record_file.read_text()) if record_file.is_file() else {}
     expected, how = file.checksum, file.known
     if not expected and record.get("url") == file.url:
         expected, how = f"sha256:{record['sha256']}", FIRST
     if not expected:
         how = "none known: what comes is recorded, and later fetches are compared to it"
-    say(f"{file.name}: {file.url}\n  checksum {expected or '-'} ({how})")
-    if _is_there(paths, expected, record):
-        say(f"  {' and '.join(map(str, paths))}: there already, and the checksum holds")
+    print(f"{file.name}: {file.url}\n  checksum {expected or '-'} ({how})")
+    if expected and _is_there(paths, expected, record):
+        print(f"  {' and '.join(map(str, paths))}: there already, and the checksum holds")
         return paths
     content = _download(file.url)
     if file.unique:
@@ -92,7 +80,7 @@ def _fetch(
             f"{expected} ({how}). Nothing was written. Try again; if you trust what comes, "
             "--unverified keeps it."
         )
-    contents = _split(content, file.name, apart) if file.validation else [content]
+    contents = _split(content, file.name, others) if file.validation else [content]
     parts = dict(zip(paths, contents, strict=True))
     counts = {path: len(_prompts(part, path.name)) for path, part in parts.items()}
     for path, part in parts.items():
@@ -102,80 +90,54 @@ def _fetch(
                 f"{', less what is set aside to validate' if file.validation else ''}. Nothing "
                 "was written. Move it away, choose another --out, or replace it with --force."
             )
-    verified = checksum == expected
-    sure = verified and how != FIRST
-    _write(file, source, content, parts, {"prompts": sum(counts.values()), "verified": sure})
-    verdict = "its checksum holds" if verified else f"NOT VERIFIED: recorded {checksum}"
+    record = _record(file, source, content) | {
+        "prompts": sum(counts.values()),
+        "verified": checksum == expected and how != FIRST,
+    }
+    if file.validation:
+        record["parts"] = {path.name: _checksum(part) for path, part in parts.items()}
+    # the training set after its validation set: where the first lies, the second does
+    for path, part in reversed(parts.items()):
+        with replacing(path) as beside:
+            beside.write_bytes(part)
+    with replacing(record_file) as beside:
+        beside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    verdict = "its checksum holds" if checksum == expected else f"NOT VERIFIED: recorded {checksum}"
     for path, count in counts.items():
-        say(f"  {count} prompts in {path} ({verdict})")
+        print(f"  {count} prompts in {path} ({verdict})")
     return paths
 
 
-def _write(
-    file: File, source: Source, content: bytes, parts: dict[Path, bytes], summary: dict[str, Any]
-) -> None:
-    """Write the parts {path: bytes} of a content, and the record of where it came from."""
-    # the training set after its validation set: where the first lies, the second does
-    for path, part in reversed(list(parts.items())):
-        with replacing(path) as beside:
-            beside.write_bytes(part)
-    record = {
+def _record(file: File, source: Source, content: bytes) -> dict[str, Any]:
+    """Where a content came from."""
+    return {
         "file": file.name,
         "url": file.url,
         "source": source.page,
         "commit": source.commit,
         "licence": source.licence,
         "note": source.note,
-        "sha256": _sha256(content),
+        "sha256": hashlib.sha256(content).hexdigest(),
         "bytes": len(content),
         "lines": "unique and sorted" if file.unique else "as published",
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        **summary,
     }
-    if file.validation:
-        record["parts"] = {path.name: _sha256(part) for path, part in parts.items()}
-    with replacing(_record_file(next(iter(parts)))) as beside:
-        beside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-
-# Checksums ---------------------------------------------------------------------------------------
-
-
-def _record_file(target: Path) -> Path:
-    return target.with_name(f"{target.name}.source.json")
-
-
-def _read_record(target: Path) -> dict[str, Any]:
-    """Where a file came from; {} without a record. Raises FetchError for one that is damaged."""
-    file = _record_file(target)
-    try:
-        record = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        return record if not record else {**record, "sha256": str(record["sha256"])}
-    except (ValueError, KeyError, TypeError) as error:
-        raise FetchError(
-            f"{file} cannot be read ({type(error).__name__}: {error}), so the checksum in it is "
-            "lost. Delete it to fetch without a checksum."
-        ) from None
 
 
 def _is_there(paths: Sequence[Path], expected: str, record: dict[str, Any]) -> bool:
     """Whether a file, or the two parts of one, lie there as they were written."""
-    if not expected or not all(path.is_file() for path in paths):
+    if not all(path.is_file() for path in paths):
         return False
     if len(paths) == 1:
         return _checksum(paths[0].read_bytes(), expected) == expected
-    sums = {path.name: _sha256(path.read_bytes()) for path in paths}
+    sums = {path.name: _checksum(path.read_bytes()) for path in paths}
     return f"sha256:{record.get('sha256')}" == expected and record.get("parts") == sums
 
 
-def _checksum(content: bytes, like: str) -> str:
+def _checksum(content: bytes, like: str = "sha256:") -> str:
     """ "algorithm:hex" of a content, by the algorithm of another such text."""
     name = like.split(":")[0]
     return f"{name}:{hashlib.new(name, content, usedforsecurity=False).hexdigest()}"
-
-
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
 
 
 # Contents ----------------------------------------------------------------------------------------
@@ -185,13 +147,9 @@ def _download(url: str) -> bytes:
     """All that an address sends. Raises FetchError."""
     try:
         with Client(
-            timeout=60.0,
-            connect_timeout=10.0,
-            total=SECONDS,
-            deadline=SECONDS,
-            max_bytes=MAX_BYTES,
-            redirects=True,
-        ) as client:
+            timeout=60.0, connect_timeout=10.0, total=SECONDS, deadline=SECONDS,
+            max_bytes=MAX_BYTES, redirects=True,
+        ) as client:  # fmt: skip
             answer = client.request("GET", url)
     except (OSError, Refused) as error:
         raise FetchError(
@@ -216,17 +174,17 @@ def _prompts(content: bytes, name: str) -> PromptBatch:
             raise FetchError(f"what came is no prompt set: {said} Nothing was written.") from None
 
 
-def set_aside(prompts: PromptBatch, apart: Set[str]) -> tuple[list[int], list[int]]:
+def set_aside(prompts: PromptBatch, avoided: Set[str]) -> tuple[list[int], list[int]]:
     """The rows that are trained on, and VALIDATION different ones that are set aside, in order.
 
     As many of each metadata `tag`, and at most a quarter of a tag. A prompt that shows the same as
-    one of them (objects swapped, or another case) is not trained on either. apart: digests of
+    one of them (objects swapped, or another case) is not trained on either. avoided: digests of
     prompts that must not be set aside. A function of the set.
     """
     looks = [[digest(same) for same in same_picture(prompt)] for prompt in prompts.prompts]
     tags: dict[str, dict[str, int]] = {}  # tag -> {a picture: its first row}
     for row, metadata in enumerate(prompts.metadata):
-        if apart.isdisjoint(looks[row]):
+        if avoided.isdisjoint(looks[row]):
             tags.setdefault(str(metadata.get("tag")), {}).setdefault(min(looks[row]), row)
     chosen: dict[int, None] = {}
     for tag, rows in tags.items():
@@ -238,9 +196,10 @@ def set_aside(prompts: PromptBatch, apart: Set[str]) -> tuple[list[int], list[in
     return [row for row, same in enumerate(looks) if taken.isdisjoint(same)], sorted(chosen)
 
 
-def _split(content: bytes, name: str, apart: Sequence[Path]) -> list[bytes]:
+def _split(content: bytes, name: str, others: Sequence[Path]) -> list[bytes]:
+    """The training and the validation lines of a content."""
     avoid = set(GENEVAL | OCR)
-    for path in apart:
+    for path in others:
         avoid |= set(map(digest, load_prompts(path, "other").prompts))
     lines = [line for line in content.decode("utf-8-sig").split("\n") if line.strip()]
     return [

@@ -12,6 +12,9 @@ import hashlib
 import sys
 from pathlib import Path
 
+from flowalign.rewards.ocr import target_of
+from flowalign.training.data import load_prompts
+
 
 def digest(text: str) -> str:
     """40 bits of SHA-256 of a text, in hex; case and white space do not count."""
@@ -29,9 +32,6 @@ OCR = _shipped("held_out_ocr.txt")
 
 
 def main() -> None:
-    from flowalign.rewards.ocr import target_of
-    from flowalign.training.data import load_prompts
-
     (path,) = sys.argv[1:]
     prompts = load_prompts(path, "held out").prompts
     texts = map(target_of, prompts) if path.endswith(".txt") else prompts
