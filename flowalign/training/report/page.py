@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jinja2
+
 from flowalign.training.report.drift.compare import Check
 
 
@@ -26,8 +28,6 @@ def render(template: str, **content: object) -> str:
     Texts are escaped, since prompts and reasons come from files and models. A variable that the
     template names and `content` lacks raises jinja2.UndefinedError.
     """
-    import jinja2
-
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("flowalign.training.report"),
         autoescape=True,

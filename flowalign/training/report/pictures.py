@@ -11,10 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from PIL import Image, ImageOps
 from torch import Tensor
 
@@ -22,10 +25,6 @@ from flowalign.system.escape import shown
 from flowalign.system.files import read_lines, replacing
 from flowalign.system.images import to_float, to_uint8
 from flowalign.training import metrics
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 SMALL = 128  # pixels: narrower images are drawn with sharp pixels
 COLUMNS = 8  # images in a row
@@ -170,8 +169,6 @@ LINES = 12  # of a caption before it is wrapped
 def _draw(blocks: Sequence[Block], *, cell: float = 1.6, dpi: int = 120, head: str = "") -> Figure:
     """Blocks below one another, and `head` above them. cell: inches, the width of an image. An
     image of 64 pixels is drawn at an integer multiple of its size."""
-    from matplotlib.figure import Figure
-
     figure = Figure(dpi=dpi)
     axis = figure.add_axes((0, 0, 1, 1))  # its coordinates are inches from the upper left corner
     rows = [row for block in blocks for row in block.rows]
@@ -263,8 +260,6 @@ def read_metrics(path: Path) -> dict[str, Curve]:
 
 def metrics_plot(log: Path, path: Path, title: str = "") -> None:
     """Plot the curves that show how a run went, of those that it logged: a chart for each kind."""
-    from matplotlib.figure import Figure
-
     drawn = charts(read_metrics(log))
     columns = 2 if len(drawn) in (2, 4) else min(ACROSS, len(drawn))
     rows = -(-len(drawn) // columns)
@@ -291,9 +286,6 @@ class Chart:
     @property
     def source(self) -> str:
         """The chart as a picture of its own: the data URI of an SVG file."""
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-
         figure, file = Figure(figsize=(3.5, 3.0), layout="constrained"), io.BytesIO()
         self.draw(figure.subplots())
         # text stays text, and equal charts have equal names inside

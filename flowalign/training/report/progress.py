@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -119,9 +121,6 @@ def duration(seconds: float, exact: bool = False) -> str:
 def quiet() -> None:
     """Silence the loading bars of the libraries; errors and our own log stay. To be called before
     the libraries are imported, since some warn at their import."""
-    import logging
-    import warnings
-
     warnings.filterwarnings("ignore", "IProgress not found")  # tqdm's, in notebooks
     from diffusers.utils import logging as diffusers_log
     from transformers.utils import logging as transformers_log
