@@ -26,6 +26,7 @@ from transformers import CLIPTextModel
 
 from flowalign.backbone import Backbone, load_pipeline
 from flowalign.backbone.tiny import MODEL
+from flowalign.config import ModelConfig
 
 sys.path.append(str(Path(__file__).parent.parent / "scripts" / "tiny"))
 import parts
@@ -109,7 +110,8 @@ def main() -> None:
     args = parser.parse_args()
     parts.quiet()
     pipe = untrained(args.seed)
-    backbone = Backbone(pipe, height=64, width=64, max_sequence_length=parts.T5_LENGTH)
+    model = ModelConfig(id="flux", height=64, width=64, max_sequence_length=parts.T5_LENGTH)
+    backbone = Backbone(pipe, model)
     transformer = backbone.core.requires_grad_(True).train()
     generator = torch.Generator().manual_seed(args.seed)
     latents, texts = encoded(backbone, SCENES, seed=args.seed + 1)

@@ -6,7 +6,7 @@ failed; such a row leaves every statistic and gets advantage 0. Computed in floa
 float32 [B], without gradient.
 
 Some variants use more than the reward: the parts of a composed reward (`gdpo`), or what was seen
-in earlier rollouts (`adora`, `gated`; flowalign.teachers.running_rewards keeps it). Without it they
+in earlier rollouts (`adora`, `gated`; flowalign.teachers.scored keeps it). Without it they
 say what they do in its place, so that every variant can be called with (value, group) alone.
 """
 
@@ -46,10 +46,10 @@ def group_relative(
     for images in _groups(task, valid):
         spread = value[images].std(correction=0)  # population std
         for rows in _groups(group, valid & (task == task[images[0]])):
-            own = value[rows]
-            if not _all_equal(own):
-                scale = spread if std == "batch" else own.std(correction=0)
-                advantage[rows] = (own - own.mean()) / (scale + eps)
+            rewards = value[rows]
+            if not _all_equal(rewards):
+                scale = spread if std == "batch" else rewards.std(correction=0)
+                advantage[rows] = (rewards - rewards.mean()) / (scale + eps)
     return advantage.float()
 
 
@@ -67,15 +67,15 @@ def gaussian_ranks(
     value, group, valid, _ = _checked(value, group, valid, task)  # a group is of one task
     advantage = torch.zeros_like(value)
     for rows in _groups(group, valid):
-        own, order = value[rows].sort()
-        if _all_equal(own):
+        rewards, order = value[rows].sort()
+        if _all_equal(rewards):
             continue
-        n = len(own)
-        rank = torch.arange(1, n + 1, dtype=own.dtype, device=own.device)
+        n = len(rewards)
+        rank = torch.arange(1, n + 1, dtype=rewards.dtype, device=rewards.device)
         quantile = torch.special.ndtri((rank - 0.5) / n)  # Phi^-1
-        gap = own.diff(prepend=own[:1]) > _ROUNDING * own.abs().max()
+        gap = rewards.diff(prepend=rewards[:1]) > _ROUNDING * rewards.abs().max()
         tie = gap.long().cumsum(0)  # [n] equal numbers for equal values
-        shared = torch.zeros_like(own).index_add(0, tie, quantile) / tie.bincount(minlength=n)
+        shared = torch.zeros_like(rewards).index_add(0, tie, quantile) / tie.bincount(minlength=n)
         advantage[rows[order]] = shared[tie]
     return advantage.float()
 
@@ -96,7 +96,7 @@ def gdpo(
 
     parts, weights [K,B]: the parts of the reward and how they are weighted, a column an image; a
     weight of 0 = the image's reward has no such part. None = the value is the only part. With
-    GRPO's one normalisation of the weighted sum, the part of the largest range has the say.
+    GRPO's one normalisation of the weighted sum, the part with the largest range dominates.
     Population std. A part that is NaN leaves that part's statistics and adds 0. Departure: a group
     in which no part has a spread gets exactly 0, as in `group_relative`.
     """
@@ -111,15 +111,15 @@ def gdpo(
     total, spread = torch.zeros_like(value), torch.zeros_like(valid)
     for part, weight in zip(parts, weights, strict=True):
         for rows in _groups(group, valid & torch.isfinite(part) & (weight != 0)):
-            own = part[rows]
-            if not _all_equal(own):
-                scale = own.std(correction=0).clamp_min(1e-6)
-                total[rows] += weight[rows] * (own - own.mean()) / scale
+            scores = part[rows]
+            if not _all_equal(scores):
+                scale = scores.std(correction=0).clamp_min(1e-6)
+                total[rows] += weight[rows] * (scores - scores.mean()) / scale
                 spread[rows] = True
     advantage = torch.zeros_like(value)
     for rows in _groups(task, valid):
-        own = total[rows]
-        normalised = (own - own.mean()) / own.std(correction=0).clamp_min(1e-6)
+        sums = total[rows]
+        normalised = (sums - sums.mean()) / sums.std(correction=0).clamp_min(1e-6)
         advantage[rows] = torch.where(spread[rows], normalised, 0.0)
     return advantage.float()
 
@@ -137,7 +137,7 @@ def adora(
     """The advantages of group_relative(std="group"), times `amplify` for the prompts that are hard
     at present: at most `threshold` of their images succeed. [B]
 
-    ADORA (2602.10019) multiplies the advantages of a prompt by a weight that is computed anew from
+    ADORA (2602.10019) multiplies the advantages of a prompt by a weight that is computed from
     every rollout: 2 for prompts whose success rate is at most .5 (the difficulty criterion, with
     the amplification of its language models), else 1. Its other criterion, the length of an answer,
     has no counterpart in images. We had the abstract, the authors' code (github.com/ShadeCloak/
@@ -150,14 +150,11 @@ def adora(
     success rate. A prompt that gets better passes the bar and is no longer amplified; the bar rises
     with the model.
     """
-    advantage = group_relative(value, group, std="group", valid=valid, task=task).double()
-    value, group, valid, _ = _checked(value, group, valid, task)
-    bar = _earlier(bar, value)
-    weight = torch.ones_like(value)
-    for rows in _groups(group, valid & torch.isfinite(bar)):
-        if float((value[rows] > bar[rows]).double().mean()) <= threshold:
-            weight[rows] = amplify
-    return (advantage * weight).float()
+
+    def is_hard(values: Tensor, bars: Tensor) -> bool:
+        return float((values > bars).double().mean()) <= threshold
+
+    return _reweighted(value, group, valid, task, bar, is_hard, amplify)
 
 
 def gated(
@@ -178,14 +175,35 @@ def gated(
     .1 is its number (its authors' blog: .1 did better than 0). Where a run sees few prompts twice,
     this is `group_std`.
     """
+
+    def is_no_better(values: Tensor, averages: Tensor) -> bool:
+        return float(values.mean()) <= float(averages.mean())
+
+    return _reweighted(value, group, valid, task, before, is_no_better, attenuate)
+
+
+def _reweighted(
+    value: Tensor,
+    group: Tensor,
+    valid: Tensor | None,
+    task: Tensor | None,
+    earlier: Tensor | None,
+    chosen: Callable[[Tensor, Tensor], bool],
+    factor: float,
+) -> Tensor:
+    """The advantages of group_relative(std="group"), times `factor` for the prompts that are chosen
+    by their rewards and by what earlier rollouts say of them [B]; NaN, or None = nothing."""
     advantage = group_relative(value, group, std="group", valid=valid, task=task).double()
     value, group, valid, _ = _checked(value, group, valid, task)
-    before = _earlier(before, value)
-    weight = torch.ones_like(value)
-    for rows in _groups(group, valid & torch.isfinite(before)):
-        if float(value[rows].mean()) <= float(before[rows].mean()):
-            weight[rows] = attenuate
-    return (advantage * weight).float()
+    if earlier is None:
+        return advantage.float()
+    if earlier.shape != value.shape:
+        raise ValueError(f"bar and before must be [{len(value)}], got {list(earlier.shape)}")
+    earlier = earlier.detach().to(value)
+    for rows in _groups(group, valid & torch.isfinite(earlier)):
+        if chosen(value[rows], earlier[rows]):
+            advantage[rows] *= factor
+    return advantage.float()
 
 
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {  # (value, group, *, valid, task) -> [B]
@@ -222,15 +240,6 @@ def _checked(
     if broken:
         raise ValueError(f"{broken} of {len(value)} values are not finite; mark them in `valid`")
     return value.detach().double(), group, valid, task
-
-
-def _earlier(known: Tensor | None, value: Tensor) -> Tensor:
-    """What earlier rollouts say of B images [B], as float64; NaN = nothing."""
-    if known is None:
-        return torch.full_like(value, torch.nan)
-    if known.shape != value.shape:
-        raise ValueError(f"bar and before must be [{len(value)}], got {list(known.shape)}")
-    return known.detach().to(value)
 
 
 def _groups(name: Tensor, valid: Tensor) -> Iterator[Tensor]:

@@ -45,7 +45,7 @@ class PromptBatch:
 class Conditioning:
     """What the transformer is told of P distinct prompts, and which of them each of B images uses.
 
-    text {name: [P, ...]}, such as embeddings [P,L,D]; the names are those of the model's family.
+    text {name: [P, ...]}, such as embeddings [P,L,D]; named by the model's family.
     index [B] into them (never one copy per image). negative {name: [1, ...]}: the unconditional
     half of CFG.
     """
@@ -101,10 +101,10 @@ class Rollout:
     schedule: along which they were sampled; log_probs [B,S] of the next states (both None where no
     action is needed, or none is random); means [B,S,C,h,w] that the next states were sampled around
     (None = not needed); latents [B,C,h,w] at the end of the trajectory and images [B,3,H,W] in
-    [0,1] (None where the rollout stopped before); group [B], the place of an image's prompt in the
+    [0,1] (None where the rollout stopped before); group [B], the number of an image's prompt in the
     batch of all processes, and copy [B], which of that prompt's images it is; batch: the prompts,
     tasks and metadata of the B images, one row an image; own_sigmas [B,S]: noise levels of the
-    states, where they differ between images (None = those of the schedule); sources [B]: who
+    states, where they differ between images (None = the schedule's); sources [B]: who
     sampled each image (None = the active adapter).
     """
 

@@ -20,6 +20,7 @@ from PIL import Image
 from pydantic import AfterValidator, Field
 from torch import Tensor
 from torch.nn.functional import interpolate, normalize, pad
+from transformers import AutoConfig, Mask2FormerForUniversalSegmentation
 
 from flowalign.backbone.placement import Placement
 from flowalign.rewards.geneval_judge import COLORS, NAMES
@@ -27,6 +28,11 @@ from flowalign.rewards.options import Count, Device, OpenClip, Pretrained
 from flowalign.system.images import to_uint8
 from flowalign.system.packages import require
 from flowalign.types import Detections
+
+try:  # one set of pixels, whether torchvision is installed or not
+    from transformers.models.mask2former import Mask2FormerImageProcessorPil as ImageProcessor
+except ImportError:  # transformers 4: the one without "Fast" is numpy's
+    from transformers import Mask2FormerImageProcessor as ImageProcessor
 
 MODEL = "facebook/mask2former-swin-small-coco-instance"
 SIZE = (800, 1333)  # of the official detector's test pipeline
@@ -226,13 +232,6 @@ def tight(inside: Tensor) -> tuple[np.ndarray, list[np.ndarray]]:
 
 def _load(model: str, revision: str | None, dtype: torch.dtype) -> tuple[Any, Any]:
     """(image processor, network) of a Hub id or folder, its labels and weights checked."""
-    from transformers import AutoConfig, Mask2FormerForUniversalSegmentation
-
-    try:  # one set of pixels, whether torchvision is installed or not
-        from transformers.models.mask2former import Mask2FormerImageProcessorPil as Processor
-    except ImportError:  # transformers 4: the one without "Fast" is numpy's
-        from transformers import Mask2FormerImageProcessor as Processor
-
     at: dict[str, Any] = {"revision": revision} if revision else {}
     config: Any = AutoConfig.from_pretrained(model, **at)
     if config.model_type != "mask2former" or config.num_labels != len(NAMES):
@@ -246,7 +245,7 @@ def _load(model: str, revision: str | None, dtype: torch.dtype) -> tuple[Any, An
     missing = sorted(dict(network.named_parameters()).keys() & set(report["missing_keys"]))
     if missing:
         raise ValueError(f"`model` {model!r} lacks {len(missing)} weights, such as {missing[0]}.")
-    return Processor.from_pretrained(model, **at), network.requires_grad_(False).eval()
+    return ImageProcessor.from_pretrained(model, **at), network.requires_grad_(False).eval()
 
 
 # Colours -----------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+from huggingface_hub import hf_hub_download
 from pydantic import AfterValidator
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -32,8 +33,6 @@ def read_weights(address: str) -> dict[str, Tensor]:
     """
     path = Path(address).expanduser()
     if not path.is_file() and (on_hub := HubAddress.parse_file(address)):
-        from huggingface_hub import hf_hub_download
-
         path = Path(hf_hub_download(on_hub.repository, on_hub.path, revision=on_hub.revision))
     try:
         if path.suffix == ".safetensors":

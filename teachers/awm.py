@@ -6,13 +6,15 @@ will do. configs/tiny/teacher_ocr_awm.yaml is a run.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from flowalign import sde
-from flowalign.teachers.forward import Forward, Matched, keeping
-from flowalign.training import metrics
+from flowalign.teachers.forward import Forward, Matched
+from flowalign.teachers.scored import ratio_metrics
 from flowalign.training.algorithm import Pairs
-from flowalign.training.losses import clip_fraction, policy_loss, velocity_error
+from flowalign.training.losses import policy_loss, velocity_error
 from flowalign.types import Rollout, StepLoss
 
 TINY = 1e-10  # keeps the roots of the weightings differentiable at an error of 0
@@ -25,7 +27,7 @@ class Awm(Forward):
         """Without an advantage only the distances to base and average have a gradient."""
         prepared, s = super().prepare(rollout, update), self.settings
         near = s.kl_weight > 0 or s.ema_kl_weight > 0
-        return keeping(prepared, near, prepared.advantage)
+        return replace(prepared, keep=prepared.keep | near)
 
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: Matched) -> StepLoss:
         """The clipped policy loss on surrogate likelihoods, at the same noise and level, plus
@@ -43,15 +45,11 @@ class Awm(Forward):
         advantage = prepared.advantage[pairs.rows]
         elements, ratio = policy_loss(new, old, advantage, clip_range=s.clip_range)
         policy = elements.mean()
-        measured = {
-            metrics.CLIP_FRACTION: float(clip_fraction(ratio, s.clip_range)),
-            metrics.RATIO_ERROR: float((ratio.detach() - 1).abs().max()),
-        }
         total, drift = self.near_base(policy, pairs, velocity)
-        measured |= drift
         if s.ema_kl_weight > 0:
             average = self.policies["average"].velocity(pairs, self.guidance)
             total = total + s.ema_kl_weight * velocity_error(velocity, average).mean()
+        measured = {**ratio_metrics(ratio, s.clip_range), **drift}
         return StepLoss(total=total, policy=policy, metrics=measured)
 
 

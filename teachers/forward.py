@@ -1,6 +1,6 @@
 """What NFT and AWM share: rollouts by any sampler, scores, and clean images with noise added.
 
-Both learn at noise levels of their own choice, not at the states of the rollout. So a rollout needs
+Both learn at noise levels that they draw, not at the states of the rollout. So a rollout needs
 no noise, no log-probabilities and no stored trajectory (DiffusionNFT, 2509.16117; AWM, 2509.25050).
 """
 
@@ -20,8 +20,8 @@ from flowalign.training import metrics
 from flowalign.training.algorithm import STUDENT, Algorithm, Compared, Keeps, Pairs, Parts
 from flowalign.training.losses import velocity_error
 from flowalign.training.noising import noised, of_sampler, stratified
-from flowalign.training.rollout import Size, Stream, clean_schedule
-from flowalign.types import Rollout, Schedule, Source
+from flowalign.training.rollout import Size, Stream
+from flowalign.types import Rollout, Source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +45,13 @@ class Policy:
 
     @property
     def is_student(self) -> bool:
-        """Whether its weights are those of the student now."""
+        """Whether it has the student's weights now."""
         pairs = zip(self.parameters, self.student, strict=True)
         return not torch.stack([(policy != student).any() for policy, student in pairs]).any()
 
     @torch.no_grad()
     def follow(self, steps: int) -> None:
-        """After the optimizer steps of a rollout; steps: those of the run so far."""
+        """After the optimizer steps of a rollout; steps: how many the run has taken."""
         decay = rising_decay(steps, **self.settings.model_dump())
         for policy, student in zip(self.parameters, self.student, strict=True):
             policy.copy_(decay * policy + (1 - decay) * student)
@@ -103,11 +103,6 @@ class Forward(Algorithm[Matched]):
 
     # What the loop asks ------------------------------------------------------------------------
 
-    def plan(self, update: int, size: Size | None = None) -> Schedule:
-        """To the end, without noise; no state on the way is kept."""
-        rollout = self.config.rollout
-        return clean_schedule(self.backbone, rollout.steps, size, rollout.solver)
-
     def sources(self, tasks: list[str]) -> list[Source] | None:
         """The old policy samples, if it is not the student."""
         if self.old is None or self.old.is_student:
@@ -124,15 +119,8 @@ class Forward(Algorithm[Matched]):
             sigmas = torch.stack([self._levels((*levels, *image), size) for image in images])
         else:
             sigmas = self._levels(levels, size)
-        states = noised(rollout, sigmas, (*key, Stream.NOISE))
-        return Matched(
-            rollout=states.rollout,
-            keep=credit.keep,
-            metrics=credit.metrics,
-            notes=credit.notes,
-            advantage=credit.advantage,
-            velocity=states.velocity,
-        )
+        states, target = noised(rollout, sigmas, (*key, Stream.NOISE))
+        return Matched(**vars(replace(credit, rollout=states)), velocity=target)
 
     def _levels(self, key: tuple[int, ...], size: Size | None) -> Tensor:
         """Noise levels [S] that a key draws for images of a size."""
@@ -165,29 +153,16 @@ class Forward(Algorithm[Matched]):
     def near_base(
         self, policy: Tensor, pairs: Pairs, velocity: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
-        """The policy loss plus kl_weight times the drift from the base, and the drift for the
-        log."""
-        drift = self.drift(pairs, velocity)
-        if drift is None:
+        """The policy loss plus kl_weight times the drift |v - v_base|^2, and the drift for the log.
+        Without a weight only an update's first micro-batch is compared with the base."""
+        weight = self.settings.kl_weight
+        if not (weight > 0 or pairs.first):
             return policy, {}
-        weight, measured = self.settings.kl_weight, float(drift.detach().mean())
-        total = policy + weight * drift.mean() if weight > 0 else policy
-        return total, {metrics.VELOCITY_DRIFT: measured}
-
-    def drift(self, pairs: Pairs, velocity: Tensor) -> Tensor | None:
-        """|v - v_base|^2 [b]. Without a weight only of an update's first micro-batch, for the log:
-        else None, at no cost."""
-        if not (self.settings.kl_weight > 0 or pairs.first):
-            return None
         with torch.no_grad(), self.backbone.base():
             base = pairs.velocity(self.backbone, self.guidance)
-        return velocity_error(velocity, base)
-
-
-def keeping(prepared: Matched, everything: bool, advantage: Tensor) -> Matched:
-    """The rollout with these advantages [B]: kept are the images whose is not 0, or all."""
-    keep = (advantage.cpu() != 0) | everything
-    return replace(prepared, advantage=advantage, keep=keep)
+        drift = velocity_error(velocity, base).mean()
+        total = policy + weight * drift if weight > 0 else policy
+        return total, {metrics.VELOCITY_DRIFT: float(drift.detach())}
 
 
 def _differing_share(config: ForwardStage, old: PolicyConfig, updates: Sequence[int]) -> float:

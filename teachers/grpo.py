@@ -14,16 +14,10 @@ from torch import Tensor
 
 from flowalign import sde
 from flowalign.config import GrpoStage, OpdStage
-from flowalign.teachers.scored import Credit, Scored
+from flowalign.teachers.scored import Credit, Scored, ratio_metrics
 from flowalign.training import metrics
 from flowalign.training.algorithm import Algorithm, Compared, Keeps, Pairs, Parts
-from flowalign.training.losses import (
-    clip_fraction,
-    guard_log_ratio,
-    guard_weights,
-    kl_factors,
-    policy_loss,
-)
+from flowalign.training.losses import guard_log_ratio, guard_weights, kl_factors, policy_loss
 from flowalign.training.rollout import Size, schedule_of
 from flowalign.types import Rollout, Schedule, StepLoss
 
@@ -67,9 +61,8 @@ class Grpo(Algorithm[Credit]):
         """The clipped policy loss, plus kl_weight times the KL to the base. With the ratio of
         GRPO-Guard, the policy loss of a step is weighted by `losses.guard_weights`."""
         s, x = self.settings, pairs.x
-        schedule = prepared.rollout.schedule
+        schedule, advantage = prepared.rollout.schedule, prepared.advantage[pairs.rows]
         new = sde.scheduled_transition(schedule, x, velocity, pairs.steps)
-        advantage = prepared.advantage[pairs.rows]
         x_next, old = pairs.action()
         if s.ratio == "guard":
             assert pairs.mean is not None
@@ -83,10 +76,7 @@ class Grpo(Algorithm[Credit]):
             log_prob = sde.log_prob(new, x_next)
             elements, ratio = policy_loss(log_prob, old, advantage, clip_range=s.clip_range)
         policy = total = elements.mean()
-        measured = {
-            metrics.CLIP_FRACTION: float(clip_fraction(ratio, s.clip_range)),
-            metrics.RATIO_ERROR: float((ratio.detach() - 1).abs().max()),
-        }
+        measured = ratio_metrics(ratio, s.clip_range)
         if s.kl_weight > 0 or pairs.first:  # without a weight one micro-batch is enough for the log
             with torch.no_grad(), self.backbone.base():
                 base = pairs.velocity(self.backbone, self.guidance)

@@ -1,8 +1,8 @@
 """Merge LoRA adapters of one base into one adapter, by adding their weight updates.
 
 The update of a layer is dW = scale * B A, with scale = alpha / r (alpha / sqrt(r) under rsLoRA).
-Only whole updates are added: the sum of the A times the sum of the B also holds B_1 A_2, an update
-that no adapter had.
+Only complete updates are added: the sum of the A times the sum of the B also holds B_1 A_2, an
+update that no adapter had.
 """
 
 from __future__ import annotations
@@ -145,9 +145,9 @@ def merge_layer(
     if method == "svd":
         return _low_rank(up, down, rank)
     combine = ties if method == "ties" else dare_linear
-    dense = [part.dense for part in parts]  # only these methods drop entries of the whole matrix
-    whole = combine(dense, torch.tensor(weights, dtype=down.dtype), density)
-    left, sizes, right = torch.linalg.svd(whole, full_matrices=False)
+    dense = [part.dense for part in parts]  # only these methods drop entries of the matrix
+    merged = combine(dense, torch.tensor(weights, dtype=down.dtype), density)
+    left, sizes, right = torch.linalg.svd(merged, full_matrices=False)
     return _cut(left, sizes, right, rank)
 
 

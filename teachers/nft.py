@@ -7,10 +7,12 @@ run.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from flowalign import sde
-from flowalign.teachers.forward import Forward, Matched, keeping
+from flowalign.teachers.forward import Forward, Matched
 from flowalign.training.algorithm import Pairs
 from flowalign.types import Rollout, StepLoss
 
@@ -25,7 +27,8 @@ class Nft(Forward):
         several = self.config.optimizer.updates_per_rollout > 1
         moved = self.old is not None and (several or not self.old.is_student)
         advantage = chosen_advantage(prepared.advantage, s.adv_mode)
-        return keeping(prepared, moved or s.kl_weight > 0, advantage)
+        keep = (advantage.cpu() != 0) | moved | (s.kl_weight > 0)
+        return replace(prepared, advantage=advantage, keep=keep)
 
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: Matched) -> StepLoss:
         """advantage_clip times the loss of NFT, plus kl_weight times the drift from the base."""

@@ -21,6 +21,7 @@ from flowalign.rewards import as_reward
 from flowalign.rewards.scoring import AsyncScorer, TaskRewards
 from flowalign.training import metrics
 from flowalign.training.algorithm import Parts, Prepared, TrainingError
+from flowalign.training.losses import clip_fraction
 from flowalign.training.report.samples import score_note
 from flowalign.training.rollout import OnImages
 from flowalign.training.run.processes import Means
@@ -76,19 +77,22 @@ class Scored:
         if self.settings.advantage == "gdpo":
             more = self._parts(scores, valid, task, names)
         elif self.running:
-            more = self._averages(self.running, batch, update, value, valid)
+            keys = self._gathered(self.running.keys_of(batch))
+            average = self.running.average(keys, update)
+            self.running.add(keys, value, valid, update)
+            more = self._earlier(average)
         variant = ADVANTAGES[self.settings.advantage]
-        everyone = variant(value, group, valid=valid, task=task, **more)
-        everyone = clip_advantage(everyone, self.settings.advantage_clip)
+        advantages = variant(value, group, valid=valid, task=task, **more)
+        advantages = clip_advantage(advantages, self.settings.advantage_clip)
         first = self.accelerator.process_index * len(rollout)
-        advantage = everyone[first : first + len(rollout)]
+        advantage = advantages[first : first + len(rollout)]
         measured = {
             metrics.REWARD: float(value[valid].mean()),
             metrics.REWARD_STD: float(value[valid].std(correction=0)),
             metrics.INVALID_SHARE: 1 - float(valid.float().mean()),
-            metrics.KEPT_SHARE: float((everyone != 0).float().mean()),
+            metrics.KEPT_SHARE: float((advantages != 0).float().mean()),
         }
-        measured |= {**by_task(names, task, value, valid, everyone), **_part_means(scores)}
+        measured |= {**by_task(names, task, value, valid, advantages), **_part_means(scores)}
         return Credit(
             rollout=rollout,
             keep=advantage != 0,
@@ -138,35 +142,29 @@ class Scored:
                     )
         return {"parts": parts, "weights": weights}
 
-    def _averages(
-        self,
-        running: RunningRewards,
-        batch: PromptBatch,
-        update: int,
-        value: Tensor,
-        valid: Tensor,
-    ) -> dict[str, Any]:
-        """The running averages of all images. This rollout is added to them."""
-        keys = self._gathered(running.keys_of(batch))
-        average = running.average(keys, update)
-        running.add(keys, value, valid, update)
-        settings = self.settings.earlier or EarlierConfig()
+    def _earlier(self, average: Tensor) -> dict[str, Any]:
+        """What the advantage is told of earlier rollouts: their average [B], and how it counts."""
+        earlier = self.settings.earlier or EarlierConfig()
         if self.settings.advantage == "gated":
-            return {"before": average, "attenuate": settings.attenuate}
-        return {
-            "bar": average,
-            "threshold": settings.threshold,
-            "amplify": settings.amplify,
-        }
+            return {"before": average, "attenuate": earlier.attenuate}
+        return {"bar": average, "threshold": earlier.threshold, "amplify": earlier.amplify}
 
 
 def _part_means(scores: Scores) -> dict[str, float]:
     """The mean of every part over the images (of all processes) that have it."""
     means = Means()
     for name, part in scores.parts.items():
-        known = part[torch.isfinite(part)]
-        means.add_sum(metrics.REWARD_PART + name, float(known.sum()), len(known))
+        finite = part[torch.isfinite(part)]
+        means.add_sum(metrics.REWARD_PART + name, float(finite.sum()), len(finite))
     return dict(sorted(means.over_processes().items()))
+
+
+def ratio_metrics(ratio: Tensor, clip_range: float) -> dict[str, float]:
+    """What is logged of the ratios [b] of a micro-batch."""
+    return {
+        metrics.CLIP_FRACTION: float(clip_fraction(ratio, clip_range)),
+        metrics.RATIO_ERROR: float((ratio.detach() - 1).abs().max()),
+    }
 
 
 def by_task(

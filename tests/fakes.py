@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -30,7 +33,7 @@ from diffusers import AutoencoderKL, SD3Transformer2DModel, StableDiffusion3Pipe
 from torch import Tensor
 
 from flowalign import config
-from flowalign.backbone import Backbone, load_pipeline
+from flowalign.backbone import Backbone
 from flowalign.backbone.sd3 import SD3
 from flowalign.commands import build, train
 from flowalign.eval import before_after
@@ -91,10 +94,13 @@ def pipeline(seed: int = 0) -> StableDiffusion3Pipeline:
     )
 
 
-def backbone(model: str, dtype: torch.dtype = torch.float32, size: int = 32) -> Backbone:
-    """The model of a folder for images of size x size, without an adapter."""
-    pipe = load_pipeline(model, dtype=dtype)
-    return Backbone(pipe, height=size, width=size, max_sequence_length=parts.T5_LENGTH)
+SMALL: dict[str, Any] = {"height": 32, "width": 32, "max_sequence_length": parts.T5_LENGTH}
+
+
+def backbone(model: str, pipe: Any = None, **options: Any) -> Backbone:
+    """The model of a folder for small images, without an adapter. pipe: its pipeline, changed."""
+    settings = config.ModelConfig(id=model, **SMALL | options)
+    return Backbone(pipe, settings) if pipe else Backbone.load(settings)
 
 
 def adapted(model: str, name: str = STUDENT, *, rank: int = 4, alpha: float = 6.0) -> Backbone:
@@ -288,17 +294,22 @@ def wired(found: config.TrainingStage, *, moved: bool = False) -> Loop:
     return loop
 
 
-def teachers(model: str, folder: Path) -> dict[str, str]:
-    """Two teachers of a model that differ: name -> adapter folder."""
-    found = {}
+@functools.cache
+def _teachers(model: str) -> Path:
+    """The teachers of a model, made once."""
+    folder = Path(tempfile.mkdtemp(prefix="teachers_"))
     for seed, name in enumerate(["even", "odd"]):
         teacher = backbone(model)
-        teacher.name = model
         teacher.add_adapter("t", rank=2 + seed, alpha=4.0)
         shake(teacher, "t", seed=seed + 5, scale=0.2)
-        found[name] = str(folder / name)
-        teacher.save_adapter("t", found[name])
-    return found
+        teacher.save_adapter("t", folder / name)
+    return folder
+
+
+def teachers(model: str, folder: Path) -> dict[str, str]:
+    """Two teachers of a model that differ: name -> adapter folder."""
+    shutil.copytree(_teachers(model), folder, dirs_exist_ok=True)
+    return {name: str(folder / name) for name in ("even", "odd")}
 
 
 def distillation(
@@ -325,6 +336,21 @@ def forward(
     raw = found.model_dump(mode="json", exclude={"grpo", "stage"})
     raw["rollout"] |= {"kind": "ode", "window": None}
     return config.parse({**raw, "stage": stage, stage: {"states": 3}}, overrides)
+
+
+def weights(loop: Loop) -> Tensor:
+    """All trained parameters of a run, flat."""
+    return torch.cat([p.detach().flatten() for p in loop.parameters])
+
+
+def gradient(loop: Loop, loss: Tensor) -> Tensor:
+    """Of a loss, by them."""
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, loop.parameters)])
+
+
+def lines(loop: Loop) -> list[dict[str, float]]:
+    """The log of a run."""
+    return [json.loads(line) for line in (loop.folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @dataclass

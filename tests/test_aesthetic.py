@@ -119,7 +119,7 @@ def test_a_head_on_the_hub_is_asked_for_by_its_address(options: dict, monkeypatc
             raise OSError("no network")
         return options["head"]
 
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr("flowalign.rewards.weights.hf_hub_download", download)
     build("aesthetic", **{**options, "head": "owner/name/sub/head.pth@abc1"})
     default = {key: value for key, value in options.items() if key != "head"}
     with pytest.raises(OSError, match="no network"):

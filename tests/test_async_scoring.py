@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from flowalign.rewards.scoring import AsyncScorer, score
-from flowalign.training.algorithm import TrainingError
 from flowalign.types import PromptBatch, Scores
 
 REDNESS = fakes.redness
@@ -141,28 +140,6 @@ def test_scoring_and_sampling_take_turns_in_time(random_model, tmp_path, monkeyp
         time.sleep(0.01)
     assert asked == [(2, False)] * 4
     assert torch.isfinite(torch.tensor(loop.algorithm.prepare(rollout, 0).metrics["reward"]))
-
-
-def hanging(images, prompts, metadata):
-    """Redness that never comes back about the images of the first prompt."""
-    if fakes.PROMPTS[0] in prompts:
-        threading.Event().wait(60)
-    return REDNESS(images, prompts, metadata)
-
-
-def test_a_reward_that_hangs_is_masked_and_past_a_share_the_run_stops(
-    random_model, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(fakes, "redness", hanging)
-    overrides = ["rollout.batch_size=4", "train.score_seconds=0.5", "rollout.prompts=8"]
-    found = fakes.settings(random_model, tmp_path / "some", "train.updates=1", *overrides)
-    fakes.wired(found).run()
-    assert metrics(tmp_path / "some")[0]["invalid_share"] == pytest.approx(1 / 8)
-    found = fakes.settings(
-        random_model, tmp_path / "many", *overrides, "train.max_invalid_share=0.1"
-    )
-    with pytest.raises(TrainingError, match="no answer within 0.5 s"):
-        fakes.wired(found).run()
 
 
 @pytest.mark.parametrize("reward", ["grouped", "redness"])

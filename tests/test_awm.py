@@ -8,6 +8,7 @@ from typing import Any
 import fakes
 import pytest
 import torch
+from fakes import gradient
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -24,10 +25,6 @@ def ready(model: str, folder: Path, *overrides: str) -> tuple[Loop, Matched, Pai
     assert isinstance(loop.algorithm, Awm) and isinstance(found, Matched)
     (pairs,) = pairs_of(found.rollout, torch.ones(8, dtype=torch.bool), 100)
     return loop, found, pairs
-
-
-def gradient(loop: Loop, loss: Tensor) -> Tensor:
-    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, loop.parameters)])
 
 
 def velocity(loop: Loop, pairs: Pairs, adapter: str | None) -> Tensor:

@@ -26,25 +26,21 @@ def probe(backbone: Backbone, guidance: float = 3.0) -> tuple[Tensor, Tensor, Co
         return backbone.velocity(x, 0.6, cond, guidance=guidance), x, cond
 
 
-def test_a_fresh_adapter_changes_nothing(random_model: str) -> None:
+def test_a_fresh_adapter_changes_nothing_and_a_trained_one_only_while_it_is_active(
+    random_model: str,
+) -> None:
     backbone = fakes.backbone(random_model)
-    before = probe(backbone)[0]
+    plain = probe(backbone)[0]
     backbone.add_adapter(STUDENT, rank=4, alpha=8, targets=fakes.TARGETS)
-    assert torch.equal(probe(backbone)[0], before)
-
-
-def test_base_is_the_base_and_the_adapter_is_back_and_trainable(random_model: str) -> None:
-    plain = probe(fakes.backbone(random_model))[0]
-    backbone = fakes.adapted(random_model)
+    assert torch.equal(probe(backbone)[0], plain)
+    fakes.shake(backbone)
     adapted = probe(backbone)[0]
     assert (adapted - plain).abs().max() > 1e-2
-    with backbone.base():
-        assert torch.equal(probe(backbone)[0], plain)
-    assert torch.equal(probe(backbone)[0], adapted)
-    assert all(p.requires_grad for p in backbone.adapter_parameters(STUDENT))
     with pytest.raises(ZeroDivisionError), backbone.base():
+        assert torch.equal(probe(backbone)[0], plain)
         raise ZeroDivisionError
     assert torch.equal(probe(backbone)[0], adapted)
+    assert all(p.requires_grad for p in backbone.adapter_parameters(STUDENT))
 
 
 def test_gradients_survive_a_look_at_the_base(random_model: str) -> None:
@@ -64,11 +60,8 @@ def test_gradients_survive_a_look_at_the_base(random_model: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, looked, strict=True))
 
 
-@pytest.mark.parametrize(("rank", "alpha"), [(4, 4.0), (4, 10.0)])
-def test_what_is_saved_is_what_diffusers_loads(
-    random_model: str, tmp_path: Path, rank: int, alpha: float
-) -> None:
-    backbone = fakes.adapted(random_model, rank=rank, alpha=alpha)
+def test_what_is_saved_is_what_diffusers_loads(random_model: str, tmp_path: Path) -> None:
+    backbone = fakes.adapted(random_model, rank=4, alpha=10.0)
     velocity, x, cond = probe(backbone, guidance=1.0)
     backbone.save_adapter(STUDENT, tmp_path)
     stock = StableDiffusion3Pipeline.from_pretrained(random_model)
@@ -99,24 +92,6 @@ def test_replace_adapter_puts_saved_weights_in_place(random_model: str, tmp_path
     assert all(a is b for a, b in zip(weights, backbone.adapter_parameters(STUDENT), strict=True))
 
 
-def test_replace_adapter_refuses_one_of_other_layers(random_model: str, tmp_path: Path) -> None:
-    backbone = fakes.backbone(random_model)
-    backbone.add_adapter("few", rank=4, alpha=4, targets=["attn.to_q"])
-    backbone.save_adapter("few", tmp_path)
-    student = fakes.adapted(random_model)
-    with pytest.raises(ValueError, match="other layers"):
-        student.replace_adapter(STUDENT, tmp_path)
-
-
-def test_adapter_weights_are_float32_on_a_half_precision_base(random_model: str) -> None:
-    backbone = fakes.backbone(random_model, dtype=torch.bfloat16)
-    backbone.add_adapter(STUDENT, rank=4, alpha=4, targets=fakes.TARGETS)
-    assert {p.dtype for p in backbone.adapter_parameters(STUDENT)} == {torch.float32}
-    assert backbone.dtype == torch.bfloat16
-    assert {p.requires_grad for p in backbone.core.parameters()} == {True, False}
-    assert probe(backbone)[0].dtype == torch.float32
-
-
 def test_guidance_extrapolates_from_the_unconditional_velocity(random_model: str) -> None:
     backbone = fakes.backbone(random_model)
     one, three = probe(backbone, 1.0)[0], probe(backbone, 3.0)[0]
@@ -129,8 +104,9 @@ def test_guidance_extrapolates_from_the_unconditional_velocity(random_model: str
 def test_pixels_that_are_no_whole_patches_are_refused(
     random_model: str, height: int, width: int
 ) -> None:
+    config = ModelConfig(id="x").model_copy(update={"height": height, "width": width})
     with pytest.raises(ModelError, match=f"{height}x{width} pixels; .* multiples of 16"):
-        Backbone(load_pipeline(random_model), height=height, width=width, max_sequence_length=16)
+        Backbone(load_pipeline(random_model), config)
 
 
 def test_a_model_that_is_not_there_says_what_to_do(tmp_path: Path) -> None:
@@ -145,13 +121,13 @@ def test_a_model_that_is_not_there_says_what_to_do(tmp_path: Path) -> None:
 # Less memory -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"dtype": torch.bfloat16}])
+@pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"dtype": "bfloat16"}])
 def test_an_adapter_keeps_all_its_bits_on_a_base_that_has_fewer(
     random_model: str, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     full = fakes.adapted(random_model)
     full.save_adapter(STUDENT, tmp_path)
-    small = quantized(random_model, **options)
+    small = fakes.backbone(random_model, **options)
     small.load_adapter(STUDENT, tmp_path)
     pairs = zip(small.adapter_parameters(STUDENT), full.adapter_parameters(STUDENT), strict=True)
     assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
@@ -159,7 +135,7 @@ def test_an_adapter_keeps_all_its_bits_on_a_base_that_has_fewer(
 
 def test_fp8_is_the_rounded_base_in_velocity_and_gradient(random_model: str) -> None:
     """Against the same base whose weights were rounded by hand where they are stored in 8 bits."""
-    small, rounded = quantized(random_model, quantization="fp8"), fakes.backbone(random_model)
+    small, rounded = fakes.backbone(random_model, quantization="fp8"), fakes.backbone(random_model)
     eight = {n for n, p in small.core.named_parameters() if p.dtype == torch.float8_e4m3fn}
     assert len(eight) > 20 and not any("norm" in name for name in eight)
     for name, weight in rounded.core.named_parameters():
@@ -180,16 +156,8 @@ def test_fp8_is_the_rounded_base_in_velocity_and_gradient(random_model: str) -> 
     }
 
 
-def quantized(model: str, **options: Any) -> Backbone:
-    pipe = load_pipeline(model, **options)
-    return Backbone(
-        pipe, height=32, width=32, max_sequence_length=16, dtype=options.get("dtype", torch.float32)
-    )
-
-
 def test_the_vae_keeps_its_bits_and_decodes_in_small_batches(random_model: str) -> None:
-    config = ModelConfig(id=random_model, dtype="bfloat16", height=32, width=32, decode_batch=2)
-    backbone = Backbone.load(config)
+    backbone = fakes.backbone(random_model, dtype="bfloat16", decode_batch=2)
     full = fakes.backbone(random_model)
     assert backbone.dtype == torch.bfloat16 and backbone.pipe.vae.dtype == torch.float32
     seen: list[int] = []
@@ -210,7 +178,7 @@ def with_scheduler(model: str, size: int = 32, **changes: Any) -> Backbone:
     """The backbone of a pipeline whose scheduler has these settings."""
     pipe = load_pipeline(model)
     pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, **changes)
-    return Backbone(pipe, height=size, width=size, max_sequence_length=16)
+    return fakes.backbone(model, pipe, height=size, width=size)
 
 
 @pytest.mark.parametrize(
@@ -228,8 +196,10 @@ def test_the_schedule_is_the_one_that_the_pipeline_takes(
     random_model: str, changes: dict[str, Any]
 ) -> None:
     backbone, steps = with_scheduler(random_model, **changes), 5
-    ours = backbone.sigmas(steps)
     pipe = backbone.pipe
+    before = torch.as_tensor(pipe.scheduler.sigmas).clone()
+    ours = backbone.sigmas(steps)
+    assert torch.equal(torch.as_tensor(pipe.scheduler.sigmas), before)  # it was not touched
     pipe("red", height=32, width=32, num_inference_steps=steps, output_type="latent")
     assert torch.equal(ours, pipe.scheduler.sigmas.cpu())
     if "use_dynamic_shifting" in changes:
@@ -237,13 +207,6 @@ def test_the_schedule_is_the_one_that_the_pipeline_takes(
     elif not any(key.startswith("use_") for key in changes):
         config = pipe.scheduler.config
         assert torch.equal(ours, sde.sigmas(steps, config.shift, terminal=config.shift_terminal))
-
-
-def test_asking_for_a_schedule_leaves_the_pipeline_as_it_was(random_model: str) -> None:
-    backbone = with_scheduler(random_model)
-    before = torch.as_tensor(backbone.pipe.scheduler.sigmas).clone()
-    backbone.sigmas(5)
-    assert torch.equal(torch.as_tensor(backbone.pipe.scheduler.sigmas), before)
 
 
 def test_the_shift_of_a_dynamic_schedule_is_that_of_its_grid(random_model: str) -> None:
@@ -268,13 +231,3 @@ def test_a_schedule_that_would_be_sampled_otherwise_is_refused(
 ) -> None:
     with pytest.raises(ModelError, match=next(iter(changes))):
         with_scheduler(random_model, **changes).sigmas(5)
-
-
-def test_a_scheduler_of_another_kind_is_refused(random_model: str) -> None:
-    from diffusers import FlowMatchHeunDiscreteScheduler
-
-    pipe = load_pipeline(random_model)
-    pipe.scheduler = FlowMatchHeunDiscreteScheduler()
-    backbone = Backbone(pipe, height=32, width=32, max_sequence_length=16)
-    with pytest.raises(ModelError, match="FlowMatchHeunDiscreteScheduler"):
-        backbone.sigmas(5)

@@ -116,11 +116,6 @@ def test_the_student_does_not_notice_the_bank(
 # Refusals ----------------------------------------------------------------------------------------
 
 
-def test_a_teacher_without_a_task_is_refused(random_model: str, members: dict[str, Member]) -> None:
-    with pytest.raises(ValueError, match="teachers"):
-        Bank(fakes.backbone(random_model), members, {"ocr": "ocr", "geneval": "geneval"})
-
-
 def test_an_adapter_of_another_base_is_refused(random_model: str, tmp_path: Path) -> None:
     backbone = fakes.adapted(random_model)
     backbone.save_adapter(STUDENT, tmp_path / "mine")

@@ -42,6 +42,7 @@ def state(loop: Loop) -> dict[str, Any]:
         "lr": loop.step.lr.state_dict(),
         "rng": get_rng(),
         "best": loop.evaluations.best,
+        "algorithm": {k: [*map(torch.clone, v)] for k, v in loop.algorithm.tensors().items()},
         "metrics": [{k: v for k, v in row.items() if "second" not in k} for row in rows],
     }
 
@@ -64,51 +65,74 @@ def assert_same(found: Any, expected: Any, where: str = "state") -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The state after four updates at once."""
-    return state(run(random_model, tmp_path_factory.mktemp("whole") / "run"))
+def once(
+    random_model: str, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
+    """The folder of a run of four updates at once, and its state."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return folder, state(run(random_model, folder))
+
+
+@pytest.fixture(scope="module")
+def whole(once: tuple[Path, dict[str, Any]]) -> dict[str, Any]:
+    return once[1]
 
 
 def test_two_updates_and_two_more_are_four(
-    random_model: str, tmp_path: Path, whole: dict[str, Any]
+    random_model: str, tmp_path: Path, once: tuple[Path, dict[str, Any]]
 ) -> None:
+    """Their checkpoints, too, to the byte."""
     run(random_model, tmp_path / "run", "train.updates=2")
-    assert_same(state(run(random_model, tmp_path / "run", resume=True)), whole)
+    assert_same(state(run(random_model, tmp_path / "run", resume=True)), once[1])
+    expected, found = (run / "checkpoints/update_000004" for run in (once[0], tmp_path / "run"))
+    names = {path.name for path in expected.iterdir() if path.is_file()}
+    for name in names - {"manifest.json", "metrics.jsonl"}:  # they hold paths and seconds
+        assert (expected / name).read_bytes() == (found / name).read_bytes(), name
 
 
-@pytest.mark.slow
-def test_their_checkpoints_are_equal_to_the_byte(random_model: str, tmp_path: Path) -> None:
-    run(random_model, tmp_path / "once" / "run")
-    run(random_model, tmp_path / "run", "train.updates=2")
-    run(random_model, tmp_path / "run", resume=True)
-    once, again = (
-        folder / "run" / "checkpoints" / "update_000004" for folder in (tmp_path / "once", tmp_path)
-    )
-    names = sorted(path.name for path in once.iterdir() if path.is_file())
-    for name in set(names) - {"manifest.json", "metrics.jsonl"}:  # they hold paths and seconds
-        assert (once / name).read_bytes() == (again / name).read_bytes(), name
+FORWARD = ["optimizer.lr=1e-2", "{}.kl_weight=0.1"]
+NFT = [*FORWARD, "nft.old={decay: 0.5, rise: 0.25}"]
+AWM = [*FORWARD, "awm.ema_kl_weight=1.0", "awm.average={decay: 0.5, rise: 0.25}"]
+EARLIER = ["grpo.earlier={amplify: 5.0, attenuate: 0.0}", "rollout.prompts=4",
+           "optimizer.eps=1.0", "optimizer.lr=30.0"]  # fmt: skip
+PICK = ["tasks.0.reward={name: pickscore, options: {model: tiny}}", "rollout.prompts=7",
+        "rollout.copies=2", "rollout.batch_size=14"]  # fmt: skip
+SIZES = "model.sizes=[[32, 32], [32, 64]]"
+TWICE = "optimizer.updates_per_rollout=2"
 
 
-def test_so_they_are_where_a_reward_keeps_what_it_knows_of_prompts(
-    random_model: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("stage", "given"),
+    [
+        pytest.param("grpo", [*EVALUATED, TWICE, "ema.every=3"], id="evaluations"),
+        pytest.param("grpo", PICK, id="a reward that knows prompts"),
+        pytest.param("grpo", ["grpo.advantage=adora", *EARLIER], id="averages of tasks"),
+        pytest.param("grpo", ["grpo.advantage=gated", *EARLIER], id="averages of prompts"),
+        pytest.param("grpo", [SIZES], id="sizes"),
+        pytest.param("opd", ["student.states={select: random, count: 1}"], id="opd"),
+        pytest.param("sft", [], id="sft"),
+        pytest.param("nft", NFT, id="nft"),
+        pytest.param("nft", [*NFT, TWICE, SIZES], id="nft with two steps and sizes"),
+        pytest.param("awm", AWM, id="awm"),
+        pytest.param("awm", [*AWM, TWICE, SIZES], id="awm with two steps and sizes"),
+    ],
+)
+def test_so_they_are_under_every_algorithm(
+    random_model: str, tmp_path: Path, stage: str, given: list[str]
 ) -> None:
-    pick = [
-        "tasks.0.reward={name: pickscore, options: {model: tiny}}", "rollout.prompts=7",
-        "rollout.copies=2", "rollout.batch_size=14",
-    ]  # fmt: skip
-    once = state(run(random_model, tmp_path / "once" / "run", *pick))
-    run(random_model, tmp_path / "run", *pick, "train.updates=2")
-    assert_same(state(run(random_model, tmp_path / "run", *pick, resume=True)), once)
+    def ran(folder: str, *overrides: str, resume: bool = False) -> dict[str, Any]:
+        output, words = tmp_path / folder / "run", [text.replace("{}", stage) for text in given]
+        if stage == "grpo":
+            return state(run(random_model, output, *words, *overrides, resume=resume))
+        make = fakes.distillation if stage in ("opd", "sft") else fakes.forward
+        loop = fakes.wired(make(random_model, output, *words, *overrides, stage=stage))
+        assert loop.resume() == resume
+        loop.run()
+        return state(loop)
 
-
-def test_so_they_are_with_evaluations_and_several_steps_a_rollout(
-    random_model: str, tmp_path: Path
-) -> None:
-    overrides = [*EVALUATED, "optimizer.updates_per_rollout=2", "ema.every=3"]
-    once = state(run(random_model, tmp_path / "once" / "run", *overrides))
-    assert [row["update"] for row in once["metrics"]] == [0, 1, 2, 2, 3, 4, 4]
-    run(random_model, tmp_path / "run", *overrides, "train.updates=2")
-    assert_same(state(run(random_model, tmp_path / "run", *overrides, resume=True)), once)
+    once = ran("once")
+    ran("parts", "train.updates=2")
+    assert_same(ran("parts", resume=True), once)
 
 
 def test_what_a_kill_left_half_written_is_ignored(
@@ -180,15 +204,6 @@ def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
     names = ["update_000001", "update_000002", "update_000003"]
     assert [p.name for p in checkpoints.all()] == names[-keep:]
     assert sorted(p.name for p in checkpoints.folder.iterdir()) == names[-keep:]
-
-
-def test_a_complete_checkpoint_is_never_taken_away_to_be_written_again(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, 1)
-    first = save(checkpoints, 1)
-    inode = first.stat().st_ino
-    assert save(checkpoints, 1) == first
-    assert first.stat().st_ino == inode
-    assert [p.name for p in checkpoints.folder.iterdir()] == [first.name]
 
 
 def save(checkpoints: Checkpoints, update: int) -> Path:

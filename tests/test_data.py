@@ -173,11 +173,6 @@ def test_a_small_set_wraps_within_a_batch() -> None:
     assert Counter(sampler({"a": 2}, {"a": 1.0}, 6).batch(0).prompts) == {"a 0": 3, "a 1": 3}
 
 
-def test_sets_and_weights_must_name_the_same_tasks() -> None:
-    with pytest.raises(ValueError, match=r"\['a'\].*\['b'\]"):
-        sampler({"a": 2}, {"b": 1.0}, 6)
-
-
 # Part of a set -----------------------------------------------------------------------------------
 
 GENEVAL_TAGS = {"single_object": 80, "two_object": 99, "counting": 80,

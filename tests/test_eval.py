@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from flowalign.backbone import Backbone, load_pipeline, text
+from flowalign.backbone import Backbone, text
 from flowalign.backbone.placement import Placement
 from flowalign.backbone.text import TextEncoder
 from flowalign.config import SamplingConfig
@@ -223,7 +223,7 @@ def judge(backbone: Backbone, benchmark: Benchmark, *args: Any, **options: Any) 
 
 @pytest.fixture(scope="module")
 def backbone(random_model: str) -> Backbone:
-    return Backbone(load_pipeline(random_model), **SMALL)
+    return fakes.backbone(random_model)
 
 
 def test_an_image_depends_neither_on_the_batch_nor_on_who_samples_it(
@@ -272,7 +272,7 @@ def test_features_are_those_of_the_images_and_nan_where_there_is_no_image(
 @pytest.fixture
 def config(tmp_path: Path, random_model: str) -> Path:
     """An evaluation of the random base and of an adapter that changes nothing (B = 0)."""
-    model = Backbone(load_pipeline(random_model), **SMALL)
+    model = fakes.backbone(random_model)
     model.add_adapter("fresh", rank=2, alpha=2.0)
     model.save_adapter("fresh", tmp_path / "adapter")
     return fakes.evaluation(
@@ -415,7 +415,7 @@ def visits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def evaluated(model: str, visits: list[str], times: int = 1, **options: Any) -> list[Any]:
     """Rows and pictures of nine prompts in five batches, judged so many times."""
-    backbone = Backbone(load_pipeline(model), offload_text_encoders=True, **SMALL)
+    backbone = fakes.backbone(model, offload_text_encoders=True)
     backbone.text.negative()
     words = [f"a {letter}" for letter in "ABCDEFGHI"]
     mark = Benchmark("x", PromptBatch(words, ["x"] * 9, [{}] * 9), Judge())

@@ -1,7 +1,8 @@
 """Every family of models: what we sample is what its diffusers pipeline samples, row by row, and
 what we train its pipeline loads."""
 
-from collections.abc import Iterator
+import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.testing import assert_close
 from flowalign import sde
 from flowalign.backbone import Backbone, ModelError, load_pipeline
 from flowalign.backbone.attention import use_backend
+from flowalign.config import ModelConfig
 from flowalign.training.rollout import Noise, Schedule, places, sample
 from flowalign.types import PromptBatch
 
@@ -35,32 +37,35 @@ CALLS: dict[str, list[tuple[float, dict[str, Any]]]] = {  # our guidance, and th
     "sana": [(1.0, {"guidance_scale": 1.0}), (4.0, {"guidance_scale": 4.0})],
 }
 SIZES = [(64, 96), (96, 64)]
+LARGE = ("flux2", "klein", "klein_distilled")  # of 28 to 31 layers
 CASES = [
-    (name, *case, *SIZES[number % 2])
+    pytest.param(name, *case, *SIZES[number % 2], marks=[pytest.mark.slow] if name in LARGE else [])
     for name, cases in CALLS.items()
     for number, case in enumerate(cases)
 ]
 
 
-@pytest.fixture(scope="module", params=families.PIPELINES)
+FAST = ("flux", "z_image", "sana")  # families whose text encoders are small
+NAMES = [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in families.PIPELINES]
+PIPES = functools.cache(families.pipeline)  # not to be changed
+
+
+@pytest.fixture(scope="module", params=NAMES)
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(scope="module")
-def pipes() -> Iterator[dict[str, Any]]:
-    """{family: its pipeline}, made when it is asked for."""
-
-    class Made(dict[str, Any]):
-        def __missing__(self, name: str) -> Any:
-            self[name] = families.pipeline(name)
-            return self[name]
-
-    yield Made()
+def pipeline(name: str) -> Any:
+    """A pipeline of its own for a test."""
+    return copy.deepcopy(PIPES(name))
 
 
 def backbone(pipe: Any, height: int = 64, width: int = 96) -> Backbone:
-    return Backbone(pipe, height=height, width=width, max_sequence_length=LENGTH)
+    dtype: Any = str(pipe.transformer.dtype).removeprefix("torch.")
+    sizes: dict[str, Any] = {"height": height, "width": width, "max_sequence_length": LENGTH}
+    found = Backbone(pipe, ModelConfig(id="random", dtype=dtype, **sizes))
+    found.name = None  # peft would look for it on the Hub
+    return found
 
 
 def packed(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
@@ -72,11 +77,10 @@ def packed(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("family", "guidance", "call", "height", "width"), CASES)
 def test_our_images_are_the_pipelines(
-    pipes: dict[str, Any], family: str, guidance: float, call: dict[str, Any], height: int,
-    width: int,
-) -> None:  # fmt: skip
+    family: str, guidance: float, call: dict[str, Any], height: int, width: int
+) -> None:
     """For the same latents, prompts of different lengths, steps and guidance."""
-    pipe = pipes[family]
+    pipe = PIPES(family)
     ours = backbone(pipe, height, width)
     count = len(TEXTS)
     batch = PromptBatch(TEXTS, ["t"] * count, [{}] * count)
@@ -113,9 +117,9 @@ def strength(ours: Backbone) -> float:
 
 
 @torch.no_grad()
-def test_a_row_is_the_same_alone_and_in_a_batch(pipes: dict[str, Any], name: str) -> None:
+def test_a_row_is_the_same_alone_and_in_a_batch(name: str) -> None:
     """Whatever the lengths of the prompts beside it."""
-    ours = backbone(pipes[name])
+    ours = backbone(PIPES(name))
     x, cond = probe(ours)
     scale, sigma = strength(ours), torch.tensor([0.9, 0.5, 0.2])
     together = ours.velocity(x, sigma, cond, guidance=scale)
@@ -137,14 +141,14 @@ def adapted(pipe: Any) -> Backbone:
 
 @torch.no_grad()
 def test_a_lora_goes_to_diffusers_and_back(name: str, tmp_path: Path) -> None:
-    ours = adapted(families.pipeline(name))
+    ours = adapted(pipeline(name))
     x, cond = probe(ours)
     velocity = ours.velocity(x, 0.7, cond, guidance=1.0)
     with ours.base():
         assert float((ours.velocity(x, 0.7, cond, guidance=1.0) - velocity).abs().max()) > 1e-2
     ours.save_adapter("student", tmp_path / "ours")
 
-    stock = families.pipeline(name)
+    stock = pipeline(name)
     stock.load_lora_weights(str(tmp_path / "ours"))
     assert_close(backbone(stock).velocity(x, 0.7, cond, guidance=1.0), velocity, rtol=0, atol=1e-6)
     peft = get_peft_model_state_dict(stock.transformer, adapter_name="default_0")
@@ -154,14 +158,14 @@ def test_a_lora_goes_to_diffusers_and_back(name: str, tmp_path: Path) -> None:
         transformer_lora_layers=peft,
         transformer_lora_adapter_metadata={**config, "target_modules": list(ours.family.targets)},
     )
-    again = backbone(families.pipeline(name))
+    again = backbone(pipeline(name))
     again.load_adapter("theirs", tmp_path / "theirs")
     assert_close(again.velocity(x, 0.7, cond, guidance=1.0), velocity, rtol=0, atol=1e-6)
 
 
 def test_the_ratio_of_a_fresh_rollout_is_one_in_16_bits(name: str) -> None:
     """Rollout and update share one forward path."""
-    ours = adapted(families.pipeline(name).to(torch.bfloat16))
+    ours = adapted(pipeline(name).to(torch.bfloat16))
     count = len(TEXTS)
     batch = PromptBatch(TEXTS, ["t"] * count, [{}] * count)
     schedule = Schedule(ours.sigmas(STEPS), "sde", 0.7, (0, 2))
@@ -180,7 +184,7 @@ def test_the_ratio_of_a_fresh_rollout_is_one_in_16_bits(name: str) -> None:
 
 
 def test_the_dpm_solver_of_sana_becomes_euler_steps_with_its_shift() -> None:
-    pipe = families.pipeline("sana")
+    pipe = pipeline("sana")
     euler = backbone(pipe).sigmas(STEPS)
     flow: dict[str, Any] = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
     pipe.scheduler = diffusers.DPMSolverMultistepScheduler(**flow, flow_shift=3.0)
@@ -190,17 +194,17 @@ def test_the_dpm_solver_of_sana_becomes_euler_steps_with_its_shift() -> None:
         backbone(pipe).sigmas(STEPS)
 
 
-def test_a_scale_that_a_model_does_not_have_is_refused(pipes: dict[str, Any]) -> None:
-    ours = backbone(pipes["schnell"])
+def test_a_scale_that_a_model_does_not_have_is_refused() -> None:
+    ours = backbone(PIPES("schnell"))
     x, cond = probe(ours)
     with pytest.raises(ModelError, match=r"guidance"):
         ours.velocity(x, 0.7, cond, guidance=3.5)
 
 
-def test_a_folder_is_enough(pipes: dict[str, Any], name: str, tmp_path: Path) -> None:
+def test_a_folder_is_enough(name: str, tmp_path: Path) -> None:
     """model_index.json names the family."""
-    pipes[name].save_pretrained(tmp_path)
-    ours, again = backbone(pipes[name]), backbone(load_pipeline(str(tmp_path)))
+    PIPES(name).save_pretrained(tmp_path)
+    ours, again = backbone(PIPES(name)), backbone(load_pipeline(str(tmp_path)))
     assert type(again.family) is type(ours.family)
     x, cond = probe(ours)
     with torch.no_grad():
@@ -211,7 +215,7 @@ def test_a_folder_is_enough(pipes: dict[str, Any], name: str, tmp_path: Path) ->
 
 def test_every_weight_that_is_trained_has_a_gradient(name: str) -> None:
     """Else DDP waits for it for ever. Layers whose output is thrown away are not trained."""
-    ours = adapted(families.pipeline(name))
+    ours = adapted(pipeline(name))
     x, cond = probe(ours)
     ours.velocity(x, 0.7, cond, guidance=1.0).square().mean().backward()
     for key, parameter in ours.core.named_parameters():
@@ -225,7 +229,7 @@ def test_every_weight_that_is_trained_has_a_gradient(name: str) -> None:
 def test_how_it_computes_changes_nothing(name: str) -> None:
     """Velocity and gradient with activations recomputed, another attention backend, traced blocks
     (the compiler itself is tested with the tiny model)."""
-    ours = adapted(families.pipeline(name))
+    ours = adapted(pipeline(name))
     x, cond = probe(ours)
 
     def computed() -> list[torch.Tensor]:

@@ -26,7 +26,10 @@ MODELS = [name for name in families.PIPELINES if name not in ("sd3", "schnell")]
 STAGES = ("grpo", "nft", "awm", "sft", "opd")
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module",
+    params=[m if m == "flux" else pytest.param(m, marks=pytest.mark.slow) for m in MODELS],
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The folder of a pipeline."""
     folder = tmp_path_factory.mktemp(request.param)

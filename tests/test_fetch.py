@@ -136,16 +136,6 @@ def test_what_is_not_the_set_leaves_nothing(site: Site, tmp_path: Path) -> None:
         refused(site, tmp_path, match, **answer)
 
 
-def test_a_flood_is_cut_off(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_BYTES", 5)
-    refused(site, tmp_path, "more than 5 bytes")
-
-
-def test_a_dead_address_says_so(site: Site, tmp_path: Path) -> None:
-    with pytest.raises(FetchError, match="ConnectError"):
-        fetch(source("http://127.0.0.1:9/x"), tmp_path)
-
-
 def test_a_redirect_is_followed_and_a_busy_server_asked_again(site: Site, tmp_path: Path) -> None:
     url = site.serve("/x", b"", 302, Location="/y")
     site.serve("/y")

@@ -21,9 +21,8 @@ SHIPPED = [read(path) for path in CONFIGS]
 
 NO_CONFIGS = {  # each was a traceback, or silently something else
     "a number that is none": "seed: !!int x",
-    "a number of 5,000 digits": f"seed: {'9' * 5000}",
     "an object of Python": "seed: !!python/object/apply:os.system [x]",
-    "deep nesting": "a: " + "[" * 10_000,
+    "deep nesting": "a: " + "[" * 2000,
     "NUL": "output: a\0b",
 }
 
@@ -40,12 +39,9 @@ def test_what_is_no_config_is_refused(name: str, tmp_path: Path):
 
 def test_a_key_given_twice_is_refused_under_a_merge_too():
     assert load_yaml("a: &a {x: 1, y: 2}\nb: {<<: *a, x: 3}")["b"] == {"x": 3, "y": 2}
+    assert load_yaml("output: 2026-13-45") == {"output": "2026-13-45"}  # no date
     with pytest.raises(YAMLError):
         load_yaml("a: &a {x: 1}\nb: {<<: *a, x: 3, x: 4}")
-
-
-def test_a_date_is_a_text():
-    assert load_yaml("output: 2026-13-45") == {"output": "2026-13-45"}
 
 
 def grpo(**sections: Any) -> dict[str, Any]:

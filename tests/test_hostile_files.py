@@ -6,7 +6,6 @@
 import copy
 import json
 import shutil
-import struct
 from pathlib import Path
 from typing import Any
 from unicodedata import category
@@ -30,12 +29,8 @@ HALVES = {
     f"{LAYER}.lora_B.weight": torch.ones(32, 2),
 }
 CATASTROPHES = [  # Python's `re` needs years for each on a long name
-    r"(.+)+!?x",
-    r"((\w|\.)+)+0y",
-    r"([a-z_]+|\.|[0-9])*[0-9]*\.?Q",
-    ".*.*.*.*.*.*x",
-    "(a|a)(t|t)(r|r)(n|n)(s|s)" * 8,
-]
+    r"(.+)+!?x", ".*.*.*.*.*.*x", "(a|a)(t|t)(r|r)(n|n)(s|s)" * 8,
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -113,21 +108,7 @@ def test_any_description_is_read_or_refused(
             (folder / PEFT_CONFIG).write_text(text)
         taken_or_refused(folder, bare)
 
-    holds(
-        check,
-        count,
-        description=descriptions,
-        inside=st.booleans(),
-    )
-
-
-@pytest.mark.parametrize("pattern", CATASTROPHES)
-def test_a_pattern_that_never_ends_is_refused(pattern: str, tmp_path: Path) -> None:
-    save_file(HALVES, tmp_path / ADAPTER)
-    for name in ("rank_pattern", "alpha_pattern"):
-        (tmp_path / PEFT_CONFIG).write_text(json.dumps({"r": 2, name: {pattern: 2}}))
-        with pytest.raises(AdapterError, match=name):
-            read_lora(tmp_path)
+    holds(check, count, description=descriptions, inside=st.booleans())
 
 
 @pytest.mark.parametrize(
@@ -138,9 +119,10 @@ def test_a_pattern_that_never_ends_is_refused(pattern: str, tmp_path: Path) -> N
         ("lora_alpha", float("inf")), ("rank_pattern", ["to_q"]), ("rank_pattern", {"to_q": "2"}),
         ("alpha_pattern", {"to_q": None}), ("use_rslora", "yes"),
         ("base_model_name_or_path", 7), ("base_model_name_or_path", "a\x1b[2J"),
+        *(("alpha_pattern", {pattern: 2}) for pattern in CATASTROPHES),
     ],
 )  # fmt: skip
-def test_an_entry_of_a_wrong_type_is_named(entry: str, value: Any, tmp_path: Path) -> None:
+def test_an_entry_of_a_wrong_kind_is_named(entry: str, value: Any, tmp_path: Path) -> None:
     save_file(HALVES, tmp_path / ADAPTER)
     (tmp_path / PEFT_CONFIG).write_text(json.dumps({"r": 2, entry: value}))
     with pytest.raises(AdapterError, match=entry):
@@ -162,84 +144,7 @@ def test_a_description_that_is_no_mapping_is_refused(content: bytes, tmp_path: P
 
 # Files -------------------------------------------------------------------------------------------
 
-DTYPES = ["F32", "F16", "BF16", "F64", "I64", "I8", "BOOL", "U16", "F8_E4M3", "F8_E8M0", "F4",
-          "C64", "X", ""]  # fmt: skip
-names = st.one_of(
-    st.sampled_from(
-        [
-            *HALVES,
-            f"transformer.{LAYER}.lora_A.weight",
-            f"base_model.model.{LAYER}.lora_B.weight",
-            f"{LAYER}.alpha",
-            f"{LAYER}.base_layer.lora_A.weight",
-            f"{LAYER}.lora_A.x.lora_B.weight",
-            "transformer_blocks.0.lora_A.weight",
-            "pos_embed.proj.lora_A.weight",
-            "pos_embed.proj.lora_B.weight",
-            f"{LAYER}_lora.down.weight",
-            f"{LAYER}_lora.up.weight",
-            ".lora_A.weight",
-            "../../x.lora_A.weight",
-        ]
-    ),
-    st.text(max_size=8).map(lambda text: f"{text}.lora_A.weight"),
-    st.text(max_size=12),
-)
-shapes = st.one_of(
-    st.sampled_from([[2, 32], [32, 2], [2], [], [0, 32], [1], [2, 32, 1, 1], [2, 32, 1, 1, 1]]),
-    st.lists(st.integers(0, 40), max_size=5),
-    st.lists(st.sampled_from([2**31, 2**63, 2**64 - 1, -1, 1.5, None, "2"]), max_size=4),
-)
-entries = st.fixed_dictionaries(
-    {"dtype": st.sampled_from(DTYPES[:1] * 8 + DTYPES), "shape": shapes},
-    optional={"data_offsets": st.lists(st.integers(-1, 600), min_size=1, max_size=3)},
-)
-heads = st.lists(st.tuples(names, entries), min_size=1, max_size=5)
-
-
-def written(
-    head: list[tuple[str, dict[str, Any]]], metadata: Any, length: int | None, tail: int
-) -> bytes:
-    """A safetensors file with these entries, in which a name may come twice; offsets that are not
-    given are the right ones."""
-    parts, end = [], 0
-    for name, entry in head:
-        if "data_offsets" not in entry:
-            size = 4
-            for axis in entry["shape"]:
-                size *= axis if isinstance(axis, int) and 0 <= axis < 100 else 1
-            entry = {**entry, "data_offsets": [end, end + size]}
-            end += size
-        parts.append(f"{json.dumps(name)}: {json.dumps(entry)}")
-    if metadata is not None:
-        parts.append(f'"__metadata__": {json.dumps(metadata)}')
-    text = ("{" + ", ".join(parts) + "}").encode()
-    body = b"\x01" * min(max(end + tail, 0), 1 << 16)
-    return struct.pack("<Q", len(text) if length is None else length) + text + body
-
-
-@examples(500)
-def test_any_head_of_a_file_is_read_or_refused(
-    count: int, tmp_path: Path, bare: SD3Transformer2DModel
-) -> None:
-    folder = tmp_path / "a"
-    folder.mkdir()
-
-    def check(head: Any, metadata: Any, length: int | None, tail: int) -> None:
-        (folder / ADAPTER).write_bytes(written(head, metadata, length, tail))
-        taken_or_refused(folder, bare)
-
-    holds(
-        check,
-        count,
-        head=heads,
-        metadata=st.none() | st.dictionaries(st.text(max_size=5), st.text(max_size=5)) | values,
-        length=st.none() | st.none() | st.sampled_from([0, 1, 7, 2**31, 2**63, 2**64 - 1]),
-        tail=st.just(0) | st.integers(-8, 8),
-    )
-
-
-WHOLE = save(
+SOUND = save(
     HALVES,
     metadata={
         "format": "pt",
@@ -257,42 +162,11 @@ def test_any_damage_to_a_head_is_refused_or_does_no_harm(
     folder.mkdir()
 
     def check(start: int, removed: int, put: bytes) -> None:
-        (folder / ADAPTER).write_bytes(WHOLE[:start] + put + WHOLE[start + removed :])
+        (folder / ADAPTER).write_bytes(SOUND[:start] + put + SOUND[start + removed :])
         taken_or_refused(folder, bare)
 
-    holds(
-        check,
-        count,
-        start=st.integers(0, 420),
-        removed=st.integers(0, 24),
-        put=st.binary(max_size=24)
-        | st.sampled_from([b'"', b"{", b"[[[[", b"\\ud800", b"\x00" * 9]),
-    )
-
-
-@pytest.mark.parametrize(
-    "weights",
-    [
-        {key: value.int() for key, value in HALVES.items()},
-        {key: value.bool() for key, value in HALVES.items()},
-        {**HALVES, f"{LAYER}.lora_A.weight": torch.ones(2)},
-        {key: value[..., None, None, None] for key, value in HALVES.items()},
-        {key: value[..., None, None] for key, value in HALVES.items()},
-        {f"{LAYER}.lora_A.weight": torch.ones(0, 32), f"{LAYER}.lora_B.weight": torch.ones(32, 0)},
-        {**HALVES, f"transformer.{LAYER}.lora_A.weight": torch.zeros(2, 32)},
-        {key.replace("to_q", "to_q.x"): value for key, value in HALVES.items()},
-        {key.replace(".attn.to_q", ""): value for key, value in HALVES.items()},
-        {key.replace("to_q", "to_\x1b[2J"): value for key, value in HALVES.items()},
-        {**HALVES, f"{LAYER}.alpha": torch.tensor([1.0, 2.0])},
-        {**HALVES, f"{LAYER}.alpha": torch.tensor(float("nan"))},
-        {**HALVES, f"{LAYER}.alpha": torch.tensor(-1)},
-    ],
-)
-def test_weights_that_are_no_update_of_the_model_are_refused(
-    weights: dict[str, torch.Tensor], tmp_path: Path, bare: SD3Transformer2DModel
-) -> None:
-    save_file({key: value.contiguous() for key, value in weights.items()}, tmp_path / ADAPTER)
-    assert not taken_or_refused(tmp_path, bare)
+    put = st.binary(max_size=24) | st.sampled_from([b'"', b"{", b"[[[[", b"\\ud800", b"\x00" * 9])
+    holds(check, count, start=st.integers(0, 420), removed=st.integers(0, 24), put=put)
 
 
 @pytest.mark.parametrize("length", ["0", "-1", "9" * 5000, "x"])
@@ -317,11 +191,7 @@ class Planted:
 
 @pytest.mark.parametrize(
     ("part", "name"),
-    [
-        ("transformer", "diffusion_pytorch_model.bin"),
-        ("vae", "diffusion_pytorch_model.bin"),
-        ("text_encoder_3", "pytorch_model.bin"),
-    ],
+    [("vae", "diffusion_pytorch_model.bin"), ("text_encoder_3", "pytorch_model.bin")],
 )
 def test_a_part_of_a_model_that_is_a_pickle_is_refused(
     part: str, name: str, random_model: str, tmp_path: Path

@@ -87,11 +87,14 @@ def downloaded(url: str) -> None:
             client.request("GET", f"{url}/set.txt")
 
 
-CALLERS = [remote, vlm, described, downloaded]
+# every talk to the client, and one of them to each of its callers
+FLOODED = [(talk, downloaded) for talk in FLOODS]
+FLOODED += [(endless_body, caller) for caller in (remote, vlm, described)]
+DRIPPED = [(talk, downloaded) for talk in DRIPS]
+DRIPPED += [(dripping_body, caller) for caller in (remote, vlm, described)]
 
 
-@pytest.mark.parametrize("caller", CALLERS)
-@pytest.mark.parametrize("talk", FLOODS)
+@pytest.mark.parametrize(("talk", "caller"), FLOODED)
 def test_a_flood_is_cut_off(talk: Callable[[], Iterator[bytes]], caller: Callable[[str], None]):
     tracemalloc.start()
     with saying(talk) as server:
@@ -112,8 +115,7 @@ def test_a_compressed_answer_is_not_inflated(caller: Callable[[str], None]):
     assert peak < 16
 
 
-@pytest.mark.parametrize("caller", CALLERS)
-@pytest.mark.parametrize("talk", DRIPS)
+@pytest.mark.parametrize(("talk", "caller"), DRIPPED)
 def test_a_drip_is_cut_off(talk: Callable[[], Iterator[bytes]], caller: Callable[[str], None]):
     with saying(talk, pause=0.05) as server:
         began = time.monotonic()

@@ -117,6 +117,7 @@ def test_a_log_and_an_error_show_what_a_terminal_would_obey(
     assert harmless(said.replace("\n", ""))
 
 
+@pytest.mark.slow
 def test_prompts_and_tags_of_a_stranger_leave_files_and_output_harmless(
     random_model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -202,14 +202,6 @@ def test_a_planted_mask_gives_exactly_its_box(detector, monkeypatch, scale: int)
     assert all(box[:4] in (tops["dog"][:4], tops["computer mouse"][:4]) for box in persons)
 
 
-def test_a_box_of_one_pixel_is_one_wide_and_high():
-    masks = torch.full((1, 5, 7), -1.0)
-    masks[0, 3, 2] = 1
-    size = (5, 7)
-    found = instances(torch.zeros(1, 81), masks, Frame(size, size, size), top=1)
-    assert found.boxes.tolist() == [[2, 3, 3, 4]] and found.masks[0].tolist() == [[True]]
-
-
 def test_batch_size_and_order_do_not_matter(options: dict[str, Any], detector: Mask2Former):
     """Up to rounding: matrix products of other shapes may add in another order."""
     images = pictures(5)
@@ -223,16 +215,15 @@ def test_batch_size_and_order_do_not_matter(options: dict[str, Any], detector: M
     assert detector(images[:0]) == []
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_network_runs_in_its_dtype_and_the_name_says_which(options, dtype: Any):
-    built = Mask2Former(**options, dtype=dtype)
+def test_the_network_runs_in_its_dtype_and_the_name_says_which(options):
+    built = Mask2Former(**options, dtype="bfloat16")
     assert (
-        built.network.dtype == getattr(torch, dtype)
+        built.network.dtype == torch.bfloat16
         and built.colors.model.visual.proj.dtype == torch.float32
-    )  # noqa: E501
+    )
     (found,) = built(pictures(1))
     assert all(0 <= box[4] <= 1 for _, boxes in found.boxes.items() for box in boxes)
-    assert built.name.startswith(f"mask2former {options['model']} at 64/128 px, {dtype}; colours")
+    assert built.name.startswith(f"mask2former {options['model']} at 64/128 px, bfloat16; colours")
 
 
 def test_the_reward_asks_a_colour_once_for_two_judgements(options: dict[str, Any]):

@@ -7,14 +7,12 @@ from typing import Any
 
 import fakes
 import pytest
-import test_checkpoint
-import test_train
 import torch
+from fakes import gradient, lines
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowalign.config import ConfigError, to_yaml
-from flowalign.teachers.awm import Awm
+from flowalign.config import ConfigError
 from flowalign.teachers.forward import Forward, Matched, Policy, rising_decay
 from flowalign.teachers.nft import Nft, chosen_advantage
 from flowalign.training.algorithm import STUDENT, pairs_of
@@ -59,14 +57,6 @@ def prepared(loop: Loop) -> Matched:
 
 def weights(parameters: Any) -> Tensor:
     return torch.cat([p.detach().flatten() for p in parameters])
-
-
-def lines(loop: Loop) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (loop.folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def gradient(loop: Loop, loss: Tensor) -> Tensor:
-    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, loop.parameters)])
 
 
 def passes(loop: Loop) -> list[str | None]:
@@ -257,42 +247,6 @@ def test_an_update_of_nan_moves_no_policy(random_model: str, tmp_path: Path) -> 
 # Resume, processes, compilation -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("stage", STAGES)
-def test_what_is_stopped_goes_on_to_the_bits_of_what_was_not(
-    random_model: str, tmp_path: Path, stage: str, steps: int
-) -> None:
-    given = [*STAGES[stage], f"optimizer.updates_per_rollout={steps}", "optimizer.lr=1e-2"]
-
-    def whole(name: str, *overrides: str, resume: bool = False) -> dict[str, Any]:
-        found = fakes.forward(random_model, tmp_path / name, *given, *overrides, stage=stage)
-        loop = fakes.wired(found)
-        assert loop.resume() == resume
-        loop.run()
-        policies = {
-            key: [*map(torch.clone, value)] for key, value in loop.algorithm.tensors().items()
-        }
-        assert policies
-        return test_checkpoint.state(loop) | policies
-
-    once = whole("once")
-    whole("run", "train.updates=2")
-    test_checkpoint.assert_same(whole("run", resume=True), once)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
-def test_two_processes_do_what_one_does(random_model: str, tmp_path: Path, stage: str) -> None:
-    """Scores of the whole batch, noise of an image, and policies are those of one process."""
-    given = ["rollout.prompts=4", "rollout.batch_size=16", "optimizer.micro_batch=3",
-             "optimizer.updates_per_rollout=2", "train.updates=2"]  # fmt: skip
-    given += [*SMOOTH, *STAGES[stage]]
-    found = fakes.forward(random_model, tmp_path / "one" / "run", *given, stage=stage)
-    (path := tmp_path / "forward.yaml").write_text(to_yaml(found))
-    assert test_train.main("--config", path) == 0
-    test_train.processes_agree(path, tmp_path)
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("stage", STAGES)
@@ -323,13 +277,11 @@ def test_compiled_is_eager(random_model: str, tmp_path: Path, stage: str) -> Non
     [
         ("rollout.kind=sde", "rollout.kind: 'sde'"),
         ("rollout.kind=cps", "rollout.kind: 'cps'"),
-        ("rollout.shared_noise=true", "rollout.shared_noise: true"),
+        ("rollout.shared_noise=true", "rollout.shared_noise: "),
         ("rollout.copies=1", "rollout.copies: got 1"),
-        ("rollout.window=[0, 2]", "rollout.window: "),
-        ("tasks.0.teacher=red", "tasks.0.teacher: 'red'"),
         ("tasks.0.reward=null", "tasks.0.reward: missing"),
         ("{}.states=0", "{}.states: "),
-        ("{}.levels=sampler and {}.states=4", "{}.states: 4 noise levels"),
+        ("{}.levels=sampler and {}.states=4", "{}.states: 4, but"),
         ("{}.within=[0.5, 0.5]", "{}.within: [0.5, 0.5]"),
         ("{}.advantage_clip=0", "{}.advantage_clip: "),
         ("grpo.clip_range=0.1", "grpo: unknown key"),
@@ -362,9 +314,3 @@ def test_the_loss_may_have_a_cfg_scale_of_its_own(random_model: str, tmp_path: P
     loop = fakes.wired(fakes.forward(random_model, tmp_path / "run", *given))
     assert loop.config.guidance == loop.algorithm.guidance == 1.0
     assert loop.config.evaluation_sampling.guidance == 4.5
-
-
-@pytest.mark.parametrize("kind", [Nft, Awm])
-def test_the_stages_are_wired(random_model: str, tmp_path: Path, kind: type[Forward]) -> None:
-    loop = fakes.wired(fakes.forward(random_model, tmp_path / "run", stage=kind.__name__.lower()))
-    assert isinstance(loop.algorithm, kind)

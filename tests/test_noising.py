@@ -4,7 +4,6 @@ import dataclasses
 from pathlib import Path
 
 import fakes
-import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
@@ -12,8 +11,6 @@ from torch.testing import assert_close
 from flowalign.config.rollout import steps_within
 from flowalign.training.algorithm import pairs_of
 from flowalign.training.noising import noised, of_sampler, stratified
-from flowalign.training.rollout import Noise, Stream
-from flowalign.training.student.sft import Sft
 from flowalign.types import Rollout
 
 
@@ -69,13 +66,13 @@ def test_the_steps_of_the_official_ranges() -> None:
 def test_the_states_lie_between_image_and_noise(rollout: Rollout) -> None:
     assert rollout.latents is not None
     sigmas = torch.tensor([1.0, 0.6, 0.0])
-    found = noised(rollout, sigmas, (0, 0, 9))
-    states, clean = found.rollout.states, rollout.latents
-    noise = found.velocity + clean[:, None]
+    noisy, velocity = noised(rollout, sigmas, (0, 0, 9))
+    states, clean = noisy.states, rollout.latents
+    noise = velocity + clean[:, None]
     assert_close(states[:, 0], noise[:, 0])
     assert_close(states[:, 1], 0.4 * clean + 0.6 * noise[:, 1])
     assert torch.equal(states[:, 2], clean)
-    assert found.rollout.steps == [0, 1, 2] and found.rollout.sigmas.tolist()[:3] == sigmas.tolist()
+    assert noisy.steps == [0, 1, 2] and noisy.sigmas.tolist()[:3] == sigmas.tolist()
     flat = noise.flatten(2).flatten(0, 1)  # every image and level has a noise of its own
     distances = torch.cdist(flat, flat) + torch.eye(len(flat)) * 1e3
     assert float(distances.min()) > 1
@@ -85,14 +82,14 @@ def test_the_states_lie_between_image_and_noise(rollout: Rollout) -> None:
 def test_images_may_have_levels_of_their_own(rollout: Rollout) -> None:
     assert rollout.latents is not None
     sigmas = torch.rand(len(rollout), 2, generator=torch.Generator().manual_seed(0))
-    found = noised(rollout, sigmas, (0, 0, 9))
-    noise = found.velocity + rollout.latents[:, None]
+    noisy, velocity = noised(rollout, sigmas, (0, 0, 9))
+    noise = velocity + rollout.latents[:, None]
     s = sigmas[:, :, None, None, None]
-    assert_close(found.rollout.states, (1 - s) * rollout.latents[:, None] + s * noise)
+    assert_close(noisy.states, (1 - s) * rollout.latents[:, None] + s * noise)
     everything = torch.ones(len(rollout), dtype=torch.bool)
-    for pairs in pairs_of(found.rollout, everything, 4):
+    for pairs in pairs_of(noisy, everything, 4):
         assert torch.equal(pairs.sigma, sigmas[pairs.rows, pairs.columns])
-        assert torch.equal(pairs.x, found.rollout.states[pairs.rows, pairs.columns])
+        assert torch.equal(pairs.x, noisy.states[pairs.rows, pairs.columns])
 
 
 def test_the_noise_belongs_to_the_image_and_not_to_its_row(rollout: Rollout) -> None:
@@ -106,28 +103,6 @@ def test_the_noise_belongs_to_the_image_and_not_to_its_row(rollout: Rollout) -> 
         copy=rollout.copy[rows],
     )
     sigmas = torch.tensor([0.9, 0.3])
-    whole, own = noised(rollout, sigmas, (3, 1)), noised(part, sigmas, (3, 1))
-    assert torch.equal(own.velocity, whole.velocity[rows])
-    assert not torch.equal(noised(rollout, sigmas, (3, 2)).velocity, whole.velocity)
-
-
-def test_sft_draws_what_it_drew_before_it_shared_this(random_model: str, tmp_path: Path) -> None:
-    """Bit for bit: the arithmetic that sft had inline."""
-    found = fakes.distillation(random_model, tmp_path / "run", "sft.states=4", stage="sft")
-    loop = fakes.wired(found)
-    sft, update = loop.algorithm, 3
-    assert isinstance(sft, Sft)
-    sampled = loop.rollout(update)
-    assert sampled.latents is not None
-    rng = np.random.default_rng([0, update, Stream.SFT])
-    u = torch.from_numpy((np.arange(4) + rng.random(4)) / 4).flip(0).float()
-    shift = loop.backbone.shift(found.rollout.steps)
-    sigmas = shift * u / (1 + (shift - 1) * u)
-    clean, own = sampled.latents[:, None], Noise((0, update, Stream.SFT))
-    places = zip(sampled.group.tolist(), sampled.copy.tolist(), strict=True)
-    noise = torch.stack([own.draw(p, c, clean.shape[2:], 3) for p, c in places])
-    sigma = sigmas[:, None, None, None]
-    targets = sft.prepare(sampled, update)
-    assert torch.equal(targets.rollout.states, (1 - sigma) * clean + sigma * noise)
-    assert torch.equal(targets.velocity, noise - clean)
-    assert torch.equal(targets.rollout.sigmas, torch.cat([sigmas, torch.zeros(1)]))
+    (_, velocity), (_, of_part) = noised(rollout, sigmas, (3, 1)), noised(part, sigmas, (3, 1))
+    assert torch.equal(of_part, velocity[rows])
+    assert not torch.equal(noised(rollout, sigmas, (3, 2))[1], velocity)

@@ -238,25 +238,6 @@ def test_paddle_reads_signs_for_real(paddle_models):
     assert engine.read_many(pixels) == [engine.read(image) for image in pixels]
 
 
-def test_a_missing_engine_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "paddleocr", None)
-    with pytest.raises(ImportError, match=r"\[paddle\]"):
-        PaddleOCREngine()
-
-
-def test_rapidocr_gets_bgr_enlarged():
-    engine = RapidOCREngine(upscale=2)
-    asked = []
-
-    def fake(image):
-        asked.append(image)
-        return SimpleNamespace(txts=None, scores=None)
-
-    engine._ocr = fake
-    assert engine.read(np.full((4, 6, 3), [1, 2, 3], np.uint8)) == []
-    assert asked[0].shape == (8, 12, 3) and asked[0][0, 0].tolist() == [3, 2, 1]
-
-
 def _sign(rng, word):
     """A 64x64 picture [3,64,64]: a board of 56x24 somewhere, with white capitals 14-20 px high."""
     image = Image.new("RGB", (64, 64), (rng.randint(200, 230),) * 3)

@@ -1,9 +1,6 @@
 """Two processes do what one does under each of accelerate's strategies, and can be resumed."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +121,8 @@ def test_a_strategy_that_does_not_start_is_refused_before_the_model_is_looked_fo
 def launch(strategy: str, *runs: list[object], status: int = 0) -> str:
     """Two processes under a shipped config of accelerate's, one run after the other; what they
     printed to stderr."""
-    given = [str(arg) for run in runs for arg in ["--then", *run]]
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
-               str(ACCELERATE / f"{strategy}.yaml"), "--num_processes", "2",
-               "--main_process_port", "0", str(ROOT / "tests" / "on_cpu.py"), *given]  # fmt: skip
-    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
+    given = [arg for run in runs for arg in ["--then", *run]]
+    done = fakes.launch(ROOT / "tests" / "on_cpu.py", *given, strategy=strategy)
     assert (done.returncode != 0) == (status != 0), done.stderr[-5000:]
     return done.stderr
 
@@ -165,10 +158,10 @@ def opd(model: str, folder: Path, *overrides: str) -> Path:
 
 def nft(model: str, folder: Path, *overrides: str) -> Path:
     """A run whose second process has fewer micro-batches than the first, until its old policy, an
-    average, is no longer the student."""
+    average, is no longer the student: after the first of two steps of a rollout."""
     overrides = ("rollout.prompts=4", "rollout.batch_size=16", "optimizer.micro_batch=3",
-                 "train.updates=2", "nft.old={decay: 0.5, rise: 0.25}", *LINEAR,
-                 *overrides)  # fmt: skip
+                 "train.updates=2", "optimizer.updates_per_rollout=2",
+                 "nft.old={decay: 0.5, rise: 0.25}", *LINEAR, *overrides)  # fmt: skip
     found = fakes.forward(model, folder / "probe" / "run", *overrides)
     flat = fakes.wired(found).prompts.batch(0).prompts[3:]
     options = f"tasks.0.reward.options={{bad: [], flat: {flat!r}}}"
@@ -183,6 +176,21 @@ def awm(model: str, folder: Path, *overrides: str) -> Path:
     return written(fakes.forward(model, folder / "run" / "alone", *overrides, stage="awm"), folder)
 
 
+def half(model: str, folder: Path) -> Path:
+    """A run in half precision."""
+    given = ["model.dtype=bfloat16", "model.gradient_checkpointing=true", "train.updates=2",
+             "rollout.guidance=4.5", "optimizer.micro_batch=4", "rollout.batch_size=4",
+             "grpo.kl_weight=0.1",
+             *LINEAR]  # fmt: skip
+    return written(fakes.settings(model, folder / "run" / "alone", *given), folder)
+
+
+def sizes(model: str, folder: Path) -> Path:
+    """A run whose two image sizes take turns."""
+    given = ["model.sizes=[[32, 32], [32, 64]]", "train.updates=2", *LINEAR]
+    return written(fakes.settings(model, folder / "run" / "alone", *given), folder)
+
+
 def alone(path: Path) -> None:
     fakes.AcceleratorState._reset_state(reset_partial_state=True)
     assert train.main(["--config", str(path)]) == 0
@@ -190,9 +198,9 @@ def alone(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folders(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """What one process makes of each of four runs: folder/run/alone beside folder/config.yaml."""
+    """What one process makes of each of these runs: folder/run/alone beside folder/config.yaml."""
     found = {}
-    for make in (grpo, opd, nft, awm):
+    for make in (grpo, opd, nft, awm, half, sizes):
         folder = tmp_path_factory.mktemp(make.__name__)
         alone(make(random_model, folder))
         found[make.__name__] = folder
@@ -220,78 +228,63 @@ def metrics(output: Path) -> list[dict[str, float]]:
     return [{k: v for k, v in row.items() if not any(o in k for o in own)} for row in rows]
 
 
+def assert_alike(output: Path, atol: float) -> None:
+    """A run of two processes has the weights of the run of one beside it, in float32."""
+    one, two = state(output.with_name("alone")), state(output)
+    assert (output / "checkpoints" / "update_000002" / "rng_1.json").exists()  # two, indeed
+    for key in (key for key in one if not key.startswith("optimizer")):
+        assert two[key].dtype == torch.float32
+        assert_close(two[key], one[key], rtol=0, atol=atol, msg=f"{output} {key}")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_processes_do_what_one_does(folders: dict[str, Path], strategy: str) -> None:
     """And a run that stopped and went on is, to the bit, one that did not."""
-    config, outputs = {}, {}
-    for name, folder in folders.items():
-        config[name], outputs[name] = folder / "config.yaml", folder / "run" / strategy
-    resumed = outputs["grpo"].with_name(f"{strategy}_resumed")
-    launch(
-        strategy,
-        ["--config", config["grpo"], f"output={outputs['grpo']}"],
-        ["--config", config["grpo"], f"output={resumed}", "train.updates=1"],
-        ["--config", config["grpo"], f"output={resumed}", "--resume"],
-        ["--config", config["opd"], f"output={outputs['opd']}"],
-        ["--config", config["nft"], f"output={outputs['nft']}"],
-        ["--config", config["awm"], f"output={outputs['awm']}"],
-    )
+    outputs = {name: folder / "run" / strategy for name, folder in folders.items()}
+    runs = [["--config", folder / "config.yaml", f"output={outputs[name]}"]
+            for name, folder in folders.items()]  # fmt: skip
+    config, whole = folders["grpo"] / "config.yaml", outputs["grpo"]
+    resumed = whole.with_name(f"{strategy}_resumed")
+    runs += [["--config", config, f"output={resumed}", "train.updates=1"],
+             ["--config", config, f"output={resumed}", "--resume"]]  # fmt: skip
+    launch(strategy, *runs)
     for name, output in outputs.items():
-        one, two = state(output.with_name("alone")), state(output)
-        policies = {key.split(".")[0] for key in two if key.startswith("policy_")}
+        assert_alike(output, 1e-3 if name == "half" else 1e-5)
+        policies = {key.split(".")[0] for key in state(output) if key.startswith("policy_")}
         assert policies == {"nft": {"policy_old"}, "awm": {"policy_average"}}.get(name, set())
-        assert (output / "checkpoints" / "update_000002" / "rng_1.json").exists()  # two, indeed
-        for key in (key for key in one if not key.startswith("optimizer")):
-            assert_close(two[key], one[key], rtol=0, atol=1e-5, msg=f"{name} {key}")
         rows = zip(metrics(output), metrics(output.with_name("alone")), strict=True)
-        for found, expected in rows:
+        for found, expected in rows if name != "half" else ():
             assert found == pytest.approx(expected, rel=1e-3, abs=1e-5, nan_ok=True)
-    whole, again = state(outputs["grpo"]), state(resumed)
-    assert whole.keys() == again.keys()
-    assert all(torch.equal(whole[key], again[key]) for key in whole)
+    before, again = state(whole), state(resumed)
+    assert before.keys() == again.keys()
+    assert all(torch.equal(before[key], again[key]) for key in before)
     assert (resumed / "before_after.png").exists()
+    rows = (outputs["half"] / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["ratio_error"] for row in rows] == [0, 0]
+    kept = [v.flatten() for k, v in state(outputs["half"]).items() if k.startswith("kept")]
+    flat = torch.cat(kept)
+    assert (flat != flat.bfloat16()).float().mean() > 0.5  # nor are they rounded on the way
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_in_half_precision_adapters_stay_whole_and_the_first_ratio_is_one(
-    random_model: str, tmp_path: Path, strategy: str
-) -> None:
-    half = ["model.dtype=bfloat16", "train.updates=2",
-            "model.gradient_checkpointing=true", "rollout.guidance=4.5", "train.checkpoint_every=1",
-            "optimizer.micro_batch=4", "rollout.batch_size=4", "grpo.kl_weight=0.1",
-            *LINEAR]  # fmt: skip
-    path = written(fakes.settings(random_model, tmp_path / "run" / "alone", *half), tmp_path)
-    alone(path)
-    output = tmp_path / "run" / strategy
-    launch(strategy, ["--config", path, f"output={output}"])
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    assert [row["ratio_error"] for row in rows] == [0, 0]
-    one, two = state(output.with_name("alone")), state(output)
-    for key in (key for key in one if not key.startswith("optimizer")):
-        assert two[key].dtype == torch.float32
-        assert_close(two[key], one[key], rtol=0, atol=1e-3, msg=key)
-    whole = torch.cat([value.flatten() for key, value in two.items() if key.startswith("kept")])
-    assert (whole != whole.bfloat16()).float().mean() > 0.5  # nor is it rounded on the way
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["flux", "klein", "qwen_image", "z_image", "sana"])
-def test_every_family_is_sharded(family: str, tmp_path: Path) -> None:
+def test_every_family_is_sharded(tmp_path: Path) -> None:
     """By its own blocks, with prompts of different lengths on the two processes."""
-    model = str(tmp_path / "model")
-    families.pipeline(family).save_pretrained(model)
     given = ["model.height=64", "rollout.guidance=4.5", "train.updates=2", *LINEAR,
              "optimizer.lr=3.0"]  # fmt: skip
-    path = written(fakes.settings(model, tmp_path / "run" / "alone", *given), tmp_path)
-    alone(path)
-    output = tmp_path / "run" / "sharded"
-    launch("fsdp2_8gpu", ["--config", path, f"output={output}"])
-    one, two = state(output.with_name("alone")), state(output)
-    for key in (key for key in one if not key.startswith("optimizer")):
-        assert_close(two[key], one[key], rtol=0, atol=1e-5, msg=key)
-    assert any((value != 0).any() for key, value in two.items() if ".lora_B." in key)
+    runs, outputs = [], []
+    for family in ("flux", "klein", "qwen_image", "z_image", "sana"):
+        folder = tmp_path / family
+        model = str(folder / "model")
+        families.pipeline(family).save_pretrained(model)
+        path = written(fakes.settings(model, folder / "run" / "alone", *given), folder)
+        alone(path)
+        outputs.append(folder / "run" / "sharded")
+        runs.append(["--config", path, f"output={outputs[-1]}"])
+    launch("fsdp2_8gpu", *runs)
+    for output in outputs:
+        assert_alike(output, 1e-5)
+        assert any((v != 0).any() for key, v in state(output).items() if ".lora_B." in key)
 
 
 @pytest.mark.slow

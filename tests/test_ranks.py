@@ -4,7 +4,6 @@ launcher that may restart the ranks continues the run."""
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import fakes
+import forked
 import psutil
 import pytest
 import torch
@@ -46,6 +46,7 @@ class Troubled:
             time.sleep(8)
         if self.how == "orphan":
             os.kill(os.getppid(), signal.SIGKILL)
+        if self.how in ("orphan", "hang"):
             time.sleep(600)
 
 
@@ -79,44 +80,22 @@ def config(folder: Path, model: str, how: str, *overrides: str, rank: int = 1) -
     return path
 
 
-class Ranks:
-    """The ranks of a run that no launcher watches, as `srun` starts them."""
-
-    def __init__(self, path: Path, count: int, script: Path = fakes.ROOT / "train.py") -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        paths = [str(fakes.ROOT), str(fakes.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-        known = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1",
-                 "ACCELERATE_USE_CPU": "true", "WORLD_SIZE": str(count),
-                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, str(script), "--config", str(path)],
-                env=os.environ | known | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(count)
-        ]
-
-    def ends(self, seconds: float = 150) -> tuple[list[int], str]:
-        """Exit codes of those that are not stopped, and what all said."""
-        end, codes, said = time.monotonic() + seconds, [], ""
-        for process in self.processes:
-            if psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
-                _, err = process.communicate(timeout=max(1, end - time.monotonic()))
-                codes.append(process.returncode)
-                said += err
+def ends(path: Path, script: Path = fakes.ROOT / "train.py") -> tuple[list[Any], str]:
+    """Two ranks that no launcher watches, until those that are not stopped have ended: all exit
+    statuses (None: stopped, until it is told to go on), and what all said."""
+    ranks = forked.ranks([script, "--config", path])
+    try:
+        for rank in ranks:
+            while rank.poll() is None and psutil.Process(rank.pid).status() != "stopped":
+                time.sleep(0.1)
+        codes, said = [rank.poll() for rank in ranks], "".join(rank.said()[1] for rank in ranks)
+        for rank in ranks:
+            rank.send_signal(signal.SIGCONT)
+        assert None not in codes or all(rank.wait(20) for rank in ranks)  # none goes on alone
         return codes, said
-
-    def __enter__(self) -> "Ranks":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self.processes:
-            process.kill()
-            process.communicate()
+    finally:
+        for rank in ranks:
+            rank.__exit__()
 
 
 def said_once(text: str, rank: int) -> None:
@@ -132,8 +111,7 @@ def test_a_dead_rank_is_named_where_no_launcher_watches(
     random_model: str, tmp_path: Path, rank: int
 ) -> None:
     path = config(tmp_path, random_model, "kill", rank=rank)
-    with Ranks(path, 2) as group:
-        codes, said = group.ends()
+    codes, said = ends(path)
     assert sorted(codes) == [-signal.SIGKILL, 1], said
     said_once(said, rank)
     if rank:  # rank 0 writes it
@@ -147,8 +125,7 @@ def test_an_error_of_one_rank_ends_the_others_with_its_text(
 ) -> None:
     path, script = config(tmp_path, random_model, "nothing"), tmp_path / "train.py"
     script.write_text(CRASH)
-    with Ranks(path, 2, script) as group:
-        codes, said = group.ends()
+    codes, said = ends(path, script)
     assert codes == [1, 1], said
     (line,) = [line for line in said.splitlines() if line.startswith("stopped: ")]
     assert "rank 1 (process " in line and "ZeroDivisionError" in line
@@ -159,14 +136,22 @@ def test_an_error_of_one_rank_ends_the_others_with_its_text(
 def test_a_rank_that_hangs_is_named_after_the_configured_time(
     random_model: str, tmp_path: Path
 ) -> None:
-    path = config(tmp_path, random_model, "stop", "train.timeout_seconds=12")
-    with Ranks(path, 2) as group:
-        codes, said = group.ends()
-        assert codes == [1], said
-        hung = group.processes[1]
-        hung.send_signal(signal.SIGCONT)
-        assert hung.wait(20) == 1  # it is told so, and does not go on alone
+    path = config(tmp_path, random_model, "stop", "train.timeout_seconds=5")
+    codes, said = ends(path)
+    assert codes == [1, None], said
     said_once(said, 1)
+
+
+@pytest.mark.slow
+def test_a_reward_that_hangs_in_one_process_is_masked_and_the_other_waits(
+    random_model: str, tmp_path: Path
+) -> None:
+    more = ["train.score_seconds=2", "train.max_invalid_share=0.6", "train.updates=2"]
+    path = config(tmp_path, random_model, "hang", *more)
+    codes, said = ends(path)
+    assert codes == [0, 0], said
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["invalid_share"] for row in rows] == [0, 0.5]
 
 
 def launcher(*command: object) -> subprocess.Popen[str]:
@@ -241,9 +226,11 @@ def test_ranks_that_are_restarted_continue_to_the_same_adapter(
     """The first run has a slow rank, which ends nothing and changes nothing."""
     for how, folder in (("slow", tmp_path / "whole"), ("kill", tmp_path / "restarted")):
         path = config(folder, random_model, how, "train.timeout_seconds=60")
-        done = fakes.accelerate_launch(
-            "--max_restarts", 2, fakes.ROOT / "train.py", "--config", path
-        )
+        command = [fakes.ROOT / "train.py", "--config", path]
+        done = (
+            fakes.launch(*command) if how == "slow"
+            else fakes.accelerate_launch("--max_restarts", 2, *command)
+        )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
         assert not (folder / "fatal").exists()
     names = ("adapter/pytorch_lora_weights.safetensors", "metrics.jsonl")

@@ -4,7 +4,6 @@ exit status 2, nothing sampled, nothing written and nothing lost."""
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
-from flowalign.backbone import Backbone, load_pipeline
 from flowalign.config import ADAPTER
 from flowalign.eval import suite
 from flowalign.eval.run import main
 
+pytestmark = pytest.mark.slow
 SMALL: dict[str, Any] = {"height": 32, "width": 32, "max_sequence_length": 16}
 CUP = {"tag": "single_object", "include": [{"class": "cup", "count": 1}]}
 
@@ -28,7 +27,6 @@ def done(tmp_path_factory: pytest.TempPathFactory, random_model: str) -> Path:
     folder = tmp_path_factory.mktemp("done")
     lines = [{"prompt": f'a "{letter}"', **CUP} for letter in "ABC"]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    (folder / "empty.txt").write_text("\n \n")
     adapter(random_model, folder / "adapter")
     theirs = folder / "theirs"  # as another base would have it: other widths, no name of the base
     theirs.mkdir()
@@ -65,8 +63,8 @@ def weights(folder: Path) -> dict[str, Any]:
 
 
 def adapter(model: str, folder: Path, name: str = "") -> None:
-    found = Backbone(load_pipeline(model), **SMALL)
-    found.name = name or found.name
+    found = fakes.backbone(model)
+    found.name = name or None
     found.add_adapter("a", rank=2, alpha=2.0)
     fakes.shake(found, "a")
     found.save_adapter("a", folder)
@@ -79,42 +77,13 @@ def content(folder: Path) -> dict[str, bytes]:
 OUT = "Give another `output`, or delete "
 CASES: dict[str, tuple[list[str], list[str]]] = {
     "another stage": (["stage=grpo"], ["`flowalign train`"]),
-    "a missing model": (["model.id=nowhere"], ["model.id 'nowhere'", "tiny"]),
-    "a missing adapter": (
-        ["models.tuned=nowhere"],
-        ["models.tuned: 'nowhere': no such folder"],
-    ),
     "a LoRA that names another base": (
         ["models.tuned=sd3"],
         ["models.tuned: 'sd3' was trained on 'stabilityai/stable-diffusion-3-medium'", "Name an"],
     ),
     "a LoRA of another base that names none": (
         ["models.tuned=theirs"],
-        ["models.tuned: 'theirs' does not load onto", "in_features = ", "Name an adapter that was"],
-    ),
-    "an empty prompt file": (
-        ["benchmarks.0.prompts=empty.txt"],
-        ["benchmarks.0.prompts: empty.txt holds no prompts. Write one a line."],
-    ),
-    "a missing prompt file": (
-        ["benchmarks.0.prompts=prompt.jsonl"],
-        ["benchmarks.0.prompts: no prompt set 'prompt.jsonl'", "Did you mean 'prompts.jsonl'?"],
-    ),
-    "options that a reward does not take": (
-        ["benchmarks.0.reward={name: pickscore, options: {modell: tiny}}"],
-        ["benchmarks.0.reward: reward 'pickscore' has no option 'modell' (did you mean 'model'?)"],
-    ),
-    "options that a reward needs": (
-        ["benchmarks.0.reward={name: 'fakes:Faulty'}"],
-        ["benchmarks.0.reward: reward 'fakes:Faulty' cannot be built", "rows"],
-    ),
-    "images of another run": (
-        ["sampling.seed=1"],
-        ["out/images/base/red holds images of another run", "sampling.seed was 1234 there", OUT],
-    ),
-    "images of other prompts": (
-        ["benchmarks.0.prompts=others.txt", "benchmarks.0.layout=t2i_compbench"],
-        ["""prompts.0 was 'a "A"' there, and is 'one' here""", OUT],
+        ["models.tuned: 'theirs' does not load onto", "has such a layer with (2, 32), (32, 2)"],
     ),
     "a layout of fewer prompts": (
         ["benchmarks.0.limit=2"],
@@ -131,16 +100,12 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "case",
-    [c if i % 8 == 0 else pytest.param(c, marks=pytest.mark.slow) for i, c in enumerate(CASES)],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_what_cannot_be_evaluated_is_refused(
     done: Path, case: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """With the results of an evaluation there, which are left alone, and with nothing there."""
     monkeypatch.chdir(done)
-    (done / "others.txt").write_text("one\ntwo\nthree")
     monkeypatch.setattr(suite, "generate", never)
     before = content(done)
     overrides, said = CASES[case]
@@ -172,38 +137,15 @@ def test_a_folder_of_images_that_say_nothing_of_themselves_is_refused(
         shutil.rmtree(tmp_path / "out")
 
 
-def results(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], str]:
-    def written(path: Path) -> str:
-        found = json.loads(path.read_text())
-        change(found)
-        return json.dumps(found)
-
-    return written
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (
-            results(lambda d: d.update(version=2)),
-            "results of version 2, and this flowalign reads 1",
-        ),
-        (results(lambda d: d.pop("version")), "results of version None"),
-        (lambda path: "{", "not a readable results.json"),
-        (lambda path: "[]", "version None"),
-    ],
-)
 def test_results_of_another_version_are_not_compared(
-    done: Path, tmp_path: Path, text: Callable[[Path], str], said: str,
-    capsys: pytest.CaptureFixture[str],
-):  # fmt: skip
+    done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     ours, other = done / "out" / "results.json", tmp_path / "other.json"
-    other.write_text(text(ours))
-    before = content(done)
+    other.write_text(json.dumps({**json.loads(ours.read_text()), "version": 2}))
     assert main(["compare", str(ours), str(other), "--models", "base", "base"]) == 2
-    found = capsys.readouterr()
-    assert said in found.err and str(other) in found.err and found.out == ""
-    assert content(done) == before
+    printed = capsys.readouterr()
+    assert f"{other}: results of version 2, and this flowalign reads 1" in printed.err
+    assert printed.out == ""
     assert main(["compare", str(ours), str(ours), "--models", "base", "tuned"]) == 0
 
 

@@ -158,21 +158,6 @@ def test_a_server_that_hangs_is_a_timeout_error_within_the_deadline():
         reward.go.set()
 
 
-def test_what_was_scored_before_the_servers_died_is_kept():
-    """The second request kills the reward; nobody is left for it and the third."""
-    reward = Flaky()
-
-    def dying(images, prompts, metadata):
-        if reward.rows:
-            raise served.Lost
-        return reward(images, prompts, metadata)
-
-    with served.serving(dying) as url:
-        scores = Remote(url, batch_size=4, **QUICK)(IMAGES, PROMPTS, METADATA)
-    assert scores.valid.tolist() == [True] * 4 + [False] * 6
-    assert all("answered 500" in scores.reasons[row] for row in range(4, 10))
-
-
 def test_a_dead_server_leaves_the_rotation_and_others_take_its_requests():
     bad, good = Flaky(refusals=1000), Flaky(pause=0.02)
     with served.serving(bad) as one, served.serving(good) as two:

@@ -238,7 +238,7 @@ def test_another_number_of_processes_is_refused_unless_it_is_allowed(
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_more_and_with_fewer_processes(
-    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    random_model: str, tmp_path: Path
 ) -> None:
     """To the numbers of one process, but for rounding (Adam's eps hides what it would blow up)."""
     shared = ["evaluation=null", "optimizer.eps=1.0", "optimizer.lr=30.0"]
@@ -254,11 +254,8 @@ def test_a_run_goes_on_with_more_and_with_fewer_processes(
     expected, fewer, more = (tmp_path / name for name in ("whole", "fewer", "more"))
     assert one(expected, "train.updates=2") == 0
     assert two(fewer, "train.updates=1").returncode == 0
-    assert one(fewer, "--resume", "train.updates=2") == 2
     assert one(fewer, "--resume", "--allow-world-change", "train.updates=2") == 0
     assert one(more, "train.updates=1") == 0
-    refused = two(more, "--resume", "train.updates=2")
-    assert refused.returncode != 0 and "--allow-world-change" in refused.stderr
     assert two(more, "--resume", "--allow-world-change", "train.updates=2").returncode == 0
     weights = load_file(expected / "adapter" / ADAPTER)
     for run in (fewer, more):

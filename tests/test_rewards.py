@@ -1,8 +1,10 @@
 """Rewards are found by name, refused with a reason, and masked where they fail."""
 
+import gc
 import logging
 import sys
 import types
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -210,6 +212,19 @@ def test_one_bad_image_masks_only_itself_and_is_logged(caplog):
     assert result.parts["half"][2].isnan()
     assert result.reasons == {2: "RuntimeError: cannot look at c"}
     assert len(caplog.records) == 1 and "cannot look at c" in caplog.text
+
+
+def test_images_are_freed_as_soon_as_they_are_scored():
+    """Without a garbage collection: they are large, and may lie on a GPU."""
+    images = IMAGES.clone()
+    alive = weakref.ref(images)
+    gc.disable()
+    try:
+        score(Brightness(poison="c"), images, PROMPTS, METADATA)
+        del images
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_a_malformed_answer_makes_every_image_invalid():

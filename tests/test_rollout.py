@@ -32,11 +32,12 @@ def run(
     noise_level: float = 0.7,
     window: tuple[int, int] | None = (0, 3),
     shared: bool = False,
+    means: bool = False,
     prompts: slice = slice(0, 4),
     guidance: float = 1.0,
     batch_size: int = 32,
 ) -> Rollout:
-    schedule = Schedule(backbone.sigmas(STEPS), kind, noise_level, window)
+    schedule = Schedule(backbone.sigmas(STEPS), kind, noise_level, window, means=means)
     where = places(4, 2)[2 * prompts.start : 2 * prompts.stop]
     return sample(
         backbone,
@@ -123,8 +124,9 @@ def test_another_key_is_another_noise(backbone: Backbone) -> None:
 def test_only_trained_steps_are_kept_with_the_log_prob_of_what_is_kept(
     backbone: Backbone, kind: str
 ) -> None:
-    whole, window = run(backbone, kind), run(backbone, kind, window=(1, 3))
+    whole, window = run(backbone, kind), run(backbone, kind, window=(1, 3), means=True)
     assert window.steps == [1, 2] and window.states.shape[:2] == (8, 2)
+    assert whole.means is None and window.means is not None
     for rollout in (whole, window):
         assert rollout.next_states is not None and rollout.log_probs is not None
         assert torch.equal(rollout.states[:, 1:], rollout.next_states[:, :-1])
@@ -137,6 +139,8 @@ def test_only_trained_steps_are_kept_with_the_log_prob_of_what_is_kept(
             gaussian = sde.scheduled_transition(schedule, x, velocity, torch.full((8,), step))
             found = sde.log_prob(gaussian, rollout.next_states[:, column])
             assert torch.equal(found, rollout.log_probs[:, column])
+            if rollout.means is not None:
+                assert torch.equal(rollout.means[:, column], gaussian.mean)
 
 
 def test_without_training_nothing_is_kept_and_decoding_is_optional(backbone: Backbone) -> None:
@@ -225,24 +229,3 @@ def test_a_fixed_window_stays() -> None:
     assert window_of(default, 0, 3) == (0, 9)
     assert (fixed.width, default.width, moving(4).width) == (3, 9, 4)
     assert moving(4).trained == (0, 9)
-
-
-def test_the_means_are_kept_where_they_are_asked_for(backbone: Backbone) -> None:
-    """And are what the next states were sampled around."""
-    schedule = Schedule(backbone.sigmas(STEPS), "sde", 0.7, (1, 3), means=True)
-    where = places(2, 2)
-    batch = fakes.batch(2).select([prompt for prompt, _ in where])
-    found = sample(backbone, batch, schedule, guidance=1.0, noise=Noise((7, 0)), places=where)
-    assert found.means is not None and found.next_states is not None
-    assert found.means.shape == found.next_states.shape
-    assert run(backbone, window=(1, 3)).means is None
-    for column, step in enumerate(found.steps):
-        gaussian = sde.scheduled_transition(
-            schedule,
-            found.states[:, column],
-            backbone.velocity(
-                found.states[:, column], float(found.sigmas[step]), found.conditioning, guidance=1.0
-            ),
-            torch.full((4,), step),
-        )
-        assert torch.equal(found.means[:, column], gaussian.mean)

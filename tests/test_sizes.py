@@ -1,12 +1,10 @@
 """Several image sizes: one a rollout, in turn or by task; each has its own schedule."""
 
-import json
 from pathlib import Path
 
 import fakes
 import families
 import pytest
-import test_checkpoint
 import torch
 import yaml
 from test_loop import ratio_errors
@@ -71,25 +69,12 @@ def test_a_batch_has_tasks_of_one_size_and_all_together_have_their_weights() -> 
 # Runs --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", ["grpo", "nft", "awm"])
-def test_a_run_trains_each_size_and_goes_on_where_it_stopped(
-    random_model: str, tmp_path: Path, stage: str
-) -> None:
-    def settings(name: str, updates: int) -> config.TrainingStage:
-        given = [*SIZES, f"train.updates={updates}", "train.checkpoint_every=1"]
-        if stage == "grpo":
-            return fakes.settings(random_model, tmp_path / name, *given)
-        return fakes.forward(random_model, tmp_path / name, *given, stage=stage)
-
-    whole = fakes.wired(settings("whole", 3))
-    assert [shape(whole, update) for update in range(2)] == SHAPES
-    whole.run()
-    assert all(row["grad_norm"] > 0 for row in test_checkpoint.state(whole)["metrics"])
-    fakes.wired(settings("run", 2)).run()
-    again = fakes.wired(settings("run", 3))
-    assert again.resume()
-    again.run()
-    test_checkpoint.assert_same(test_checkpoint.state(again), test_checkpoint.state(whole))
+def test_a_run_trains_each_size(random_model: str, tmp_path: Path) -> None:
+    """(test_checkpoint.py resumes it.)"""
+    loop = fakes.wired(fakes.settings(random_model, tmp_path / "run", *SIZES, "train.updates=2"))
+    assert [shape(loop, update) for update in range(2)] == SHAPES
+    loop.run()
+    assert all(row["grad_norm"] > 0 for row in fakes.lines(loop))
 
 
 @pytest.mark.parametrize("stage", ["opd", "sft"])
@@ -100,22 +85,8 @@ def test_tasks_of_two_sizes_are_distilled(random_model: str, tmp_path: Path, sta
     assert [set(batch.tasks) for batch in batches] == [{"even"}, {"odd"}]
     assert [shape(loop, update) for update in range(2)] == SHAPES
     loop.run()
-    rows = test_checkpoint.state(loop)["metrics"]
+    rows = fakes.lines(loop)
     assert len(rows) == 4 and all(row["grad_norm"] > 0 for row in rows)
-
-
-@pytest.mark.slow
-def test_two_processes_take_the_same_size(random_model: str, tmp_path: Path) -> None:
-    alone = fakes.wired(fakes.settings(random_model, tmp_path / "1", *SIZES, "train.updates=2"))
-    alone.run()
-    found = fakes.settings(random_model, tmp_path / "2", *SIZES, "train.updates=2")
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(found.model_dump(mode="json")))
-    done = fakes.launch(fakes.ROOT / "train.py", "--config", path)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = (tmp_path / "2" / "metrics.jsonl").read_text().splitlines()
-    norms = [row["grad_norm"] for row in test_checkpoint.state(alone)["metrics"]]
-    assert [json.loads(line)["grad_norm"] for line in lines] == pytest.approx(norms, rel=1e-3)
 
 
 def test_the_schedule_is_that_of_the_size(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import fakes
+import forked
 import pytest
 import yaml
 
@@ -187,20 +188,13 @@ def config_file(model: str, folder: Path, reward: str, options: str, *words: str
     return str(path)
 
 
-def started(*command: object) -> subprocess.Popen[str]:
+def started(*command: object) -> forked.Forked:
     paths = [str(fakes.ROOT), str(fakes.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     more = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, *map(str, command)],
-        env=os.environ | more | {"ACCELERATE_USE_CPU": "true"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    return forked.Forked(command, os.environ | more | {"ACCELERATE_USE_CPU": "true"}, fakes.ROOT)
 
 
-def wait_for(folder: Path, process: subprocess.Popen[str], processes: int) -> list[int]:
+def wait_for(folder: Path, process: forked.Forked, processes: int) -> list[int]:
     """Until so many processes are in their third call of the reward; their ids, as they began."""
     limit = time.monotonic() + 120
     while time.monotonic() < limit:
@@ -252,7 +246,7 @@ def test_sigterm_ends_a_command_soon(random_model: str, tmp_path: Path) -> None:
     path = config_file(random_model, tmp_path, "test_stopping:Called", f"{{folder: {tmp_path}}}")
     process = started("train.py", "--config", path, "train.updates=1000")
     wait_for(tmp_path, process, 1)
-    process.terminate()
+    process.send_signal(signal.SIGTERM)
     began = time.monotonic()
     _, said = process.communicate(timeout=60)
     assert process.returncode == 143 and time.monotonic() - began < 20
@@ -294,7 +288,7 @@ def test_an_evaluation_keeps_its_rows(random_model: str, tmp_path: Path) -> None
     path.write_text(yaml.dump(data))
     process = started("-m", "flowalign.eval", "--config", path)
     wait_for(tmp_path, process, 1)
-    process.terminate()
+    process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 143 and "Traceback" not in said
     (rows,) = (tmp_path / "run").rglob("rows.0.jsonl")

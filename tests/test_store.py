@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowalign.backbone import Backbone, load_pipeline
+from flowalign.backbone import Backbone
 from flowalign.config import SamplingConfig
 from flowalign.eval import suite
 from flowalign.eval.compare import Incomparable, load_results
@@ -269,7 +269,7 @@ def config(finished: Path, watched: None) -> Path:
 
 
 def save_adapter(model: str, folder: Path, seed: int) -> None:
-    backbone = Backbone(load_pipeline(model), **SMALL)
+    backbone = fakes.backbone(model)
     backbone.add_adapter("a", rank=2, alpha=2.0)
     fakes.shake(backbone, "a", seed=seed)
     backbone.save_adapter("a", folder)

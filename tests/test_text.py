@@ -1,5 +1,6 @@
 """Prompts are encoded once, and what is kept of them depends on the text alone."""
 
+import functools
 from pathlib import Path
 
 import fakes
@@ -11,13 +12,19 @@ from flowalign.backbone import load_pipeline
 from flowalign.backbone.sd3 import SD3
 from flowalign.backbone.text import TextEncoder
 from flowalign.backbone.tiny import T5_LENGTH
+from flowalign.config import ModelConfig
 
 TEXTS = fakes.PROMPTS[:5]
 
 
 def encoder(model: str, cache: Path | None = None, length: int = T5_LENGTH) -> TextEncoder:
-    family = SD3(load_pipeline(model))
-    return TextEncoder(family, device="cpu", max_sequence_length=length, cache=cache)
+    settings = ModelConfig(
+        id=model, max_sequence_length=length, text_cache=str(cache) if cache else None
+    )
+    return TextEncoder(SD3(pipeline(model)), settings, "cpu")
+
+
+pipeline = functools.cache(load_pipeline)
 
 
 def count(texts: TextEncoder, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -61,15 +68,16 @@ def test_other_encoders_and_lengths_do_not_meet(
     random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoder(random_model, tmp_path)(TEXTS)
+    all_tokens = encoder(random_model)(TEXTS)["embeds"].shape[1]
     shorter = encoder(random_model, tmp_path, length=8)
     asked = count(shorter, monkeypatch)
-    few, all_tokens = (each(TEXTS)["embeds"].shape[1] for each in (shorter, encoder(random_model)))
-    assert few < all_tokens and asked == TEXTS
+    assert shorter(TEXTS)["embeds"].shape[1] < all_tokens and asked == TEXTS
     other = tmp_path / "other"
     fakes.pipeline(seed=1).save_pretrained(other)
+    expected = encoder(str(other))(TEXTS)
     changed = encoder(str(other), tmp_path)
     asked = count(changed, monkeypatch)
-    assert_close(changed(TEXTS), encoder(str(other))(TEXTS), rtol=0, atol=5e-6)
+    assert_close(changed(TEXTS), expected, rtol=0, atol=5e-6)
     assert asked == TEXTS
 
 

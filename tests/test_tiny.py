@@ -133,14 +133,6 @@ def test_the_shipped_prompts_are_those_that_the_module_writes(split: str):
     assert shipped(f"preference_{split}") == preference and len(preference) == entries
 
 
-def test_the_shipped_sets_share_no_prompt_but_of_single_objects():
-    sets = {f: {row["prompt"] for row in shipped(f"geneval_{f}")} for f in FILES}
-    single = {row["prompt"] for row in prompts.geneval_prompts("single_object")}
-    words = {f: {row["target"] for row in shipped(f"ocr_{f}")} for f in FILES}
-    for a, b in (("train", "val"), ("train", "test"), ("val", "test")):
-        assert sets[a] & sets[b] <= single and not words[a] & words[b]
-
-
 def test_signs_are_read():
     rng = np.random.default_rng(8)
     rows = shipped("ocr_test")[:40]

@@ -76,6 +76,7 @@ def test_keys_that_an_adapter_to_start_from_decides_are_named(
     assert [text.split(":")[0] for text in texts] == ignored
 
 
+@pytest.mark.slow
 def test_a_run_says_where_it_starts_and_what_it_ignores(
     random_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

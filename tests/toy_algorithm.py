@@ -17,8 +17,7 @@ from flowalign.teachers.scored import Credit, Scored
 from flowalign.training.algorithm import Algorithm, Keeps, Pairs, Parts
 from flowalign.training.losses import velocity_error
 from flowalign.training.noising import noised, stratified
-from flowalign.training.rollout import Size, clean_schedule
-from flowalign.types import Rollout, Schedule, StepLoss
+from flowalign.types import Rollout, StepLoss
 
 
 class ToyConfig(AdvantageConfig):
@@ -35,11 +34,6 @@ class ToyStage(RewardStage):
     stage: Literal["toy"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Learn from the best."""
     toy: ToyConfig = ToyConfig()
-
-    @property
-    def credited(self) -> AdvantageConfig:
-        """The section `toy`."""
-        return self.toy
 
     @property
     def needs_actions(self) -> bool:
@@ -66,10 +60,6 @@ class Toy(Algorithm[Best]):
         """Images, their latents, and the velocity to match at each noise level."""
         return Keeps(images=True, latents=True, noise_levels=config.toy.states, targets=["float32"])
 
-    def plan(self, update: int, size: Size | None = None) -> Schedule:
-        """Clean images."""
-        return clean_schedule(self.backbone, self.config.rollout.steps, size)
-
     def prepare(self, rollout: Rollout, update: int) -> Best:
         """Score the images, keep the best of each group, add noise."""
         credit = self.scored.credit(rollout, update)
@@ -79,9 +69,9 @@ class Toy(Algorithm[Best]):
             best[rows[credit.advantage.cpu()[rows].argmax()]] = True
         key = (self.config.seed, update, 99)
         shift = self.backbone.shift(self.config.rollout.steps, rollout.batch.size)
-        states = noised(rollout, stratified(shift, self.config.toy.states, key), key)
-        credit = replace(credit, rollout=states.rollout, keep=best)
-        return Best(**vars(credit), velocity=states.velocity)
+        states, target = noised(rollout, stratified(shift, self.config.toy.states, key), key)
+        credit = replace(credit, rollout=states, keep=best)
+        return Best(**vars(credit), velocity=target)
 
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: Best) -> StepLoss:
         """The mean of |v - (eps - x0)|^2."""

@@ -40,12 +40,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class Backbone:
     """One frozen base with named adapters.
 
-    pipe: a diffusers pipeline of a known family; family: the name of another one (`model.family`).
-    height, width: of the images, in pixels; sizes: several (height, width) instead. dtype: of
-    all arithmetic of the transformer, adapters included (None = that of its weights).
-    decode_batch: images per VAE decode (None = all at once).
-    text_cache, offload_text_encoders: see `flowalign.backbone.text.TextEncoder`. name: the id of
-    the base, which saved adapters carry.
+    pipe: a loaded diffusers pipeline of a known family. model: its settings; `load` applies two of
+    them, the attention backend and gradient checkpointing.
 
     transformer is `core` (the bare diffusers model) or accelerate's wrapper of it. `velocity` calls
     transformer, so that rollout and update share one forward path; adapters and saving use `core`.
@@ -57,24 +53,10 @@ class Backbone:
     _lora_layers: Sequence[LoraLayer] = ()  # kept: to look for them costs more than to switch
     _unused: Sequence[LoraLayer] = ()  # those of them that are never trained
 
-    def __init__(
-        self,
-        pipe: Any,
-        *,
-        height: int,
-        width: int,
-        max_sequence_length: int,
-        sizes: Sequence[tuple[int, int]] | None = None,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype | None = None,
-        decode_batch: int | None = None,
-        text_cache: str | Path | None = None,
-        offload_text_encoders: bool = False,
-        name: str | None = None,
-        family: str | None = None,
-    ) -> None:
-        self.pipe, self.name, self.decode_batch = pipe, name, decode_batch
-        self.family = family_of(type(pipe).__name__, family)(pipe)
+    def __init__(self, pipe: Any, model: ModelConfig, device: torch.device | str = "cpu") -> None:
+        self.pipe, self.decode_batch = pipe, model.decode_batch
+        self.name: str | None = model.id  # the base that saved adapters name
+        self.family = family_of(type(pipe).__name__, model.family)(pipe)
         self.device = torch.device(device)
         if self.device.type == "cpu":
             # accelerate says "cpu:0" where there are several processes, which would copy all
@@ -82,16 +64,10 @@ class Backbone:
             self.device = torch.device("cpu")
         self.core = pipe.transformer.requires_grad_(False).eval().to(self.device)
         self.transformer: nn.Module = self.core
-        self.dtype = dtype or next(self.core.parameters()).dtype
+        self.dtype = DTYPES[model.dtype]  # of all arithmetic of the transformer, adapters too
         pipe.vae.requires_grad_(False).eval().to(self.device)
-        self.text = TextEncoder(
-            self.family,
-            device=self.device,
-            max_sequence_length=max_sequence_length,
-            cache=text_cache,
-            offload=offload_text_encoders,
-        )
-        self.sizes, factor = list(sizes or [(height, width)]), self.family.factor
+        self.text = TextEncoder(self.family, model, self.device)
+        self.sizes, factor = model.image_sizes, self.family.factor
         if problems := [text for size in self.sizes for text in self.family.size_problems(*size)]:
             raise ModelError(problems[0])
         self.latent_shapes = [
@@ -114,27 +90,12 @@ class Backbone:
             revision=model.revision,
             family=model.family,
         )
-        backbone = cls.of(pipe, model, device)
+        backbone = cls(pipe, model, device)
         if model.attention:
             use_backend(backbone.core, model.attention)
         if model.gradient_checkpointing:
             backbone.core.enable_gradient_checkpointing()
         return backbone
-
-    @classmethod
-    def of(cls, pipe: Any, model: ModelConfig, device: torch.device | str) -> Backbone:
-        """A loaded pipeline with the settings of a config, but for attention and checkpointing."""
-        keys = {
-            "height",
-            "width",
-            "sizes",
-            "max_sequence_length",
-            "decode_batch",
-            "text_cache",
-            "family",
-        }
-        options = model.model_dump(include=keys | {"offload_text_encoders"})
-        return cls(pipe, **options, device=device, dtype=DTYPES[model.dtype], name=model.id)
 
     def fingerprint(self) -> str:
         """Tells this base from another, whatever adapters lie on it: of the weights of all parts of
@@ -247,7 +208,7 @@ class Backbone:
         )
         with several_adapters():
             self.core.add_adapter(config, adapter_name=name)
-        self._own(name, torch.float32)
+        self._prepare(name, torch.float32)
         self.activate(name)
 
     def load_adapter(self, name: str, folder: str | Path | Lora, *, frozen: bool = False) -> None:
@@ -255,7 +216,7 @@ class Backbone:
         active and trainable. frozen: neither; its weights then have the base's dtype."""
         before = self.active
         weights = put_lora(self.core, name, folder)
-        self._own(name, self.dtype if frozen else torch.float32)
+        self._prepare(name, self.dtype if frozen else torch.float32)
         # once more: peft has rounded them to the dtype that the base is stored in
         set_peft_model_state_dict(self.core, weights, adapter_name=name)
         if frozen:
@@ -268,24 +229,17 @@ class Backbone:
         with several_adapters():
             self.core.add_adapter(deepcopy(self.core.peft_config[source]), adapter_name=name)
         copied = self.adapter_parameters(source)
-        self._own(name, copied[0].dtype)
+        self._prepare(name, copied[0].dtype)
         self.frozen |= {name}
         for parameter, value in zip(self.adapter_parameters(name), copied, strict=True):
             parameter.data.copy_(value.data)
         self.activate(before)
 
     def replace_adapter(self, name: str, folder: str | Path) -> None:
-        """Replace the weights of adapter `name` by those of a saved one. Raises ValueError unless
-        it has the same layers and ranks."""
-        weights, old = read_lora(folder).weights, self._weights(name)
-        if {k: w.shape for k, w in weights.items()} != {k: w.shape for k, w in old.items()}:
-            raise ValueError(
-                f"{folder} has other layers or ranks than adapter {name!r}. Give an adapter of the "
-                "same, or load it under a name of its own."
-            )
-        set_peft_model_state_dict(self.core, weights, adapter_name=name)
+        """Replace the weights of an adapter by those of a saved one with the same layers."""
+        set_peft_model_state_dict(self.core, read_lora(folder).weights, adapter_name=name)
 
-    def _own(self, name: str, dtype: torch.dtype) -> None:
+    def _prepare(self, name: str, dtype: torch.dtype) -> None:
         """Give an adapter its dtype and its arithmetic."""
         for parameter in self.adapter_parameters(name):
             # a copy: the place in memory (such as a mapped file) changes the last bits on a CPU
@@ -311,9 +265,9 @@ class Backbone:
     def _weights(self, name: str) -> dict[str, Tensor]:
         # state_dict: core.state_dict() would change the state of a sharded base, on this process
         # alone. save_embedding_layers: by default peft would look for the base on the Hub.
-        own = {key: p.detach() for key, p in self.core.named_parameters() if f".{name}." in key}
+        state = {key: p.detach() for key, p in self.core.named_parameters() if f".{name}." in key}
         return get_peft_model_state_dict(
-            self.core, state_dict=own, adapter_name=name, save_embedding_layers=False
+            self.core, state_dict=state, adapter_name=name, save_embedding_layers=False
         )
 
     @property
@@ -340,9 +294,9 @@ class Backbone:
     def activate(self, name: str | None) -> None:
         """Make an adapter the active one. As in peft, only the active adapter has gradients, and a
         frozen one has none; nor have layers that the velocity does not depend on."""
-        known = getattr(self.core, "peft_config", {})  # absent before the first adapter
-        if name is not None and name not in known:
-            raise KeyError(f"no adapter {name!r}; have {sorted(known)}. Load it first.")
+        loaded = getattr(self.core, "peft_config", {})  # absent before the first adapter
+        if name is not None and name not in loaded:
+            raise KeyError(f"no adapter {name!r}; have {sorted(loaded)}. Load it first.")
         names = [name] if name else []
         for layer in self._lora_layers:
             layer.set_adapter(names)

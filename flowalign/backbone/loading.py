@@ -150,8 +150,9 @@ def _model_error(model: str, error: Exception) -> ModelError:
 def text_length(model: str, lora: Lora | None) -> int | None:
     """Tokens of a prompt: as in the LoRA's training if its file says so, else those of the tiny
     model, else None = diffusers' default."""
-    own = T5_LENGTH if resolve(model) == str(TINY) else None
-    return (lora.text_length if lora else None) or own
+    if lora and lora.text_length:
+        return lora.text_length
+    return T5_LENGTH if resolve(model) == str(TINY) else None
 
 
 def pipeline_class(model: str, length: int | None, **hub: Any) -> type[Any]:

@@ -73,7 +73,7 @@ def without_data(model: ModelConfig) -> Backbone:
         nn.Module.to(pipe.vae, DTYPES[model.vae_dtype])
         # a cache and moving between devices need values
         plain = {"text_cache": None, "offload_text_encoders": False}
-        return Backbone.of(pipe, model.model_copy(update=plain), "meta")
+        return Backbone(pipe, model.model_copy(update=plain), "meta")
 
 
 @lru_cache(maxsize=4)  # every stage of a recipe asks for the same one

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from flowalign.backbone.family import Family, Text
 from flowalign.backbone.placement import Placement, fingerprint
+from flowalign.config import ModelConfig
 from flowalign.system.files import replacing
 
 log = logging.getLogger("flowalign")
@@ -28,39 +29,32 @@ HELD = 1024  # texts in the CPU's memory at most: 1.7 GB for Stable Diffusion 3.
 class TextEncoder:
     """The text encoders of a pipeline, as one function of prompts.
 
-    offload: they wait in the CPU's memory, and are on the device only while they encode. cache: a
-    folder for their results, shared with later calls, other processes and other runs (None = no
-    cache): <cache>/<encoders>/<text>.safetensors, both digests, so that other weights, lengths or
-    dtypes have files of their own.
+    With `model.offload_text_encoders` they wait in the CPU's memory, and are on the device only
+    while they encode. `model.text_cache` is a folder for their results, shared with later calls,
+    other processes and other runs: <cache>/<encoders>/<text>.safetensors, both digests, so that
+    other weights, lengths or dtypes have files of their own.
     """
 
-    def __init__(
-        self,
-        family: Family,
-        *,
-        device: torch.device | str,
-        max_sequence_length: int,
-        cache: str | Path | None = None,
-        offload: bool = False,
-    ) -> None:
+    def __init__(self, family: Family, model: ModelConfig, device: torch.device | str) -> None:
         self.family, self.device = family, torch.device(device)
-        self.max_sequence_length = max_sequence_length
-        encoders = family.encoders
+        self.max_sequence_length = model.max_sequence_length
+        encoders, offload = family.encoders, model.offload_text_encoders
         self.placements = [Placement(part, device, offload) for part in encoders]
         self._negative: Text | None = None
         self._held: dict[tuple[str, ...], Text] = {}  # by the texts of a call, on the CPU
         self.folder = None
-        if cache is not None:
+        if model.text_cache is not None:
             dtypes = [str(part.dtype) for part in encoders]  # embeddings depend on all of these
-            key = f"{fingerprint(encoders)} {dtypes} {max_sequence_length}"
-            self.folder = Path(cache).expanduser() / _digest(key)[:16]
+            key = f"{fingerprint(encoders)} {dtypes} {self.max_sequence_length}"
+            self.folder = Path(model.text_cache).expanduser() / _digest(key)[:16]
 
     @torch.no_grad()
     def __call__(self, prompts: Sequence[str]) -> Text:
         """What the family makes of P prompts, {name: [P, ...]}, on the device."""
         if not (batch := self._held.get(tuple(prompts))):
             if self.folder is None:
-                return self._encode(prompts)
+                with self._on_device():
+                    return self._encode(prompts)
             self._encode_to_disk(prompt for prompt in prompts if not self._path(prompt).is_file())
             batch = stacked([self._read(prompt) for prompt in prompts])
         return {name: part.to(self.device) for name, part in batch.items()}
@@ -100,11 +94,11 @@ class TextEncoder:
         return stack
 
     def _encode(self, prompts: Sequence[str]) -> Text:
+        """With the encoders on the device."""
         texts: list[Text] = []
-        with self._on_device():
-            for start in range(0, len(prompts), BATCH):
-                batch = list(prompts[start : start + BATCH])
-                texts += self.family.encode(batch, self.max_sequence_length, self.device)
+        for start in range(0, len(prompts), BATCH):
+            batch = list(prompts[start : start + BATCH])
+            texts += self.family.encode(batch, self.max_sequence_length, self.device)
         return stacked(texts)
 
     # On disk -----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from flowalign.backbone import (
 from flowalign.backbone.adapters import Lora, read_lora
 from flowalign.backbone.loading import default_length, text_length
 from flowalign.backbone.structure import family_without_text
-from flowalign.config import ConfigError, SamplingConfig, TrainingStage, load
+from flowalign.config import ConfigError, ModelConfig, SamplingConfig, TrainingStage, load
 from flowalign.system import devices
 from flowalign.system.escape import harmless
 from flowalign.system.files import replacing
@@ -109,7 +109,7 @@ class Plan:
     images: int
     seed: int
     device: torch.device
-    dtype: str
+    dtype: Literal["float32", "bfloat16", "float16"]
     out: Path
 
     def __str__(self) -> str:
@@ -211,15 +211,16 @@ def draw(prompts: Sequence[str], plan: Plan, lora: Lora | None) -> Tensor:
     print(plan, file=sys.stderr, flush=True)
     pipe = load_pipeline(plan.model, dtype=DTYPES[plan.dtype])
     on_gpu = plan.device.type != "cpu"
-    backbone = Backbone(
-        pipe,
+    model = ModelConfig(
+        id=plan.model,
+        dtype=plan.dtype,
         height=plan.height,
         width=plan.width,
         max_sequence_length=text_length(plan.model, lora) or default_length(type(pipe)),
-        device=plan.device,
         decode_batch=1 if on_gpu else None,  # a float32 VAE needs 2.4 GB for 1024 pixels
         offload_text_encoders=on_gpu,
     )
+    backbone = Backbone(pipe, model, plan.device)
     if lora:
         backbone.load_adapter("sampled", lora, frozen=True)
     settings = SamplingConfig(

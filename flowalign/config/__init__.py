@@ -1,4 +1,4 @@
-"""Configs: what one may hold (schema), and how it is read (loading)."""
+"""Configs: what one may hold (a file a group of sections), and how it is read (loading)."""
 
 from flowalign.config.learning import (
     AdvantageConfig,

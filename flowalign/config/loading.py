@@ -86,11 +86,6 @@ def read(path: str | Path, above: Sequence[Path] = ()) -> Any:
     return overlay(base if isinstance(base, Mapping) else {}, keys, source=str(path))
 
 
-class _Path(dict[Any, Any]):
-    """One `key.path=value` as nested mappings: what is at its end replaces, and merges with
-    nothing."""
-
-
 def overlay(*layers: Mapping[str, Any], source: str = "config", place: str = "") -> dict[str, Any]:
     """The layers, each laid over those before it, section by section; keys over a list of items
     with names change these items. ConfigError for an item that is not in the list.
@@ -100,41 +95,52 @@ def overlay(*layers: Mapping[str, Any], source: str = "config", place: str = "")
     merged: dict[str, Any] = {}
     for layer in layers:
         for key, value in layer.items():
-            old, where = merged.get(key), f"{place}{key}"
-            on_path = isinstance(value, _Path)
-            if on_path or isinstance(value, Mapping) and not isinstance(layer, _Path):
-                if isinstance(old, list) and old and (on_path or all(map(_name, old))):
-                    items = {_index(old, str(k), where, source): v for k, v in value.items()}
-                    items = _Path(items) if on_path else items
-                    items = overlay(_indexed(old), items, source=source, place=f"{where}.")
-                    value = list(items.values())
-                elif isinstance(old, Mapping) or on_path and old is None:
-                    value = overlay(old or {}, value, source=source, place=f"{where}.")
-                elif on_path:
-                    raise ConfigError(
-                        [f"{where} is {shown_value(old)}, which has no keys."], source
-                    )
-            merged[key] = value
+            merged[key] = _merged(merged.get(key), value, f"{place}{key}", source)
     return merged
+
+
+def _merged(old: Any, value: Any, where: str, source: str) -> Any:
+    """A value of a layer, laid over the one at the same place of those before it."""
+    if isinstance(old, Mapping) and isinstance(value, Mapping):
+        return overlay(old, value, source=source, place=f"{where}.")
+    if isinstance(value, Mapping) and isinstance(old, list) and old and all(map(_name, old)):
+        items = list(old)
+        for key, change in value.items():
+            index = _index(items, str(key), where, source)
+            items[index] = _merged(items[index], change, f"{where}.{index}", source)
+        return items
+    return value
 
 
 def _name(item: Any) -> str | None:
     return item.get("name") if isinstance(item, Mapping) else None
 
 
-def _indexed(items: Sequence[Any]) -> dict[str, Any]:
-    return {str(index): item for index, item in enumerate(items)}
-
-
-def _index(items: Sequence[Any], key: str, where: str, source: str) -> str:
+def _index(items: Sequence[Any], key: str, where: str, source: str = "config") -> int:
     """The index of the item that a key means by its index, or else by its name."""
-    if key in _indexed(items):
-        return key
+    if key in map(str, range(len(items))):
+        return int(key)
     names = [str(_name(item)) for item in items]
     if key not in names:
         listed = f"no item {key!r}; it has {len(items)} items, from 0, named {', '.join(names)}."
         raise ConfigError([f"{where}: {listed}{did_you_mean(key, names)}"], source)
-    return str(names.index(key))
+    return names.index(key)
+
+
+def _replaced(data: Any, path: Sequence[str], value: Any, where: str = "") -> Any:
+    """The data with a value at a path, whatever was there."""
+    if not path:
+        return value
+    key, *rest = path
+    if isinstance(data, list) and data:
+        index = _index(data, key, where)
+        change = _replaced(data[index], rest, value, f"{where}.{index}")
+        return [*data[:index], change, *data[index + 1 :]]
+    if data is not None and not isinstance(data, Mapping):
+        raise ConfigError([f"{where} is {shown_value(data)}, which has no keys."])
+    old = {} if data is None else data
+    inner = f"{where}.{key}" if where else key
+    return {**old, key: _replaced(old.get(key), rest, value, inner)}
 
 
 def _override(data: Mapping[str, Any], texts: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -147,10 +153,7 @@ def _override(data: Mapping[str, Any], texts: Sequence[str]) -> tuple[dict[str, 
             problems.append(f"{text!r}: want key.path=value, for example optimizer.lr=1e-4.")
             continue
         try:
-            change = load_yaml(value)
-            for key in reversed(keys):
-                change = _Path({key: change})
-            changed = overlay(changed, change)
+            changed = _replaced(changed, keys, load_yaml(value))
         except YAMLError as error:
             problems.append(f"{text!r}: the value is not YAML: {error}")
         except ConfigError as error:

@@ -94,14 +94,14 @@ class BenchmarkConfig(Section):
     @property
     def judges(self) -> dict[str, RewardConfig]:
         """{name of a score in tables and files: its reward}."""
-        own = {self.name: self.reward} if self.reward else {}
-        return own | {f"{self.name}_{judge}": spec for judge, spec in self.rewards.items()}
+        single = {self.name: self.reward} if self.reward else {}
+        return single | {f"{self.name}_{judge}": spec for judge, spec in self.rewards.items()}
 
     @property
     def reward_keys(self) -> dict[str, RewardConfig]:
         """{key below the benchmark: reward}, in the order of `judges`."""
-        own = {"reward": self.reward} if self.reward else {}
-        return own | {f"rewards.{judge}": spec for judge, spec in self.rewards.items()}
+        single = {"reward": self.reward} if self.reward else {}
+        return single | {f"rewards.{judge}": spec for judge, spec in self.rewards.items()}
 
     def problems(self) -> Iterator[str]:
         """The images are scored by `reward` or `rewards`, or by neither for a layout alone."""

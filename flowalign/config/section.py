@@ -49,15 +49,10 @@ class ConfigError(ValueError):
         super().__init__("\n  - ".join([f"{source}: {count}", *problems]))
 
 
-def close_to(word: str, possible: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """What may have been meant, of the possible words; cutoff: similarity in 0..1 at least."""
-    return next(iter(difflib.get_close_matches(word, possible, n=1, cutoff=cutoff)), None)
-
-
 def did_you_mean(word: object, possible: Iterable[str], quote: str = "'") -> str:
     """The sentence that says which possible word is close; "" if none is."""
-    close = close_to(str(word).lower(), possible, cutoff=0.5)
-    return f" Did you mean {quote}{close}{quote}?" if close else ""
+    close = difflib.get_close_matches(str(word).lower(), possible, n=1, cutoff=0.5)
+    return f" Did you mean {quote}{close[0]}{quote}?" if close else ""
 
 
 class Section(BaseModel):

@@ -11,34 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from flowalign.config.learning import (
-    AdvantageConfig,
-    AnchorConfig,
-    AwmConfig,
-    EmaConfig,
-    ForwardConfig,
-    GrpoConfig,
-    NftConfig,
-    OptimizerConfig,
-    PolicyConfig,
-    RewardConfig,
-    SftConfig,
-    StudentConfig,
-    TaskConfig,
-    TeacherConfig,
-)
+from flowalign.config import learning, run
 from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.config.rollout import RolloutConfig, steps_within
-from flowalign.config.run import (
-    AlarmConfig,
-    BenchmarkConfig,
-    EvaluationConfig,
-    FidelityConfig,
-    ReportConfig,
-    SamplingConfig,
-    TrainConfig,
-    TrainingAlarmConfig,
-)
 from flowalign.config.section import (
     ConfigError,
     FileName,
@@ -58,7 +33,7 @@ class Judged:
 
     place: str  # in the config
     name: str
-    rewards: Mapping[str, RewardConfig]  # by their key below the place
+    rewards: Mapping[str, learning.RewardConfig]  # by their key below the place
     prompts: Mapping[str, str]  # prompt sets by their key below the place
 
 
@@ -112,7 +87,7 @@ class Stage(Section):
         return {}
 
     @property
-    def credited(self) -> AdvantageConfig | None:
+    def credited(self) -> learning.AdvantageConfig | None:
         """How its rewards become advantages; None where it does not learn from rewards."""
         return None
 
@@ -140,13 +115,13 @@ class TrainingStage(Job):
     seed: Seed = 0
     """Seed of prompts, noise and initial weights."""
     lora: LoraConfig = LoraConfig()
-    tasks: list[TaskConfig] = Field(min_length=1)
+    tasks: list[learning.TaskConfig] = Field(min_length=1)
     rollout: RolloutConfig = RolloutConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    ema: EmaConfig | None = EmaConfig()
-    train: TrainConfig = TrainConfig()
-    evaluation: EvaluationConfig | None = EvaluationConfig()
-    alarm: TrainingAlarmConfig | None = TrainingAlarmConfig()
+    optimizer: learning.OptimizerConfig = learning.OptimizerConfig()
+    ema: learning.EmaConfig | None = learning.EmaConfig()
+    train: run.TrainConfig = run.TrainConfig()
+    evaluation: run.EvaluationConfig | None = run.EvaluationConfig()
+    alarm: run.TrainingAlarmConfig | None = run.TrainingAlarmConfig()
     """null = no alarm at drift."""
 
     @property
@@ -154,7 +129,7 @@ class TrainingStage(Job):
         """The CFG scale at which the adapter is trained."""
         return self.rollout.guidance
 
-    def guidance_of(self, teacher: TeacherConfig) -> float:
+    def guidance_of(self, teacher: learning.TeacherConfig) -> float:
         """The CFG scale of a teacher or anchor."""
         return self.guidance if teacher.guidance is None else teacher.guidance
 
@@ -180,11 +155,11 @@ class TrainingStage(Job):
         return False
 
     @property
-    def evaluation_sampling(self) -> SamplingConfig:
+    def evaluation_sampling(self) -> run.SamplingConfig:
         """How evaluations sample: as the rollouts, where `evaluation` says nothing else."""
-        evaluation, rollout = self.evaluation or EvaluationConfig(), self.rollout
+        evaluation, rollout = self.evaluation or run.EvaluationConfig(), self.rollout
         guidance = rollout.guidance if evaluation.guidance is None else evaluation.guidance
-        return SamplingConfig(
+        return run.SamplingConfig(
             steps=evaluation.steps or rollout.steps,
             guidance=guidance,
             seed=evaluation.seed,
@@ -205,29 +180,27 @@ class TrainingStage(Job):
         return {}
 
     @property
-    def watched(self) -> list[BenchmarkConfig]:
+    def watched(self) -> list[run.BenchmarkConfig]:
         """The benchmarks of evaluation.watch."""
         return self.evaluation.watch if self.evaluation else []
 
     @property
     def judged(self) -> list[Judged]:
-        tasks = [
-            Judged(
-                f"tasks.{index}",
-                task.name,
-                {"reward": task.reward} if task.reward else {},
-                _given({"prompts": task.prompts, "validation": task.validation}),
-            )
-            for index, task in enumerate(self.tasks)
-        ]
-        return [*_judged("evaluation.watch", self.watched), *tasks]
+        judged = _judged("evaluation.watch", self.watched)
+        for index, task in enumerate(self.tasks):
+            rewards = {"reward": task.reward} if task.reward else {}
+            prompts = _given({"prompts": task.prompts, "validation": task.validation})
+            judged.append(Judged(f"tasks.{index}", task.name, rewards, prompts))
+        return judged
 
     @property
     def packages(self) -> dict[str, str]:
-        """With those of the optimizer and the trackers."""
-        eight_bit = {"optimizer.name": "bitsandbytes"} if self.optimizer.name == "adamw8bit" else {}
-        wandb = {"train.trackers": "wandb"} if "wandb" in self.train.trackers else {}
-        return super().packages | eight_bit | wandb
+        packages = super().packages
+        if self.optimizer.name == "adamw8bit":
+            packages["optimizer.name"] = "bitsandbytes"
+        if "wandb" in self.train.trackers:
+            packages["train.trackers"] = "wandb"
+        return packages
 
     @property
     def optimizer_steps(self) -> int:
@@ -235,24 +208,22 @@ class TrainingStage(Job):
         return self.train.updates * self.optimizer.updates_per_rollout
 
     @property
-    def labellers(self) -> dict[str, TeacherConfig]:
+    def labellers(self) -> dict[str, learning.TeacherConfig]:
         """{place in the config: teacher}, with the anchor; empty for a stage without teachers."""
         return {}
 
     @property
     def scales(self) -> dict[str, float]:
-        sections = {
-            **self.labellers,
-            **({"evaluation": self.evaluation} if self.evaluation else {}),
-        }
+        sections: dict[str, Any] = {"rollout": self.rollout, **self.labellers}
+        if self.evaluation:
+            sections["evaluation"] = self.evaluation
         scales = {f"{place}.guidance": section.guidance for place, section in sections.items()}
-        scales = {place: scale for place, scale in scales.items() if scale is not None}
-        return {"rollout.guidance": self.rollout.guidance, **scales}
+        return {place: scale for place, scale in scales.items() if scale is not None}
 
     @property
     def labelling(self) -> tuple[str, int]:
         """(dtype of the stored labels, (image, step) pairs per forward pass of the teachers)."""
-        student = StudentConfig()
+        student = learning.StudentConfig()
         return student.label_dtype, student.label_batch
 
     @property
@@ -312,12 +283,12 @@ class TrainingStage(Job):
 
 
 class RewardStage(TrainingStage):
-    """A teacher that learns from the rewards of one or more tasks."""
+    """A teacher that learns from the rewards of one or more tasks. The section of the stage's own
+    name says how they become advantages."""
 
     @property
-    def credited(self) -> AdvantageConfig:
-        """How its rewards become advantages."""
-        raise NotImplementedError
+    def credited(self) -> learning.AdvantageConfig:
+        return getattr(self, self.stage)
 
 
 class GrpoStage(RewardStage):
@@ -326,11 +297,7 @@ class GrpoStage(RewardStage):
     algorithm = "flowalign.teachers.grpo:Grpo"
     stage: Literal["grpo"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Learn from rewards."""
-    grpo: GrpoConfig = GrpoConfig()
-
-    @property
-    def credited(self) -> AdvantageConfig:
-        return self.grpo
+    grpo: learning.GrpoConfig = learning.GrpoConfig()
 
     @property
     def clip_ranges(self) -> dict[str, float]:
@@ -349,29 +316,23 @@ class ForwardStage(RewardStage):
     """Rewards, learnt from clean images with noise added: no trajectory is kept."""
 
     @property
-    def forward(self) -> ForwardConfig:
-        """The section of the stage's own algorithm."""
-        raise NotImplementedError
+    def forward(self) -> learning.ForwardConfig:
+        """The section of the stage's own name."""
+        return getattr(self, self.stage)
 
     @property
-    def credited(self) -> AdvantageConfig:
-        return self.forward
-
-    @property
-    def policies(self) -> dict[str, PolicyConfig]:
+    def policies(self) -> dict[str, learning.PolicyConfig]:
         """{adapter beside the trained one: how it follows that}; the one named "old" samples."""
         raise NotImplementedError
 
     @property
     def guidance(self) -> float:
-        """The CFG scale at which the adapter is trained."""
-        own = self.forward.guidance
-        return self.rollout.guidance if own is None else own
+        guidance = self.forward.guidance
+        return self.rollout.guidance if guidance is None else guidance
 
     @property
     def needs_actions(self) -> bool:
-        """Never: there is no ratio of transitions."""
-        return False
+        return False  # there is no ratio of transitions
 
     def problems(self) -> Iterator[str]:
         """Noise in rollouts, groups that are all alike, and more noise levels than there are."""
@@ -398,14 +359,10 @@ class NftStage(ForwardStage):
     algorithm = "flowalign.teachers.nft:Nft"
     stage: Literal["nft"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Learn from rewards, on clean images."""
-    nft: NftConfig = NftConfig()
+    nft: learning.NftConfig = learning.NftConfig()
 
     @property
-    def forward(self) -> NftConfig:
-        return self.nft
-
-    @property
-    def policies(self) -> dict[str, PolicyConfig]:
+    def policies(self) -> dict[str, learning.PolicyConfig]:
         """The old policy, where it can differ from the student during an update: where it is an
         average, or a rollout has several optimizer steps."""
         needed = self.nft.old.decay > 0 or self.optimizer.updates_per_rollout > 1
@@ -418,25 +375,21 @@ class AwmStage(ForwardStage):
     algorithm = "flowalign.teachers.awm:Awm"
     stage: Literal["awm"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Learn from rewards, on clean images."""
-    awm: AwmConfig = AwmConfig()
+    awm: learning.AwmConfig = learning.AwmConfig()
 
     @property
-    def forward(self) -> AwmConfig:
-        return self.awm
-
-    @property
-    def policies(self) -> dict[str, PolicyConfig]:
+    def policies(self) -> dict[str, learning.PolicyConfig]:
         """The student's weights at the rollout, where that has several optimizer steps; and their
         average, where ema_kl_weight asks for it."""
-        own = {"old": PolicyConfig()} if self.optimizer.updates_per_rollout > 1 else {}
-        return own | ({"average": self.awm.average} if self.awm.ema_kl_weight > 0 else {})
+        old = {"old": learning.PolicyConfig()} if self.optimizer.updates_per_rollout > 1 else {}
+        return old | ({"average": self.awm.average} if self.awm.ema_kl_weight > 0 else {})
 
 
 class DistillationStage(TrainingStage):
     """A student that learns from teachers: each task is routed to one of them."""
 
     is_student = True
-    teachers: dict[FileName, TeacherConfig] = Field(
+    teachers: dict[FileName, learning.TeacherConfig] = Field(
         min_length=1, examples=[{"ocr": {"adapter": "runs/ocr"}}]
     )
     """Teachers by name."""
@@ -446,7 +399,7 @@ class DistillationStage(TrainingStage):
         return {task.name: task.teacher or task.name for task in self.tasks}
 
     @property
-    def labellers(self) -> dict[str, TeacherConfig]:
+    def labellers(self) -> dict[str, learning.TeacherConfig]:
         return {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
 
     def problems(self) -> Iterator[str]:
@@ -469,20 +422,19 @@ class OpdStage(DistillationStage):
     algorithm = "flowalign.training.student.opd:Opd"
     stage: Literal["opd"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Learn from teachers, on the student's own trajectories."""
-    student: StudentConfig = StudentConfig()
-    anchor: AnchorConfig | None = None
+    student: learning.StudentConfig = learning.StudentConfig()
+    anchor: learning.AnchorConfig | None = None
     """The anchor of MAR; null = none."""
-    grpo: GrpoConfig = GrpoConfig()
+    grpo: learning.GrpoConfig = learning.GrpoConfig()
     """Only for student.reward_weight > 0."""
 
     @property
     def guidance(self) -> float:
-        """The CFG scale at which the student is trained."""
-        own = self.student.guidance
-        return self.rollout.guidance if own is None else own
+        guidance = self.student.guidance
+        return self.rollout.guidance if guidance is None else guidance
 
     @property
-    def credited(self) -> AdvantageConfig | None:
+    def credited(self) -> learning.AdvantageConfig | None:
         """The section `grpo`, if a GRPO loss is added to the distillation."""
         return self.grpo if self.student.reward_weight > 0 else None
 
@@ -493,7 +445,6 @@ class OpdStage(DistillationStage):
 
     @property
     def needs_means(self) -> bool:
-        """With GRPO-Guard's ratio in the loss on rewards."""
         return self.learns_from_rewards and self.grpo.ratio == "guard"
 
     @property
@@ -506,12 +457,13 @@ class OpdStage(DistillationStage):
 
     @property
     def clip_ranges(self) -> dict[str, float]:
-        rewarded = {"grpo.clip_range": self.grpo.clip_range} if self.learns_from_rewards else {}
-        gradient = self.student.gradient != "pathwise"
-        return rewarded | ({"student.clip_range": self.student.clip_range} if gradient else {})
+        ranges = {"grpo.clip_range": self.grpo.clip_range} if self.learns_from_rewards else {}
+        if self.student.gradient != "pathwise":
+            ranges["student.clip_range"] = self.student.clip_range
+        return ranges
 
     @property
-    def labellers(self) -> dict[str, TeacherConfig]:
+    def labellers(self) -> dict[str, learning.TeacherConfig]:
         return super().labellers | ({"anchor": self.anchor} if self.anchor else {})
 
     @property
@@ -542,7 +494,7 @@ class SftStage(DistillationStage):
     algorithm = "flowalign.training.student.sft:Sft"
     stage: Literal["sft"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Learn from teachers' images."""
-    sft: SftConfig = SftConfig()
+    sft: learning.SftConfig = learning.SftConfig()
 
 
 class MergeStage(Job):
@@ -645,11 +597,11 @@ class EvalStage(Stage):
     """{name: adapter folder, or null for the base model}. All are compared with the first."""
     compare: dict[str, list[str]] = Field(default={}, examples=[{"student": ["ocr", "merged"]}])
     """{name: other models that it is compared with}, besides the first."""
-    benchmarks: list[BenchmarkConfig] = Field(min_length=1)
-    sampling: SamplingConfig = SamplingConfig()
-    fidelity: FidelityConfig | None = None
-    report: ReportConfig = ReportConfig()
-    alarm: AlarmConfig | None = AlarmConfig()
+    benchmarks: list[run.BenchmarkConfig] = Field(min_length=1)
+    sampling: run.SamplingConfig = run.SamplingConfig()
+    fidelity: run.FidelityConfig | None = None
+    report: run.ReportConfig = run.ReportConfig()
+    alarm: run.AlarmConfig | None = run.AlarmConfig()
     """Of the images that the report shows; null = none."""
     score_seconds: Seconds | None = 1800.0
     """A batch of images is invalid if its reward takes longer; null = wait for ever."""
@@ -668,16 +620,14 @@ class EvalStage(Stage):
 
     @property
     def features(self) -> str:
-        """Those of `fidelity`, where they are a path."""
         return self.fidelity.features if self.fidelity and ":" in self.fidelity.features else ""
 
     @property
     def reference(self) -> str:
-        """That of `fidelity`."""
         return self.fidelity.reference if self.fidelity else "tiny"
 
     @property
-    def evaluation_sampling(self) -> SamplingConfig:
+    def evaluation_sampling(self) -> run.SamplingConfig:
         return self.sampling
 
     @property
@@ -708,7 +658,7 @@ def _given(sources: Mapping[str, str | None]) -> dict[str, str]:
     return {place: source for place, source in sources.items() if source is not None}
 
 
-def _judged(place: str, benchmarks: Sequence[BenchmarkConfig]) -> list[Judged]:
+def _judged(place: str, benchmarks: Sequence[run.BenchmarkConfig]) -> list[Judged]:
     """Benchmarks, which are listed at a place."""
     return [
         Judged(f"{place}.{index}", b.name, b.reward_keys, {"prompts": b.prompts})

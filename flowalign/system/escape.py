@@ -17,10 +17,9 @@ def shown(text: str, length: int = 300) -> str:
     Runs of white space become one space. Control, format and surrogate characters are escaped as
     in Python, so the line is safe to print and can be written as UTF-8.
     """
-    beginning = text[: 10 * length]  # of a text of any size
-    line = " ".join(beginning.split())
-    escaped = "".join(map(_escaped, line[: length + 1]))
-    cut = len(escaped) > length or len(beginning) < len(text)
+    line = " ".join(text[: 10 * length].split())
+    escaped = "".join(map(_escaped, line))
+    cut = len(escaped) > length or len(text) > 10 * length
     return f"{escaped[:length]}..." if cut else escaped
 
 

@@ -140,21 +140,3 @@ def to_json(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [to_json(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def impossible(path: str) -> str:
-    """Why no file can have this path, to be read after it; "" if one can. Python raises a different
-    error for each of these, and at a different call."""
-    if "\0" in path:
-        return "holds the character NUL, which no path can hold"
-    try:
-        longest = max((len(os.fsencode(part)) for part in Path(path).parts), default=0)
-    except UnicodeEncodeError:
-        return "holds half a character"
-    if longest > 255 or len(path) > 4000:
-        return "is longer than any path"
-    try:
-        Path(path).expanduser()
-    except RuntimeError:
-        return "names the home of a user whom this machine does not know"
-    return ""

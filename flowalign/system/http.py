@@ -10,7 +10,6 @@ nothing is inflated. What servers say is shown printable and cut.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import logging
 import math
@@ -19,6 +18,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -32,12 +32,10 @@ from flowalign.system.escape import shown
 log = logging.getLogger(__name__)
 
 LONGEST_WAIT = 60.0  # seconds between two attempts
-WARN_EVERY = 30.0  # seconds between two warnings about an address
 UNREACHABLE = (ConnectionError, TimeoutError)  # no answer, for no fault of the request
 REDIRECTS = 5  # of one request
 _ERROR_BYTES = 64 * 2**10  # that are read of an answer without status 200
 _FINAL = (401, 403, 404)  # wrong token, URL or model name: every other request would fail too
-_warned: dict[str, float] = {}  # address -> when it was last warned of, for all clients
 _jitter = random.Random()  # a run's numbers must not depend on what the network did
 
 Item = TypeVar("Item")
@@ -93,6 +91,7 @@ class Client:
         self.until = time.monotonic() + deadline
         self.retries, self.backoff, self.max_bytes, self.token = retries, backoff, max_bytes, token
         self.stopped = threading.Event()
+        self.warned: set[str] = set()  # addresses
         self.last: Exception | str = "the time for all requests is over"
         self._client = httpx.Client(
             headers={
@@ -125,7 +124,7 @@ class Client:
             | tenacity.stop_before_delay(self.until - time.monotonic())
             | tenacity.stop_when_event_set(self.stopped),
             wait=lambda state: self._wait(state, len(urls)),
-            before_sleep=_warn,
+            before_sleep=self._warn,
             sleep=tenacity.sleep_using_event(self.stopped),  # `map` ends the waits of all threads
             reraise=True,
         )
@@ -144,6 +143,15 @@ class Client:
         seconds = min(self.backoff * 2.0**doublings, LONGEST_WAIT) * jitter
         return max(seconds, min(again.after, LONGEST_WAIT))
 
+    def _warn(self, state: tenacity.RetryCallState) -> None:
+        """Log the first failed attempt at an address, unless its server asks for time."""
+        again = state.outcome and state.outcome.exception()
+        if isinstance(again, _Again) and not again.after:
+            address = urlsplit(again.url).netloc
+            if address not in self.warned:
+                log.warning("%s; trying again", again.cause)
+            self.warned.add(address)
+
     def map(
         self, call: Callable[[Item], Result], items: Sequence[Item], concurrency: int
     ) -> list[Result | Exception]:
@@ -153,40 +161,33 @@ class Client:
         costs one round of timeouts, not one per item. If no call succeeded for want of an answer,
         that ConnectionError or TimeoutError is raised. An interrupt does not wait for open calls.
         """
-        results: list[Any] = [None] * len(items)
-        rows = iter(range(len(items)))  # shared by the threads: each takes the next row
         lock, in_a_row = threading.Lock(), 0
 
-        def work() -> None:
+        def guarded(item: Item) -> Result | Exception:
             nonlocal in_a_row
-            for row in rows:
-                try:
-                    self._check_running()
-                    results[row] = call(items[row])
-                except UNREACHABLE as error:
-                    results[row] = error
-                    with lock:
-                        in_a_row += 1
-                        if not self.stopped.is_set():
-                            self.last = error
-                        if in_a_row >= concurrency:
-                            self.stopped.set()
-                except Exception as error:  # of this item alone
-                    results[row] = error
-                else:
-                    with lock:
-                        in_a_row = 0
+            try:
+                self._check_running()
+                result = call(item)
+            except UNREACHABLE as error:
+                with lock:
+                    in_a_row += 1
+                    if not self.stopped.is_set():
+                        self.last = error
+                    if in_a_row >= concurrency:
+                        self.stopped.set()
+                return error
+            except Exception as error:  # of this item alone
+                return error
+            with lock:
+                in_a_row = 0
+            return result
 
-        threads = [
-            threading.Thread(target=work, daemon=True) for _ in range(min(concurrency, len(items)))
-        ]  # no executor: at exit it would wait for calls that hang
+        pool = ThreadPoolExecutor(concurrency)
         try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        finally:
+            results = list(pool.map(guarded, items))
+        finally:  # an interrupt ends the waits of all threads
             self.stopped.set()
+            pool.shutdown(wait=False, cancel_futures=True)
         lost = [result for result in results if isinstance(result, UNREACHABLE)]
         if lost and all(isinstance(result, Exception) for result in results):
             raise lost[0]
@@ -265,17 +266,6 @@ class _Again(Exception):
         self.after = float(after) if after.isascii() and after.isdigit() else 0.0
 
 
-def _warn(state: tenacity.RetryCallState) -> None:
-    """Log a failed attempt, unless the address was warned of a short while ago."""
-    again = state.outcome and state.outcome.exception()
-    if not isinstance(again, _Again) or again.after:  # a server that asks for time is well
-        return
-    address, now = urlsplit(again.url).netloc, time.monotonic()
-    if now - _warned.get(address, -math.inf) >= WARN_EVERY:
-        _warned[address] = now
-        log.warning("%s; trying again", again.cause)
-
-
 @cache
 def _certificates() -> ssl.SSLContext:
     context = httpx.create_ssl_context()  # trusts Mozilla's certificates
@@ -296,21 +286,15 @@ def _message(body: bytes) -> str:
 def check_url(option: str, url: Any, example: str) -> None:
     """Raise ValueError for what is not the plain address http(s)://host[:port][/path].
 
-    option, example: for the message.
+    option, example: for the message, which does not show the URL: it may hold a password.
     """
     try:
         parts = urlsplit(url if isinstance(url, str) else "")
-        host, _ = parts.hostname, parts.port  # raises for a port that is no number below 65536
-        if host and ":" in host:  # IPv6, which urlsplit checks from Python 3.11.4 only
-            ipaddress.ip_address(host)
-    except ValueError as error:
-        raise ValueError(f"`{option}`: {url!r} is no URL ({error}). Give {example}.") from error
-    if parts.username or parts.password:  # not shown
-        fault = "the URL holds a user or a password, which logs would show; use `token_env`"
-    elif parts.scheme not in ("http", "https") or not host:
-        fault = f"{url!r} is no http(s) address of a server"
-    elif parts.query or parts.fragment or not url.isprintable() or " " in url:
-        fault = f"{url!r} has more than a host, a port and a path"
-    else:
-        return
-    raise ValueError(f"`{option}`: {fault}. Give {example}.")
+        plain = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port that is no number
+        plain = False
+    if not plain or not url.isprintable() or any(sign in url for sign in " @?#"):
+        raise ValueError(
+            f"`{option}`: want http(s)://host[:port][/path] and no more: logs would show a "
+            f"password (use `token_env`). Give {example}."
+        )

@@ -21,7 +21,7 @@ from torch import Tensor
 from flowalign.backbone import Backbone
 from flowalign.config import TrainingStage
 from flowalign.training.nonfinite import TrainingError as TrainingError
-from flowalign.training.rollout import OnImages, Size, window_of
+from flowalign.training.rollout import OnImages, Size, clean_schedule, window_of
 from flowalign.types import (
     Conditioning,
     PromptBatch,
@@ -44,7 +44,7 @@ class Parts:
     """What an algorithm is built from.
 
     rewards, prompts: by task name. teachers: label each image's states by its task; anchor: labels
-    those of every task (both None where the config names none).
+    the states of every task (both None where the config names none).
     """
 
     config: Any  # the TrainingStage of the algorithm
@@ -58,7 +58,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Compared:
-    """A velocity beside the student's that the loss asks for in an update. adapter: None = the
+    """A velocity, besides the student's, that the loss asks for in an update. adapter: None = the
     base, else as large as the student's. share: of the micro-batches; 0 = of one, for the log."""
 
     adapter: str | None
@@ -99,7 +99,7 @@ P = TypeVar("P", bound=Prepared)
 class Algorithm(ABC, Generic[P]):
     """What is learnt from a rollout.
 
-    guidance: the CFG scale at which the student is trained. teachers: those of its stage, or None.
+    guidance: the CFG scale at which the student is trained. teachers: the stage's, or None.
     on_images: called with each batch of images during the rollout.
     """
 
@@ -124,9 +124,11 @@ class Algorithm(ABC, Generic[P]):
         """The steps whose states an update trains: a function of (seed, update)."""
         return tuple(range(*window_of(config.rollout, config.seed, update)))
 
-    @abstractmethod
     def plan(self, update: int, size: Size | None = None) -> Schedule:
-        """How the rollout of an update steps, and which of its states are trained."""
+        """How the rollout of an update steps, and which of its states are trained; by default to
+        the end, without noise, and none."""
+        rollout = self.config.rollout
+        return clean_schedule(self.backbone, rollout.steps, size, rollout.solver)
 
     @abstractmethod
     def prepare(self, rollout: Rollout, update: int) -> P:
@@ -149,7 +151,7 @@ class Algorithm(ABC, Generic[P]):
         the run so far."""
 
     def tensors(self) -> Mapping[str, Sequence[Tensor]]:
-        """Weights of its own, by name, that a checkpoint holds; they are written to in place when
+        """Further weights, by name, that a checkpoint holds; they are written to in place when
         one is read."""
         return {}
 
@@ -195,7 +197,7 @@ def pairs_of(rollout: Rollout, keep: Tensor, size: int) -> Iterator[Pairs]:
     in order.
 
     The forward pass of a smaller last micro-batch has `size` rows, too: kernels differ in the last
-    bits between sizes, so that a ratio is exactly 1 where `size` is that of the rollout's batches.
+    bits between sizes, so that a ratio is exactly 1 where the rollout's batches have `size` images.
     """
     size = min(size, len(rollout) * len(rollout.steps))
     images = keep.nonzero().flatten()

@@ -17,7 +17,6 @@ from typing import Any
 
 from flowalign.backbone.tiny import PROMPTS
 from flowalign.config import TrainingStage
-from flowalign.system import files
 from flowalign.training import sources
 from flowalign.types import PromptBatch
 
@@ -97,11 +96,12 @@ def spread_text(numbers: Sequence[int], total: int) -> str:
 def _locate(source: str) -> Path:
     """The file or folder of a source; an error says what writes it, or what else is there."""
     tiny = source.startswith("tiny/") and not Path(source).suffix
-    if problem := files.impossible(source):
-        raise PromptError(f"no prompt set {source[:80]!r}: the path {problem}.")
-    path = PROMPTS / f"{source[5:]}.jsonl" if tiny else Path(source).expanduser()
-    if path.is_file() or (path.is_dir() and not tiny):
-        return path
+    try:
+        path = PROMPTS / f"{source[5:]}.jsonl" if tiny else Path(source).expanduser()
+        if path.is_file() or (path.is_dir() and not tiny):
+            return path
+    except (OSError, ValueError, RuntimeError) as error:  # no file can have this path
+        raise PromptError(f"no prompt set {source[:80]!r}: {error}") from None
     commands = [f"`{text}`" for text in sources.commands(source)]
     present = sorted(p for p in islice(path.parent.glob("*"), 1000) if p.suffix in READERS)
     names = [f"tiny/{p.stem}" if tiny else str(p) for p in present[:12]]
@@ -206,8 +206,8 @@ class PromptSampler:
     per epoch, so no prompt repeats within an epoch. weights: > 0.
 
     sizes: the image sizes of a task, which take turns; None = all have the model's first size.
-    All images of a batch have one size. So where tasks have different ones, a batch holds those of
-    the size that is owed most, and the proportions are those of several batches together.
+    All images of a batch have one size. So where tasks have different ones, a batch holds the tasks
+    of the size that is owed most, and several batches together have the proportions.
     """
 
     def __init__(
@@ -218,8 +218,6 @@ class PromptSampler:
         seed: int,
         sizes: Mapping[str, Sequence[Size | None]] | None = None,
     ) -> None:
-        if set(sets) != set(weights):
-            raise ValueError(f"prompt sets for {sorted(sets)}, but weights for {sorted(weights)}")
         self.sets, self.prompts, self.seed = dict(sets), prompts, seed
         sizes = sizes or dict.fromkeys(sets, (None,))
         # integers, as floats would round debts: 0.1 and 0.2 become 1 and 2
@@ -258,7 +256,7 @@ class PromptSampler:
             count = end - first
             rows += [((j + 0.5) / count, task, first + j) for j in range(count)]
         rows.sort(key=lambda row: row[0])  # stable: ties keep the order of the tasks
-        picked = [(self.sets[task], self._row(task, place)) for _, task, place in rows]
+        picked = [(self.sets[task], self._row(task, number)) for _, task, number in rows]
         return PromptBatch(
             prompts=[source.prompts[i] for source, i in picked],
             tasks=[task for _, task, _ in rows],
@@ -270,7 +268,7 @@ class PromptSampler:
         """Prompts that each stream has given before this update: a task's images of one size.
 
         A slot goes to the stream of the batch's size that is owed most, counted at the end of the
-        batch. So every slot is given at a debt > 0, and no stream gets ahead by a whole prompt:
+        batch. So every slot is given at a debt > 0, and no stream gets ahead by a full prompt:
         debts stay bounded, and the long-run shares are exact. Integers, in units of 1/total.
         """
         while len(self._drawn) <= update:
@@ -295,9 +293,9 @@ class PromptSampler:
             owed[stream[1]] += weight * slots - drawn[stream] * total
         return max(owed, key=owed.__getitem__)
 
-    def _row(self, task: str, place: int) -> int:
-        """The row of the prompt that is the place-th of this task since the start."""
-        epoch, offset = divmod(place, len(self.sets[task]))
+    def _row(self, task: str, number: int) -> int:
+        """The row of this task's prompt with that number since the start."""
+        epoch, offset = divmod(number, len(self.sets[task]))
         return _permutation(f"{self.seed}/{task}/{epoch}", len(self.sets[task]))[offset]
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,35 +105,28 @@ class Loop:
             )
 
     def _updates(self) -> None:
+        """Rollout, prepare, learn, report; then evaluate and save, where that is due."""
         longest: float | None = None  # seconds from one update to the next; at least one is done
         while self.update < self.config.train.updates:
             self.requests.stop_point(longest)
-            began = time.perf_counter()
-            with self._phase("the rollout") as sampling:
+            self._began, self._seconds = time.perf_counter(), {}
+            with self._phase("the rollout", metrics.SECONDS_ROLLOUT):
                 rollout = self.rollout(self.update)
-            with self._phase("scores and labels") as scoring:
+            with self._phase("scores and labels", metrics.SECONDS_SCORE):
                 prepared = self.prepare(rollout)
             drift = self._compare_with_base(rollout)  # now: no thread asks a reward any more
             with self.requests.uninterrupted():  # an update is learnt completely, or not at all
                 self._complete = False
-                with self._phase("the gradient") as learning:
+                with self._phase("the gradient", metrics.SECONDS_UPDATE):
                     values = self.learn(prepared)
-                images = len(rollout) * self.accelerator.num_processes  # an equal shard each
-                values |= {
-                    metrics.SECONDS_ROLLOUT: sampling.seconds,
-                    metrics.SECONDS_SCORE: scoring.seconds,
-                    metrics.SECONDS_UPDATE: learning.seconds,
-                    metrics.IMAGES_PER_SECOND: images / (time.perf_counter() - began),
-                    **drift,
-                }
                 self.update += 1
-                self._report(rollout, prepared, values)
+                self._report(rollout, prepared, values, drift)
                 del rollout, prepared  # before anything else is sampled
                 self._note_complete()
             self._check_skips()
             self._evaluate()
             self._save_if_due()
-            longest = max(longest or 0.0, time.perf_counter() - began)
+            longest = max(longest or 0.0, time.perf_counter() - self._began)
 
     def rollout(self, update: int) -> Rollout:
         """The trajectories of this process for an update: a function of seed, update, weights."""
@@ -189,16 +182,27 @@ class Loop:
         return values
 
     def _report(
-        self, rollout: Rollout, prepared: Prepared | NotFinite, values: Mapping[str, float]
+        self,
+        rollout: Rollout,
+        prepared: Prepared | NotFinite,
+        values: dict[str, float],
+        drift: dict[str, float],
     ) -> None:
+        images = len(rollout) * self.accelerator.num_processes  # an equal shard each
+        speed = images / (time.perf_counter() - self._began)
+        values |= {**self._seconds, metrics.IMAGES_PER_SECOND: speed, **drift}
         if isinstance(prepared, Prepared):
             self.log.rollout(self.update, rollout, prepared.notes)
         self.log.warn(self.update, self.alarm.update(values))
         self.log.write(self.update, values)
 
-    def _phase(self, name: str) -> AbstractContextManager[ranks.Phase]:
-        """Around a part of the next update."""
-        return ranks.phase(name, self.update + 1)
+    @contextmanager
+    def _phase(self, name: str, seconds: str) -> Iterator[None]:
+        """Around a part of the next update. seconds: the metric of its time."""
+        began = time.perf_counter()
+        with ranks.phase(name, self.update + 1):
+            yield
+        self._seconds[seconds] = time.perf_counter() - began
 
     # Evaluation and drift ----------------------------------------------------------------------
 
@@ -218,10 +222,10 @@ class Loop:
         """Where it is due, the drift of a rollout from the base's images."""
         if not self.drift.due(rollout, self.update):
             return {}
-        with self._phase("the drift of the rollout") as comparing:
+        with self._phase("the drift of the rollout", metrics.SECONDS_DRIFT):
             values = self.drift.rollout(rollout, self.update)
         self._check_drift()
-        return {**values, metrics.SECONDS_DRIFT: comparing.seconds}
+        return values
 
     def _check_drift(self) -> None:
         """Raise TrainingError, with a checkpoint of the last complete update, where a statistic of
@@ -242,7 +246,6 @@ class Loop:
         )
 
     def _keep_adapter(self, scores: Mapping[str, float]) -> None:
-        self._check_finite(self.parameters, "the adapter")
         save = partial(self.backbone.save_adapter, STUDENT)
         from_main(lambda: checkpoint.write_best_adapter(self.folder, save, scores))
 
@@ -260,14 +263,6 @@ class Loop:
             raise TrainingError(
                 f"update {self.update}: no optimizer step was taken in {self.skipped} updates in a "
                 f"row (train.max_skipped): {fault}. {fault.remedy}. {self._last_good()}"
-            )
-
-    def _check_finite(self, values: Any, whose: str) -> None:
-        """Raise TrainingError where tensors, at any depth, hold NaN: they are not to be written."""
-        if not nonfinite.all_finite(values):
-            raise TrainingError(
-                f"update {self.update}: {whose} holds NaN or infinity, and is not written. "
-                f"{nonfinite.DIVERGED}. {self._last_good()}"
             )
 
     def _last_good(self) -> str:
@@ -306,8 +301,6 @@ class Loop:
         """A complete checkpoint of this moment. Raises OSError on all processes if it cannot be
         written; the older ones are then as they were."""
         with ranks.phase("the checkpoint", self.update):
-            tensors, states = self.step.tensors(), self.step.states()
-            self._check_finite([tensors, states], "the run's state")
             progress = {
                 "steps": self.step.count,
                 **self.evaluations.state(),
@@ -315,8 +308,8 @@ class Loop:
             }
             return self.checkpoints.save(
                 self.update,
-                tensors=tensors,
-                states=states,
+                tensors=self.step.tensors(),
+                states=self.step.states(),
                 progress=progress,
                 about=self.identity,
                 best=bool(self.evaluations.best),
@@ -332,26 +325,21 @@ class Loop:
         for it and tells the others. Raises ConfigError if none can be used, or if the base model is
         another; `resume.problems` has compared the rest."""
         saved = from_main(lambda: resume.newest(self.folder, self.config))
-        if saved.folder is None and not saved.skipped:
+        if saved is None:
             return False
-        if saved.folder is None:
-            raise ConfigError([saved.refusal()])
+        folder = saved.folder
         if saved.about["base"] != self.identity["base"]:
             text = f"model.id: the weights of {self.config.model.id!r} have changed since"
-            raise ConfigError([f"{text} {saved.folder} was written. Put those back."])
+            raise ConfigError([f"{text} {folder} was written. Put those back."])
         for path, reason in saved.skipped.items() if self.accelerator.is_main_process else ():
             text = "--resume: %s is not used: %s. The run continues from %s."
-            log.warning(text, path, reason, saved.folder.name)
-        try:
-            rank = self.accelerator.process_index
-            states, progress = checkpoint.load(saved.folder, rank, self.step.tensors())
-            self.step.load_states(states, progress["steps"])
-        except ValueError as error:  # it is sound, and of another adapter
-            raise ConfigError([f"--resume: {error}"]) from error
+            log.warning(text, path, reason, folder.name)
+        rank = self.accelerator.process_index
+        states, progress = checkpoint.load(folder, rank, self.step.tensors())
+        self.step.load_states(states, progress["steps"])
         self.update = progress["update"]
         self.evaluations.load(progress)
         self.alarm.load(progress["alarm"])
-        folder = saved.folder
 
         def restore() -> None:
             resume.truncate_to(self.folder, folder, self.update, self.evaluations.last)

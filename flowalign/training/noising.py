@@ -1,13 +1,12 @@
 """Clean latents with noise added: the states that sft, nft and awm learn from.
 
 At x_sigma = (1 - sigma) x0 + sigma eps the velocity eps - x0 is that of flow matching (2210.02747,
-eq. 23 for this path). The noise is a function of a key and of an image's place in the batch.
+eq. 23 for this path). The noise is a function of a key and of an image's number in the batch.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,14 +17,6 @@ from flowalign.training.rollout import Noise
 from flowalign.types import Rollout, Schedule
 
 WHOLE = (0.0, 1.0)
-
-
-@dataclass(frozen=True)
-class Noised:
-    """A rollout whose states are its noised latents, and what is matched there."""
-
-    rollout: Rollout
-    velocity: Tensor  # [B,S,C,h,w] eps - x0 at the states
 
 
 def stratified(
@@ -60,9 +51,10 @@ def of_sampler(
     return sigmas[torch.from_numpy(bounds[:-1] + drawn.astype(int))]
 
 
-def noised(rollout: Rollout, sigmas: Tensor, key: tuple[int, ...]) -> Noised:
-    """A rollout's last latents at the noise levels sigmas, each image and level with a noise of its
-    own. sigmas: [S] for all images, or [B,S]."""
+def noised(rollout: Rollout, sigmas: Tensor, key: tuple[int, ...]) -> tuple[Rollout, Tensor]:
+    """A rollout whose states are its last latents at the noise levels sigmas, each image and level
+    with a noise of its own, and the velocity eps - x0 [B,S,C,h,w] there. sigmas: [S] for all
+    images, or [B,S]."""
     assert rollout.latents is not None
     count, clean = sigmas.shape[-1], rollout.latents[:, None]  # [B,1,C,h,w]
     source = Noise(key)
@@ -82,4 +74,4 @@ def noised(rollout: Rollout, sigmas: Tensor, key: tuple[int, ...]) -> Noised:
         schedule=Schedule(torch.cat([first, torch.zeros(1)]), "ode", 0.0, (0, count)),
         own_sigmas=None if sigmas.ndim == 1 else sigmas.to(clean.device),
     )
-    return Noised(states, noise.sub_(clean))
+    return states, noise.sub_(clean)

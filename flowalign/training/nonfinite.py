@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
@@ -70,15 +67,6 @@ def fault_of_pairs(velocity: Tensor, rollout: Rollout, rows: Tensor, steps: Tens
 def first_fault(fault: NotFinite | None) -> NotFinite | None:
     """The first fault that any process has. All must call it."""
     return next((each for each in gather_object([fault]) if each), None)
-
-
-def all_finite(values: Any) -> bool:
-    """Whether all tensors of a nested list or mapping are finite."""
-    if isinstance(values, Tensor):
-        return bool(torch.isfinite(values.detach()).all())
-    if isinstance(values, Mapping):
-        values = list(values.values())
-    return not isinstance(values, list | tuple) or all(map(all_finite, values))
 
 
 def _broken(values: Tensor) -> Tensor:

@@ -46,23 +46,19 @@ class Inputs:
         return self.adapters[source]
 
     def prompts(self, source: str, task: str) -> PromptBatch:
-        """The prompts of a source, as those of a task. Raises PromptError and OSError."""
+        """The prompts of a source, for a task. Raises PromptError and OSError."""
         if (source, task) not in self.prompt_sets:
             self.prompt_sets[source, task] = load_prompts(source, task)
         return self.prompt_sets[source, task]
 
 
 def check_world(
-    config: Stage,
-    num_processes: int,
-    pending: Collection[str] = (),
-    resume: bool | None = None,
-    any_world: bool = False,
+    config: Stage, num_processes: int, pending: Collection[str] = (), **options: bool
 ) -> Inputs:
     """Refuse what `world_problems` finds, as one ConfigError; else what was opened for it. Called
-    before any model is loaded."""
+    before any model is loaded. options: its resume and any_world."""
     inputs = Inputs()
-    if problems := world_problems(config, num_processes, pending, resume, any_world, inputs=inputs):
+    if problems := world_problems(config, num_processes, pending, inputs=inputs, **options):
         raise ConfigError(problems)
     return inputs
 
@@ -101,7 +97,7 @@ def world_problems(
 
 
 def own_code(config: Stage) -> dict[str, list[str]]:
-    """{place in the config: the dotted paths there}: modules whose code runs where the stage is
+    """{key of the config: the dotted paths there}: modules whose code runs where the stage is
     checked or run. Nothing is imported here."""
     paths = {
         f"{judged.place}.{key}": rewards.own_code(reward.name, reward.options)
@@ -109,24 +105,24 @@ def own_code(config: Stage) -> dict[str, list[str]]:
         for key, reward in judged.rewards.items()
     }
     paths["fidelity.features"] = [config.features] if config.features else []
-    return {place: listed for place, listed in paths.items() if listed}
+    return {key: listed for key, listed in paths.items() if listed}
 
 
 def unexamined(stages: Mapping[str, Stage]) -> list[str]:
     """What is said of `own_code` that is not run, one text each."""
     return [
-        f"not examined: {place} of {name} names {', '.join(listed)}, which runs code. Read that "
+        f"not examined: {key} of {name} names {', '.join(listed)}, which runs code. Read that "
         "code, then say --trust."
         for name, stage in stages.items()
-        for place, listed in own_code(stage).items()
+        for key, listed in own_code(stage).items()
     ]
 
 
 def _package_problems(config: Stage) -> Iterator[str]:
     """What asks for a package or a device that is not here."""
-    for place, package in config.packages.items():
+    for key, package in config.packages.items():
         if not packages.installed(package):
-            yield f"{place}: needs {package}, which is not installed. {packages.hint(package)}"
+            yield f"{key}: needs {package}, which is not installed. {packages.hint(package)}"
     model = config.model
     if model.quantization == "nf4" and not torch.cuda.is_available():
         yield "model.quantization: 'nf4' needs a GPU, and torch sees none. Use 'fp8', or null."
@@ -137,23 +133,23 @@ def _package_problems(config: Stage) -> Iterator[str]:
 def _adapter_problems(config: Stage, pending: Collection[str], inputs: Inputs) -> Iterator[str]:
     """Adapters that are not there, cannot be read, hold NaN, or say that they belong to another
     base. Those on the Hub are downloaded."""
-    for place, source in config.inputs.items():
+    for key, source in config.inputs.items():
         if source in pending:
             continue
         try:
             lora = inputs.adapter(source)
         except (AdapterError, HubError) as error:
-            yield f"{place}: {error}"
+            yield f"{key}: {error}"
         else:
             if lora.base not in (None, config.model.id):
                 yield (
-                    f"{place}: {source!r} was trained on {lora.base!r}, and model.id is "
+                    f"{key}: {source!r} was trained on {lora.base!r}, and model.id is "
                     f"{config.model.id!r}. Name an adapter of this base, or that base as model.id."
                 )
 
 
 def _family(model: ModelConfig) -> Family | None:
-    """The family of a model whose shapes are known here. What is wrong with it, its loader says."""
+    """The family of a model whose shapes flowalign has. What is wrong with it, its loader says."""
     try:
         return family_without_text(model.id, model.revision, model.family)
     except (LookupError, ModelError, OSError, ValueError):
@@ -173,10 +169,10 @@ def _model_problems(config: Stage) -> Iterator[str]:
             f"model.max_sequence_length: {model.max_sequence_length}; this model takes "
             f"{family.longest} tokens at most. Use fewer."
         )
-    for place, scale in config.scales.items():
+    for key, scale in config.scales.items():
         if family.guidance == "none" and scale != 1:
             yield (
-                f"{place}: {scale:g}, and {model.id} has no guidance (it was distilled without). "
+                f"{key}: {scale:g}, and {model.id} has no guidance (it was distilled without). "
                 "Set it to 1."
             )
 

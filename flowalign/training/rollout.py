@@ -1,7 +1,7 @@
 """From prompts to a Rollout: the one sampling loop, for training and for evaluation.
 
-Every image owns its noise: it depends on the key of the call, on the place of the prompt in the
-whole batch and on the number of the copy, not on batch size or number of processes.
+Every image owns its noise: it depends on the key of the call, on the number of the prompt in the
+batch of all processes and of the copy, not on batch size or number of processes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from types import EllipsisType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -33,8 +33,8 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Stream(IntEnum):
-    """What a random draw is for, beside (seed, update): no two draws share a seed. The rollout's
-    own noise has (seed, update) alone."""
+    """What a random draw is for: it is seeded by (seed, update, stream), so no two draws share a
+    seed. The noise of a rollout has (seed, update) alone."""
 
     STATES = 1  # which states an update trains
     SFT = 2  # noise levels and noise of sft
@@ -70,7 +70,7 @@ def window_of(rollout: RolloutConfig, seed: int, update: int) -> tuple[int, int]
     update), so that a resumed run has the same.
 
     A window that moves (MixGRPO, 2507.21802) goes on by one step every `every` updates, from high
-    to low noise, or is drawn anew among its places. After the last place it starts over, as with
+    to low noise, or is drawn among its places. After the last place it starts over, as with
     the `roll_back` that the authors' scripts set; without it, it would stay there to the end.
     """
     window, (start, stop) = rollout.window, rollout.trained
@@ -78,10 +78,10 @@ def window_of(rollout: RolloutConfig, seed: int, update: int) -> tuple[int, int]
         return start, stop
     places, move = stop - start - window.width + 1, update // window.every
     if window.random:
-        place = int(np.random.default_rng([seed, move, Stream.WINDOW]).integers(places))
+        start += int(np.random.default_rng([seed, move, Stream.WINDOW]).integers(places))
     else:
-        place = move % places
-    return start + place, start + place + window.width
+        start += move % places
+    return start, start + window.width
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,10 @@ class Noise:
 
     def draw(self, prompt: int, copy: int, shape: tuple[int, ...], extra: int) -> Tensor:
         """[1+extra, C,h,w] on the CPU: the initial noise, then one for each noisy step."""
-        own = self._generator(prompt, copy)
-        start = self._generator(prompt, -1) if self.shared else own
+        generator = self._generator(prompt, copy)
+        start = self._generator(prompt, -1) if self.shared else generator
         first = torch.randn(1, *shape, generator=start)
-        return torch.cat([first, torch.randn(extra, *shape, generator=own)])
+        return torch.cat([first, torch.randn(extra, *shape, generator=generator)])
 
     def _generator(self, prompt: int, copy: int) -> torch.Generator:
         # copy + 1, as seeds are not negative: copy -1 is the start that a group shares
@@ -115,19 +115,19 @@ def places(prompts: int, copies: int) -> list[Place]:
 def shard(prompts: int, copies: int, shares: int, rank: int, world: int) -> list[Place]:
     """The images of process `rank` of `world`, ordered by the optimizer step that they are for.
 
-    The batch is cut into `shares` of whole prompts, one for each optimizer step. Every process has
-    an equal part of each share, so that a step learns from the same images whatever `world` is.
+    The batch is cut into `shares` of complete prompts, one for each optimizer step. Every process
+    has an equal part of each share, so that a step learns from the same images whatever `world` is.
     Raises ValueError where they cannot be shared evenly.
     """
     size, rest = divmod(prompts // shares * copies, world)
     if prompts % shares or rest:
         raise ValueError(
             f"{prompts} prompts x {copies} images cannot be shared by {world} processes in "
-            f"{shares} equal shares of whole prompts"
+            f"{shares} equal shares of complete prompts"
         )
-    everyone = places(prompts, copies)
-    starts = range(0, len(everyone), size * world)
-    return [everyone[i] for s in starts for i in range(s + rank * size, s + (rank + 1) * size)]
+    images = places(prompts, copies)
+    starts = range(0, len(images), size * world)
+    return [images[i] for s in starts for i in range(s + rank * size, s + (rank + 1) * size)]
 
 
 @torch.no_grad()
@@ -163,10 +163,10 @@ def sample(
     order, trajectories, images = [], [], []
     for source, rows in parts:
         drawn = torch.stack([noise.draw(*places[row], shape, extra) for row in rows])
-        own = cond.select(torch.tensor(rows, device=cond.index.device))
+        texts = cond.select(torch.tensor(rows, device=cond.index.device))
         scale = source.guidance if source else guidance
         with backbone.adapter(source.adapter) if source else nullcontext():
-            trajectories.append(_trajectory(backbone, own, scale, schedule, drawn, finish))
+            trajectories.append(_trajectory(backbone, texts, scale, schedule, drawn, finish))
         order += rows
         if decode:
             images.append(backbone.decode(trajectories[-1].last, batch_size))
@@ -174,13 +174,14 @@ def sample(
                 on_images(rows[0], images[-1], batch.select(rows))
     # In the order of the batch, without repeats; without sources they are so already.
     back = torch.tensor(order, device=backbone.device)[: len(batch)].argsort() if sources else ...
+    joined = _Trajectory(*(_joined(column, back) for column in zip(*trajectories, strict=True)))
     return Rollout(
-        states=_joined([t.states for t in trajectories], back),
-        next_states=_joined([t.next_states for t in trajectories], back),
+        states=joined.states,
+        next_states=joined.next_states,
         schedule=schedule,
-        log_probs=_joined([t.log_probs for t in trajectories], back),
-        means=_joined([t.means for t in trajectories], back),
-        latents=_joined([t.last for t in trajectories], back) if finish else None,
+        log_probs=joined.log_probs,
+        means=joined.means,
+        latents=joined.last if finish else None,
         images=_joined(images, back),
         group=torch.tensor([prompt for prompt, _ in places]),
         copy=torch.tensor([copy for _, copy in places]),
@@ -219,8 +220,8 @@ def generate(
 
 def _joined(parts: Sequence[Tensor | None], back: Tensor | EllipsisType) -> Any:
     """All batches as one tensor, its rows indexed by back; None where a batch has none."""
-    known = [part for part in parts if part is not None]
-    return torch.cat(known)[back] if known else None
+    tensors = [part for part in parts if part is not None]
+    return torch.cat(tensors)[back] if tensors else None
 
 
 def batches(kinds: Sequence[K], size: int) -> Iterator[tuple[K, list[int]]]:
@@ -231,8 +232,7 @@ def batches(kinds: Sequence[K], size: int) -> Iterator[tuple[K, list[int]]]:
             yield kind, rows[start : start + size]
 
 
-@dataclass(frozen=True)
-class _Trajectory:
+class _Trajectory(NamedTuple):
     """A batch of B images along the schedule."""
 
     states: Tensor  # [B,S,C,h,w], the trained ones

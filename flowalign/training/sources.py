@@ -60,7 +60,7 @@ SOURCES: dict[str, Source] = _load()
 
 
 def validation_file(path: Path) -> Path:
-    """Where the validation prompts of a training set lie: x_val beside x_train, or beside x."""
+    """Where the validation prompts of a training set lie: x_val next to x_train, or next to x."""
     return path.with_name(f"{path.stem.removesuffix('_train')}_val{path.suffix}")
 
 

@@ -40,7 +40,7 @@ class Step:
         self.parameters = backbone.adapter_parameters(STUDENT)
         optimizer = build_optimizer(config, self.parameters)
         self.parallel = processes.of(accelerator)
-        self.optimizer = self.parallel.prepare(config, backbone, optimizer)
+        self.optimizer = self.parallel.prepare(backbone, optimizer)
         self.lr = learning_rate(config, optimizer)
         self.ema = MovingAverage(self.parameters, **config.ema.model_dump()) if config.ema else None
         self.count = 0
@@ -150,7 +150,7 @@ class Step:
         }
 
     def load_states(self, states: dict[str, Any], count: int) -> None:
-        """Put back what `states` gave after `count` steps. Raises ValueError if it does not fit."""
+        """Put back what `states` gave after `count` steps."""
         self.optimizer.load_state_dict(states["optimizer"])
         self.lr.load_state_dict(states["lr"])
         if self.accelerator.scaler and states["scaler"]:
@@ -169,7 +169,7 @@ def build_optimizer(
 
 
 def learning_rate(config: TrainingStage, optimizer: torch.optim.Optimizer) -> LambdaLR:
-    """diffusers' schedule of that name, over the optimizer steps of the whole run."""
+    """diffusers' schedule of that name, over the optimizer steps of the run."""
     o, steps = config.optimizer, config.optimizer_steps
     name = "constant_with_warmup" if o.schedule == "constant" else o.schedule
     return get_scheduler(name, optimizer, num_warmup_steps=o.warmup, num_training_steps=steps)

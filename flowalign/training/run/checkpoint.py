@@ -25,7 +25,6 @@ from torch import Tensor
 
 from flowalign.system import files, manifest
 from flowalign.system.devices import current
-from flowalign.system.manifest import Damaged
 from flowalign.training.run.processes import from_main
 from flowalign.training.run.resume import CHECKPOINTS, LOG, checkpoints, name_of, update_of
 
@@ -70,33 +69,27 @@ class Checkpoints:
         # as bytes: gather_object fails to unpickle these tensors (torch 2.11)
         rngs: list[tuple[bytes, str]] = gather_object([(save(drawn), json.dumps(rest))])
         final = self.folder / name_of(update)
-        description = {"update": update, **(about or {})}
 
         def write() -> None:
-            try:
-                same = manifest.check_manifest(final).about == description
-            except Damaged:
-                same = False
-            if not same:  # else it is of this very state, from before a resume
-                with files.replacing(final, durable=True, swap=True) as part:
-                    part.mkdir()
-                    if (self.run / LOG).exists():
-                        shutil.copyfile(self.run / LOG, part / LOG)
-                    if best:
-                        shutil.copytree(self.run / ADAPTER, part / COPY)
-                    # all bytes pass through Python: a full disk is then an OSError, and no error
-                    # of torch's or safetensors' own
-                    for name, values in tensors.items():
-                        rows = {str(i): v.detach().cpu().contiguous() for i, v in enumerate(values)}
-                        (part / f"{name}.safetensors").write_bytes(save(rows))
-                    buffer = io.BytesIO()
-                    torch.save(_plain(states), buffer)
-                    (part / "states.pt").write_bytes(buffer.getbuffer())
-                    (part / "progress.json").write_text(json.dumps({"update": update, **progress}))
-                    for index, (drawn, rest) in enumerate(rngs):
-                        (part / f"rng_{index}.safetensors").write_bytes(drawn)
-                        (part / f"rng_{index}.json").write_text(rest)
-                    manifest.write_manifest(part, description)
+            with files.replacing(final, durable=True, swap=True) as part:
+                part.mkdir()
+                if (self.run / LOG).exists():
+                    shutil.copyfile(self.run / LOG, part / LOG)
+                if best:
+                    shutil.copytree(self.run / ADAPTER, part / COPY)
+                # all bytes pass through Python: a full disk is then an OSError, and no error of
+                # torch's or safetensors' own
+                for name, values in tensors.items():
+                    rows = {str(i): v.detach().cpu().contiguous() for i, v in enumerate(values)}
+                    (part / f"{name}.safetensors").write_bytes(save(rows))
+                buffer = io.BytesIO()
+                torch.save(_plain(states), buffer)
+                (part / "states.pt").write_bytes(buffer.getbuffer())
+                (part / "progress.json").write_text(json.dumps({"update": update, **progress}))
+                for index, (drawn, rest) in enumerate(rngs):
+                    (part / f"rng_{index}.safetensors").write_bytes(drawn)
+                    (part / f"rng_{index}.json").write_text(rest)
+                manifest.write_manifest(part, {"update": update, **(about or {})})
             self._rotate(update)
 
         from_main(write)
@@ -128,17 +121,8 @@ def load(
     folder: Path, process_index: int, tensors: Mapping[str, Sequence[Tensor]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read back one that `flowalign.training.run.resume.newest` has checked: fills `tensors` in
-    place, restores the RNGs, returns states and progress. Nothing is changed if it does not fit
-    (ValueError)."""
+    place, restores the RNGs, returns states and progress."""
     saved = {name: load_file(folder / f"{name}.safetensors") for name in tensors}
-    for name, values in tensors.items():
-        shapes = [list(saved[name][key].shape) for key in sorted(saved[name], key=int)]
-        if shapes != [list(value.shape) for value in values]:
-            raise ValueError(
-                f"{folder}/{name} holds {len(shapes)} tensors, the run has {len(values)} or others "
-                "in shape: it is of another config. Use another `output`, or delete its "
-                "checkpoints."
-            )
     # on the CPU: load_state_dict moves each part to its parameter's device
     states = torch.load(folder / "states.pt", weights_only=True, map_location="cpu")
     progress = json.loads((folder / "progress.json").read_text())

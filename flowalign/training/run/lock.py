@@ -1,7 +1,7 @@
 """One run at a time in an output folder.
 
 The operating system's lock on `.lock` (by filelock) ends with the process that holds it, however it
-ends. `.lock.json` beside it says who holds the folder, for the message to the second one.
+ends. `.lock.json` next to it says who holds the folder, for the message to the second one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How the processes of a run share the work: one alone, DDP or FSDP2.
 
 accelerate's config file (configs/accelerate/) chooses, and accelerate does most of the work; this
-file does what it leaves to its caller. Every process holds every adapter whole and in float32, so
-that EMA, checkpoints and saved adapters are those of a single process. FSDP2 shards the frozen
+file does what it leaves to its caller. Every process holds every adapter unsharded and in float32,
+so that EMA, checkpoints and saved adapters equal a single process's. FSDP2 shards the frozen
 base; docs/scaling.md says when that pays.
 """
 
@@ -45,8 +45,6 @@ T = TypeVar("T")
 TIMEOUT = 7200.0  # seconds that a rank waits for another, unless `timeout_seconds` says it
 
 ADAPTERS = r".*\.lora_[AB]\..*"  # what peft calls the modules of all adapters
-# What `accelerate launch` sets for a strategy
-UNSUPPORTED = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM"}
 
 
 def state(*configs: Stage) -> PartialState:
@@ -58,10 +56,9 @@ def state(*configs: Stage) -> PartialState:
     for a strategy that is not supported, and for processes that do not know of each other: each
     would do all of the work, in one folder.
     """
-    for key, name in UNSUPPORTED.items():
-        if _launched_with(key):
-            text = f"{name} is not supported. Use DDP, or FSDP2 to shard the base model."
-            raise ConfigError([text], "accelerate")
+    if _launched_with("ACCELERATE_USE_DEEPSPEED"):
+        text = "DeepSpeed is not supported. Use DDP, or FSDP2 to shard the base model."
+        raise ConfigError([text], "accelerate")
     options: dict[str, Any] = _fresh_store()
     timeouts = [
         getattr(getattr(c, "train", c), "timeout_seconds", None) or TIMEOUT for c in configs
@@ -89,8 +86,8 @@ RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # the launcher tells its ranks which at
 
 def _fresh_store() -> dict[str, Any]:
     """What the group of restarted ranks is made with. Where the launcher's rendezvous is static, as
-    accelerate's is, torch gives them the store of the ranks before them, with addresses where
-    nobody listens any more. So the keys of each attempt have a prefix."""
+    accelerate's is, torch gives them the store of the ranks before them, with addresses that
+    no process listens at any more. So the keys of each attempt have a prefix."""
     attempt, world = (int(os.environ.get(key) or 0) for key in (RESTARTS, "WORLD_SIZE"))
     if not attempt or world < 2 or torch.distributed.is_initialized():
         return {}
@@ -234,19 +231,19 @@ def from_main(function: Callable[[], T]) -> T:
     """What a function returns on the main process, on every process; all must call it. An error
     there is raised on all: an OSError, such as of a full disk, as it is, any other elsewhere as a
     RuntimeError."""
-    told: list[Any] = [None, None]  # result, error
+    outcome: list[Any] = [None, None]  # result, error
     if PartialState().is_main_process:
         try:
-            told[0] = function()
-        except OSError as error:
-            told[1] = error
+            outcome[0] = function()
         except Exception as error:
-            broadcast_object_list([None, RuntimeError(f"on the main process: {error}")])
-            raise
-    broadcast_object_list(told)
-    if told[1] is not None:
-        raise told[1]
-    return told[0]
+            outcome[1] = error
+    error = outcome[1]
+    if error and not isinstance(error, OSError):
+        outcome[1] = RuntimeError(f"on the main process: {error}")
+    broadcast_object_list(outcome)
+    if error := error or outcome[1]:
+        raise error
+    return outcome[0]
 
 
 def missing_steps(count: int, lockstep: bool) -> int:
@@ -288,7 +285,7 @@ def of(accelerator: Accelerator) -> Parallel:
 
 
 class Parallel:
-    """One process, or DDP: every process holds the whole model. The backward pass of an optimizer
+    """One process, or DDP: every process holds the full model. The backward pass of an optimizer
     step's last micro-batch averages the gradients.
 
     lockstep: all processes must run the same number of micro-batches (`missing_steps`).
@@ -299,9 +296,7 @@ class Parallel:
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
 
-    def prepare(
-        self, config: TrainingStage, backbone: Backbone, optimizer: torch.optim.Optimizer
-    ) -> Any:
+    def prepare(self, backbone: Backbone, optimizer: torch.optim.Optimizer) -> Any:
         """Wrap the backbone's transformer; returns accelerate's optimizer."""
         backbone.transformer, optimizer = self.accelerator.prepare(backbone.core, optimizer)
         if isinstance(backbone.transformer, DistributedDataParallel):
@@ -325,7 +320,7 @@ class Parallel:
             backbone.transformer = wrapped
 
     def average(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Make the gradients those of all processes, where the backward pass has not."""
+        """Average the gradients over all processes, where the backward pass has not."""
 
 
 class Fsdp2(Parallel):
@@ -337,9 +332,7 @@ class Fsdp2(Parallel):
 
     lockstep = True
 
-    def prepare(
-        self, config: TrainingStage, backbone: Backbone, optimizer: torch.optim.Optimizer
-    ) -> Any:
+    def prepare(self, backbone: Backbone, optimizer: torch.optim.Optimizer) -> Any:
         """Without accelerate's cast of inputs and weights: it would round the timesteps to bf16."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -348,7 +341,7 @@ class Fsdp2(Parallel):
         plugin.mixed_precision_policy = MixedPrecisionPolicy()  # no cast
         plugin.transformer_cls_names_to_wrap = sorted({type(b).__name__ for b in backbone.blocks})
         backbone.sharded = True
-        return super().prepare(config, backbone, optimizer)
+        return super().prepare(backbone, optimizer)
 
     def average(self, parameters: Sequence[nn.Parameter]) -> None:
         """One reduction of all gradients."""

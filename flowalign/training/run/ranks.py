@@ -2,9 +2,9 @@
 
 A thread of every rank writes once a second into the store of the process group which phase its rank
 is in, and reads the others. A rank is dead if its process is gone, which the ranks of its machine
-see; a machine is gone if its ranks write nothing for VANISHED seconds. A rank hangs where others
-have waited for it for the time that the config allows. torch counts the collective operations that
-a process has begun, so the rank that others wait for is one that has begun fewer.
+see. A rank hangs where others have waited for it for the time that the config allows. torch counts
+the collective operations that a process has begun, so the rank that others wait for is one that has
+begun fewer. The first verdict that a rank writes into the store counts for all.
 
 torch alone names no rank: over gloo a dead rank is a closed connection, over NCCL it is a wait
 until the timeout and an abort (TORCH_NCCL_ASYNC_ERROR_HANDLING in torch's docs).
@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import psutil
@@ -29,15 +29,12 @@ import torch
 from torch.distributed import TCPStore
 from torch.distributed import distributed_c10d as c10d
 
-BEAT = 1.0  # seconds between two signs of life
+BEAT = 1.0  # seconds between two looks
 PATIENCE = 5.0  # seconds to learn which rank is to blame for a collective operation that failed
 # Seconds that the main thread has to end by itself once a rank is lost. gloo raises soon after, and
-# status.json then says why; NCCL does not raise, and would abort.
-GRACE = {"gloo": 15.0}
-SHORT_GRACE = 1.0
-STOP_GRACE = 30.0  # where a rank stopped in order: all may meet its error, the main one writes most
+# status.json then says why; NCCL does not raise. All ranks may meet the error of one that stopped.
+GRACE = 15.0
 MARGIN = 5.0  # seconds that the process group waits longer than the watch, which names the rank
-VANISHED = 120.0  # seconds after which a machine that writes nothing counts as gone
 AGAIN = "To continue, give the same command again, for training with --resume."
 
 
@@ -46,71 +43,56 @@ class LostRank(RuntimeError):
 
 
 class Verdict(NamedTuple):
-    """Why the run ends. rank: the one that is to blame; -1 for the launcher. stopped: it ended in
-    order, with an error that other ranks may meet, too."""
+    """Why the run ends, and the rank that is to blame."""
 
     text: str
     rank: int
-    stopped: bool = False
 
 
 @dataclass
 class Sign:
-    """A sign of life, as it is in the store. beat: how many there were before. collectives: how
-    many operations the rank has begun. left: it has ended its work. verdict: if it has one."""
+    """What a rank says of itself. collectives: how many operations it has begun. left: it has ended
+    its work. late: seconds for which others wait for it, as the reader counts them."""
 
-    rank: int
-    host: str
-    process: int
+    rank: int = 0
+    host: str = field(default_factory=socket.gethostname)
+    process: int = field(default_factory=os.getpid)
     phase: str = "its start"
-    beat: int = 0
     collectives: int = 0
     left: bool = False
-    verdict: Verdict | None = None
+    late: float = 0.0
 
-    @property
-    def name(self) -> str:
+    def __str__(self) -> str:
         return f"rank {self.rank} (process {self.process} on {self.host})"
 
-    @property
     def death(self) -> Verdict:
         text = (
-            f"{self.name} died in {self.phase}: its process ended without a word. SIGKILL does "
-            f"that, also from the kernel when memory is short: `dmesg` may tell. {AGAIN}"
+            f"{self} died in {self.phase}: its process ended without a word. SIGKILL does that, "
+            f"also from the kernel when memory is short: `dmesg` may tell. {AGAIN}"
         )
         return Verdict(text, self.rank)
 
-    def is_gone(self, silent: float) -> bool:
-        """Whether its process has ended. silent: seconds since its last sign of life, which tell
-        where it is on another machine."""
+    def is_gone(self) -> bool:
+        """Whether its process, on this machine, has ended."""
         if self.host != socket.gethostname():
-            return silent > VANISHED
+            return False
         try:
             return psutil.Process(self.process).status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True
 
 
-@dataclass
-class Phase:
-    """seconds: how long it took, once it is over."""
-
-    seconds: float = 0.0
-
-
 @contextmanager
-def phase(name: str, update: int | None = None) -> Iterator[Phase]:
-    """Around a part of a run: what other ranks say of this one if it is lost there, and its time.
-    A collective operation that fails raises LostRank. The name stays until the next one."""
+def phase(name: str, update: int | None = None) -> Iterator[None]:
+    """Around a part of a run: what other ranks say of this one if it is lost there. A collective
+    operation that fails raises LostRank. The name stays until the next one."""
     watch().enter(name if update is None else f"{name} (update {update})")
-    phase, began = Phase(), time.perf_counter()
     try:
-        yield phase
+        yield
     except RuntimeError as error:
         if lost := watch().explain(error):
             raise lost from error
         raise
-    phase.seconds = time.perf_counter() - began
 
 
 @functools.cache
@@ -124,16 +106,13 @@ class Watch:
     nothing in a process that is alone and has no launcher: its shell may end before it."""
 
     def __init__(self) -> None:
-        self.sign = Sign(0, socket.gethostname(), os.getpid())
-        self.local = 0
+        self.sign = Sign()
+        self.verdict: Verdict | None = None
         self._launcher: int | None = None
         self._timeout: float | None = None
-        self._grace = SHORT_GRACE
         self._store: TCPStore | None = None
         self._keys: list[str] = []  # of the ranks in the store
         self._signs: list[Sign] = []  # as last read
-        self._silent: list[float] = []  # seconds since the last sign of each rank,
-        self._late: list[float] = []  # and since others wait for it
         self._thread: threading.Thread | None = None
         self._wake, self._concluded, self._told = (threading.Event() for _ in range(3))
 
@@ -147,20 +126,18 @@ class Watch:
         world, self._timeout = 1, timeout
         if torch.distributed.is_initialized():
             world, self.sign.rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-            self._grace = GRACE.get(torch.distributed.get_backend(), SHORT_GRACE)
-        self.local = int(os.environ.get("LOCAL_RANK") or self.sign.rank)
         if "TORCHELASTIC_RUN_ID" in os.environ:  # of torchrun and of accelerate launch
             self._launcher = os.getppid()
         if world == 1 and self._launcher is None:
             return
         if world > 1:
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            self._keys = [f"flowalign/{attempt}/{rank}" for rank in range(world)]
-            self._silent, self._late = [0.0] * world, [0.0] * world
+            self._keys = [f"flowalign/{attempt}/{name}" for name in [*range(world), "verdict"]]
             self._store = _connection()
+            self._store.compare_set(self._keys[-1], "", "")
             self._write()
             self._store.wait(self._keys)
-            self._signs = self._read()
+            self._signs, _ = self._read()
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
         self._thread.start()
 
@@ -173,25 +150,26 @@ class Watch:
         """The error about another rank that this one follows from; None if it does not."""
         if not self._store or isinstance(error, LostRank) or not _is_collective(error):
             return None
-        if self._concluded.wait(PATIENCE) and self.sign.verdict:
-            return LostRank(self.sign.verdict.text)
+        if self._concluded.wait(PATIENCE) and self.verdict:
+            return LostRank(self.verdict.text)
         (first, *_) = str(error).splitlines() or [type(error).__name__]
         return LostRank(f"another rank is gone or hangs, and it is not known which: {first}")
 
     def tell(self, text: str) -> None:
         """Print why the run ends, on one rank of each machine."""
-        verdict, first = self.sign.verdict, self.sign.rank - self.local
-        speaker = 1 if verdict and verdict.rank == first else 0  # of the living ones
-        if self.local == speaker and not self._told.is_set():
+        local = int(os.environ.get("LOCAL_RANK") or self.sign.rank)
+        first_is_lost = self.verdict and self.verdict.rank == self.sign.rank - local
+        if local == (1 if first_is_lost else 0) and not self._told.is_set():
             self._told.set()
             with suppress(OSError, ValueError):  # a terminal that is gone
                 print(f"stopped: {text}", file=sys.stderr, flush=True)
 
     def leave(self, code: int = 0, why: str = "") -> None:
         """Tell the others that this rank ends in order, and whether with an error."""
-        if code and self._store and not self.sign.verdict:
-            text = f"{self.sign.name} stopped in {self.sign.phase}: {why[:2000]}"
-            self.sign.verdict = Verdict(text, self.sign.rank, stopped=True)
+        if code and self._store and not self.verdict:
+            text = f"{self.sign} stopped in {self.sign.phase}: {why[:2000]}"
+            self.verdict = Verdict(text, self.sign.rank)
+            self._publish(self.verdict)
         self.sign.left = True
         self._wake.set()
         if self._thread:
@@ -202,29 +180,25 @@ class Watch:
     # In the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        last = time.monotonic()
         try:
             while not self.sign.left:
-                # a machine that sleeps, or a job that is suspended, is not late
-                now = time.monotonic()
-                elapsed, last = min(now - last, 5 * BEAT), now
-                self._look_for_launcher()
+                self._look_for_launcher()  # first: its end also ends ranks, and the store
                 if self._store:
                     self._write()
-                    self._look(elapsed)
+                    self._look()
                 self._wake.wait(BEAT)
                 self._wake.clear()
             if self._store:
                 self._write()
                 for _ in range(5 if self.sign.rank == 0 else 0):  # it may serve the store: it
-                    if all(sign.left for sign in self._read()):  # stays until all have read this
+                    if all(sign.left for sign in self._read()[0]):  # stays until all have read this
                         return
                     time.sleep(BEAT)
         except RuntimeError:  # of the store, which rank 0 or the launcher serves
             time.sleep(BEAT / 2)
             self._look_for_launcher()
             if not self._signs[0].left:
-                self._conclude(self._signs[0].death)
+                self._conclude(self._signs[0].death())
 
     def _write(self) -> None:
         assert self._store
@@ -232,65 +206,66 @@ class Watch:
             with suppress(RuntimeError, ValueError, AttributeError):  # no group, or no numbers
                 group: Any = c10d._get_default_group()  # Any: torch's stubs lack the method
                 self.sign.collectives = group._get_sequence_number_for_group()
-        self.sign.beat += 1
         self._store.set(self._keys[self.sign.rank], json.dumps(asdict(self.sign)))
 
-    def _read(self) -> list[Sign]:
+    def _read(self) -> tuple[list[Sign], Verdict | None]:
         assert self._store
-        signs = [Sign(**json.loads(text)) for text in self._store.multi_get(self._keys)]
-        for sign in signs:
-            sign.verdict = Verdict(*sign.verdict) if sign.verdict else None
-        return signs
+        *signs, verdict = self._store.multi_get(self._keys)
+        return [Sign(**json.loads(text)) for text in signs], (
+            Verdict(*json.loads(verdict)) if verdict else None
+        )
 
-    def _look(self, elapsed: float) -> None:
-        """Is a rank gone, or does it hang? elapsed: seconds since the last look."""
-        before, self._signs = self._signs, self._read()
+    def _publish(self, verdict: Verdict) -> None:
+        """For all ranks, which read it; the first one counts."""
+        assert self._store
+        with suppress(RuntimeError):  # the store is gone
+            self._store.compare_set(self._keys[-1], "", json.dumps(verdict))
+
+    def _look(self) -> None:
+        """Is a rank gone, or does it hang?"""
+        before = self._signs
+        self._signs, verdict = self._read()
+        if verdict:
+            self._conclude(verdict)
+            return
         ahead = max(sign.collectives for sign in self._signs)
-        for i, (old, sign) in enumerate(zip(before, self._signs, strict=True)):
+        for old, sign in zip(before, self._signs, strict=True):
+            # a machine that sleeps, or a job that is suspended, does not count
             waited = old.collectives == sign.collectives < ahead
-            self._late[i] = self._late[i] + elapsed if waited else 0.0
-            self._silent[i] = self._silent[i] + elapsed if sign.beat == old.beat else 0.0
-            if sign.verdict:
-                self._conclude(sign.verdict)
-            elif not sign.left and sign.is_gone(self._silent[i]):
-                self._look_for_launcher()  # which may have been the first to go
-                self._conclude(sign.death)
-        waits = [max(pair) for pair in zip(self._late, self._silent, strict=True)]
-        worst = max((s for s in self._signs if not s.left), key=lambda sign: waits[sign.rank])
-        if self._timeout is not None and waits[worst.rank] > self._timeout:
-            text = (
-                f"{worst.name} hangs in {worst.phase}: the others have waited {self._timeout:g} s "
-                "for it, as long as train.timeout_seconds allows (or timeout_seconds of an "
-                f"evaluation). Allow more if it was at work. {AGAIN}"
-            )
-            self._conclude(Verdict(text, worst.rank))
+            sign.late = old.late + BEAT if waited else 0.0
+            if sign.left:
+                continue
+            if sign.is_gone():
+                self._publish(sign.death())
+            elif self._timeout is not None and sign.late > self._timeout:
+                text = (
+                    f"{sign} hangs in {sign.phase}: the others have waited {self._timeout:g} s for "
+                    "it, as long as train.timeout_seconds allows (or timeout_seconds of an "
+                    f"evaluation). Allow more if it was at work. {AGAIN}"
+                )
+                self._publish(Verdict(text, sign.rank))
 
     def _look_for_launcher(self) -> None:
         if self._launcher is not None and os.getppid() != self._launcher:
-            text = f"the launcher (process {self._launcher}) is gone, and nobody watches this run."
-            self.sign.verdict = Verdict(f"{text} {AGAIN}", rank=-1)
+            text = f"the launcher (process {self._launcher}) is gone, and the run ends with it."
+            self.verdict = Verdict(f"{text} {AGAIN}", rank=-1)
             self._exit()
 
     def _conclude(self, verdict: Verdict) -> None:
-        if self.sign.verdict or self.sign.left:
+        """The main thread ends by itself, where it can."""
+        if self.verdict:
             return
-        self.sign.verdict = verdict
+        self.verdict = verdict
         self._concluded.set()
-        self._wake.set()
-        if not verdict.stopped:  # else all may have one reason, and say it
-            self.tell(verdict.text)
-        grace = STOP_GRACE if verdict.stopped else self._grace
-        timer = threading.Timer(
-            SHORT_GRACE if verdict.rank == self.sign.rank else grace, self._exit
-        )
+        timer = threading.Timer(BEAT if verdict.rank == self.sign.rank else GRACE, self._exit)
         timer.daemon = True
         timer.start()
 
     def _exit(self) -> None:
         """The end, whatever the main thread waits for. What is on disk is complete at any
         moment."""
-        assert self.sign.verdict
-        self.tell(self.sign.verdict.text)
+        assert self.verdict
+        self.tell(self.verdict.text)
         os._exit(1)
 
 

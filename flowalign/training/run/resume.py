@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,31 +64,19 @@ def identity(config: TrainingStage) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Resumable:
-    """The newest checkpoint that a run can go on from. folder: None = there is none. about: what it
-    says of itself. skipped: {newer folder: why it cannot be used}. other: the keys of the config
-    that differ, where a checkpoint is sound and of another config."""
+    """The newest checkpoint that a run can go on from. about: what it says of itself. skipped:
+    {newer folder: why it cannot be used}."""
 
-    folder: Path | None = None
-    about: Mapping[str, Any] = field(default_factory=dict)
-    skipped: Mapping[Path, str] = field(default_factory=dict)
-    other: tuple[str, ...] = ()
-
-    def refusal(self) -> str:
-        """Why none can be used."""
-        if self.other:
-            return (
-                f"--resume: {', '.join(self.other)} differ from the run that is there. A resumed "
-                "run keeps its config (but for train and evaluation); undo the change or choose "
-                "another `output`."
-            )
-        listed = "; ".join(f"{path}: {reason}" for path, reason in self.skipped.items())
-        return f"--resume: no checkpoint can be used ({listed}). Put a sound one back. {DELETE}"
+    folder: Path
+    about: Mapping[str, Any]
+    skipped: Mapping[Path, str]
 
 
-def newest(run: Path, config: TrainingStage) -> Resumable:
-    """Look for it from the newest folder to the oldest, every byte of each."""
+def newest(run: Path, config: TrainingStage) -> Resumable | None:
+    """Look for it from the newest folder to the oldest, every byte of each; None if there are no
+    checkpoints. Raises ConfigError if none can be used."""
     skipped: dict[Path, str] = {}
-    other: list[str] = []
+    other: list[str] = []  # keys of the config that differ in a sound one
     for folder in reversed(checkpoints(run)):
         try:
             about = manifest.check_manifest(folder).about
@@ -103,7 +91,17 @@ def newest(run: Path, config: TrainingStage) -> Resumable:
             other = other or changed
         else:
             return Resumable(folder, about, skipped)
-    return Resumable(skipped=skipped, other=tuple(other))
+    if other:
+        text = (
+            f"--resume: {', '.join(other)} differ from the run that is there. A resumed run keeps "
+            "its config (but for train and evaluation); undo the change or choose another `output`."
+        )
+        raise ConfigError([text])
+    if skipped:
+        listed = "; ".join(f"{path}: {reason}" for path, reason in skipped.items())
+        text = f"--resume: no checkpoint can be used ({listed}). Put a sound one back. {DELETE}"
+        raise ConfigError([text])
+    return None
 
 
 def _changed(config: TrainingStage, saved: object) -> list[str]:
@@ -129,18 +127,19 @@ def problems(
     any_world: with any number of processes. pending: adapters that an earlier stage of a recipe
     will write."""
     run = Path(config.output)
-    if not checkpoints(run):
-        yield from _unfinished(run, config)
-        return
-    if not resume:
+    if checkpoints(run) and not resume:
         yield (
             f"output: {run} holds the checkpoints of a run. Continue it with --resume, "
             "choose another `output`, or delete the folder."
         )
         return
-    saved = newest(run, config)
-    if saved.folder is None:
-        yield saved.refusal()
+    try:
+        saved = newest(run, config)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    if saved is None:
+        yield from _unfinished(run, config)
         return
     for key, source in config.inputs.items():
         now = None if source in pending else file_digest(source)  # None: others complain
@@ -183,22 +182,21 @@ def _unfinished(run: Path, config: TrainingStage) -> Iterator[str]:
 
 
 def truncate_to(run: Path, checkpoint: Path, update: int, evaluated: int) -> None:
-    """Make log, samples and warnings those of a run that has just written this checkpoint. update,
-    evaluated: rollouts done, and done at the last evaluation that counted; a later one is taken
-    again."""
+    """Set log, samples and warnings back to the moment of this checkpoint. update, evaluated:
+    rollouts done, and done at the last evaluation that counted; a later one is taken again."""
     for path in (run / SAMPLES).glob("*"):
         if (match := SAMPLE.fullmatch(path.name)) and int(match[1]) > update:
             path.unlink()
     if (run / WARNINGS).exists():
         warned = read_lines(run / WARNINGS)
         _write_lines(run / WARNINGS, [row for row in warned if row.get("update", 0) <= update])
-    rows = read_lines(checkpoint / LOG)
-    again = [
-        row.get(metrics.UPDATE, 0) > evaluated
-        and any(name.startswith(metrics.EVAL) for name in row)
-        for row in rows
+    rows = [
+        row
+        for row in read_lines(checkpoint / LOG)
+        if row.get(metrics.UPDATE, 0) <= evaluated
+        or not any(name.startswith(metrics.EVAL) for name in row)
     ]
-    _write_lines(run / LOG, [row for row, taken in zip(rows, again, strict=True) if not taken])
+    _write_lines(run / LOG, rows)
 
 
 def _write_lines(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -36,7 +36,7 @@ from flowalign.training.run import processes
 from flowalign.training.run.processes import Means
 from flowalign.types import Rollout, Schedule, StepLoss
 
-BETA = {"low_noise": (5.0, 2.0), "high_noise": (2.0, 5.0)}  # over the place in the window, 0..1
+BETA = {"low_noise": (5.0, 2.0), "high_noise": (2.0, 5.0)}  # over the window, 0..1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Labels(Prepared):
 class Opd(Algorithm[Labels]):
     """The algorithm. The teachers label by task; the anchor labels every task (MAR).
 
-    Which steps an update trains is a function of (seed, update): those of its window, or a draw
+    Which steps an update trains is a function of (seed, update): its window's, or a draw
     among them by student.states. With student.reward_weight, the loss of GRPO on the tasks' rewards
     is added.
     """
@@ -203,7 +203,7 @@ class Opd(Algorithm[Labels]):
         return means, {name: len(some) for name, some in by_name.items()}
 
     def _cosines(self, labels: Labels) -> dict[str, float]:
-        """Cosines of the gradients of the tasks' losses, each on one micro-batch of its own."""
+        """Cosines of the gradients of the tasks' losses, each on one micro-batch of its images."""
         tasks = labels.rollout.batch.tasks
         names = set(tasks)
         if self.backbone.sharded:  # every process takes part in each of these gradients

@@ -16,8 +16,8 @@ from flowalign.config import SftStage
 from flowalign.training.algorithm import Algorithm, Keeps, Pairs, Prepared
 from flowalign.training.losses import velocity_error
 from flowalign.training.noising import noised, stratified
-from flowalign.training.rollout import Size, Stream, clean_schedule
-from flowalign.types import Rollout, Schedule, Source, StepLoss
+from flowalign.training.rollout import Stream
+from flowalign.types import Rollout, Source, StepLoss
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,11 +42,6 @@ class Sft(Algorithm[Targets]):
             latents=True, noise_levels=config.sft.states, targets=["float32"], taught_images=True
         )
 
-    def plan(self, update: int, size: Size | None = None) -> Schedule:
-        """To the end, without noise; no state on the way is kept."""
-        rollout = self.config.rollout
-        return clean_schedule(self.backbone, rollout.steps, size, rollout.solver)
-
     def sources(self, tasks: list[str]) -> list[Source]:
         """Each image is sampled by its task's teacher."""
         assert self.teachers
@@ -56,13 +51,13 @@ class Sft(Algorithm[Targets]):
         """Noise the teachers' latents: the states and target velocities of this update."""
         key = (self.config.seed, update, Stream.SFT)
         shift = self.backbone.shift(self.config.rollout.steps, rollout.batch.size)
-        states = noised(rollout, stratified(shift, self.config.sft.states, key), key)
+        states, target = noised(rollout, stratified(shift, self.config.sft.states, key), key)
         return Targets(
-            rollout=states.rollout,
+            rollout=states,
             keep=torch.ones(len(rollout), dtype=torch.bool),
             metrics={},
             notes=[""] * len(rollout),
-            velocity=states.velocity,
+            velocity=target,
         )
 
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: Targets) -> StepLoss:
