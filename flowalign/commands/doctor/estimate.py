@@ -26,7 +26,7 @@ from flowalign.config.learning import RewardConfig
 from flowalign.config.model import LoraConfig
 from flowalign.training.algorithm import STUDENT, algorithm_class
 from flowalign.training.data import PromptError, load_prompts
-from flowalign.training.report.drift.monitor import SHOWN, checked
+from flowalign.training.report.drift.monitor import checked
 from flowalign.training.solvers import forwards
 from flowalign.types import Conditioning, Source
 
@@ -517,9 +517,8 @@ class _Run(_Shapes):
     def evaluation(self) -> Phase:  # the held-out prompts of all tasks, and watched benchmarks
         config = self.config
         images = sum(count for _, count in scored(config).values())
-        if config.alarm:  # each process samples all that are shown
-            tasks = sum(task.evaluated for task in config.tasks)
-            images += tasks * config.alarm.images + self.processes * SHOWN
+        if config.alarm:
+            images += sum(task.evaluated for task in config.tasks) * config.alarm.images
         return self.sampled(config.evaluation_sampling, images, STUDENT)
 
     def _teachers_forward(self, batch: int) -> Meter:
