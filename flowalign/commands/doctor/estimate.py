@@ -26,7 +26,7 @@ from flowalign.config import Stage, TrainingStage, parse
 from flowalign.config.model import LoraConfig
 from flowalign.training.algorithm import STUDENT, algorithm_class
 from flowalign.training.data import PromptError, load_prompts
-from flowalign.training.report.drift.monitor import SHOWN, checked
+from flowalign.training.report.drift.monitor import checked
 from flowalign.training.solvers import forwards
 from flowalign.types import Conditioning, Source
 
@@ -397,9 +397,8 @@ class _Run(_Shapes):
         """The held-out prompts of all tasks, and watched benchmarks."""
         config = self.config
         images = sum(evaluated_images(config).values())
-        if config.alarm:  # each process samples all that are shown
-            tasks = sum(task.evaluated for task in config.tasks)
-            images += tasks * config.alarm.images + self.processes * SHOWN
+        if config.alarm:
+            images += sum(task.evaluated for task in config.tasks) * config.alarm.images
         return self.sampled("evaluation.batch_size", images, STUDENT)
 
     def _text_phase(self) -> Phase:
