@@ -58,12 +58,12 @@ class Stage(Section):
 
     @property
     def inputs(self) -> dict[str, str]:
-        """{place in the config: folder or Hub id} of every adapter that the stage reads."""
+        """{config key: folder or Hub id} of every adapter that the stage reads."""
         return {}
 
     @property
     def packages(self) -> dict[str, str]:
-        """{place in the config: the optional package that its value needs}."""
+        """{config key: the optional package that its value needs}."""
         return {"model.quantization": "bitsandbytes"} if self.model.quantization == "nf4" else {}
 
     @property
@@ -83,7 +83,7 @@ class Stage(Section):
 
     @property
     def scales(self) -> dict[str, float]:
-        """{place in the config: guidance scale} of all that are given there."""
+        """{config key: guidance scale} of all that are given there."""
         return {}
 
     @property
@@ -168,7 +168,7 @@ class TrainingStage(Job):
 
     @property
     def batch_sizes(self) -> dict[str, int]:
-        """{place in the config: rows of a forward pass}: what a run that lacks memory lowers."""
+        """{config key: rows of a forward pass}: what a run that lacks memory lowers."""
         return {
             "rollout.batch_size": self.rollout.batch_size,
             "optimizer.micro_batch": self.optimizer.micro_batch,
@@ -176,7 +176,7 @@ class TrainingStage(Job):
 
     @property
     def clip_ranges(self) -> dict[str, float]:
-        """{place in the config: clip range} of ratios of transitions."""
+        """{config key: clip range} of ratios of transitions."""
         return {}
 
     @property
@@ -204,12 +204,12 @@ class TrainingStage(Job):
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps of the whole run."""
+        """Optimizer steps of the run."""
         return self.train.updates * self.optimizer.updates_per_rollout
 
     @property
     def labellers(self) -> dict[str, learning.TeacherConfig]:
-        """{place in the config: teacher}, with the anchor; empty for a stage without teachers."""
+        """{config key: teacher}, with the anchor; empty for a stage without teachers."""
         return {}
 
     @property
@@ -217,8 +217,8 @@ class TrainingStage(Job):
         sections: dict[str, Any] = {"rollout": self.rollout, **self.labellers}
         if self.evaluation:
             sections["evaluation"] = self.evaluation
-        scales = {f"{place}.guidance": section.guidance for place, section in sections.items()}
-        return {place: scale for place, scale in scales.items() if scale is not None}
+        scales = {f"{key}.guidance": section.guidance for key, section in sections.items()}
+        return {key: scale for key, scale in scales.items() if scale is not None}
 
     @property
     def labelling(self) -> tuple[str, int]:
@@ -233,14 +233,14 @@ class TrainingStage(Job):
 
     @property
     def mixtures(self) -> dict[str, float]:
-        """{place in the config: CFG scale} of the labellers whose scale is not the one that the
+        """{config key: CFG scale} of the labellers whose scale is not the one that the
         student is trained at."""
-        scales = {place: self.guidance_of(teacher) for place, teacher in self.labellers.items()}
-        return {place: scale for place, scale in scales.items() if scale != self.guidance}
+        scales = {key: self.guidance_of(teacher) for key, teacher in self.labellers.items()}
+        return {key: scale for key, scale in scales.items() if scale != self.guidance}
 
     @property
     def inputs(self) -> dict[str, str]:
-        adapters = {place: teacher.adapter for place, teacher in self.labellers.items()}
+        adapters = {key: teacher.adapter for key, teacher in self.labellers.items()}
         if "anchor" in adapters:  # the other places name a teacher, whose one file this is
             adapters["anchor.adapter"] = adapters.pop("anchor")
         return _given({"lora.init": self.lora.init} | adapters)
@@ -565,7 +565,7 @@ class RecipeStage(Job):
     this one); `set` lists changes as on the command line. A value `stage:NAME` is the adapter of an
     earlier stage."""
     max_minutes: Positive | None = Field(default=None, examples=[1430.0])
-    """As `train.max_minutes`, in place of those of its stages."""
+    """As `train.max_minutes`, in place of its stages' keys."""
     variant: dict[str, dict[str, Any]] = Field(
         default={}, examples=[{"grpo": {"rollout": {"batch_size": 4}}}]
     )
@@ -655,7 +655,7 @@ class EvalStage(Stage):
 
 def _given(sources: Mapping[str, str | None]) -> dict[str, str]:
     """Without what is null."""
-    return {place: source for place, source in sources.items() if source is not None}
+    return {key: source for key, source in sources.items() if source is not None}
 
 
 def _judged(place: str, benchmarks: Sequence[run.BenchmarkConfig]) -> list[Judged]:
@@ -688,7 +688,7 @@ PLUGINS = "flowalign.algorithms"  # entry points: name of a stage -> its config 
 
 
 def stage_names() -> list[str]:
-    """The stages that there are: those of STAGES, then those of plugins."""
+    """The names of all stages: of STAGES, then of plugins."""
     return list(dict.fromkeys([*STAGES, *sorted(p.name for p in entry_points(group=PLUGINS))]))
 
 
