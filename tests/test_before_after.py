@@ -9,7 +9,7 @@ import torch
 from flowalign import config
 from flowalign.commands.run import train
 from flowalign.eval import before_after
-from flowalign.training.report.pictures import Block
+from flowalign.training.report.pictures import Block, comparison
 from flowalign.training.rollout import generate
 from flowalign.types import PromptBatch
 
@@ -34,9 +34,12 @@ def test_a_run_that_starts_from_an_adapter_begins_with_it(
     random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Block] = []
-    monkeypatch.setattr(
-        before_after, "comparison", lambda path, blocks, title: drawn.extend(blocks)
-    )
+
+    def draw(path: Path, blocks: list[Block], title: str) -> None:
+        drawn.extend(blocks)
+        comparison(path, blocks, title=title)
+
+    monkeypatch.setattr(before_after, "comparison", draw)
     begin = fakes.teachers(random_model, tmp_path)["odd"]
     raw = fakes.settings(random_model, tmp_path / "run").model_dump(mode="json")
     raw["tasks"][0]["validation"] = raw["tasks"][0]["prompts"]
