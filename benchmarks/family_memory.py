@@ -11,10 +11,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from flowalign.commands.doctor.budget import GIB, usable
 from flowalign.commands.doctor.estimate import predict
-from flowalign.commands.doctor.gpus import named
-from flowalign.commands.doctor.pace import Pace, times
+from flowalign.commands.doctor.pace import GPUS, Pace, times
+from flowalign.commands.doctor.predictions import GIB, usable
 from flowalign.config import EvalStage, Stage, TrainingStage, load
 
 FAMILIES = ("flux", "flux2", "qwen_image", "z_image", "sana")
@@ -34,7 +33,7 @@ def cell(path: Path, variant: str) -> str:
     estimate = predict(config, ranks={})
     if estimate.peak > usable(size, "cuda"):
         return f"no ({estimate.peak / GIB:.0f})"
-    hours = times(estimate, Pace.of_gpu(named(kind), config.model.dtype)).hours
+    hours = times(estimate, Pace.of_gpu(GPUS[kind], config.model.dtype)).hours
     return f"{estimate.peak / GIB:.1f}, {hours:,.{0 if hours >= 10 else 1}f} h"
 
 

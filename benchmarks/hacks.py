@@ -36,9 +36,8 @@ from flowalign.config import TaskConfig, TrainingAlarmConfig, TrainingStage, loa
 from flowalign.training.algorithm import STUDENT
 from flowalign.training.data import PromptSampler, load_prompts
 from flowalign.training.report import samples
-from flowalign.training.report.drift.compare import SIGMAS, Drift
+from flowalign.training.report.drift.compare import SIGMAS, Check, Drift
 from flowalign.training.report.drift.monitor import COPIES, ImageStatistics, Monitor
-from flowalign.training.report.drift.panel import read_drift
 from flowalign.training.report.progress import quiet
 from flowalign.training.rollout import Noise, places, sample, schedule_of
 from flowalign.training.run import checkpoint, resume
@@ -99,8 +98,8 @@ def told(folder: Path, warn: float) -> Told:
     largest: dict[str, float] = {}
     for path in sorted((folder / "samples").glob(f"{samples.DRIFT}*.json")):
         rollout = int(path.stem.removeprefix(samples.DRIFT)) + 1
-        rows = json.loads(path.read_text())["drifts"]
-        note(list(map(read_drift, rows)), rollout, warn, fired, largest)
+        check = Check.from_json(json.loads(path.read_text()))
+        note(check.drifts, rollout, warn, fired, largest)
     return Told(fired, largest)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,9 +17,16 @@ from flowalign.system.images import eight_bits
 from flowalign.training import metrics
 from flowalign.training.algorithm import STUDENT
 from flowalign.training.data import spread, spread_text
-from flowalign.training.report.pictures import COLUMNS, Block, Curve, Row, comparison, read_metrics
+from flowalign.training.report.pictures import (
+    COLUMNS,
+    Block,
+    Row,
+    comparison,
+    read_metrics,
+    scored_row,
+)
 from flowalign.training.rollout import generate
-from flowalign.types import Scores
+from flowalign.training.run.resume import LOG
 
 
 def before_after(
@@ -57,31 +64,25 @@ def before_after(
         for images in pair:
             scoring.submit(images, batch, partial(score_batch, benchmark.reward))
     answers = scoring.results()
-    curves, blocks = read_metrics(path.with_name("metrics.jsonl")), []
-    headlines = dict(curves.get(metrics.HEADLINE, ()))  # without evaluations that lost images
+    curves = {name: dict(curve) for name, curve in read_metrics(path.parent / LOG).items()}
+    headlines = curves.get(metrics.HEADLINE, {})  # without evaluations that lost images
     best = max(headlines, key=lambda update: headlines[update], default=0)
+
+    def row(benchmark: Benchmark, name: str, images: Tensor, update: int) -> Row:
+        scores = next(answers)
+        values = scores.parts.get(benchmark.headline or "", scores.value).tolist()
+        prefix = f"{metrics.EVAL}{benchmark.name}/"  # then as stats.headline_row chooses
+        names = [f"{prefix}overall", f"{prefix}{benchmark.headline or 'reward'}"]
+        number = next((curves[n].get(update, math.nan) for n in names if n in curves), math.nan)
+        return scored_row(name, list(images), {benchmark.name: values}, {benchmark.name: number})
+
     states = (("before", before, 0), (f"after update {best}", after, best))
+    blocks = []
     for i, benchmark in enumerate(benchmarks):
-        rows = [
-            _row(benchmark, name, images[i], next(answers), _number(curves, benchmark, update))
-            for name, images, update in states
-        ]
         title = f"{benchmark.name}: {spread_text(indices[i], len(benchmark.prompts))}"
+        rows = [row(benchmark, name, images[i], update) for name, images, update in states]
         blocks.append(Block(title, prompts[i].prompts, rows))
     scoring.discard()
     start = begin or "the base model"
     title = f"{path.parent.name}: before training ({start}), and the adapter that was kept."
     comparison(path, blocks, title=title)
-
-
-def _row(benchmark: Benchmark, name: str, images: Tensor, scores: Scores, number: float) -> Row:
-    values = scores.parts.get(benchmark.headline or "", scores.value).tolist()
-    return Row(name, list(images), {benchmark.name: values}, {benchmark.name: number})
-
-
-def _number(curves: Mapping[str, Curve], benchmark: Benchmark, update: int) -> float:
-    """The benchmark's number at the evaluation after `update`; NaN if there is none."""
-    for metric in ("overall", benchmark.headline or "reward"):  # as stats.headline_row chooses
-        if curve := curves.get(f"{metrics.EVAL}{benchmark.name}/{metric}"):
-            return dict(curve).get(update, math.nan)
-    return math.nan

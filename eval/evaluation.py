@@ -29,11 +29,13 @@ from flowalign.system import files
 from flowalign.system.escape import harmless
 from flowalign.training.preflight import check_world
 from flowalign.training.report import results
-from flowalign.training.report.alarm import Alarm, drifted
-from flowalign.training.report.drift.monitor import ImageStatistics, compare, shown, worst
-from flowalign.training.report.drift.panel import Panel, panel
+from flowalign.training.report.alarm import Alarm
+from flowalign.training.report.drift.compare import check_drift
+from flowalign.training.report.drift.monitor import ImageStatistics
+from flowalign.training.report.page import Panel
 from flowalign.training.report.pictures import pixels_of
 from flowalign.training.report.progress import quiet
+from flowalign.training.report.samples import webp
 from flowalign.training.run import lock, processes
 from flowalign.training.run.ranks import phase
 
@@ -233,13 +235,16 @@ def drift_panels(
         for model in config.models:
             pixels[model] = torch.stack([pixels_of(png) for png in judged[model][first].pictures])
             values[model] = statistics.measure(pixels[model], batch, prompts)
+        origins = list(zip(prompts, batch.tasks, batch.prompts, strict=True))
         for model in (name for name in config.models if name != base):
-            drifts = compare(values[base], values[model], prompts, batch.tasks)
-            rows = [
-                shown(batch, row, sigmas, pixels[base][row], pixels[model][row])
-                for row, sigmas in worst(values[base], values[model], prompts)
-            ]
-            panels.append(panel(f"{model} on {images.name}", drifts, rows, config.alarm.warn))
+            pairs = list(zip(pixels[base], pixels[model], strict=True))
+            check = check_drift(
+                values[base],
+                values[model],
+                origins,
+                lambda row, pairs=pairs: (webp(pairs[row][0]), webp(pairs[row][1])),
+            )
+            panels.append(Panel(f"{model} on {images.name}", config.alarm.warn, check))
     return panels
 
 
@@ -254,13 +259,13 @@ def _statistics(backbone: Backbone, images: ImageSet) -> ImageStatistics:
 def warn_of_drift(config: EvalStage, panels: Sequence[Panel]) -> None:
     """A warning for each statistic beyond alarm.warn; EvaluationError if one is beyond stop."""
     too_far = []
-    for drift_panel in panels:
-        title, drifts = drift_panel.title, drift_panel.drifts
-        for text in Alarm().drift(drifts, drift_panel.warn, title):
+    for panel in panels:
+        title, drifts = panel.title, panel.check.by_size
+        for text in Alarm().drift(drifts, panel.warn, title):
             log.warning(text)
         assert config.alarm  # else there are no panels
         far = [drift for drift in drifts if drift.beyond(config.alarm.stop)]
-        too_far += [f"{title}: {drifted(drift)}" for drift in far]
+        too_far += [f"{title}: {drift}" for drift in far]
     if too_far:
         raise EvaluationError(
             f"images drift from the base, beyond alarm.stop: {'; '.join(too_far)}. The report is "

@@ -30,9 +30,9 @@ from flowalign.training.report import page
 from flowalign.training.report.pictures import (
     COLUMNS,
     Block,
-    Row,
     comparison,
     pixels_of,
+    scored_row,
     thumbnail,
 )
 from flowalign.types import EvalRow
@@ -190,7 +190,7 @@ def _block(name: str, judges: Sequence[Benchmark], results: Results) -> Block:
             for judge in judges
         }
         means = {judge.name: numbers[judge.name].mean for judge in judges}
-        rows.append(Row(model, images, scores, means))
+        rows.append(scored_row(model, images, scores, means))
     return Block(title, [first.prompts.prompts[index] for index in indices], rows)
 
 

@@ -14,7 +14,7 @@ from flowalign.eval.fidelity import Distance
 from flowalign.eval.stats import AVERAGE, FIDELITY, average, difference, headline_row, rows_of
 from flowalign.eval.suite import Benchmark, Judged
 from flowalign.system.escape import escaped
-from flowalign.training.report.drift.panel import Panel
+from flowalign.training.report.page import Panel
 from flowalign.types import EvalRow
 
 LOWER_IS_BETTER = {FIDELITY}

@@ -42,6 +42,14 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def finished_run(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run that is over (fakes.FinishedRun), for all tests that only read it."""
+    import fakes
+
+    return fakes.finish_run(random_model, tmp_path_factory.mktemp("finished") / "a run")
+
+
+@pytest.fixture(scope="session")
 def open_clip() -> Iterator[ModuleType]:
     """open_clip, from where scripts/setup.sh puts it if the environment has none.
 

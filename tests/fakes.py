@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
 import random
@@ -17,11 +18,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import forked
 import psutil
+import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState
@@ -31,7 +35,8 @@ from torch import Tensor
 from flowalign import config
 from flowalign.backbone import Backbone
 from flowalign.backbone.sd3 import SD3
-from flowalign.commands import build
+from flowalign.commands import build, train
+from flowalign.eval import before_after
 from flowalign.training.algorithm import STUDENT
 from flowalign.training.loop import Loop
 from flowalign.types import PromptBatch, Scores
@@ -346,6 +351,56 @@ def gradient(loop: Loop, loss: Tensor) -> Tensor:
 def lines(loop: Loop) -> list[dict[str, float]]:
     """The log of a run."""
     return [json.loads(line) for line in (loop.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@dataclass
+class FinishedRun:
+    """A GRPO run of two tasks and two updates, as `flowalign train` leaves it. output: what the
+    command printed. scored: model, images, scores and numbers of each row of before_after.png."""
+
+    folder: Path
+    output: str
+    scored: list[tuple[Any, ...]]
+    blocks: list[Any]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """metrics.jsonl."""
+        return [json.loads(row) for row in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def finish_run(model: str, folder: Path) -> FinishedRun:
+    """Train it. Tests get it as the fixture `finished_run`."""
+    raw = mixed(settings(model, folder)).model_dump(mode="json")
+    held_out = folder.parent / "held_out.txt"
+    held_out.write_text("".join(f"prompt {i}\n" for i in range(20)))
+    for task in raw["tasks"]:
+        task["validation"] = str(held_out)
+    given = [
+        "train.updates=2", "train.sample_every=1", "train.trackers=[tensorboard]",
+        "train.project=mine", "evaluation={every: 2, prompts: 8}", "alarm.every=1",
+        "alarm.images=16", "rollout.prompts=4", "rollout.copies=4",
+    ]  # fmt: skip
+    path = folder.parent / "config.yaml"
+    path.write_text(config.to_yaml(config.parse(raw, given)))
+    run = FinishedRun(folder, "", [], [])
+    scored_row, comparison = before_after.scored_row, before_after.comparison
+
+    def note_row(*row: Any) -> Any:
+        run.scored.append(row)
+        return scored_row(*row)
+
+    def note_blocks(path: Path, blocks: list[Any], title: str) -> None:
+        run.blocks.extend(blocks)
+        comparison(path, blocks, title=title)
+
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as output:
+        patch.setattr(before_after, "scored_row", note_row)
+        patch.setattr(before_after, "comparison", note_blocks)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        assert train.main(["--config", str(path)]) == 0
+    run.output = output.getvalue()
+    return run
 
 
 # Processes ---------------------------------------------------------------------------------------

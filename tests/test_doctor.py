@@ -45,9 +45,8 @@ def faults(name, **options):
     ("name", "options"),
     [
         ("geneval", {}),
-        ("pickscore", {"model": "tiny"}),
-        ("diversity", {"model": "tiny"}),
         ("fakes:redness", {}),
+        pytest.param("diversity", {"model": "tiny"}, marks=pytest.mark.slow),
     ],
 )
 def test_sound_rewards_have_no_fault(name, options):

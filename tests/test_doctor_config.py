@@ -1,6 +1,5 @@
 """`flowalign doctor --config`: sound runs pass, each planted fault is named."""
 
-import json
 from pathlib import Path
 
 import fakes
@@ -10,6 +9,7 @@ from test_doctor import of_the_batch  # noqa: F401 (a reward that is planted by 
 
 from flowalign import config
 from flowalign.backbone.adapters import read_lora, write_lora
+from flowalign.commands import recipe
 from flowalign.commands.cli import main
 from flowalign.commands.doctor import live, plan
 
@@ -35,18 +35,12 @@ def is_one(texts, kind, key):
     return len(texts) == 1 and texts[0].startswith(f"{kind}:") and key in texts[0]
 
 
-def stages(path):
-    root = config.load(path, stage=config.Stage)
-    if isinstance(root, config.RecipeStage):
-        from flowalign.commands.recipe import plan as plan_recipe
-
-        return list(plan_recipe(root, path.parent).values())
-    return [root]
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("path", TINY, ids=lambda path: path.stem)
 def test_a_shipped_config_has_no_fault(path):
-    for stage in stages(path):
+    stages, problems = recipe.examine(config.load(path, stage=config.Stage), path.parent)
+    assert problems == []
+    for stage in stages.values():
         if isinstance(stage, config.TrainingStage):
             assert faults(plan.examine(stage)) == []
 
@@ -207,23 +201,22 @@ def test_a_learning_rate_that_blows_up_is_named(random_model, tmp_path):
     assert any(text.startswith("update:") for text in faults(live.examine(run).findings))
 
 
-def test_float16_is_noted(random_model, tmp_path):
-    for dtype, expected in (("float16", 1), ("bfloat16", 0)):
-        run = fakes.settings(random_model, tmp_path / "run", f"model.dtype={dtype}")
-        notes = [f.text for f in plan.examine(run) if f.level == "note"]
-        assert sum(text.startswith("dtype:") for text in notes) == expected
-
-
-def test_keys_that_the_start_overrules_are_noted(random_model, tmp_path):
+def test_what_may_be_meant_is_noted(random_model, tmp_path):
     init = fakes.teachers(random_model, tmp_path)["even"]
-    for key, expected in (("", []), (", rank: 9", ["lora.rank"])):
-        given = f"{{init: {init}{key}}}"
-        run = fakes.settings(random_model, tmp_path / "run", f"lora={given}")
-        notes = [f.text for f in plan.examine(run) if f.level == "note"]
-        assert [text.split(":")[0] for text in notes if text.startswith("lora.")] == expected
+    cases = {
+        "model.dtype=float16": ["dtype"],
+        "model.dtype=bfloat16": [],
+        f"lora={{init: {init}}}": [],
+        f"lora={{init: {init}, rank: 9}}": ["lora.rank"],
+    }
+    for change, kinds in cases.items():
+        run = fakes.settings(random_model, tmp_path / "run", change)
+        notes = [f.text.split(":")[0] for f in plan.examine(run) if f.level == "note"]
+        prefix = "lora." if change.startswith("lora") else "dtype"
+        assert [kind for kind in notes if kind.startswith(prefix)] == kinds
 
 
-@pytest.mark.parametrize("by", ["adapter", pytest.param("guidance", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("by", ["adapter", "guidance"])
 @pytest.mark.slow
 def test_a_teacher_that_scores_less_than_the_students_start_is_named(random_model, tmp_path, by):
     """Whichever of the two is redder: as a teacher it is sound, as a student it is made worse."""
@@ -293,24 +286,3 @@ def test_the_command_tells_all_and_ends_by_its_findings(random_model, tmp_path, 
     assert "fault  memory: does not fit" in capsys.readouterr().out
     assert main(["doctor", "--config", path, "rollout.copys=2"]) == 2
     assert "`copies`" in capsys.readouterr().err  # the key that was meant
-
-
-def test_a_recipe_is_examined_stage_by_stage(random_model, tmp_path, capsys):
-    stage = fakes.settings(random_model, tmp_path / "run").model_dump(mode="json")
-    for key in ("output", "model"):
-        stage.pop(key)
-    model = {"id": random_model, "height": 32, "width": 32, "max_sequence_length": 16}
-    merge = {"stage": "merge", "adapters": ["stage:one", "stage:one"]}
-    two = {key: value for key, value in stage.items() if key != "lora"}
-    data = {
-        "stage": "recipe",
-        "output": str(tmp_path / "all"),
-        "model": model,
-        "stages": {"one": stage, "merge": merge, "two": {**two, "lora": {"init": "stage:merge"}}},
-    }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(json.dumps(data))
-    assert main(["doctor", "--config", str(path), "--no-model"]) == 0
-    printed = capsys.readouterr().out
-    assert "one (grpo)" in printed and "two (grpo)" in printed
-    assert len(printed.split("\n│ sum ")) == 2  # the stages are added up, once

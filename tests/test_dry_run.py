@@ -76,6 +76,14 @@ def test_every_stage_is_told_and_nothing_is_written(recipe, capsys, monkeypatch)
     assert "latents [B, 16, 4, 4]" in printed and "│ sum " in printed
 
 
+def test_the_doctor_examines_a_recipe_stage_by_stage(recipe, capsys, monkeypatch):
+    monkeypatch.chdir(recipe.parent)
+    assert main(["doctor", "--config", str(recipe), "--no-model"]) == 0
+    printed = capsys.readouterr().out
+    assert "one (grpo)" in printed and "two (opd)" in printed and "table (eval)" in printed
+    assert len(printed.split("\n│ sum ")) == 2  # the stages are added up, once
+
+
 @pytest.mark.parametrize("key", ["tasks.0.prompts=no.txt", "lora.init=nowhere", "optimizer.lrr=1"])
 def test_it_refuses_what_train_refuses(random_model, tmp_path, capsys, key):
     path = tmp_path / "config.yaml"

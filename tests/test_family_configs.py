@@ -7,8 +7,8 @@ import pytest
 from test_sd35_configs import ROOT, data, stages
 
 from flowalign.commands.doctor import plan
-from flowalign.commands.doctor.budget import usable
 from flowalign.commands.doctor.estimate import predict
+from flowalign.commands.doctor.predictions import usable
 from flowalign.config import ConfigError, EvalStage, Stage, TrainingStage, load
 from flowalign.training.preflight import check_world, world_problems
 

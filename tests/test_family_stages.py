@@ -56,9 +56,8 @@ def run(model: str, output: Path, stage: str, updates: int = 2, resume: bool = F
     return loop
 
 
-@pytest.mark.parametrize(
-    "stage", [s if s == "opd" else pytest.param(s, marks=pytest.mark.slow) for s in STAGES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_learns_and_goes_on_where_it_stopped(
     model: str, stage: str, tmp_path: Path
 ) -> None:

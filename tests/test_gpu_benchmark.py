@@ -75,17 +75,16 @@ def test_after_the_time_is_up_cases_are_not_run(tmp_path: Path) -> None:
     assert [row["state"] for row in rows] == ["not run"] * 2
 
 
-CASES = ["matrix products", "tiny, merge", "write the Medium", "2 teachers", "4 teachers",
-         "checkpointing", "attention native", "attention flash", "nf4"]  # fmt: skip
-
-
 @pytest.mark.long
-def test_the_command_measures_the_real_structure(tmp_path: Path) -> None:
-    small = "--device cpu --width 0.05 --layers 2 --size 64 --prompts 4 --minutes 5".split()
-    status = gpu.main([*small, "--out", str(tmp_path), "--cases", *CASES])
+def test_every_case_runs_at_a_small_scale(tmp_path: Path) -> None:
+    small = "--device cpu --width 0.05 --layers 2 --size 64 --prompts 4 --minutes 15".split()
+    names = [case.name for case in gpu.cases() if case.name != "pytest -m gpu"]
+    status = gpu.main([*small, "--out", str(tmp_path), "--cases", *names])
     (report,) = [json.loads(path.read_text()) for path in tmp_path.glob("gpu_*.json")]
     rows = {row["case"]: row for row in report["cases"]}
-    assert list(rows) == CASES
+    assert list(rows) == names
+    states = {n: row["state"] for n, row in rows.items() if "attention" not in n}
+    assert set(states.values()) <= {"ok", "not here"}, states
     for name in ("2 teachers", "4 teachers", "checkpointing", "attention native"):
         row = rows[name]
         assert row["state"] == "ok", row
@@ -95,19 +94,7 @@ def test_the_command_measures_the_real_structure(tmp_path: Path) -> None:
     assert rows["attention flash"]["state"] == "not here"
     assert status == int(any(r["state"] in ("failed", "too long") for r in rows.values()))
     page = (tmp_path / "gpu.md").read_text()
-    assert page.startswith(gpu.HEAD) and page.count("\n| ") == len(CASES) + 1
-
-
-@pytest.mark.long
-def test_every_case_runs_at_a_small_scale(tmp_path: Path) -> None:
-    small = "--device cpu --width 0.05 --layers 2 --size 64 --prompts 4".split()
-    names = [case.name for case in gpu.cases() if case.name != "pytest -m gpu"]
-    gpu.main([*small, "--minutes", "15", "--out", str(tmp_path), "--cases", *names])
-    (path,) = tmp_path.glob("gpu_*.json")
-    rows = json.loads(path.read_text())["cases"]
-    assert [row["case"] for row in rows] == names
-    bad = [r for r in rows if r["state"] not in ("ok", "not here") and "attention" not in r["case"]]
-    assert bad == []
+    assert page.startswith(gpu.HEAD) and page.count("\n| ") == len(names) + 1
 
 
 def test_the_page_says_that_it_has_not_run_until_it_has() -> None:

@@ -21,36 +21,22 @@ HOLD = """import sys, time
 from flowalign.training.run import lock
 with lock.holding(sys.argv[1]):
   print()
-  """
-
-
-def holder(folder: Path, then: str = "time.sleep(99)") -> subprocess.Popen[str]:
-    """Another process that holds the folder."""
-    command = [sys.executable, "-uc", f"{HOLD}{then}", str(folder)]
-    environment = os.environ | {"PYTHONPATH": str(fakes.ROOT)}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-    assert process.stdout and process.stdout.readline() == "\n"
-    return process
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.wait()
-    assert process.stdout
-    process.stdout.close()
+  time.sleep(99)"""
 
 
 # The lock ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_folder_is_held_once_and_free_when_the_holder_is_killed(tmp_path: Path) -> None:
-    process = holder(tmp_path / "run")
-    try:
+    command = [sys.executable, "-uc", HOLD, str(tmp_path / "run")]
+    environment = os.environ | {"PYTHONPATH": str(fakes.ROOT)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stdout.readline() == "\n"
         for refuse in (lock.check_free, lambda folder: lock.holding(folder).__enter__()):
             with pytest.raises(ConfigError, match=f"output.*process {process.pid} on"):
                 refuse(tmp_path / "run")
-    finally:
-        end(process)
+        process.kill()
     lock.check_free(tmp_path / "run")
     with lock.holding(tmp_path / "run"), pytest.raises(ConfigError, match=str(os.getpid())):
         lock.holding(tmp_path / "run").__enter__()
@@ -103,29 +89,33 @@ def command(kind: str, model: str, output: Path) -> list[str]:
     return ["--config", str(path)]
 
 
+def refused(kind: str, given: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command says that ends with status 2."""
+    assert (evaluate if kind == "eval" else train.main)(given) == 2
+    return capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", ["train", "eval", "recipe"])
 def test_a_second_command_in_the_folder_is_refused(
     random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    process = holder(tmp_path / "run")
-    try:
-        given = command(kind, random_model, tmp_path / "run")
-        assert (evaluate if kind == "eval" else train.main)(given) == 2
-        assert f"process {process.pid}" in capsys.readouterr().err
-    finally:
-        end(process)
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {LOCK, OWNER}
+    given = command(kind, random_model, tmp_path / "run")
+    with lock.holding(tmp_path / "run"):
+        assert f"process {os.getpid()}" in refused(kind, given, capsys)
+        assert {path.name for path in (tmp_path / "run").iterdir()} == {LOCK, OWNER}
 
 
-@pytest.mark.parametrize("kind", ["train", "eval", "recipe"])
-@pytest.mark.parametrize("output", ["file", "file/run", "/proc/run"])
+@pytest.mark.parametrize(
+    ("kind", "output"),
+    [("train", "file"), ("train", "file/run"), ("train", "/proc/run"), ("eval", "file/run"),
+     ("recipe", "/proc/run")],
+)  # fmt: skip
 def test_an_output_that_is_a_file_or_cannot_be_written_is_refused(
     random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, output: str
 ) -> None:
     (tmp_path / "file").write_text("mine")
     given = [*command(kind, random_model, tmp_path / "run"), f"output={tmp_path / output}"]
-    assert (evaluate if kind == "eval" else train.main)(given) == 2
-    assert "output" in capsys.readouterr().err
+    assert "output" in refused(kind, given, capsys)
     assert (tmp_path / "file").read_text() == "mine"
 
 

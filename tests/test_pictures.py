@@ -14,7 +14,13 @@ from PIL import Image
 
 import flowalign
 from flowalign.training.report import pictures
-from flowalign.training.report.pictures import Block, Row, comparison, gallery, metrics_plot
+from flowalign.training.report.pictures import (
+    Block,
+    comparison,
+    gallery,
+    metrics_plot,
+    scored_row,
+)
 
 COLOURS = torch.tensor(
     [[[220, 0, 0], [0, 180, 0], [0, 0, 240]], [[240, 200, 0], [0, 200, 200], [150, 0, 150]]]
@@ -75,11 +81,8 @@ def test_long_captions_get_the_room_they_need() -> None:
 @pytest.mark.parametrize(
     ("images", "prompts", "captions", "message"),
     [
-        ({}, PROMPTS, {}, "0 models and 3 prompts"),
-        (models(), [], {}, "2 models and 0 prompts"),
         (models(), PROMPTS[:2], {}, "3 images of 'm0' for 2 prompts"),
         (models(), PROMPTS, {"m1": [0.5]}, "1 captions of 'm1' for 3 prompts"),
-        (models(), PROMPTS, {"m2": [0.5]}, r"'m2', and the models are \['m0', 'm1'\]"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(images, prompts, captions, message: str) -> None:
@@ -108,8 +111,9 @@ def test_a_run_that_logs_nothing_but_its_loss_has_a_plot(tmp_path: Path):
 
 
 def block(title: str, scores: list[float]) -> Block:
+    numbers = {"judge": 0.25}
     rows = [
-        Row(name, images, {"judge": scores}, {"judge": 0.25}) for name, images in models().items()
+        scored_row(name, images, {"judge": scores}, numbers) for name, images in models().items()
     ]
     return Block(title, PROMPTS, rows)
 
@@ -127,17 +131,17 @@ def test_models_of_a_comparison_are_rows_and_blocks_stand_below_one_another(tmp_
 
 
 def test_a_row_has_the_mean_of_what_is_shown_and_the_number_of_the_whole_set() -> None:
-    row = Row("m", [], {"a": [0.5, float("nan"), 1.0]}, {"a": 0.25})
-    assert row.means == "shown 0.75\nall 0.25" and row.captions == ["0.50", "failed", "1.00"]
-    both = Row("m", [], {"a": [0.5], "b": [2.0]}, {"a": 0.25, "b": float("nan")})
-    assert both.means == "a\nshown 0.50\nall 0.25\nb\nshown 2.00"
+    row = scored_row("m", [], {"a": [0.5, float("nan"), 1.0]}, {"a": 0.25})
+    assert row.note == "shown 0.75\nall 0.25" and row.captions == ["0.50", "failed", "1.00"]
+    both = scored_row("m", [], {"a": [0.5], "b": [2.0]}, {"a": 0.25, "b": float("nan")})
+    assert both.note == "a\nshown 0.50\nall 0.25\nb\nshown 2.00"
     assert both.captions == ["0.50\n2.00"]
 
 
 # The metrics -------------------------------------------------------------------------------------
 
 
-def drawn_steps(tmp_path: Path, *, anew: bool) -> dict[str, pictures._Panel]:
+def drawn_steps(tmp_path: Path, *, anew: bool) -> dict[str, pictures.Chart]:
     """A log whose distance halves over 40 updates, and is ten times larger at step 1."""
     lines = []
     for update in range(40):
@@ -149,7 +153,7 @@ def drawn_steps(tmp_path: Path, *, anew: bool) -> dict[str, pictures._Panel]:
     log.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     metrics_plot(log, tmp_path / "metrics.png", "title")
     assert (tmp_path / "metrics.png").stat().st_size > 1000
-    return {panel.title: panel for panel in pictures._panels(pictures.read_metrics(log))}
+    return {chart.title: chart for chart in pictures.charts(pictures.read_metrics(log))}
 
 
 def test_a_distance_is_compared_with_that_of_the_same_step_only(tmp_path: Path) -> None:

@@ -328,6 +328,7 @@ def browse(text: str, folder: Path, chosen: str) -> str:
     return dom(f"{(folder / 'report.html').as_uri()}#{chosen}", folder)
 
 
+@pytest.mark.slow
 @needs_chromium
 @pytest.mark.parametrize(
     ("chosen", "shown", "pictured"),
@@ -349,6 +350,7 @@ def test_a_browser_filters_and_shows_every_image_without_a_network(
     assert "<title>18</title>" in html
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_a_browser_shows_an_image_to_every_judge_and_a_failure_among_copies(tmp_path: Path):
     html = browse(page(shared(), "tiny"), tmp_path, "failed=base&benchmark=x_right")

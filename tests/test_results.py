@@ -35,21 +35,17 @@ def places(text: str) -> dict[str, Path]:
     return found
 
 
-def test_a_run_names_its_adapter_checkpoint_pictures_and_report(
-    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_run_names_what_it_left(
+    finished_run: fakes.FinishedRun,
 ) -> None:
-    folder = tmp_path / "a run"
-    config = fakes.settings(random_model, folder, "train.updates=2", "train.sample_every=1")
-    (tmp_path / "config.yaml").write_text(to_yaml(config))
-    fakes.AcceleratorState._reset_state(reset_partial_state=True)
-    assert train.main(["--config", str(tmp_path / "config.yaml")]) == 0
-    found = places(capsys.readouterr().out)
+    found = places(finished_run.output)
     names = {"page": "watch.html", "adapter": "adapter", "checkpoint": "checkpoints/update_000002"}
     for what, name in names.items():
-        assert found[what] == folder / name
+        assert found[what] == finished_run.folder / name
     assert {"metrics", "curves", "samples"} <= found.keys()
 
 
+@pytest.mark.slow
 def test_a_recipe_an_evaluation_and_a_merge_name_theirs(
     random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,6 +82,7 @@ def test_a_recipe_an_evaluation_and_a_merge_name_theirs(
     assert "adapter" in capsys.readouterr().out.partition("Results:")[2]
 
 
+@pytest.mark.slow
 def test_a_run_says_which_adapter_was_kept_and_warns_if_it_is_the_one_it_began_with(
     random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

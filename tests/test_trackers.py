@@ -14,33 +14,23 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import metadata
 
 from flowalign.commands import train
-from flowalign.config import TrainingStage, to_yaml
+from flowalign.config import to_yaml
 from flowalign.training.report import trackers
 from flowalign.training.report.pictures import grid
 
 EVALUATED = ["evaluation={every: 1, prompts: 2}", "tasks.0.validation=tiny/ocr_val"]
 
 
-def run(model: str, folder: Path, *overrides: str) -> TrainingStage:
-    given = ["train.updates=1", "train.sample_every=1", *overrides]
-    config = fakes.settings(model, folder / "the_run", *given)
-    (folder / "config.yaml").write_text(to_yaml(config))
-    fakes.AcceleratorState._reset_state(reset_partial_state=True)
-    assert train.main(["--config", str(folder / "config.yaml")]) == 0
-    return config
-
-
-def test_tensorboard_has_the_config_the_metrics_and_the_samples(
-    random_model: str, tmp_path: Path
+def test_tensorboard_has_config_metrics_and_samples(
+    finished_run: fakes.FinishedRun,
 ) -> None:
-    run(random_model, tmp_path, "train.trackers=[tensorboard]", "train.project=mine", *EVALUATED)
-    folder = tmp_path / "the_run" / "tensorboard" / "mine"
+    folder = finished_run.folder / "tensorboard" / "mine"
     events = EventAccumulator(str(folder)).Reload()
     assert {"reward", "loss"} <= set(events.Tags()["scalars"])
-    for name, step in (("samples", 1), ("held_out", 1), ("before_after", 1)):
+    for name in ("samples", "held_out", "before_after"):
         image = events.Images(name)[-1]
-        assert image.step == step and image.width > 32 and image.height > 32
-    assert [event.step for event in events.Tensors("evaluation/text_summary")] == [0, 1]
+        assert image.step == 2 and image.width > 32 and image.height > 32
+    assert [event.step for event in events.Tensors("evaluation/text_summary")] == [0, 2]
     (table,) = events.Tensors("evaluation/text_summary")[-1].tensor_proto.string_val
     assert b"| red | reward | " in table
     (text,) = events.Tensors("config/text_summary")[0].tensor_proto.string_val
@@ -115,7 +105,11 @@ def test_weights_and_biases_gets_project_name_config_and_images(
         return begun[-1]
 
     monkeypatch.setattr(wandb, "init", init)
-    config = run(random_model, tmp_path, "train.trackers=[wandb]", *EVALUATED)
+    given = ["train.updates=1", "train.sample_every=1", "train.trackers=[wandb]", *EVALUATED]
+    config = fakes.settings(random_model, tmp_path / "the_run", *given)
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    fakes.AcceleratorState._reset_state(reset_partial_state=True)
+    assert train.main(["--config", str(tmp_path / "config.yaml")]) == 0
     (found,) = begun
     assert (found.project, found.name) == ("flowalign", "the_run")
     assert dict(found.config) == json.loads(config.model_dump_json())

@@ -16,13 +16,13 @@ import pytest
 import torch
 import yaml
 
-from flowalign.commands import train, watch
+from flowalign.commands import watch
 from flowalign.config import to_yaml
 from flowalign.training import metrics
 from flowalign.training.report import samples
 from flowalign.training.report.pictures import png
 from flowalign.training.report.progress import Progress, duration
-from flowalign.training.report.status import KEPT, SILENCE, Heartbeat, Status, read_status
+from flowalign.training.report.status import SILENCE, Heartbeat, Status, read_status
 from flowalign.types import Example
 
 PROMPT = '<b>a sign</b> that says "A&B"'
@@ -118,7 +118,7 @@ def test_a_warning_before_the_first_update_has_no_update(tmp_path: Path) -> None
 def test_a_page_of_a_long_run_has_a_bounded_size(tmp_path: Path) -> None:
     folder = run(tmp_path / "run")
     sizes = []
-    for count in (2_000, 20_000):
+    for count in (1_000, 5_000):
         rows = [{"update": n, "reward": n % 7 / 10, "eval/headline": n / 9} for n in range(count)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         watch.write(folder)
@@ -136,20 +136,8 @@ def test_the_newest_samples_are_kept_and_the_oldest(tmp_path: Path) -> None:
     kept = [0, 70, 80, 90]
     assert names == [f"held_out_{update:06d}.json" for update in kept]
     assert len(list((tmp_path / "samples").iterdir())) == 2 * len(kept) + 1
-    oldest = samples.oldest(tmp_path, samples.EVALUATION)
+    oldest = samples.read_sample(tmp_path, samples.EVALUATION, oldest=True)
     assert oldest and oldest[0] == 0
-
-
-def test_a_file_of_warnings_has_a_bounded_size(tmp_path: Path) -> None:
-    log = logging.getLogger("flowalign.rewards")
-    for _ in range(2):  # also of a run that was resumed
-        with Heartbeat(tmp_path, update=5, total=10):
-            for number in range(KEPT):
-                log.warning("number %d%s", number, "x" * 100_000 if number % 100 == 0 else "")
-    lines = (tmp_path / "warnings.jsonl").read_text().splitlines()
-    assert KEPT <= len(lines) <= 2 * KEPT
-    assert json.loads(lines[-1])["text"] == f"number {KEPT - 1}"
-    assert max(map(len, lines)) < 5_000
 
 
 def test_a_run_that_was_killed_was_last_heard_minutes_ago(tmp_path: Path) -> None:
@@ -220,21 +208,16 @@ def test_it_ends_with_the_run(tmp_path: Path) -> None:
     assert codes == [0] and Page(out).states == ["finished"]
 
 
-def test_the_page_of_a_finished_run_is_its_report(random_model: str, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    config = fakes.settings(
-        random_model, folder, "train.updates=2", "train.sample_every=1",
-        "evaluation={every: 2, prompts: 8}", "tasks.0.validation=tiny/ocr_val",
-    )  # fmt: skip
-    (tmp_path / "config.yaml").write_text(to_yaml(config))
-    fakes.AcceleratorState._reset_state(reset_partial_state=True)
-    assert train.main(["--config", str(tmp_path / "config.yaml")]) == 0
-    shown = Page(folder / watch.PAGE)
+def test_the_page_of_a_finished_run_is_its_report(finished_run: fakes.FinishedRun) -> None:
+    shown = Page(finished_run.folder / watch.PAGE)
     assert shown.states == ["finished"] and "update 2 of 2" in shown.text
+    assert "Drift from the base" in shown.text
     kinds = [(source or "")[:16] for source in shown.all("img", "src")]
-    # two prompts of four copies; eight held-out prompts at updates 0 and 2, and the drift of eight
-    # of them, both models; before and after
-    assert kinds.count("data:image/webp;") == 2 * 4 + 8 * 2 + 8 * 2
+    # 16 of the rollout; of two tasks eight held-out prompts at updates 0 and 2; of both checks of
+    # the drift the most drifted prompts, both models; before and after
+    checks = [samples.read_sample(finished_run.folder, kind) for kind in samples.DRIFTS]
+    pairs = sum(len(check["rows"]) for _, check in filter(None, checks))
+    assert pairs > 8 and kinds.count("data:image/webp;") == 16 + 2 * 8 * 2 + 2 * pairs
     assert kinds.count("data:image/png;b") == 1 and kinds.count("data:image/svg+x") >= 3
 
 

@@ -256,7 +256,7 @@ class Lora:
 def read_lora(source: str | Path | Lora, *, newest: bool = False) -> Lora:
     """The adapter of a source (see `adapter_folder`); one that was read already is given back.
 
-    Alpha and the rank pattern come from the file's metadata, or from adapter_config.json beside it.
+    Alpha and the rank pattern come from the file's metadata, or the folder's adapter_config.json.
     Raises AdapterError for what is no plain LoRA of a transformer, or is not what the manifest in
     its folder says, or holds NaN or infinity; and HubError.
     """
@@ -279,16 +279,16 @@ def read_lora(source: str | Path | Lora, *, newest: bool = False) -> Lora:
 def _read_file(file: Path) -> Lora:
     head, weights = _read_tensors(file)
     ranks = _ranks(weights)
-    beside = file.parent / PEFT_CONFIG
-    text = head.get(METADATA) or (beside.read_bytes() if beside.is_file() else None)
+    described = file.parent / PEFT_CONFIG
+    text = head.get(METADATA) or (described.read_bytes() if described.is_file() else None)
     alphas: dict[str, Any]
     if text is not None:
         config = Description.parse(text)
-        described = resolve_pattern(ranks, config.r, config.rank_pattern)
+        expected = resolve_pattern(ranks, config.r, config.rank_pattern)
         for layer, rank in ranks.items():
-            if described[layer] != rank:
+            if expected[layer] != rank:
                 raise AdapterError(
-                    f"{layer} has rank {rank}, and is described as {described[layer]}"
+                    f"{layer} has rank {rank}, and is described as {expected[layer]}"
                 )
         alphas = resolve_pattern(ranks, config.lora_alpha, config.alpha_pattern)
     else:

@@ -123,8 +123,8 @@ class Backbone:
         """Conditioning of len(prompts) * copies images; the copies of a prompt lie together. A text
         that comes several times is encoded once."""
         texts = list(dict.fromkeys(prompts))
-        place = {text: i for i, text in enumerate(texts)}
-        index = torch.tensor([place[text] for text in prompts], device=self.device)
+        rows = {text: row for row, text in enumerate(texts)}
+        index = torch.tensor([rows[text] for text in prompts], device=self.device)
         index = index.repeat_interleave(copies)
         return Conditioning(self.text(texts), index, self.text.negative())
 
@@ -199,7 +199,7 @@ class Backbone:
         self, name: str, *, rank: int, alpha: float, targets: Sequence[str] | None = None
     ) -> None:
         """A fresh LoRA, active and trainable. Its B is 0, so that it changes nothing yet. targets:
-        layers, by the end of their names (None = those of the family)."""
+        layers, by the end of their names (None = the family's)."""
         config = LoraConfig(
             r=rank,
             lora_alpha=alpha,  # pyright: ignore[reportArgumentType] (any number will do)

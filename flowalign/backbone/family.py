@@ -28,7 +28,7 @@ class ModelError(OSError):
 
 
 def by_prompt(**parts: Tensor) -> list[Text]:
-    """`Text` of each prompt, of tensors [P,...] with those of all prompts."""
+    """`Text` of each prompt, of tensors [P,...] of all prompts."""
     return [dict(zip(parts, rows, strict=True)) for rows in zip(*parts.values(), strict=True)]
 
 

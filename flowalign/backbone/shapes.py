@@ -1,10 +1,11 @@
 """The shapes of public models: the config of every part, no weights.
 
-Sources: for Stable Diffusion 3, transformer, VAE and scheduler are the models' public config files,
-compared in three independent copies of public code because the models are gated. Of other families,
-transformer and VAE have the defaults of their classes in diffusers, which are the first published
-model's; what differs from them, the schedulers and all text encoders (CLIP, T5, Qwen, Mistral,
-Gemma) are from memory. tests/test_estimate.py checks the parameter counts against published ones.
+An entry that is missing has the default of its class in diffusers or transformers, which is often
+the first published model's. Sources: for Stable Diffusion 3, transformer, VAE and scheduler are the
+models' public config files, compared in three independent copies of public code because the models
+are gated. Of other families, what differs from the defaults, the schedulers and all text encoders
+(CLIP, T5, Qwen) are from memory. tests/test_estimate.py checks the parameter counts against
+published ones.
 """
 
 from __future__ import annotations
@@ -38,10 +39,8 @@ CLIP_L = {
     "projection_dim": 768, "max_position_embeddings": 77,
 }  # fmt: skip
 CLIP_G = {
-    "_class_name": "CLIPTextModelWithProjection",
-    "model_type": "clip_text_model", "vocab_size": 49408, "hidden_size": 1280,
-    "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 20,
-    "projection_dim": 1280, "max_position_embeddings": 77, "hidden_act": "gelu",
+    **CLIP_L, "hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32,
+    "num_attention_heads": 20, "projection_dim": 1280, "hidden_act": "gelu",
 }  # fmt: skip
 T5_XXL = {
     "_class_name": "T5EncoderModel",
@@ -49,21 +48,14 @@ T5_XXL = {
     "num_heads": 64, "num_layers": 24, "feed_forward_proj": "gated-gelu",
 }  # fmt: skip
 VAE = {
-    "_class_name": "AutoencoderKL",
-    "in_channels": 3, "out_channels": 3, "latent_channels": 16, "layers_per_block": 2,
+    "_class_name": "AutoencoderKL", "latent_channels": 16, "layers_per_block": 2,
     "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4,
     "block_out_channels": [128, 256, 512, 512], "norm_num_groups": 32, "sample_size": 1024,
     "scaling_factor": 1.5305, "shift_factor": 0.0609,
     "use_quant_conv": False, "use_post_quant_conv": False,
 }  # fmt: skip
 FLUX_VAE = {**VAE, "scaling_factor": 0.3611, "shift_factor": 0.1159}
-MMDIT = {
-    "_class_name": "SD3Transformer2DModel",
-    "sample_size": 128, "patch_size": 2, "in_channels": 16, "out_channels": 16,
-    "attention_head_dim": 64, "joint_attention_dim": 4096, "pooled_projection_dim": 2048,
-}  # fmt: skip
-
-
+MMDIT = {"_class_name": "SD3Transformer2DModel", "attention_head_dim": 64}
 CLIP_POOLED = {**CLIP_L, "_class_name": "CLIPTextModel"}
 QWEN25_VL = {
     "_class_name": "Qwen2_5_VLForConditionalGeneration", "model_type": "qwen2_5_vl",
@@ -84,32 +76,12 @@ QWEN3_4B = {
     **QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True,
 }  # fmt: skip
 QWEN3_8B = {**QWEN3, "hidden_size": 4096, "intermediate_size": 12288}
-MISTRAL_24B = {
-    "_class_name": "Mistral3ForConditionalGeneration", "model_type": "mistral3",
-    "text_config": {
-        "model_type": "mistral", "hidden_size": 5120, "intermediate_size": 32768,
-        "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "head_dim": 128, "vocab_size": 131072,
-    },
-    "vision_config": {
-        "model_type": "pixtral", "hidden_size": 1024, "intermediate_size": 4096,
-        "num_hidden_layers": 24, "num_attention_heads": 16, "image_size": 1540, "patch_size": 14,
-    },
-}  # fmt: skip
-GEMMA2_2B = {
-    "_class_name": "Gemma2Model", "model_type": "gemma2", "vocab_size": 256000,
-    "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-}  # fmt: skip
+MISTRAL_24B = {"_class_name": "Mistral3ForConditionalGeneration", "model_type": "mistral3"}
+GEMMA2_2B = {"_class_name": "Gemma2Model", "model_type": "gemma2"}
 DC_AE = {
-    "_class_name": "AutoencoderDC", "latent_channels": 32, "attention_head_dim": 32,
+    "_class_name": "AutoencoderDC",
     "encoder_block_types": ["ResBlock"] * 3 + ["EfficientViTBlock"] * 3,
     "decoder_block_types": ["ResBlock"] * 3 + ["EfficientViTBlock"] * 3,
-    "encoder_block_out_channels": [128, 256, 512, 512, 1024, 1024],
-    "decoder_block_out_channels": [128, 256, 512, 512, 1024, 1024],
-    "encoder_layers_per_block": [2, 2, 2, 3, 3, 3], "decoder_layers_per_block": [3] * 6,
-    "encoder_qkv_multiscales": [[], [], [], [5], [5], [5]],
-    "decoder_qkv_multiscales": [[], [], [], [5], [5], [5]],
     "upsample_block_type": "interpolate", "downsample_block_type": "Conv",
     "scaling_factor": 0.41407,
 }  # fmt: skip
@@ -125,7 +97,6 @@ def _sd3(**transformer: Any) -> Architecture:
 
 
 def _flux(guidance_embeds: bool) -> Architecture:
-    """The transformer's other entries are the defaults of its class in diffusers."""
     transformer = {"_class_name": "FluxTransformer2DModel", "guidance_embeds": guidance_embeds}
     return Architecture("FluxPipeline", {
         "transformer": transformer, "vae": FLUX_VAE, "text_encoder": CLIP_POOLED,
@@ -135,9 +106,11 @@ def _flux(guidance_embeds: bool) -> Architecture:
 
 
 def _flux2(pipeline: str, encoder: Config, options: Config, **transformer: Any) -> Architecture:
-    own = {"_class_name": "Flux2Transformer2DModel", **transformer}
-    vae = {"_class_name": "AutoencoderKLFlux2"}
-    parts = {"transformer": own, "vae": vae, "text_encoder": encoder, "scheduler": DYNAMIC}
+    parts = {
+        "transformer": {"_class_name": "Flux2Transformer2DModel", **transformer},
+        "vae": {"_class_name": "AutoencoderKLFlux2"},
+        "text_encoder": encoder, "scheduler": DYNAMIC,
+    }  # fmt: skip
     return Architecture(pipeline, parts, options)
 
 

@@ -9,7 +9,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import diffusers
 import torch
+import transformers
+from huggingface_hub import try_to_load_from_cache
 from torch import nn
 
 from flowalign.backbone.base import DTYPES, Backbone
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
 def find(model: str, revision: str | None = None) -> Architecture:
     """The architecture of model.id, without weights or network: read from its folder or from the
-    Hub's cache, else that of a public model. LookupError where none of them has it."""
+    Hub's cache, else of a public model. LookupError where none of them has it."""
     folder = local_folder(model, revision)
     if folder is None and model in PUBLIC:
         return PUBLIC[model]
@@ -33,30 +36,20 @@ def find(model: str, revision: str | None = None) -> Architecture:
             f"its shapes are not built in. Download it, or use one of {', '.join(PUBLIC)}."
         )
     index = json.loads((folder / "model_index.json").read_text())
+    options = {name: value for name, value in index.items() if not isinstance(value, list)}
     parts: dict[str, Config] = {}
-    options = {}
-    for name, value in index.items():
-        if not isinstance(value, list):
-            options[name] = value
-        elif value[-1] and "tokenizer" not in name and (config := _config(folder / name)):
-            parts[name] = {**config, "_class_name": value[-1]}
+    for name in (name for name in index if name not in options and "tokenizer" not in name):
+        file = folder / name / ("scheduler_config.json" if name == "scheduler" else "config.json")
+        if index[name][-1] and file.is_file():
+            parts[name] = {**json.loads(file.read_text()), "_class_name": index[name][-1]}
     missing = [name for name in ("transformer", "vae") if name not in parts]
     if missing:
         raise LookupError(f"{folder}: {missing[0]}/config.json is missing.")
     return Architecture(index["_class_name"], parts, options)
 
 
-def _config(folder: Path) -> dict[str, Any] | None:
-    for name in ("config.json", "scheduler_config.json"):
-        if (folder / name).is_file():
-            return json.loads((folder / name).read_text())
-    return None
-
-
 def local_folder(model: str, revision: str | None = None) -> Path | None:
     """The folder of a pipeline on this machine, in the Hub's cache or elsewhere; None if absent."""
-    from huggingface_hub import try_to_load_from_cache
-
     index = Path(resolve(model)) / "model_index.json"
     if index.is_file():
         return index.parent
@@ -82,17 +75,15 @@ def family_without_text(
 ) -> Family:
     """The family of a model, with its transformer and autoencoder on the meta device. LookupError
     where its shapes are not known."""
-    found = find(model, revision)
-    parts = {name: found.parts[name] for name in ("transformer", "vae")}
+    architecture = find(model, revision)
+    parts = {name: architecture.parts[name] for name in ("transformer", "vae")}
     with torch.device("meta"):
-        pipe = build(replace(found, parts=parts))
-    return family_of(found.pipeline, family)(pipe)
+        pipe = build(replace(architecture, parts=parts))
+    return family_of(architecture.pipeline, family)(pipe)
 
 
 def build(architecture: Architecture, dtype: torch.dtype = torch.float32) -> Any:
     """A pipeline with random weights and no tokenizers, on the default device."""
-    import diffusers
-
     loader = getattr(diffusers, architecture.pipeline)
     wanted = inspect.signature(loader.__init__).parameters
     parts: dict[str, Any] = {
@@ -107,17 +98,13 @@ def build(architecture: Architecture, dtype: torch.dtype = torch.float32) -> Any
 
 def _part(config: Config) -> Any:
     """A part of a pipeline, of the class that its config names."""
-    import diffusers
-    import transformers
-
-    own = dict(config)
-    name = own.pop("_class_name")
+    # the dtype of a file must not overrule ours
+    options = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
+    name = options.pop("_class_name")
     if "Scheduler" in name:
         with torch.device("cpu"):  # some compute with the values of their schedule
-            return getattr(diffusers, name).from_config(own)
+            return getattr(diffusers, name).from_config(options)
     if hasattr(diffusers, name):
-        return getattr(diffusers, name).from_config(own)
-    kind = own.pop("model_type")
-    for dtype in ("dtype", "torch_dtype"):  # a file's own dtype must not overrule ours
-        own.pop(dtype, None)
-    return getattr(transformers, name)(transformers.AutoConfig.for_model(kind, **own))
+        return getattr(diffusers, name).from_config(options)
+    kind = options.pop("model_type")
+    return getattr(transformers, name)(transformers.AutoConfig.for_model(kind, **options))

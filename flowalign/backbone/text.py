@@ -146,14 +146,11 @@ def joined(negative: Mapping[str, Tensor], positive: Mapping[str, Tensor]) -> Te
     both = {}
     for name, part in positive.items():
         other = negative[name].expand(len(part), *negative[name].shape[1:])
-        if part.dim() > 1:
+        if part.dim() > 1 and part.shape[1] != other.shape[1]:
             longest = max(part.shape[1], other.shape[1])
-            part, other = (_filled(text, longest) for text in (part, other))
+            part, other = (
+                pad(text, [0, 0] * (text.dim() - 2) + [0, longest - text.shape[1]])
+                for text in (part, other)
+            )
         both[name] = torch.cat([other, part])
     return both
-
-
-def _filled(text: Tensor, length: int) -> Tensor:
-    """[B,L,...] with zeros at the end of L, up to a length."""
-    missing = length - text.shape[1]
-    return pad(text, [0, 0] * (text.dim() - 2) + [0, missing]) if missing else text  # no copy

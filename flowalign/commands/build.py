@@ -42,7 +42,7 @@ def wire(
     inputs = Inputs() if inputs is None else inputs
 
     accelerator = processes.start(config)
-    set_seed(config.seed)  # for the LoRA's initial A; all else has generators of its own
+    set_seed(config.seed)  # for the LoRA's initial A; everything else has its generators
     built = build_rewards(config, accelerator.device)
     # a reward of the user's may say only now that it is groupwise
     groupwise = [name for name, reward in built.items() if reward.groupwise]
@@ -65,10 +65,10 @@ def wire(
         monitor(config, backbone, built, accelerator, inputs),
     )
     trackers.begin(accelerator, config)
-    for place, scale in config.mixtures.items() if accelerator.is_main_process else ():
+    for key, scale in config.mixtures.items() if accelerator.is_main_process else ():
         log.warning(
             "%s: labels at guidance %g for a student that is trained at %g: a mixture, which "
-            "teaches the student that scale, too", place, scale, config.guidance
+            "teaches the student that scale, too", key, scale, config.guidance
         )  # fmt: skip
     return loop, progress, built
 
@@ -107,7 +107,7 @@ def algorithm(
     inputs: Inputs,
 ) -> Algorithm[Any]:
     """What the stage of a config learns, with the teachers that it names."""
-    named = {place.removeprefix("teachers."): t for place, t in config.labellers.items()}
+    named = {key.removeprefix("teachers."): t for key, t in config.labellers.items()}
     anchors = {"anchor": named.pop("anchor")} if "anchor" in config.labellers else {}
     to_anchor = {task.name: "anchor" for task in config.tasks}
     teachers = bank(config, backbone, named, config.routing, inputs) if named else None
@@ -151,8 +151,8 @@ def evaluator(
         return None
     benchmarks, settings = held_out(config, rewards, inputs), config.evaluation_sampling
     seconds, share = config.train.score_seconds, config.evaluation.max_invalid_share
-    place, device = "evaluation.watch", accelerator.device
-    watched = suite.build_sets(config.watched, place, device, config.model)
+    key, device = "evaluation.watch", accelerator.device
+    watched = suite.build_sets(config.watched, key, device, config.model)
     sets = [*map(suite.ImageSet.of, benchmarks), *watched]
 
     def evaluate() -> tuple[float, EvalReport]:

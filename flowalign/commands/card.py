@@ -40,7 +40,7 @@ PROGRAMS = {
     "cli.py": "flowalign",  # python -m flowalign.commands.cli
     "train.py": "accelerate launch train.py",
 }
-CONFIG = "config.yaml"  # of the run: beside the card on the Hub, one folder up before
+CONFIG = "config.yaml"  # of the run: next to the card on the Hub, one folder up before
 REPORT = "report.md"  # of a merge: what was done, in its first line, and the error of each layer
 SCORES = "## Scores"
 SECTION = re.compile(rf"\n{SCORES}.*?(?=\n## |\Z)", re.DOTALL)
@@ -138,12 +138,12 @@ def origins(folder: Path, config: Stage) -> str:
     terms = licence(config.model.id)
     licensed = terms.get("license_link") or terms.get("license") or "see there"
     lines = [f"base {code(config.model.id)}; its licence holds for this adapter, too: {licensed}"]
-    lines += [f"{escaped(place)}: {code(source)}" for place, source in config.inputs.items()]
+    lines += [f"{escaped(key)}: {code(source)}" for key, source in config.inputs.items()]
     if isinstance(config, TrainingStage):
         lines += [
-            f"guidance of {escaped(place)}: {scale:g}, where the student is trained at "
+            f"guidance of {escaped(key)}: {scale:g}, where the student is trained at "
             f"{config.guidance:g}: a mixture of two scales"
-            for place, scale in config.mixtures.items()
+            for key, scale in config.mixtures.items()
         ]
         use = "reward" if config.learns_from_rewards else "scored, but not trained, by the reward"
         scored = config.tasks if config.learns_from_rewards or config.evaluation else []
@@ -204,7 +204,7 @@ def _model_index(config: TrainingStage, rows: Sequence[Mapping[str, Any]]) -> li
 def _result(benchmark: str, prompts: str, metric: str, value: float) -> EvalResult:
     return EvalResult(
         task_type="text-to-image",
-        # the name of a file, not its place on this machine
+        # the name of a file, not its path on this machine
         dataset_type=prompts if prompts.startswith("tiny/") else Path(prompts).name,
         dataset_name=benchmark,
         metric_type=metric,
@@ -235,7 +235,7 @@ def score_table(rows: Sequence[Mapping[str, Any]], start: str) -> str:
 
 
 def add_results(card: ModelCard, document: Mapping[str, Any], path: Path, adapter: Path) -> str:
-    """Replace the scores of a card by those of an evaluation; returns its config as YAML.
+    """Replace the scores of a card by the scores of an evaluation; returns its config as YAML.
 
     document, path: a results.json as read, and where it lies. Raises NoScores if none of its models
     is `adapter`, by the digest that the evaluation's images tell, else by its folder.
@@ -275,16 +275,16 @@ def _name_of(document: Mapping[str, Any], path: Path, adapter: Path) -> str:
 
 
 def _results_table(document: Mapping[str, Any], name: str, config: EvalStage) -> str:
-    """The scores of an adapter as Markdown, beside those of the first model of the results."""
+    """The scores of an adapter as Markdown, next to the scores of the first model."""
     models = document["models"]
     first = next(iter(models))
     reference = {(row["benchmark"], row["metric"]): row for row in models[first]["rows"]}
-    beside = [first] if first != name else []
-    columns = ["benchmark", "metric", *map(escaped, beside), "this adapter", "prompts"]
+    compared = [first] if first != name else []
+    columns = ["benchmark", "metric", *map(escaped, compared), "this adapter", "prompts"]
     table = [columns, ["---"] * len(columns)]
     for row in models[name]["rows"]:
         key = (row["benchmark"], row["metric"])
-        other = [_cell(reference.get(key)) for _ in beside]
+        other = [_cell(reference.get(key)) for _ in compared]
         table.append([*map(escaped, key), *other, _cell(row), str(row["n"])])
     environment = models[name].get("environment") or {}
     versions = ", ".join(f"{package} {version}" for package, version in environment.items())

@@ -95,11 +95,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 @dataclass(frozen=True)
 class Answers:
     """What a config is written from. teachers: {name: adapter}. An empty collection = as in the
-    shipped config. family: the folder of the shipped configs, None = the family is not known."""
+    shipped config. folder: of the shipped configs. known: whether it is the family's."""
 
     stage: str
     model: str
-    family: Path | None
+    folder: Path
+    known: bool
     rewards: Sequence[str]
     options: Mapping[str, Any]
     teachers: Mapping[str, str]
@@ -109,12 +110,12 @@ class Answers:
 
     def shipped(self, name: str) -> dict[str, Any]:
         """A shipped config of the family."""
-        return read((self.family or SD35) / name)
+        return read(self.folder / name)
 
     @property
     def shipped_tasks(self) -> dict[str, dict[str, Any]]:
         """The tasks of the family's student, and those of SD35 that it has not, each by its name
-        and by that of its reward."""
+        and by the name of its reward."""
         tasks = [] if self.model == "tiny" else read(SD35 / STUDENT)["tasks"]
         tasks += self.shipped(STUDENT)["tasks"]
         return {name: task for task in tasks for name in (task["name"], task["reward"]["name"])}
@@ -123,10 +124,10 @@ class Answers:
 QUESTIONS = {  # by option: what is asked, and the answer to an empty line
     "stage": (f"stage ({', '.join(STAGES)})", "grpo"),
     "model": ("model (tiny, a folder or a Hub id)", "tiny"),
-    "teachers": ("adapters, as NAME=FOLDER (empty: those of the shipped config)", ""),
-    "reward": ("rewards, one per task (empty: those of the shipped config)", ""),
-    "prompts": ("files of prompts, one per task (empty: those of the shipped config)", ""),
-    "validation": ("files of held-out prompts, one per task (empty: those beside them)", ""),
+    "teachers": ("adapters, as NAME=FOLDER (empty: as in the shipped config)", ""),
+    "reward": ("rewards, one per task (empty: as in the shipped config)", ""),
+    "prompts": ("files of prompts, one per task (empty: as in the shipped config)", ""),
+    "validation": ("files of held-out prompts, one per task (empty: NAME_val next to them)", ""),
 }
 
 
@@ -156,10 +157,12 @@ def read_answers(args: argparse.Namespace) -> Answers:
     if args.options and len(args.reward or ()) != 1:
         raise ValueError("--options: they belong to one reward; give one --reward with them.")
     model = args.model or "tiny"
+    folder = family_folder(model)
     return Answers(
         stage=args.stage,
         model=model,
-        family=family_folder(model),
+        folder=folder or SD35,
+        known=folder is not None,
         rewards=args.reward or (["ocr"] if args.stage in TEACHERS else []),
         options=assignments(args.options),
         teachers=_read_teachers(args.stage, args.teachers or []),
@@ -184,7 +187,7 @@ def _read_teachers(stage: str, texts: Sequence[str]) -> dict[str, str]:
 
 def family_folder(model: str) -> Path | None:
     """The folder of the shipped configs for the family of a model; None if there is none, or the
-    family cannot be found out."""
+    family is not one of flowalign's."""
     if model == "tiny":
         return CONFIGS / "tiny"
     try:
@@ -234,16 +237,16 @@ def _training(answers: Answers) -> dict[str, Any]:
 
 
 def _shipped_teacher(answers: Answers) -> dict[str, Any]:
-    """The teacher of the first reward; where the family has none of this stage, that of SD35 with
-    the family's guidance."""
-    for folder in (answers.family or SD35, SD35):
+    """The teacher of the first reward; where the family has none of this stage, the one of SD35
+    with the family's guidance."""
+    for folder in (answers.folder, SD35):
         configs = [read(file) for file in sorted(folder.glob("teacher_*.yaml"))]
         configs = [data for data in configs if data["stage"] == answers.stage]
         by_reward = {data["tasks"][0]["reward"]["name"]: data for data in configs}
         if not configs:
             continue
         data = by_reward.get(answers.rewards[0]) or by_reward.get("ocr") or configs[0]
-        if folder != (answers.family or SD35):
+        if folder != answers.folder:
             guidance = answers.shipped(STUDENT)["rollout"]["guidance"]
             if answers.stage == "grpo":
                 guidance = answers.shipped("eval.yaml")["sampling"]["guidance"]
@@ -253,12 +256,10 @@ def _shipped_teacher(answers: Answers) -> dict[str, Any]:
 
 
 def _shipped_student(answers: Answers) -> dict[str, Any]:
-    if answers.stage == "opd":
-        return answers.shipped(STUDENT)
-    if ((answers.family or SD35) / "sft.yaml").is_file():
-        return answers.shipped("sft.yaml")
-    student = answers.shipped(STUDENT)
-    return {key: value for key, value in student.items() if key not in ("student", "anchor")}
+    has_sft = answers.stage == "sft" and (answers.folder / "sft.yaml").is_file()
+    data = answers.shipped("sft.yaml" if has_sft else STUDENT)
+    of_opd = ("student", "anchor") if answers.stage == "sft" else ()
+    return {key: value for key, value in data.items() if key not in of_opd}
 
 
 def _merge(answers: Answers) -> dict[str, Any]:
@@ -280,13 +281,15 @@ def _recipe(answers: Answers) -> dict[str, Any]:
         student["lora"] = {"init": "stage:merge"}
         models["merge"] = "stage:merge"
     stages["student"] = student
-    own = answers.prompts or answers.validation  # no test prompts are shipped for these
+    given = answers.prompts or answers.validation  # no test prompts are shipped for these
     scored = [task for task in student["tasks"] if "validation" in task]
     if scored:
         stages["table"] = answers.shipped("eval.yaml") | {
             "models": models | {"student": "stage:student"},
             "benchmarks": [
-                _benchmark(answers, task["name"], task["reward"], task["validation"] if own else "")
+                _benchmark(
+                    answers, task["name"], task["reward"], task["validation"] if given else ""
+                )
                 for task in scored
             ],
         }
@@ -358,7 +361,7 @@ def _short(reward: str) -> str:
 
 def _notes(answers: Answers, data: Mapping[str, Any]) -> Iterator[str]:
     """What the reader of a config should know: what is not evaluated, and what not fairly."""
-    if answers.family is None:
+    if not answers.known:
         yield (
             f"the family of {answers.model} is not known here, so the values are those of Stable "
             "Diffusion 3.5. Check model, guidance and steps."
@@ -425,7 +428,7 @@ class _Writer:
                 value = {n: STAGES[part["stage"]](**part, **shared) for n, part in value.items()}
             entry = self._entry(key, value, kind)
             if not given and isinstance(section, LoraConfig) and section.init:
-                entry = textwrap.indent(entry, "# ")  # the adapter to start from brings its own
+                entry = textwrap.indent(entry, "# ")  # the adapter to start from decides it
             parts.append(entry)
         return "\n".join(parts)
 

@@ -97,7 +97,7 @@ def gather(folder: Path, repo: str, *, results: Path | None = None, force: bool 
         else folder
     )
     files: dict[str, Path | bytes] = {weights.name: weights}
-    # peft's adapter_config.json lies beside its weights, which cannot be read without it
+    # peft's adapter_config.json lies next to its weights, which cannot be read without it
     paths = [adapter / PEFT_CONFIG, *(run / name for name in (*OTHERS, *PICTURES))]
     files |= {path.name: path for path in paths if path.is_file()}
     listed = {path.name: (path.stat().st_size, manifest.file_sha256(path))
@@ -184,7 +184,7 @@ def _check_secrets(files: Mapping[str, Path | bytes]) -> None:
         if not name.endswith((".md", ".yaml", ".json")):
             continue
         data = content if isinstance(content, bytes) else content.read_bytes()
-        # a byte that is not UTF-8 must not hide a token beside it
+        # a byte that is not UTF-8 must not hide a token near it
         for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), 1):
             if SECRET.search(line):
                 raise PushError(

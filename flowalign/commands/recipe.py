@@ -1,6 +1,6 @@
 """A list of stages, each with its folder: teachers -> merge or sft -> student -> table.
 
-A recipe is checked as a whole before its first stage runs. A stage that is finished is skipped when
+All of a recipe is checked before its first stage runs. A stage that is finished is skipped when
 the recipe is run again, and one that was killed continues from its last checkpoint. A finished
 stage proves itself by a manifest; one that is damaged is run again, as if it had been killed.
 """
@@ -236,7 +236,7 @@ def _problems(
         pending.append(_adapter_of(config, name))  # of a wrong stage, too, which is blamed once
     dtypes = {n: s.model.dtype for n, s in stages.items() if s.trains}
     if len({dtype == "float16" for dtype in dtypes.values()}) > 1:
-        # accelerate scales the loss, as float16 needs, in a whole process or not at all
+        # accelerate scales the loss, as float16 needs, in all of a process or not at all
         problems.append(
             f"stages: model.dtype is float16 in some ({dtypes}). Use it in all of them, or in none."
         )
@@ -279,8 +279,7 @@ def _stale(stage: Stage, damages: Mapping[str, str | None]) -> list[str]:
 
 
 def merged(stage: MergeStage) -> merging.MergeReport:
-    """Merge into <output>/adapter, with its card; the report, which says what was done, lies beside
-    it."""
+    """Merge into <output>/adapter, with its card; <output>/report.md says what was done."""
     folder = Path(stage.output)
     with lock.holding(folder):
         shutil.rmtree(folder / "adapter", ignore_errors=True)  # of a merge that was killed

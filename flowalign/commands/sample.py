@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     help += f"{SHOWN} pixels are also written in full size, to a folder of the same name"
     add("--out", type=Path, help=help)
     add("--images", type=_number(int, 1), default=1, metavar="N", help="per prompt")
-    of_the_model = "default: that of the LoRA's run, else the model's own"
+    of_the_model = "default: as in the LoRA's run, else as the model has it"
     add("--steps", type=_number(int, 1), help=of_the_model)
     add("--guidance", type=_number(float, 0), help=f"CFG scale; 1 = none; {of_the_model}")
     add("--size", type=_number(int, MULTIPLE, MULTIPLE), help=f"pixels; {of_the_model}")

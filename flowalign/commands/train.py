@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     quiet()  # before diffusers is imported, which logs while it is
     from flowalign import rewards
     from flowalign.commands import run
+    from flowalign.training.report import results
+    from flowalign.training.run import processes
 
     rewards.add_config_folder(args.config)
     home, any_world = Path(args.config).parent, args.allow_world_change
@@ -57,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             dry.run(config, home, args.resume, any_world, args.trust)
         else:
             run.run_job(config, home, args.resume, began, any_world)
+            if processes.state().is_main_process:
+                print(results.summary(config), flush=True)
     return status.code
 
 

@@ -182,7 +182,7 @@ class TeacherConfig(Section):
     adapter: str | None = Field(examples=["runs/teacher_ocr/adapter"])
     """Adapter folder or Hub id; null = the base itself."""
     guidance: NotNegative | None = Field(default=None, examples=[4.5])
-    """Its CFG scale; null = that of the student. A larger scale is distilled into the student; with
+    """Its CFG scale; null = the student's. A larger scale is distilled into the student; with
     a smaller one the student unlearns its own."""
 
 
@@ -194,10 +194,10 @@ class AnchorConfig(TeacherConfig):
 
 
 class StatesConfig(Section):
-    """Which states of a rollout are trained, among those of rollout.window."""
+    """Which states of a rollout are trained, of rollout.window."""
 
     select: Literal["all", "window", "random", "low_noise", "high_noise"] = "all"
-    """all, or `count` steps that are drawn anew for every update. window: steps in a row. random:
+    """all, or `count` steps that are drawn again for every update. window: steps in a row. random:
     any steps. low_noise, high_noise: by Beta(5, 2), Beta(2, 5) over the place in the window."""
     count: Count = 1
     """Number of steps (unused with all). The rollout stops at the last one."""

@@ -6,9 +6,9 @@ A config is made of layers. Each is laid over those before it, section by sectio
 merged, any other value is replaced. The order is: the file that `use` names (after the one that
 that file uses), the file itself, the variant's keys for its kind of stage, the `key.path=value`
 texts of the command line. The layers of a recipe's stage are: the file that its `use` names, the
-keys beside `use`, the recipe's model, the recipe's variant, the recipe's output and seed (a seed
-beside `use` stays), the texts of its `set`. The command line of a recipe changes the recipe, so it
-reaches a stage as one of the keys beside `use`: `stages.NAME.train.updates=3`.
+keys next to `use`, the recipe's model, the recipe's variant, the recipe's output and seed (a seed
+next to `use` stays), the texts of its `set`. The command line of a recipe changes the recipe, so it
+reaches a stage as one of the keys next to `use`: `stages.NAME.train.updates=3`.
 A text replaces what is at its path, even a whole section. An item of a list is named by its `name`
 or its index (`benchmarks.geneval.limit=8`, `benchmarks.0.limit=8`), and so it is in a layer:
 `tasks: {ocr: {weight: 2}}` over a list of tasks changes the one that is named ocr.

@@ -21,7 +21,7 @@ class WindowConfig(Section):
     """Updates between two moves. MixGRPO has 25 in runs of several hundred updates."""
     random: bool = False
     """false: the window moves on by one step, from high to low noise, and starts over after its
-    last place. true: its place is drawn anew."""
+    last place. true: its place is drawn at random."""
 
 
 Window = Annotated[

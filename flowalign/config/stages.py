@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -34,7 +34,9 @@ class Judged:
     place: str  # in the config
     name: str
     rewards: Mapping[str, learning.RewardConfig]  # by their key below the place
-    prompts: Mapping[str, str]  # prompt sets by their key below the place
+    prompts: Mapping[str, str]  # prompt sets by their key below the place; the last is held out
+    evaluated: int  # images of a held-out prompt in one evaluation, of all its models
+    limit: int | None  # held-out prompts, at most
 
 
 class Stage(Section):
@@ -58,12 +60,12 @@ class Stage(Section):
 
     @property
     def inputs(self) -> dict[str, str]:
-        """{place in the config: folder or Hub id} of every adapter that the stage reads."""
+        """{config key: folder or Hub id} of every adapter that the stage reads."""
         return {}
 
     @property
     def packages(self) -> dict[str, str]:
-        """{place in the config: the optional package that its value needs}."""
+        """{config key: the optional package that its value needs}."""
         return {"model.quantization": "bitsandbytes"} if self.model.quantization == "nf4" else {}
 
     @property
@@ -83,7 +85,7 @@ class Stage(Section):
 
     @property
     def scales(self) -> dict[str, float]:
-        """{place in the config: guidance scale} of all that are given there."""
+        """{config key: guidance scale} of all that are given there."""
         return {}
 
     @property
@@ -100,6 +102,36 @@ class Stage(Section):
     def judged(self) -> list[Judged]:
         """Every task and benchmark; empty for a stage that samples no images."""
         return []
+
+    @property
+    def rewarded(self) -> dict[str, float]:
+        """{task: images of a rollout whose reward it learns from}."""
+        return {}
+
+    @property
+    def updates(self) -> int:
+        """Rollouts of a training run."""
+        return 0
+
+    @property
+    def evaluations(self) -> int:
+        """How often held-out images are sampled and scored."""
+        return 0
+
+    @property
+    def evaluation_sampling(self) -> run.SamplingConfig:
+        """How evaluations sample."""
+        return run.SamplingConfig()
+
+    @property
+    def batch_sizes(self) -> dict[str, int]:
+        """{config key: rows of a forward pass}: what a run that lacks memory lowers."""
+        return {}
+
+    def output_rank(self, rank_of: Callable[[str | None, int], int]) -> int | None:
+        """The largest rank of the adapter that the stage writes; None where it writes none.
+        rank_of(source, default): the largest rank of an adapter that the stage reads."""
+        return None
 
 
 class Job(Stage):
@@ -140,6 +172,32 @@ class TrainingStage(Job):
         return self.evaluation is not None and any(task.evaluated for task in self.tasks)
 
     @property
+    def evaluations(self) -> int:
+        """Before the first update, at intervals, and after the last."""
+        if self.evaluation is None or not self.evaluates:
+            return 0
+        return len(range(0, self.updates, self.evaluation.every)) + 1
+
+    @property
+    def updates(self) -> int:
+        return self.train.updates
+
+    @property
+    def rewarded(self) -> dict[str, float]:
+        if not self.learns_from_rewards:
+            return {}
+        images = self.rollout.images / sum(task.weight for task in self.tasks)
+        return {task.name: images * task.weight for task in self.tasks if task.reward}
+
+    @property
+    def step_weighting(self) -> str | None:
+        """How the loss weighs the steps of a trajectory; None = all alike."""
+        return None
+
+    def output_rank(self, rank_of: Callable[[str | None, int], int]) -> int:
+        return rank_of(self.lora.init, self.lora.rank)
+
+    @property
     def needs_actions(self) -> bool:
         """Whether the loss needs the sampled successors of the states and their log-probs."""
         return self.learns_from_rewards
@@ -168,7 +226,6 @@ class TrainingStage(Job):
 
     @property
     def batch_sizes(self) -> dict[str, int]:
-        """{place in the config: rows of a forward pass}: what a run that lacks memory lowers."""
         return {
             "rollout.batch_size": self.rollout.batch_size,
             "optimizer.micro_batch": self.optimizer.micro_batch,
@@ -176,7 +233,7 @@ class TrainingStage(Job):
 
     @property
     def clip_ranges(self) -> dict[str, float]:
-        """{place in the config: clip range} of ratios of transitions."""
+        """{config key: clip range} of ratios of transitions."""
         return {}
 
     @property
@@ -190,7 +247,9 @@ class TrainingStage(Job):
         for index, task in enumerate(self.tasks):
             rewards = {"reward": task.reward} if task.reward else {}
             prompts = _given({"prompts": task.prompts, "validation": task.validation})
-            judged.append(Judged(f"tasks.{index}", task.name, rewards, prompts))
+            evaluated = int(self.evaluation is not None and task.evaluated)
+            limit = self.evaluation.prompts if self.evaluation else None
+            judged.append(Judged(f"tasks.{index}", task.name, rewards, prompts, evaluated, limit))
         return judged
 
     @property
@@ -204,12 +263,12 @@ class TrainingStage(Job):
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps of the whole run."""
+        """Optimizer steps of the run."""
         return self.train.updates * self.optimizer.updates_per_rollout
 
     @property
     def labellers(self) -> dict[str, learning.TeacherConfig]:
-        """{place in the config: teacher}, with the anchor; empty for a stage without teachers."""
+        """{config key: teacher}, with the anchor; empty for a stage without teachers."""
         return {}
 
     @property
@@ -217,8 +276,8 @@ class TrainingStage(Job):
         sections: dict[str, Any] = {"rollout": self.rollout, **self.labellers}
         if self.evaluation:
             sections["evaluation"] = self.evaluation
-        scales = {f"{place}.guidance": section.guidance for place, section in sections.items()}
-        return {place: scale for place, scale in scales.items() if scale is not None}
+        scales = {f"{key}.guidance": section.guidance for key, section in sections.items()}
+        return {key: scale for key, scale in scales.items() if scale is not None}
 
     @property
     def labelling(self) -> tuple[str, int]:
@@ -233,14 +292,14 @@ class TrainingStage(Job):
 
     @property
     def mixtures(self) -> dict[str, float]:
-        """{place in the config: CFG scale} of the labellers whose scale is not the one that the
+        """{config key: CFG scale} of the labellers whose scale is not the one that the
         student is trained at."""
-        scales = {place: self.guidance_of(teacher) for place, teacher in self.labellers.items()}
-        return {place: scale for place, scale in scales.items() if scale != self.guidance}
+        scales = {key: self.guidance_of(teacher) for key, teacher in self.labellers.items()}
+        return {key: scale for key, scale in scales.items() if scale != self.guidance}
 
     @property
     def inputs(self) -> dict[str, str]:
-        adapters = {place: teacher.adapter for place, teacher in self.labellers.items()}
+        adapters = {key: teacher.adapter for key, teacher in self.labellers.items()}
         if "anchor" in adapters:  # the other places name a teacher, whose one file this is
             adapters["anchor.adapter"] = adapters.pop("anchor")
         return _given({"lora.init": self.lora.init} | adapters)
@@ -467,6 +526,10 @@ class OpdStage(DistillationStage):
         return super().labellers | ({"anchor": self.anchor} if self.anchor else {})
 
     @property
+    def step_weighting(self) -> str:
+        return self.student.weighting
+
+    @property
     def needs_noise(self) -> bool:
         return self.needs_actions or self.student.weighting in ("kl", "published")
 
@@ -525,6 +588,14 @@ class MergeStage(Job):
     def inputs(self) -> dict[str, str]:
         return {f"adapters.{index}": source for index, source in enumerate(self.adapters)}
 
+    def output_rank(self, rank_of: Callable[[str | None, int], int]) -> int:
+        """The exact sum has the sum of the ranks, and svd never more."""
+        ranks = [rank_of(source, LoraConfig().rank) for source in self.adapters]
+        if self.method == "concat":
+            return sum(ranks)
+        rank = self.rank or max(ranks)
+        return min(rank, sum(ranks)) if self.method == "svd" else rank
+
     @property
     def recipe(self) -> RecipeStage:
         """A recipe of this one stage."""
@@ -565,7 +636,7 @@ class RecipeStage(Job):
     this one); `set` lists changes as on the command line. A value `stage:NAME` is the adapter of an
     earlier stage."""
     max_minutes: Positive | None = Field(default=None, examples=[1430.0])
-    """As `train.max_minutes`, in place of those of its stages."""
+    """As `train.max_minutes`, in place of its stages' keys."""
     variant: dict[str, dict[str, Any]] = Field(
         default={}, examples=[{"grpo": {"rollout": {"batch_size": 4}}}]
     )
@@ -632,7 +703,11 @@ class EvalStage(Stage):
 
     @property
     def judged(self) -> list[Judged]:
-        return _judged("benchmarks", self.benchmarks)
+        return _judged("benchmarks", self.benchmarks, models=len(self.models))
+
+    @property
+    def evaluations(self) -> int:
+        return 1
 
     @property
     def scales(self) -> dict[str, float]:
@@ -655,14 +730,21 @@ class EvalStage(Stage):
 
 def _given(sources: Mapping[str, str | None]) -> dict[str, str]:
     """Without what is null."""
-    return {place: source for place, source in sources.items() if source is not None}
+    return {key: source for key, source in sources.items() if source is not None}
 
 
-def _judged(place: str, benchmarks: Sequence[run.BenchmarkConfig]) -> list[Judged]:
+def _judged(place: str, benchmarks: Sequence[run.BenchmarkConfig], models: int = 1) -> list[Judged]:
     """Benchmarks, which are listed at a place."""
     return [
-        Judged(f"{place}.{index}", b.name, b.reward_keys, {"prompts": b.prompts})
-        for index, b in enumerate(benchmarks)
+        Judged(
+            f"{place}.{i}",
+            b.name,
+            b.reward_keys,
+            {"prompts": b.prompts},
+            evaluated=models * b.images,
+            limit=b.limit,
+        )
+        for i, b in enumerate(benchmarks)
     ]
 
 
@@ -688,7 +770,7 @@ PLUGINS = "flowalign.algorithms"  # entry points: name of a stage -> its config 
 
 
 def stage_names() -> list[str]:
-    """The stages that there are: those of STAGES, then those of plugins."""
+    """The names of all stages: of STAGES, then of plugins."""
     return list(dict.fromkeys([*STAGES, *sorted(p.name for p in entry_points(group=PLUGINS))]))
 
 

@@ -1,5 +1,4 @@
-"""Files and folders that appear whole: written beside their place, then renamed into it. And logs,
-which grow."""
+"""Files and folders that appear complete, by one rename. And logs, which grow."""
 
 from __future__ import annotations
 
@@ -87,7 +86,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def append(path: Path, text: str) -> None:
-    """Add a text to a file, the whole of it or, where the disk is full, nothing."""
+    """Add a text to a file: all of it or, where the disk is full, nothing."""
     with open(path, "ab", buffering=0) as file:
         size, left = file.tell(), memoryview(text.encode())
         try:

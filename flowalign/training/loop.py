@@ -33,7 +33,6 @@ from flowalign.training.report.listeners import (
     Evaluations,
     OnUpdate,
     RunLog,
-    Samples,
 )
 from flowalign.training.rollout import Noise, sample, shard
 from flowalign.training.run import checkpoint, ranks, resume
@@ -78,12 +77,9 @@ class Loop:
         self.requests = Requests(gather_object if several else None, clock)
         # listeners
         self.monitor, self.alarm = monitor, Alarm()
-        self.log = RunLog(accelerator, self.folder, on_update)
-        self.samples = Samples(config, accelerator)
-        self.drift = DriftWatch(config, monitor, self.alarm, self.log, self.samples)
-        self.evaluations = Evaluations(
-            config, evaluate, self.alarm, self.drift, self.log, self.samples
-        )
+        self.log = RunLog(config, accelerator, on_update)
+        self.drift = DriftWatch(config, monitor, self.alarm, self.log)
+        self.evaluations = Evaluations(config, evaluate, self.alarm, self.drift, self.log)
 
     # The main path -----------------------------------------------------------------------------
 
@@ -196,7 +192,7 @@ class Loop:
         speed = images / (time.perf_counter() - self._began)
         values |= {**self._seconds, metrics.IMAGES_PER_SECOND: speed, **drift}
         if isinstance(prepared, Prepared):
-            self.samples.rollout(self.update, rollout, prepared.notes)
+            self.log.rollout(self.update, rollout, prepared.notes)
         self.log.warn(self.update, self.alarm.update(values))
         self.log.write(self.update, values)
 
@@ -309,7 +305,6 @@ class Loop:
                 "steps": self.step.count,
                 **self.evaluations.state(),
                 "alarm": to_json(self.alarm.state()),
-                "drift": to_json(self.monitor.state() if self.monitor else {}),
             }
             return self.checkpoints.save(
                 self.update,
@@ -345,8 +340,6 @@ class Loop:
         self.update = progress["update"]
         self.evaluations.load(progress)
         self.alarm.load(progress["alarm"])
-        if self.monitor:
-            self.monitor.load(progress.get("drift", {}))
 
         def restore() -> None:
             resume.truncate_to(self.folder, folder, self.update, self.evaluations.last)

@@ -6,26 +6,22 @@ import argparse
 import logging
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from flowalign import rewards
 from flowalign.commands import recipe
-from flowalign.commands.doctor import reward
+from flowalign.commands.doctor import live, plan, predictions, reward
 from flowalign.commands.doctor.findings import Finding, fault, healthy, note, ok, show
-from flowalign.commands.doctor.gpus import GPUS, named
-from flowalign.config import EvalStage, Stage, TrainingStage, assignments, load
+from flowalign.commands.doctor.pace import GPUS
+from flowalign.commands.doctor.predictions import Forecast, is_here
+from flowalign.config import Stage, TrainingStage, assignments, load
 from flowalign.system.packages import DISTRIBUTION
 from flowalign.training.preflight import own_code, unexamined
 from flowalign.training.report.progress import quiet
-
-if TYPE_CHECKING:
-    from flowalign.commands.doctor.pace import Pace
-    from flowalign.commands.doctor.predictions import Device, Forecast
 
 CPU_MODEL = 2**31  # bytes of the largest model that a CPU samples from
 PACKAGES = (DISTRIBUTION, "torch", "diffusers", "transformers", "accelerate", "peft")
@@ -63,12 +59,13 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--reward", help="a name, or package.module:attribute")
     parser.add_argument("--variant", help="config: a YAML file of keys by stage: other hardware")
     parser.add_argument("--no-model", action="store_true", help="only checks without weights")
-    help = "config: run the code that it names (module:name), and look beside it for that code"
+    help = "config: run the code that it names (module:name), and look in its folder for that code"
     parser.add_argument("--trust", action="store_true", help=help)
     parser.add_argument("--resume", action="store_true", help="as `train --resume` would run")
     help = "as `train --allow-world-change` would run"
     parser.add_argument("--allow-world-change", action="store_true", help=help)
-    parser.add_argument("--gpu", help=f"plan for this GPU: {', '.join(GPUS)}")
+    help = f"plan for this GPU: {', '.join(GPUS)}; others by --memory and --tflops"
+    parser.add_argument("--gpu", type=str.lower, choices=list(GPUS), metavar="NAME", help=help)
     help = "GPUs of the run (default 1)"
     parser.add_argument("--gpus", "--processes", type=int, default=1, dest="gpus", help=help)
     parser.add_argument("--memory", type=float, metavar="GIB", help="plan for such a GPU")
@@ -85,35 +82,39 @@ def examine(args: argparse.Namespace) -> int:
 
     Raises ConfigError for a config that `train` refuses to read.
     """
-    from flowalign.commands.doctor import (
-        predictions,  # imports diffusers: after `quiet`, and not for a reward
-    )
-    from flowalign.commands.doctor.downloads import needs
-
     root = load(args.config, args.options, stage=Stage, variant=args.variant)
-    if args.gpu:
-        named(args.gpu)  # refuse another name before anything is said
     show(_environment())
     home, any_world = Path(args.config).parent, args.allow_world_change
     stages, problems = recipe.examine(root, home, args.gpus, args.resume, any_world, args.trust)
     show(map(fault, problems))
     if not args.trust:
         show(map(note, unexamined(stages)))
-    ranks = predictions.ranks(stages)
     device = predictions.Device(args.gpus, args.gpu, args.memory, args.tflops)
-    forecasts = [predictions.forecast(name, stage, device, ranks) for name, stage in stages.items()]
-    show(needs(stages, [f.estimate for f in forecasts if f.estimate]))
+    forecasts = predictions.forecasts(stages, device)
     sound, pace = not problems, None
-    for forecast in forecasts:
-        if forecast.stage.judged:
-            print(f"\n{forecast.name} ({forecast.stage.stage})")
-            why = "--no-model" if args.no_model else ""
-            if not args.trust and own_code(forecast.stage):
-                why = why or "the config names code, and --trust is not given"
-            findings, pace = _examine_stage(forecast, device, why, ranks, problems, pace)
-            sound &= healthy(findings)
+    for forecast in (forecast for forecast in forecasts if forecast.stage.samples):
+        stage = forecast.stage
+        print(f"\n{forecast.name} ({stage.stage})")
+        findings = []
+        if isinstance(stage, TrainingStage) and not problems:
+            findings = plan.examine(stage)
+        show(findings)
+        if problems or not healthy(findings):
+            reason = "fix the faults above first"
+        else:
+            reason = _why_no_images(forecast, args)
+        if reason:
+            show([note(f"no image was sampled: {reason}")])
+        else:
+            result = live.examine(stage)
+            show(result.findings)
+            findings += result.findings
+            pace = result.pace or pace  # of this stage, or of one before
+        last = list(forecast.conclude(pace))
+        show(last)
+        sound &= healthy([*findings, *last])
     if len(forecasts) > 1:
-        predictions.total(forecasts)
+        predictions.show_total(forecasts)
     print("no fault was found" if sound else "faults were found")
     return 2 if problems else 0 if sound else 1
 
@@ -133,48 +134,17 @@ def _environment() -> Iterator[Finding]:
         yield note(f"device: CPU, {torch.get_num_threads()} threads; torch sees no GPU")
 
 
-def _examine_stage(
-    forecast: Forecast,
-    device: Device,
-    without: str,
-    ranks: Mapping[str, int],
-    refused: Sequence[str],
-    pace: Pace | None,
-) -> tuple[list[Finding], Pace | None]:
-    """Print the findings of a stage; they, and the pace of it or of the stages before.
-
-    without: why no image may be sampled, "" if it may. refused: what `train` refuses; if anything,
-    only a prediction is made. pace: what was measured in an earlier stage.
-    """
-    from flowalign.backbone.structure import local_folder
-    from flowalign.commands.doctor import live, plan
-
-    config, estimate = forecast.stage, forecast.estimate
-    assert isinstance(config, TrainingStage | EvalStage)
-    findings = []
-    if isinstance(config, TrainingStage) and not refused:
-        findings = plan.examine(config)
-    show(findings)
-    missing = [place for place, source in config.inputs.items() if source in ranks]
-    large = estimate is not None and estimate.resident > CPU_MODEL
-    reason = ""
-    if refused or not healthy(findings):
-        reason = "fix the faults above first"
-    elif without:
-        reason = without
-    elif local_folder(config.model.id, config.model.revision) is None:
-        reason = f"{config.model.id} is not on this machine (train downloads it)"
-    elif missing:
-        reason = f"an earlier stage writes {', '.join(missing)}"
-    elif large and not torch.cuda.is_available():
-        reason = "the model is too large to sample from without a GPU"
-    if reason:
-        show([note(f"no image was sampled: {reason}")])
-    else:
-        result = live.examine(config)
-        show(result.findings)
-        findings += result.findings
-        pace = result.pace or pace
-    last = list(forecast.conclude(device, pace))
-    show(last)
-    return [*findings, *last], pace
+def _why_no_images(forecast: Forecast, args: argparse.Namespace) -> str:
+    """Why no image of a sound stage can be sampled here; "" if it can."""
+    stage, estimate = forecast.stage, forecast.estimate
+    if args.no_model:
+        return "--no-model"
+    if not args.trust and own_code(stage):
+        return "the config names code, and --trust is not given"
+    if not is_here(stage) or estimate is None:
+        return f"{stage.model.id} is not on this machine (train downloads it)"
+    if missing := [key for key, source in stage.inputs.items() if source in estimate.ranks]:
+        return f"an earlier stage writes {', '.join(missing)}"
+    if estimate.resident > CPU_MODEL and not torch.cuda.is_available():
+        return "the model is too large to sample from without a GPU"
+    return ""

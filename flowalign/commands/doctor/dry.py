@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from flowalign.backbone.structure import without_data
 from flowalign.commands import recipe
 from flowalign.commands.doctor import predictions
-from flowalign.commands.doctor.downloads import needs
-from flowalign.commands.doctor.estimate import scored
+from flowalign.commands.doctor.estimate import evaluated_images
 from flowalign.commands.doctor.findings import note, show
-from flowalign.config import (
-    ConfigError,
-    EvalStage,
-    Job,
-    MergeStage,
-    Stage,
-    TrainingStage,
-    WindowConfig,
-)
+from flowalign.config import ConfigError, Job, Stage, TrainingStage, WindowConfig
 from flowalign.training.algorithm import algorithm_class
 from flowalign.training.data import PromptSampler
 from flowalign.training.preflight import unexamined
@@ -32,43 +23,45 @@ PROMPTS = 6  # of the first batch that are printed
 def run(config: Job, home: Path, resume: bool, any_world: bool = False, trust: bool = True) -> None:
     """Print the plan of every stage. Writes nothing; ConfigError with what `train` would refuse.
     trust: as for `flowalign.training.preflight.world_problems`."""
-    stages, problems = recipe.examine(config, home, state().num_processes, resume, any_world, trust)
+    processes = state().num_processes
+    stages, problems = recipe.examine(config, home, processes, resume, any_world, trust)
     if problems:
         raise ConfigError(problems)
     if not state().is_main_process:
         return
     if not trust:
         show(map(note, unexamined(stages)))
-    here = predictions.Device(state().num_processes)
-    ranks = predictions.ranks(stages)
-    forecasts = [predictions.forecast(name, stage, here, ranks) for name, stage in stages.items()]
-    show(needs(stages, [f.estimate for f in forecasts if f.estimate]))
+    forecasts = predictions.forecasts(stages, predictions.Device(processes))
     for number, forecast in enumerate(forecasts, 1):
         stage = forecast.stage
         print(f"\n[{number}/{len(stages)}] {forecast.name} ({stage.stage}) -> {stage.output}")
-        for text in _lines(stage, here.gpus):
+        for text in _lines(stage, processes):
             print(f"  {text}")
-        forecast.hurry(here)
-        if forecast.times and forecast.estimate and forecast.estimate.device_type == "cpu":
-            forecast.source += " (a guess; `flowalign doctor` measures)"
+        if forecast.estimate:
+            forecast.time(forecast.estimate)
+            if forecast.estimate.device_type == "cpu":
+                forecast.source += " (a guess; `flowalign doctor` measures)"
     print()
-    predictions.total(forecasts)
+    predictions.show_total(forecasts)
     print("Nothing was written, and no weight was loaded.")
 
 
 def _lines(stage: Stage, processes: int) -> Iterator[str]:
     """The plan of a stage, a line each."""
-    for place, source in stage.inputs.items():
-        yield f"{place}: {source}"
-    if isinstance(stage, MergeStage):
-        yield f"merge: {len(stage.adapters)} adapters by {stage.method!r}"
-        return
-    yield from _shapes(stage)
+    for key, source in stage.inputs.items():
+        yield f"{key}: {source}"
+    if stage.samples:
+        yield from _shapes(stage)
     if isinstance(stage, TrainingStage):
         yield from _training(stage, processes)
         yield from _first_batch(stage)
-    elif isinstance(stage, EvalStage):
-        yield from _evaluation(stage)
+    if stage.evaluations:
+        sampling = stage.evaluation_sampling
+        listed = ", ".join(f"{name} {n}" for name, n in evaluated_images(stage).items())
+        yield (
+            f"evaluation: {stage.evaluations} time(s), {sampling.steps} steps at guidance "
+            f"{sampling.guidance:g}, in batches of B = {sampling.batch_size}; images: {listed}"
+        )
 
 
 def _shapes(stage: Stage) -> Iterator[str]:
@@ -79,15 +72,12 @@ def _shapes(stage: Stage) -> Iterator[str]:
     except LookupError:
         yield f"model: {model.id}, whose shapes are not known here"
         return
-    latents = [", ".join(map(str, latent)) for latent in backbone.latent_shapes]
-    text = backbone.family.text_shapes(model.max_sequence_length).values()
-    listed = " and ".join(f"[P, {', '.join(map(str, shape))}]" for shape in text)
+    latents = " or ".join(f"[B, {', '.join(map(str, s))}]" for s in backbone.latent_shapes)
+    images = " or ".join(f"[B, 3, {height}, {width}]" for height, width in model.image_sizes)
+    shapes = backbone.family.text_shapes(model.max_sequence_length).values()
+    text = " and ".join(f"[P, {', '.join(map(str, shape))}]" for shape in shapes)
     yield f"model: {model.id} in {model.dtype}, VAE in {model.vae_dtype}"
-    yield (
-        f"shapes: latents {' or '.join(f'[B, {latent}]' for latent in latents)} float32, images "
-        f"{' or '.join(f'[B, 3, {h}, {w}]' for h, w in model.image_sizes)}, "
-        f"text {listed} {model.dtype}"
-    )
+    yield f"shapes: latents {latents} float32, images {images}, text {text} {model.dtype}"
 
 
 def _training(stage: TrainingStage, processes: int) -> Iterator[str]:
@@ -106,7 +96,7 @@ def _training(stage: TrainingStage, processes: int) -> Iterator[str]:
     states = f"steps {start} to {stop - 1}"
     count = rollout.width
     if isinstance(moving, WindowConfig):
-        how = "drawn anew" if moving.random else "moves on"
+        how = "drawn again" if moving.random else "moves on"
         states = f"{count} of {states}, a window that {how} every {moving.every} update(s)"
     algorithm = algorithm_class(stage)
     if levels := algorithm.keeps(stage).noise_levels:
@@ -120,37 +110,15 @@ def _training(stage: TrainingStage, processes: int) -> Iterator[str]:
         f"{min(optimizer.micro_batch, pairs)}"
     )
     yield f"run: {stage.train.updates} rollouts, {stage.optimizer_steps} optimizer steps"
-    if stage.evaluation and stage.evaluates:
-        listed = ", ".join(f"{name} {count:g}" for name, (_, count) in scored(stage).items())
-        sampling = stage.evaluation_sampling
-        yield (
-            f"evaluation: every {stage.evaluation.every} rollouts, {sampling.steps} steps at "
-            f"guidance {sampling.guidance:g}; images: {listed}"
-        )
-
-
-def _evaluation(stage: EvalStage) -> Iterator[str]:
-    """Models, and images of each benchmark."""
-    listed = ", ".join(f"{name} {count:g}" for name, (_, count) in scored(stage).items())
-    sampling = stage.sampling
-    yield (
-        f"evaluation: {len(stage.models)} models ({', '.join(stage.models)}), {sampling.steps} "
-        f"steps at guidance {sampling.guidance:g}, batches of B = {sampling.batch_size}; images of "
-        f"all models: {listed}"
-    )
 
 
 def _first_batch(stage: TrainingStage) -> Iterator[str]:
     """The prompts of the first rollout, with task, and teacher or reward."""
-    batch, who = PromptSampler.of(stage).batch(0), _judges(stage)
+    batch = PromptSampler.of(stage).batch(0)
+    sources = {task.name: f"reward {task.reward.name}" for task in stage.tasks if task.reward}
+    sources |= {task: f"teacher {teacher}" for task, teacher in stage.routing.items()}
     yield "first batch of prompts (task, teacher or reward, prompt):"
     for task, prompt in list(zip(batch.tasks, batch.prompts, strict=True))[:PROMPTS]:
-        yield f"  {task} | {who[task]} | {prompt}"
+        yield f"  {task} | {sources[task]} | {prompt}"
     if len(batch) > PROMPTS:
         yield f"  and {len(batch) - PROMPTS} more"
-
-
-def _judges(stage: TrainingStage) -> Mapping[str, str]:
-    """{task: the teacher that labels it, or the reward that it is learnt from}."""
-    judges = {task.name: f"reward {task.reward.name}" for task in stage.tasks if task.reward}
-    return judges | {task: f"teacher {teacher}" for task, teacher in stage.routing.items()}

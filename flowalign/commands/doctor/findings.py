@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
+from rich.console import Console
+
 from flowalign.system.escape import harmless
 
 
@@ -27,8 +29,6 @@ def healthy(findings: Iterable[Finding]) -> bool:
 
 def show(findings: Iterable[Finding]) -> None:
     """Print one line for each."""
-    from rich.console import Console
-
     console = Console(highlight=False)
     for finding in findings:
         text = harmless(f"{finding.level:>6}  {finding.text}")

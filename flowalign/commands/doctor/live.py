@@ -23,10 +23,10 @@ from flowalign import sde
 from flowalign.backbone import Backbone, ModelError
 from flowalign.commands import build
 from flowalign.commands.doctor import reward as rewards
-from flowalign.commands.doctor.estimate import predict, scored
+from flowalign.commands.doctor.estimate import evaluated_images, predict
 from flowalign.commands.doctor.findings import Finding, fault, note, ok
-from flowalign.commands.doctor.pace import GROUP, Pace
-from flowalign.config import ConfigError, EvalStage, SamplingConfig, TrainingStage, parse
+from flowalign.commands.doctor.pace import KINDS, Pace
+from flowalign.config import ConfigError, SamplingConfig, Stage, TrainingStage, parse
 from flowalign.rewards import RewardBase
 from flowalign.rewards.scoring import score
 from flowalign.system.devices import resolve
@@ -55,7 +55,7 @@ class Live:
     pace: Pace | None = None
 
 
-def examine(config: TrainingStage | EvalStage) -> Live:
+def examine(config: Stage) -> Live:
     """Score probe images with each reward. Then run a few small updates in a temporary folder, or
     sample a batch of an evaluation."""
     result, judging = Live([]), {}
@@ -68,11 +68,11 @@ def examine(config: TrainingStage | EvalStage) -> Live:
         if costs and None not in costs:
             judging[judged.name] = sum(cost for cost in costs if cost is not None)
     try:
-        if isinstance(config, EvalStage):
-            result.pace = _sample(config, judging)
-        else:
+        if isinstance(config, TrainingStage):
             with tempfile.TemporaryDirectory() as folder:
                 result.pace = _train(config, folder, judging, result.findings)
+        else:
+            result.pace = _sample(config, judging)
     except (ConfigError, ModelError, TrainingError) as error:
         result.findings.append(fault(f"update: {error}"))
     except torch.cuda.OutOfMemoryError as error:
@@ -109,9 +109,9 @@ def _pace(small: TrainingStage, folder: Path, device_type: str, judging: dict[st
         return sum(line[name] for line in timed)
 
     estimate = predict(small, device_type=device_type, drawn=range(1, UPDATES))
-    flops: dict[str, float] = dict.fromkeys(GROUP.values(), 0.0)
+    flops = dict.fromkeys(KINDS, 0.0)
     for phase in estimate.phases:
-        flops[GROUP[phase.name]] += len(timed) * phase.flops
+        flops[phase.kind] += len(timed) * phase.flops
     sampling = flops["sampling"] / seconds(metrics.SECONDS_ROLLOUT)
     learning = flops["learning"] / seconds(metrics.SECONDS_UPDATE)
     labels, waiting, waited = sampling, None, seconds(metrics.SECONDS_SCORE)
@@ -125,20 +125,19 @@ def _pace(small: TrainingStage, folder: Path, device_type: str, judging: dict[st
     )  # fmt: skip
 
 
-def _sample(config: EvalStage, judging: dict[str, float]) -> Pace:
+def _sample(config: Stage, judging: dict[str, float]) -> Pace:
     """From the second of two batches of the first benchmark."""
-    backbone = Backbone.load(config.model, resolve(None))
-    prompts = load_prompts(config.benchmarks[0].prompts, "doctor")
-    count = min(config.sampling.batch_size, len(prompts))
-    prompts, began = prompts.select(range(count)), 0.0
+    backbone, sampling = Backbone.load(config.model, resolve(None)), config.evaluation_sampling
+    prompts = load_prompts(config.judged[0].prompts["prompts"], "doctor")
+    prompts, began = prompts.select(range(len(prompts))[: sampling.batch_size]), 0.0
     for _ in range(2):
         began = time.perf_counter()
-        generate(backbone, prompts, config.sampling)
+        generate(backbone, prompts, sampling)
     taken = time.perf_counter() - began
     estimate = predict(config, device_type=backbone.device.type)
     assert estimate.evaluation
-    images = sum(images for _, images in scored(config).values())
-    rate = estimate.evaluation.flops / images * count / taken
+    images = sum(evaluated_images(config).values())
+    rate = estimate.evaluation.flops / images * len(prompts) / taken
     source = f"measured here, {rate / 1e12:.3g} TFLOP/s in sampling"
     return Pace(rate, rate, rate, source, rewards=rate, judging=judging)
 
@@ -146,31 +145,31 @@ def _sample(config: EvalStage, judging: dict[str, float]) -> Pace:
 def _reward(task: str, name: str, options: dict[str, Any], findings: list[Finding]) -> float | None:
     """Add the faults that `flowalign doctor --reward` finds, or one line that says "ok". Returns
     its seconds for an image, None if it was not asked."""
-    place = f"reward {name!r} of task {task!r}"
+    title = f"reward {name!r} of task {task!r}"
     try:
         health = rewards.diagnose(name, options, count=4, size=None)
     except rewards.UnsuitedError as error:
-        findings.append(note(f"{place}: {error}"))
+        findings.append(note(f"{title}: {error}"))
         return None
     except (ValueError, ImportError, OSError) as error:
-        findings.append(fault(f"{place}: {error}"))
+        findings.append(fault(f"{title}: {error}"))
         return None
     faults = [finding for finding in health.findings if finding.level == "fault"]
-    findings += [fault(f"{place}: {finding.text}") for finding in faults]
+    findings += [fault(f"{title}: {finding.text}") for finding in faults]
     if not faults:
-        findings.append(ok(f"{place}: sound; {1000 * health.cost:.1f} ms an image"))
+        findings.append(ok(f"{title}: sound; {1000 * health.cost:.1f} ms an image"))
     return health.cost
 
 
 def _small(config: TrainingStage, folder: str) -> TrainingStage:
-    """The run with a few updates, no evaluation, and images for two whole batches of each kind."""
-    whole, algorithm = config.rollout, algorithm_class(config)
+    """The run with a few updates, no evaluation, and images for two full batches of each kind."""
+    rollout, algorithm = config.rollout, algorithm_class(config)
     states = algorithm.keeps(config).noise_levels or len(algorithm.trained_steps(config, 0))
     batch = max(size for key, size in config.batch_sizes.items() if key != "rollout.batch_size")
-    images = max(IMAGES, 2 * whole.batch_size, math.ceil(2 * batch / states))
-    images = min(images, whole.images)
-    copies = min(whole.copies, max(COPIES, math.ceil(images / whole.prompts)))
-    prompts = max(len(config.tasks), min(whole.prompts, math.ceil(images / copies)), 2)
+    images = max(IMAGES, 2 * rollout.batch_size, math.ceil(2 * batch / states))
+    images = min(images, rollout.images)
+    copies = min(rollout.copies, max(COPIES, math.ceil(images / rollout.prompts)))
+    prompts = max(len(config.tasks), min(rollout.prompts, math.ceil(images / copies)), 2)
     changes = [
         f"output={json.dumps(folder)}", "train.trackers=[]", f"train.updates={UPDATES}",
         f"train.checkpoint_every={UPDATES}", "train.sample_every=1000",
@@ -178,7 +177,7 @@ def _small(config: TrainingStage, folder: str) -> TrainingStage:
         f"rollout.prompts={prompts}", f"rollout.copies={copies}",
         "optimizer.updates_per_rollout=1",
     ]  # fmt: skip
-    if prompts < whole.prompts:  # few, and each task shall have some
+    if prompts < rollout.prompts:  # few, and each task shall have some
         changes += [f"tasks.{i}.weight=1.0" for i in range(len(config.tasks))]
     if "student" in type(config).model_fields:
         changes.append("student.diagnose_every=1000")
@@ -233,7 +232,7 @@ def _ratio(config: TrainingStage, loop: Loop, rollout: Rollout) -> Iterator[Find
 
 @torch.no_grad()
 def _labels(backbone: Backbone, bank: Bank, rollout: Rollout) -> Iterator[Finding]:
-    """Labels of each teacher at two states: finite, and not those of the base."""
+    """Labels of each teacher at two states: finite, and other than the base's."""
     x, rows = rollout.states[:2, 0], torch.arange(min(2, len(rollout)))
     sigma = rollout.sigmas[rollout.steps[0]].to(x).expand(len(x))
     cond = rollout.conditioning.select(rows)

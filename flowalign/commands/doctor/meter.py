@@ -63,7 +63,7 @@ class Meter(TorchDispatchMode):
 class DeviceAttention(TorchFunctionMode):
     """The attention kernel of a device type, on `meta`.
 
-    By itself `meta` writes attention out as matrix products and holds the whole matrix. A GPU takes
+    By itself `meta` writes attention out as matrix products and holds the full matrix. A GPU takes
     flash attention (in float32 or with a mask the memory-efficient kernel), a CPU its own flash
     kernel.
     """

@@ -1,31 +1,71 @@
-"""From operations to hours: how long a stage takes on a GPU of the table, or at measured rates."""
+"""From operations to hours: how long a stage takes on a GPU of the table, or at measured rates.
+
+Memory and peaks of the table are from the makers' data sheets: dense (no sparsity), bfloat16 with
+float32 accumulation, and float32 without tensor cores, which is torch's default for products. No
+stage of flowalign has been measured on any of them.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
 
 from flowalign.backbone import DTYPES
-from flowalign.commands.doctor.estimate import Estimate, scored
-from flowalign.commands.doctor.gpus import Gpu
-from flowalign.config import TrainingStage
-from flowalign.config.learning import RewardConfig
+from flowalign.commands.doctor.estimate import Estimate, evaluated_images
 from flowalign.rewards import declared, leaves
 
 OF_PRODUCTS = 0.5  # of the rate of large matrix products, which is about 0.8 of a GPU's peak
-GROUP = {"text": "sampling", "rollout": "sampling", "VAE decode": "sampling", "evaluation":
-         "sampling", "labels": "labels", "noising": "learning", "image drift": "alarm",
-         "update": "learning"}  # fmt: skip
+KINDS: tuple[str, ...] = ("sampling", "labels", "learning", "alarm")  # of phases
+# Of the peak that a run sustains. Llama 3's training reports 38 to 43 % on H100 (arXiv 2407.21783,
+# table 4). A small transformer in eager mode may reach less: measure with `benchmarks/gpu.py`.
+EFFICIENCY = 0.4
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """memory in GiB; peaks in TFLOP/s."""
+
+    title: str
+    memory: float
+    bfloat16: float
+    float32: float
+
+    def rate(self, dtype: str) -> float:
+        """FLOP/s that a run sustains in a dtype of the config."""
+        peak = self.float32 if dtype == "float32" else self.bfloat16
+        return peak * 1e12 * EFFICIENCY
+
+
+GPUS = {
+    "4090": Gpu("GeForce RTX 4090", 24, 165, 82.6),
+    "a100-40gb": Gpu("A100 40GB", 40, 312, 19.5),
+    "a100": Gpu("A100 80GB", 80, 312, 19.5),
+    "l40s": Gpu("L40S", 48, 362, 91.6),
+    "h100": Gpu("H100 SXM", 80, 989, 67),
+    "h200": Gpu("H200", 141, 989, 67),
+    "b200": Gpu("B200", 180, 2250, 75),
+}
+DEFAULT_GPU = "h100"  # where torch sees no GPU and none is named
+
+
+def present_gpu() -> Gpu | None:
+    """The table's GPU that torch sees first; None if it sees none, or one that is not there."""
+    if not torch.cuda.is_available():
+        return None
+    title, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
+    if "A100" in title:
+        return GPUS["a100" if memory > 50 * 2**30 else "a100-40gb"]
+    return next((gpu for name, gpu in GPUS.items() if name.upper() in title), None)
 
 
 @dataclass(frozen=True)
 class Pace:
-    """FLOP/s of a process in each kind of phase (`GROUP`), and where they are from.
+    """FLOP/s of a process in each kind of phase, and where they are from.
 
     rewards: FLOP/s of rewards, which compute in float32. waiting, judging: measured seconds an
     image, of waiting for the scores of a rollout, and of the reward of each task; None and {} =
@@ -64,20 +104,12 @@ class Pace:
         share = f"{OF_PRODUCTS:.0%} of what large matrix products reach here"
         return cls.constant(rate, f"{share}, {rate / 1e12:.3g} TFLOP/s")
 
-    def seconds(self, estimate: Estimate) -> dict[str, float]:
-        """{kind of phase: seconds of an update}, without rewards."""
-        kinds: dict[str, float] = dict.fromkeys(GROUP.values(), 0.0)
-        for phase in estimate.phases:
-            kind = GROUP[phase.name]
-            kinds[kind] += phase.flops / getattr(self, kind)
-        return kinds
-
 
 @dataclass(frozen=True)
 class Times:
     """Seconds of one process, and counts. unknown: rewards whose cost is not in them."""
 
-    kinds: Mapping[str, float]  # of an update: sampling, labels, learning, alarm
+    kinds: Mapping[str, float]  # of an update, by kind of phase
     scoring: float  # of an update: waiting for rewards
     evaluation: float  # of one evaluation, with its rewards
     judging: float  # of that, waiting for rewards
@@ -93,7 +125,7 @@ class Times:
 
     @property
     def hours(self) -> float:
-        """Of the whole stage, wall time."""
+        """Of the stage, wall time."""
         return (self.updates * self.update + self.evaluations * self.evaluation) / 3600
 
     @property
@@ -104,64 +136,51 @@ class Times:
 
 def times(estimate: Estimate, pace: Pace) -> Times:
     """How long a stage takes at a pace, with rewards and evaluations."""
-    config, kinds = estimate.config, pace.seconds(estimate)
+    config = estimate.config
+    kinds = dict.fromkeys(KINDS, 0.0)
+    for phase in estimate.phases:
+        kinds[phase.kind] += phase.flops / getattr(pace, phase.kind)
     unknown: dict[str, None] = {}
-    scoring = 0.0
-    if isinstance(config, TrainingStage) and config.credited:
-        images = config.rollout.images / estimate.processes
-        if pace.waiting is not None:
-            scoring = pace.waiting * images
-        else:
-            weights = sum(task.weight for task in config.tasks)
-            rewards = {
-                task.name: ([task.reward], images * task.weight / weights)
-                for task in config.tasks
-                if task.reward
-            }
-            batches = math.ceil(images / config.rollout.batch_size)
-            scoring = _scoring(rewards, pace, kinds["sampling"], batches, unknown)
-    sampled = judging = 0.0
-    if estimate.evaluation and estimate.evaluations:
+    given = {judged.name: judged.rewards.values() for judged in config.judged}
+
+    def waiting(images: Mapping[str, float], sampling: float, batch: int) -> float:
+        """Seconds that the rewards of these images of all processes add to those of sampling them.
+
+        What they compute on the device comes on top. What they compute on the CPU runs while the
+        next batch is sampled, so that the last batch's counts, and what is slower than sampling.
+        """
+        device = cpu = 0.0
+        for name, share in images.items():
+            count = share / estimate.processes
+            if name in pace.judging:
+                cpu += pace.judging[name] * count
+                continue
+            for reward in given[name]:
+                for part, options in leaves(reward.name, reward.options, imports=False):
+                    cost = declared(part, imports=False).image_cost(**options)
+                    if cost is None:
+                        unknown[part] = None
+                    else:
+                        device += cost.flops / pace.rewards * count
+                        cpu += cost.seconds * count
+        total = round(sum(images.values()) / estimate.processes, 6)  # of rounded shares of tasks
+        batches = max(1, math.ceil(total / batch))
+        return device + max(cpu / batches, cpu - sampling * (batches - 1) / batches)
+
+    scoring = sampled = judging = 0.0
+    if pace.waiting is not None:
+        scoring = pace.waiting * sum(config.rewarded.values()) / estimate.processes
+    elif config.rewarded:
+        batch = config.batch_sizes["rollout.batch_size"]
+        scoring = waiting(config.rewarded, kinds["sampling"], batch)
+    if estimate.evaluation:
         sampled = estimate.evaluation.flops / pace.sampling
-        rewards = {
-            name: (given, count / estimate.processes)
-            for name, (given, count) in scored(config).items()
-        }
-        images = sum(count for _, count in rewards.values())
-        batches = max(1, math.ceil(images / config.evaluation_sampling.batch_size))
-        judging = _scoring(rewards, pace, sampled, batches, unknown)
+        batch = config.evaluation_sampling.batch_size
+        judging = waiting(evaluated_images(config), sampled, batch)
     return Times(
-        kinds, scoring, sampled + judging, judging, estimate.updates, estimate.evaluations,
+        kinds, scoring, sampled + judging, judging, config.updates, config.evaluations,
         estimate.processes, tuple(unknown),
     )  # fmt: skip
-
-
-def _scoring(
-    images: Mapping[str, tuple[Iterable[RewardConfig], float]],
-    pace: Pace,
-    sampling: float,
-    batches: int,
-    unknown: dict[str, None],
-) -> float:
-    """Seconds that the rewards of these images add to `sampling` seconds in so many batches.
-
-    What they compute on the device comes on top. What they compute on the CPU runs while the next
-    batch is sampled, so that the last batch's counts, and what is slower than the sampling.
-    """
-    device = beside = 0.0
-    for name, (rewards, count) in images.items():
-        if name in pace.judging:
-            beside += pace.judging[name] * count
-            continue
-        for reward in rewards:
-            for part, options in leaves(reward.name, reward.options, imports=False):
-                cost = declared(part, imports=False).image_cost(**options)
-                if cost is None:
-                    unknown[part] = None
-                else:
-                    device += cost.flops / pace.rewards * count
-                    beside += cost.seconds * count
-    return device + max(beside / batches, beside - sampling * (batches - 1) / batches)
 
 
 @lru_cache  # the rates of all stages of a recipe are one

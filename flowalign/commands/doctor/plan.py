@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from flowalign import sde
@@ -16,7 +17,7 @@ from flowalign.backbone import Backbone, ModelError
 from flowalign.backbone.adapters import AdapterError, read_lora
 from flowalign.backbone.structure import local_folder, without_data
 from flowalign.commands.doctor.findings import Finding, fault, note
-from flowalign.config import OpdStage, TrainingStage
+from flowalign.config import TrainingStage
 from flowalign.training.algorithm import algorithm_class
 from flowalign.training.data import load_prompts, subset
 from flowalign.training.losses import step_weights
@@ -35,11 +36,11 @@ class Plan:
 
     @cached_property
     def loras(self) -> dict[str, Mapping[str, Tensor]]:
-        """{place in the config: weights} of the adapters that are on this machine."""
+        """{key in the config: weights} of the adapters that are on this machine."""
         loras = {}
-        for place, source in self.config.inputs.items():
+        for name, source in self.config.inputs.items():
             with suppress(AdapterError, OSError):  # an earlier stage will write it
-                loras[place] = read_lora(source).weights
+                loras[name] = read_lora(source).weights
         return loras
 
     @cached_property
@@ -79,25 +80,26 @@ def attention(plan: Plan) -> Iterator[Finding]:
 
 def guidance(plan: Plan) -> Iterator[Finding]:
     """Rollout, labels, update and evaluation at different CFG scales."""
-    config, own = plan.config, plan.config.guidance
-    for place, scale in config.mixtures.items():
-        effect = "learns" if scale > own else "unlearns"
+    config, trained = plan.config, plan.config.guidance
+    for name, scale in config.mixtures.items():
+        effect = "learns" if scale > trained else "unlearns"
         yield Finding(
-            "fault" if scale < own and place != "anchor" else "note",
-            f"guidance: {place} labels at CFG scale {scale}, but the student is trained at {own}. "
-            f"From this mixture the student {effect} guidance. Leave {place}.guidance out.",
+            "fault" if scale < trained and name != "anchor" else "note",
+            f"guidance: {name} labels at CFG scale {scale}, but the student is trained at "
+            f"{trained}. From this mixture the student {effect} guidance. "
+            f"Leave {name}.guidance out.",
         )
-    if own != config.rollout.guidance:
+    if trained != config.rollout.guidance:
         yield note(
-            f"guidance: the student is trained at CFG scale {own}, but its states are sampled at "
-            f"rollout.guidance = {config.rollout.guidance}."
+            f"guidance: the student is trained at CFG scale {trained}, but its states are sampled "
+            f"at rollout.guidance = {config.rollout.guidance}."
         )
     evaluated = config.evaluation_sampling.guidance
-    if config.evaluates and evaluated != own:
+    if config.evaluates and evaluated != trained:
         yield fault(
-            f"guidance: trained at {own}, evaluated at {evaluated}. The evaluation, which also "
+            f"guidance: trained at {trained}, evaluated at {evaluated}. The evaluation, which also "
             "chooses the adapter that is kept, measures another sampler. "
-            f"Set evaluation.guidance = {own}."
+            f"Set evaluation.guidance = {trained}."
         )
 
 
@@ -108,7 +110,7 @@ def steps(plan: Plan) -> Iterator[Finding]:
     if evaluated < trained:
         yield fault(
             f"schedule: evaluated with {evaluated} steps, but rollouts have {trained}. The "
-            "evaluated images are worse than those of training. Use as many steps, or more."
+            "evaluated images are worse than in training. Use as many steps, or more."
         )
     elif evaluated > 8 * trained:
         yield note(
@@ -142,14 +144,14 @@ def noise(plan: Plan) -> Iterator[Finding]:
             f"{float(std.min()):.2g}, so that log-probs and KL explode. "
             "Let rollout.window stop before them, or raise rollout.noise_level."
         )
-    if isinstance(config, OpdStage) and config.student.weighting in ("kl", "published"):
-        weighting, kind, level = config.student.weighting, rollout.kind, rollout.noise_level
+    if config.step_weighting in ("kl", "published") and len(window) > 2:
+        weighting, kind, level = config.step_weighting, rollout.kind, rollout.noise_level
         weight = step_weights(sigmas, weighting=weighting, kind=kind, noise_level=level)[window]
-        share, place = (weight / weight.sum()).max(0)
-        if len(window) > 2 and share > 0.5:
+        share, column = (weight / weight.sum()).max(0)
+        if share > 0.5:
             yield note(
                 f"weighting: {weighting!r} puts {float(share):.0%} of the loss on step "
-                f"{window[int(place)]} of {len(window)}. 'velocity' weights all steps equally."
+                f"{window[int(column)]} of {len(window)}. 'velocity' weights all steps equally."
             )
 
 
@@ -203,8 +205,8 @@ def held_out(plan: Plan) -> Iterator[Finding]:
     for task in config.tasks:
         if task.validation is None:
             continue
-        whole = load_prompts(task.validation, task.name)
-        prompts = subset(whole, config.evaluation.prompts).prompts
+        validation = load_prompts(task.validation, task.name)
+        prompts = subset(validation, config.evaluation.prompts).prompts
         shared = [prompt for prompt in prompts if prompt in trained]
         if shared:
             yield Finding(
@@ -220,10 +222,8 @@ def lengths(plan: Plan) -> Iterator[Finding]:
     limit, folder = model.max_sequence_length, local_folder(model.id, model.revision)
     tokenizer, family = None, plan.backbone.family if plan.backbone else None
     if folder and family and (folder / family.tokenizer).is_dir():
-        from transformers import AutoTokenizer
-
-        place = folder / family.tokenizer
-        tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True)
+        path = folder / family.tokenizer
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
 
     def tokens(prompt: str) -> int:
         if tokenizer is None:  # about 4 tokens for 3 words
@@ -249,12 +249,12 @@ def lengths(plan: Plan) -> Iterator[Finding]:
 
 
 def fitting(plan: Plan) -> Iterator[Finding]:
-    """Adapters whose layers are not those of the base, whatever their metadata say."""
+    """Adapters of another base, whatever their metadata say."""
     if plan.backbone is None:
         return
     modules = plan.backbone.core.named_modules()
     layers = {name: m.weight.shape for name, m in modules if isinstance(m, nn.Linear)}
-    for place, weights in plan.loras.items():
+    for name, weights in plan.loras.items():
         for key, weight in weights.items():
             layer, _, half = key.partition(".lora_")
             side = 1 if half.startswith("A") else 0  # A has the layer's inputs, B its outputs
@@ -262,7 +262,7 @@ def fitting(plan: Plan) -> Iterator[Finding]:
             if weight.shape[side] != width:
                 seen = f"is {weight.shape[side]} wide there, and {width} in the base"
                 yield fault(
-                    f"{place}: an adapter of another base: its layer {layer} "
+                    f"{name}: an adapter of another base: its layer {layer} "
                     f"{seen if width else 'is not in the base'} {plan.config.model.id!r}. "
                     "Use an adapter that was trained on this base."
                 )
@@ -271,11 +271,11 @@ def fitting(plan: Plan) -> Iterator[Finding]:
 
 def working(plan: Plan) -> Iterator[Finding]:
     """Adapters that change nothing. Those that are not finite are refused on reading."""
-    for place, weights in plan.loras.items():
+    for name, weights in plan.loras.items():
         b_weights = [weight for key, weight in weights.items() if ".lora_B" in key]
         if b_weights and not any(bool(weight.any()) for weight in b_weights):
             yield fault(
-                f"{place}: equals the base: all B are 0, as in a LoRA that was never trained. "
+                f"{name}: equals the base: all B are 0, as in a LoRA that was never trained. "
                 "Use the adapter of a finished run, or null for the base itself."
             )
 
@@ -287,12 +287,12 @@ def apart(plan: Plan) -> Iterator[Finding]:
         return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
     origin = plan.loras.get("lora.init")
-    teachers = {place: lora for place, lora in plan.loras.items() if place.startswith("teachers.")}
-    for place, weights in teachers.items():
+    teachers = {name: lora for name, lora in plan.loras.items() if name.startswith("teachers.")}
+    for name, weights in teachers.items():
         if origin and same(weights, origin):
             yield Finding(
                 "fault" if len(teachers) == 1 else "note",
-                f"{place}: it is the student's start (lora.init). There is nothing to learn.",
+                f"{name}: it is the student's start (lora.init). There is nothing to learn.",
             )
     for (one, a), (other, b) in itertools.combinations(teachers.items(), 2):
         if same(a, b):

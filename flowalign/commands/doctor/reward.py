@@ -14,12 +14,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 
 from flowalign import rewards
+from flowalign.backbone.tiny.scenes import rendered
 from flowalign.commands.doctor import findings
 from flowalign.commands.doctor.findings import Finding, ok
 from flowalign.rewards.scoring import score
+from flowalign.training.data import load_prompts
 from flowalign.types import PromptBatch, Reward, Scores
 
 PROBES = ("tiny/geneval_test", "tiny/ocr_test", "tiny/preference_test")
@@ -55,8 +59,6 @@ def diagnose(name: str, options: Mapping[str, Any], count: int, size: int | None
     Raises ValueError for a name or options that do not work, UnsuitedError where no built-in
     prompts suit it, and whatever its constructor raises.
     """
-    from flowalign.backbone.tiny.scenes import rendered
-
     rewards.check(name, options)
     batch = suited(name, options, count)
     before, began = memory(), time.perf_counter()
@@ -76,8 +78,6 @@ def diagnose(name: str, options: Mapping[str, Any], count: int, size: int | None
 
 def suited(name: str, options: Mapping[str, Any], count: int) -> PromptBatch:
     """Prompts of the tiny world that the reward can score; UnsuitedError where there are none."""
-    from flowalign.training.data import load_prompts
-
     problem = None
     for source in PROBES:
         batch = load_prompts(source, "doctor")
@@ -168,9 +168,6 @@ def _spread(health: Health, answers: Mapping[str, Scores]) -> None:
 
 def show(name: str, health: Health) -> None:
     """Print the scores by kind of probe, then the findings."""
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table("scenes with", "min", "median", "max", "failed", title=f"reward {name}")
     for kind, values in health.scores.items():
         quantiles = torch.tensor(values).quantile(torch.tensor([0.0, 0.5, 1.0])) if values else ()

@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--count", type=int, help="prompts (default: 50000 geneval, 20000 ocr)")
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--out", help="default: data/geneval_train.jsonl, data/ocr_train.txt; the "
-                                    "validation set lies beside it, as x_val")  # fmt: skip
+                                    "validation set lies next to it, as x_val")  # fmt: skip
     made.add_argument("--exclude", nargs="+", default=[], metavar="SET", help="more to keep out")
     made.add_argument("--unique", action="store_true", help="geneval: refuse to repeat prompts")
     made.add_argument("--force", action="store_true", help="replace a file that differs")

@@ -1,8 +1,8 @@
 """Official prompt sets, from where they are published to this machine.
 
 Nothing is shipped with the package. A file is written only after all of it came, its checksum holds
-and it reads as a prompt set. FILE.source.json beside it says where it came from. If no checksum is
-known, that record holds the one of the first fetch, and later fetches are compared to it.
+and it reads as a prompt set. FILE.source.json next to it says where it came from. If no checksum is
+known, that record holds the first fetch's, and later fetches are compared to it.
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ def _fetch(
         record["parts"] = {path.name: _checksum(part) for path, part in parts.items()}
     # the training set after its validation set: where the first lies, the second does
     for path, part in reversed(parts.items()):
-        with replacing(path) as beside:
-            beside.write_bytes(part)
-    with replacing(record_file) as beside:
-        beside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        with replacing(path) as part_file:
+            part_file.write_bytes(part)
+    with replacing(record_file) as part_file:
+        part_file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     verdict = "its checksum holds" if checksum == expected else f"NOT VERIFIED: recorded {checksum}"
     for path, count in counts.items():
         print(f"  {count} prompts in {path} ({verdict})")
@@ -188,10 +188,10 @@ def set_aside(prompts: PromptBatch, avoided: Set[str]) -> tuple[list[int], list[
             tags.setdefault(str(metadata.get("tag")), {}).setdefault(min(looks[row]), row)
     chosen: dict[int, None] = {}
     for tag, rows in tags.items():
-        places = sorted(rows.values())
-        random.Random(f"validation/{tag}").shuffle(places)  # a text seed: the same everywhere
-        count = min(VALIDATION // len(tags), len(places) // 4)
-        chosen |= dict.fromkeys(places[:count])
+        numbers = sorted(rows.values())
+        random.Random(f"validation/{tag}").shuffle(numbers)  # a text seed: the same everywhere
+        count = min(VALIDATION // len(tags), len(numbers) // 4)
+        chosen |= dict.fromkeys(numbers[:count])
     taken = {look for row in chosen for look in looks[row]}
     return [row for row, same in enumerate(looks) if taken.isdisjoint(same)], sorted(chosen)
 

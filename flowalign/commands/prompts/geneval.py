@@ -1,6 +1,6 @@
 """Training prompts as GenEval words them, without those that it tests.
 
-Wording, classes and rules are those of djghosh13/geneval (MIT), `prompts/create_prompts.py`: "a
+Wording, classes and rules come from djghosh13/geneval (MIT), `prompts/create_prompts.py`: "a
 photo of", a or an by the first letter, plurals by -s, or -es after an s (so "two sheeps", "four
 knifes": a model is tested on these words), counts 2 to 4, two different classes, two different
 colours, and no coloured persons. The mix of tags is Flow-GRPO's (arXiv 2505.05470, appendix).
@@ -69,7 +69,7 @@ def generate(
 ) -> list[Row]:
     """`count` rows {tag, include, exclude (counting only), prompt}, a function of the seed.
 
-    The first rows of a longer set are those of a shorter one, and every 17 of them hold the mix.
+    A longer set begins with a shorter one, and every 17 of them hold the mix.
     held_out: digests of prompts that must not appear, whichever object comes first in them.
     repeats: may a tag's prompts come again when there are no more?
     Raises ValueError where they may not, and `count` asks for more, or where a tag has none.
@@ -81,10 +81,10 @@ def generate(
     for tag in _slots(seed):
         if len(rows) == count:
             return rows
-        row, known = next(streams[tag])
-        if known and not repeats:
+        row, different = next(streams[tag])
+        if different and not repeats:
             raise ValueError(
-                f"without repeats there are {len(rows)} prompts at most: {tag} has {known} "
+                f"without repeats there are {len(rows)} prompts at most: {tag} has {different} "
                 f"different ones that are not held out, and {count} rows in the mix {MIX} ask for "
                 f"{count * MIX[tag] // sum(MIX.values())}. Ask for fewer, or let them repeat."
             )
@@ -101,11 +101,11 @@ def validation(seed: int, held_out: Collection[str] = GENEVAL) -> list[Row]:
     rows = []
     for _ in range(VALIDATION):
         for tag, stream in streams.items():
-            row, known = next(stream)
-            if known:
+            row, different = next(stream)
+            if different:
                 raise ValueError(
-                    f"the tag {tag} has {known} prompts that are not held out, and a validation "
-                    f"set takes {VALIDATION}. Exclude fewer."
+                    f"the tag {tag} has {different} prompts that are not held out, and a "
+                    f"validation set takes {VALIDATION}. Exclude fewer."
                 )
             rows.append(row)
     return rows
@@ -139,11 +139,11 @@ def _stream(tag: str, seed: int | str, held_out: Collection[str]) -> Iterator[tu
 def _shuffled(size: int, rng: random.Random) -> Iterator[int]:
     """0 ... size-1 in a random order, as far as it is read: color_attr has 554,580 prompts."""
     moved: dict[int, int] = {}  # a Fisher-Yates shuffle of a list that is never built
-    for place in range(size):
-        drawn = rng.randrange(place, size)
+    for index in range(size):
+        drawn = rng.randrange(index, size)
         yield moved.pop(drawn, drawn)
-        if drawn != place:
-            moved[drawn] = moved.pop(place, place)
+        if drawn != index:
+            moved[drawn] = moved.pop(index, index)
 
 
 def _other(first: int, second: int) -> int:

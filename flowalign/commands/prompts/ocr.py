@@ -2,7 +2,7 @@
 
 They are composed from the grammar in ocr_grammar.yaml. None is taken from the public set (19,653
 training prompts, written by a language model). They have its form, one pair of quotes, and targets
-as long as those of its test set (`LENGTHS`: 2 to 29 characters, mean 17).
+as long as its test set's (`LENGTHS`: 2 to 29 characters, mean 17).
 """
 
 from __future__ import annotations

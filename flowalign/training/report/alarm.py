@@ -100,7 +100,7 @@ class Alarm:
         before = self.drifting.get(where, [])
         self.drifting[where] = [drift.name for drift in beyond]
         return [
-            f"images of {where} drift from the base: {drifted(drift)}, beyond alarm.warn = "
+            f"images of {where} drift from the base: {drift}, beyond alarm.warn = "
             f"{warn:g}. Look at them (`flowalign watch`): an honest gain, or a hack of the reward?"
             for drift in beyond
             if drift.name not in before
@@ -121,14 +121,6 @@ class Alarm:
         self.lasting = dict(state["lasting"])
         drifting = state.get("drifting", {})  # a checkpoint of before it has none
         self.drifting = {where: list(names) for where, names in drifting.items()}
-
-
-def drifted(drift: Drift) -> str:
-    """What has moved how far, in words."""
-    return (
-        f"{drift.name} by {drift.sigmas:+.1f} sigma (90 % {drift.low:+.1f} to {drift.high:+.1f}), "
-        f"from {drift.base:.3g} to {drift.model:.3g}"
-    )
 
 
 def _measured(pair: Sequence[float | None]) -> Measured:

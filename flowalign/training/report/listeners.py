@@ -1,4 +1,4 @@
-"""What listens to a run: its log, its samples, its evaluations and the drift of its images.
+"""What listens to a run: its log and samples, its evaluations and the drift of its images.
 
 The loop tells them what happens; they write, warn, and choose the best adapter.
 """
@@ -19,8 +19,9 @@ from flowalign.system import files
 from flowalign.system.files import to_json
 from flowalign.training import metrics
 from flowalign.training.report import samples, trackers
-from flowalign.training.report.alarm import Alarm, drifted, measured
-from flowalign.training.report.drift.monitor import Check, Monitor
+from flowalign.training.report.alarm import Alarm, measured
+from flowalign.training.report.drift.compare import Check
+from flowalign.training.report.drift.monitor import Monitor
 from flowalign.training.run.resume import LOG
 from flowalign.types import EvalReport, Rollout
 
@@ -31,14 +32,19 @@ Evaluate = Callable[[], tuple[float, EvalReport]]
 
 
 class RunLog:
-    """metrics.jsonl, the trackers and the warnings of a run; the main process writes them."""
+    """metrics.jsonl, the trackers, the warnings and the samples of a run; the main process writes
+    them."""
 
-    def __init__(self, accelerator: Accelerator, folder: Path, on_update: OnUpdate) -> None:
-        self.accelerator, self.folder, self.on_update = accelerator, folder, on_update
+    def __init__(
+        self, config: TrainingStage, accelerator: Accelerator, on_update: OnUpdate
+    ) -> None:
+        self.accelerator, self.on_update = accelerator, on_update
+        self.folder, self.settings = Path(config.output), config.train
+        self.main = accelerator.is_main_process
 
     def write(self, update: int, values: Mapping[str, float]) -> None:
         """A row: an update, or an evaluation."""
-        if self.accelerator.is_main_process:
+        if self.main:
             self.folder.mkdir(parents=True, exist_ok=True)
             row = to_json({metrics.UPDATE: update, **values})
             files.append(self.folder / LOG, json.dumps(row, allow_nan=False) + "\n")
@@ -47,52 +53,40 @@ class RunLog:
 
     def warn(self, update: int, texts: Iterable[str]) -> None:
         """Warnings about an update."""
-        for text in texts if self.accelerator.is_main_process else ():
+        for text in texts if self.main else ():
             log.warning("update %d: %s", update, text)
-
-
-class Samples:
-    """The pictures of a run; the main process draws them."""
-
-    def __init__(self, config: TrainingStage, accelerator: Accelerator) -> None:
-        self.accelerator, self.folder = accelerator, Path(config.output)
-        self.every, self.keep = config.train.sample_every, config.train.keep_samples
 
     def rollout(self, update: int, rollout: Rollout, notes: list[str]) -> None:
         """Some images of a rollout, where they are due."""
-        due = update % self.every == 0 and rollout.images is not None
-        if due and self.accelerator.is_main_process:
-            path = samples.write_rollout(self.folder, update, rollout, notes, self.keep)
+        if self.main and update % self.settings.sample_every == 0 and rollout.images is not None:
+            keep = self.settings.keep_samples
+            path = samples.write_rollout(self.folder, update, rollout, notes, keep)
             trackers.image(self.accelerator, "samples", path, update)
 
     def evaluation(self, update: int, report: EvalReport) -> None:
         """The table of an evaluation, and some of its images."""
-        if not self.accelerator.is_main_process:
+        if not self.main:
             return
         trackers.table(self.accelerator, "evaluation", report, update)
         if report.examples:
-            path = samples.write_examples(self.folder, update, report.examples, self.keep)
+            keep = self.settings.keep_samples
+            path = samples.write_examples(self.folder, update, report.examples, keep)
             trackers.image(self.accelerator, "held_out", path, update)
 
     def drift(self, update: int, kind: str, check: Check) -> None:
-        """What a check of the drift saw."""
-        if self.accelerator.is_main_process:
-            samples.write_drift(self.folder, update, kind, check.about(), self.keep)
+        """A check of the drift."""
+        if self.main:
+            samples.write_drift(self.folder, update, kind, check, self.settings.keep_samples)
 
 
 class DriftWatch:
     """How far the images are from the base model's. too_far: of what is to stop the run."""
 
     def __init__(
-        self,
-        config: TrainingStage,
-        monitor: Monitor | None,
-        alarm: Alarm,
-        run_log: RunLog,
-        pictures: Samples,
+        self, config: TrainingStage, monitor: Monitor | None, alarm: Alarm, run_log: RunLog
     ) -> None:
         self.settings, self.monitor, self.alarm = config.alarm, monitor, alarm
-        self.log, self.pictures = run_log, pictures
+        self.log = run_log
         self.too_far = ""
 
     def due(self, rollout: Rollout, update: int) -> bool:
@@ -118,10 +112,10 @@ class DriftWatch:
     ) -> dict[str, float]:
         assert self.settings
         self.log.warn(update, self.alarm.drift(check.drifts, self.settings.warn, where))
-        self.pictures.drift(update, kind, check)
+        self.log.drift(update, kind, check)
         worst = [drift for drift in check.drifts if drift.beyond(self.settings.stop)]
         if worst:
-            self.too_far = f"{where}: {'; '.join(map(drifted, worst))}"
+            self.too_far = f"{where}: {'; '.join(map(str, worst))}"
         beyond = sum(drift.beyond(self.settings.warn) for drift in check.drifts)
         values = {f"{prefix}{drift.name}": drift.sigmas for drift in check.drifts}
         return {**values, metrics.DRIFT_ALARMS: beyond}
@@ -140,11 +134,10 @@ class Evaluations:
         alarm: Alarm,
         drift: DriftWatch,
         run_log: RunLog,
-        pictures: Samples,
     ) -> None:
         self.evaluate, self.settings = evaluate, config.evaluation
         self.updates = config.train.updates
-        self.alarm, self.drift, self.log, self.pictures = alarm, drift, run_log, pictures
+        self.alarm, self.drift, self.log = alarm, drift, run_log
         self.last = -1
         self.best: dict[str, float] = {}
 
@@ -167,7 +160,7 @@ class Evaluations:
         rows = {f"{row.benchmark}/{row.metric}": measured(row) for row in counted}
         means = {metrics.EVAL + name: mean for name, (mean, _) in rows.items()}
         self.log.warn(update, [f"the evaluation lost {text}" for text in report.lost.values()])
-        self.pictures.evaluation(update, report)
+        self.log.evaluation(update, report)
         if math.isnan(headline):
             self.log.write(update, {metrics.LOST: len(report.lost), **means})
             return False

@@ -1,9 +1,25 @@
 """HTML pages in one file, without a network: the templates and the style that all of them share.
 
-A page is a template in `templates/` that extends `page.html.j2` (head, style, title).
+A page is a template in `templates/` that extends `page.html.j2` (head, style, title). Drift is
+shown by the macro of `drift.html.j2`: in the page of a run and in the report of an evaluation.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
+
+import jinja2
+
+from flowalign.training.report.drift.compare import Check
+
+
+class Panel(NamedTuple):
+    """A check of the drift. title: whose images. warn: sigmas beyond which a statistic stands
+    out."""
+
+    title: str
+    warn: float
+    check: Check
 
 
 def render(template: str, **content: object) -> str:
@@ -12,8 +28,6 @@ def render(template: str, **content: object) -> str:
     Texts are escaped, since prompts and reasons come from files and models. A variable that the
     template names and `content` lacks raises jinja2.UndefinedError.
     """
-    import jinja2
-
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("flowalign.training.report"),
         autoescape=True,

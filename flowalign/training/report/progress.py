@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -34,23 +36,6 @@ SHOWN = {
 }
 
 
-class Pace:
-    """Seconds an update by the clock: with evaluations, checkpoints and pictures.
-
-    The first update, which compiles and fills caches, counts only until there is a second.
-    """
-
-    def __init__(self, window: int) -> None:
-        self._marks: deque[tuple[float, int]] = deque(maxlen=window + 1)
-        self.seconds: float | None = None
-
-    def mark(self, update: int, spent: float) -> None:
-        """An update is done. spent: seconds that it says it took."""
-        self._marks.append((time.monotonic(), update))
-        (began, first), (now, last) = self._marks[0], self._marks[-1]
-        self.seconds = (now - began) / (last - first) if last > first else spent
-
-
 class Progress:
     """Shows the updates of a run, and tells status.json; silent on all processes but the main one.
 
@@ -60,8 +45,10 @@ class Progress:
     def __init__(self, config: TrainingStage, main: bool) -> None:
         self.main, self.total, self.folder = main, config.train.updates, Path(config.output)
         every = config.evaluation.every if config.evaluation else 0
-        self.pace = Pace(max(WINDOW, every))  # an evaluation counts with its share
-        self.held_out = ""  # of the last evaluation; shown beside every later update
+        # (time, update), with evaluations, checkpoints and pictures: of the last updates
+        self.marks: deque[tuple[float, int]] = deque(maxlen=max(WINDOW, every) + 1)
+        self.seconds: float | None = None  # an update takes
+        self.held_out = ""  # of the last evaluation; shown with every later update
         self.bar: Bar | None = None  # None in a log file
         self.heartbeat: Heartbeat | None = None
 
@@ -98,8 +85,12 @@ class Progress:
         if metrics.HEADLINE in values:
             self.held_out = line
         elif metrics.LOST not in values:
-            self.pace.mark(update, sum(values.get(name, 0.0) for name in metrics.SECONDS))
-        seconds = self.pace.seconds
+            self.marks.append((time.monotonic(), update))
+            (began, first), (now, last) = self.marks[0], self.marks[-1]
+            # the first update, which compiles and fills caches, counts until there is a second
+            spent = sum(values.get(name, 0.0) for name in metrics.SECONDS)
+            self.seconds = (now - began) / (last - first) if last > first else spent
+        seconds = self.seconds
         if self.heartbeat:
             self.heartbeat.say(update=update, seconds=seconds)
         left = "" if seconds is None else f"ETA {duration(seconds * (self.total - update))}"
@@ -130,9 +121,6 @@ def duration(seconds: float, exact: bool = False) -> str:
 def quiet() -> None:
     """Silence the loading bars of the libraries; errors and our own log stay. To be called before
     the libraries are imported, since some warn at their import."""
-    import logging
-    import warnings
-
     warnings.filterwarnings("ignore", "IProgress not found")  # tqdm's, in notebooks
     from diffusers.utils import logging as diffusers_log
     from transformers.utils import logging as transformers_log

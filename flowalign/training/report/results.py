@@ -1,4 +1,4 @@
-"""What a command says at its end: where its results lie, and what can be done next."""
+"""What a command says at its end: where its results are, and what can be done next."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flowalign.system.files import read_lines
 from flowalign.training import metrics
 from flowalign.training.run.resume import checkpoints
 
-PLACES = {  # below the folder of a run, in the order in which they are of use
+FILES = {  # below the folder of a run, in the order in which they are of use
     "report": "report.html",
     "grid": "grid.png",
     "table": "table.md",
@@ -30,7 +30,6 @@ PLACES = {  # below the folder of a run, in the order in which they are of use
     "config": "config.yaml",
 }
 PARTS = ("report", "grid", "adapter")  # what is named of a stage of a recipe
-PAGES = ("report", "page")
 
 
 @dataclass(frozen=True)
@@ -76,48 +75,45 @@ def untrained(config: TrainingStage) -> str | None:
 
 
 def summary(config: Stage) -> str:
-    """Which adapter was kept, where the results of a stage lie, one line each, and what comes next.
+    """Which adapter was kept, where the results of a stage are, one line each, and what comes next.
     Only what is there."""
-    folder, chosen = Path(config.output), {}
-    places = _found(folder)
-    if isinstance(config, TrainingStage):
-        chosen = {"kept": kept(folder)}
-    if isinstance(config, RecipeStage):
-        for name in config.stages:
-            stage = _found(folder / name)
-            chosen[f"{name}: kept"] = kept(folder / name)
-            places |= {f"{name}: {kind}": stage[kind] for kind in PARTS if kind in stage}
-    lines = [f"\n{what}: {which}" for what, which in chosen.items() if which]
-    return "".join([*lines, "\n" * bool(lines), _text(places, list(_next(places)))])
+    folder = Path(config.output)
+    adapters, paths = {"kept": kept(folder)}, _paths(folder)
+    for name in config.stages if isinstance(config, RecipeStage) else ():
+        stage = _paths(folder / name)
+        adapters[f"{name}: kept"] = kept(folder / name)
+        paths |= {f"{name}: {kind}": stage[kind] for kind in PARTS if kind in stage}
+    lines = [f"\n{what}: {which}" for what, which in adapters.items() if which]
+    return "".join([*lines, "\n" * bool(lines), _text(paths, list(_next_steps(paths)))])
 
 
 def merged(adapter: str | Path) -> str:
     """The same for the adapter that `flowalign merge` wrote."""
-    return _text({"adapter": Path(adapter)}, [_sample(Path(adapter))])
+    return _text({"adapter": Path(adapter)}, [_sample_command(Path(adapter))])
 
 
-def _found(folder: Path) -> dict[str, Path]:
+def _paths(folder: Path) -> dict[str, Path]:
     """What there is below the folder of a run: {what: path}."""
-    places = {what: folder / name for what, name in PLACES.items()}
+    paths = {what: folder / name for what, name in FILES.items()}
     if newest := checkpoints(folder)[-1:]:
-        places["checkpoint"] = newest[0]
-    return {what: path for what, path in places.items() if path.exists()}
+        paths["checkpoint"] = newest[0]
+    return {what: path for what, path in paths.items() if path.exists()}
 
 
-def _next(places: Mapping[str, Path]) -> Iterator[str]:
-    pages = [path for what, path in places.items() if what.endswith(PAGES)]
+def _next_steps(paths: Mapping[str, Path]) -> Iterator[str]:
+    pages = [path for what, path in paths.items() if what.endswith(("report", "page"))]
     for path in pages[:1]:
         yield f"open {path} in a browser"
-    if adapter := places.get("adapter"):
-        yield _sample(adapter)
+    if adapter := paths.get("adapter"):
+        yield _sample_command(adapter)
         yield f"flowalign push {shlex.quote(str(adapter.parent))} --repo YOU/NAME --dry-run"
 
 
-def _sample(adapter: Path) -> str:
+def _sample_command(adapter: Path) -> str:
     return f"flowalign sample 'a red sign that says \"CAT\"' --lora {shlex.quote(str(adapter))}"
 
 
-def _text(places: Mapping[str, Path], steps: Sequence[str]) -> str:
-    width = max(map(len, places), default=0)
-    lines = [f"  {what:{width}}  {path}" for what, path in places.items()]
+def _text(paths: Mapping[str, Path], steps: Sequence[str]) -> str:
+    width = max(map(len, paths), default=0)
+    lines = [f"  {what:{width}}  {path}" for what, path in paths.items()]
     return "\n".join(["", "Results:", *lines, "Next:", *(f"  {step}" for step in steps)])

@@ -1,8 +1,8 @@
-"""The images that a run keeps: pictures for people, and their data beside them.
+"""The images that a run keeps: pictures for people, and a JSON file of the same name.
 
 samples/update_000020.png shows images of a rollout, samples/held_out_000020.png of an evaluation.
-The .json file beside a picture has a row an image: prompt, task, note (its reward, or its teacher)
-and the image as a small WebP file in base64. Of each kind the newest `keep` stay, and the oldest.
+The JSON file has a row an image: prompt, task, note (its reward, or its teacher) and the image as a
+small WebP file in base64. Of each kind the newest `keep` stay, and the oldest.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import base64
 import io
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from flowalign.system.files import replacing, to_json
 from flowalign.system.images import to_uint8
+from flowalign.training.report.drift.compare import Check
 from flowalign.training.report.pictures import SMALL, grid, pixels_of
 from flowalign.types import Example, Rollout
 
@@ -38,78 +39,69 @@ def write_rollout(
     assert rollout.images is not None
     copies = int(rollout.copy.max()) + 1
     rows = list(range(0, len(rollout), max(1, copies // COPIES)))[:SHOWN]
-    batch = rollout.batch.select(rows)
-    images = list(rollout.images[rows])
-    path = _write(folder, f"{TRAINING}{update:06d}", images, batch.prompts, batch.tasks,
-                  [notes[row] for row in rows])  # fmt: skip
-    _forget(folder, TRAINING, keep)
-    return path
+    batch, images = rollout.batch.select(rows), list(rollout.images[rows])
+    about = zip(batch.prompts, batch.tasks, [notes[row] for row in rows], strict=True)
+    return _write_images(folder, TRAINING, update, images, list(about), keep)
 
 
 def write_examples(
     folder: Path, update: int, examples: Sequence[Example], keep: int | None = None
 ) -> Path:
     """Keep the images that an evaluation shows; returns the picture."""
-    path = _write(
-        folder,
-        f"{EVALUATION}{update:06d}",
-        [pixels_of(example.picture) for example in examples],
-        [example.prompt for example in examples],
-        [example.benchmark for example in examples],
-        [note(example.score) for example in examples],
-    )
-    _forget(folder, EVALUATION, keep)
-    return path
+    images = [pixels_of(example.picture) for example in examples]
+    about = [(e.prompt, e.benchmark, score_note(e.score)) for e in examples]
+    return _write_images(folder, EVALUATION, update, images, about, keep)
 
 
 def write_drift(
-    folder: Path, update: int, kind: str, found: Mapping[str, Any], keep: int | None = None
+    folder: Path, update: int, kind: str, check: Check, keep: int | None = None
 ) -> None:
-    """Keep what a check of the drift found
-    (`flowalign.training.report.drift.monitor.Check.about`)."""
-    path = folder / "samples" / f"{kind}{update:06d}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as part:
-        part.write_text(json.dumps(to_json(found), allow_nan=False), encoding="utf-8")
-    _forget(folder, kind, keep, ".json")
+    """Keep a check of the drift. kind: one of DRIFTS."""
+    _write_json(folder, kind, update, to_json(check.to_json()), keep)
 
 
-def _forget(folder: Path, kind: str, keep: int | None, suffix: str = ".png") -> None:
-    """Remove all samples of a kind but the oldest one and the newest `keep`; None = none."""
-    for old in _files(folder, kind, suffix)[1 : -keep if keep else 1]:
-        for path in (old, old.with_suffix(".json")):
-            path.unlink(missing_ok=True)
-
-
-def _files(run: Path, kind: str, suffix: str = ".png") -> list[Path]:
-    """The oldest first: six digits and more sort as numbers by their length."""
-    found = (run / "samples").glob(f"{kind}*{suffix}")
-    return sorted(found, key=lambda path: (len(path.name), path.name))
-
-
-def note(score: float) -> str:
+def score_note(score: float) -> str:
     """What stands below an image: its score."""
     return "failed" if math.isnan(score) else f"{score:.2f}"
 
 
-def _write(
+def _write_images(
     folder: Path,
-    name: str,
+    kind: str,
+    update: int,
     images: Sequence[Tensor],
-    prompts: Sequence[str],
-    tasks: Sequence[str],
-    notes: Sequence[str],
+    about: Sequence[tuple[str, str, str]],
+    keep: int | None,
 ) -> Path:
-    lines = [f"{prompt}\n{note}".strip() for prompt, note in zip(prompts, notes, strict=True)]
+    """about: prompt, task and note of each image."""
+    name = f"{kind}{update:06d}"
     path = folder / "samples" / f"{name}.png"
-    grid(path, images, lines, title=name)
+    captions = [f"{prompt}\n{note}".strip() for prompt, _, note in about]
+    grid(path, images, captions, title=name)
     rows = [
         {"prompt": prompt, "task": task, "note": note, "image": webp(image)}
-        for prompt, task, note, image in zip(prompts, tasks, notes, images, strict=True)
+        for image, (prompt, task, note) in zip(images, about, strict=True)
     ]
-    with replacing(path.with_suffix(".json")) as part:
-        part.write_text(json.dumps(rows), encoding="utf-8")
+    _write_json(folder, kind, update, rows, keep)
     return path
+
+
+def _write_json(folder: Path, kind: str, update: int, content: Any, keep: int | None) -> None:
+    """Write the JSON file of a sample; remove all samples of its kind but the oldest one and the
+    newest `keep` (None = keep all)."""
+    path = folder / "samples" / f"{kind}{update:06d}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as part:
+        part.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
+    for old in _samples(folder, kind)[1 : -keep if keep else 1]:
+        old.unlink()
+        old.with_suffix(".png").unlink(missing_ok=True)
+
+
+def _samples(run: Path, kind: str) -> list[Path]:
+    """The JSON files, oldest first: six digits and more sort as numbers by their length."""
+    paths = (run / "samples").glob(f"{kind}*.json")
+    return sorted(paths, key=lambda path: (len(path.name), path.name))
 
 
 def webp(image: Tensor) -> str:
@@ -121,21 +113,10 @@ def webp(image: Tensor) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-Kept = tuple[int, Any]  # update, rows; of a drift, what `write_drift` was given
-
-
-def newest(run: Path, kind: str) -> Kept | None:
-    """The newest samples of a run that can be read; None if there are none. kind: TRAINING,
-    EVALUATION or one of DRIFTS."""
-    return next(_kept(run, kind, reverse=True), None)
-
-
-def oldest(run: Path, kind: str) -> Kept | None:
-    """The oldest."""
-    return next(_kept(run, kind, reverse=False), None)
-
-
-def _kept(run: Path, kind: str, reverse: bool) -> Iterator[Kept]:
-    for path in _files(run, kind, ".json")[:: -1 if reverse else 1]:
+def read_sample(run: Path, kind: str, *, oldest: bool = False) -> tuple[int, Any] | None:
+    """Update and content of the newest (or the oldest) samples of a run that can be read; None if
+    there are none. kind: TRAINING, EVALUATION or one of DRIFTS."""
+    for path in _samples(run, kind)[:: 1 if oldest else -1]:
         with suppress(OSError, ValueError):
-            yield int(path.stem.removeprefix(kind)), json.loads(path.read_text("utf-8"))
+            return int(path.stem.removeprefix(kind)), json.loads(path.read_text("utf-8"))
+    return None

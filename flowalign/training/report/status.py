@@ -1,8 +1,4 @@
-"""status.json and warnings.jsonl: what a run says of itself to those who look from outside.
-
-The files lie in the run's folder, so they can be read on another machine that sees the disk.
-`flowalign watch` shows them.
-"""
+"""status.json and warnings.jsonl: the state of a run, in its folder, for `flowalign watch`."""
 
 from __future__ import annotations
 
@@ -20,7 +16,6 @@ from flowalign.system.files import replacing, to_json
 STATUS = "status.json"
 WARNINGS = "warnings.jsonl"
 BEAT = 15.0  # seconds between two signs of life
-KEPT = 1000  # newest warnings that a run keeps, at least; twice as many at most
 LONGEST = 4000  # characters of a warning
 SILENCE = 180.0  # seconds without one after which a run counts as dead; shared disks lag
 
@@ -102,26 +97,13 @@ class _Warnings(logging.Handler):
 
     def __init__(self, heartbeat: Heartbeat) -> None:
         super().__init__(logging.WARNING)
-        self.heartbeat, self.path = heartbeat, heartbeat.folder / WARNINGS
-        self.lines: int | None = None  # of the file; None = not counted
+        self.heartbeat = heartbeat
 
     def emit(self, record: logging.LogRecord) -> None:
         text, update = record.getMessage()[:LONGEST], self.heartbeat.status.update
         row = {"time": record.created, "update": update, "text": text}
-        with suppress(OSError):
-            if self.lines is None:
-                self.lines = len(self._read())
-            elif self.lines >= 2 * KEPT:
-                newest = self._read()[-KEPT:]
-                with replacing(self.path) as part:
-                    part.write_bytes(b"".join(newest))
-                self.lines = len(newest)
-            with open(self.path, "a") as file:
-                file.write(json.dumps(row) + "\n")
-            self.lines += 1
-
-    def _read(self) -> list[bytes]:
-        return self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+        with suppress(OSError), open(self.heartbeat.folder / WARNINGS, "a") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 def read_status(folder: Path) -> Status | None:

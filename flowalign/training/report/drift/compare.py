@@ -9,23 +9,31 @@ SIGMAS. The error counts too: the alarm asks for the end of the interval that is
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Any
 
 import torch
 from torch import Tensor
 
 CONFIDENCE = 0.90  # of the intervals: 95 % on the side that the alarm asks for
+SHOWN = 8  # prompts of a check, with their images
+
+Values = dict[str, Tensor]  # {statistic: [B]}
+Origin = tuple[int, str, str]  # of an image: the number of its prompt, its task, the prompt
+Pictures = Callable[[int], tuple[str, str] | None]  # of a row: base and model, WebP in base64
 
 
 @dataclass(frozen=True)
 class Sigma:
     """The unit of a statistic's drift: `share` of the standard deviation of the base's images, and
-    at least `least`, since what the base never draws has no deviation."""
+    at least `least`, since what the base never draws has no deviation. meaning: of the statistic,
+    in words."""
 
     share: float
     least: float
+    meaning: str
 
     def size(self, base: Tensor) -> float:
         """Of the values of the base's images, without those that are NaN."""
@@ -41,17 +49,19 @@ class Sigma:
 # GenEval teacher draws more objects than it is asked for, and that is what the alarm is for. Its
 # 3 sigma are such an object on three images of four, on the average.
 SIGMAS: Mapping[str, Sigma] = {
-    "brightness": Sigma(0.75, 0.01),
-    "dark": Sigma(0.2, 0.01),
-    "saturated": Sigma(0.45, 0.01),
-    "edges": Sigma(1.0, 0.005),
-    "entropy": Sigma(1.0, 0.1),
-    "grid": Sigma(0.4, 0.003),
-    "objects": Sigma(0.4, 0.25),
-    "surplus": Sigma(0.25, 0.25),
-    "text": Sigma(0.2, 0.01),
-    "diversity": Sigma(0.55, 0.01),
-    "feature_diversity": Sigma(0.6, 0.01),
+    "brightness": Sigma(0.75, 0.01, "mean luma"),
+    "dark": Sigma(0.2, 0.01, "share of dark pixels"),
+    "saturated": Sigma(0.45, 0.01, "share of pure, loud colours"),
+    "edges": Sigma(1.0, 0.005, "share of neighbours with a step"),
+    "entropy": Sigma(1.0, 0.1, "bits of the histogram of colours"),
+    "grid": Sigma(0.4, 0.003, "share of the luma's power at the grid of the patches"),
+    "objects": Sigma(0.4, 0.25, "regions that stand out"),
+    "surplus": Sigma(0.25, 0.25, "regions beyond those that the prompt asks for"),
+    "text": Sigma(0.2, 0.01, "share of the image that looks like text"),
+    "diversity": Sigma(0.55, 0.01, "distance of the images of a prompt, in pixels"),
+    "feature_diversity": Sigma(
+        0.6, 0.01, "distance of the images of a prompt, in features of the reward's CLIP"
+    ),
 }
 
 
@@ -69,6 +79,11 @@ class Drift:
     n: int
 
     @property
+    def unit(self) -> Sigma:
+        """The unit of its statistic; the name may have a task before it."""
+        return SIGMAS[self.name.rpartition("/")[2]]
+
+    @property
     def has_interval(self) -> bool:
         """Whether there were enough prompts for one."""
         return math.isfinite(self.low) and math.isfinite(self.high)
@@ -82,6 +97,39 @@ class Drift:
     def beyond(self, limit: float | None) -> bool:
         """Whether it has certainly moved farther than so many sigmas; None = no limit."""
         return limit is not None and self.certain > limit
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} by {self.sigmas:+.1f} sigma (90 % {self.low:+.1f} to {self.high:+.1f}), "
+            f"from {self.base:.3g} to {self.model:.3g}"
+        )
+
+
+@dataclass(frozen=True)
+class Check:
+    """A result. rows: of the most drifted prompts, the first image of both models: prompt, task,
+    drift in sigmas, base and model (WebP in base64)."""
+
+    drifts: Sequence[Drift]
+    rows: Sequence[Mapping[str, Any]]
+
+    @property
+    def by_size(self) -> list[Drift]:
+        """The statistics, the largest drift first."""
+        return sorted(self.drifts, key=lambda drift: -abs(drift.sigmas))
+
+    def to_json(self) -> dict[str, Any]:
+        """For the page of the run."""
+        return {"drifts": [vars(drift) for drift in self.drifts], "rows": self.rows}
+
+    @staticmethod
+    def from_json(check: Mapping[str, Any]) -> Check:
+        """What `to_json` returned; NaN and infinity are null in JSON."""
+        rows: list[dict[str, Any]] = [
+            {key: math.nan if value is None else value for key, value in row.items()}
+            for row in check["drifts"]
+        ]
+        return Check([Drift(**row) for row in rows], check["rows"])
 
 
 def drift(name: str, base: Tensor, model: Tensor, prompts: Sequence[int]) -> Drift:
@@ -97,8 +145,7 @@ def drift(name: str, base: Tensor, model: Tensor, prompts: Sequence[int]) -> Dri
     n = len(rows_of)
     if not n:
         return Drift(name, math.nan, math.nan, math.nan, -math.inf, math.inf, 0)
-    unit = SIGMAS[name.rpartition("/")[2]]
-    sigma = unit.size(base[rows])
+    sigma = SIGMAS[name.rpartition("/")[2]].size(base[rows])
     gaps = torch.stack([(model - base)[group].mean() for group in rows_of.values()]) / sigma
     mean = float(gaps.mean())
     half = math.inf if n < 3 else student(n - 1) * float(gaps.std(correction=1)) / math.sqrt(n)
@@ -107,16 +154,43 @@ def drift(name: str, base: Tensor, model: Tensor, prompts: Sequence[int]) -> Dri
     )
 
 
-def by_prompt(
-    base: Mapping[str, Tensor], model: Mapping[str, Tensor], prompts: Sequence[int]
-) -> Tensor:
-    """[B]: of each image the largest drift of a statistic, in sigmas: what to look at first."""
-    worst = torch.zeros(len(prompts), dtype=torch.float64)
+def check_drift(
+    base: Values, model: Values, origins: Sequence[Origin], pictures: Pictures
+) -> Check:
+    """The drift of every statistic that has a value, of each task by itself if there are several:
+    then it is called TASK/STATISTIC. origins: of the B images. pictures: asked for the first image
+    of the most drifted prompts; None for one that another process has."""
+    drifts = []
+    tasks = sorted({task for _, task, _ in origins})
+    for task in tasks:
+        rows = [row for row, origin in enumerate(origins) if origin[1] == task]
+        prompts = [origins[row][0] for row in rows]
+        for name in base:
+            label = f"{task}/{name}" if len(tasks) > 1 else name
+            drifts.append(drift(label, base[name][rows], model[name][rows], prompts))
+    rows = []
+    for row, sigmas in most_drifted(base, model, [prompt for prompt, _, _ in origins]):
+        _, task, prompt = origins[row]
+        if both := pictures(row):
+            about = {"prompt": prompt, "task": task, "sigmas": sigmas}
+            rows.append({**about, "base": both[0], "model": both[1]})
+    return Check([drift for drift in drifts if drift.n], rows)
+
+
+def most_drifted(base: Values, model: Values, prompts: Sequence[int]) -> list[tuple[int, float]]:
+    """(row of its first image, drift in sigmas) of the prompts to look at first, by the largest
+    drift of a statistic of an image."""
+    largest = torch.zeros(len(prompts), dtype=torch.float64)
     for name, values in base.items():
-        unit = SIGMAS[name.rpartition("/")[2]]
-        gap = (model[name] - values).abs() / unit.size(values)
-        worst = worst.maximum(gap.nan_to_num(0.0))
-    return worst
+        gap = (model[name] - values).abs() / SIGMAS[name].size(values)
+        largest = largest.maximum(gap.nan_to_num(0.0))
+    first: dict[int, int] = {}
+    size: dict[int, float] = {}
+    for row, (prompt, sigmas) in enumerate(zip(prompts, largest.tolist(), strict=True)):
+        first.setdefault(prompt, row)
+        size[prompt] = max(size.get(prompt, 0.0), sigmas)
+    order = sorted(first, key=lambda prompt: -size[prompt])[:SHOWN]
+    return [(first[prompt], size[prompt]) for prompt in order]
 
 
 def student(freedom: int) -> float:

@@ -24,12 +24,10 @@ REGION = 0.3  # distance from the median colour of what stands out, in the chann
 SMALLEST = 1 / 256  # share of the image that a region has at least
 STROKE = 0.25  # luma range of a cell of text
 
-POINTWISE = ("brightness", "dark", "saturated", "edges", "entropy", "grid", "objects", "text")
-
 
 def measure(images: Tensor, period: int) -> dict[str, Tensor]:
-    """{statistic of POINTWISE: [B] in float64 on the CPU}. period: pixels of a patch. NaN for an
-    image that is not finite."""
+    """{statistic: [B] in float64 on the CPU}. period: pixels of a patch. NaN for an image that is
+    not finite."""
     images = images.detach().float().cpu()
     finite = images.isfinite().flatten(1).all(1)
     images = images.nan_to_num(0.0, 0.0, 0.0).clamp(0, 1)
@@ -142,11 +140,11 @@ def diversity(vectors: Tensor, groups: Sequence[int]) -> Tensor:
     return distances
 
 
-def asked(metadata: Mapping[str, Any]) -> float | None:
-    """How many objects GenEval's metadata asks for; None where a prompt has none."""
+def asked(metadata: Mapping[str, Any]) -> float:
+    """How many objects GenEval's metadata asks for; NaN for other prompts."""
     clauses = metadata.get("include")
     if not isinstance(clauses, list) or not clauses:
-        return None
+        return torch.nan
     counts = [clause.get("count", 1) for clause in clauses if isinstance(clause, Mapping)]
     return float(sum(count for count in counts if isinstance(count, (int, float))))
 
