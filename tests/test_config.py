@@ -147,6 +147,7 @@ def test_a_wrong_value_is_explained(sections: dict[str, Any], said: list[str]) -
     assert all(part in problem for part in said), problem
 
 
+WATCHED = {"name": "watched", "prompts": "b.txt", "reward": {"name": "ocr"}}
 NO_VALIDATION = {key: value for key, value in TASK.items() if key != "validation"}
 
 
@@ -173,6 +174,20 @@ NO_VALIDATION = {key: value for key, value in TASK.items() if key != "validation
         ("tasks.0.validation", {"tasks": [NO_VALIDATION]}),
         ("tasks.0.reward", {"tasks": [{**TASK, "reward": None}]}),
         ("tasks", {"evaluation": {"watch": [MARK]}}),
+        ("tasks.0.teacher", {"tasks": [{**TASK, "teacher": "a"}]}),
+        ("rollout.window", {"stage": "nft", "rollout": {"kind": "ode", "window": [0, 2]}}),
+        (
+            "evaluation.watch.0.layout",
+            {"evaluation": {"watch": [{**WATCHED, "layout": "geneval"}]}},
+        ),
+        (
+            "student.reward_to_go",
+            {
+                "stage": "opd",
+                "teachers": {"ocr": {"adapter": "tiny/ocr"}},
+                "student": {"reward_to_go": True},
+            },
+        ),
     ],
 )
 def test_values_that_do_not_go_together_are_refused(key: str, sections: dict[str, Any]) -> None:

@@ -232,7 +232,9 @@ class StudentConfig(Section):
     """Rollouts between two measurements of the cosines between the tasks' gradients."""
 
     def problems(self) -> Iterator[str]:
-        """A weighting that belongs to another gradient."""
+        """A weighting or an advantage that belongs to another gradient."""
+        if self.reward_to_go and self.gradient != "policy":
+            yield f"reward_to_go: true, but gradient {self.gradient!r}; it is for 'policy' only."
         if self.gradient in ("published", "detached") and self.weighting != "published":
             yield f"weighting: gradient {self.gradient!r} has 'published' only. Use it."
 

@@ -330,6 +330,12 @@ class TrainingStage(Job):
                     f"tasks.{index}.validation: missing, though `evaluation` is on. Name a prompt "
                     "set that is not trained on, or write `evaluation: null`."
                 )
+        for index, benchmark in enumerate(self.watched):
+            if benchmark.layout:
+                yield (
+                    f"evaluation.watch.{index}.layout: {benchmark.layout!r}, but a run keeps no "
+                    "images. Use it under `benchmarks` of an evaluation (`stage: eval`)."
+                )
         if self.watched and not self.evaluates:
             yield "evaluation.watch: no task has `validation` and `reward`: nothing is evaluated."
         yield from _same_names(
@@ -348,6 +354,16 @@ class RewardStage(TrainingStage):
     @property
     def credited(self) -> learning.AdvantageConfig:
         return getattr(self, self.stage)
+
+    def problems(self) -> Iterator[str]:
+        """Tasks that are routed to a teacher."""
+        yield from super().problems()
+        for index, task in enumerate(self.tasks):
+            if task.teacher:
+                yield (
+                    f"tasks.{index}.teacher: {task.teacher!r}, but stage {self.stage!r} has no "
+                    "teachers. Leave it out, or use stage 'opd' or 'sft'."
+                )
 
 
 class GrpoStage(RewardStage):
@@ -402,6 +418,8 @@ class ForwardStage(RewardStage):
                 f"rollout.kind: {rollout.kind!r}, but {name} learns from clean images, and noise "
                 "during sampling only makes them worse. Use 'ode'."
             )
+        if rollout.window is not None:
+            yield f"rollout.window: {name} trains no states of a rollout. Leave it out."
         if rollout.shared_noise:
             yield "rollout.shared_noise: an ode gives all images of a prompt alike. Use false."
         start, stop = steps_within(rollout.steps, forward.within)
