@@ -46,6 +46,10 @@ def run(name: str, target: str, argv: Sequence[str]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
         return 128 + signal.SIGPIPE
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # how rich's console takes that
+            return 128 + signal.SIGPIPE
+        raise
     except KeyboardInterrupt as error:
         print(f"flowalign {name}: interrupted ({str(error) or 'SIGINT'})", file=sys.stderr)
         return error.code if isinstance(error, Interrupted) else CODES[signal.SIGINT]
