@@ -414,3 +414,13 @@ def test_a_run_whose_last_evaluation_was_lost_stops_and_takes_it_again(
     ]
     assert not any("eval/lost" in row for row in lines(again))
     assert tired.seen == 1  # nothing else was repeated
+
+
+def test_nothing_is_learnt_where_no_image_is_kept(random_model: str, tmp_path: Path) -> None:
+    found = fakes.settings(random_model, tmp_path / "run", "grpo.kl_weight=1.0")
+    loop = fakes.wired(found, moved=True)
+    prepared = loop.prepare(loop.rollout(0))
+    assert isinstance(prepared, Prepared)
+    assert loop.learn(prepared)["grad_norm"] > 0
+    nothing = dataclasses.replace(prepared, keep=torch.zeros(8, dtype=torch.bool))
+    assert loop.learn(nothing)["grad_norm"] == 0

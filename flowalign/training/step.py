@@ -59,8 +59,6 @@ class Step:
         for start in range(0, share * steps, share):
             keep = torch.zeros(len(prepared.rollout), dtype=torch.bool)
             keep[start : start + share] = prepared.keep[start : start + share].cpu()
-            if not keep.any():  # every process must take part in the gradient's reduction
-                keep[start] = True
             fault = self.accumulate(prepared, keep, share, means)
             means.add(metrics.LEARNING_RATE, float(self.lr.get_last_lr()[0]))
             norm, taken = self._descend()
@@ -79,11 +77,14 @@ class Step:
         """The gradient of an optimizer step's pairs, in micro-batches. Returns the first fault of a
         velocity or loss of this process."""
         rollout, fault = prepared.rollout, None
+        if idle := not keep.any():  # every process takes part in the gradient's reduction
+            keep = torch.arange(len(rollout)) == 0  # with an image of weight 0
         count = share * len(rollout.steps)
         size = min(self.settings.micro_batch, count)
         batches = math.ceil(int(keep.sum()) * len(rollout.steps) / size)
         batches += processes.missing_steps(batches, self.parallel.lockstep)
         for i, (pairs, weight) in enumerate(filled(pairs_of(rollout, keep, size), batches)):
+            weight = 0.0 if idle else weight
             with self.parallel.learning(self.backbone.transformer, last=i == batches - 1):
                 velocity = self.algorithm.velocity(pairs)
                 step = self.algorithm.loss(pairs, velocity, prepared)
