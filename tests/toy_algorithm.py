@@ -54,6 +54,7 @@ class Toy(Algorithm[Best]):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self.scored = Scored(parts, self.config.toy)
+        self.on_images = self.scored.on_images
 
     @classmethod
     def keeps(cls, config: ToyStage, updates: Sequence[int] | None = None) -> Keeps:

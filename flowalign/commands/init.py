@@ -20,7 +20,16 @@ from pydantic_core import to_jsonable_python
 from flowalign import rewards as reward_registry
 from flowalign.backbone import ModelError, family_of, pipeline_name
 from flowalign.backbone.structure import find
-from flowalign.config import STAGES, RecipeStage, Section, Stage, assignments, parse, read
+from flowalign.config import (
+    STAGES,
+    RecipeStage,
+    RewardStage,
+    Section,
+    Stage,
+    assignments,
+    parse,
+    read,
+)
 from flowalign.config.model import LoraConfig
 from flowalign.config.safe_yaml import dump_yaml
 from flowalign.system.files import replacing
@@ -30,7 +39,7 @@ CONFIGS = Path(__file__).parent / "configs"
 SD35 = CONFIGS / "sd35_medium"  # has configs for all stages
 STUDENT = "student_flow_opd.yaml"  # every family has it, and an eval.yaml
 WIDTH = 90  # of a comment
-TEACHERS = ("grpo", "nft", "awm")  # the stages that learn from rewards
+TEACHERS = tuple(name for name, kind in STAGES.items() if issubclass(kind, RewardStage))
 SAMPLING = (*TEACHERS, "opd", "sft", "recipe", "eval")
 USED = {  # options that say what a config holds, by the stages that have it
     "reward": SAMPLING,
@@ -252,7 +261,7 @@ def _shipped_teacher(answers: Answers) -> dict[str, Any]:
                 guidance = answers.shipped("eval.yaml")["sampling"]["guidance"]
             data |= {"model": {}, "rollout": data["rollout"] | {"guidance": guidance}}
         return data
-    raise AssertionError(f"SD35 ships no teacher by {answers.stage}")
+    raise ValueError(f"no shipped config has stage: {answers.stage}. Add one to {SD35}")
 
 
 def _shipped_student(answers: Answers) -> dict[str, Any]:

@@ -264,7 +264,7 @@ class OptimizerConfig(Section):
     max_grad_norm: Positive = 1.0
     """The gradient's norm is clipped to this."""
     warmup: Annotated[int, Field(ge=0, le=10_000_000)] = 0
-    """Updates of linear warm-up."""
+    """Optimizer steps of linear warm-up. The first of them has a learning rate of 0."""
     updates_per_rollout: Count = 1
     """Optimizer steps per rollout, each on an equal share of its prompts."""
     micro_batch: Many = 16
