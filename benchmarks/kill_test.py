@@ -369,7 +369,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     scenarios = [Scenario(base, *name) for name in names]
     if only := args.only or (QUICK if args.quick else []):
         scenarios = [each for each in scenarios if each.folder.name in only]
-    kills, real = (8, 0) if args.quick else (args.kills, args.real)
+    kills, real = (min(args.kills, 8), 0) if args.quick else (args.kills, args.real)
     began, chains = time.monotonic(), []
     for each in test(scenarios, kills, real, args.seed, args.workers):
         chains.append(each)

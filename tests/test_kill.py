@@ -7,8 +7,14 @@ import fakes
 import pytest
 
 
-@pytest.mark.slow
-def test_killed_runs_end_as_the_undisturbed_one() -> None:
+ONE = ["--only", "grpo_1", "--kills", "2"]  # merges and evaluations: test_recipe, test_store
+
+
+@pytest.mark.parametrize(
+    "words", [pytest.param(ONE, marks=pytest.mark.slow), pytest.param([], marks=pytest.mark.long)]
+)
+def test_killed_runs_end_as_the_undisturbed_one(words: list[str]) -> None:
     script = fakes.ROOT / "benchmarks" / "kill_test.py"
-    done = subprocess.run([sys.executable, script, "--quick"], capture_output=True, text=True)
+    command = [sys.executable, script, "--quick", *words]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
