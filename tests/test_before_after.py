@@ -14,6 +14,7 @@ from flowalign.training.rollout import generate
 from flowalign.types import PromptBatch
 
 
+@pytest.mark.slow
 def test_every_task_has_a_row_before_and_one_after(finished_run: fakes.FinishedRun) -> None:
     assert (finished_run.folder / "before_after.png").stat().st_size > 1000
     assert [block.title.split(":")[0] for block in finished_run.blocks] == ["red", "vivid"]

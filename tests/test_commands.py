@@ -146,7 +146,7 @@ def test_a_module_in_the_current_folder_comes_before_one_beside_the_config(
         sys.modules.pop(name)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_command_finds_a_reward_here_or_beside_its_config(
     script: list[str], random_model: str, tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ import fakes
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.long  # the small case is test_resume
 def test_damaged_runs_end_as_the_undamaged_one() -> None:
     script = fakes.ROOT / "benchmarks" / "damage.py"
     done = subprocess.run([sys.executable, script, "--quick"], capture_output=True, text=True)

@@ -70,6 +70,7 @@ def outcome(model: str, folder: Path, *given: str) -> tuple[bytes, list[dict[str
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [[], ["model.dtype=bfloat16", "rollout.guidance=4.5"]])
 def test_two_runs_are_equal_to_the_bit(random_model: str, tmp_path: Path, given: list[str]) -> None:
     one, two = (outcome(random_model, tmp_path / name / "run", *given) for name in ("a", "b"))

@@ -169,6 +169,7 @@ def test_a_teacher_that_is_the_students_start_is_named(random_model, tmp_path):
 # Faults that only the model shows --------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_few_bits_and_other_batches_make_a_ratio_that_is_not_one(random_model, tmp_path):
     def ratio(*changes: str) -> list[str]:
         run = fakes.settings(random_model, tmp_path / "run", "model.dtype=bfloat16", *changes)
@@ -179,6 +180,7 @@ def test_few_bits_and_other_batches_make_a_ratio_that_is_not_one(random_model, t
     assert "rollout.batch_size" in text and "optimizer.micro_batch" in text
 
 
+@pytest.mark.slow
 def test_an_adapter_that_was_trained_with_dropout_drops_nothing_here(random_model, tmp_path):
     adapter = fakes.teachers(random_model, tmp_path)["odd"]
     replanted(adapter, lambda weights, metadata: metadata.update(lora_dropout=0.5))
@@ -241,7 +243,7 @@ def test_a_teacher_that_scores_less_than_the_students_start_is_named(random_mode
     assert sorted(levels.values()) == [["fault"] * 2, ["ok"] * 2]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_tiny_ocr_teacher_at_another_scale_than_its_student_is_named(tmp_path):
     data = {
         "stage": "opd",
@@ -275,6 +277,7 @@ def written(run, folder):
     return str(path)
 
 
+@pytest.mark.slow
 def test_the_command_tells_all_and_ends_by_its_findings(random_model, tmp_path, capsys):
     path = written(fakes.settings(random_model, tmp_path / "run"), tmp_path)
     assert main(["doctor", "--config", path, "--trust"]) == 0  # its reward is fakes:redness

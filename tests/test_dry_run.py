@@ -76,6 +76,7 @@ def test_every_stage_is_told_and_nothing_is_written(recipe, capsys, monkeypatch)
     assert "latents [B, 16, 4, 4]" in printed and "│ sum " in printed
 
 
+@pytest.mark.slow
 def test_the_doctor_examines_a_recipe_stage_by_stage(recipe, capsys, monkeypatch):
     monkeypatch.chdir(recipe.parent)
     assert main(["doctor", "--config", str(recipe), "--no-model"]) == 0

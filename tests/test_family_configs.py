@@ -77,10 +77,15 @@ FITS = {  # what the heads of the variants promise: bytes of the GPU, and famili
 }
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("data")
-@pytest.mark.parametrize("name", ["teacher_ocr_nft", "student_flow_opd", "eval"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        pytest.param(family, name, marks=pytest.mark.slow if name == "eval" else pytest.mark.long)
+        for family in FAMILIES
+        for name in ("teacher_ocr_nft", "student_flow_opd", "eval")
+    ],
+)
 def test_the_doctor_passes_it_in_shapes_and_finds_what_is_planted(family: str, name: str) -> None:
     path = ROOT / "configs" / family / f"{name}.yaml"
     config = load(path, stage=Stage)

@@ -6,7 +6,6 @@ import sys
 import fakes
 import pytest
 
-
 ONE = ["--only", "grpo_1", "--kills", "2"]  # merges and evaluations: test_recipe, test_store
 
 

@@ -35,6 +35,7 @@ def places(text: str) -> dict[str, Path]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_names_what_it_left(
     finished_run: fakes.FinishedRun,
 ) -> None:

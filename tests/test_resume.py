@@ -125,6 +125,7 @@ def test_without_a_sound_checkpoint_of_this_config_the_run_is_refused(
     assert end(run) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", [["--resume"], []])
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(
     whole: Path, run: Path, flag: list[str]
@@ -152,6 +153,7 @@ def test_the_log_of_another_run_is_refused(
     assert go(whole, run) == 2 and end(run) == before
 
 
+@pytest.mark.slow
 def test_a_teacher_that_was_replaced_is_named(
     random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,6 +226,7 @@ def test_rotation_keeps_a_sound_checkpoint_rather_than_one_that_claims_to_be_new
     assert [path.name for path in checkpoints.all()] == ["update_000005", "update_000007"]
 
 
+@pytest.mark.slow
 def test_another_number_of_processes_is_refused_unless_it_is_allowed(
     whole: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -230,18 +230,17 @@ def test_a_stage_passes_in_shapes_without_weights(path: Path, shallow: dict[str,
         assert ("labels" in phases) == isinstance(config, OpdStage)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("data")
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda path: path.stem)
 @pytest.mark.parametrize(
     "name",
     [
-        "teacher_geneval",
-        "teacher_geneval_nft",
-        "teacher_ocr_nft",
-        "teacher_geneval_awm",
-        "student_flow_opd_published",
-        "student_flow_opd",
+        pytest.param("teacher_geneval", marks=pytest.mark.long),
+        pytest.param("teacher_geneval_nft", marks=pytest.mark.long),
+        pytest.param("teacher_ocr_nft", marks=pytest.mark.long),
+        pytest.param("teacher_geneval_awm", marks=pytest.mark.long),
+        pytest.param("student_flow_opd_published", marks=pytest.mark.long),
+        pytest.param("student_flow_opd", marks=pytest.mark.slow),
     ],
 )
 def test_a_variant_fits_its_gpus(name: str, variant: Path) -> None:
@@ -257,7 +256,7 @@ def test_a_variant_has_keys_for_known_stages_only() -> None:
             assert kind in STAGES and set(keys) <= MEMORY.keys()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("data")
 def test_the_smoke_recipe_gets_through_every_stage(tmp_path: Path) -> None:
     """As it stands, but on the tiny model, with its judge, in smaller batches."""
