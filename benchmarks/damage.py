@@ -148,18 +148,15 @@ def of_checkpoint(run: Path) -> Iterator[Case]:
 
 
 def of_run(run: Path) -> Iterator[Case]:
-    """The adapter and the log of a run."""
+    """The adapter and the log of a run: both come back from the checkpoint without a word."""
     older = run / "checkpoints" / BEFORE
     for path in sorted((run / "adapter").iterdir()):
         if path.name != "README.md":
             other = older / "kept" / path.name
             differs = other.exists() and other.read_bytes() != path.read_bytes()
             name = path.relative_to(run).as_posix()
-            yield from of_file("grpo", name, path.name, other if differs else None)
-    yield Case(
-        "grpo", "adapter", "deleted", lambda run: shutil.rmtree(run / "adapter"), ("adapter",)
-    )
-    # the log comes back from the checkpoint without a word
+            yield from of_file("grpo", name, "", other if differs else None)
+    yield Case("grpo", "adapter", "deleted", lambda run: shutil.rmtree(run / "adapter"), ())
     yield from of_file("grpo", "metrics.jsonl", "")
 
 

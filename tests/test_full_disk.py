@@ -10,7 +10,7 @@ from typing import Any
 import fakes
 import pytest
 
-from flowalign.config import ConfigError, to_yaml
+from flowalign.config import to_yaml
 from flowalign.system.files import append, is_disk_full
 
 MOUNT = 'mount -t tmpfs -o size="$0" tmpfs "$1" && shift && exec "$@"'
@@ -101,8 +101,3 @@ def test_a_full_disk_stops_a_run_which_goes_on_when_there_is_room(
     assert "the disk is full" in said
     assert "update_000002" in second and "status 0" in second, done.stdout + said
     assert "update_000004" in second and ".part" not in second
-
-
-def test_the_key_of_past_versions_is_refused_by_name(random_model: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"train\.disk_full: removed.*Leave it out"):
-        fakes.settings(random_model, tmp_path / "run", "train.disk_full=continue")

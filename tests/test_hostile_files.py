@@ -214,5 +214,5 @@ def test_a_preference_model_that_is_a_pickle_is_refused(tmp_path: Path) -> None:
     folder = shutil.copytree(PREFERENCE, tmp_path / "clip")
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(OSError, match="a pickle .* convert"):
+    with pytest.raises(OSError, match="no file named model.safetensors"):
         rewards.build("pickscore", model=str(folder))

@@ -103,7 +103,7 @@ class Section(BaseModel):
         if kind == "extra_forbidden":
             hint = did_you_mean(name, fields, "`")
             return f"unknown key.{hint} Possible keys: {', '.join(fields)}."
-        example = _example(fields[name]) if len(place) == 1 else ""
+        example = _example(fields[name]) if name in fields and len(place) == 1 else ""
         if kind == "missing" and len(place) == 1:
             inner: Any = fields[name].annotation
             section = isinstance(inner, type) and issubclass(inner, Section)
