@@ -31,7 +31,7 @@ NASTY_NUMBERS = [
 def examples(count: int) -> pytest.MarkDecorator:
     """The number of inputs of a property: a tenth in `make test`, so many with the slow tests, and
     ten times as many with `-m long`."""
-    slow = pytest.param(count, marks=pytest.mark.long)
+    slow = pytest.param(count, marks=pytest.mark.slow)
     many = pytest.param(10 * count, marks=pytest.mark.long)
     return pytest.mark.parametrize("count", [max(20, count // 10), slow, many])
 
