@@ -9,11 +9,11 @@ PYTEST := $(PY) -m pytest -q -n logical --maxprocesses 8 --dist worksteal
 test: setup
 	$(PYTEST)
 
-# The slow ones, too: several processes, compiled models, the notebooks, the wheel, the site.
+# The slow ones, too: several processes, compiled models, a second device.
 test-all: setup
 	$(PYTEST) -m "not long and not gpu"
 
-# Statistics of many draws, generated code, every case of the GPU benchmark: about a quarter of an hour.
+# The longest: kills, damage, the first day, notebooks, the site, statistics of many draws, generated code.
 test-long: setup
 	$(PYTEST) -m long
 

@@ -37,7 +37,7 @@ def outputs_in_text() -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_all_steps_work_and_leave_the_files_that_documents_name(tmp_path: Path) -> None:
     """In one test, since the steps take minutes; with this test's own environment."""
     done = subprocess.run(
