@@ -177,7 +177,7 @@ mistakes() { # each is refused before anything is written
     mistake flowalign serve-reward pickscor
     mistake flowalign push mine --repo me/red
     mistake flowalign watch runs/nobody
-    mistake flowalign init --stage grpo --reward orc --out mine/init.yaml --yes
+    mistake flowalign init --stage grpo --reward orc --out mine/init.yaml
     mistake flowalign data check data/nothing.txt
     if [ -e runs/x ]; then fail "a refused command wrote runs/x"; fi
 }
