@@ -174,15 +174,19 @@ class _Shapes:
         self.latent_shape = self.backbone.latent_shapes[largest]
         self.latent = rounded(4 * math.prod(self.latent_shape))  # bytes, float32
         self.pixels = 4 * 3 * sizes[largest]  # bytes of an image, float32
+        self.frozen: dict[str, list[nn.Parameter]] = {}
 
-    def add_frozen(self, name: str, rank: int, targets: list[str] | None) -> list[nn.Parameter]:
-        """Add a frozen adapter, as a run loads it."""
-        with torch.device("meta"):
-            self.backbone.add_adapter(name, rank=rank, alpha=1.0, targets=targets)
-        parameters = self.backbone.adapter_parameters(name)
-        for parameter in parameters:
-            parameter.data = parameter.data.to(self.dtype)
-        return parameters
+    def add_frozen(self, rank: int, targets: list[str] | None) -> str:
+        """Add a frozen adapter, as a run loads it; its name. Adapters of one rank cost the same, so
+        that one stands for all."""
+        name = f"rank_{rank}"
+        if name not in self.frozen:
+            with torch.device("meta"):
+                self.backbone.add_adapter(name, rank=rank, alpha=1.0, targets=targets)
+            self.frozen[name] = self.backbone.adapter_parameters(name)
+            for parameter in self.frozen[name]:
+                parameter.data = parameter.data.to(self.dtype)
+        return name
 
     def base_parts(self) -> dict[str, int]:
         """Resident bytes of the model itself."""
@@ -267,14 +271,14 @@ class _Evaluation(_Shapes):
     ) -> None:
         super().__init__(config, device_type, processes)
         default = LoraConfig().rank
-        self.loras = {
-            f"model_{i}": self.add_frozen(f"model_{i}", rank_of(source, default, ranks), None)
-            for i, source in enumerate(config.inputs.values())
-        }
+        self.loras = [
+            self.add_frozen(rank_of(source, default, ranks), None)
+            for source in config.inputs.values()
+        ]
 
     def parts(self) -> dict[str, int]:
         """Resident bytes by what they are."""
-        loras = sum(size(parameters) for parameters in self.loras.values())
+        loras = sum(size(self.frozen[name]) for name in self.loras)
         return self.base_parts() | {f"LoRAs of {len(self.loras)} models": loras}
 
     def phases(self) -> Sequence[Phase]:
@@ -332,9 +336,9 @@ class _Run(_Shapes):
         for key, teacher in config.labellers.items():
             name = None
             if teacher.adapter is not None:
-                name = key.replace(".", "_")  # torch forbids dots in a module's name
                 rank = rank_of(teacher.adapter, lora.rank, ranks)
-                self.teachers += self.add_frozen(name, rank, lora.targets)
+                name = self.add_frozen(rank, lora.targets)
+                self.teachers += self.frozen[name]
             self.sources[key] = Source(name, config.guidance_of(teacher))
         self.backbone.activate(STUDENT)
 
@@ -488,11 +492,13 @@ class _Run(_Shapes):
     def _teachers_forward(self, batch: int) -> Meter:
         """A batch of the teacher with the highest peak; its FLOPs are the mean of all tasks'."""
         config = self.config
-        meters = {
-            task.name: self.forward(batch, self.sources[f"teachers.{config.routing[task.name]}"])
+        sources = {
+            task.name: self.sources[f"teachers.{config.routing[task.name]}"]
             for task in config.tasks
         }
+        meters = {s: self.forward(batch, s) for s in dict.fromkeys(sources.values())}
+        weighted = (meters[sources[task.name]].flops * task.weight for task in config.tasks)
+        flops = sum(weighted) / sum(task.weight for task in config.tasks)
         worst = max(meters.values(), key=lambda meter: meter.peak)
-        weighted = (meters[task.name].flops * task.weight for task in config.tasks)
-        worst.flops = round(sum(weighted) / sum(task.weight for task in config.tasks))
+        worst.flops = round(flops)
         return worst
