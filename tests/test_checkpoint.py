@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from flowalign.training.loop import Loop
 from flowalign.training.run.checkpoint import Checkpoints, get_rng, set_rng
 from flowalign.types import StepLoss
 
+LINEAR = "optimizer={schedule: linear, lr: 0.001}"
 EVALUATED = ["evaluation={every: 2, prompts: 2}"]
 
 
@@ -88,6 +90,20 @@ def test_two_updates_and_two_more_are_four(
     names = {path.name for path in expected.iterdir() if path.is_file()}
     for name in names - {"manifest.json", "metrics.jsonl"}:  # they hold paths and seconds
         assert (expected / name).read_bytes() == (found / name).read_bytes(), name
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 3)])
+def test_a_resumed_run_has_the_learning_rates_of_its_new_length(
+    random_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, before: int, after: int
+) -> None:
+    """As if it had always been so long; and it says so."""
+    run(random_model, tmp_path / "run", LINEAR, f"train.updates={before}", *EVALUATED)
+    shutil.rmtree(tmp_path / "run/checkpoints/update_000004", ignore_errors=True)
+    loop = run(random_model, tmp_path / "run", LINEAR, f"train.updates={after}", *EVALUATED,
+               resume=True)  # fmt: skip
+    rates = [row["lr"] for row in state(loop)["metrics"] if "lr" in row]
+    assert rates[2:] == pytest.approx([1e-3 * (1 - n / after) for n in range(2, after)])
+    assert "train.updates" in caplog.text
 
 
 FORWARD = ["optimizer.lr=1e-2", "{}.kl_weight=0.1"]

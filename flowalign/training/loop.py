@@ -346,4 +346,9 @@ class Loop:
             checkpoint.restore_best_adapter(self.folder, folder)
 
         from_main(restore)
+        before, now = saved.about["config"]["train"]["updates"], self.config.train.updates
+        if before != now and self.config.optimizer.schedule != "constant":
+            rate = self.step.lr.get_last_lr()[0]
+            text = f"train.updates was {before} and is {now}: the learning rate is that of the new "
+            self.log.warn(self.update, [f"--resume: {text}schedule, {rate:.3g} from here"])
         return True

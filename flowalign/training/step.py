@@ -151,9 +151,15 @@ class Step:
         }
 
     def load_states(self, states: dict[str, Any], count: int) -> None:
-        """Put back what `states` gave after `count` steps."""
+        """Put back what `states` gave after `count` steps. The learning rates are those of this
+        run's schedule, which may be longer or shorter than the one that was saved."""
         self.optimizer.load_state_dict(states["optimizer"])
         self.lr.load_state_dict(states["lr"])
+        groups, factors = self.lr.optimizer.param_groups, self.lr.lr_lambdas
+        rates = [base * factor(count) for base, factor in zip(self.lr.base_lrs, factors)]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        self.lr._last_lr = rates
         if self.accelerator.scaler and states["scaler"]:
             self.accelerator.scaler.load_state_dict(states["scaler"])
         self.count = count
