@@ -33,9 +33,8 @@ from flowalign.training.report.alarm import Alarm
 from flowalign.training.report.drift.compare import check_drift
 from flowalign.training.report.drift.monitor import ImageStatistics
 from flowalign.training.report.page import Panel
-from flowalign.training.report.pictures import pixels_of
+from flowalign.training.report.pictures import pixels_of, webp
 from flowalign.training.report.progress import quiet
-from flowalign.training.report.samples import webp
 from flowalign.training.run import lock, processes
 from flowalign.training.run.ranks import phase
 

@@ -6,7 +6,6 @@ without other files and without a network; this module computes what it shows.
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,15 +28,15 @@ from flowalign.training.data import spread, spread_text
 from flowalign.training.report import page
 from flowalign.training.report.pictures import (
     COLUMNS,
+    LONGEST,
     Block,
+    Row,
     comparison,
     pixels_of,
-    scored_row,
-    thumbnail,
+    score_text,
+    webp,
 )
 from flowalign.types import EvalRow
-
-LONGEST = 256  # pixels of an image in the page; larger ones are reduced
 
 
 def write_files(config: EvalStage, results: Results) -> str:
@@ -63,7 +62,8 @@ def write_files(config: EvalStage, results: Results) -> str:
         )
         if config.report.images:
             drawn.append("grid.png")
-            comparison(folder / "grid.png", blocks(results), title=f"{title}.")
+            legend = "Same prompts and seeds in every row; below each image its score."
+            comparison(folder / "grid.png", blocks(results), title=f"{title}. {legend}")
     for name, text in texts.items():
         with replacing(folder / name) as part:
             part.write_text(text, encoding="utf-8")
@@ -181,16 +181,16 @@ def _block(name: str, judges: Sequence[Benchmark], results: Results) -> Block:
     rows = []
     for model, judged in results.judged.items():
         pictures, numbers = judged[first.name].pictures, results.scores(model)
+        captions = [
+            "\n".join(
+                score_text(judged[judge.name].rows[index * copies].get(part_of(judge), math.nan))
+                for judge in judges
+            )
+            for index in indices
+        ]
+        note = "\n".join(f"{judge.name} {score_text(numbers[judge.name].mean)}" for judge in judges)
         images = [pixels_of(pictures[i * copies]) for i in chosen]
-        scores = {
-            judge.name: [
-                judged[judge.name].rows[index * copies].get(part_of(judge), math.nan)
-                for index in indices
-            ]
-            for judge in judges
-        }
-        means = {judge.name: numbers[judge.name].mean for judge in judges}
-        rows.append(scored_row(model, images, scores, means))
+        rows.append(Row(images, captions, model, note))
     return Block(title, [first.prompts.prompts[index] for index in indices], rows)
 
 
@@ -364,8 +364,7 @@ def _cell(
     failed = level is None or (verdict == 0 if math.isfinite(verdict) else level < 50)
     source = ""
     if picture is not None:
-        encoded = base64.b64encode(thumbnail(picture, LONGEST)).decode()
-        source = f"data:image/png;base64,{encoded}"
+        source = f"data:image/webp;base64,{webp(pixels_of(picture))}"
     text = "failed" if math.isnan(score) else f"{score:.2f}"
     hint = ", ".join(f"{key} {value:.3g}" for key, value in row.items() if key not in FIELDS)
     return Cell(source, name, text, level, hint, str(row.get("reason") or ""), failed)

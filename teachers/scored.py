@@ -22,7 +22,7 @@ from flowalign.rewards.scoring import AsyncScorer, TaskRewards
 from flowalign.training import metrics
 from flowalign.training.algorithm import Parts, Prepared, TrainingError
 from flowalign.training.losses import clip_fraction
-from flowalign.training.report.samples import score_note
+from flowalign.training.report.pictures import score_text
 from flowalign.training.rollout import OnImages
 from flowalign.training.run.processes import Means
 from flowalign.types import PromptBatch, Rollout, Scores
@@ -97,7 +97,7 @@ class Scored:
             rollout=rollout,
             keep=advantage != 0,
             metrics=measured,
-            notes=list(map(score_note, scores.value.tolist())),
+            notes=list(map(score_text, scores.value.tolist())),
             advantage=advantage.to(self.accelerator.device),
         )
 

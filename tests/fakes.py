@@ -25,7 +25,6 @@ from typing import Any
 
 import forked
 import psutil
-import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState
@@ -36,7 +35,6 @@ from flowalign import config
 from flowalign.backbone import Backbone
 from flowalign.backbone.sd3 import SD3
 from flowalign.commands import build, train
-from flowalign.eval import before_after
 from flowalign.training.algorithm import STUDENT
 from flowalign.training.loop import Loop
 from flowalign.types import PromptBatch, Scores
@@ -356,12 +354,10 @@ def lines(loop: Loop) -> list[dict[str, float]]:
 @dataclass
 class FinishedRun:
     """A GRPO run of two tasks and two updates, as `flowalign train` leaves it. output: what the
-    command printed. scored: model, images, scores and numbers of each row of before_after.png."""
+    command printed."""
 
     folder: Path
     output: str
-    scored: list[tuple[Any, ...]]
-    blocks: list[Any]
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -383,24 +379,10 @@ def finish_run(model: str, folder: Path) -> FinishedRun:
     ]  # fmt: skip
     path = folder.parent / "config.yaml"
     path.write_text(config.to_yaml(config.parse(raw, given)))
-    run = FinishedRun(folder, "", [], [])
-    scored_row, comparison = before_after.scored_row, before_after.comparison
-
-    def note_row(*row: Any) -> Any:
-        run.scored.append(row)
-        return scored_row(*row)
-
-    def note_blocks(path: Path, blocks: list[Any], title: str) -> None:
-        run.blocks.extend(blocks)
-        comparison(path, blocks, title=title)
-
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as output:
-        patch.setattr(before_after, "scored_row", note_row)
-        patch.setattr(before_after, "comparison", note_blocks)
+    with redirect_stdout(io.StringIO()) as output:
         AcceleratorState._reset_state(reset_partial_state=True)
         assert train.main(["--config", str(path)]) == 0
-    run.output = output.getvalue()
-    return run
+    return FinishedRun(folder, output.getvalue())
 
 
 # Processes ---------------------------------------------------------------------------------------

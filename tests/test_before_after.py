@@ -1,59 +1,33 @@
 """before_after.png: every task, what the run began with and what it kept, as it was evaluated."""
 
+import statistics
 from pathlib import Path
 
 import fakes
 import pytest
-import torch
 
-from flowalign import config
-from flowalign.commands.run import train
-from flowalign.eval import before_after
-from flowalign.training.report.pictures import Block, comparison
-from flowalign.training.rollout import generate
-from flowalign.types import PromptBatch
+from flowalign.training.report import samples
+from flowalign.training.report.pictures import Block
 
 
 @pytest.mark.slow
-def test_every_task_has_a_row_before_and_one_after(finished_run: fakes.FinishedRun) -> None:
-    assert (finished_run.folder / "before_after.png").stat().st_size > 1000
-    assert [block.title.split(":")[0] for block in finished_run.blocks] == ["red", "vivid"]
-    evaluated = {row["update"]: row for row in finished_run.rows if "eval/headline" in row}
-    best = max(evaluated, key=lambda update: evaluated[update]["eval/headline"])
-    assert [name for name, *_ in finished_run.scored] == ["before", f"after update {best}"] * 2
-    for row, (_, images, scores, numbers) in enumerate(finished_run.scored):
-        (name,) = scores
-        assert name == ("red", "red", "vivid", "vivid")[row] and len(images) == 8
-        number = evaluated[(0, best)[row % 2]][f"eval/{name}/reward"]
-        assert numbers == {name: number}
-        # all prompts of the evaluation, with its noise
-        assert sum(scores[name]) / 8 == pytest.approx(number, rel=1e-4)
-
-
-@pytest.mark.slow
-def test_a_run_that_starts_from_an_adapter_begins_with_it(
-    random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_every_task_has_a_row_before_and_one_after(
+    finished_run: fakes.FinishedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert (finished_run.folder / "before_after.png").stat().st_size > 1000
     drawn: list[Block] = []
+    monkeypatch.setattr(samples, "comparison", lambda path, blocks, title: drawn.extend(blocks))
+    samples.write_before_after(finished_run.folder, 2)
+    assert [block.title for block in drawn] == ["red", "vivid"]
+    evaluated = {row["update"]: row for row in finished_run.rows if "eval/headline" in row}
+    for block in drawn:
+        assert [row.name for row in block.rows] == ["before", "after update 2"]
+        for row, update in zip(block.rows, (0, 2), strict=True):
+            assert row.note == f"held-out {evaluated[update]['eval/headline']:.3f}"
+            mean = statistics.fmean(map(float, row.captions))
+            number = evaluated[update][f"eval/{block.title}/reward"]
+            assert len(row.images) == 8 and mean == pytest.approx(number, abs=0.01)
 
-    def draw(path: Path, blocks: list[Block], title: str) -> None:
-        drawn.extend(blocks)
-        comparison(path, blocks, title=title)
 
-    monkeypatch.setattr(before_after, "comparison", draw)
-    begin = fakes.teachers(random_model, tmp_path)["odd"]
-    raw = fakes.settings(random_model, tmp_path / "run").model_dump(mode="json")
-    raw["tasks"][0]["validation"] = raw["tasks"][0]["prompts"]
-    given = ["evaluation={every: 1, prompts: 1}", "train.updates=1", f"lora={{init: {begin}}}"]
-    found = config.parse(raw, given)
-    fakes.AcceleratorState._reset_state(reset_partial_state=True)
-    train(found)
-    backbone = fakes.backbone(random_model)
-    prompts = PromptBatch([drawn[0].heads[0]], ["red"], [{}])
-    backbone.load_adapter("begin", begin)
-    with backbone.adapter("begin"):
-        expected = generate(backbone, prompts, found.evaluation_sampling)
-    torch.testing.assert_close(drawn[0].rows[0].images[0], expected[0], rtol=0, atol=0.6 / 255)
-    with backbone.base():
-        base = generate(backbone, prompts, found.evaluation_sampling)
-    assert (expected - base).abs().max() > 3 / 255
+def test_a_run_without_evaluations_has_none(tmp_path: Path) -> None:
+    assert samples.write_before_after(tmp_path, 1) is None

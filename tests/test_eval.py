@@ -320,7 +320,7 @@ def test_images_are_kept_as_far_as_the_report_shows_them_or_all(config: Path, ke
     assert main(["--config", str(config), *overrides]) == 0
     folder = config.parent / "out"
     assert len(list(folder.glob("images/base/red/*.png"))) == kept
-    assert (folder / "report.html").read_text().count("data:image/png;base64,") == 1
+    assert (folder / "report.html").read_text().count("data:image/webp;base64,") == 1
 
 
 @pytest.fixture

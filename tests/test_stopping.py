@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,30 +115,6 @@ def test_the_clock_ends_what_would_end_too_late() -> None:
 
 
 # A reward that would end the run, or hold it -----------------------------------------------------
-
-
-class Hangs:
-    """Redness that hangs from its n-th call on."""
-
-    def __init__(self, call: int) -> None:
-        self.call, self.calls = call, 0
-
-    def __call__(self, images: Any, prompts: Any, metadata: Any) -> Any:
-        self.calls += 1
-        if self.calls >= self.call:
-            threading.Event().wait()
-        return fakes.redness(images, prompts, metadata)
-
-
-def test_a_reward_that_hangs_holds_neither_the_last_picture_nor_the_end(
-    random_model: str, tmp_path: Path
-) -> None:
-    """Calls: evaluation, update, evaluation, and the two rows of before_after.png."""
-    words = [f"tasks.0.validation={tmp_path / 'prompts.txt'}", "evaluation={prompts: 2}"]
-    words += ["train.updates=1", "train.score_seconds=0.3"]
-    path = config_file(random_model, tmp_path, "test_stopping:Hangs", "{call: 4}", *words)
-    assert train.main(["--config", path]) == 0
-    assert (tmp_path / "run" / "before_after.png").is_file()
 
 
 def test_a_process_ends_with_its_status_whatever_its_threads_do() -> None:

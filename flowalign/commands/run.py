@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,23 +14,20 @@ import torch
 
 from flowalign.backbone import ModelError
 from flowalign.commands import recipe, watch
-from flowalign.commands.build import held_out, wire
+from flowalign.commands.build import wire
 from flowalign.commands.card import write_card
 from flowalign.config import ConfigError, Job, TrainingStage, to_yaml
-from flowalign.eval.before_after import before_after
 from flowalign.eval.evaluation import evaluate
 from flowalign.eval.suite import EvaluationError
 from flowalign.system import files
 from flowalign.system.signals import Clock
 from flowalign.training.algorithm import TrainingError
-from flowalign.training.loop import Loop
-from flowalign.training.preflight import Inputs, check_world, overruled, span
-from flowalign.training.report import results, trackers
+from flowalign.training.preflight import check_world, overruled, span
+from flowalign.training.report import results
 from flowalign.training.report.pictures import metrics_plot
 from flowalign.training.run import lock, processes
 from flowalign.training.run.ranks import phase
 from flowalign.training.run.resume import checkpoints
-from flowalign.types import Reward
 
 log = logging.getLogger("flowalign")
 
@@ -107,7 +104,7 @@ def train(
         log.info("not evaluated, without `validation` and `reward`: %s%s", unscored, last)
     with lock.holding(folder, main), deterministic(config.train.deterministic):
         with phase("loading the models"):
-            loop, report, rewards = wire(config, clock, inputs)
+            loop, report, _ = wire(config, clock, inputs)
         if main:
             files.remove_leftovers(folder)
         if not (resume and loop.resume()):
@@ -120,7 +117,8 @@ def train(
             with phase("training"):
                 loop.run()
             with phase("pictures and model card"):
-                finish(loop, config, rewards, inputs)
+                if main:
+                    finish(config)
         if main:
             watch.write(folder)  # the run's report
         processes.finish(loop.accelerator)
@@ -147,19 +145,10 @@ def deterministic(on: bool) -> Iterator[None]:
         cudnn.deterministic, cudnn.benchmark = before
 
 
-def finish(
-    loop: Loop, config: TrainingStage, rewards: Mapping[str, Reward], inputs: Inputs
-) -> None:
-    """After the last update: a warning if it was in vain, the metrics plot, the model card and the
-    before/after grid."""
-    folder, main = Path(config.output), loop.accelerator.is_main_process
-    if main:
-        if warning := results.untrained(config):
-            log.warning(warning)
-        metrics_plot(folder / "metrics.jsonl", folder / "metrics.png", title=folder.name)
-        write_card(folder, config, sys.argv)
-    if config.evaluates and (main or loop.backbone.sharded):  # sharded: all must sample
-        path = folder / "before_after.png" if main else None
-        before_after(loop.backbone, config, held_out(config, rewards, inputs), path)
-        if path:
-            trackers.image(loop.accelerator, path.stem, path, loop.update)
+def finish(config: TrainingStage) -> None:
+    """After the last update: a warning if it was in vain, the metrics plot and the model card."""
+    folder = Path(config.output)
+    if warning := results.untrained(config):
+        log.warning(warning)
+    metrics_plot(folder / "metrics.jsonl", folder / "metrics.png", title=folder.name)
+    write_card(folder, config, sys.argv)

@@ -73,6 +73,11 @@ class RunLog:
             path = samples.write_examples(self.folder, update, report.examples, keep)
             trackers.image(self.accelerator, "held_out", path, update)
 
+    def best(self, update: int) -> None:
+        """before_after.png, after an evaluation whose adapter is kept."""
+        if self.main and (path := samples.write_before_after(self.folder, update)):
+            trackers.image(self.accelerator, path.stem, path, update)
+
     def drift(self, update: int, kind: str, check: Check) -> None:
         """A check of the drift."""
         if self.main:
@@ -172,6 +177,7 @@ class Evaluations:
         if headline > self.best.get("headline", -math.inf):
             self.best = {"headline": headline, "update": update}
             keep(self.best)
+            self.log.best(update)
         self.last = update
         return True
 

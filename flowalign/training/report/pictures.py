@@ -8,9 +8,8 @@ import itertools
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from flowalign.system.images import to_float, to_uint8
 from flowalign.training import metrics
 
 SMALL = 128  # pixels: narrower images are drawn with sharp pixels
+LONGEST = 256  # pixels of an image in a page or a JSON file
 COLUMNS = 8  # images in a row
 Curve = list[tuple[int, float]]  # (update, value), ...
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -39,7 +39,16 @@ def image_files(folder: Path) -> list[Path]:
 
 def png(image: Tensor) -> bytes:
     """A PNG file of an image [3,H,W] in [0,1]; NaN is black."""
-    return _encoded(Image.fromarray(to_uint8(image.nan_to_num(0.0, 1.0, 0.0))))
+    return _encoded(_picture(image), format="PNG")
+
+
+def webp(image: Tensor) -> str:
+    """base64 of a small WebP file of an image [3,H,W] in [0,1]; a tiny one without loss."""
+    picture = _picture(image)
+    picture.thumbnail((LONGEST, LONGEST), Image.Resampling.LANCZOS)
+    lossless = max(picture.size) <= SMALL
+    file = _encoded(picture, format="WEBP", quality=85, lossless=lossless)
+    return base64.b64encode(file).decode()
 
 
 def pixels_of(file: bytes) -> Tensor:
@@ -48,18 +57,13 @@ def pixels_of(file: bytes) -> Tensor:
     return to_float(torch.from_numpy(pixels).permute(2, 0, 1))
 
 
-def thumbnail(file: bytes, longest: int) -> bytes:
-    """The PNG file itself, or a smaller one if the image has a side above `longest` pixels."""
-    image = Image.open(io.BytesIO(file))
-    if max(image.size) <= longest:
-        return file
-    image.thumbnail((longest, longest), Image.Resampling.LANCZOS)
-    return _encoded(image)
+def _picture(image: Tensor) -> Image.Image:
+    return Image.fromarray(to_uint8(image.nan_to_num(0.0, 1.0, 0.0)))
 
 
-def _encoded(image: Image.Image) -> bytes:
+def _encoded(picture: Image.Image, **options: Any) -> bytes:
     file = io.BytesIO()
-    image.save(file, "PNG")
+    picture.save(file, **options)
     return file.getvalue()
 
 
@@ -85,35 +89,9 @@ class Block:
     rows: Sequence[Row]
 
 
-def scored_row(
-    model: str,
-    images: Sequence[Tensor],
-    scores: Mapping[str, Sequence[float]],
-    numbers: Mapping[str, float],
-) -> Row:
-    """A model of a comparison. scores {judge: one per image, NaN = it has no score} stand below the
-    images. Left: their means, and the judge's number for all prompts (NaN = it has none)."""
-    captions = ["\n".join(map(_number, column)) for column in zip(*scores.values(), strict=True)]
-    lines = []
-    for judge, values in scores.items():
-        finite = [score for score in values if math.isfinite(score)]
-        lines += [judge] if len(scores) > 1 else []
-        lines.append(f"shown {_number(sum(finite) / len(finite)) if finite else '–'}")
-        if math.isfinite(number := numbers[judge]):
-            lines.append(f"all {_number(number)}")
-    return Row(images, captions, model, "\n".join(lines))
-
-
-LEGEND = (
-    "Same prompts and seeds in every row. Below each image: its score. shown: the mean of these "
-    "images; all: the score of the whole set."
-)
-
-
 def comparison(path: Path, blocks: Sequence[Block], *, title: str = "") -> None:
-    """Write blocks below one another: a `scored_row` per model, a column per prompt. All models
-    have the same prompts and seeds."""
-    _save(_draw(blocks, cell=0.8, dpi=160, head=f"{title} {LEGEND}".strip()), path)
+    """Write blocks below one another: a row per model, a column per prompt."""
+    _save(_draw(blocks, cell=0.8, dpi=160, head=title), path)
 
 
 def grid(
@@ -149,7 +127,7 @@ def gallery(
 
     def caption(name: str, row: int) -> str:
         value: Any = captions[name][row] if name in captions else ""
-        return value if isinstance(value, str) else _number(float(value))
+        return value if isinstance(value, str) else score_text(float(value))
 
     rows = [
         Row([models[name][row] for name in models], [caption(name, row) for name in models], prompt)
@@ -212,7 +190,8 @@ def _draw(blocks: Sequence[Block], *, cell: float = 1.6, dpi: int = 120, head: s
     return figure
 
 
-def _number(score: float) -> str:
+def score_text(score: float) -> str:
+    """A score as it stands below an image; NaN = it has none."""
     return f"{score:.2f}" if math.isfinite(score) else "failed"
 
 
@@ -244,8 +223,6 @@ def _save(figure: Figure, path: Path) -> None:
 ACROSS = 3  # charts in a row
 WINDOW = 9  # updates of a moving average
 POINTS = 800  # of a curve that are drawn, at most
-# Of the first, second, ... curve of a chart: equal curves are all seen. (marker, its size, dashes)
-STYLES = (("o", 4.0, "-"), ("x", 6.0, "--"), ("s", 2.0, ":"), ("+", 8.0, "-."))
 
 
 def read_metrics(path: Path) -> dict[str, Curve]:
@@ -296,25 +273,13 @@ class Chart:
     def draw(self, axis: Axes) -> None:
         """Draw the curves, with their legend below the axes."""
         about = "rollouts"
-        styles = itertools.cycle(STYLES if len(self.curves) <= len(STYLES) else STYLES[:1])
-        for (label, points), (marker, size, dashes) in zip(
-            self.curves.items(), styles, strict=False
-        ):
+        for label, points in self.curves.items():
             x, y = zip(*_thinned(points), strict=True)
             line, smooth = y, self.noisy and len(x) > WINDOW
             if smooth:
                 line, about = _smooth(y), f"rollouts (line: mean of {WINDOW} points)"
-            (drawn,) = axis.plot(
-                x,
-                line,
-                linestyle=dashes,
-                linewidth=1.2,
-                marker=marker
-                if len(x) < 20
-                else "",  # a short run would be a bare line, or invisible
-                markersize=size,
-                label=_plain(label if any(y) else f"{label}: 0 throughout"),
-            )
+            marker = "o" if len(x) < 20 else ""  # a short run would be a bare line, or invisible
+            (drawn,) = axis.plot(x, line, linewidth=1.2, marker=marker, label=_plain(label))
             if smooth:
                 axis.plot(x, y, ".", markersize=2.5, alpha=0.35, color=drawn.get_color())
         axis.set_title(_plain(self.title), fontsize=10)
@@ -346,24 +311,8 @@ def _smooth(values: Sequence[float]) -> np.ndarray:
     return np.convolve(values, ones, "same") / np.convolve(np.ones(len(values)), ones, "same")
 
 
-def _relative(curve: Curve, steps: Mapping[int, str]) -> Curve:
-    """Each value divided by the median of those whose updates drew the same steps."""
-    by_steps: dict[str, list[float]] = {}
-    for update, value in curve:
-        by_steps.setdefault(steps.get(update, ""), []).append(value)
-    usual = {drawn: median(values) for drawn, values in by_steps.items() if len(values) > 1}
-    pairs = [(update, value, usual.get(steps.get(update, ""))) for update, value in curve]
-    return [(update, value / middle) for update, value, middle in pairs if middle]
-
-
 def charts(curves: Mapping[str, Curve]) -> list[Chart]:
-    """One for each kind of number that was logged.
-
-    A run that trains some steps of the schedule at each update draws other steps every time, and
-    the distance to a teacher grows with the step. Such distances are drawn by step; or each is
-    divided by the median of all updates that drew the same steps, so that only equal steps are
-    compared.
-    """
+    """One for each kind of number that was logged."""
 
     def below(prefix: str, steps: bool = False) -> list[str]:
         step = f"{prefix}{metrics.STEP}"
@@ -376,32 +325,19 @@ def charts(curves: Mapping[str, Curve]) -> list[Chart]:
         labelled = {name.rsplit("/", 1)[-1]: curves[name] for name in logged}
         return Chart(title, axis, labelled, about, **style)
 
-    steps: dict[int, str] = {}  # drawn at an update
-    for name in below(metrics.WEIGHT, steps=True):
-        for update, _ in curves[name]:
-            steps[update] = f"{steps.get(update, '')} {name}"
-    varying = len(set(steps.values())) > 1
-
-    def distance(title: str, axis: str, names: Sequence[str]) -> Chart:
-        plain = chart(title, axis, names)
-        if not varying:
-            return plain
-        scaled = {label: _relative(curve, steps) for label, curve in plain.curves.items()}
-        scaled = {label: curve for label, curve in scaled.items() if curve}
-        axis = "÷ median of updates with the same step"
-        return replace(plain, axis=axis, curves=scaled, noisy=True)
-
     shares = [metrics.KEPT_SHARE, metrics.CLIP_FRACTION, metrics.INVALID_SHARE]
     drawn = [
         chart("training reward", "mean of the rollout", [metrics.REWARD], noisy=True),
         chart("held-out score", "mean of the tasks", [metrics.HEADLINE]),
-        distance("distance to teacher and anchor", "loss", [metrics.DISTILL, metrics.ANCHOR]),
+        chart("distance to teacher and anchor", "loss", [metrics.DISTILL, metrics.ANCHOR],
+              noisy=True),
         chart("KL to the base (drift)", "KL per dimension", [metrics.KL], noisy=True),
         chart("velocity drift from the base", "mean square", [metrics.VELOCITY_DRIFT], noisy=True),
-        distance("KL to the teacher, by task", "KL per dimension", below(metrics.TEACHER_KL)),
+        chart("KL to the teacher, by task", "KL per dimension", below(metrics.TEACHER_KL),
+              noisy=True),
         chart("KL to the teacher, by step", "KL per dimension", below(metrics.TEACHER_KL, True),
               log=True),
-        distance("velocity error, by task", "mean square", below(metrics.TEACHER_ERROR)),
+        chart("velocity error, by task", "mean square", below(metrics.TEACHER_ERROR), noisy=True),
         chart("velocity error, by step", "mean square", below(metrics.TEACHER_ERROR, True),
               log=True),
         chart("gradients of two tasks", "cosine", below(metrics.GRADIENT_COSINE)),

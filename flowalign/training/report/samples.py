@@ -2,7 +2,8 @@
 
 samples/update_000020.png shows images of a rollout, samples/held_out_000020.png of an evaluation.
 The JSON file has a row an image: prompt, task, note (its reward, or its teacher) and the image as a
-small WebP file in base64. Of each kind the newest `keep` stay, and the oldest.
+small WebP file in base64. Of each kind the newest `keep` stay, and the oldest. before_after.png
+shows the images of the first evaluation and of the best one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import math
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,14 +20,22 @@ from PIL import Image
 from torch import Tensor
 
 from flowalign.system.files import replacing, to_json
-from flowalign.system.images import to_uint8
+from flowalign.training import metrics
 from flowalign.training.report.drift.compare import Check
-from flowalign.training.report.pictures import SMALL, grid, pixels_of
+from flowalign.training.report.pictures import (
+    Block,
+    Row,
+    comparison,
+    grid,
+    pixels_of,
+    read_metrics,
+    score_text,
+    webp,
+)
 from flowalign.types import Example, Rollout
 
 COPIES, SHOWN = 4, 32  # images of a prompt, and of a picture, at most
 HELD_OUT = 8  # prompts of a benchmark
-LONGEST = 256  # pixels of an image in the JSON file
 TRAINING, EVALUATION = "update_", "held_out_"  # what the names of the files begin with
 DRIFTS = DRIFT, HELD_OUT_DRIFT = "drift_rollout_", "drift_held_out_"  # of a rollout, an evaluation
 
@@ -49,7 +57,7 @@ def write_examples(
 ) -> Path:
     """Keep the images that an evaluation shows; returns the picture."""
     images = [pixels_of(example.picture) for example in examples]
-    about = [(e.prompt, e.benchmark, score_note(e.score)) for e in examples]
+    about = [(e.prompt, e.benchmark, score_text(e.score)) for e in examples]
     return _write_images(folder, EVALUATION, update, images, about, keep)
 
 
@@ -60,9 +68,29 @@ def write_drift(
     _write_json(folder, kind, update, to_json(check.to_json()), keep)
 
 
-def score_note(score: float) -> str:
-    """What stands below an image: its score."""
-    return "failed" if math.isnan(score) else f"{score:.2f}"
+def write_before_after(run: Path, update: int) -> Path | None:
+    """Draw what an evaluation after `update` updates has just shown, below the images of the first
+    one: a block for each benchmark. None without images."""
+    first, last = read_sample(run, EVALUATION, oldest=True), read_sample(run, EVALUATION)
+    if first is None or last is None:
+        return None
+    headlines = dict(read_metrics(run / "metrics.jsonl").get(metrics.HEADLINE, []))
+
+    def row(name: str, task: str, sample: tuple[int, list[dict[str, str]]]) -> Row:
+        rows = [row for row in sample[1] if row["task"] == task]
+        images = [Image.open(io.BytesIO(base64.b64decode(row["image"]))) for row in rows]
+        note = f"held-out {headlines[sample[0]]:.3f}" if sample[0] in headlines else ""
+        return Row(images, [row["note"] for row in rows], name, note)
+
+    blocks = []
+    for task in dict.fromkeys(row["task"] for row in last[1]):
+        pair = [row("before", task, first), row(f"after update {update}", task, last)]
+        prompts = [row["prompt"] for row in last[1] if row["task"] == task]
+        blocks.append(Block(task, prompts, pair))
+    path = run / "before_after.png"
+    title = f"{run.name}: before training, and the adapter that was kept."
+    comparison(path, blocks, title=f"{title} Same prompts and noise; below each image its score.")
+    return path
 
 
 def _write_images(
@@ -102,15 +130,6 @@ def _samples(run: Path, kind: str) -> list[Path]:
     """The JSON files, oldest first: six digits and more sort as numbers by their length."""
     paths = (run / "samples").glob(f"{kind}*.json")
     return sorted(paths, key=lambda path: (len(path.name), path.name))
-
-
-def webp(image: Tensor) -> str:
-    """base64 of an image [3,H,W] in [0,1]; a tiny one without loss."""
-    picture = Image.fromarray(to_uint8(image.nan_to_num(0.0, 1.0, 0.0)))
-    picture.thumbnail((LONGEST, LONGEST), Image.Resampling.LANCZOS)
-    file = io.BytesIO()
-    picture.save(file, "WEBP", quality=85, lossless=max(picture.size) <= SMALL)
-    return base64.b64encode(file.getvalue()).decode()
 
 
 def read_sample(run: Path, kind: str, *, oldest: bool = False) -> tuple[int, Any] | None:

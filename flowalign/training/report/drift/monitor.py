@@ -27,7 +27,7 @@ from flowalign.training.report.drift.compare import (
     Values,
     check_drift,
 )
-from flowalign.training.report.samples import webp
+from flowalign.training.report.pictures import webp
 from flowalign.training.rollout import Noise, generate, sample
 from flowalign.types import PromptBatch, Rollout, Source
 
