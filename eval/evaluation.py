@@ -16,7 +16,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from flowalign import rewards
 from flowalign.backbone import Backbone, ModelError, placement
-from flowalign.backbone.adapters import read_lora
 from flowalign.config import ConfigError, EvalStage
 from flowalign.eval.fidelity import Reference, load_reference
 from flowalign.eval.layouts import Export
@@ -115,7 +114,7 @@ def load_adapters(backbone: Backbone, config: EvalStage) -> dict[str, str | None
         if folder is None:
             continue
         try:
-            lora = read_lora(folder)  # once, for its digest and for loading
+            lora = backbone.read_lora(folder)  # once, for its digest and for loading
             digests[name] = lora.digest
             backbone.load_adapter(_adapter(name), lora, frozen=True)
         except (ValueError, RuntimeError, KeyError, OSError) as error:

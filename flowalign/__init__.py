@@ -32,13 +32,17 @@ def load(model: str = "tiny", lora: str | Path | None = None, **kw: Any) -> Any:
     raises HubError or AdapterError before the model is loaded, a pipeline of no known family
     ModelError.
     """
-    from flowalign.backbone import put_lora, resolve
+    from flowalign.backbone import Family, family_of, pipeline_name, put_lora, resolve
     from flowalign.backbone.adapters import read_lora
     from flowalign.backbone.loading import pipeline_class, text_length
 
-    adapter = read_lora(lora, newest=True) if lora else None
     kw.setdefault("use_safetensors", True)  # else diffusers takes a pickle where it finds no other
     hub = {name: kw[name] for name in HUB if name in kw}
+
+    def family() -> type[Family]:
+        return family_of(pipeline_name(model, **hub))
+
+    adapter = read_lora(lora, newest=True, family=family) if lora else None
     loader = pipeline_class(model, text_length(model, adapter), **hub)
     pipe = loader.from_pretrained(resolve(model), **kw)
     if adapter:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +18,8 @@ from peft.utils.merge_utils import dare_linear, ties
 from torch import Tensor
 
 from flowalign.backbone.adapters import Lora, describe, read_lora, write_lora
-from flowalign.config import ADAPTER
+from flowalign.backbone.structure import model_family
+from flowalign.config import ADAPTER, ModelConfig
 from flowalign.system.escape import escaped
 
 METHODS = ("concat", "svd", "ties", "dare")
@@ -80,6 +82,7 @@ def merge(
     density: float = 0.5,
     seed: int = 0,
     lines: tuple[float, float] | None = None,
+    model: str | None = None,
 ) -> MergeReport:
     """Write to `out` an adapter whose update merges the weighted updates w_i dW_i of the others.
 
@@ -94,13 +97,15 @@ def merge(
         `rank` as "svd" does.
     lines: (shallow, deep) scales of LiNeS (2410.17146): the update of transformer block l of L is
         multiplied by shallow + (deep - shallow) * l / (L - 1).
+    model: folder or Hub id of the base; needed for adapters under another program's names.
     Returns the report. Raises ValueError for adapters that do not fit together (another base,
     other layers or sizes, DoRA), a wrong number of weights, an unknown method or a rank for
     concat; HubError for one that cannot be had; FileExistsError if `out` already holds an adapter.
     """
     weights = [1.0] * len(adapters) if weights is None else list(weights)
     _check_options(adapters, Path(out), weights, method, rank, density)
-    loras = [read_lora(source, newest=True) for source in adapters]
+    family = partial(model_family, ModelConfig(id=model)) if model else None
+    loras = [read_lora(source, newest=True, family=family) for source in adapters]
     bases = [lora.metadata["base_model_name_or_path"] for lora in loras]
     updates = [_updates(source, lora) for source, lora in zip(adapters, loras, strict=True)]
     _check_same(adapters, bases, updates)

@@ -13,7 +13,7 @@ import logging
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +27,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from flowalign.backbone.conversion import convert
+from flowalign.backbone.family import Family, ModelError
 from flowalign.backbone.tiny import TEACHERS
 from flowalign.config import ADAPTER
 from flowalign.system.escape import shown
@@ -41,7 +43,10 @@ METADATA = "lora_adapter_metadata"  # the entry of a head with peft's descriptio
 # In the head of a file, beside peft's description and not in it: peft refuses unknown entries.
 TEXT_LENGTH = "flowalign_max_sequence_length"
 PREFIXES = ("base_model.model.", "transformer.")  # of names: peft's, then diffusers'
-NAME = re.compile(r"(?!text_encoder|lora_).{1,300}\.lora_[AB]\.weight")
+NAME = re.compile(
+    r"(?!text_encoder|lora_|diffusion_model\.|double_blocks\.|single_blocks\.)"
+    r".{1,300}\.lora_[AB]\.weight"
+)
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 HTTP_ERROR: Any = errors.HfHubHTTPError.__bases__[0]  # of requests or httpx
 
@@ -253,10 +258,17 @@ class Lora:
         return total.hexdigest()
 
 
-def read_lora(source: str | Path | Lora, *, newest: bool = False) -> Lora:
+def read_lora(
+    source: str | Path | Lora,
+    *,
+    newest: bool = False,
+    family: Callable[[], type[Family]] | None = None,
+) -> Lora:
     """The adapter of a source (see `adapter_folder`); one that was read already is given back.
 
     Alpha and the rank pattern come from the file's metadata, or the folder's adapter_config.json.
+    family: of the base model; asked for if the names in the file are another program's, and have
+    to be converted (None = they are refused).
     Raises AdapterError for what is no plain LoRA of a transformer, or is not what the manifest in
     its folder says, or holds NaN or infinity; and HubError.
     """
@@ -266,23 +278,33 @@ def read_lora(source: str | Path | Lora, *, newest: bool = False) -> Lora:
         file = _adapter_file(adapter_folder(source, newest=newest))
         with suppress(Foreign):  # there is no manifest, or another program's
             check_manifest(file.parent, [file.name, PEFT_CONFIG])
-        return _read_file(file)
+        return _read_file(file, family)
     except Damaged as error:
         raise AdapterError(
             f"{str(source)!r} is damaged: {error}. Copy or download it again; of a run, --resume "
             "restores it. If the change is yours, remove its manifest.json."
         ) from None
-    except AdapterError as error:
+    except (ValueError, ModelError) as error:
         raise AdapterError(f"{str(source)!r}: {error}") from error
 
 
-def _read_file(file: Path) -> Lora:
-    head, weights = _read_tensors(file)
+def _read_file(file: Path, family: Callable[[], type[Family]] | None) -> Lora:
+    head, stored = _read_tensors(file)
+    in_file = stored
+    if family and not all(NAME.fullmatch(_inner_name(key)) for key in stored):
+        stored = convert(stored, family())
+        log.info(
+            "%s: diffusers converted %d weights, such as %s, to %d, such as %s",
+            file, len(in_file), shown(min(in_file)), len(stored), shown(min(stored)),
+        )  # fmt: skip
+    weights = _plain_weights(stored)
     ranks = _ranks(weights)
     described = file.parent / PEFT_CONFIG
     text = head.get(METADATA) or (described.read_bytes() if described.is_file() else None)
     alphas: dict[str, Any]
-    if text is not None:
+    if any(key.endswith(".alpha") for key in in_file):  # diffusers puts alpha / rank into A
+        config, alphas = Description(), {**ranks}
+    elif text is not None:
         config = Description.parse(text)
         expected = resolve_pattern(ranks, config.r, config.rank_pattern)
         for layer, rank in ranks.items():
@@ -290,6 +312,8 @@ def _read_file(file: Path) -> Lora:
                 raise AdapterError(
                     f"{layer} has rank {rank}, and is described as {expected[layer]}"
                 )
+        if config.alpha_pattern and in_file is not stored:
+            raise AdapterError("its alpha_pattern has the names before their conversion")
         alphas = resolve_pattern(ranks, config.lora_alpha, config.alpha_pattern)
     else:
         config, alphas = Description(), {**ranks}
@@ -307,26 +331,31 @@ def _read_file(file: Path) -> Lora:
 
 
 def _read_tensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """(entries of the head, weights under their names inside the transformer)."""
+    """(entries of the head, weights)."""
     try:
         with safe_open(file, framework="pt") as opened:
             head = opened.metadata() or {}
             # in the order in which safetensors' load_file gives them
-            stored = {key: opened.get_tensor(key) for key in opened.offset_keys()}
+            return head, {key: opened.get_tensor(key) for key in opened.offset_keys()}
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"it is not a safetensors file ({shown(str(error))})") from error
+
+
+def _plain_weights(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights under their names inside the transformer. AdapterError for what is none."""
     weights = {_inner_name(key): value for key, value in stored.items()}
     for key, value in weights.items():
         if not (NAME.fullmatch(key) and key.isprintable() and value.dtype in FLOATS):
             raise AdapterError(
                 f"it is no plain LoRA of a transformer: {shown(key)} is no A or B of a layer (but "
-                "DoRA, a bias, alpha, a text encoder, kohya's names). Convert or train a plain one."
+                "DoRA, a bias, alpha, a text encoder, another program's name, which is read where "
+                "the model is known). Convert or train a plain one."
             )
     if len(weights) < len(stored):
         raise AdapterError("it has two weights of one layer, under two prefixes")
     if name := not_finite(weights):
         raise AdapterError(f"{name} holds NaN or infinity. Use an earlier one, or train it again.")
-    return head, weights
+    return weights
 
 
 def _ranks(weights: Mapping[str, Tensor]) -> dict[str, int]:

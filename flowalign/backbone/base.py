@@ -211,11 +211,15 @@ class Backbone:
         self._prepare(name, torch.float32)
         self.activate(name)
 
+    def read_lora(self, source: str | Path | Lora) -> Lora:
+        """A saved LoRA, as `flowalign.backbone.adapters.read_lora` does, for this model."""
+        return read_lora(source, family=lambda: type(self.family))
+
     def load_adapter(self, name: str, folder: str | Path | Lora, *, frozen: bool = False) -> None:
         """A saved LoRA: whatever `flowalign.backbone.adapters.read_lora` takes. It becomes
         active and trainable. frozen: neither; its weights then have the base's dtype."""
         before = self.active
-        weights = put_lora(self.core, name, folder)
+        weights = put_lora(self.core, name, self.read_lora(folder))
         self._prepare(name, self.dtype if frozen else torch.float32)
         # once more: peft has rounded them to the dtype that the base is stored in
         set_peft_model_state_dict(self.core, weights, adapter_name=name)
@@ -237,7 +241,7 @@ class Backbone:
 
     def replace_adapter(self, name: str, folder: str | Path) -> None:
         """Replace the weights of an adapter by those of a saved one with the same layers."""
-        set_peft_model_state_dict(self.core, read_lora(folder).weights, adapter_name=name)
+        set_peft_model_state_dict(self.core, self.read_lora(folder).weights, adapter_name=name)
 
     def _prepare(self, name: str, dtype: torch.dtype) -> None:
         """Give an adapter its dtype and its arithmetic."""

@@ -16,7 +16,7 @@ from huggingface_hub import try_to_load_from_cache
 from torch import nn
 
 from flowalign.backbone.base import DTYPES, Backbone
-from flowalign.backbone.loading import family_of, resolve
+from flowalign.backbone.loading import family_of, pipeline_name, resolve
 from flowalign.backbone.shapes import PUBLIC, Architecture, Config
 
 if TYPE_CHECKING:
@@ -46,6 +46,15 @@ def find(model: str, revision: str | None = None) -> Architecture:
     if missing:
         raise LookupError(f"{folder}: {missing[0]}/config.json is missing.")
     return Architecture(index["_class_name"], parts, options)
+
+
+def model_family(model: ModelConfig) -> type[Family]:
+    """The family of a config's model. The Hub is asked if nothing here tells. Raises ModelError."""
+    try:
+        name = find(model.id, model.revision).pipeline
+    except (LookupError, OSError, ValueError):
+        name = pipeline_name(model.id, revision=model.revision)
+    return family_of(name, model.family)
 
 
 def local_folder(model: str, revision: str | None = None) -> Path | None:

@@ -39,7 +39,7 @@ def wire(
 ) -> tuple[Loop, Progress, dict[str, RewardBase]]:
     """Build every part of a run from its config -> the loop, its display, its rewards. inputs: what
     `preflight.check_world` has opened; None = nothing yet."""
-    inputs = Inputs() if inputs is None else inputs
+    inputs = Inputs(config.model) if inputs is None else inputs
 
     accelerator = processes.start(config)
     set_seed(config.seed)  # for the LoRA's initial A; everything else has its generators
@@ -91,7 +91,7 @@ def student(config: TrainingStage, device: torch.device, inputs: Inputs | None =
     """The base model with the student's adapter on it, fresh or read from lora.init."""
     backbone, lora = Backbone.load(config.model, device), config.lora
     if lora.init:
-        backbone.load_adapter(STUDENT, (inputs or Inputs()).adapter(lora.init))
+        backbone.load_adapter(STUDENT, (inputs or Inputs(config.model)).adapter(lora.init))
     else:
         backbone.add_adapter(STUDENT, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
     if config.model.compile:
@@ -187,7 +187,7 @@ def held_out(
     """The validation benchmarks of a config, at most evaluation.prompts a task."""
     assert config.evaluation
     count, benchmarks = config.evaluation.prompts, []
-    inputs = Inputs() if inputs is None else inputs
+    inputs = Inputs(config.model) if inputs is None else inputs
     for task in config.tasks:
         if task.validation and task.reward:
             prompts = subset(inputs.prompts(task.validation, task.name), count)

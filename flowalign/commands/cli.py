@@ -91,15 +91,16 @@ def merge(argv: Sequence[str]) -> int:
     parser.add_argument("--density", type=float, default=0.5, help="what ties and dare keep")
     parser.add_argument("--seed", type=int, default=0, help="of what dare drops")
     parser.add_argument("--lines", nargs=2, type=float, metavar=("SHALLOW", "DEEP"))
+    parser.add_argument("--model", help="the base, for LoRAs under another program's names")
     args = vars(parser.parse_args(argv))
-    from flowalign.backbone.adapters import read_lora
+    from flowalign.backbone.adapters import adapter_folder
     from flowalign.teachers import merge as merging
     from flowalign.training.report import results
     from flowalign.training.report.status import read_status
 
     try:
         for source in args["adapters"]:
-            status = read_status(read_lora(source, newest=True).file.parent.parent)
+            status = read_status(adapter_folder(source, newest=True).parent)
             if status and status.state == "running" and not status.silent(time.time()):
                 print(
                     f"flowalign merge: warning: the run of {source} goes on (update "

@@ -284,7 +284,7 @@ def merged(stage: MergeStage) -> merging.MergeReport:
     with lock.holding(folder):
         shutil.rmtree(folder / "adapter", ignore_errors=True)  # of a merge that was killed
         settings = stage.model_dump(exclude={"stage", "output", "model", "adapters"})
-        report = merging.merge(stage.adapters, folder / "adapter", **settings)
+        report = merging.merge(stage.adapters, folder / "adapter", model=stage.model.id, **settings)
         (folder / REPORT).write_text(f"{report}\n")
         (folder / "config.yaml").write_text(to_yaml(stage))
         write_card(folder, stage, sys.argv)

@@ -11,6 +11,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +29,7 @@ from flowalign.backbone import (
 )
 from flowalign.backbone.adapters import Lora, read_lora
 from flowalign.backbone.loading import default_length, text_length
-from flowalign.backbone.structure import family_without_text
+from flowalign.backbone.structure import family_without_text, model_family
 from flowalign.config import ConfigError, ModelConfig, SamplingConfig, TrainingStage, load
 from flowalign.system import devices
 from flowalign.system.escape import harmless
@@ -87,7 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     quiet()
     try:
-        lora = read_lora(args.lora, newest=True) if args.lora else None
+        family = partial(model_family, ModelConfig(id=args.model)) if args.model else None
+        lora = read_lora(args.lora, newest=True, family=family) if args.lora else None
         plan = settle(args, lora)
         images = draw(args.prompts, plan, lora)
     except (ValueError, OSError) as error:

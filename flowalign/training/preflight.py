@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from flowalign import rewards
 from flowalign.backbone import Family, ModelError
 from flowalign.backbone.adapters import AdapterError, HubError, Lora, read_lora
 from flowalign.backbone.attention import unavailable
-from flowalign.backbone.structure import family_without_text
+from flowalign.backbone.structure import family_without_text, model_family
 from flowalign.config import ConfigError, Stage, TrainingStage
 from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.config.stages import Judged
@@ -36,13 +37,15 @@ REPEATABLE = (None, "native", "_native_math", "_native_flash", "_native_efficien
 class Inputs:
     """The files of a stage, each read when it is first asked for, and once."""
 
+    model: ModelConfig | None = None  # whose adapters they are
     adapters: dict[str, Lora] = field(default_factory=dict)  # by source: a folder or a Hub id
     prompt_sets: dict[tuple[str, str], PromptBatch] = field(default_factory=dict)
 
     def adapter(self, source: str) -> Lora:
         """The adapter of a source; the Hub's newest. Raises AdapterError and HubError."""
         if source not in self.adapters:
-            self.adapters[source] = read_lora(source, newest=True)
+            family = partial(model_family, self.model) if self.model else None
+            self.adapters[source] = read_lora(source, newest=True, family=family)
         return self.adapters[source]
 
     def prompts(self, source: str, task: str) -> PromptBatch:
@@ -57,7 +60,7 @@ def check_world(
 ) -> Inputs:
     """Refuse what `world_problems` finds, as one ConfigError; else what was opened for it. Called
     before any model is loaded. options: its resume and any_world."""
-    inputs = Inputs()
+    inputs = Inputs(config.model)
     if problems := world_problems(config, num_processes, pending, inputs=inputs, **options):
         raise ConfigError(problems)
     return inputs
@@ -81,7 +84,7 @@ def world_problems(
     processes. trust: whether to run the code that the config names (`own_code`); without it, what
     needs that code is not checked. inputs: keeps what is opened.
     """
-    inputs = Inputs() if inputs is None else inputs
+    inputs = Inputs(config.model) if inputs is None else inputs
     problems = [*_package_problems(config), *_adapter_problems(config, pending, inputs)]
     problems += _model_problems(config)
     for judged in config.judged:

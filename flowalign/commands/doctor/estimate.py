@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +20,11 @@ from torch.utils.checkpoint import checkpoint
 
 from flowalign.backbone import DTYPES
 from flowalign.backbone.adapters import AdapterError, read_lora
-from flowalign.backbone.structure import without_data
+from flowalign.backbone.structure import model_family, without_data
 from flowalign.backbone.text import BATCH as TEXT_BATCH
 from flowalign.commands.doctor.meter import DeviceAttention, Meter, measure, rounded, size, size_of
 from flowalign.config import Stage, TrainingStage, parse
-from flowalign.config.model import LoraConfig
+from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.training.algorithm import STUDENT, algorithm_class
 from flowalign.training.data import PromptError, load_prompts
 from flowalign.training.report.drift.monitor import checked
@@ -138,12 +139,12 @@ def evaluated_images(config: Stage) -> dict[str, int]:
     return images
 
 
-def rank_of(source: str | None, default: int, ranks: Mapping[str, int]) -> int:
+def rank_of(source: str | None, default: int, ranks: Mapping[str, int], model: ModelConfig) -> int:
     """The largest rank of an adapter: from `ranks`, else from its file, else `default`."""
     if source is None or source in ranks:
         return ranks.get(source or "", default)
     try:
-        return max(read_lora(source).ranks.values())
+        return max(read_lora(source, family=partial(model_family, model)).ranks.values())
     except (AdapterError, OSError):  # it is not here, and the Hub cannot be asked
         return default
 
@@ -272,7 +273,7 @@ class _Evaluation(_Shapes):
         super().__init__(config, device_type, processes)
         default = LoraConfig().rank
         self.loras = [
-            self.add_frozen(rank_of(source, default, ranks), None)
+            self.add_frozen(rank_of(source, default, ranks, config.model), None)
             for source in config.inputs.values()
         ]
 
@@ -328,7 +329,7 @@ class _Run(_Shapes):
         """The adapters of the student, its teachers and its anchor, as a run loads them."""
         config, lora = self.config, self.config.lora
         with torch.device("meta"):
-            rank = rank_of(lora.init, lora.rank, ranks)
+            rank = rank_of(lora.init, lora.rank, ranks, config.model)
             self.backbone.add_adapter(STUDENT, rank=rank, alpha=lora.alpha, targets=lora.targets)
         self.student = self.backbone.adapter_parameters(STUDENT)
         self.teachers: list[nn.Parameter] = []
@@ -336,7 +337,7 @@ class _Run(_Shapes):
         for key, teacher in config.labellers.items():
             name = None
             if teacher.adapter is not None:
-                rank = rank_of(teacher.adapter, lora.rank, ranks)
+                rank = rank_of(teacher.adapter, lora.rank, ranks, config.model)
                 name = self.add_frozen(rank, lora.targets)
                 self.teachers += self.frozen[name]
             self.sources[key] = Source(name, config.guidance_of(teacher))

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import transformers
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from flowalign import sde
 from flowalign.backbone import Backbone, ModelError
 from flowalign.backbone.adapters import AdapterError, read_lora
-from flowalign.backbone.structure import local_folder, without_data
+from flowalign.backbone.structure import local_folder, model_family, without_data
 from flowalign.commands.doctor.findings import Finding, fault, note
 from flowalign.config import TrainingStage
 from flowalign.training.algorithm import algorithm_class
@@ -37,10 +37,10 @@ class Plan:
     @cached_property
     def loras(self) -> dict[str, Mapping[str, Tensor]]:
         """{key in the config: weights} of the adapters that are on this machine."""
-        loras = {}
+        loras, family = {}, partial(model_family, self.config.model)
         for name, source in self.config.inputs.items():
             with suppress(AdapterError, OSError):  # an earlier stage will write it
-                loras[name] = read_lora(source).weights
+                loras[name] = read_lora(source, family=family).weights
         return loras
 
     @cached_property
@@ -302,9 +302,8 @@ def apart(plan: Plan) -> Iterator[Finding]:
 def ignored(plan: Plan) -> Iterator[Finding]:
     """Keys of `lora` that lora.init overrules."""
     with suppress(AdapterError, OSError):  # an earlier stage will write it
-        yield from (
-            note(f"{text}. Leave it out.") for text in overruled(plan.config.lora, Inputs())
-        )
+        texts = overruled(plan.config.lora, Inputs(plan.config.model))
+        yield from (note(f"{text}. Leave it out.") for text in texts)
 
 
 CHECKS: tuple[Callable[[Plan], Iterator[Finding]], ...] = (

@@ -136,7 +136,8 @@ def _ranks(stages: Mapping[str, Stage]) -> dict[str, int]:
     """{folder: rank} of the adapters that the stages of a recipe will write."""
     written: dict[str, int] = {}
     for stage in stages.values():
-        rank, folder = stage.output_rank(partial(rank_of, ranks=written)), Path(stage.output)
+        ranks, folder = partial(rank_of, ranks=written, model=stage.model), Path(stage.output)
+        rank = stage.output_rank(ranks)
         if rank is not None and not (folder / "adapter" / ADAPTER).is_file():
             written[str(folder / "adapter")] = rank
     return written

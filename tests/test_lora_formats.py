@@ -1,0 +1,295 @@
+"""LoRAs under the names of other programs: read as diffusers reads them, or refused."""
+
+import copy
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_families import PIPES, backbone, probe
+from torch import Tensor
+from torch.testing import assert_close
+
+from flowalign.backbone.adapters import AdapterError, read_lora
+from flowalign.backbone.flux import Flux
+from flowalign.backbone.z_image import ZImage
+from flowalign.teachers.merge import merge
+
+RANK, ALPHA = 4, 3.0
+Layers = dict[str, tuple[Tensor, Tensor]]  # {layer: (A, B)} as a format has them
+FUSED = {  # BFL's names of the layers of a double block
+    "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+    "img_attn.proj": ("attn.to_out.0",),
+    "txt_attn.proj": ("attn.to_add_out",),
+}
+
+
+def random_layers(core: Any, groups: dict[str, tuple[str, ...]]) -> Layers:
+    """A LoRA of layers {name in the file: names in the transformer, side by side}."""
+    generator = torch.Generator().manual_seed(5)
+    made = {}
+    for name, layers in groups.items():
+        linear = [core.get_submodule(layer) for layer in layers]
+        rows = sum(part.weight.shape[0] for part in linear)
+        a = torch.randn(RANK, linear[0].weight.shape[1], generator=generator) * 0.3
+        made[name] = (a, torch.randn(rows, RANK, generator=generator) * 0.3)
+    return made
+
+
+def as_they_are(core: Any) -> dict[str, tuple[str, ...]]:
+    """Layers under their own names: attention of all blocks."""
+    names = [name for name, m in core.named_modules() if isinstance(m, torch.nn.Linear)]
+    return {n: (n,) for n in names if re.search(r"attn|attention", n) and "norm" not in n}
+
+
+def bfl(core: Any) -> dict[str, tuple[str, ...]]:
+    """The double blocks under BFL's names."""
+    return {
+        f"double_blocks.{block}.{name}": tuple(f"transformer_blocks.{block}.{x}" for x in layers)
+        for block in range(2)
+        for name, layers in FUSED.items()
+    }
+
+
+def flux2_bfl(core: Any) -> dict[str, tuple[str, ...]]:
+    """FLUX.2's single blocks, too, which have the same fused layers in diffusers."""
+    single = {
+        f"single_blocks.0.linear{number}": (f"single_transformer_blocks.0.attn.{layer}",)
+        for number, layer in ((1, "to_qkv_mlp_proj"), (2, "to_out"))
+    }
+    feed = {
+        f"double_blocks.0.img_mlp.{n}": (f"transformer_blocks.0.ff.{layer}",)
+        for n, layer in ((0, "linear_in"), (2, "linear_out"))
+    }
+    return bfl(core) | single | feed
+
+
+def z_image_fused(core: Any) -> dict[str, tuple[str, ...]]:
+    """Z-Image's own module tree."""
+    found = {}
+    for block in range(2):
+        path = f"layers.{block}.attention"
+        found[f"{path}.qkv"] = tuple(f"{path}.to_{x}" for x in "qkv")
+        found[f"{path}.out"] = (f"{path}.to_out.0",)
+    return found
+
+
+# What programs make of a layer's name
+
+
+def ab(prefix: str = "", default: bool = False) -> Callable[[Layers], dict[str, Tensor]]:
+    """<prefix><layer>.lora_A.weight, of scale 1."""
+    end = "default.weight" if default else "weight"
+
+    def written(layers: Layers) -> dict[str, Tensor]:
+        names = {layer: [f"{prefix}{layer}.lora_{half}.{end}" for half in "AB"] for layer in layers}
+        return {n: w for x, pair in layers.items() for n, w in zip(names[x], pair, strict=True)}
+
+    return written
+
+
+def down_up(
+    prefix: str = "", dots: bool = True, alpha: bool = True
+) -> Callable[[Layers], dict[str, Tensor]]:
+    """<prefix><layer>.lora_down.weight with alpha; kohya writes names without dots."""
+
+    def written(layers: Layers) -> dict[str, Tensor]:
+        found = {}
+        for layer, (a, b) in layers.items():
+            name = prefix + (layer if dots else layer.replace(".", "_"))
+            found |= {f"{name}.lora_down.weight": a, f"{name}.lora_up.weight": b}
+            if alpha:
+                found[f"{name}.alpha"] = torch.tensor(ALPHA)
+        return found
+
+    return written
+
+
+def ab_with_alpha(layers: Layers) -> dict[str, Tensor]:
+    """diffusers' names, and alphas."""
+    alphas = {f"transformer.{layer}.alpha": torch.tensor(ALPHA) for layer in layers}
+    return ab("transformer.")(layers) | alphas
+
+
+COMFY, KOHYA = "diffusion_model.", "lora_unet_"
+READ: dict[str, tuple[list[str], Any, Any, float]] = {
+    # format: families, layers, writer, scale
+    "kohya_bfl": (["flux", "schnell"], bfl, down_up(KOHYA, dots=False), ALPHA / RANK),
+    "kohya_flux2": (["flux2", "klein"], flux2_bfl, down_up(KOHYA, dots=False), ALPHA / RANK),
+    "kohya_diffusers": (["flux"], as_they_are, down_up("lora_transformer_", False), ALPHA / RANK),
+    "kohya": (["qwen_image"], as_they_are, down_up(KOHYA, dots=False), ALPHA / RANK),
+    "kohya_z": (["z_image"], z_image_fused, down_up(KOHYA, dots=False), ALPHA / RANK),
+    "kohya_z_split": (["z_image"], as_they_are, down_up(KOHYA, dots=False), ALPHA / RANK),
+    "comfy_bfl_down_up": (["flux"], bfl, down_up(COMFY), ALPHA / RANK),
+    "comfy_bfl": (["flux2", "klein"], flux2_bfl, ab(COMFY), 1.0),
+    "peft_bfl": (["flux2", "klein"], flux2_bfl, ab("base_model.model."), 1.0),
+    "comfy": (["flux2", "klein", "qwen_image", "z_image"], as_they_are, ab(COMFY), 1.0),
+    "comfy_down_up": (["qwen_image", "z_image"], as_they_are, down_up(COMFY), ALPHA / RANK),
+    "down_up": (["qwen_image", "z_image"], as_they_are, down_up(), ALPHA / RANK),
+    "default": (["qwen_image", "z_image"], as_they_are, ab("", True), 1.0),
+    "alpha": (["flux"], as_they_are, ab_with_alpha, ALPHA / RANK),
+    "down_up_no_alpha": (["flux"], as_they_are, down_up("transformer.", alpha=False), 1.0),
+}
+FAST = ("flux", "schnell", "z_image")
+CASES = [
+    pytest.param(name, family, marks=[] if family in FAST else [pytest.mark.slow])
+    for name, case in READ.items()
+    for family in case[0]
+]
+
+
+def written(format: str, family: str, folder: Path) -> tuple[Layers, Path]:
+    """A file of a format, alone in its folder."""
+    _, groups, writer, _ = READ[format]
+    core = PIPES(family).transformer
+    layers = random_layers(core, groups(core))
+    save_file(writer(layers), folder / "public.safetensors")
+    return layers, folder
+
+
+@pytest.mark.parametrize(("format", "family"), CASES)
+def test_a_public_lora_has_the_velocity_that_it_has_in_diffusers(
+    format: str, family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    layers, folder = written(format, family, tmp_path)
+    ours = backbone(copy.deepcopy(PIPES(family)))
+    x, cond = probe(ours)
+    with torch.no_grad():
+        plain = ours.velocity(x, 0.7, cond, guidance=1.0)
+        with caplog.at_level(logging.INFO, logger="flowalign"):
+            ours.load_adapter("public", folder)
+        found = ours.velocity(x, 0.7, cond, guidance=1.0)
+        stock = copy.deepcopy(PIPES(family))
+        stock.load_lora_weights(str(folder), weight_name="public.safetensors")
+        expected = backbone(stock).velocity(x, 0.7, cond, guidance=1.0)
+    assert float((found - plain).abs().max()) > 1e-2
+    assert_close(found, expected, rtol=0, atol=1e-6)
+    (line,) = [r.getMessage() for r in caplog.records if "converted" in r.getMessage()]
+    assert "\n" not in line and "public.safetensors" in line
+    # and by definition: the update of the layers, side by side, is scale B A
+    lora, scale = ours.read_lora(folder), READ[format][3]
+    groups = READ[format][1](PIPES(family).transformer)
+    for name, (a, b) in layers.items():
+        parts = [
+            lora.scales[n] * lora.weights[f"{n}.lora_B.weight"] @ lora.weights[f"{n}.lora_A.weight"]
+            for n in groups[name]
+        ]
+        assert_close(torch.cat(parts), scale * b @ a, rtol=0, atol=1e-6)
+    assert len(lora.ranks) == sum(map(len, groups.values()))
+
+
+# What is refused, and where a model is not known -------------------------------------------------
+
+
+def kohya_flux() -> dict[str, Tensor]:
+    """A kohya file of FLUX.1, not written yet."""
+    layers = random_layers(core := PIPES("flux").transformer, bfl(core))
+    return down_up(KOHYA, dots=False)(layers)
+
+
+NAME = f"{KOHYA}double_blocks_0_img_attn_proj"
+SPOILT: dict[str, Callable[[dict[str, Tensor]], Any]] = {
+    "an alpha below 0": lambda w: w[f"{NAME}.alpha"].fill_(-1.0),  # diffusers would never return
+    "an alpha that is none": lambda w: w[f"{NAME}.alpha"].fill_(torch.nan),
+    "NaN": lambda w: w[f"{NAME}.lora_up.weight"].fill_(torch.nan),
+    "half a layer": lambda w: w.pop(f"{NAME}.lora_up.weight"),
+    "DoRA": lambda w: w.update({f"{NAME}.dora_scale": torch.ones(32)}),
+    "a text encoder": lambda w: w.update(
+        {
+            f"lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_{half}.weight": torch.ones(2, 2)
+            for half in ("down", "up")
+        }
+    ),
+    "a layer that diffusers drops": lambda w: w.update(
+        {
+            f"{KOHYA}double_blocks_0_x.lora_{half}.weight": torch.ones(2, 2)
+            for half in ("down", "up")
+        }
+    ),
+    "a block out of bounds": lambda w: w.update(
+        {f"{KOHYA}double_blocks_99999999999_x.lora_down.weight": torch.ones(2, 2)}
+    ),
+    "other sizes": lambda w: w.update({f"{NAME}.lora_up.weight": torch.ones(8, RANK)}),
+}
+
+
+@pytest.mark.parametrize("family", ["flux", pytest.param("flux2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", SPOILT)
+def test_a_spoilt_file_is_refused_in_time(how: str, family: str, tmp_path: Path) -> None:
+    weights = kohya_flux()
+    SPOILT[how](weights)
+    save_file(weights, tmp_path / "public.safetensors")
+    ours = backbone(PIPES(family))
+    with pytest.raises(AdapterError):
+        ours.load_adapter("refused", tmp_path)
+
+
+@pytest.mark.parametrize("family", ["sd3", "sana", "flux"])
+@pytest.mark.parametrize("writer", [ab(COMFY), ab("", True), down_up(), down_up(KOHYA, False)])
+def test_what_diffusers_does_not_read_with_a_family_is_refused(
+    family: str, writer: Any, tmp_path: Path
+) -> None:
+    core = PIPES(family).transformer
+    save_file(writer(random_layers(core, as_they_are(core))), tmp_path / "x.safetensors")
+    with pytest.raises(AdapterError, match=type(PIPES(family)).__name__):
+        backbone(PIPES(family)).load_adapter("refused", tmp_path)
+
+
+def test_bfl_s_fused_layers_of_a_whole_flux_are_split(tmp_path: Path) -> None:
+    """As fal writes them: all 57 blocks of FLUX.1-dev, which diffusers counts on."""
+    wide, sizes = 3072, {"img_mod.lin": (1, 6), "txt_mod.lin": (1, 6), "img_attn.qkv": (1, 3)}
+    sizes |= {"txt_attn.qkv": (1, 3), "img_attn.proj": (1, 1), "txt_attn.proj": (1, 1)}
+    for stream in ("img", "txt"):
+        sizes |= {f"{stream}_mlp.0": (1, 4), f"{stream}_mlp.2": (4, 1)}
+    single = {"modulation.lin": (1, 3), "linear1": (1, 7), "linear2": (5, 1)}
+    shapes = {
+        f"double_blocks.{n}.{name}": shape for n in range(19) for name, shape in sizes.items()
+    }
+    shapes |= {f"single_blocks.{n}.{x}": shape for n in range(38) for x, shape in single.items()}
+    shapes["final_layer.linear"] = (1, 1)
+    layers = {
+        x: (torch.randn(1, i * wide), torch.randn(o * wide, 1)) for x, (i, o) in shapes.items()
+    }
+    save_file(ab("base_model.model.")(layers), tmp_path / "fal.safetensors")
+    lora = read_lora(tmp_path, family=lambda: Flux)
+    expected: Any = diffusers.FluxPipeline.lora_state_dict(str(tmp_path))
+    assert {f"transformer.{name}" for name in lora.weights} == set(expected)
+    assert all(torch.equal(expected[f"transformer.{n}"], w) for n, w in lora.weights.items())
+    path = "single_transformer_blocks.37"
+    parts = [f"{path}.attn.to_{x}" for x in "qkv"] + [f"{path}.proj_mlp"]
+    stacked = torch.cat([lora.weights[f"{part}.lora_B.weight"] for part in parts])
+    assert torch.equal(stacked, layers["single_blocks.37.linear1"][1])
+
+
+def test_without_a_model_another_program_s_names_are_refused_and_merge_takes_one(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "a").mkdir()
+    save_file(kohya_flux(), tmp_path / "a" / "public.safetensors")
+    with pytest.raises(AdapterError, match="model"):
+        merge([tmp_path / "a"] * 2, tmp_path / "out")
+    PIPES("flux").save_pretrained(tmp_path / "model")
+    merge([tmp_path / "a"] * 2, tmp_path / "out", model=str(tmp_path / "model"))
+    one, two = read_lora(tmp_path / "a", family=lambda: Flux), read_lora(tmp_path / "out")
+    assert set(two.ranks) == set(one.ranks)
+    for layer in one.ranks:
+        a, b = (f"{layer}.lora_{half}.weight" for half in "AB")
+        assert_close(two.weights[b] @ two.weights[a], 2 * one.weights[b] @ one.weights[a])
+
+
+def test_peft_s_description_still_counts(tmp_path: Path) -> None:
+    """diffusers takes alpha to be the rank; peft's file beside the weights says what it is."""
+    layers = random_layers(core := PIPES("z_image").transformer, as_they_are(core))
+    save_file(ab(COMFY)(layers), tmp_path / "adapter_model.safetensors")
+    described = tmp_path / "adapter_config.json"
+    described.write_text('{"r": 4, "lora_alpha": 8}')
+    assert set(read_lora(tmp_path, family=lambda: ZImage).scales.values()) == {2.0}
+    described.write_text('{"r": 4, "lora_alpha": 8, "alpha_pattern": {"to_q": 2}}')
+    with pytest.raises(AdapterError, match="alpha_pattern"):
+        read_lora(tmp_path, family=lambda: ZImage)
