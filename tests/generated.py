@@ -29,11 +29,9 @@ NASTY_NUMBERS = [
 
 
 def examples(count: int) -> pytest.MarkDecorator:
-    """The number of inputs of a property: a tenth in `make test`, so many with the slow tests, and
-    ten times as many with `-m long`."""
-    slow = pytest.param(count, marks=pytest.mark.slow)
+    """The number of inputs of a property: a tenth of these, or ten times as many with `-m long`."""
     many = pytest.param(10 * count, marks=pytest.mark.long)
-    return pytest.mark.parametrize("count", [max(20, count // 10), slow, many])
+    return pytest.mark.parametrize("count", [max(20, count // 10), many])
 
 
 def holds(property: Callable[..., object], count: int, **inputs: st.SearchStrategy[Any]) -> None:

@@ -156,6 +156,22 @@ def opd(model: str, folder: Path, *overrides: str) -> Path:
     return written(fakes.distillation(model, folder / "run" / "alone", *overrides), folder)
 
 
+def sft(model: str, folder: Path, *overrides: str) -> Path:
+    """A run whose noise belongs to the images, not to a process."""
+    overrides = ("rollout.prompts=4", "rollout.batch_size=16", "optimizer.micro_batch=3",
+                 "train.updates=2", *LINEAR, *overrides)  # fmt: skip
+    found = fakes.distillation(model, folder / "run" / "alone", *overrides, stage="sft")
+    return written(found, folder)
+
+
+def tasks(model: str, folder: Path, *overrides: str) -> Path:
+    """A run of which each process has one of two tasks, with advantages by the task's spread."""
+    overrides = ("rollout.prompts=2", "rollout.batch_size=8", "grpo.advantage=batch_std",
+                 "optimizer.micro_batch=4", "train.updates=2", *LINEAR, *overrides)  # fmt: skip
+    found = fakes.settings(model, folder / "run" / "alone", *overrides)
+    return written(fakes.mixed(found), folder)
+
+
 def nft(model: str, folder: Path, *overrides: str) -> Path:
     """A run whose second process has fewer micro-batches than the first, until its old policy, an
     average, is no longer the student: after the first of two steps of a rollout."""
@@ -200,7 +216,7 @@ def alone(path: Path) -> None:
 def folders(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """What one process makes of each of these runs: folder/run/alone beside folder/config.yaml."""
     found = {}
-    for make in (grpo, opd, nft, awm, half, sizes):
+    for make in (grpo, opd, sft, tasks, nft, awm, half, sizes):
         folder = tmp_path_factory.mktemp(make.__name__)
         alone(make(random_model, folder))
         found[make.__name__] = folder

@@ -219,7 +219,7 @@ def test_only_a_run_of_this_launcher_counts_as_restarted(
     assert not processes.restarted(tmp_path)  # an older run
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_that_are_restarted_continue_to_the_same_adapter(
     random_model: str, tmp_path: Path
 ) -> None:

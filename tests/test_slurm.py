@@ -64,8 +64,14 @@ def updates(folder: Path) -> list[int]:
     return [row["update"] for row in map(json.loads, lines) if "grad_norm" in row]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(path, marks=getattr(pytest.mark, "long" if "one" in path.stem else "slow"))
+        for path in SCRIPTS
+    ],
+    ids=lambda path: path.stem,
+)
 def test_two_processes_train_and_go_on_when_requeued(
     script: Path, node: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

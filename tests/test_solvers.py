@@ -204,7 +204,7 @@ def test_one_step_is_an_euler_step() -> None:
         assert forwards(solver, 1) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_on_the_tiny_model_dpm2_is_nearer_to_the_solution_than_euler() -> None:
     error = solver_error.table(["dpm2:10", "euler:10", "dpm2:40", "euler:40"], prompts=8)
     assert error["dpm2:10"] < error["euler:10"]

@@ -1,4 +1,4 @@
-"""The entry point: what it refuses before it loads a model, and processes that act as one."""
+"""The entry point: what it refuses before it loads a model, and what it says."""
 
 import json
 import logging
@@ -7,16 +7,11 @@ from pathlib import Path
 
 import fakes
 import pytest
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
-from torch.testing import assert_close
 
 import flowalign
 from flowalign.commands import run, train
 from flowalign.config import ConfigError, to_yaml
 from flowalign.training import preflight
-from flowalign.training.loop import Loop
 
 ROOT = Path(__file__).parent.parent
 
@@ -131,81 +126,6 @@ def test_interrupted_and_stopped_runs_say_so(
     path = config_file(random_model, tmp_path / "b" / "run", option, reward="Faulty")
     assert main("--config", path) == 1
     assert "stopped: the reward failed on 62%" in capsys.readouterr().err
-
-
-def prompts_of(loop: Loop) -> list[str]:
-    return loop.prompts.batch(0).prompts
-
-
-@pytest.mark.slow
-def test_two_processes_do_what_one_does(random_model: str, tmp_path: Path) -> None:
-    """Though the second one's images all fail but those of a prompt without spread, so that it
-    has other micro-batches and parts of the score than the first."""
-    overrides = ["rollout.prompts=4", "rollout.batch_size=16", "grpo.advantage=batch_std",
-                 "optimizer.micro_batch=3", "optimizer.eps=1.0", "optimizer.lr=30.0",
-                 "train.updates=2", "train.max_invalid_share=0.6"]  # fmt: skip
-    probe = fakes.wired(fakes.settings(random_model, tmp_path / "probe" / "run", *overrides))
-    bad = [prompts_of(probe)[3]]
-    overrides.append(f"tasks.0.reward.options={{bad: {bad!r}, flat: {prompts_of(probe)[2:3]!r}}}")
-    start = torch.cat([p.detach().flatten() for p in probe.parameters])
-    path = config_file(random_model, tmp_path / "one" / "run", *overrides, reward="Choosy")
-    assert main("--config", path) == 0
-    expected = processes_agree(path, tmp_path)
-    end = torch.cat([expected[str(i)].flatten() for i in range(30)])
-    assert len(expected) == 30 and (end - start).abs().max() > 1e-3
-
-
-@pytest.mark.slow
-def test_tasks_of_different_processes_have_their_own_statistics(
-    random_model: str, tmp_path: Path
-) -> None:
-    """Each process holds one task only, and the std of each is still that of one process."""
-    given = ["rollout.prompts=2", "rollout.batch_size=8", "grpo.advantage=batch_std",
-             "optimizer.micro_batch=4", "optimizer.eps=1.0", "optimizer.lr=30.0",
-             "train.updates=2"]  # fmt: skip
-    found = fakes.settings(random_model, tmp_path / "one" / "run", *given)
-    path = tmp_path / "mixed.yaml"
-    path.write_text(to_yaml(fakes.mixed(found)))
-    assert main("--config", path) == 0
-    processes_agree(path, tmp_path)
-    logs = [tmp_path / name / "run" / "metrics.jsonl" for name in ("one", "two")]
-    one, two = ([json.loads(line) for line in log.read_text().splitlines()] for log in logs)
-    names = [f"task_{what}/{task}" for what in ("reward", "reward_std", "advantage")
-             for task in ("red", "vivid")]  # fmt: skip
-    for a, b in zip(one, two, strict=True):
-        for name in names:
-            assert b[name] == pytest.approx(a[name], rel=1e-2, abs=1e-5)
-
-
-def processes_agree(path: Path, folder: Path) -> dict[str, Tensor]:
-    """Run again what was run in folder/one, in two processes: the weights are the same."""
-    two = folder / "two" / "run"
-    done = fakes.launch(ROOT / "train.py", "--config", path, f"output={two}")
-    assert done.returncode == 0, done.stderr
-    assert (two / "checkpoints" / "update_000002" / "rng_1.json").exists()  # two, indeed
-    found, expected = (
-        load_file(folder / name / "run" / "checkpoints" / "update_000002" / "adapter.safetensors")
-        for name in ("two", "one")
-    )
-    assert found.keys() == expected.keys()
-    for key in expected:
-        assert_close(found[key], expected[key], rtol=0, atol=1e-5)
-    return expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", ["opd", "sft"])
-def test_two_processes_distil_as_one_does(random_model: str, tmp_path: Path, stage: str) -> None:
-    """Labels, cosines of the tasks and the noise of sft belong to the images, not to a process."""
-    states = ["student.states={select: random, count: 2}"] if stage == "opd" else []
-    given = ["rollout.prompts=4", "rollout.batch_size=16", "optimizer.micro_batch=3",
-             "optimizer.eps=1.0", "optimizer.lr=30.0", "train.updates=2"]  # fmt: skip
-    one = tmp_path / "one" / "run"
-    found = fakes.distillation(random_model, one, *given, *states, stage=stage)
-    path = tmp_path / "distil.yaml"
-    path.write_text(to_yaml(found))
-    assert main("--config", path) == 0
-    processes_agree(path, tmp_path)
 
 
 def test_train_raises_for_its_callers(tmp_path: Path) -> None:
