@@ -85,8 +85,8 @@ class Forward(Algorithm[Matched]):
 
     @classmethod
     def keeps(cls, config: ForwardStage, updates: Sequence[int] | None = None) -> Keeps:
-        """Images and their latents; noised states with the velocity to match; the base for the
-        drift, which is only logged without a weight, and the policies."""
+        """Images and their latents; noised states with the velocity to match; the base where its
+        distance is in the loss, and the policies."""
         updates = range(config.train.updates) if updates is None else updates
         policies = [
             Compared(STUDENT, _differing_share(config, policy, updates) if name == "old" else 1.0)
@@ -98,7 +98,7 @@ class Forward(Algorithm[Matched]):
             noise_levels=config.forward.states,
             targets=["float32"],
             policies=list(config.policies),
-            compared=[Compared(None, float(config.forward.kl_weight > 0)), *policies],
+            compared=[Compared(None, 1.0)] * (config.forward.kl_weight > 0) + policies,
         )
 
     # What the loop asks ------------------------------------------------------------------------
@@ -153,16 +153,25 @@ class Forward(Algorithm[Matched]):
     def near_base(
         self, policy: Tensor, pairs: Pairs, velocity: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
-        """The policy loss plus kl_weight times the drift |v - v_base|^2, and the drift for the log.
-        Without a weight only an update's first micro-batch is compared with the base."""
+        """The policy loss plus kl_weight times the drift |v - v_base|^2, and the drift for the
+        log; without a weight `drift` measures it."""
         weight = self.settings.kl_weight
-        if not (weight > 0 or pairs.first):
+        if not weight:
             return policy, {}
+        drift = self._from_base(pairs, velocity)
+        return policy + weight * drift, {metrics.VELOCITY_DRIFT: float(drift.detach())}
+
+    def drift(self, pairs: Pairs, prepared: Matched) -> dict[str, float]:
+        """|v - v_base|^2; with a weight the loss has it at all pairs."""
+        if self.settings.kl_weight > 0:
+            return {}
+        return {metrics.VELOCITY_DRIFT: float(self._from_base(pairs, self.velocity(pairs)))}
+
+    def _from_base(self, pairs: Pairs, velocity: Tensor) -> Tensor:
+        """The mean of |v - v_base|^2 over b pairs."""
         with torch.no_grad(), self.backbone.base():
             base = pairs.velocity(self.backbone, self.guidance)
-        drift = velocity_error(velocity, base).mean()
-        total = policy + weight * drift if weight > 0 else policy
-        return total, {metrics.VELOCITY_DRIFT: float(drift.detach())}
+        return velocity_error(velocity, base).mean()
 
 
 def _differing_share(config: ForwardStage, old: PolicyConfig, updates: Sequence[int]) -> float:

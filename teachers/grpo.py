@@ -19,7 +19,7 @@ from flowalign.training import metrics
 from flowalign.training.algorithm import Algorithm, Compared, Keeps, Pairs, Parts
 from flowalign.training.losses import guard_log_ratio, guard_weights, kl_factors, policy_loss
 from flowalign.training.rollout import Size, schedule_of
-from flowalign.types import Rollout, Schedule, StepLoss
+from flowalign.types import Gaussian, Rollout, Schedule, StepLoss
 
 
 class Grpo(Algorithm[Credit]):
@@ -33,13 +33,13 @@ class Grpo(Algorithm[Credit]):
 
     @classmethod
     def keeps(cls, config: GrpoStage | OpdStage, updates: Sequence[int] | None = None) -> Keeps:
-        """Images and actions, and the base for the KL; without a weight that is only logged."""
+        """Images and actions, and the base where the loss has a KL."""
         return Keeps(
             images=True,
             latents=True,
             actions=True,
             means=config.needs_means,
-            compared=[Compared(None, float(config.grpo.kl_weight > 0))],
+            compared=[Compared(None, 1.0)] if config.grpo.kl_weight > 0 else [],
         )
 
     def plan(self, update: int, size: Size | None = None) -> Schedule:
@@ -77,12 +77,23 @@ class Grpo(Algorithm[Credit]):
             elements, ratio = policy_loss(log_prob, old, advantage, clip_range=s.clip_range)
         policy = total = elements.mean()
         measured = ratio_metrics(ratio, s.clip_range)
-        if s.kl_weight > 0 or pairs.first:  # without a weight one micro-batch is enough for the log
-            with torch.no_grad(), self.backbone.base():
-                base = pairs.velocity(self.backbone, self.guidance)
-            kl = sde.kl(new, sde.scheduled_transition(schedule, x, base, pairs.steps))
+        if s.kl_weight > 0:
+            kl = self._kl(pairs, new, schedule)
             measured[metrics.KL] = float(kl.detach().mean())  # the exact one, whatever grpo.kl says
-            if s.kl_weight > 0:
-                factors = kl_factors(schedule.sigmas, s.kl).to(kl.device)[pairs.steps]
-                total = total + s.kl_weight * (factors * kl).mean()
+            factors = kl_factors(schedule.sigmas, s.kl).to(kl.device)[pairs.steps]
+            total = total + s.kl_weight * (factors * kl).mean()
         return StepLoss(total=total, policy=policy, metrics=measured)
+
+    def drift(self, pairs: Pairs, prepared: Credit) -> dict[str, float]:
+        """The exact KL to the base; with a weight the loss has it at all pairs."""
+        if self.settings.kl_weight > 0:
+            return {}
+        schedule = prepared.rollout.schedule
+        new = sde.scheduled_transition(schedule, pairs.x, self.velocity(pairs), pairs.steps)
+        return {metrics.KL: float(self._kl(pairs, new, schedule).mean())}
+
+    def _kl(self, pairs: Pairs, new: Gaussian, schedule: Schedule) -> Tensor:
+        """The KL [b] of the student's transitions to the base's."""
+        with torch.no_grad(), self.backbone.base():
+            base = pairs.velocity(self.backbone, self.guidance)
+        return sde.kl(new, sde.scheduled_transition(schedule, pairs.x, base, pairs.steps))

@@ -198,7 +198,7 @@ def test_ctrl_c_while_learning_lets_the_update_end(
     learn = loop.algorithm.loss
 
     def loss(pairs: Pairs, velocity: Tensor, prepared: Any) -> StepLoss:
-        if loop.update == 2 and not pairs.first:
+        if loop.update == 2 and int(pairs.columns[0]):
             signal.raise_signal(signal.SIGINT)
             loop.algorithm.loss = learn
         return learn(pairs, velocity, prepared)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from flowalign import sde
 from flowalign.backbone.adapters import read_lora
 from flowalign.credit import group_relative
 from flowalign.rewards.scoring import score
-from flowalign.training.algorithm import STUDENT, Prepared, TrainingError, pairs_of
+from flowalign.training.algorithm import STUDENT, Prepared, TrainingError, pairs_of, strided
 from flowalign.training.loop import Loop
 from flowalign.types import Rollout, Scores
 
@@ -268,6 +269,44 @@ def test_a_nan_masks_its_image_alone(random_model: str, tmp_path: Path) -> None:
 def test_the_kl_to_the_base_starts_at_zero(random_model: str, tmp_path: Path) -> None:
     loop = updated(random_model, tmp_path / "run", count=2, moved=False)
     assert lines(loop)[0]["kl"] == 0 and lines(loop)[1]["kl"] > 0
+
+
+@pytest.mark.parametrize("micro", [1, 5, 24])
+def test_the_logged_kl_is_the_mean_over_all_trained_steps(
+    random_model: str, tmp_path: Path, micro: int
+) -> None:
+    """A small rollout is measured completely, whatever the micro-batch and the kept images are."""
+    given = [f"optimizer.micro_batch={micro}", "train.updates=1"]
+    found = fakes.settings(random_model, tmp_path / "run", *given, reward="first_of_pair")
+    loop = fakes.wired(found, moved=True)
+    loop.run()
+    weighted = fakes.settings(random_model, tmp_path / "other", "grpo.kl_weight=1.0")
+    other = fakes.wired(weighted, moved=True)
+    prepared: Any = other.prepare(other.rollout(0))
+    everything = torch.ones(8, dtype=torch.bool)
+    kls = [
+        other.algorithm.loss(pairs, other.algorithm.velocity(pairs), prepared).metrics["kl"]
+        for pairs in pairs_of(prepared.rollout, everything, 8)
+    ]
+    assert max(kls) > 1.5 * min(kls)
+    assert lines(loop)[0]["kl"] == pytest.approx(sum(kls) / len(kls), rel=1e-3)
+
+
+@pytest.mark.parametrize(("images", "count"), [(8, 3), (48, 9), (48, 1), (4, 40)])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_pairs_that_are_measured_are_the_same_on_any_number_of_processes(
+    images: int, count: int, world: int
+) -> None:
+    """Every step equally often, images from all over the batch."""
+    numbers = [torch.arange(images)[rank::world] for rank in range(world)]
+    found = [
+        (int(of_rank[row]), int(column))
+        for of_rank in numbers
+        for row, column in zip(*strided(of_rank, images, count), strict=True)
+    ]
+    assert len(found) == len(set(found)) == count * min(images, -(-32 // count))
+    assert set(Counter(column for _, column in found).values()) == {len(found) // count}
+    assert max(image for image, _ in found) >= images * 3 // 4
 
 
 def test_the_kl_weight_acts_only_where_the_student_has_moved(

@@ -132,7 +132,7 @@ def test_the_drift_is_the_distance_to_the_base(random_model: str, tmp_path: Path
     assert lines(fresh)[0]["velocity_drift"] == 0
     loop = run(random_model, tmp_path / "run", "train.updates=1", moved=True)
     other = fakes.wired(fakes.forward(random_model, tmp_path / "other"), moved=True)
-    pairs = next(pairs_of(prepared(other).rollout, prepared(other).keep, 8))
+    pairs = next(pairs_of(prepared(other).rollout, torch.ones(8, dtype=torch.bool), 100))
     with other.backbone.base(), torch.no_grad():
         base = other.algorithm.velocity(pairs)
     expected = float(((other.algorithm.velocity(pairs).detach() - base) ** 2).mean())
@@ -144,14 +144,14 @@ def test_the_drift_is_the_distance_to_the_base(random_model: str, tmp_path: Path
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_forward_pass_is_wasted(random_model: str, tmp_path: Path, stage: str) -> None:
-    """4 steps to sample, 3 noise levels to learn, and one batch for the drift in the log."""
+    """4 steps to sample, 3 noise levels to learn, and as many pairs for the drift in the log."""
     loop = fakes.wired(fakes.forward(random_model, tmp_path / "run", stage=stage))
     calls = passes(loop)
     found = prepared(loop)
     assert calls == [STUDENT] * 4 and found.keep.all()
     calls.clear()
     loop.learn(found)
-    assert calls == [STUDENT, None, STUDENT, STUDENT]
+    assert calls == [STUDENT, None] * 3 + [STUDENT] * 3
     assert not algorithm(loop).policies  # nor is there memory for weights that nobody asks for
 
 
@@ -166,7 +166,7 @@ def test_the_old_policy_is_asked_only_where_it_is_another(
     assert calls == [STUDENT] * 4
     calls.clear()
     loop.learn(found)
-    assert calls == [STUDENT, None, STUDENT, "old", None]
+    assert calls == [STUDENT, None, STUDENT, STUDENT, None, STUDENT, "old"]
     assert old(loop).is_student  # it has followed: the next rollout is the student's
 
 

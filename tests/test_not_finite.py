@@ -55,7 +55,7 @@ def test_a_velocity_that_is_nan_skips_its_step_alone_and_is_named(
     else:
         found = fakes.distillation(random_model, tmp_path / "run", *given, stage=stage)
     loop = fakes.wired(found, moved=True)
-    spoil(loop, lambda pairs: loop.update == 1 and pairs.first)
+    spoil(loop, lambda pairs: loop.update == 1 and not int(pairs.columns[0]))
     seen = []
     loop.log.on_update = lambda update, values: seen.append(
         (
@@ -201,7 +201,7 @@ def main() -> None:
     loop, *_ = build.wire(config.load(sys.argv[1]))  # type: ignore[arg-type]
     fakes.shake(loop.backbone)
     rank = loop.accelerator.process_index
-    spoil(loop, lambda pairs: rank == 1 and loop.update == 1 and pairs.first)
+    spoil(loop, lambda pairs: rank == 1 and loop.update == 1 and not int(pairs.columns[0]))
     loop.run()
     torch.save({"weights": weights(loop), "steps": loop.step.count}, f"{sys.argv[2]}/{rank}.pt")
     processes.part()

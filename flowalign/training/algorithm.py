@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import Any, Generic, TypeVar
 
@@ -34,6 +34,7 @@ from flowalign.types import (
 )
 
 STUDENT = "student"  # name of the adapter that is trained
+MEASURED = 32  # (image, step) pairs an optimizer step that are compared with the base for the log
 
 
 # Algorithms --------------------------------------------------------------------------------------
@@ -59,7 +60,7 @@ class Parts:
 @dataclass(frozen=True)
 class Compared:
     """A velocity, besides the student's, that the loss asks for in an update. adapter: None = the
-    base, else as large as the student's. share: of the micro-batches; 0 = of one, for the log."""
+    base, else as large as the student's. share: of the micro-batches."""
 
     adapter: str | None
     share: float
@@ -138,6 +139,11 @@ class Algorithm(ABC, Generic[P]):
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: P) -> StepLoss:
         """Mean loss of b pairs, from the student's velocity [b,C,h,w] there."""
 
+    def drift(self, pairs: Pairs, prepared: P) -> Mapping[str, float]:
+        """How far the student is from the base at b pairs, for the log, where the loss does not
+        measure it anyway; by default nothing. Called without gradient."""
+        return {}
+
     def velocity(self, pairs: Pairs) -> Tensor:
         """The student's velocity [b,C,h,w] at the pairs, with gradient."""
         return pairs.velocity(self.backbone, self.guidance)
@@ -177,7 +183,6 @@ class Pairs:
     old_log_prob: Tensor | None  # [b] of x_next, under the policy that sampled it
     conditioning: Conditioning
     size: int  # rows of the forward pass, at least b
-    first: bool  # whether costly diagnostics are taken on this micro-batch
     mean: Tensor | None = None  # [b,C,h,w] that x_next was sampled around, where the rollout has it
 
     def action(self) -> tuple[Tensor, Tensor]:
@@ -193,20 +198,24 @@ class Pairs:
 
 
 def pairs_of(rollout: Rollout, keep: Tensor, size: int) -> Iterator[Pairs]:
-    """All (image, step) pairs of the kept images in micro-batches of `size`: step by step, images
-    in order.
+    """All (image, step) pairs of the kept images, step by step, images in order; see `pairs_at`."""
+    images, count = keep.nonzero().flatten(), len(rollout.steps)
+    columns = torch.arange(count).repeat_interleave(len(images))
+    return pairs_at(rollout, images.repeat(count), columns, size)
+
+
+def pairs_at(rollout: Rollout, rows: Tensor, columns: Tensor, size: int) -> Iterator[Pairs]:
+    """The pairs of images rows [n] and trained steps columns [n] in micro-batches of `size`.
 
     The forward pass of a smaller last micro-batch has `size` rows, too: kernels differ in the last
     bits between sizes, so that a ratio is exactly 1 where the rollout's batches have `size` images.
     """
     size = min(size, len(rollout) * len(rollout.steps))
-    images = keep.nonzero().flatten()
     device = rollout.states.device
-    rows = images.repeat(len(rollout.steps)).to(device)
-    columns = torch.arange(len(rollout.steps)).repeat_interleave(len(images)).to(device)
+    rows, columns = rows.to(device), columns.to(device)
     steps, sigmas = torch.tensor(rollout.steps, device=device), rollout.sigmas.to(device)
     per_image = rollout.own_sigmas
-    for i, (r, c) in enumerate(zip(rows.split(size), columns.split(size), strict=True)):
+    for r, c in zip(rows.split(size), columns.split(size), strict=True):
         yield Pairs(
             rows=r,
             columns=c,
@@ -217,7 +226,6 @@ def pairs_of(rollout: Rollout, keep: Tensor, size: int) -> Iterator[Pairs]:
             old_log_prob=None if rollout.log_probs is None else rollout.log_probs[r, c],
             conditioning=rollout.conditioning.select(r),
             size=size,
-            first=i == 0,
             mean=None if rollout.means is None else rollout.means[r, c],
         )
 
@@ -228,4 +236,17 @@ def filled(parts: Iterable[Pairs], count: int) -> Iterator[tuple[Pairs, float]]:
         count -= 1
         yield pairs, 1.0
     for _ in range(count):
-        yield replace(pairs, first=False), 0.0
+        yield pairs, 0.0
+
+
+def strided(numbers: Tensor, images: int, steps: int) -> tuple[Tensor, Tensor]:
+    """The pairs that are compared with the base for the log: rows [n] and columns [n] of a process.
+
+    numbers [B]: of its images among the `images` that all processes have for an optimizer step.
+    Over all processes about MEASURED pairs: each of the steps equally often, with images from all
+    over the batch. So the figure depends neither on the micro-batch nor on the processes.
+    """
+    each = min(images, -(-MEASURED // steps))
+    order = torch.arange(steps * each)
+    rows, places = (numbers[:, None] == order * images // len(order)).nonzero(as_tuple=True)
+    return rows, places % steps

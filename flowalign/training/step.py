@@ -16,7 +16,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from flowalign.backbone import Backbone
 from flowalign.config import TrainingStage
 from flowalign.training import metrics, nonfinite
-from flowalign.training.algorithm import STUDENT, Algorithm, Prepared, filled, pairs_of
+from flowalign.training.algorithm import (
+    STUDENT,
+    Algorithm,
+    Prepared,
+    filled,
+    pairs_at,
+    pairs_of,
+    strided,
+)
 from flowalign.training.nonfinite import NotFinite
 from flowalign.training.run import processes
 from flowalign.training.run.processes import Means
@@ -36,7 +44,7 @@ class Step:
         algorithm: Algorithm[Any],
     ) -> None:
         self.settings, self.backbone, self.accelerator = config.optimizer, backbone, accelerator
-        self.algorithm = algorithm
+        self.algorithm, self.copies = algorithm, config.rollout.copies
         self.parameters = backbone.adapter_parameters(STUDENT)
         optimizer = build_optimizer(config, self.parameters)
         self.parallel = processes.of(accelerator)
@@ -59,6 +67,7 @@ class Step:
         for start in range(0, share * steps, share):
             keep = torch.zeros(len(prepared.rollout), dtype=torch.bool)
             keep[start : start + share] = prepared.keep[start : start + share].cpu()
+            self._measure_drift(prepared, start, share, means)
             fault = self.accumulate(prepared, keep, share, means)
             means.add(metrics.LEARNING_RATE, float(self.lr.get_last_lr()[0]))
             norm, taken = self._descend()
@@ -103,6 +112,23 @@ class Step:
                 if math.isfinite(value):
                     means.add(name, value, step.counts.get(name, len(pairs.rows)))
         return fault
+
+    @torch.no_grad()
+    def _measure_drift(self, prepared: Prepared, start: int, share: int, means: Means) -> None:
+        """How far the student is from the base before an optimizer step, at a sample of the pairs
+        of its `share` images (`strided`), whether they are kept or not."""
+        rollout, world = prepared.rollout, self.accelerator.num_processes
+        numbers = rollout.group * self.copies + rollout.copy - start * world
+        rows, columns = strided(numbers, share * world, len(rollout.steps))
+        if idle := not len(rows):  # sharded, it takes part in the others' forward passes
+            rows = columns = torch.zeros(1, dtype=torch.int64)
+        size = min(self.settings.micro_batch, share * len(rollout.steps))
+        batches = math.ceil(len(rows) / size)
+        batches += processes.missing_steps(batches, self.parallel.lockstep)
+        for pairs, weight in filled(pairs_at(rollout, rows, columns, size), batches):
+            for name, value in self.algorithm.drift(pairs, prepared).items():
+                if weight and not idle and math.isfinite(value):
+                    means.add(name, value, len(pairs.rows))
 
     def _descend(self) -> tuple[float, bool]:
         """One optimizer step, if the gradient is finite: its norm before clipping, and whether the
@@ -155,11 +181,10 @@ class Step:
         run's schedule, which may be longer or shorter than the one that was saved."""
         self.optimizer.load_state_dict(states["optimizer"])
         self.lr.load_state_dict(states["lr"])
-        groups, factors = self.lr.optimizer.param_groups, self.lr.lr_lambdas
-        rates = [base * factor(count) for base, factor in zip(self.lr.base_lrs, factors)]
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate
-        self.lr._last_lr = rates
+        groups, bases = self.lr.optimizer.param_groups, self.lr.base_lrs
+        for group, base, factor in zip(groups, bases, self.lr.lr_lambdas, strict=True):
+            group["lr"] = base * factor(count)
+        self.lr._last_lr = [group["lr"] for group in groups]
         if self.accelerator.scaler and states["scaler"]:
             self.accelerator.scaler.load_state_dict(states["scaler"])
         self.count = count

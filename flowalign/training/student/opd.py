@@ -144,6 +144,10 @@ class Opd(Algorithm[Labels]):
             total = total + self.settings.reward_weight * policy
         return StepLoss(total, policy, distill, anchor, measured, counts)
 
+    def drift(self, pairs: Pairs, prepared: Labels) -> Mapping[str, float]:
+        """That of the loss on rewards."""
+        return self.grpo.drift(pairs, prepared.rewarded) if self.grpo else {}
+
     def tensors(self) -> Mapping[str, Sequence[Tensor]]:
         """What the loss on rewards remembers."""
         return self.grpo.tensors() if self.grpo else {}
