@@ -9,26 +9,25 @@ prompt, with four square images in a 2x2 grid in reading order (`--pic-num 4`), 
 (`--pic-num 1`). <item> is the prompt's file without .txt, which is the `item_id` of dpg_bench.csv;
 the script takes it from the name up to its first ".". `--resolution` is the side of one image.
 
-`geneval` (djghosh13/geneval@af4902f, evaluation/evaluate_images.py): FOLDER/00000/metadata.jsonl
-with one line (tag, include, exclude, prompt), and FOLDER/00000/samples/00000.png, 00001.png, ...
+`geneval` (djghosh13/geneval): FOLDER/00000/metadata.jsonl and FOLDER/00000/samples/00000.png; see
+`flowalign.eval.geneval_folder`, which also reads and scores such a folder.
 
 A folder appears by one rename when it is complete.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from flowalign.eval import geneval_folder
 from flowalign.eval.store import Store, StoreError, another_run, read_record, write_record
 from flowalign.eval.store import differences as what_differs
-from flowalign.rewards.geneval import GenEval
 from flowalign.system.files import replacing
 from flowalign.training.report.pictures import png
 from flowalign.types import PromptBatch
@@ -113,19 +112,16 @@ def _write_dpg_bench(folder: Path, prompts: PromptBatch, index: int, images: Ten
 
 
 def _check_geneval(prompts: PromptBatch, shape: Shape) -> None:
-    for index, metadata in enumerate(prompts.metadata):
-        if not isinstance(metadata.get("tag"), str):
-            raise ValueError(f"prompt {index}: its metadata has no text `tag`.")
-    GenEval.check_prompts(prompts.prompts, prompts.metadata)
+    for index in range(len(prompts)):
+        geneval_folder.check_metadata(_geneval_line(prompts, index), f"prompt {index}")
 
 
 def _write_geneval(folder: Path, prompts: PromptBatch, index: int, images: Tensor) -> None:
-    samples = folder / f"{index:05}" / "samples"
-    samples.mkdir(parents=True)
-    metadata = {**prompts.metadata[index], "prompt": prompts.prompts[index]}
-    (samples.parent / "metadata.jsonl").write_text(json.dumps(metadata))
-    for number, image in enumerate(images):
-        (samples / f"{number:05}.png").write_bytes(png(image))
+    geneval_folder.write(folder, [_geneval_line(prompts, index)], images[None], first=index)
+
+
+def _geneval_line(prompts: PromptBatch, index: int) -> dict[str, Any]:
+    return {**prompts.metadata[index], "prompt": prompts.prompts[index]}
 
 
 def _check_length(name: str) -> None:
