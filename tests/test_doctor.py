@@ -36,9 +36,9 @@ def failing(images, prompts, metadata):
     return Scores.of(value.masked_fill(value > 0.6, math.nan))
 
 
-def faults(name, **options):
-    health = diagnose(name, options, count=4, size=None)
-    return [finding.text for finding in health.findings if finding.level == "fault"]
+def faults(name, count=4, size=None, **options):
+    findings, _ = diagnose(name, options, count, size)
+    return [finding.text for finding in findings if finding.level == "fault"]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_reward_of_a_size_gets_pictures_of_that_size(monkeypatch):
         return fakes.redness(images, prompts, metadata)
 
     monkeypatch.setattr(fakes, "sized", sized, raising=False)
-    assert diagnose("fakes:sized", {}, count=2, size=96).healthy
+    assert faults("fakes:sized", count=2, size=96) == []
     assert shapes == {(3, 96, 96)}
 
 

@@ -55,7 +55,7 @@ def test_a_sound_run_has_no_fault_with_its_model(random_model, tmp_path, kind):
         run = fakes.distillation(random_model, tmp_path / "run", *more, stage=stage)
     result = live.examine(run)
     assert faults(result.findings) == []
-    assert result.pace and min(result.pace.sampling, result.pace.learning) > 0
+    assert result.pace and min(result.pace.rates.values()) > 0
     kinds = {finding.text.split(":")[0] for finding in result.findings}
     assert ("ratio" in kinds) == (kind == "grpo")
     assert ("teacher 'even'" in kinds) == (kind != "grpo")
@@ -159,13 +159,6 @@ def test_a_teacher_of_another_base_by_its_own_word_is_refused(random_model, tmp_
     assert "'someone/else'" in capsys.readouterr().out
 
 
-def test_a_teacher_that_is_the_students_start_is_named(random_model, tmp_path):
-    run = taught(random_model, tmp_path, alone="odd")
-    start = run.teachers["odd"].adapter
-    again = config.parse(run.model_dump(mode="json"), [f"lora.init={start}"])
-    assert is_one(faults(plan.examine(again)), "teachers.odd", "lora.init")
-
-
 # Faults that only the model shows --------------------------------------------------------------
 
 
@@ -203,60 +196,11 @@ def test_a_learning_rate_that_blows_up_is_named(random_model, tmp_path):
     assert any(text.startswith("update:") for text in faults(live.examine(run).findings))
 
 
-def test_what_may_be_meant_is_noted(random_model, tmp_path):
-    init = fakes.teachers(random_model, tmp_path)["even"]
-    cases = {
-        "model.dtype=float16": ["dtype"],
-        "model.dtype=bfloat16": [],
-        f"lora={{init: {init}}}": [],
-        f"lora={{init: {init}, rank: 9}}": ["lora.rank"],
-    }
-    for change, kinds in cases.items():
-        run = fakes.settings(random_model, tmp_path / "run", change)
-        notes = [f.text.split(":")[0] for f in plan.examine(run) if f.level == "note"]
-        prefix = "lora." if change.startswith("lora") else "dtype"
-        assert [kind for kind in notes if kind.startswith(prefix)] == kinds
-
-
-@pytest.mark.parametrize("by", ["adapter", "guidance"])
-@pytest.mark.slow
-def test_a_teacher_that_scores_less_than_the_students_start_is_named(random_model, tmp_path, by):
-    """Whichever of the two is redder: as a teacher it is sound, as a student it is made worse."""
-    ours = fakes.teachers(random_model, tmp_path)
-    held_out = tmp_path / "held_out.txt"
-    held_out.write_text("\n".join(f"a sign of {i}" for i in range(24)))
-    levels = {}  # of the teacher's findings, one a task
-    for first, second in (("even", "odd"), ("odd", "even")):
-        start, teacher = (ours[first], ours[second]) if by == "adapter" else (ours["odd"],) * 2
-        scales = {"even": 1.0, "odd": 4.5}
-        guidance = [] if by == "adapter" else [
-            f"rollout.guidance={scales[first]}", f"teachers.odd.guidance={scales[second]}",
-        ]  # fmt: skip
-        run = fakes.distillation(random_model, tmp_path / "run", alone="odd").model_dump(
-            mode="json"
-        )
-        for task in run["tasks"]:
-            task["validation"] = str(held_out)
-        given = [f"lora.init={start}", f"teachers.odd.adapter={teacher}", *guidance]
-        findings = live.examine(config.parse(run, given)).findings
-        levels[first] = [f.level for f in findings if f.text.startswith("worth")]
-    assert sorted(levels.values()) == [["fault"] * 2, ["ok"] * 2]
-
-
-@pytest.mark.long
-def test_the_tiny_ocr_teacher_at_another_scale_than_its_student_is_named(tmp_path):
-    data = {
-        "stage": "opd",
-        "output": str(tmp_path / "run"),
-        "model": {"id": "tiny", "height": 64, "width": 64, "max_sequence_length": 16},
-        "lora": {"init": "tiny/ocr"},
-        "teachers": {"ocr": {"adapter": "tiny/ocr", "guidance": 1.0}},
-        "tasks": [
-            config.load(TINY[0].parent / "teacher_ocr.yaml").tasks[0].model_dump(mode="json")
-        ],
-    }
-    texts = faults(live.examine(config.parse(data)).findings)
-    assert len(texts) == 1 and texts[0].startswith("worth: on task 'ocr'")
+@pytest.mark.parametrize(("dtype", "noted"), [("float16", True), ("bfloat16", False)])
+def test_a_dtype_that_overflows_is_noted(random_model, tmp_path, dtype, noted):
+    run = fakes.settings(random_model, tmp_path / "run", f"model.dtype={dtype}")
+    notes = [f.text for f in plan.examine(run) if f.level == "note"]
+    assert any(text.startswith("dtype") for text in notes) == noted
 
 
 @pytest.mark.parametrize(("scale", "level"), [("1.0", "fault"), ("4.5", None), ("6.0", "note")])
@@ -282,7 +226,7 @@ def test_the_command_tells_all_and_ends_by_its_findings(random_model, tmp_path, 
     path = written(fakes.settings(random_model, tmp_path / "run"), tmp_path)
     assert main(["doctor", "--config", path, "--trust"]) == 0  # its reward is fakes:redness
     printed = capsys.readouterr().out
-    for text in ("torch ", "device: ", "ratio: ", "peak in update", "-hours on 1 x"):
+    for text in ("torch ", "device ", "ratio: ", "peak in update", "on 1 x measured"):
         assert text in printed
     assert not (tmp_path / "run" / "metrics.jsonl").exists()  # nothing is left behind
     assert main(["doctor", "--config", path, "--no-model", "--memory", "0.654"]) == 1

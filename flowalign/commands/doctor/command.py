@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-import platform
 import sys
-from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,16 +13,15 @@ import torch
 from flowalign import rewards
 from flowalign.commands import recipe
 from flowalign.commands.doctor import live, plan, predictions, reward
-from flowalign.commands.doctor.findings import Finding, fault, healthy, note, ok, show
+from flowalign.commands.doctor.findings import fault, healthy, note, ok, show
 from flowalign.commands.doctor.pace import GPUS
 from flowalign.commands.doctor.predictions import Forecast, is_here
 from flowalign.config import Stage, TrainingStage, assignments, load
-from flowalign.system.packages import DISTRIBUTION
+from flowalign.eval.suite import environment
 from flowalign.training.preflight import own_code, unexamined
 from flowalign.training.report.progress import quiet
 
 CPU_MODEL = 2**31  # bytes of the largest model that a CPU samples from
-PACKAGES = (DISTRIBUTION, "torch", "diffusers", "transformers", "accelerate", "peft")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,14 +37,14 @@ def main(argv: Sequence[str]) -> int:
             if args.trust:
                 rewards.add_config_folder(args.config)
             return examine(args)
-        health = reward.diagnose(args.reward, assignments(args.options), args.count, args.size)
+        found, _ = reward.diagnose(args.reward, assignments(args.options), args.count, args.size)
+        show(found)
+        return 0 if healthy(found) else 1
     except (ValueError, ImportError, OSError) as error:
         print(f"flowalign doctor: {error}", file=sys.stderr)
         return 2
     finally:
         log.setLevel(level)
-    reward.show(args.reward, health)
-    return 0 if health.healthy else 1
 
 
 def parser() -> argparse.ArgumentParser:
@@ -83,7 +80,7 @@ def examine(args: argparse.Namespace) -> int:
     Raises ConfigError for a config that `train` refuses to read.
     """
     root = load(args.config, args.options, stage=Stage, variant=args.variant)
-    show(_environment())
+    show([ok(", ".join(f"{name} {version}" for name, version in environment().items()))])
     home, any_world = Path(args.config).parent, args.allow_world_change
     stages, problems = recipe.examine(root, home, args.gpus, args.resume, any_world, args.trust)
     show(map(fault, problems))
@@ -98,10 +95,9 @@ def examine(args: argparse.Namespace) -> int:
         findings = []
         if isinstance(stage, TrainingStage) and not problems:
             findings = plan.examine(stage)
-        show(findings)
-        if problems or not healthy(findings):
-            reason = "fix the faults above first"
-        else:
+            show(findings)
+        reason = "fix the faults above first"
+        if not problems and healthy(findings):
             reason = _why_no_images(forecast, args)
         if reason:
             show([note(f"no image was sampled: {reason}")])
@@ -113,25 +109,9 @@ def examine(args: argparse.Namespace) -> int:
         last = list(forecast.conclude(pace))
         show(last)
         sound &= healthy([*findings, *last])
-    if len(forecasts) > 1:
-        predictions.show_total(forecasts)
+    predictions.show_total(forecasts)
     print("no fault was found" if sound else "faults were found")
     return 2 if problems else 0 if sound else 1
-
-
-def _environment() -> Iterator[Finding]:
-    versions = [f"Python {platform.python_version()}"]
-    for package in PACKAGES:
-        try:
-            versions.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            versions.append(f"{package} (not installed)")
-    yield ok(", ".join(versions))
-    if torch.cuda.is_available():
-        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-        yield ok(f"device: {torch.cuda.get_device_name(0)}, {memory:.1f} GiB")
-    else:
-        yield note(f"device: CPU, {torch.get_num_threads()} threads; torch sees no GPU")
 
 
 def _why_no_images(forecast: Forecast, args: argparse.Namespace) -> str:

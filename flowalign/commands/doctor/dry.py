@@ -10,12 +10,10 @@ from flowalign.commands import recipe
 from flowalign.commands.doctor import predictions
 from flowalign.commands.doctor.estimate import evaluated_images
 from flowalign.commands.doctor.findings import note, show
-from flowalign.config import ConfigError, Job, Stage, TrainingStage, WindowConfig
-from flowalign.training.algorithm import algorithm_class
+from flowalign.config import ConfigError, Job, Stage, TrainingStage
 from flowalign.training.data import PromptSampler
 from flowalign.training.preflight import unexamined
 from flowalign.training.run.processes import state
-from flowalign.training.solvers import forwards
 
 PROMPTS = 6  # of the first batch that are printed
 
@@ -37,10 +35,7 @@ def run(config: Job, home: Path, resume: bool, any_world: bool = False, trust: b
         print(f"\n[{number}/{len(stages)}] {forecast.name} ({stage.stage}) -> {stage.output}")
         for text in _lines(stage, processes):
             print(f"  {text}")
-        if forecast.estimate:
-            forecast.time(forecast.estimate)
-            if forecast.estimate.device_type == "cpu":
-                forecast.source += " (a guess; `flowalign doctor` measures)"
+        forecast.time()
     print()
     predictions.show_total(forecasts)
     print("Nothing was written, and no weight was loaded.")
@@ -53,7 +48,16 @@ def _lines(stage: Stage, processes: int) -> Iterator[str]:
     if stage.samples:
         yield from _shapes(stage)
     if isinstance(stage, TrainingStage):
-        yield from _training(stage, processes)
+        rollout, optimizer = stage.rollout, stage.optimizer
+        yield (
+            f"rollout: {rollout.prompts} prompts x {rollout.copies} images = {rollout.images}, "
+            f"{rollout.images // processes} on each of {processes} process(es); {rollout.steps} "
+            f"steps ({rollout.kind}, {rollout.solver}) at guidance {rollout.guidance:g}"
+        )
+        yield (
+            f"run: {stage.train.updates} rollouts x {optimizer.updates_per_rollout} = "
+            f"{stage.optimizer_steps} optimizer steps, in micro-batches of {optimizer.micro_batch}"
+        )
         yield from _first_batch(stage)
     if stage.evaluations:
         sampling = stage.evaluation_sampling
@@ -65,7 +69,7 @@ def _lines(stage: Stage, processes: int) -> Iterator[str]:
 
 
 def _shapes(stage: Stage) -> Iterator[str]:
-    """Of what passes through the model. B images, P prompts."""
+    """Of what passes through the model. B images."""
     model = stage.model
     try:
         backbone = without_data(model)
@@ -74,42 +78,8 @@ def _shapes(stage: Stage) -> Iterator[str]:
         return
     latents = " or ".join(f"[B, {', '.join(map(str, s))}]" for s in backbone.latent_shapes)
     images = " or ".join(f"[B, 3, {height}, {width}]" for height, width in model.image_sizes)
-    shapes = backbone.family.text_shapes(model.max_sequence_length).values()
-    text = " and ".join(f"[P, {', '.join(map(str, shape))}]" for shape in shapes)
     yield f"model: {model.id} in {model.dtype}, VAE in {model.vae_dtype}"
-    yield f"shapes: latents {latents} float32, images {images}, text {text} {model.dtype}"
-
-
-def _training(stage: TrainingStage, processes: int) -> Iterator[str]:
-    """Images, batches and updates of a process, and the evaluations."""
-    rollout, optimizer = stage.rollout, stage.optimizer
-    images = rollout.images // processes
-    batch = min(rollout.batch_size, images)
-    (start, stop), moving = rollout.trained, rollout.window
-    passes = forwards(rollout.solver, rollout.steps)
-    solver = "" if rollout.solver == "euler" else f", {rollout.solver}: {passes} forward passes"
-    yield (
-        f"rollout: {rollout.prompts} prompts x {rollout.copies} images = {rollout.images}; each of "
-        f"{processes} process(es) samples {images}, in batches of B = {batch}; {rollout.steps} "
-        f"steps ({rollout.kind}{solver}) at guidance {rollout.guidance:g}"
-    )
-    states = f"steps {start} to {stop - 1}"
-    count = rollout.width
-    if isinstance(moving, WindowConfig):
-        how = "drawn again" if moving.random else "moves on"
-        states = f"{count} of {states}, a window that {how} every {moving.every} update(s)"
-    algorithm = algorithm_class(stage)
-    if levels := algorithm.keeps(stage).noise_levels:
-        count, states = levels, f"{levels} noise levels"
-    elif (drawn := len(algorithm.trained_steps(stage, 0))) < count:
-        count, states = drawn, f"{drawn} of {states}, drawn for each update"
-    pairs = images * count // optimizer.updates_per_rollout
-    yield (
-        f"update: {states}; {optimizer.updates_per_rollout} optimizer step(s) a rollout, each on "
-        f"{pairs} (image, step) pairs a process, in micro-batches of "
-        f"{min(optimizer.micro_batch, pairs)}"
-    )
-    yield f"run: {stage.train.updates} rollouts, {stage.optimizer_steps} optimizer steps"
+    yield f"shapes: latents {latents}, images {images}"
 
 
 def _first_batch(stage: TrainingStage) -> Iterator[str]:

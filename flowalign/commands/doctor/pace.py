@@ -8,18 +8,15 @@ stage of flowalign has been measured on any of them.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from typing import Any
 
 import torch
 
-from flowalign.backbone import DTYPES
 from flowalign.commands.doctor.estimate import Estimate, evaluated_images
 from flowalign.rewards import declared, leaves
 
-OF_PRODUCTS = 0.5  # of the rate of large matrix products, which is about 0.8 of a GPU's peak
 KINDS: tuple[str, ...] = ("sampling", "labels", "learning", "alarm")  # of phases
 # Of the peak that a run sustains. Llama 3's training reports 38 to 43 % on H100 (arXiv 2407.21783,
 # table 4). A small transformer in eager mode may reach less: measure with `benchmarks/gpu.py`.
@@ -65,54 +62,36 @@ def present_gpu() -> Gpu | None:
 
 @dataclass(frozen=True)
 class Pace:
-    """FLOP/s of a process in each kind of phase, and where they are from.
+    """FLOP/s of a process by kind of phase, and of rewards; and where they are from.
 
-    rewards: FLOP/s of rewards, which compute in float32. waiting, judging: measured seconds an
-    image, of waiting for the scores of a rollout, and of the reward of each task; None and {} =
-    they are computed from the costs that the rewards state.
+    waiting, judging: measured seconds an image, of waiting for the scores of a rollout, and of the
+    reward of each task; None and {} = they are computed from the costs that the rewards state.
     """
 
-    sampling: float
-    labels: float
-    learning: float
+    rates: Mapping[str, float]  # {kind of phase, or "rewards": FLOP/s}
     source: str
-    rewards: float
     waiting: float | None = None
     judging: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def alarm(self) -> float:
-        """The alarm samples, and decodes."""
-        return self.sampling
-
     @classmethod
-    def constant(cls, rate: float, source: str, rewards: float | None = None) -> Pace:
+    def constant(cls, rate: float, source: str, **measured: Any) -> Pace:
         """The same rate, in FLOP/s, in all phases."""
-        return cls(rate, rate, rate, source, rewards or rate)
+        return cls(dict.fromkeys([*KINDS, "rewards"], rate), source, **measured)
 
     @classmethod
     def of_gpu(cls, gpu: Gpu, dtype: str) -> Pace:
-        """What a GPU of the table sustains in a dtype of the config."""
+        """What a GPU of the table sustains in a dtype of the config; rewards compute in float32."""
         rate = gpu.rate(dtype)
-        source = f"{gpu.title}, {rate / 1e12:.3g} TFLOP/s sustained"
-        return cls.constant(rate, source, gpu.rate("float32"))
-
-    @classmethod
-    def of_products(cls, dtype: str, device_type: str) -> Pace:
-        """From large matrix products on this machine."""
-        rate = matmul_rate(DTYPES[dtype], device_type) * OF_PRODUCTS
-        share = f"{OF_PRODUCTS:.0%} of what large matrix products reach here"
-        return cls.constant(rate, f"{share}, {rate / 1e12:.3g} TFLOP/s")
+        rates = dict.fromkeys(KINDS, rate) | {"rewards": gpu.rate("float32")}
+        return cls(rates, f"{gpu.title}, {rate / 1e12:.3g} TFLOP/s sustained")
 
 
 @dataclass(frozen=True)
 class Times:
     """Seconds of one process, and counts. unknown: rewards whose cost is not in them."""
 
-    kinds: Mapping[str, float]  # of an update, by kind of phase
-    scoring: float  # of an update: waiting for rewards
+    seconds: Mapping[str, float]  # of an update: {phase, or "rewards" (waiting for them): seconds}
     evaluation: float  # of one evaluation, with its rewards
-    judging: float  # of that, waiting for rewards
     updates: int
     evaluations: int
     processes: int
@@ -121,7 +100,7 @@ class Times:
     @property
     def update(self) -> float:
         """Seconds of an update."""
-        return sum(self.kinds.values()) + self.scoring
+        return sum(self.seconds.values())
 
     @property
     def hours(self) -> float:
@@ -137,9 +116,7 @@ class Times:
 def times(estimate: Estimate, pace: Pace) -> Times:
     """How long a stage takes at a pace, with rewards and evaluations."""
     config = estimate.config
-    kinds = dict.fromkeys(KINDS, 0.0)
-    for phase in estimate.phases:
-        kinds[phase.kind] += phase.flops / getattr(pace, phase.kind)
+    seconds = {phase.name: phase.flops / pace.rates[phase.kind] for phase in estimate.phases}
     unknown: dict[str, None] = {}
     given = {judged.name: judged.rewards.values() for judged in config.judged}
 
@@ -161,41 +138,23 @@ def times(estimate: Estimate, pace: Pace) -> Times:
                     if cost is None:
                         unknown[part] = None
                     else:
-                        device += cost.flops / pace.rewards * count
+                        device += cost.flops / pace.rates["rewards"] * count
                         cpu += cost.seconds * count
         total = round(sum(images.values()) / estimate.processes, 6)  # of rounded shares of tasks
         batches = max(1, math.ceil(total / batch))
         return device + max(cpu / batches, cpu - sampling * (batches - 1) / batches)
 
-    scoring = sampled = judging = 0.0
+    evaluation = 0.0
     if pace.waiting is not None:
-        scoring = pace.waiting * sum(config.rewarded.values()) / estimate.processes
+        seconds["rewards"] = pace.waiting * sum(config.rewarded.values()) / estimate.processes
     elif config.rewarded:
+        sampling = sum(seconds[p.name] for p in estimate.phases if p.kind == "sampling")
         batch = config.batch_sizes["rollout.batch_size"]
-        scoring = waiting(config.rewarded, kinds["sampling"], batch)
+        seconds["rewards"] = waiting(config.rewarded, sampling, batch)
     if estimate.evaluation:
-        sampled = estimate.evaluation.flops / pace.sampling
+        sampling = estimate.evaluation.flops / pace.rates["sampling"]
         batch = config.evaluation_sampling.batch_size
-        judging = waiting(evaluated_images(config), sampled, batch)
+        evaluation = sampling + waiting(evaluated_images(config), sampling, batch)
     return Times(
-        kinds, scoring, sampled + judging, judging, config.updates, config.evaluations,
-        estimate.processes, tuple(unknown),
-    )  # fmt: skip
-
-
-@lru_cache  # the rates of all stages of a recipe are one
-def matmul_rate(dtype: torch.dtype, device_type: str = "cuda", repeats: int = 8) -> float:
-    """FLOP/s of large matrix products on a device."""
-    size = 8192 if device_type == "cuda" else 1024
-    a = torch.randn(size, size, device=device_type, dtype=dtype)
-
-    def run() -> float:
-        began = time.perf_counter()
-        for _ in range(repeats):
-            torch.mm(a, a)
-        if device_type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - began
-
-    run()  # the first product loads its library
-    return 2 * size**3 * repeats / run()  # a multiplication and an addition each
+        seconds, evaluation, config.updates, config.evaluations, estimate.processes, tuple(unknown)
+    )

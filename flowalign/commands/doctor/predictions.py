@@ -45,7 +45,7 @@ class Forecast:
     device: Device
     estimate: Estimate | None = None
     unknown: str = ""  # why there is no estimate
-    times: Times | None = None
+    times: Times | None = None  # None: no rate is known, or `conclude` was not called
     source: str = ""  # of the rates
 
     def conclude(self, measured: Pace | None) -> Iterator[Finding]:
@@ -55,72 +55,75 @@ class Forecast:
             yield note(f"memory: no prediction: {self.unknown}")
         if self.estimate is None:
             return
-        _show_memory(self.name, self.estimate)
-        gpu, assumed = self._gpu(self.estimate)
-        memory, title = self.device.memory, ""
-        if gpu and not memory:
-            memory, title = gpu.memory, gpu.title if assumed else ""
-        yield from fits(self.estimate, memory, title)
-        wanted = "; torch sees no GPU, --gpu plans for another" if assumed else ""
-        yield ok(f"time: {self._spoken(self.time(self.estimate, measured))}{wanted}")
+        self.time(measured)
+        self._show(self.estimate)
+        gpu, memory = self._gpu(), self.device.memory
+        assumed = gpu is not None and not self.device.gpu and not torch.cuda.is_available()
+        title = gpu.title if gpu and assumed and not memory else ""
+        yield from fits(self.estimate, memory or (gpu and gpu.memory), title)
+        if self.times is None:
+            yield note("time: the rate of this device is not known; --gpu or --tflops says it")
+        elif self.times.unknown:
+            yield note(f"time: not included: {', '.join(self.times.unknown)}")
 
-    def time(self, estimate: Estimate, measured: Pace | None = None) -> Times:
+    def time(self, measured: Pace | None = None) -> None:
         """Set times and source, by the rate that is asked for, measured or in the table."""
-        gpu, dtype, tflops = self._gpu(estimate)[0], self.stage.model.dtype, self.device.tflops
+        gpu, tflops = self._gpu(), self.device.tflops
+        pace = None
         if tflops:
             pace = Pace.constant(tflops * 1e12, f"{tflops:g} TFLOP/s, --tflops")
         elif measured and not self.device.gpu:
             pace = measured
         elif gpu:
-            pace = Pace.of_gpu(gpu, dtype)
-        else:
-            pace = Pace.of_products(dtype, estimate.device_type)
-        self.times, self.source = times(estimate, pace), pace.source
-        return self.times
+            pace = Pace.of_gpu(gpu, self.stage.model.dtype)
+        if self.estimate and pace:
+            self.times, self.source = times(self.estimate, pace), pace.source
 
-    def _gpu(self, estimate: Estimate) -> tuple[Gpu | None, bool]:
-        """The GPU that is planned for, and whether it is neither here nor asked for. None: this
-        machine's device, or one that only --memory and --tflops describe."""
+    def _gpu(self) -> Gpu | None:
+        """The GPU of the table that is planned for: the one that is asked for or here; where torch
+        sees none, DEFAULT_GPU. None: a CPU, or a GPU that is not in the table."""
         if self.device.gpu:
-            return GPUS[self.device.gpu], False
-        if estimate.device_type == "cpu" or torch.cuda.is_available():
-            return present_gpu() if estimate.device_type == "cuda" else None, False
-        return GPUS[DEFAULT_GPU], True
+            return GPUS[self.device.gpu]
+        if self.estimate is None or self.estimate.device_type == "cpu":
+            return None
+        return present_gpu() if torch.cuda.is_available() else GPUS[DEFAULT_GPU]
 
-    def _spoken(self, t: Times) -> str:
-        parts = []
-        if t.updates:
-            split = ", ".join(f"{kind} {s:.3g}" for kind, s in t.kinds.items() if s)
-            scoring = f", rewards {t.scoring:.3g}" if t.scoring else ""
-            parts.append(f"{t.update:.3g} s an update ({split}{scoring})")
-        if t.evaluations:
-            judging = f" (rewards {t.judging:.3g} s)" if t.judging else ""
-            hours = t.evaluation / 3600
-            taken = f"{t.evaluation:.3g} s" if hours < 1 else f"{hours:.3g} h"
-            parts.append(f"{taken} an evaluation{judging}")
-        plan = f"{t.updates} updates and {t.evaluations} evaluations"
-        plan = plan if t.updates else "the evaluation"
-        left = f"; not included: {', '.join(t.unknown)}" if t.unknown else ""
-        return (
-            f"{', '.join(parts)}; {_hours(t.hours)} h for {plan}, {_hours(t.gpu_hours)} "
-            f"{_unit(self)}-hours on {t.processes} x {self.source}{left}"
-        )
+    def _show(self, estimate: Estimate) -> None:
+        """Print what is resident, and the peak, FLOPs and seconds of each phase."""
+        unit, label = (GIB, "GiB") if estimate.peak > GIB else (2**20, "MiB")
+        title = f"prediction for a process of {self.name}"
+        table = Table("memory", label, "TFLOP", "seconds", title=title)
+        for part, count in estimate.parts.items():
+            table.add_row(part, f"{count / unit:.2f}")
+        table.add_section()
+        seconds = dict(self.times.seconds, evaluation=self.times.evaluation) if self.times else {}
+        for phase in estimate.all_phases:
+            total = f"{(estimate.resident + phase.bytes) / unit:.2f}"
+            taken = f"{seconds.pop(phase.name):.3g}" if seconds else ""
+            table.add_row(f"peak in {phase.name}", total, f"{phase.flops / 1e12:.4g}", taken)
+        if waited := seconds.get("rewards"):
+            table.add_row("waiting for rewards", "", "", f"{waited:.3g}")
+        console = Console(highlight=False)
+        console.print(table)
+        if estimate.config.model.compile:
+            console.print("torch.compile is not in the prediction.")
 
 
 def forecasts(stages: Mapping[str, Stage], device: Device) -> list[Forecast]:
     """The prediction of each stage, without its times. Prints what all of them need together."""
-    ranks, listed = _ranks(stages), []
-    for name, stage in stages.items():
-        one = Forecast(name, stage, device)
-        listed.append(one)
-        if not stage.samples:  # a merge
-            continue
-        asked = device.gpu or device.memory or device.tflops
+    ranks: dict[str, int] = {}  # {folder: rank} of the adapters that the stages will write
+    for stage in stages.values():
+        folder = Path(stage.output)
+        rank = stage.output_rank(partial(rank_of, ranks=ranks, model=stage.model))
+        if rank is not None and not (folder / "adapter" / ADAPTER).is_file():
+            ranks[str(folder / "adapter")] = rank
+    listed = [Forecast(name, stage, device) for name, stage in stages.items()]
+    asked = device.gpu or device.memory or device.tflops or torch.cuda.is_available()
+    for one in (one for one in listed if one.stage.samples):
         # for this machine's CPU only where the run itself would be on it
-        elsewhere = asked or torch.cuda.is_available() or not is_here(stage)
-        kind = "cuda" if elsewhere else "cpu"
+        kind = "cuda" if asked or not is_here(one.stage) else "cpu"
         try:
-            one.estimate = predict(stage, device_type=kind, processes=device.gpus, ranks=ranks)
+            one.estimate = predict(one.stage, device_type=kind, processes=device.gpus, ranks=ranks)
         except LookupError as error:
             one.unknown = str(error.args[0])
     show(_needs(listed))
@@ -132,50 +135,28 @@ def is_here(stage: Stage) -> bool:
     return local_folder(stage.model.id, stage.model.revision) is not None
 
 
-def _ranks(stages: Mapping[str, Stage]) -> dict[str, int]:
-    """{folder: rank} of the adapters that the stages of a recipe will write."""
-    written: dict[str, int] = {}
-    for stage in stages.values():
-        ranks, folder = partial(rank_of, ranks=written, model=stage.model), Path(stage.output)
-        rank = stage.output_rank(ranks)
-        if rank is not None and not (folder / "adapter" / ADAPTER).is_file():
-            written[str(folder / "adapter")] = rank
-    return written
-
-
 def _needs(listed: Sequence[Forecast]) -> Iterator[Finding]:
     """Findings about downloads and host memory of all stages together.
 
     Adapters are not among them: the checks before this have read them. For rewards a cache is not
     looked at, since their libraries have caches of their own.
     """
-    sizes: dict[str, float] = {}  # GB
-    unknown: dict[str, None] = {}
+    sizes: dict[str, float | None] = {}  # GB; None = not known
     estimates = [forecast.estimate for forecast in listed if forecast.estimate]
     largest = max(estimates, key=lambda estimate: estimate.host, default=None)
     for stage in (forecast.stage for forecast in listed):
-        if not is_here(stage) and largest:
-            sizes[stage.model.id] = largest.download / GB
-        elif not is_here(stage):
-            unknown[stage.model.id] = None
+        if not is_here(stage):
+            sizes[stage.model.id] = largest and largest.download / GB
         for reward in (r for judged in stage.judged for r in judged.rewards.values()):
             for name, options in rewards.leaves(reward.name, reward.options, imports=False):
                 files = rewards.declared(name, imports=False).files(**options)
-                if files is None:
-                    unknown[f"reward {name}"] = None
-                sizes |= files or {}
+                sizes |= {f"reward {name}": None} if files is None else files
     if sizes:
-        each = ", ".join(f"{name} ({size:.2g} GB)" for name, size in sizes.items())
-        total = sum(sizes.values())
-        yield note(f"downloads: about {total:.3g} GB unless they are cached: {each}")
-    if unknown:
-        yield note(f"downloads of unknown size: {', '.join(unknown)}")
-    if not sizes and not unknown:
-        yield ok("downloads: none")
+        each = [f"{name} ({size:.2g} GB)" if size else name for name, size in sizes.items()]
+        total = sum(size or 0 for size in sizes.values())
+        yield note(f"downloads: about {total:.3g} GB unless cached: {', '.join(each)}")
     if largest:
-        text = f"host memory: {largest.host / GIB:.3g} GiB a process while the model loads"
-        stay = any(forecast.stage.model.offload_text_encoders for forecast in listed)
-        yield ok(text + (", of which the text encoders stay there" if stay else ""))
+        yield ok(f"host memory: {largest.host / GIB:.3g} GiB a process while the model loads")
 
 
 # Memory ------------------------------------------------------------------------------------------
@@ -191,7 +172,6 @@ def fits(estimate: Estimate, memory: float | None, assumed: str = "") -> Iterato
 
     assumed: the name of a GPU that was not asked for; a run that does not fit there has no fault.
     """
-    need = f"{estimate.peak / GIB:.3g} GiB in {estimate.worst.name}"
     if memory:
         size = memory * GIB
     elif estimate.device_type == "cpu":
@@ -199,12 +179,12 @@ def fits(estimate: Estimate, memory: float | None, assumed: str = "") -> Iterato
     else:
         size = torch.cuda.get_device_properties(0).total_memory
     limit = usable(size, estimate.device_type)
-    have = f"{assumed or 'the device'} has {size / GIB:.3g} GiB, of which tensors can use "
-    have += f"{limit / GIB:.3g}"
+    text = f"{estimate.peak / GIB:.3g} GiB in {estimate.worst.name}; {assumed or 'the device'} has "
+    text += f"{size / GIB:.3g} GiB, of which tensors can use {limit / GIB:.3g}"
     if estimate.peak <= limit:
-        yield ok(f"memory: at most {need}; {have}")
+        yield ok(f"memory: at most {text}")
         return
-    yield (note if assumed else fault)(f"memory: does not fit: {need}; {have}. Changes:")
+    yield (note if assumed else fault)(f"memory: does not fit: {text}. Changes:")
     for change, after in advice(estimate, limit):
         end = "fits" if after.peak <= limit else f"still too much, in {after.worst.name}"
         yield note(f"  {change}: {after.peak / GIB:.3g} GiB, {end}")
@@ -216,8 +196,8 @@ def fits(estimate: Estimate, memory: float | None, assumed: str = "") -> Iterato
 def advice(estimate: Estimate, limit: float) -> Iterator[tuple[str, Estimate]]:
     """(a change, the estimate after it and all before), until `limit` bytes suffice."""
     for _ in range(CHANGES):
-        change = next(_changes(estimate, limit), None) if estimate.peak > limit else None
-        if change is None:
+        change = next(_changes(estimate, limit), None)
+        if change is None or estimate.peak <= limit:
             return
         estimate = estimate.after(change)
         yield change, estimate
@@ -243,54 +223,29 @@ def _changes(estimate: Estimate, limit: float) -> Iterator[str]:
         yield f"{key}=1"
 
 
-def _show_memory(name: str, estimate: Estimate) -> None:
-    """Print what is resident, and the peak and the FLOPs of each phase."""
-    unit, label = (GIB, "GiB") if estimate.peak > GIB else (2**20, "MiB")
-    table = Table("memory of a process", label, "TFLOP", title=f"prediction for {name}")
-    for part, count in estimate.parts.items():
-        table.add_row(part, f"{count / unit:.2f}", "")
-    table.add_section()
-    for phase in estimate.all_phases:
-        total = f"{(estimate.resident + phase.bytes) / unit:.2f}"
-        table.add_row(f"peak in {phase.name}", total, f"{phase.flops / 1e12:.4g}")
-    console = Console(highlight=False)
-    console.print(table)
-    if estimate.config.model.compile:
-        console.print("torch.compile is not in the prediction.")
-
-
 # Time --------------------------------------------------------------------------------------------
 
 
 def show_total(listed: Sequence[Forecast]) -> None:
     """Print a line for each stage, and their sum."""
-    timed = [forecast for forecast in listed if forecast.times]
-    if not timed:
-        return
-    columns = ("stage", "peak GiB", "s/update", "updates", "evaluations", "wall h")
-    table = Table(*columns, f"{_unit(timed[0])}-h")
-    wall = total = 0.0
+    table = Table("stage", "peak GiB", "updates", "s/update", "evaluations", "hours", "GPU-hours")
     for f in listed:
-        if f.times is None or f.estimate is None:
+        peak = f"{f.estimate.peak / GIB:.1f}" if f.estimate else "-"
+        if t := f.times:
+            numbers = [str(t.updates), f"{t.update:.3g}", str(t.evaluations)]
+            table.add_row(f.name, peak, *numbers, _hours(t.hours), _hours(t.gpu_hours))
+        else:
             why = "not predicted" if f.stage.samples else "minutes, no GPU"
-            table.add_row(f.name, "-", "-", "-", "-", why, "-")
-            continue
-        t = f.times
-        wall, total = wall + t.hours, total + t.gpu_hours
-        table.add_row(
-            f.name, f"{f.estimate.peak / GIB:.1f}", f"{t.update:.3g}" if t.updates else "-",
-            str(t.updates or "-"), str(t.evaluations), _hours(t.hours), _hours(t.gpu_hours),
-        )  # fmt: skip
-    table.add_section()
-    table.add_row("sum", "", "", "", "", _hours(wall), _hours(total))
+            table.add_row(f.name, peak, "-", "-", "-", why, "-")
+    timed = [f.times for f in listed if f.times]
+    if len(listed) > 1:
+        table.add_section()
+        sums = sum(t.hours for t in timed), sum(t.gpu_hours for t in timed)
+        table.add_row("sum", "", "", "", "", *map(_hours, sums))
     console = Console(highlight=False, width=max(100, Console().width))
     console.print(table)
-    sources = "; ".join(dict.fromkeys(f.source for f in timed))
-    console.print(f"on {listed[0].device.gpus} x {sources}", soft_wrap=True)
-
-
-def _unit(forecast: Forecast) -> str:
-    return "CPU" if forecast.estimate and forecast.estimate.device_type == "cpu" else "GPU"
+    for source in dict.fromkeys(f.source for f in listed if f.times):
+        console.print(f"on {listed[0].device.gpus} x {source}", soft_wrap=True)
 
 
 def _hours(hours: float) -> str:
