@@ -9,25 +9,14 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from flowalign import __version__, rewards
-from flowalign.backbone import ModelError, family_of
 from flowalign.backbone.adapters import adapter_folder, is_hub_id, read_lora
-from flowalign.backbone.structure import find
-from flowalign.config import (
-    EvalStage,
-    ModelConfig,
-    SamplingConfig,
-    Stage,
-    TrainingStage,
-    parse,
-    to_yaml,
-)
+from flowalign.config import EvalStage, Stage, TrainingStage, parse, to_yaml
 from flowalign.system.escape import block, code, escaped, shown
 from flowalign.system.files import read_lines
 from flowalign.training import metrics
@@ -70,12 +59,21 @@ def card(folder: Path, config: Stage, made_by: str | None = None) -> ModelCard:
     if isinstance(config, TrainingStage):
         tasks = [task.name for task in config.tasks]
         rows = _evaluations(folder)
-        results = _model_index(config, rows) if rows else []
+        sets = {task.name: task.validation or task.prompts for task in config.tasks}
+        sets |= {benchmark.name: benchmark.prompts for benchmark in config.watched}
+        for key, value in _best(rows).items() if rows else ():
+            benchmark, _, metric = key.removeprefix(metrics.EVAL).rpartition("/")
+            if key.startswith(metrics.EVAL) and benchmark in sets:
+                results.append(_result(benchmark, sets[benchmark], metric, value))
         title = f"{SCORES} on held-out prompts while training"
         scores = score_table(rows, "`lora.init`" if starts else "base")
         if rows and config.evaluation:
-            scores += f" {_sampling(config.evaluation_sampling, config)}, at most "
-            scores += f"{config.evaluation.prompts} prompts a task."
+            model, sampling = config.model, config.evaluation_sampling
+            scores += (
+                f" {sampling.steps} Euler steps, guidance {sampling.guidance:g}, seed "
+                f"{sampling.seed}, {model.listed_sizes}, {model.dtype}, at most "
+                f"{config.evaluation.prompts} prompts a task."
+            )
     fields: dict[str, Any] = licence(base)
     if is_hub_id(base):  # the Hub would link a folder's name to somebody else's model
         fields |= {"base_model": base, "base_model_relation": "adapter"}
@@ -83,7 +81,7 @@ def card(folder: Path, config: Stage, made_by: str | None = None) -> ModelCard:
         **fields,
         library_name="diffusers",
         pipeline_tag="text-to-image",
-        tags=["lora", "text-to-image", *_family(config.model), "flow-matching", "flowalign"],
+        tags=["lora", "text-to-image", "flow-matching", "flowalign"],
         model_name=folder.name,
         eval_results=results or None,
     )
@@ -110,13 +108,6 @@ def card(folder: Path, config: Stage, made_by: str | None = None) -> ModelCard:
         file=f"../{CONFIG}",
         config=block(to_yaml(config), "yaml"),
     )
-
-
-def _family(model: ModelConfig) -> list[str]:
-    """The tag of the base's family; none where it is not known here."""
-    with suppress(LookupError, ModelError):
-        return [family_of(find(model.id, model.revision).pipeline, model.family).tag]
-    return []
 
 
 def licence(base: str) -> dict[str, str]:
@@ -179,26 +170,16 @@ def judge(name: str, options: Mapping[str, Any]) -> str:
 
 def _evaluations(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's log that hold an evaluation, without the numbers that are none."""
-    lines = read_lines(folder / "metrics.jsonl")
-    rows = [{name: value for name, value in line.items() if value is not None} for line in lines]
+    rows = [
+        {name: value for name, value in line.items() if value is not None}
+        for line in read_lines(folder / "metrics.jsonl")
+    ]
     return [row for row in rows if metrics.HEADLINE in row]
 
 
 def _best(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The evaluation whose weights became the adapter."""
     return max(rows, key=lambda row: row[metrics.HEADLINE])
-
-
-def _model_index(config: TrainingStage, rows: Sequence[Mapping[str, Any]]) -> list[EvalResult]:
-    """The metrics `eval/<task or benchmark>/<metric>` of the best evaluation."""
-    prompts = {task.name: task.validation or task.prompts for task in config.tasks}
-    prompts |= {benchmark.name: benchmark.prompts for benchmark in config.watched}
-    results = []
-    for key, value in _best(rows).items():
-        benchmark, _, metric = key.removeprefix(metrics.EVAL).rpartition("/")
-        if key.startswith(metrics.EVAL) and benchmark in prompts:
-            results.append(_result(benchmark, prompts[benchmark], metric, value))
-    return results
 
 
 def _result(benchmark: str, prompts: str, metric: str, value: float) -> EvalResult:
@@ -238,7 +219,8 @@ def add_results(card: ModelCard, document: Mapping[str, Any], path: Path, adapte
     """Replace the scores of a card by the scores of an evaluation; returns its config as YAML.
 
     document, path: a results.json as read, and where it lies. Raises NoScores if none of its models
-    is `adapter`, by the digest that the evaluation's images tell, else by its folder.
+    is `adapter`, by the digest that the evaluation's images tell, else by its folder. The table.md
+    of the evaluation must lie beside them.
     """
     name = _name_of(document, path, adapter)
     config = parse(document.get("config"), stage=EvalStage)
@@ -249,7 +231,9 @@ def add_results(card: ModelCard, document: Mapping[str, Any], path: Path, adapte
         if row["mean"] is not None
     ]
     card.data["model_name"] = card.data.get("model_name") or adapter.parent.name
-    section = f"\n{SCORES}\n\n{_results_table(document, name, config)}\n"
+    table = (path.parent / "table.md").read_text(encoding="utf-8")
+    measured = f"This adapter is {code(name)}. Measured by `flowalign eval --config eval.yaml`."
+    section = f"\n{SCORES}\n\n{measured}\n\n{table}"
     text, count = SECTION.subn(lambda _: section, card.text, count=1)
     card.text = text if count else text + section
     return to_yaml(config)
@@ -272,38 +256,3 @@ def _name_of(document: Mapping[str, Any], path: Path, adapter: Path) -> str:
         f"{path} has no scores of the adapter in {adapter}: it has {', '.join(others) or 'none'}. "
         "If that was trained on since, evaluate it again."
     )
-
-
-def _results_table(document: Mapping[str, Any], name: str, config: EvalStage) -> str:
-    """The scores of an adapter as Markdown, next to the scores of the first model."""
-    models = document["models"]
-    first = next(iter(models))
-    reference = {(row["benchmark"], row["metric"]): row for row in models[first]["rows"]}
-    compared = [first] if first != name else []
-    columns = ["benchmark", "metric", *map(escaped, compared), "this adapter", "prompts"]
-    table = [columns, ["---"] * len(columns)]
-    for row in models[name]["rows"]:
-        key = (row["benchmark"], row["metric"])
-        other = [_cell(reference.get(key)) for _ in compared]
-        table.append([*map(escaped, key), *other, _cell(row), str(row["n"])])
-    environment = models[name].get("environment") or {}
-    versions = ", ".join(f"{package} {version}" for package, version in environment.items())
-    note = (
-        f"Mean ± standard error. {_sampling(config.sampling, config)}. "
-        f"Measured by `flowalign eval --config eval.yaml` with {escaped(versions)}."
-    )
-    return "\n".join([*(f"| {' | '.join(cells)} |" for cells in table), "", note])
-
-
-def _sampling(sampling: SamplingConfig, config: Stage) -> str:
-    model = config.model
-    return (
-        f"{sampling.steps} Euler steps, guidance {sampling.guidance:g}, seed {sampling.seed}, "
-        f"{model.listed_sizes}, {model.dtype}"
-    )
-
-
-def _cell(row: Mapping[str, Any] | None) -> str:
-    if row is None or row["mean"] is None:
-        return "–"
-    return f"{row['mean']:.3f}" + ("" if row["stderr"] is None else f" ± {row['stderr']:.3f}")

@@ -97,14 +97,8 @@ class NoRun(ValueError):
     """A folder that holds no run: what was seen, what to do."""
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt with its images: rows of `samples`, with their `level`: the score from 0 = lowest
-    shown of its task to 100, None = no score."""
-
-    text: str
-    task: str
-    images: list[dict[str, Any]]
+Prompts = list[tuple[str, str, list[Mapping[str, Any]]]]
+"""(task, prompt, its images: rows of `samples`)."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +113,8 @@ class View:
     about: str  # what is going on, in a sentence
     facts: list[tuple[str, str]]  # the figures above the curves: (name, value)
     curves: list[Chart]
-    rollout: tuple[int, list[Prompt]]  # the newest training samples: their update, their images
-    held_out: tuple[list[str], list[Prompt]]  # which evaluations, and their images
+    rollout: tuple[int, Prompts]  # the newest training samples: their update, their images
+    held_out: tuple[list[str], Prompts]  # which evaluations, and their images
     drifts: list[Panel]  # from the base: evaluation, rollout
     picture: str  # source of the base and the result side by side
     warnings: list[dict[str, Any]]  # the newest first
@@ -231,9 +225,8 @@ def _facts(curves: Mapping[str, Curve], status: Status) -> list[tuple[str, str]]
         facts.append(("an update takes", duration(status.seconds, exact=True)))
     if shown := [point for point in curves.get(metrics.HEADLINE, []) if math.isfinite(point[1])]:
         best = max(shown, key=lambda point: point[1])  # the first of equals, as the run keeps it
-        points = {"first": shown[0], "best": best, "newest": shown[-1]} if shown[1:] else {"": best}
-        for which, (update, score) in points.items():
-            facts.append((f"{which} held-out score".strip(), f"{score:.3f} at update {update}"))
+        for which, (update, score) in {"best": best, "newest": shown[-1]}.items():
+            facts.append((f"{which} held-out score", f"{score:.3f} at update {update}"))
     return facts + [
         (label, style.format(curves[name][-1][1])) for name, label, style in FACTS if name in curves
     ]
@@ -242,7 +235,7 @@ def _facts(curves: Mapping[str, Curve], status: Status) -> list[tuple[str, str]]
 # Images ------------------------------------------------------------------------------------------
 
 
-def _held_out(folder: Path) -> tuple[list[str], list[Prompt]]:
+def _held_out(folder: Path) -> tuple[list[str], Prompts]:
     """The first and the newest evaluation, and the image of both for every prompt."""
     first = samples.read_sample(folder, samples.EVALUATION, oldest=True)
     newest = samples.read_sample(folder, samples.EVALUATION)
@@ -267,28 +260,10 @@ def _drifts(folder: Path, warn: float) -> list[Panel]:
     return panels
 
 
-def _prompts(rows: Sequence[Mapping[str, Any]]) -> list[Prompt]:
+def _prompts(rows: Sequence[Mapping[str, Any]]) -> Prompts:
     """Images that follow one another, put together by prompt."""
-    scores: dict[str, list[float]] = {}  # of a task: tasks have different ranges
-    for row in rows:
-        if (score := _score(row)) is not None:
-            scores.setdefault(row["task"], []).append(score)
-
-    def image(row: Mapping[str, Any]) -> dict[str, Any]:
-        if (score := _score(row)) is None:
-            return {**row, "level": None}
-        low, high = min(scores[row["task"]]), max(scores[row["task"]])
-        return {**row, "level": 100 * (score - low) / (high - low) if high > low else 100.0}
-
     together = itertools.groupby(rows, key=lambda row: (row["task"], row["prompt"]))
-    return [Prompt(text, task, list(map(image, group))) for (task, text), group in together]
-
-
-def _score(row: Mapping[str, Any]) -> float | None:
-    """The score that a note holds; None for other texts."""
-    with suppress(ValueError):
-        return float(row["note"])
-    return None
+    return [(task, prompt, list(group)) for (task, prompt), group in together]
 
 
 def _embedded(path: Path) -> str:
