@@ -33,8 +33,7 @@ class Awm(Forward):
         """The clipped policy loss on surrogate likelihoods, at the same noise and level, plus
         kl_weight times the drift from the base and ema_kl_weight times that from the average.
 
-        Departure: the authors' code clips advantages to +- 5 and divides them by 5; Flow-Factory's
-        clips them to +- 1, as here.
+        Departure: the authors' code divides the advantages by advantage_clip; see there.
         """
         s = self.settings
         target = prepared.velocity[pairs.rows, pairs.columns]

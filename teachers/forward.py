@@ -125,9 +125,9 @@ class Forward(Algorithm[Matched]):
     def _levels(self, key: tuple[int, ...], size: Size | None) -> Tensor:
         """Noise levels [S] that a key draws for images of a size."""
         settings, steps = self.settings, self.config.rollout.steps
-        if settings.levels == "sampler":
-            sigmas = self.backbone.sigmas(steps, size)
-            return of_sampler(sigmas, settings.states, key, settings.within)
+        if settings.levels != "stratified":
+            sigmas, parts = self.backbone.sigmas(steps, size), settings.levels == "sampler"
+            return of_sampler(sigmas, settings.states, key, settings.within, stratified=parts)
         shift = self.backbone.shift(steps, size)
         return stratified(shift, settings.states, key, settings.within)
 

@@ -53,9 +53,9 @@ class Grpo(Algorithm[Credit]):
         return self.scored.tensors()
 
     def prepare(self, rollout: Rollout, update: int) -> Credit:
-        """Score the images. Without an advantage only the KL has a gradient."""
-        credit = self.scored.credit(rollout, update)
-        return replace(credit, keep=credit.keep | (self.settings.kl_weight > 0))
+        """Score the images. Those without an advantage are dropped, for the KL, too, as in
+        Flow-GRPO: else the KL would be the stronger, the more groups are all alike."""
+        return self.scored.credit(rollout, update)
 
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: Credit) -> StepLoss:
         """The clipped policy loss, plus kl_weight times the KL to the base. With the ratio of

@@ -321,6 +321,17 @@ def test_the_kl_weight_acts_only_where_the_student_has_moved(
     assert (after(2, 0.0) - after(2, 10.0)).abs().max() > 1e-3
 
 
+def test_dropped_images_count_neither_for_the_policy_nor_for_the_kl(
+    random_model: str, tmp_path: Path
+) -> None:
+    """Else the KL would be stronger the more groups are all alike."""
+    given = ["grpo.kl_weight=10.0", "train.updates=1", *LINEAR, "rollout.copies=4"]
+    half = fakes.settings(random_model, tmp_path / "half", *given, reward="first_of_pair")
+    loop = fakes.wired(half, moved=True)
+    prepared: Any = loop.prepare(loop.rollout(0))
+    assert torch.equal(prepared.keep, prepared.advantage != 0) and prepared.keep.sum() == 4
+
+
 def test_the_kl_is_the_one_that_is_named(random_model: str, tmp_path: Path) -> None:
     """exact is the default; published is that times -dt of the step, and the log shows the exact
     one either way, so that runs can be compared."""

@@ -53,6 +53,15 @@ def test_levels_of_the_sampler_are_its_own() -> None:
         of_sampler(sigmas, 10, (0,), (0.0, 0.99))
 
 
+def test_random_levels_of_the_sampler_leave_out_any() -> None:
+    """As DiffusionNFT's code, which trains the first 9 of a permutation of 10 steps."""
+    sigmas = torch.linspace(1, 0, 11)
+    drawn = [of_sampler(sigmas, 9, (seed,), stratified=False) for seed in range(200)]
+    assert all(bool((levels.diff() < 0).all()) for levels in drawn)
+    left_out = [sum(bool((levels == sigma).any()) for levels in drawn) for sigma in sigmas[:10]]
+    assert sum(left_out) == 1800 and 150 < min(left_out) <= max(left_out) < 200
+
+
 def test_the_steps_of_the_official_ranges() -> None:
     assert steps_within(10, (0.0, 0.99)) == (0, 9)  # DiffusionNFT
     assert steps_within(25, (0.0, 0.99)) == (0, 24)

@@ -223,6 +223,17 @@ def test_a_random_window_is_a_function_of_seed_and_update() -> None:
     assert found != [window_of(rollout, 6, update) for update in range(400)]
 
 
+def test_a_window_may_keep_to_a_range_of_steps() -> None:
+    """Flow-GRPO-Fast: three steps in a row within the first half, at random."""
+    window = WindowConfig(width=3, random=True, within=(0, 5))
+    rollout = RolloutConfig(window=window, kind="cps")
+    found = {window_of(rollout, 5, update) for update in range(100)}
+    assert found == {(0, 3), (1, 4), (2, 5)} and rollout.trained == (0, 5)
+    for within in ((0, 2), (3, 3), (8, 11)):
+        with pytest.raises(ValueError):
+            RolloutConfig(window=WindowConfig(width=3, within=within))
+
+
 def test_a_fixed_window_stays() -> None:
     fixed, default = RolloutConfig(window=(2, 5)), RolloutConfig()
     assert [window_of(fixed, 0, update) for update in (0, 99)] == [(2, 5)] * 2

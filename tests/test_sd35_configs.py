@@ -138,7 +138,7 @@ def test_the_settings_of_nft_are_the_official_ones(task: str) -> None:
     assert (rollout.kind, rollout.solver, rollout.guidance) == ("ode", "dpm2", 1.0)
     assert (found.lora.rank, found.lora.alpha, found.model.height) == (32, 64, 512)
     assert (optimizer.lr, optimizer.weight_decay) == (3e-4, 1e-4)
-    assert (nft.levels, nft.states, nft.within) == ("sampler", 9, (0, 0.99))
+    assert (nft.levels, nft.states, nft.within) == ("random", 9, (0, 1))
     assert (nft.advantage, nft.advantage_clip, nft.kl_weight) == ("batch_std", 5, 1e-4)
     assert found.ema and found.ema.decay == 0.9
     sampling = found.evaluation_sampling
@@ -152,16 +152,28 @@ def test_the_settings_of_nft_are_the_official_ones(task: str) -> None:
 
 @pytest.mark.usefixtures("data")
 def test_the_settings_of_awm_are_those_of_its_authors() -> None:
-    """scxue/advantage_weighted_matching, config/dgx_awm.py, geneval_sd3_no_cfg_1node."""
+    """scxue/advantage_weighted_matching, config/dgx_awm.py, geneval_sd3_no_cfg_1node. All three
+    terms of the loss are five times theirs, as they divide advantages by 5."""
     path = ROOT / "configs/sd35_medium/teacher_geneval_awm.yaml"
     (found,) = stages(path, processes=8).values()
     assert isinstance(found, AwmStage)
     rollout, awm, ema = found.rollout, found.awm, found.ema
     assert (rollout.prompts * rollout.copies, rollout.copies) == (6 * 36 * 8, 24)
     assert (rollout.steps, rollout.guidance, found.optimizer.lr) == (14, 1.0, 3e-4)
-    assert (awm.states, awm.levels, awm.kl_weight, awm.ema_kl_weight) == (6, "sampler", 0.003, 1)
+    assert (awm.states, awm.levels) == (6, "sampler")
+    assert (awm.advantage_clip, awm.kl_weight, awm.ema_kl_weight) == (5, 5 * 0.001, 5 * 1)
+    assert found.optimizer.max_grad_norm == 5
     assert (awm.weighting, awm.ghuber_power, awm.clip_range) == ("ghuber", 0.25, 1)
     assert awm.average.decay == 0.3 and ema and (ema.decay, ema.every) == (0.99, 1)
+
+
+@pytest.mark.usefixtures("data")
+def test_grpo_mix_has_the_images_of_the_official_one() -> None:
+    """Flow-OPD, config/grpo.py, geneval_ocr_deqa_pickscore_32gpu."""
+    (found,) = stages(ROOT / "configs/sd35_medium/grpo_mix.yaml", processes=8).values()
+    assert isinstance(found, GrpoStage)
+    assert (found.rollout.prompts, found.rollout.copies) == (48, 24)
+    assert (found.optimizer.lr, found.optimizer.updates_per_rollout) == (1e-4, 2)
 
 
 @pytest.mark.usefixtures("data")

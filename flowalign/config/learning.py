@@ -120,9 +120,10 @@ class ForwardConfig(AdvantageConfig):
     """Noise levels at which each image is trained."""
     own_levels: bool = True
     """Each image has noise levels of its own. false = all images of an update share them."""
-    levels: Literal["sampler", "stratified"] = "stratified"
+    levels: Literal["sampler", "random", "stratified"] = "stratified"
     """sampler: they are steps of the rollout's own schedule, one drawn in each of `states` parts of
-    about equal size. stratified: drawn in as many parts of the continuous schedule."""
+    about equal size. random: any `states` of these steps. stratified: drawn in as many parts of the
+    continuous schedule."""
     within: Annotated[tuple[Share, Share], as_tuple] = (0.0, 0.99)
     """The part of the way from noise (0) to the image (1) that they are drawn from."""
     guidance: NotNegative | None = Field(default=None, examples=[1.0])
@@ -149,8 +150,8 @@ class NftConfig(ForwardConfig):
     """Which advantages count. positive_only, negative_only: the others are 0. binary: their sign.
     one_only: 1 where they are above 0, else 0."""
     old: PolicyConfig = PolicyConfig()
-    """The old policy, which samples. Official: {decay: 0}; {decay: 0.5} for GenEval and PickScore;
-    {decay: 0.999, rise: 0.0075, after: 75} for OCR."""
+    """The old policy, which samples. Official: {decay: 0.5} for GenEval and PickScore; {decay:
+    0.999, rise: 0.0075, after: 75} for OCR. The default, the trained weights, is ours."""
 
 
 class AwmConfig(ForwardConfig):
@@ -159,7 +160,8 @@ class AwmConfig(ForwardConfig):
     advantage: AdvantageName = "batch_std"
     """Variant of flowalign.credit, as in `grpo`."""
     advantage_clip: Positive = 1.0
-    """Advantages are clipped to +- this."""
+    """Advantages are clipped to +- this, as in Flow-Factory. The authors clip to +- 5 and divide by
+    5: the same as 5 here, with kl_weight, ema_kl_weight and optimizer.max_grad_norm times 5."""
     within: Annotated[tuple[Share, Share], as_tuple] = (0.01, 0.9)
     """The part of the way from noise (0) to the image (1) that noise levels are drawn from."""
     weighting: Literal["ghuber", "uniform", "t", "t2", "huber"] = "ghuber"

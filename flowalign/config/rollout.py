@@ -13,7 +13,7 @@ from flowalign.config.section import Count, Many, NotNegative, Section, Steps, a
 
 class WindowConfig(Section):
     """A window of steps that moves while a run goes on (MixGRPO, 2507.21802): only its steps have
-    noise and are trained. Its places are those inside of all steps but the last."""
+    noise and are trained."""
 
     width: Steps = Field(examples=[4])
     """Number of steps."""
@@ -22,6 +22,10 @@ class WindowConfig(Section):
     random: bool = False
     """false: the window moves on by one step, from high to low noise, and starts over after its
     last place. true: its place is drawn at random."""
+    within: Annotated[tuple[int, int], as_tuple] | None = Field(default=None, examples=[[0, 5]])
+    """[start, stop): the steps that its places are inside of; null = all but the last.
+    Flow-GRPO-Fast has {width: 3, random: true, within: [0, 5]} of 10 steps, drawn for every batch
+    that it samples, not for every update."""
 
 
 Window = Annotated[
@@ -60,7 +64,10 @@ class RolloutConfig(Section):
     def trained(self) -> tuple[int, int]:
         """[start, stop) of the steps with noise and training; of a window that moves, all the
         steps that it comes to."""
-        return self.window if isinstance(self.window, tuple) else (0, self.steps - 1)
+        window = self.window
+        if isinstance(window, WindowConfig):
+            window = window.within
+        return window or (0, self.steps - 1)
 
     @property
     def width(self) -> int:
@@ -82,8 +89,8 @@ class RolloutConfig(Section):
             yield f"noise_level: got {self.noise_level}; kind 'cps' wants a value in (0, 1]."
         if not isinstance(self.window, tuple) and self.steps == 1:
             yield "steps: 1, and the default window leaves out the last step. Use 2 or more."
-        elif isinstance(self.window, WindowConfig) and self.width > stop:
-            yield f"window.width: {self.width}, of {stop} steps that can be trained."
+        elif isinstance(self.window, WindowConfig) and self.width > stop - start:
+            yield f"window.width: {self.width}, of {stop - start} steps that can be trained."
         elif not 0 <= start < stop <= self.steps:
             yield (
                 f"window: got [{start}, {stop}]; want 0 <= start < stop <= {self.steps}, the steps."

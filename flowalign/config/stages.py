@@ -423,7 +423,7 @@ class ForwardStage(RewardStage):
         if rollout.shared_noise:
             yield "rollout.shared_noise: an ode gives all images of a prompt alike. Use false."
         start, stop = steps_within(rollout.steps, forward.within)
-        if forward.levels == "sampler" and forward.states > stop - start:
+        if forward.levels != "stratified" and forward.states > stop - start:
             yield (
                 f"{name}.states: {forward.states}, but {name}.within holds {max(stop - start, 0)} "
                 "steps of the sampler. Use at most as many, or levels 'stratified'."

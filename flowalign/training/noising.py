@@ -35,17 +35,25 @@ def stratified(
 
 
 def of_sampler(
-    sigmas: Tensor, count: int, key: tuple[int, ...], within: tuple[float, float] = WHOLE
+    sigmas: Tensor,
+    count: int,
+    key: tuple[int, ...],
+    within: tuple[float, float] = WHOLE,
+    *,
+    stratified: bool = True,
 ) -> Tensor:
     """`count` noise levels [S], falling, of a sampler's own sigmas [T+1]: of the steps within, one
     drawn in each of so many parts of about equal size; all of them, where there are `count`. (AWM's
-    code draws so, with its time_type "discrete"; DiffusionNFT takes all.)
+    code draws so, with its time_type "discrete".) Not stratified: any of them, as in DiffusionNFT.
 
     Raises ValueError where there are fewer steps than levels.
     """
     start, stop = steps_within(len(sigmas) - 1, within)
     if count > stop - start:
         raise ValueError(f"{count} noise levels of {max(stop - start, 0)} steps; take fewer")
+    if not stratified:
+        steps = np.random.default_rng(key).permutation(range(start, stop))[:count]
+        return sigmas[torch.from_numpy(np.sort(steps))]
     bounds = np.linspace(start, stop, count + 1).astype(int)
     drawn = np.random.default_rng(key).random(count) * np.diff(bounds)
     return sigmas[torch.from_numpy(bounds[:-1] + drawn.astype(int))]
