@@ -7,15 +7,19 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from pydantic import ValidationError
+from generated import examples, holds, mutated, nothing_else, scalars, texts, values
+from hypothesis import strategies as st
 from safetensors.torch import save_file
+from yaml import YAMLError
 
+from flowalign.commands import recipe
 from flowalign.config import (
     ADAPTER,
     STAGES,
     ConfigError,
     EvalStage,
     GrpoStage,
+    RecipeStage,
     Stage,
     TrainingStage,
     load,
@@ -24,6 +28,7 @@ from flowalign.config import (
     read,
     to_yaml,
 )
+from flowalign.config.safe_yaml import load_yaml
 from flowalign.training.preflight import check_world
 
 TINY = {"id": "tiny", "height": 64, "width": 64}
@@ -35,6 +40,7 @@ def raw(**sections: Any) -> dict[str, Any]:
     return {**base, **sections}
 
 
+SIGN = 'a sign that says "x"'
 MARK = {"name": "ocr", "prompts": "b.txt", "reward": {"name": "ocr"}}
 
 
@@ -84,19 +90,13 @@ def test_a_config_survives_the_way_through_yaml(tmp_path: Path) -> None:
 
 
 def test_overrides_reach_items_and_closed_sections() -> None:
-    config = parse(
-        raw(evaluation=None),
-        ["tasks.0.weight=3e-1", "optimizer.lr=1e-3", "evaluation.every=5", "rollout.window=[1, 2]"],
-    )
-    assert config.tasks[0].weight == 0.3 and config.optimizer.lr == 1e-3
+    tasks = [{**TASK, "name": name} for name in ("signs", "1", "photos")]
+    given = ["tasks.0.weight=3e-1", "tasks.photos.weight=8", "tasks.1.weight=3"]
+    given += ["optimizer.lr=1e-3", "evaluation.every=5", "rollout.window=[1, 2]"]
+    config = parse(raw(evaluation=None, tasks=tasks), given)
+    assert [task.weight for task in config.tasks] == [0.3, 3, 8] and config.optimizer.lr == 1e-3
     assert config.evaluation and config.evaluation.every == 5 and config.rollout.window == (1, 2)
     assert parse(raw(), ["evaluation=null"]).evaluation is None
-
-
-def test_an_item_of_a_list_is_reached_by_its_name() -> None:
-    tasks = [{**TASK, "name": name} for name in ("signs", "1", "photos")]
-    config = parse(raw(tasks=tasks), ["tasks.photos.weight=8", "tasks.1.weight=3"])
-    assert [task.weight for task in config.tasks] == [1, 3, 8]
 
 
 @pytest.mark.parametrize(
@@ -116,21 +116,13 @@ def test_a_wrong_override_is_refused(override: str, said: str) -> None:
     assert said in problem
 
 
-def test_a_config_is_frozen() -> None:
-    with pytest.raises(ValidationError, match="frozen"):
-        parse(raw()).rollout.steps = 3  # pyright: ignore[reportAttributeAccessIssue]
-
-
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
         ({"rollout": {"step": 3}}, ["rollout.step: unknown key", "mean `steps`?", "noise_level"]),
-        ({"rolout": {}}, ["rolout: unknown key", "mean `rollout`?", "optimizer"]),
-        ({"lora": {"zzz": 1}}, ["lora.zzz: unknown key. Possible keys: rank, alpha"]),
         ({"optimizer": {"lr": "fast"}}, ["optimizer.lr: got the text 'fast'", "example: 0.0001"]),
         ({"rollout": {"steps": 2.5}}, ["rollout.steps: got the number 2.5; want a", "integer"]),
         ({"rollout": {"guidance": True}}, ["guidance: got the true/false True", "example: 4.5"]),
-        ({"rollout": {"kind": "SED"}}, ["the text 'SED'", "'cps'", "Did you mean 'sde'?"]),
         ({"output": 2024}, ["output: got the whole number 2024", "quotes"]),
         ({"model": "tiny"}, ["model: got the text 'tiny'; want the keys id, revision"]),
         ({"model": {"id": "x", "height": 500}}, ["model.height: got", "500", "multiple of 16"]),
@@ -138,7 +130,6 @@ def test_a_config_is_frozen() -> None:
         ({"tasks": [{**TASK, "weight": 0}]}, ["tasks.0.weight: got", "0; want greater than 0"]),
         ({"optimizer": {"lr": float("nan")}}, ["optimizer.lr: got the number nan", "finite"]),
         ({"grpo": {"advantage": "group"}}, ["grpo.advantage", "'batch_std'", "mean 'group_std'?"]),
-        ({"optimizer": {"betas": [0.9]}}, ["optimizer.betas.1"]),
     ],
 )
 def test_a_wrong_value_is_explained(sections: dict[str, Any], said: list[str]) -> None:
@@ -147,7 +138,8 @@ def test_a_wrong_value_is_explained(sections: dict[str, Any], said: list[str]) -
     assert all(part in problem for part in said), problem
 
 
-WATCHED = {"name": "watched", "prompts": "b.txt", "reward": {"name": "ocr"}}
+WATCHED = {"name": "x", "prompts": "b.txt", "reward": {"name": "ocr"}, "layout": "geneval"}
+STUDENT = {"stage": "opd", "teachers": {"ocr": {"adapter": "tiny/ocr"}}}
 NO_VALIDATION = {key: value for key, value in TASK.items() if key != "validation"}
 
 
@@ -176,18 +168,8 @@ NO_VALIDATION = {key: value for key, value in TASK.items() if key != "validation
         ("tasks", {"evaluation": {"watch": [MARK]}}),
         ("tasks.0.teacher", {"tasks": [{**TASK, "teacher": "a"}]}),
         ("rollout.window", {"stage": "nft", "rollout": {"kind": "ode", "window": [0, 2]}}),
-        (
-            "evaluation.watch.0.layout",
-            {"evaluation": {"watch": [{**WATCHED, "layout": "geneval"}]}},
-        ),
-        (
-            "student.reward_to_go",
-            {
-                "stage": "opd",
-                "teachers": {"ocr": {"adapter": "tiny/ocr"}},
-                "student": {"reward_to_go": True},
-            },
-        ),
+        ("evaluation.watch.0.layout", {"evaluation": {"watch": [WATCHED]}}),
+        ("student.reward_to_go", {**STUDENT, "student": {"reward_to_go": True}}),
     ],
 )
 def test_values_that_do_not_go_together_are_refused(key: str, sections: dict[str, Any]) -> None:
@@ -226,25 +208,57 @@ def test_every_problem_is_reported_at_once() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("data", [None, [], "grpo"])
-def test_what_is_no_mapping_is_refused(data: Any) -> None:
-    assert "want keys and values" in problems(data)[0]
+NO_CONFIGS = {  # each was a traceback, or silently something else
+    "no YAML": "seed: [1",
+    "a key given twice": "seed: 1\nseed: 2",
+    "a text": "grpo",
+    "a list": "[]",
+    "a number that is none": "seed: !!int x",
+    "an object of Python": "seed: !!python/object/apply:os.system [x]",
+    "deep nesting": "a: " + "[" * 2000,
+    "NUL": "output: a\0b",
+}
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [("seed: [1", "not readable as YAML"), ("seed: 1\nseed: 2", "'seed' is given twice")],
-)
-def test_a_malformed_file_is_refused(tmp_path: Path, text: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
-        load(write(tmp_path, text))
-    assert "c.yaml" in str(caught.value)
+@pytest.mark.parametrize("name", NO_CONFIGS)
+def test_what_is_no_config_is_refused(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, NO_CONFIGS[name])
+    with nothing_else(tmp_path), pytest.raises(ConfigError, match=r"c\.yaml"):
+        load(path, stage=Stage)
+    if ": " in NO_CONFIGS[name] and "\n" not in NO_CONFIGS[name]:
+        with pytest.raises(ConfigError):
+            parse(raw(), [NO_CONFIGS[name].replace(": ", "=")])
 
 
-def test_a_missing_file_names_those_that_are_there(tmp_path: Path) -> None:
-    write(tmp_path, YAML)
-    with pytest.raises(ConfigError, match=r"no such file; there are .*c\.yaml"):
-        load(tmp_path / "d.yaml")
+def test_a_key_given_twice_is_refused_under_a_merge_too() -> None:
+    assert load_yaml("a: &a {x: 1, y: 2}\nb: {<<: *a, x: 3}")["b"] == {"x": 3, "y": 2}
+    assert load_yaml("output: 2026-13-45") == {"output": "2026-13-45"}  # no date
+    with pytest.raises(YAMLError):
+        load_yaml("a: &a {x: 1}\nb: {<<: *a, x: 3, x: 4}")
+
+
+BEYOND: dict[str, dict[str, Any]] = {  # key: sections of a config in which it is impossible
+    "seed": {"seed": 2**32},
+    "lora.rank": {"lora": {"rank": 10**9}},
+    "model.height": {"model": TINY | {"height": 10**6}},
+    "rollout.prompts": {"rollout": {"prompts": 10**9}},
+    "train.score_seconds": {"train": {"score_seconds": 1e300}},
+    "train.project": {"train": {"project": "../../x"}},
+    "tasks.0.name": {"tasks": [TASK | {"name": "../x"}]},
+    "models.../x": {"stage": "eval", "models": {"../x": None}},
+    "models": {"stage": "eval", "models": {"con": None, "CON": None}},
+    "benchmarks.0.name": {"stage": "eval", "benchmarks": [MARK | {"name": "/abs"}]},
+    "stages.../x": {"stage": "recipe", "stages": {"../x": {"use": "teacher_ocr.yaml"}}},
+    "stages": {"stage": "recipe", "stages": {name: {"use": "x.yaml"} for name in "aA"}},
+}
+
+
+@pytest.mark.parametrize("key", BEYOND)
+def test_a_value_beyond_the_possible_is_named(key: str) -> None:
+    sections = BEYOND[key]
+    base = {"grpo": raw(), "eval": raw_eval(), "recipe": {"output": "runs/x", "model": TINY}}
+    found = problems(base[sections.get("stage", "grpo")] | sections, stage=Stage)
+    assert [problem.partition(": ")[0] for problem in found] == [key]
 
 
 @pytest.mark.parametrize("stage", [EvalStage, Stage])
@@ -258,34 +272,16 @@ def test_an_evaluation_is_read_by_its_stage(stage: type[Stage], tmp_path: Path) 
     assert isinstance(parse(raw(), stage=Stage), TrainingStage)
 
 
-TRAINING = "'grpo' or 'nft' or 'awm' or 'opd' or 'sft'"
-ALL = f"{TRAINING} or 'merge' or 'recipe' or 'eval'"
-
-
 def test_a_config_of_another_command_is_refused() -> None:
     (problem,) = problems(raw_eval())
-    assert problem == f"stage: 'eval' is run by `flowalign eval`; this command wants {TRAINING}."
+    assert problem.startswith("stage: 'eval' is run by `flowalign eval`")
     (problem,) = problems(raw(), stage=EvalStage)
-    assert problem == "stage: 'grpo' is run by `flowalign train`; this command wants 'eval'."
+    assert problem.startswith("stage: 'grpo' is run by `flowalign train`")
     assert len(problems(raw_eval(), "stage=grpo")) == 2  # no tasks, unknown benchmarks
-
-
-@pytest.mark.parametrize(
-    ("seen", "wanted", "said"),
-    [
-        ("grop", TrainingStage, f"got the text 'grop'; want {TRAINING}. Did you mean 'grpo'?"),
-        ("grop", Stage, f"got the text 'grop'; want {ALL}. Did you mean 'grpo'?"),
-        (None, EvalStage, "got nothing (null); want 'eval'."),
-        (["eval"], Stage, f"got the list ['eval']; want {ALL}."),
-    ],
-)
-def test_an_unknown_stage_is_explained(seen: Any, wanted: type[Stage], said: str) -> None:
-    assert problems(raw(stage=seen), stage=wanted)[0].startswith(f"stage: {said}")
-
-
-def test_a_missing_stage_is_asked_for() -> None:
-    data = {key: value for key, value in raw().items() if key != "stage"}
-    assert problems(data, stage=Stage) == [f"stage: missing. Add `stage:` with {ALL}."]
+    for unknown in ("grop", None, ["eval"]):
+        assert problems(raw(stage=unknown), stage=Stage)[0].startswith("stage: got")
+    missing = {key: value for key, value in raw().items() if key != "stage"}
+    assert problems(missing, stage=Stage)[0].startswith("stage: missing")
 
 
 @pytest.mark.parametrize(
@@ -323,55 +319,31 @@ def test_every_key_is_described(root: type[Stage]) -> None:
     assert not [k for part in (schema, *schema["$defs"].values()) for k in undescribed(part)]
 
 
-@pytest.fixture
-def rewards(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(name: str, options: dict[str, Any]) -> None:
-        if name != "ocr":
-            raise ValueError(f"no reward {name!r}")
-
-    def check_prompts(name: str, options: dict[str, Any], prompts: list[str], metadata: Any):
-        if "poison" in prompts:
-            raise ValueError("number 1 of 1: prompt 'poison' cannot be judged")
-
-    fake = SimpleNamespace(
-        check=check,
-        check_prompts=check_prompts,
-        missing_packages=lambda name, options: [],
-        is_groupwise=lambda name, options: False,
-        has_no_weights=lambda name: False,
-    )
-    monkeypatch.setattr("flowalign.training.preflight.rewards", fake)
-
-
 def test_what_the_world_lacks_is_reported_at_once(
-    rewards: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowalign.system.packages.importlib.util.find_spec", lambda name: None)
-    (tmp_path / "a.txt").write_text("x")
+    found = "flowalign.system.packages.importlib.util.find_spec"
+    (tmp_path / "a.txt").write_text(SIGN)
     task = {**TASK, "prompts": str(tmp_path / "a.txt"), "validation": str(tmp_path / "b.txt")}
     optimizer = {"updates_per_rollout": 2, "name": "adamw8bit"}
     config = parse(raw(tasks=[{**task, "reward": {"name": "ocl"}}], optimizer=optimizer))
-    with pytest.raises(ConfigError) as caught:
+    with monkeypatch.context() as patch, pytest.raises(ConfigError) as caught:
+        patch.setattr(found, lambda name: None)
         check_world(config, num_processes=3)
     package, reward, prompts, sharing = caught.value.problems
     assert "3 processes cannot share evenly" in sharing and "rollout.prompts=12" in sharing
     assert "optimizer.name" in package and "[gpu]" in package
-    assert reward == "tasks.0.reward: no reward 'ocl'"
+    assert reward.startswith("tasks.0.reward: no reward 'ocl'")
     assert prompts.startswith("tasks.0.validation: no prompt set")
-
-
-def test_a_world_that_fits_passes(rewards: None, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("x")
-    task = {**TASK, "prompts": str(tmp_path / "a.txt"), "validation": None}
-    config = parse(raw(tasks=[task], evaluation=None))
+    config = parse(raw(tasks=[task | {"validation": None}], evaluation=None))
     for processes in (1, 2, 4, 8, 16, 128):  # 8 prompts x 16 copies
         check_world(config, num_processes=processes)
     with pytest.raises(ConfigError, match="12 processes cannot share evenly"):
         check_world(config, num_processes=12)
 
 
-def test_what_an_evaluation_lacks_is_reported_at_once(rewards: None, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("poison")
+def test_what_an_evaluation_lacks_is_reported_at_once(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("no text to read")
     (tmp_path / "run" / "adapter").mkdir(parents=True)
     layer = "transformer.transformer_blocks.0.attn.to_q.lora_"
     weights = {f"{layer}A.weight": torch.ones(1, 4), f"{layer}B.weight": torch.ones(4, 1)}
@@ -384,21 +356,19 @@ def test_what_an_evaluation_lacks_is_reported_at_once(rewards: None, tmp_path: P
         check_world(config, num_processes=3)
     far, poison, reward, prompts = caught.value.problems
     assert far.startswith("models.far: ") and "no such folder" in far
-    assert poison.startswith("benchmarks.0.prompts: ") and "cannot be judged" in poison
-    assert reward == "benchmarks.1.reward: no reward 'ocl'"
+    assert poison.startswith("benchmarks.0.prompts: ") and "no text to read" in poison
+    assert reward.startswith("benchmarks.1.reward: no reward 'ocl'")
     assert prompts.startswith("benchmarks.2.prompts: no prompt set 'b.txt'")
     models = {"base": None, "near": str(tmp_path / "run" / "adapter")}
-    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "a.txt").write_text(SIGN)
     check_world(parse(raw_eval(models=models, benchmarks=[good]), stage=EvalStage), 3)
 
 
-def test_reference_images_that_are_not_there_are_reported(rewards: None, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("x")
+def test_reference_images_that_are_not_there_are_reported(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(SIGN)
     found = tmp_path / "clean"
-    data = raw_eval(
-        benchmarks=[{**MARK, "prompts": str(tmp_path / "a.txt")}],
-        fidelity={"reference": str(found)},
-    )
+    marks = [{**MARK, "prompts": str(tmp_path / "a.txt")}]
+    data = raw_eval(benchmarks=marks, fidelity={"reference": str(found)})
     with pytest.raises(ConfigError, match="fidelity.reference: .*no such folder. Name a folder"):
         check_world(parse(data, stage=EvalStage), 1)
     found.mkdir()
@@ -410,7 +380,7 @@ def test_reference_images_that_are_not_there_are_reported(rewards: None, tmp_pat
 
 
 def test_four_bits_are_refused_where_they_cannot_be_had(
-    rewards: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = parse(raw(model={**TINY, "quantization": "nf4"}, evaluation=None))
     there = SimpleNamespace(origin="there")
@@ -509,3 +479,54 @@ def test_a_wrong_variant_is_refused(tmp_path: Path, text: str, said: str) -> Non
     with pytest.raises(ConfigError) as caught:
         load(tmp_path / "run.yaml", variant=tmp_path / "variant.yaml")
     assert said in str(caught.value)
+
+
+# Generated configs -------------------------------------------------------------------------------
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+PATHS = [
+    path for folder in ("tiny", "sd35_medium") for path in sorted(CONFIGS.glob(f"{folder}/*.yaml"))
+]
+SHIPPED = [read(path) for path in PATHS if not path.name.startswith("_")]
+
+
+def test_a_stage_stays_below_its_recipe(tmp_path: Path) -> None:
+    stages = {"ocr": {"use": "teacher_ocr.yaml", "set": [f"output={tmp_path}/elsewhere"]}}
+    config = parse(read(CONFIGS / "tiny/flow_opd.yaml") | {"stages": stages}, stage=RecipeStage)
+    assert any("output" in problem for problem in recipe.examine(config, CONFIGS / "tiny")[1])
+
+
+def parsed_or_refused(data: Any, changes: list[str]) -> None:
+    try:
+        parse(data, changes, stage=Stage)
+    except ConfigError as error:
+        assert error.problems
+
+
+@pytest.mark.slow
+@examples(1000)
+def test_a_changed_config_is_parsed_or_refused(count: int):
+    keys = st.one_of(texts, scalars)
+
+    @st.composite
+    def configs(draw: Any) -> Any:
+        data = draw(st.sampled_from(SHIPPED))
+        for _ in range(draw(st.integers(1, 4))):
+            data = mutated(data, draw, values, keys) if isinstance(data, dict | list) else data
+        return data
+
+    holds(lambda data: parsed_or_refused(data, []), count, data=configs())
+
+
+@pytest.mark.slow
+@examples(500)
+def test_a_changed_override_is_taken_or_refused(count: int):
+    sections = ["seed", "tasks", "0", "ocr", "rollout", "steps", "reward", "options", "lora", "x"]
+    keys = st.lists(st.one_of(st.sampled_from(sections), texts), min_size=1, max_size=6)
+
+    @st.composite
+    def overrides(draw: Any) -> list[str]:
+        value = draw(st.one_of(texts, scalars.map(str), st.just("{a: [1, 2]}")))
+        return [f"{'.'.join(draw(keys))}{draw(st.sampled_from(['=', '=', '=', '', '==']))}{value}"]
+
+    holds(lambda changes: parsed_or_refused(SHIPPED[0], changes), count, changes=overrides())
