@@ -42,12 +42,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """A command as words, where it stands, and what it says it needs (None = nothing said).
-    inline: it stands in running text."""
+    """A command as words, and where it stands. inline: in running text."""
 
     words: tuple[str, ...]
     place: str
-    needs: str | None = None
     inline: bool = False
 
     def __str__(self) -> str:
@@ -127,7 +125,7 @@ def commands(page: Path) -> Iterator[Command]:
             continue
         for words in statements(block.text, whole=block.language in SHELL):
             if block.language in SHELL or program(words) in PROGRAMS:
-                yield Command(tuple(words), block.place, block.notes.get("needs"))
+                yield Command(tuple(words), block.place)
     for line, token in inline(page, "code_inline"):
         text = token.content
         if re.match(rf"({'|'.join(PROGRAMS)}) [\w./-]", text) and "`" not in text:

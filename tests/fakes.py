@@ -245,7 +245,7 @@ def settings(
     data = {
         "stage": "grpo",
         "output": str(output),
-        "model": {"id": model, "height": 32, "width": 32, "max_sequence_length": parts.T5_LENGTH},
+        "model": {"id": model, **SMALL},
         "lora": {"rank": 4, "alpha": 8.0},
         "tasks": [{"name": "red", "prompts": str(prompts), "reward": {"name": f"fakes:{reward}"}}],
         "rollout": {"steps": 4, "guidance": 1.0, "prompts": 2, "copies": 4, "batch_size": 8},
@@ -258,17 +258,28 @@ def settings(
 
 
 def evaluation(
-    model: str, folder: Path, prompts: Sequence[str], benchmark: Mapping[str, Any], **keys: Any
+    model: str,
+    folder: Path,
+    prompts: Sequence[Any],
+    /,
+    *benchmarks: Mapping[str, Any],
+    **keys: Any,
 ) -> Path:
-    """The config of a small evaluation of one benchmark, as a file; it writes to folder/out."""
-    file = folder / "prompts.txt"
-    file.write_text("\n".join(prompts))
-    first = {"name": "red", "prompts": str(file), "reward": {"name": "fakes:redness"}}
+    """The config of a small evaluation, as a file; it writes to folder/out. prompts: texts, or rows
+    of a .jsonl. A benchmark that names no judge has redness."""
+    rows = [row if isinstance(row, str) else json.dumps(row) for row in prompts]
+    file = folder / f"prompts.{'txt' if rows == [*prompts] else 'jsonl'}"
+    file.write_text("\n".join(rows))
+    marks = []
+    for given in benchmarks or [{}]:
+        judged = given.keys() & {"reward", "rewards", "layout"}
+        judge = {} if judged else {"reward": {"name": "fakes:redness"}}
+        marks.append({"name": "red", "prompts": str(file), **judge, **given})
     data = {
         "stage": "eval",
         "output": str(folder / "out"),
-        "model": {"id": model, "height": 32, "width": 32, "max_sequence_length": parts.T5_LENGTH},
-        "benchmarks": [first | dict(benchmark)],
+        "model": {"id": model, **SMALL},
+        "benchmarks": marks,
         "sampling": {"steps": 2, "guidance": 1.0, "batch_size": 4},
     }
     (folder / "eval.yaml").write_text(yaml.dump(data | keys, sort_keys=False))

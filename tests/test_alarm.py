@@ -51,10 +51,6 @@ def test_two_prompts_that_happen_to_agree_are_not_certain() -> None:
     assert measured(replace(row, mean=21.5, stderr=0.1)) == (21.5, 0.1)  # no share
 
 
-def test_what_is_not_known_raises_no_alarm() -> None:
-    assert told(RISING, [0.5, 0.6, 0.1, 0.1], error=math.inf) == [0, 0, 0, 0]
-
-
 def test_a_distillation_improves_as_its_loss_falls() -> None:
     alarm = Alarm()
     alarm.look({"ocr": (0.6, 0.01)})

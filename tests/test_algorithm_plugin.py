@@ -9,7 +9,6 @@ from accelerate.state import AcceleratorState
 
 from flowalign.commands import cli
 from flowalign.config import ConfigError, TrainingStage, parse
-from flowalign.training.algorithm import algorithm_class
 
 
 @pytest.fixture
@@ -66,10 +65,3 @@ def test_the_doctor_predicts_it_by_what_it_keeps(
 def test_an_entry_point_that_cannot_be_loaded_is_named() -> None:
     with pytest.raises(ConfigError, match="bad.*Missing"):
         parse({"stage": "bad"}, stage=TrainingStage)
-
-
-@pytest.mark.usefixtures("installed")
-def test_a_config_names_its_class(random_model: str, tmp_path: Path) -> None:
-    config = run(random_model, tmp_path / "run")
-    stage = parse(json.loads(config.read_text()), stage=TrainingStage)
-    assert algorithm_class(stage).__name__ == "Toy"

@@ -38,19 +38,6 @@ def test_the_answers_come_in_order_and_are_those_of_asking_at_once():
     assert scorer.waiting == 0
 
 
-def test_submitting_does_not_wait():
-    released = threading.Event()
-
-    def patient(images, prompts, metadata):
-        assert released.wait(10)
-        return Scores.of(images.mean((1, 2, 3)))
-
-    scorer = AsyncScorer(asking(patient))
-    submit_all(scorer)  # would hang here if it waited
-    released.set()
-    assert bool(scorer.collect().valid.all())
-
-
 def test_a_batch_that_hangs_is_masked_and_the_others_are_scored():
     never = threading.Event()
     calls = []
@@ -68,14 +55,6 @@ def test_a_batch_that_hangs_is_masked_and_the_others_are_scored():
     assert found.valid.tolist() == [True, True, False, False, True, True]
     assert found.reasons[2] == "TimeoutError: no answer within 0.2 s"
     assert calls == [2, 2, 2], "a batch was scored twice"
-
-
-def test_what_is_forgotten_is_not_collected():
-    scorer = AsyncScorer(asking(fakes.redness))
-    submit_all(scorer)
-    scorer.discard()
-    scorer.submit(IMAGES[:2], BATCH)
-    assert len(scorer.collect().value) == 2
 
 
 def test_the_thread_ends_with_the_one_who_asks():

@@ -49,11 +49,6 @@ def test_a_backend_is_used_and_changes_no_value(random_model: str, attention: st
     assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_one_that_is_not_installed_is_refused(random_model: str) -> None:
-    with pytest.raises((ImportError, RuntimeError)):
-        velocity(random_model, "_flash_3")
-
-
 def test_the_backend_of_one_model_is_not_that_of_the_next(
     random_model: str, tmp_path: Path
 ) -> None:

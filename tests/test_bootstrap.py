@@ -6,8 +6,6 @@ import pytest
 from flowalign.eval import stats
 from flowalign.eval.stats import chance, difference, rows_of
 
-ALIKE = np.zeros(1, np.int64)
-
 
 def coverage(shares: list[float], prompts: int, images: int, tries: int = 1000) -> float:
     """How often the interval of simulated verdicts holds the mean of the strata's true shares."""

@@ -1,14 +1,12 @@
 """Resume: what is stopped, at any moment, goes on to the very numbers of what was not."""
 
 import json
-import random
 import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import fakes
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +15,7 @@ from flowalign.config import ConfigError
 from flowalign.system.signals import Interrupted
 from flowalign.training.algorithm import Pairs
 from flowalign.training.loop import Loop
-from flowalign.training.run.checkpoint import Checkpoints, get_rng, set_rng
+from flowalign.training.run.checkpoint import Checkpoints, get_rng
 from flowalign.types import StepLoss
 
 LINEAR = "optimizer={schedule: linear, lr: 0.001}"
@@ -211,33 +209,8 @@ def test_ctrl_c_while_learning_lets_the_update_end(
     assert_same(state(run(random_model, tmp_path / "run", resume=True)), whole)
 
 
-@pytest.mark.parametrize("keep", [1, 2])
-def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
-    checkpoints = Checkpoints(tmp_path, keep)
-    assert checkpoints.latest() is None
-    for update in (1, 2, 3):
-        save(checkpoints, update)
-    names = ["update_000001", "update_000002", "update_000003"]
-    assert [p.name for p in checkpoints.all()] == names[-keep:]
-    assert sorted(p.name for p in checkpoints.folder.iterdir()) == names[-keep:]
-
-
-def save(checkpoints: Checkpoints, update: int) -> Path:
-    weights = {"adapter": [torch.ones(2)]}
-    return checkpoints.save(update, tensors=weights, states={}, progress={})
-
-
 def test_a_checkpoint_of_other_weights_is_refused(random_model: str, tmp_path: Path) -> None:
     run(random_model, tmp_path / "run", "train.updates=1")
     few = fakes.settings(random_model, tmp_path / "run", "lora.targets=[attn.to_q]")
     with pytest.raises(ConfigError, match="--resume: lora, tasks differ"):
         fakes.wired(few).resume()
-
-
-def test_the_generators_come_back() -> None:
-    before = get_rng()
-    drawn = random.random(), torch.rand(3), np.random.rand(2)
-    set_rng(before)
-    again = random.random(), torch.rand(3), np.random.rand(2)
-    assert drawn[0] == again[0] and torch.equal(drawn[1], again[1])
-    assert (drawn[2] == again[2]).all()

@@ -8,7 +8,7 @@ import torch
 
 from flowalign import rewards
 from flowalign.rewards import build, check, check_prompts, score
-from flowalign.rewards.combine import Normalized, Weighted
+from flowalign.rewards.combine import Weighted
 from flowalign.rewards.preference import Diversity
 from flowalign.types import Scores
 
@@ -111,12 +111,6 @@ def test_the_median_is_worth_a_half_and_order_is_kept():
     assert float(ask(at_median).value[0]) == pytest.approx(0.5)
 
 
-def test_a_benchmark_of_a_normalized_reward_is_known_by_the_number_before():
-    assert Normalized(RED, median=0.0, spread=1.0).headline == "raw"
-    geneval = {"name": "geneval"}
-    assert Normalized(geneval, median=0.0, spread=1.0).headline == "correct"
-
-
 # Whole groups -------------------------------------------------------------------------------------
 
 
@@ -199,11 +193,6 @@ def test_what_cannot_work_is_refused_before_any_model_is_loaded():
         assert said in str(caught.value), options
 
 
-def test_a_component_may_have_any_label():
-    reward = build("weighted", rewards=[RED | {"label": "device"}, RED | {"label": "self"}])
-    assert set(ask(reward).parts) >= {"device", "self", "device/red"}
-
-
 def test_a_component_may_refuse_prompts():
     for name, options in (
         ("weighted", {"rewards": [RED, {"name": "ocr"}]}),
@@ -216,18 +205,3 @@ def test_a_component_may_refuse_prompts():
 
 
 # What is recorded ---------------------------------------------------------------------------------
-
-
-def test_a_composed_reward_says_what_it_is_made_of():
-    inner = {
-        "name": "normalized",
-        "options": {"reward": {"name": "geneval"}, "median": 0.5, "spread": 1},
-    }
-    found = rewards.describe(build("weighted", rewards=[RED, inner | {"weight": 0.5}]))
-    assert found["weights"] == {"fakes:redness": 1.0, "normalized": 0.5}
-    assert found["rewards"]["fakes:redness"] == {"name": "redness"}
-    geneval = found["rewards"]["normalized"]["reward"]
-    assert geneval["rule"] == "bounded" and geneval["threshold"] == 0.3 and geneval["engine"]
-    gated = build("gated", reward={"name": "pickscore", "options": {"model": "tiny"}}, gate=RED,
-                  threshold=0.1)  # fmt: skip
-    assert rewards.describe(gated)["reward"]["model"] == "tiny"

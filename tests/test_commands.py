@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import fakes
@@ -16,7 +15,6 @@ import pytest
 from flowalign import __version__, rewards
 from flowalign.commands import cli
 from flowalign.system import packages
-from flowalign.system.exit import silenced
 
 ROOT = Path(__file__).parent.parent
 REWARD = """
@@ -174,32 +172,6 @@ def test_every_command_finds_a_reward_here_or_beside_its_config(
 
 
 # Noise -----------------------------------------------------------------------------------------
-
-
-def warning_of(module: str) -> list[str]:
-    """What a warning that comes from this module shows in a command."""
-    with warnings.catch_warnings(record=True) as shown:
-        warnings.resetwarnings()  # as Python starts
-        with silenced():
-            warnings.warn_explicit("x", UserWarning, f"{module}.py", 1, module=module)
-    return [str(warning.message) for warning in shown]
-
-
-def test_warnings_of_libraries_are_not_shown_and_others_are() -> None:
-    assert warning_of("transformers.models.clip") == []
-    assert warning_of("torch") == []
-    for module in ("torchy", "my_rewards", "flowalign.training.loop"):
-        assert warning_of(module) == ["x"]
-
-
-def test_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DIFFUSERS_VERBOSITY", "info")
-    monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
-    before = dict(os.environ)
-    with silenced():
-        assert os.environ["TRANSFORMERS_VERBOSITY"] == "error"
-        assert os.environ["DIFFUSERS_VERBOSITY"] == "info"  # the user's
-    assert dict(os.environ) == before
 
 
 @pytest.mark.slow

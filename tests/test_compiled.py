@@ -53,13 +53,6 @@ def test_compiled_rollout_labels_and_update_are_the_eager_ones(
     assert_same(eager, compiled, values=1e-5, gradients=1e-5)
 
 
-def test_every_block_is_compiled_and_no_more(random_model: str, tmp_path: Path) -> None:
-    loop = run(random_model, tmp_path / "run", backend="eager")
-    core = loop.backbone.core
-    found = {type(m).__name__ for m in core.modules() if m._compiled_call_impl is not None}
-    assert loop.backbone.compiled and found == {"JointTransformerBlock"}
-
-
 @pytest.mark.parametrize(
     "backend",
     [

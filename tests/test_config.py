@@ -350,14 +350,18 @@ def test_what_an_evaluation_lacks_is_reported_at_once(tmp_path: Path) -> None:
     save_file(weights, tmp_path / "run" / "adapter" / ADAPTER)
     models = {"base": None, "far": str(tmp_path / "no"), "near": str(tmp_path / "run")}
     good = {**MARK, "prompts": str(tmp_path / "a.txt")}
-    marks = [good, {**good, "name": "x", "reward": {"name": "ocl"}}, {**MARK, "name": "y"}]
+    marks = [
+        good,
+        {"name": "x", "prompts": good["prompts"], "rewards": {"a": {"name": "ocl"}}},
+        {**MARK, "name": "y"},
+    ]
     config = parse(raw_eval(models=models, benchmarks=marks), stage=EvalStage)
     with pytest.raises(ConfigError) as caught:
         check_world(config, num_processes=3)
     far, poison, reward, prompts = caught.value.problems
     assert far.startswith("models.far: ") and "no such folder" in far
     assert poison.startswith("benchmarks.0.prompts: ") and "no text to read" in poison
-    assert reward.startswith("benchmarks.1.reward: no reward 'ocl'")
+    assert reward.startswith("benchmarks.1.rewards.a: no reward 'ocl'")
     assert prompts.startswith("benchmarks.2.prompts: no prompt set 'b.txt'")
     models = {"base": None, "near": str(tmp_path / "run" / "adapter")}
     (tmp_path / "a.txt").write_text(SIGN)

@@ -13,8 +13,6 @@ from flowalign.training.data import (
     PromptError,
     PromptSampler,
     load_prompts,
-    spread,
-    spread_text,
     subset,
 )
 from flowalign.types import PromptBatch
@@ -137,13 +135,6 @@ def test_no_prompt_repeats_within_an_epoch_and_epochs_differ() -> None:
     assert seen[:12] != seen[12:]
 
 
-def test_rows_stay_together() -> None:
-    batch = sampler({"a": 9, "b": 9}, {"a": 1.0, "b": 1.0}, 6).batch(4)
-    assert batch.prompts == [
-        f"{t} {m['row']}" for t, m in zip(batch.tasks, batch.metadata, strict=True)
-    ]
-
-
 def test_every_batch_is_proportional_and_the_debt_never_grows() -> None:
     cases = [
         ({"a": 0.1, "b": 0.2, "c": 0.7}, 10),
@@ -167,10 +158,6 @@ def test_every_batch_is_proportional_and_the_debt_never_grows() -> None:
 def test_integer_shares_are_met_in_every_batch() -> None:
     draws = sampler({"a": 5, "b": 3}, {"a": 3.0, "b": 1.0}, 8)
     assert all(Counter(draws.batch(u).tasks) == {"a": 6, "b": 2} for u in range(20))
-
-
-def test_a_small_set_wraps_within_a_batch() -> None:
-    assert Counter(sampler({"a": 2}, {"a": 1.0}, 6).batch(0).prompts) == {"a 0": 3, "a 1": 3}
 
 
 # Part of a set -----------------------------------------------------------------------------------
@@ -224,9 +211,3 @@ def test_a_run_evaluates_every_tag_of_a_sorted_file(random_model: str, tmp_path:
     (mark,) = build.held_out(found, {"red": fakes.redness})
     tags = Counter(row["tag"] for row in mark.prompts.metadata)
     assert tags.keys() == GENEVAL_TAGS.keys() and min(tags.values()) >= 18
-
-
-def test_the_prompts_of_a_picture_are_chosen_by_their_number() -> None:
-    assert spread(192, 8) == list(range(0, 192, 24)) and spread(10, 4) == [0, 2, 5, 7]
-    assert spread(3, 8) == [0, 1, 2]
-    assert spread_text([0, 2, 5, 7], 10) == "4 of 10 prompts, evenly spaced"

@@ -54,10 +54,6 @@ COMMANDS = [command for page in PAGES for command in documents.commands(page)]
 BLOCKS = [block for page in PAGES for block in documents.blocks(page)]
 
 
-def page_id(page: Path) -> str:
-    return str(page.relative_to(ROOT))
-
-
 # Links -----------------------------------------------------------------------------------------
 
 
@@ -69,11 +65,11 @@ def test_every_link_leads_somewhere() -> None:
         name, _, anchor = unquote(target).partition("#")
         file = (page.parent / name).resolve() if name else page
         if not file.exists():
-            broken.append(f"{page_id(page)}:{line}: {target} does not exist")
+            broken.append(f"{page.relative_to(ROOT)}:{line}: {target} does not exist")
         elif anchor.startswith("flowalign."):
             continue  # mkdocstrings makes it, and the build checks it
         elif anchor and file in PAGES and anchor not in documents.anchors(file):
-            broken.append(f"{page_id(page)}:{line}: {target}: no heading {anchor!r}")
+            broken.append(f"{page.relative_to(ROOT)}:{line}: {target}: no heading {anchor!r}")
     assert broken == []
 
 
@@ -284,40 +280,20 @@ def at_home(
     monkeypatch.syspath_prepend(ROOT / "docs" / "rewards" / "example")
 
 
+def heads() -> Iterator[Command]:
+    """The commands in the first lines of configs, which run this config."""
+    for path in CONFIGS:
+        place = str(path.relative_to(ROOT))
+        head = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+        assert place in head
+        for words in documents.statements(head.replace(", or: ", "\n"), whole=True):
+            yield Command(tuple(words), place)
+
+
 @pytest.mark.slow
 def test_every_command_is_one_that_the_code_takes(at_home: None) -> None:
-    for command in COMMANDS:
+    for command in [*COMMANDS, *heads()]:
         try:
             checked(command)
         except (Exception, SystemExit) as error:
             pytest.fail(f"{command.place}: `{command}`: {error!r}")
-
-
-@pytest.mark.slow
-def test_the_command_in_the_head_of_a_config_runs_this_config(at_home: None) -> None:
-    for path in CONFIGS:
-        head = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
-        assert page_id(path) in head
-        for words in documents.statements(head.replace(", or: ", "\n"), whole=True):
-            try:
-                checked(Command(tuple(words), page_id(path)))
-            except (Exception, SystemExit) as error:
-                pytest.fail(f"{page_id(path)}: {error!r}")
-
-
-def test_a_wrong_command_is_refused(at_home: None, capsys: Any) -> None:
-    for text in (
-        "flowalign trian --config configs/tiny/eval.yaml",
-        "flowalign train --config configs/tiny/eval.yaml",
-        "flowalign eval --config configs/tiny/eval.yaml sampling.step=3",
-        "accelerate launch --num_cpus 2 train.py --config configs/tiny/teacher_ocr.yaml",
-        "flowalign merge tiny/ocr tiny/nobody --out x",
-        "flowalign sample 'a star' --gudance 1",
-        "python benchmarks/floors.py --repeat_s 5",
-        "pip install 'flowalign-t2i[clips]'",
-        "make demos",
-    ):
-        (words,) = documents.statements(text, whole=True)
-        with pytest.raises((Exception, SystemExit)) as refused:
-            checked(Command(tuple(words), "here"))
-        assert not isinstance(refused.value, Parsed), text

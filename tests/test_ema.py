@@ -25,10 +25,6 @@ def test_the_warm_up_counts_optimizer_steps(case: dict) -> None:
         assert decay_at(theirs + 1, case["decay"]) == pytest.approx(decay, rel=1e-12)
 
 
-def test_a_decay_of_nine_tenths_is_reached_after_80_steps() -> None:
-    assert decay_at(80, 0.9) < 0.9 == decay_at(81, 0.9) == decay_at(10_000, 0.9)
-
-
 @pytest.mark.parametrize("trace", VECTORS["traces"], ids=lambda trace: trace["name"])
 def test_the_average_is_the_published_one(trace: dict) -> None:
     dtype = torch.float32 if trace["dtype"] == "torch.float32" else torch.float64
@@ -68,12 +64,6 @@ def test_steps_after_the_last_averaging_count_for_their_share() -> None:
         kept = (12 / 21) ** 0.5
         assert float(parameters[0].data[0]) == pytest.approx(kept * old + (1 - kept) * 12, rel=1e-5)
     assert float(ema.shadow_params[0][0]) == old  # it was a look: a run that goes on is the same
-
-
-def test_right_after_an_averaging_it_is_the_published_average() -> None:
-    ema, parameters = run(16, 8)
-    with ema.of(parameters, 16):
-        assert torch.equal(parameters[0].data, ema.shadow_params[0])
 
 
 @pytest.mark.parametrize("steps", [3, 8, 12])

@@ -2,8 +2,6 @@
 
 import json
 import math
-import threading
-import time
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -201,20 +199,7 @@ def test_the_error_of_a_distance_is_over_prompts():
         assert (row.mean, row.stderr) == pytest.approx((once.mean, once.stderr), rel=1e-5)
 
 
-def test_the_details_have_a_column_a_model():
-    rows = {"base": [EvalRow("ocr", "reward", 0.25, 0.01, 8)], "tuned": []}
-    rows["tuned"] = [EvalRow("ocr", "reward", 0.5, NAN, 7), EvalRow("ocr", "exact", NAN, NAN, 0)]
-    assert details(rows).splitlines() == [
-        "| benchmark | metric | n | base | tuned |",
-        "|---|---|---|---|---|",
-        "| ocr | reward | 7 to 8 | 0.250 ± 0.010 | 0.500 ± ? |",
-        "| ocr | exact | 0 | – | – |",
-    ]
-
-
 # On a model --------------------------------------------------------------------------------------
-
-SMALL: dict[str, Any] = {"height": 32, "width": 32, "max_sequence_length": 16}
 
 
 def judge(backbone: Backbone, benchmark: Benchmark, *args: Any, **options: Any) -> Judged:
@@ -374,23 +359,6 @@ def test_fidelity_that_cannot_be_measured_is_refused(
     assert not (config.parent / "out").exists()
 
 
-def test_a_reward_that_hangs_does_not_hang_an_evaluation(backbone: Backbone) -> None:
-    def hanging(images, prompts, metadata):
-        if fakes.PROMPTS[1] in prompts:
-            threading.Event().wait(30)
-        return fakes.redness(images, prompts, metadata)
-
-    mark = Benchmark("red", fakes.batch(4), hanging)
-    settings = SamplingConfig(steps=2, guidance=1.0, seed=7, batch_size=1)
-    threads = threading.active_count()
-    rows = judge(backbone, mark, settings, seconds=0.3).rows
-    assert [math.isnan(row["value"]) for row in rows] == [False, True, False, False]
-    deadline = time.monotonic() + 5  # a thread that was told to end takes a moment
-    while threading.active_count() > threads + 1 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() <= threads + 1, "more than the one that hangs was left behind"
-
-
 # The text encoders -------------------------------------------------------------------------------
 
 
@@ -436,14 +404,6 @@ def test_the_text_of_an_evaluation_is_encoded_at_once_and_not_per_batch(
     separate = evaluated(random_model, visits, times=2)
     assert (visits.count("brought"), visits.count("encode")) == (2 * 5 * 3, 18)
     assert first == separate
-
-
-def test_texts_that_are_held_are_bounded(
-    random_model: str, visits: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(text, "HELD", 4)
-    evaluated(random_model, visits)
-    assert (visits.count("brought"), visits.count("encode")) == (3 * 3, 9)  # 4, 4 and 1
 
 
 def test_what_needs_no_image_needs_no_text(

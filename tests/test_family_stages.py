@@ -3,7 +3,6 @@ is evaluated. test_second_device.py runs this file on a second device, too."""
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -11,7 +10,6 @@ import fakes
 import families
 import pytest
 import test_checkpoint
-import yaml
 
 import flowalign
 from flowalign.backbone import ModelError, family_of, loading
@@ -73,21 +71,12 @@ def test_adapters_merge_load_and_are_evaluated(model: str, tmp_path: Path) -> No
     merge(list(teachers.values()), tmp_path / "merged")
     pipe: Any = flowalign.load(model, lora=tmp_path / "merged")
     assert pipe.transformer.peft_config and read_lora(tmp_path / "merged").ranks
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("\n".join(fakes.PROMPTS[:3]))
-    data = {
-        "stage": "eval",
-        "output": str(tmp_path / "table"),
-        "model": {"id": model, "height": 64, "width": 32, "max_sequence_length": 16},
-        "models": {"base": None, "merged": str(tmp_path / "merged")},
-        "benchmarks": [{"name": "b", "prompts": str(prompts), "reward": {"name": "fakes:redness"}}],
-        "sampling": {"steps": 2, "guidance": 1.0, "batch_size": 2},
-    }
-    path = tmp_path / "eval.yaml"
-    path.write_text(yaml.safe_dump(data))
+    models = {"base": None, "merged": str(tmp_path / "merged")}
+    keys = {"models": models, "model": {"id": model, **fakes.SMALL, "height": 64}}
+    path = fakes.evaluation(model, tmp_path, fakes.PROMPTS[:3], {"name": "b"}, **keys)
     assert evaluation.main(["--config", str(path)]) == 0
-    models = json.loads((tmp_path / "table" / "results.json").read_text())["models"]
-    values = [[row["value"] for row in models[name]["images"]["b"]] for name in data["models"]]
+    results = json.loads((tmp_path / "out" / "results.json").read_text())["models"]
+    values = [[row["value"] for row in results[name]["images"]["b"]] for name in models]
     assert len(values[0]) == 3 and values[0] != values[1]
 
 
@@ -120,9 +109,3 @@ def test_a_plugin_adds_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert family_of("MyPipeline") is Mine and family_of("FluxPipeline") is Flux
     finally:
         loading.families.cache_clear()
-
-
-def test_a_class_that_this_diffusers_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "diffusers", SimpleNamespace(__version__="0.31.0"))
-    with pytest.raises(ModelError, match="SanaPipeline"):
-        family_of("SanaPipeline")

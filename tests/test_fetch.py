@@ -19,10 +19,9 @@ from flowalign.commands.prompts.fetch import FetchError, fetch
 from flowalign.commands.prompts.held_out import digest
 from flowalign.system import http
 from flowalign.training.data import load_prompts
-from flowalign.training.sources import SOURCES, File, Source, commands
+from flowalign.training.sources import SOURCES, File, Source
 from flowalign.types import PromptBatch
 
-SETS = [parent / "shared" / "data" for parent in Path(__file__).resolve().parents]
 TEXT = b"a cat\na dog"
 
 
@@ -98,12 +97,6 @@ def test_md5_is_compared_where_nothing_better_is_known(site: Site, tmp_path: Pat
     fetch(source(site.serve("/x"), right), tmp_path)
     with pytest.raises(FetchError, match="md5:00"):
         fetch(source(site.serve("/x"), "md5:00", "other.txt"), tmp_path)
-
-
-def test_what_is_there_and_right_asks_no_network(site: Site, tmp_path: Path) -> None:
-    (tmp_path / "set.txt").write_bytes(TEXT)
-    fetch(source(site.serve("/x"), sha256(TEXT)), tmp_path)
-    assert site.asked == []
 
 
 def refused(site: Site, tmp_path: Path, match: str, **answer) -> None:
@@ -253,21 +246,6 @@ def test_the_table_pins_what_it_names() -> None:
     assert "offensive" in SOURCES["pickscore"].note
 
 
-def test_the_checksums_are_those_of_copies_at_hand() -> None:
-    copies = {
-        "geneval_evaluation_metadata.jsonl": "geneval_test.jsonl",
-        "ocr_test.txt": "ocr_test.txt",
-        "drawbench.txt": "drawbench.txt",
-    }
-    paths = {folder / copy: name for folder in SETS for copy, name in copies.items()}
-    present = [path for path in paths if path.is_file()]
-    if not present:
-        pytest.skip("no ../shared/data to compare with")
-    files = {file.name: file for each in SOURCES.values() for file in each.files}
-    for path in present:
-        assert files[paths[path]].checksum == sha256(path.read_bytes()), path
-
-
 def test_the_command_names_its_failure(site: Site, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setitem(SOURCES, "drawbench", source(site.serve("/x"), sha256(TEXT)))  # type: ignore[arg-type]
     assert main(["data", "fetch", "drawbench", "--out", str(tmp_path)]) == 0
@@ -277,13 +255,3 @@ def test_the_command_names_its_failure(site: Site, tmp_path: Path, monkeypatch, 
     assert "flowalign data: " in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["data", "fetch", "drawbnech"])
-
-
-def test_the_commands_that_write_a_file_are_known() -> None:
-    assert commands("data/ocr_test.txt") == ["flowalign data fetch ocr"]
-    assert commands("data/ocr_val.txt") == [
-        "flowalign data generate ocr",
-        "flowalign data fetch ocr_train",
-    ]
-    assert commands("sets/drawbench.txt") == ["flowalign data fetch drawbench"]
-    assert commands("data/mine.txt") == []

@@ -73,15 +73,6 @@ def test_the_last_of_two_threads_clears_the_device():
     assert devices(model) == {"cpu"}
 
 
-def test_without_offloading_nothing_moves():
-    model = Tied()
-    placement = Placement(model, "cpu")
-    weight = model.one.weight
-    with placement:
-        assert model.one.weight is weight
-    assert model.one.weight is weight and not weight.requires_grad
-
-
 @pytest.mark.gpu
 def test_a_gpu_holds_nothing_between_calls():
     model = nn.Linear(1024, 1024)

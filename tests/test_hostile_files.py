@@ -114,6 +114,7 @@ def test_any_description_is_read_or_refused(
 @pytest.mark.parametrize(
     ("entry", "value"),
     [
+        ("r", 8), ("peft_type", "LOHA"), ("use_dora", True),
         ("r", "2"), ("r", True), ("r", 2.0), ("r", 10**9), ("r", 0), ("lora_alpha", [4]),
         ("lora_alpha", float("nan")), ("lora_alpha", -4), ("lora_alpha", 10**400),
         ("lora_alpha", float("inf")), ("rank_pattern", ["to_q"]), ("rank_pattern", {"to_q": "2"}),

@@ -49,15 +49,6 @@ def test_what_is_a_hub_id_and_what_is_a_folder(monkeypatch: pytest.MonkeyPatch) 
             assert HubAddress.parse(source) == HubAddress(*parts)
 
 
-def test_the_address_of_a_file_has_its_revision_at_the_end() -> None:
-    file = "models/v2/model.safetensors"
-    for end, revision in (("", None), ("@v1.0", "v1.0"), ("@refs/pr/3", "refs/pr/3")):
-        address = HubAddress("me/clip", revision, file)
-        assert HubAddress.parse_file(f"me/clip/{file}{end}") == address
-    for text in ("me/clip", "me/clip/", f"/me/clip/{file}", f"./clip/{file}", f"~/clip/{file}"):
-        assert HubAddress.parse_file(text) is None, text
-
-
 def test_an_adapter_and_nothing_else_is_downloaded_once(online: fake_hub.Hub) -> None:
     other = {"optimizer.bin": b"x" * 9, "checkpoints/adapter_model.safetensors": b"y" * 9}
     online.put("me/lora", {**PEFT, **other})

@@ -10,7 +10,6 @@ from typing import Any
 import fakes
 import pytest
 import torch
-import yaml
 from torch import Tensor
 
 from flowalign.config import ConfigError, EvalStage, SamplingConfig, parse
@@ -21,7 +20,6 @@ from flowalign.system.signals import Interrupted
 from flowalign.training.report.pictures import pixels_of
 from flowalign.types import PromptBatch, Scores
 
-SMALL: dict[str, Any] = {"height": 32, "width": 32, "max_sequence_length": 16}
 PROMPTS = [f'a "{letter}"' for letter in "ABCDE"]
 CUP = {"tag": "single_object", "include": [{"class": "cup", "count": 1}]}
 
@@ -58,18 +56,10 @@ def spec(channel: str) -> dict[str, Any]:
 
 def command(folder: Path, model: str) -> Callable[..., int]:
     """evaluate(*overrides): the command on one benchmark; its output is folder/out."""
-    lines = [{"prompt": p, **CUP, "item_id": f"item{i}"} for i, p in enumerate(PROMPTS)]
-    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    data = {
-        "stage": "eval",
-        "output": str(folder / "out"),
-        "model": {"id": model, **SMALL},
-        "benchmarks": [{"name": "x", "prompts": str(folder / "prompts.jsonl"), "images": 2}],
-        "sampling": {"steps": 2, "guidance": 1.0, "batch_size": 4},
-        "report": {"images": 1},
-    }
-    (folder / "eval.yaml").write_text(yaml.dump(data, sort_keys=False))
-    return lambda *overrides: main(["--config", str(folder / "eval.yaml"), *overrides])
+    rows = [{"prompt": p, **CUP, "item_id": f"item{i}"} for i, p in enumerate(PROMPTS)]
+    mark = {"name": "x", "images": 2, "reward": None}
+    path = fakes.evaluation(model, folder, rows, mark, report={"images": 1})
+    return lambda *overrides: main(["--config", str(path), *overrides])
 
 
 @pytest.fixture
@@ -294,8 +284,7 @@ def config(*marks: dict[str, Any]) -> EvalStage:
     benchmarks = [
         {"name": f"x{'_y' * i}", "prompts": "tiny/ocr_test", **m} for i, m in enumerate(marks)
     ]
-    model = {"id": "tiny", **SMALL}
-    data = {"stage": "eval", "output": "out", "model": model, "benchmarks": benchmarks}
+    data = {"stage": "eval", "output": "out", "model": {"id": "tiny"}, "benchmarks": benchmarks}
     return parse(data, stage=EvalStage)
 
 
@@ -305,18 +294,6 @@ def test_two_columns_of_one_name_are_refused():
         config(*clash)
     parsed = config({"rewards": {"red": spec("r"), "blue": spec("b")}}, {"layout": "t2i_compbench"})
     assert [list(mark.judges) for mark in parsed.benchmarks] == [["x_red", "x_blue"], []]
-
-
-def test_every_judge_is_checked_before_anything_is_loaded(
-    evaluate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    wrong = f"benchmarks.0.rewards={{red: {spec('r')}, eyes: {{name: pickscor}}}}"
-    assert evaluate(wrong) == 2
-    said = capsys.readouterr().err
-    assert "benchmarks.0.rewards.eyes: no reward 'pickscor'" in said and "'pickscore'?" in said
-    assert evaluate("benchmarks.0.rewards={bad: {name: test_judges:Colour}}") == 2
-    assert "benchmarks.0.rewards.bad: " in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_watches_several_judges_of_images_that_are_sampled_once(

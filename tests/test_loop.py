@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign import sde
-from flowalign.backbone.adapters import read_lora
 from flowalign.credit import group_relative
 from flowalign.rewards.scoring import score
-from flowalign.training.algorithm import STUDENT, Prepared, TrainingError, pairs_of, strided
+from flowalign.training.algorithm import Prepared, TrainingError, pairs_of, strided
 from flowalign.training.loop import Loop
 from flowalign.types import Rollout, Scores
 
@@ -168,13 +167,6 @@ def test_dropping_images_of_no_advantage_changes_nothing(random_model: str, tmp_
     assert_close(weights(kept), weights(dropped), rtol=0, atol=1e-5)
 
 
-def test_an_update_without_any_advantage_leaves_the_gradient_zero(
-    random_model: str, tmp_path: Path
-) -> None:
-    loop = updated(random_model, tmp_path / "run", reward="constant")
-    assert lines(loop)[0]["kept_share"] == 0 and lines(loop)[0]["grad_norm"] == 0
-
-
 def test_updates_per_rollout_are_optimizer_steps_on_shares(
     random_model: str, tmp_path: Path
 ) -> None:
@@ -266,11 +258,6 @@ def test_a_nan_masks_its_image_alone(random_model: str, tmp_path: Path) -> None:
 # The KL to the base ------------------------------------------------------------------------------
 
 
-def test_the_kl_to_the_base_starts_at_zero(random_model: str, tmp_path: Path) -> None:
-    loop = updated(random_model, tmp_path / "run", count=2, moved=False)
-    assert lines(loop)[0]["kl"] == 0 and lines(loop)[1]["kl"] > 0
-
-
 @pytest.mark.parametrize("micro", [1, 5, 24])
 def test_the_logged_kl_is_the_mean_over_all_trained_steps(
     random_model: str, tmp_path: Path, micro: int
@@ -358,42 +345,6 @@ def test_the_kl_is_the_one_that_is_named(random_model: str, tmp_path: Path) -> N
 
 
 # What a run leaves behind ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("updates", [1, 4])
-def test_a_short_run_returns_what_it_learnt(
-    random_model: str, tmp_path: Path, updates: int
-) -> None:
-    """Fewer optimizer steps than the default average waits for: never the start, where B is 0."""
-    run = tmp_path / "run"
-    updated(random_model, run, "ema={}", count=updates, moved=False)
-    saved = read_lora(run / "adapter").weights
-    assert any(bool(value.any()) for name, value in saved.items() if ".lora_B" in name)
-
-
-def test_the_last_steps_of_a_run_are_in_its_result(random_model: str, tmp_path: Path) -> None:
-    """Three updates, an averaging every two: the third is not lost."""
-    loop = updated(random_model, tmp_path / "run", "ema={decay: 0.9, every: 2}", count=3)
-    assert loop.step.ema is not None
-    again = fakes.backbone(random_model)
-    again.load_adapter(STUDENT, tmp_path / "run" / "adapter")
-    saved = torch.cat([p.detach().flatten() for p in again.adapter_parameters(STUDENT)])
-    average = torch.cat([p.flatten() for p in loop.step.ema.shadow_params])
-    kept = (3 / 12) ** 0.5  # half of the decay after three steps
-    assert_close(saved, kept * average + (1 - kept) * weights(loop), rtol=0, atol=1e-6)
-    assert (saved - average).abs().max() > 1e-5
-
-
-def test_what_is_only_watched_is_scored_but_not_aimed_at(random_model: str, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.txt"
-    watch = f"{{name: other, prompts: {prompts}, limit: 3, reward: {{name: 'fakes:constant'}}}}"
-    given = [f"tasks.0.validation={prompts}", f"evaluation={{every: 1, watch: [{watch}]}}"]
-    found = lines(updated(random_model, tmp_path / "run", *given))
-    scored = [row for row in found if "eval/headline" in row]
-    assert len(scored) == 2  # before the first update and after it
-    for row in scored:
-        assert row["eval/other/reward"] == 0.5 and row["alarms"] == 0
-        assert row["eval/headline"] == row["eval/red/reward"] != 0.5
 
 
 class Tired:

@@ -1,7 +1,6 @@
 """Texts of strangers in Markdown, HTML, captions and on terminals: shown, not obeyed."""
 
 import html
-import json
 import re
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import fakes
 import markdown_it
 import pytest
 import torch
-import yaml
 from generated import examples, holds, texts
 from hypothesis import strategies as st
 from test_hostile_files import harmless
@@ -63,6 +61,19 @@ def test_any_text_stays_in_its_block_of_code(count: int) -> None:
         assert page.endswith("</code></pre>\n<p>after</p>\n") and page.count("<code") == 1
 
     holds(check, count, text=hostile.filter(lambda text: "\0" not in text and "\ud800" not in text))
+
+
+@examples(300)
+def test_what_is_shown_is_one_line_of_utf_8_without_control_characters(count: int) -> None:
+    def check(text: str, length: int) -> None:
+        line = shown(text, length)
+        line.encode()
+        assert len(line) <= length + 3 and len(line.splitlines()) <= 1 and harmless(line)
+
+    holds(check, count, text=hostile, length=st.integers(1, 20))
+    assert shown("\x1b[2J\x1b]0;title\x07") == r"\x1b[2J\x1b]0;title\x07"
+    assert shown("a\r\n\tb\u2028c  d") == "a b c d" and shown("👩\u200d🚀") == "👩\u200d🚀"
+    assert shown("x" * 10**7, 5) == "xxxxx..." and shown(" " * 10**7 + "x", 5) == "..."
 
 
 class Mark:
@@ -125,24 +136,12 @@ def test_prompts_and_tags_of_a_stranger_leave_files_and_output_harmless(
     lines = [
         {"prompt": f"{text} {i}", "tag": text} for i, text in enumerate(NASTY) if "\0" not in text
     ]
-    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    config = {
-        "stage": "eval",
-        "output": str(tmp_path / "out"),
-        "model": {"id": random_model, "height": 32, "width": 32, "max_sequence_length": 16},
-        "models": {"base": None},
-        "benchmarks": [
-            {
-                "name": "red",
-                "prompts": str(tmp_path / "p.jsonl"),
-                "reward": {"name": "test_markdown:Tagged"},
-            }
-        ],
-        "sampling": {"steps": 2, "guidance": 1.0, "batch_size": 32},
-        "report": {"images": 3, "title": "<b>x</b> \x1b[2J"},
-    }
-    (tmp_path / "eval.yaml").write_text(yaml.dump(config))
-    assert main(["--config", str(tmp_path / "eval.yaml")]) == 0
+    path = fakes.evaluation(
+        random_model, tmp_path, lines, {"reward": {"name": "test_markdown:Tagged"}},
+        sampling={"steps": 2, "guidance": 1.0, "batch_size": 32},
+        report={"images": 3, "title": "<b>x</b> \x1b[2J"},
+    )  # fmt: skip
+    assert main(["--config", str(path)]) == 0
     printed = capfd.readouterr()
     out = tmp_path / "out"
     for text in (printed.out, printed.err, (out / "table.md").read_text()):

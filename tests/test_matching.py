@@ -100,14 +100,6 @@ def test_at_the_old_policy_nft_is_advantage_weighted_matching(beta: float) -> No
     assert not gradient[2].abs().gt(1e-12).any()  # r = 1/2: the image has no say
 
 
-def test_nft_learns_from_the_velocity_alone() -> None:
-    v, old, target = (torch.randn(2, 1, 4, 4).requires_grad_() for _ in range(3))
-    nft_loss(
-        v, old, target, torch.tensor([0.3, 0.8]), torch.tensor([0.2, 0.9]), beta=0.5
-    ).sum().backward()
-    assert v.grad is not None and v.grad.any() and old.grad is None and target.grad is None
-
-
 def test_a_perfect_prediction_has_a_finite_gradient() -> None:
     v = torch.zeros(1, 1, 4, 4).requires_grad_()
     for loss in (

@@ -146,35 +146,7 @@ def test_no_whole_layer_is_built(method: str) -> None:
     assert 0 < seen.entries <= 12 * 600
 
 
-def test_svd_has_no_more_ranks_than_there_are_in_the_sum(
-    teachers: list[Path], tmp_path: Path
-) -> None:
-    report = merge(teachers, tmp_path, method="svd", rank=20)
-    assert set(report.ranks.values()) == {10} and report.worst < 1e-6
-
-
 # What is said of it ------------------------------------------------------------------------------
-
-
-def test_the_report_says_what_was_done(teachers: list[Path], tmp_path: Path) -> None:
-    options = {"method": "svd", "rank": 3, "weights": [0.5, 2.0], "lines": (0.5, 1.0)}
-    report = merge(teachers, tmp_path, **options)  # pyright: ignore[reportArgumentType]
-    for text in ("svd of 2 updates", "0.5, 2", "from 0.5 to 1", "rank 3", "scale 1"):
-        assert text in report.summary
-    assert str(report).startswith(report.summary)
-
-
-def test_the_scale_that_is_said_is_that_of_the_file(teachers: list[Path], tmp_path: Path) -> None:
-    """alpha / r of the result is 1: the scales of what was merged are in its B."""
-    merge(teachers, tmp_path)
-    config = described(tmp_path)
-    assert config["lora_alpha"] == config["r"] == 10 and not config["alpha_pattern"]
-
-
-def test_a_and_b_apart_would_be_something_else(teachers: list[Path], tmp_path: Path) -> None:
-    merge([teachers[0], teachers[0]], tmp_path, weights=[0.5, 0.5])
-    for layer, update in updates(teachers[0]).items():
-        assert_close(updates(tmp_path)[layer], update, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("method", ["ties", "dare"])
@@ -213,12 +185,6 @@ def test_lines_scales_by_depth(teachers: list[Path], tmp_path: Path) -> None:
     for layer, update in updates(teachers[0]).items():
         scale = 0.5 if "transformer_blocks.0." in layer else 2.0  # of two blocks
         assert_close(updates(tmp_path)[layer], scale * update, rtol=1e-5, atol=1e-6)
-
-
-def test_the_merge_keeps_the_name_of_the_base(random_model: str, tmp_path: Path) -> None:
-    one = teacher(random_model, tmp_path / "one", 2, 2.0, 1, base="tiny")
-    merge([one], tmp_path / "out")
-    assert described(tmp_path / "out")["base_model_name_or_path"] == "tiny"
 
 
 # Refusals ----------------------------------------------------------------------------------------

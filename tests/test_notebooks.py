@@ -34,10 +34,6 @@ def pictures(notebook: Any) -> list[Image.Image]:
     return [Image.open(io.BytesIO(png)) for png in pngs]
 
 
-def test_there_are_two_notebooks() -> None:
-    assert [path.stem for path in runner.NOTEBOOKS] == ["custom_reward", "inference"]
-
-
 @pytest.mark.parametrize("path", runner.NOTEBOOKS, ids=lambda path: path.stem)
 def test_what_is_committed_shows_its_outputs_and_is_short(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)

@@ -70,18 +70,12 @@ def test_a_file_system_without_locks_is_said(
 
 def command(kind: str, model: str, output: Path) -> list[str]:
     """The arguments of `train` or `eval` that write into a folder."""
+    if kind == "eval":
+        path = fakes.evaluation(model, output.parent, fakes.PROMPTS[:1], output=str(output))
+        return ["--config", str(path)]
     found = fakes.settings(model, output.parent / "probe" / "run")
     data = yaml.safe_load(to_yaml(found)) | {"output": str(output)}
-    prompts = data["tasks"][0]["prompts"]
-    if kind == "eval":
-        data = {key: data[key] for key in ("model", "output")} | {
-            "stage": "eval",
-            "benchmarks": [
-                {"name": "red", "prompts": prompts, "reward": {"name": "fakes:redness"}}
-            ],
-            "sampling": {"steps": 1, "guidance": 1.0},
-        }
-    elif kind == "recipe":
+    if kind == "recipe":
         own = {key: data.pop(key) for key in ("model", "output")}
         data = {"stage": "recipe", **own, "stages": {"one": data}}
     path = output.parent / f"{kind}.yaml"

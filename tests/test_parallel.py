@@ -44,12 +44,6 @@ def test_a_config_is_what_its_name_says(path: Path) -> None:
     assert command.startswith(f"# accelerate launch --config_file configs/accelerate/{path.name} ")
 
 
-def test_the_blocks_that_fsdp_wraps_are_those_of_the_model(random_model: str) -> None:
-    backbone = fakes.backbone(random_model)
-    (blocks,) = [m for m in backbone.core.children() if isinstance(m, torch.nn.ModuleList)]
-    assert backbone.blocks == list(blocks)
-
-
 # In one process ----------------------------------------------------------------------------------
 
 

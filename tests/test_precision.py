@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from flowalign.backbone import Backbone
 from flowalign.backbone.lora import CastingLinear
 from flowalign.commands import sample
-from flowalign.config import EvalStage, SamplingConfig, parse
+from flowalign.config import EvalStage, SamplingConfig, load
 from flowalign.eval.evaluation import load_adapters, using
 from flowalign.training.algorithm import STUDENT
 from flowalign.training.rollout import generate
@@ -50,13 +50,11 @@ def test_training_and_evaluation_have_the_same_arithmetic(
     loop = fakes.wired(fakes.settings(random_model, tmp_path / "run", *given), moved=True)
     trained = velocity(loop.backbone)
     loop.backbone.save_adapter(STUDENT, tmp_path / "adapter")
+    models = {"base": None, "mine": str(tmp_path / "adapter")}
     model = loop.config.model.model_dump(mode="json")
-    found = parse(
-        {"stage": "eval", "output": str(tmp_path / "eval"), "model": model,
-         "models": {"base": None, "mine": str(tmp_path / "adapter")},
-         "benchmarks": [{"name": "x", "prompts": "tiny/ocr_val", "layout": "t2i_compbench"}]},
-        stage=EvalStage,
-    )  # fmt: skip
+    path = fakes.evaluation(random_model, tmp_path, ["a"], models=models, model=model)
+    found = load(path, stage=EvalStage)
+    assert isinstance(found, EvalStage)
     backbone = Backbone.load(found.model)
     load_adapters(backbone, found)
     with using(backbone, found, "mine"):
@@ -114,26 +112,6 @@ def test_labels_of_a_frozen_teacher_are_the_velocities_it_was_trained_with(
         kinds = {p.dtype for p in backbone.adapter_parameters("odd")}
         assert kinds == {torch.bfloat16 if frozen else torch.float32}
     assert torch.equal(*found)
-
-
-def test_an_adapter_is_active_inside_its_with_and_the_one_before_is_back(
-    random_model: str, tmp_path: Path
-) -> None:
-    backbone = fakes.adapted(random_model)
-    for name, path in fakes.teachers(random_model, tmp_path).items():
-        backbone.load_adapter(name, path, frozen=True)
-    assert backbone.active == STUDENT
-    with pytest.raises(ZeroDivisionError), backbone.adapter("odd"):
-        with backbone.adapter("even"):
-            assert backbone.active == "even"
-            assert not any(p.requires_grad for p in backbone.core.parameters())
-        assert backbone.active == "odd"
-        raise ZeroDivisionError
-    trained = [key for key, p in backbone.core.named_parameters() if p.requires_grad]
-    assert backbone.active == STUDENT
-    assert trained and all(f".{STUDENT}." in key for key in trained)
-    with pytest.raises(KeyError, match="'odd'"), backbone.adapter("none"):
-        pass
 
 
 def test_float16_asks_accelerate_for_a_scaler_and_nothing_for_autocast(

@@ -6,7 +6,6 @@ from typing import Any
 
 import fakes
 import pytest
-import yaml
 from torch import distributed
 
 from flowalign.eval.run import main
@@ -15,21 +14,12 @@ from flowalign.eval.run import main
 def config(folder: Path, model: str, output: str) -> Path:
     """Two judges of two images a prompt, an odd number of batches, and a second benchmark that has
     fewer batches than there are processes."""
-    folder.joinpath("prompts.txt").write_text("\n".join(f'a "{letter}"' for letter in "ABCDEFGHI"))
     judges = {name: {"name": f"fakes:{name}"} for name in ("redness", "constant")}
     many = {"name": "many", "images": 2, "rewards": judges, "layout": "t2i_compbench"}
-    few = {"name": "few", "limit": 2, "reward": {"name": "fakes:redness"}}
-    data = {
-        "stage": "eval",
-        "output": str(folder / output),
-        "model": {"id": model, "height": 32, "width": 32, "max_sequence_length": 16},
-        "benchmarks": [{"prompts": str(folder / "prompts.txt"), **mark} for mark in (many, few)],
-        "sampling": {"steps": 2, "guidance": 1.0, "batch_size": 4},
-        "report": {"images": 3},
-    }
-    path = folder / f"{output}.yaml"
-    path.write_text(yaml.dump(data, sort_keys=False))
-    return path
+    few = {"name": "few", "limit": 2}
+    prompts = [f'a "{letter}"' for letter in "ABCDEFGHI"]
+    keys = {"output": str(folder / output), "report": {"images": 3}}
+    return fakes.evaluation(model, folder, prompts, many, few, **keys)
 
 
 def images(out: Path) -> dict[str, bytes]:

@@ -215,13 +215,6 @@ def test_held_out_texts_do_not_come_in_any_case(monkeypatch: pytest.MonkeyPatch)
         ocr.generate(-1, seed=0)
 
 
-def test_every_kind_of_text_has_a_scene_and_every_symbol_a_meaning() -> None:
-    shown = {kind for scene in ocr.SCENES.values() for kind in scene["kinds"]}
-    assert shown == set(ocr.TEXTS)
-    patterns = " ".join(pattern for ps in ocr.TEXTS.values() for pattern in ps)
-    assert set(re.findall(r"\{(\w+)\}", patterns)) == set(ocr.WORDS)
-
-
 # check -------------------------------------------------------------------------------------------
 
 
@@ -273,19 +266,6 @@ def test_it_tells_repeats_and_lengths() -> None:
         f"1 prompts have more than 4 tokens, of which the rest is not read, such as {'bb' * 10!r}"
     ]
     assert faults(repeated, {}, {}, tokens=20, count=len) == []
-
-
-def test_digests_of_a_file_are_printed_as_they_are_shipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
-    text = 'a sign "Open Late"\na wall "OPEN  late"\na cup "Tea"\n'
-    (tmp_path / "test.txt").write_text(text)
-    (tmp_path / "test.jsonl").write_text('{"prompt": "Open Late"}')
-    plain = [hashlib.sha256(word).hexdigest()[:10] for word in (b"openlate", b"tea")]
-    for name, expected in {"test.txt": sorted(plain), "test.jsonl": plain[:1]}.items():
-        monkeypatch.setattr("sys.argv", ["held_out", str(tmp_path / name)])
-        held_out.main()
-        assert capsys.readouterr().out.split() == expected
 
 
 # The commands ------------------------------------------------------------------------------------
@@ -355,10 +335,3 @@ def test_a_generated_set_comes_with_validation_prompts_that_neither_train_nor_te
     out.unlink()
     assert main(["data", "generate", kind, "--out", str(out), *more]) == 2
     assert val_file.read_text() == "mine" and not out.exists()
-
-
-def test_the_list_names_size_licence_and_missing_checksums(capsys) -> None:
-    assert main(["data", "list"]) == 0
-    said = capsys.readouterr().out
-    assert "geneval: 553" in said and "licence: MIT" in said and "NOTE: Contains sexual" in said
-    assert "pickscore_test.txt: no checksum known" in said

@@ -9,7 +9,6 @@ from typing import Any
 
 import fakes
 import pytest
-import yaml
 from safetensors.torch import load_file, save_file
 
 from flowalign.config import ADAPTER
@@ -17,7 +16,6 @@ from flowalign.eval import suite
 from flowalign.eval.run import main
 
 pytestmark = pytest.mark.slow
-SMALL: dict[str, Any] = {"height": 32, "width": 32, "max_sequence_length": 16}
 CUP = {"tag": "single_object", "include": [{"class": "cup", "count": 1}]}
 
 
@@ -25,8 +23,6 @@ CUP = {"tag": "single_object", "include": [{"class": "cup", "count": 1}]}
 def done(tmp_path_factory: pytest.TempPathFactory, random_model: str) -> Path:
     """A folder with a config, prompts, adapters and the output of an evaluation that was done."""
     folder = tmp_path_factory.mktemp("done")
-    lines = [{"prompt": f'a "{letter}"', **CUP} for letter in "ABC"]
-    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
     adapter(random_model, folder / "adapter")
     theirs = folder / "theirs"  # as another base would have it: other widths, no name of the base
     theirs.mkdir()
@@ -36,22 +32,11 @@ def done(tmp_path_factory: pytest.TempPathFactory, random_model: str) -> Path:
     }
     save_file(wide, theirs / ADAPTER)
     adapter(random_model, folder / "sd3", name="stabilityai/stable-diffusion-3-medium")
-    mark = {
-        "name": "red",
-        "prompts": "prompts.jsonl",
-        "reward": {"name": "fakes:redness"},
-        "layout": "geneval",
-    }
-    data = {
-        "stage": "eval",
-        "output": "out",
-        "model": {"id": random_model, **SMALL},
-        "models": {"base": None, "tuned": "adapter"},
-        "benchmarks": [mark],
-        "sampling": {"steps": 2, "guidance": 1.0},
-        "report": {"images": 1},
-    }
-    (folder / "eval.yaml").write_text(yaml.dump(data, sort_keys=False))
+    fakes.evaluation(
+        random_model, folder, [{"prompt": f'a "{letter}"', **CUP} for letter in "ABC"],
+        {"reward": {"name": "fakes:redness"}, "layout": "geneval"},
+        models={"base": None, "tuned": str(folder / "adapter")}, report={"images": 1},
+    )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert main(["--config", "eval.yaml"]) == 0

@@ -12,8 +12,6 @@ import yaml
 
 from flowalign.commands import cli, sample, train
 from flowalign.config import to_yaml
-from flowalign.training import metrics
-from flowalign.training.report import results
 from flowalign.training.report.status import WARNINGS
 
 
@@ -106,14 +104,3 @@ def test_a_run_says_which_adapter_was_kept_and_warns_if_it_is_the_one_it_began_w
     assert train.main([*given, "--resume", command]) == 0
     assert "kept:" not in capsys.readouterr().out
     assert (folder / WARNINGS).read_text().count("update 0 of 2") == 1
-
-
-def test_what_was_kept_has_the_last_score_beside_it(tmp_path: Path) -> None:
-    (tmp_path / "adapter").mkdir()
-    best = {"headline": 0.592, "update": 4}
-    (tmp_path / "adapter" / "scores.json").write_text(json.dumps(best))
-    rows = [{"update": 4, metrics.HEADLINE: 0.592}, {"update": 12, metrics.HEADLINE: 0.566}]
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    assert str(results.kept(tmp_path)) == "update 4 of 12 (held-out 0.592; the last: 0.566)"
-    (tmp_path / "adapter" / "scores.json").write_text("{}")  # without an evaluation
-    assert results.kept(tmp_path) is None

@@ -232,11 +232,3 @@ def test_a_window_may_keep_to_a_range_of_steps() -> None:
     for within in ((0, 2), (3, 3), (8, 11)):
         with pytest.raises(ValueError):
             RolloutConfig(window=WindowConfig(width=3, within=within))
-
-
-def test_a_fixed_window_stays() -> None:
-    fixed, default = RolloutConfig(window=(2, 5)), RolloutConfig()
-    assert [window_of(fixed, 0, update) for update in (0, 99)] == [(2, 5)] * 2
-    assert window_of(default, 0, 3) == (0, 9)
-    assert (fixed.width, default.width, moving(4).width) == (3, 9, 4)
-    assert moving(4).trained == (0, 9)

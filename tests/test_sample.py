@@ -41,16 +41,6 @@ def test_steps_guidance_and_size_are_the_models_own(
     assert (given.steps, given.guidance, given.height) == (3, 2.0, 96)
 
 
-def test_a_model_without_a_known_card_has_the_defaults_of_its_pipeline(random_model: str) -> None:
-    own = plan("--model", random_model)
-    assert (own.steps, own.guidance, own.height) == (28, 7.0, 64)
-
-
-def test_guidance_below_one_is_none_as_in_diffusers() -> None:
-    """A backbone would take 0 as the unconditional velocity alone."""
-    assert plan("--guidance", "0").guidance == 1.0
-
-
 @pytest.mark.parametrize("there, dtype", [(True, "bfloat16"), (False, "float32")])
 def test_the_device_decides_the_dtype(
     there: bool, dtype: str, monkeypatch: pytest.MonkeyPatch

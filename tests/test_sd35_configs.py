@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,7 @@ from flowalign.commands.doctor.estimate import predict
 from flowalign.commands.doctor.predictions import usable
 from flowalign.config import (
     STAGES,
-    AwmStage,
     GrpoStage,
-    NftStage,
     OpdStage,
     RecipeStage,
     Stage,
@@ -109,71 +108,51 @@ def test_a_variant_runs_the_same_images_and_updates(path: Path) -> None:
                     assert run.rollout.batch_size == run.optimizer.micro_batch
 
 
-@pytest.mark.usefixtures("data")
-def test_the_settings_are_the_official_ones() -> None:
-    """FACTS, section 9: Flow-OPD on eight GPUs."""
-    (found,) = stages(ROOT / "configs/sd35_medium/student_flow_opd_paper.yaml").values()
-    assert isinstance(found, OpdStage)
-    assert (found.student.weighting, found.student.states.select) == ("kl", "all")
-    rollout, optimizer = found.rollout, found.optimizer
-    assert (rollout.steps, rollout.guidance, rollout.noise_level) == (10, 4.5, 0.7)
-    assert (rollout.copies, rollout.kind, found.model.height) == (16, "sde", 512)
-    assert (found.lora.rank, found.lora.alpha, found.lora.targets) == (32, 64, None)
-    assert (optimizer.lr, optimizer.weight_decay) == (1e-4, 1e-4)
-    assert optimizer.updates_per_rollout == 2 and found.ema
-    assert (found.ema.decay, found.ema.every) == (0.9, 8)
-    assert found.anchor and found.anchor.weight == 0.04
-    assert found.model.max_sequence_length == 128
-    assert found.evaluation and found.evaluation.steps == 40
+OPD = {  # FACTS, section 9: Flow-OPD on eight GPUs
+    "student.weighting": "kl", "student.states.select": "all", "rollout.steps": 10,
+    "rollout.guidance": 4.5, "rollout.noise_level": 0.7, "rollout.copies": 16,
+    "rollout.kind": "sde", "model.height": 512, "lora.rank": 32, "lora.alpha": 64,
+    "lora.targets": None, "optimizer.lr": 1e-4, "optimizer.weight_decay": 1e-4,
+    "optimizer.updates_per_rollout": 2, "ema.decay": 0.9, "ema.every": 8, "anchor.weight": 0.04,
+    "model.max_sequence_length": 128, "evaluation.steps": 40,
+}  # fmt: skip
+NFT = {  # FACTS, section 11: DiffusionNFT on eight GPUs
+    "rollout.prompts": 48, "rollout.copies": 24, "rollout.steps": 10, "rollout.kind": "ode",
+    "rollout.solver": "dpm2", "rollout.guidance": 1.0, "lora.rank": 32, "lora.alpha": 64,
+    "model.height": 512, "optimizer.lr": 3e-4, "optimizer.weight_decay": 1e-4,
+    "nft.levels": "random", "nft.states": 9, "nft.within": (0, 1),
+    "nft.advantage": "batch_std", "nft.advantage_clip": 5, "nft.kl_weight": 1e-4,
+    "ema.decay": 0.9, "evaluation_sampling.steps": 40, "evaluation_sampling.guidance": 1.0,
+}  # fmt: skip
+OTHERS = {"nft.beta": 1.0, "optimizer.updates_per_rollout": 1, "nft.old.decay": 0.5,
+          "nft.old.rise": 0.001, "nft.old.after": 0}  # fmt: skip
+OCR = {"nft.beta": 0.1, "optimizer.updates_per_rollout": 2, "nft.old.decay": 0.999,
+       "nft.old.rise": 0.0075, "nft.old.after": 75}  # fmt: skip
+AWM = {  # scxue/advantage_weighted_matching, config/dgx_awm.py, geneval_sd3_no_cfg_1node. All three
+    # terms of the loss are five times theirs, as they divide advantages by 5.
+    "rollout.prompts": 6 * 36 * 8 // 24, "rollout.copies": 24, "rollout.steps": 14,
+    "rollout.guidance": 1.0, "optimizer.lr": 3e-4, "awm.states": 6, "awm.levels": "sampler",
+    "awm.advantage_clip": 5, "awm.kl_weight": 5 * 0.001, "awm.ema_kl_weight": 5,
+    "optimizer.max_grad_norm": 5, "awm.weighting": "ghuber",
+    "awm.ghuber_power": 0.25, "awm.clip_range": 1, "awm.average.decay": 0.3, "ema.decay": 0.99,
+    "ema.every": 1,
+}  # fmt: skip
+GRPO_MIX = {  # Flow-OPD, config/grpo.py, geneval_ocr_deqa_pickscore_32gpu
+    "rollout.prompts": 48, "rollout.copies": 24, "optimizer.lr": 1e-4,
+    "optimizer.updates_per_rollout": 2,
+}  # fmt: skip
+SETTINGS: dict[str, dict[str, Any]] = {
+    "grpo_mix": GRPO_MIX,
+    "student_flow_opd_paper": OPD, "teacher_geneval_nft": NFT | OTHERS,
+    "teacher_pickscore_nft": NFT | OTHERS, "teacher_ocr_nft": NFT | OCR, "teacher_geneval_awm": AWM,
+}  # fmt: skip
 
 
 @pytest.mark.usefixtures("data")
-@pytest.mark.parametrize("task", ["geneval", "ocr", "pickscore"])
-def test_the_settings_of_nft_are_the_official_ones(task: str) -> None:
-    """FACTS, section 11: DiffusionNFT on eight GPUs."""
-    (found,) = stages(ROOT / f"configs/sd35_medium/teacher_{task}_nft.yaml", processes=8).values()
-    assert isinstance(found, NftStage)
-    rollout, nft, optimizer = found.rollout, found.nft, found.optimizer
-    assert (rollout.prompts, rollout.copies, rollout.steps) == (48, 24, 10)
-    assert (rollout.kind, rollout.solver, rollout.guidance) == ("ode", "dpm2", 1.0)
-    assert (found.lora.rank, found.lora.alpha, found.model.height) == (32, 64, 512)
-    assert (optimizer.lr, optimizer.weight_decay) == (3e-4, 1e-4)
-    assert (nft.levels, nft.states, nft.within) == ("random", 9, (0, 1))
-    assert (nft.advantage, nft.advantage_clip, nft.kl_weight) == ("batch_std", 5, 1e-4)
-    assert found.ema and found.ema.decay == 0.9
-    sampling = found.evaluation_sampling
-    assert (sampling.steps, sampling.guidance) == (40, 1.0)
-    ocr = task == "ocr"
-    assert (nft.beta, optimizer.updates_per_rollout) == ((0.1, 2) if ocr else (1.0, 1))
-    old = {"decay": 0.999, "rise": 0.0075, "after": 75} if ocr else {"decay": 0.5, "rise": 0.001,
-                                                                     "after": 0}  # fmt: skip
-    assert nft.old.model_dump() == old
-
-
-@pytest.mark.usefixtures("data")
-def test_the_settings_of_awm_are_those_of_its_authors() -> None:
-    """scxue/advantage_weighted_matching, config/dgx_awm.py, geneval_sd3_no_cfg_1node. All three
-    terms of the loss are five times theirs, as they divide advantages by 5."""
-    path = ROOT / "configs/sd35_medium/teacher_geneval_awm.yaml"
-    (found,) = stages(path, processes=8).values()
-    assert isinstance(found, AwmStage)
-    rollout, awm, ema = found.rollout, found.awm, found.ema
-    assert (rollout.prompts * rollout.copies, rollout.copies) == (6 * 36 * 8, 24)
-    assert (rollout.steps, rollout.guidance, found.optimizer.lr) == (14, 1.0, 3e-4)
-    assert (awm.states, awm.levels) == (6, "sampler")
-    assert (awm.advantage_clip, awm.kl_weight, awm.ema_kl_weight) == (5, 5 * 0.001, 5 * 1)
-    assert found.optimizer.max_grad_norm == 5
-    assert (awm.weighting, awm.ghuber_power, awm.clip_range) == ("ghuber", 0.25, 1)
-    assert awm.average.decay == 0.3 and ema and (ema.decay, ema.every) == (0.99, 1)
-
-
-@pytest.mark.usefixtures("data")
-def test_grpo_mix_has_the_images_of_the_official_one() -> None:
-    """Flow-OPD, config/grpo.py, geneval_ocr_deqa_pickscore_32gpu."""
-    (found,) = stages(ROOT / "configs/sd35_medium/grpo_mix.yaml", processes=8).values()
-    assert isinstance(found, GrpoStage)
-    assert (found.rollout.prompts, found.rollout.copies) == (48, 24)
-    assert (found.optimizer.lr, found.optimizer.updates_per_rollout) == (1e-4, 2)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_settings_are_those_of_their_authors(name: str) -> None:
+    (found,) = stages(ROOT / f"configs/sd35_medium/{name}.yaml", processes=8).values()
+    assert {key: attrgetter(key)(found) for key in SETTINGS[name]} == SETTINGS[name]
 
 
 @pytest.mark.usefixtures("data")

@@ -17,7 +17,6 @@ from diffusers import StableDiffusion3Pipeline
 import flowalign
 from flowalign.backbone.adapters import adapter_folder, read_lora
 from flowalign.backbone.tiny import MODEL
-from flowalign.commands import cli
 from flowalign.config import ADAPTER
 
 ROOT = Path(__file__).parents[1]
@@ -89,11 +88,6 @@ def test_the_shipped_teachers_are_small_and_know_their_base(name: str) -> None:
     assert read_lora(folder).base == "tiny"
     pipe = flowalign.load("tiny", lora=f"tiny/{name}")
     assert pipe.get_list_adapters()["transformer"]
-
-
-def test_an_unknown_command_says_what_is_possible(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["trian"]) == 2
-    assert "train" in capsys.readouterr().err
 
 
 @pytest.mark.long

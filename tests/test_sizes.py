@@ -125,23 +125,13 @@ def test_held_out_images_have_the_sizes_of_their_tasks(random_model: str, tmp_pa
 
 
 def test_a_benchmark_has_its_own_size(random_model: str, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("\n".join(fakes.PROMPTS[:2]))
-    mark = {"prompts": str(prompts), "reward": {"name": "fakes:redness"}}
-    data = {
-        "stage": "eval",
-        "output": str(tmp_path / "table"),
-        "model": {"id": random_model, "sizes": [[32, 32], [32, 64]], "max_sequence_length": 16},
-        "models": {"base": None},
-        "benchmarks": [{**mark, "name": "square"}, {**mark, "name": "wide", "size": [32, 64]}],
-        "sampling": {"steps": 2, "guidance": 1.0},
-        "keep_images": True,
-    }
-    path = tmp_path / "eval.yaml"
-    path.write_text(yaml.safe_dump(data))
+    model = {"id": random_model, "sizes": [[32, 32], [32, 64]], "max_sequence_length": 16}
+    marks = {"name": "square"}, {"name": "wide", "size": [32, 64]}
+    keys = {"model": model, "keep_images": True}
+    path = fakes.evaluation(random_model, tmp_path, fakes.PROMPTS[:2], *marks, **keys)
     assert evaluation.main(["--config", str(path)]) == 0
     for name, width in (("square", 32), ("wide", 64)):
-        files = list((tmp_path / "table" / "images" / "base" / name).rglob("*.png"))
+        files = list((tmp_path / "out" / "images" / "base" / name).rglob("*.png"))
         sizes = [pixels_of(file.read_bytes()).shape for file in files]
         assert sizes == [(3, 32, width)] * 2
 

@@ -59,6 +59,10 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+CONFIG = ["--config", "configs/tiny/teacher_ocr.yaml", "output=run", "evaluation=null"]
+CONFIG += ["rollout.prompts=2", "rollout.copies=2", "rollout.steps=3", "rollout.window=[0,1]"]
+
+
 def updates(folder: Path) -> list[int]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [row["update"] for row in map(json.loads, lines) if "grad_norm" in row]
@@ -79,11 +83,9 @@ def test_two_processes_train_and_go_on_when_requeued(
     nodes = 2 if script.stem == "several_nodes" else 1
     monkeypatch.setenv("SLURM_NNODES", str(nodes))
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", str(2 // nodes))
-    config = ["--config", "configs/tiny/teacher_ocr.yaml", "output=run", "evaluation=null"]
-    config += ["rollout.prompts=2", "rollout.copies=2", "rollout.steps=3", "rollout.window=[0,1]"]
     for count in (1, 2)[: 3 - nodes]:  # the same lines restart both
         done = subprocess.run(
-            [str(script), *config, "train.checkpoint_every=1", f"train.updates={count}"],
+            [str(script), *CONFIG, "train.checkpoint_every=1", f"train.updates={count}"],
             capture_output=True,
             text=True,
             timeout=300,
@@ -136,11 +138,8 @@ def test_a_job_out_of_time_saves_and_is_requeued(
     monkeypatch.setenv("SLURM_NNODES", "1")
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", str(processes))
     script = documents.ROOT / "scripts/slurm/one_node.sh"
-    config = ["--config", "configs/tiny/teacher_ocr.yaml", "output=run", "evaluation=null"]
-    config += ["rollout.prompts=2", "rollout.copies=2", "rollout.steps=3", "rollout.window=[0,1]"]
-    config += ["train.checkpoint_every=100"]
     job = subprocess.Popen(
-        [str(script), *config, "train.updates=500"],
+        [str(script), *CONFIG, "train.checkpoint_every=100", "train.updates=500"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -24,7 +24,6 @@ from test_docs import BLOCKS, ROOT, hub
 
 from flowalign import rewards
 from flowalign.backbone.adapters import adapter_folder
-from flowalign.commands import cli
 from flowalign.config import STAGES, EvalStage, Stage, TaskConfig, TrainingStage, load, read
 from flowalign.training.preflight import check_world
 
@@ -189,39 +188,7 @@ def test_rewards_that_a_reader_writes_score_images(
 # Files and output ------------------------------------------------------------------------------
 
 
-def blocks_of(page: str, language: str) -> list[str]:
-    return [b.text for b in documents.blocks(ROOT / page) if b.language == language]
-
-
 def test_the_example_of_a_package_is_the_one_that_ships() -> None:
-    (text,) = blocks_of("docs/rewards/plugins.md", "toml")
+    page = ROOT / "docs/rewards/plugins.md"
+    (text,) = (block.text for block in documents.blocks(page) if block.language == "toml")
     assert text in (ROOT / "docs/rewards/example/pyproject.toml").read_text()
-
-
-@pytest.mark.slow
-def test_generated_prompts_are_those_that_the_page_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Their rows, and what `flowalign data check` says of them."""
-    page = "docs/prompts.md"
-    monkeypatch.chdir(tmp_path)
-    for name in ("geneval", "ocr"):
-        assert cli.main(["data", "generate", name]) == 0
-    (rows,) = blocks_of(page, "json")
-    generated = Path("data/geneval_train.jsonl").read_text().splitlines()
-    made = [json.loads(row) for row in generated]
-    assert all(json.loads(row) in made for row in rows.splitlines())
-    signs = set(Path("data/ocr_train.txt").read_text().splitlines())
-    shown = [text.splitlines() for text in blocks_of(page, "")]
-    assert [
-        line for lines in shown for line in lines if line[0].isupper() and line not in signs
-    ] == []
-    (check,) = [lines for lines in shown if lines[0].startswith("$ flowalign data check")]
-    words = check[0].removeprefix("$ flowalign ").split()
-    del words[words.index("--against") :]  # the official test set has to be fetched
-    capsys.readouterr()
-    assert cli.main(words) == 0
-    said = capsys.readouterr().out.splitlines()
-    for line in [line for line in check[1:] if "data/geneval_test" not in line]:
-        start = line.removesuffix("...")
-        assert any(text.startswith(start) for text in said), line

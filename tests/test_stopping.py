@@ -14,7 +14,6 @@ from typing import Any
 import fakes
 import forked
 import pytest
-import yaml
 
 from flowalign.commands import train
 from flowalign.config import to_yaml
@@ -25,7 +24,6 @@ from flowalign.system.signals import (
     Clock,
     Interrupted,
     Requests,
-    interruptible,
 )
 from flowalign.training.report.status import read_status
 from flowalign.training.run.checkpoint import Checkpoints
@@ -81,13 +79,6 @@ def test_a_second_signal_does_not_wait() -> None:
         signal.raise_signal(signal.SIGINT)
         reached.append(2)
     assert reached == [1]
-
-
-def test_an_ignored_signal_stays_ignored() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with interruptible(), alone():
-        signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_several_processes_end_where_they_meet_whoever_was_asked() -> None:
@@ -250,22 +241,15 @@ def test_a_signal_to_one_process_ends_all_where_they_meet(
 
 @pytest.mark.slow
 def test_an_evaluation_keeps_its_rows(random_model: str, tmp_path: Path) -> None:
-    (tmp_path / "prompts.txt").write_text("\n".join(fakes.PROMPTS))
     reward = {"name": "test_stopping:Called", "options": {"folder": str(tmp_path)}}
-    data = {
-        "stage": "eval",
-        "output": str(tmp_path / "run"),
-        "model": {"id": random_model, "height": 32, "width": 32, "max_sequence_length": 16},
-        "benchmarks": [{"name": "red", "prompts": str(tmp_path / "prompts.txt"), "reward": reward}],
-        "sampling": {"steps": 2, "guidance": 1.0, "batch_size": 1},
-    }
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.dump(data))
+    one = {"steps": 2, "guidance": 1.0, "batch_size": 1}
+    mark = {"reward": reward}
+    path = fakes.evaluation(random_model, tmp_path, fakes.PROMPTS, mark, sampling=one)
     process = started("-m", "flowalign.eval", "--config", path)
     wait_for(tmp_path, process, 1)
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 143 and "Traceback" not in said
-    (rows,) = (tmp_path / "run").rglob("rows.0.jsonl")
+    (rows,) = (tmp_path / "out").rglob("rows.0.jsonl")
     lines = rows.read_text().splitlines()
     assert [json.loads(line)["row"]["index"] for line in lines][:2] == [0, 1]

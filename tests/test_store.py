@@ -26,7 +26,6 @@ from flowalign.eval.suite import Benchmark, ImageSet
 from flowalign.system.signals import Interrupted
 from flowalign.types import PromptBatch, Scores
 
-SMALL: dict[str, Any] = {"height": 32, "width": 32, "max_sequence_length": 16}
 PROMPTS = [f'a "{letter}"' for letter in "ABCDE"]
 
 
@@ -415,11 +414,3 @@ def test_damaged_records_are_refused(config: Path, name: str, capsys: pytest.Cap
     else:
         assert main(["--config", str(config)]) == 2
         assert "settings.json" in capsys.readouterr().err
-
-
-def test_settings_are_written_where_they_can_be_read(config: Path):
-    folder = config.parent / "out" / "images" / "base" / "red"
-    images = json.loads((folder / "settings.json").read_text())
-    assert images["sampling"] == {"steps": 2, "guidance": 1.0, "seed": 1234}
-    (scores,) = folder.glob("scores_*/settings.json")
-    assert json.loads(scores.read_text())["reward"]["name"] == "test_store:Watched"

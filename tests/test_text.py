@@ -100,21 +100,6 @@ def test_a_file_that_is_damaged_is_written_again(
     assert [path.read_bytes() for path in files] == contents
 
 
-def test_texts_that_are_prepared_are_encoded_once_and_kept_on_disk(
-    random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts = encoder(random_model, tmp_path)
-    texts(TEXTS[1:2])
-    asked = count(texts, monkeypatch)
-    calls = [TEXTS[:2], TEXTS[2:], TEXTS[:1]]
-    texts.prepare(calls)
-    assert asked == [TEXTS[0], *TEXTS[2:]]
-    for call in calls:
-        texts(call)
-        texts.prepare(calls)
-    assert len(asked) == 4
-
-
 def test_texts_that_are_held_are_those_of_each_call_to_the_bit(
     random_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,8 +9,8 @@ import fakes
 import pytest
 
 import flowalign
-from flowalign.commands import run, train
-from flowalign.config import ConfigError, to_yaml
+from flowalign.commands import train
+from flowalign.config import to_yaml
 from flowalign.training import preflight
 
 ROOT = Path(__file__).parent.parent
@@ -126,9 +126,3 @@ def test_interrupted_and_stopped_runs_say_so(
     path = config_file(random_model, tmp_path / "b" / "run", option, reward="Faulty")
     assert main("--config", path) == 1
     assert "stopped: the reward failed on 62%" in capsys.readouterr().err
-
-
-def test_train_raises_for_its_callers(tmp_path: Path) -> None:
-    found = fakes.settings(str(tmp_path), tmp_path / "run", "rollout.prompts=3", "rollout.copies=3")
-    with pytest.raises(ConfigError, match="2 processes"):
-        run.check_world(found, 2)

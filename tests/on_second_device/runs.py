@@ -13,7 +13,6 @@ import test_checkpoint
 import test_nft
 import test_recipe
 import torch
-import yaml
 from small_models import clip_folder
 from test_train import config_file
 from torch import Tensor
@@ -147,31 +146,29 @@ def test_an_evaluation_gives_the_numbers_of_the_cpu(
     random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A base, an adapter, two judges of the same images, fidelity; what is stored is kept."""
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("\n".join(f"a {i}" for i in range(20)))
     teacher = fakes.teachers(random_model, tmp_path)["even"]
     judges = {"look": {"name": "pickscore", "options": {"model": "tiny"}},
               "red": {"name": "fakes:redness"}}  # fmt: skip
-    data = {
-        "stage": "eval",
-        "model": {"id": random_model, "height": 32, "width": 32, "max_sequence_length": 16},
-        "models": {"base": None, "even": teacher},
-        "benchmarks": [{"name": "b", "prompts": str(prompts), "images": 2, "rewards": judges}],
-        "sampling": {"steps": 2, "guidance": 2.0, "batch_size": 8},
-        "fidelity": {
-            "features": str(clip_folder(tmp_path / "clip")), "reference": str(tmp_path / "clean"),
-        },
-        "compare": {"even": ["base"]},
-    }  # fmt: skip
+    features = str(clip_folder(tmp_path / "clip"))
+    path = fakes.evaluation(
+        random_model, tmp_path, [f"a {i}" for i in range(20)],
+        {"name": "b", "images": 2, "rewards": judges},
+        models={"base": None, "even": teacher}, compare={"even": ["base"]},
+        sampling={"steps": 2, "guidance": 2.0, "batch_size": 8},
+        fidelity={"features": features, "reference": str(tmp_path / "clean")},
+    )  # fmt: skip
+
+    def evaluated(device: torch.device) -> dict[str, Any]:
+        fakes.AcceleratorState._reset_state(reset_partial_state=True)
+        output = tmp_path / device.type
+        assert evaluation.main(["--config", str(path), f"output={output}"]) == 0
+        return json.loads((output / "results.json").read_text())["models"]
+
     _references(tmp_path / "clean", 40)
     found = {}
     for device in (CPU, HERE):
         monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", str(device))
-        fakes.AcceleratorState._reset_state(reset_partial_state=True)
-        path = tmp_path / f"{device.type}.yaml"
-        path.write_text(yaml.safe_dump({**data, "output": str(tmp_path / device.type)}))
-        assert evaluation.main(["--config", str(path)]) == 0
-        found[device] = json.loads((tmp_path / device.type / "results.json").read_text())["models"]
+        found[device] = evaluated(device)
     for name, models in found[CPU].items():
         for mark, rows in models["images"].items():
             both = rows, found[HERE][name]["images"][mark]
@@ -180,10 +177,7 @@ def test_an_evaluation_gives_the_numbers_of_the_cpu(
         mine, known = (f[name]["fidelity"]["mean"] for f in (found[HERE], found[CPU]))
         assert mine == pytest.approx(known, rel=0.02)
     (tmp_path / "second" / "results.json").unlink()
-    fakes.AcceleratorState._reset_state(reset_partial_state=True)
-    assert evaluation.main(["--config", str(tmp_path / "second.yaml")]) == 0
-    again = json.loads((tmp_path / "second" / "results.json").read_text())["models"]
-    assert again["even"]["images"] == found[HERE]["even"]["images"]
+    assert evaluated(HERE)["even"]["images"] == found[HERE]["even"]["images"]
 
 
 def _references(folder: Path, count: int) -> None:
