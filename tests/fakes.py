@@ -258,12 +258,7 @@ def settings(
 
 
 def evaluation(
-    model: str,
-    folder: Path,
-    prompts: Sequence[Any],
-    /,
-    *benchmarks: Mapping[str, Any],
-    **keys: Any,
+    model: str, folder: Path, prompts: Sequence[Any], /, *benchmarks: Mapping[str, Any], **keys: Any
 ) -> Path:
     """The config of a small evaluation, as a file; it writes to folder/out. prompts: texts, or rows
     of a .jsonl. A benchmark that names no judge has redness."""

@@ -49,9 +49,6 @@ class Summed:
         return Scores.of(value, **{name: parts[name] for name in self.given})
 
 
-# Parts -------------------------------------------------------------------------------------------
-
-
 def test_gdpo_normalises_the_parts_of_a_weighted_reward(random_model: str, tmp_path: Path) -> None:
     given = fakes.settings(random_model, tmp_path / "run", WEIGHTED, "grpo.advantage=gdpo")
     loop = fakes.wired(given, moved=True)
@@ -127,9 +124,6 @@ def test_a_part_that_is_weighted_and_not_given_stops_the_run(
     assert bool((run("[red, dark]").advantage != 0).all())
     with pytest.raises(TrainingError, match="'dark'"):
         run("[red]")
-
-
-# Earlier rollouts --------------------------------------------------------------------------------
 
 
 def test_averages_of_earlier_rollouts() -> None:

@@ -78,9 +78,6 @@ def test_what_the_caller_must_hear_is_raised_where_it_collects():
         scorer.collect()
 
 
-# In a run ----------------------------------------------------------------------------------------
-
-
 def metrics(folder: Path) -> list[dict[str, float]]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     timed = ("seconds/", "images_per_second")

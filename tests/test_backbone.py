@@ -118,9 +118,6 @@ def test_a_model_that_is_not_there_says_what_to_do(tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
 
 
-# Less memory -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"dtype": "bfloat16"}])
 def test_an_adapter_keeps_all_its_bits_on_a_base_that_has_fewer(
     random_model: str, tmp_path: Path, options: dict[str, Any]
@@ -167,8 +164,6 @@ def test_the_vae_keeps_its_bits_and_decodes_in_small_batches(random_model: str) 
     assert_close(backbone.decode(latents), full.decode(latents), rtol=0, atol=1e-5)
     assert seen == [2, 2, 1]
 
-
-# The pipeline's own scheduler ------------------------------------------------------------------
 
 DYNAMIC = {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 3.0,
            "base_image_seq_len": 4, "max_image_seq_len": 64}  # fmt: skip

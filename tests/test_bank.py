@@ -113,9 +113,6 @@ def test_the_student_does_not_notice_the_bank(
     assert trained and all(f".{STUDENT}." in name for name in trained)
 
 
-# Refusals ----------------------------------------------------------------------------------------
-
-
 def test_an_adapter_of_another_base_is_refused(random_model: str, tmp_path: Path) -> None:
     backbone = fakes.adapted(random_model)
     backbone.save_adapter(STUDENT, tmp_path / "mine")

@@ -59,9 +59,6 @@ def ask(reward, images=IMAGES):
     return score(reward, images, PROMPTS, METADATA)
 
 
-# The weighted sum ---------------------------------------------------------------------------------
-
-
 def test_a_weighted_sum_is_the_sum_and_shows_its_components():
     bright = brightness(IMAGES, PROMPTS, METADATA).value
     found = ask(
@@ -77,9 +74,6 @@ def test_an_image_that_one_component_failed_on_is_invalid_with_its_reason():
     assert found.valid.tolist() == [True, False, True, True, True, True]
     assert found.reasons == {1: "shy: returned nan"}
     assert math.isnan(found.value[1])
-
-
-# The gate -----------------------------------------------------------------------------------------
 
 
 def test_a_gate_lets_the_reward_count_only_past_its_threshold():
@@ -98,9 +92,6 @@ def test_a_gate_that_failed_is_no_gate_that_is_shut():
     assert found.value[[0, 2, 3, 4, 5]].tolist() == [0.0] * 5
 
 
-# One scale ----------------------------------------------------------------------------------------
-
-
 def test_the_median_is_worth_a_half_and_order_is_kept():
     median = float(REDNESS.quantile(0.5))
     found = ask(build("normalized", reward=RED, median=median, spread=0.05))
@@ -109,9 +100,6 @@ def test_the_median_is_worth_a_half_and_order_is_kept():
     assert torch.equal(found.parts["raw"], REDNESS)
     at_median = build("normalized", reward=RED, median=float(REDNESS[0]), spread=1.0)
     assert float(ask(at_median).value[0]) == pytest.approx(0.5)
-
-
-# Whole groups -------------------------------------------------------------------------------------
 
 
 def test_a_groupwise_reward_sees_all_images_of_one_prompt_and_no_other():
@@ -168,9 +156,6 @@ def test_diversity_is_one_minus_the_mean_cosine_to_the_others():
     assert torch.allclose(same.value, torch.zeros(2), atol=1e-6)
 
 
-# What is refused ----------------------------------------------------------------------------------
-
-
 def test_what_cannot_work_is_refused_before_any_model_is_loaded():
     ocr = {"name": "ocr"}
     cases = [
@@ -202,6 +187,3 @@ def test_a_component_may_refuse_prompts():
         with pytest.raises(ValueError, match="quotes"):
             check_prompts(name, options, ["no text here"], [{}])
     assert {"weighted", "gated", "normalized", "diversity"} <= set(rewards.names())
-
-
-# What is recorded ---------------------------------------------------------------------------------

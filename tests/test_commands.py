@@ -46,9 +46,6 @@ def run(command: list[str], folder: Path, *site: Path) -> subprocess.CompletedPr
     return done
 
 
-# Dispatch --------------------------------------------------------------------------------------
-
-
 def test_a_wrong_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["trian"]) == 2
     assert "'train'" in capsys.readouterr().err
@@ -119,9 +116,6 @@ def test_a_reader_that_leaves_ends_a_command_without_a_word(script: list[str], l
     assert "exit(" not in said
 
 
-# Rewards beside you ----------------------------------------------------------------------------
-
-
 def test_a_module_in_the_current_folder_comes_before_one_beside_the_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,9 +163,6 @@ def test_every_command_finds_a_reward_here_or_beside_its_config(
     (beside / "eval.yaml").write_text(json.dumps({**keys, "benchmarks": [benchmark]}))
     done = run([*script, "eval", "--config", "../run/eval.yaml", "sampling.steps=2"], here)
     assert done.returncode == 0, done.stderr
-
-
-# Noise -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -101,9 +101,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "| -0.1000 ± 0.0000 |" in printed and "3 of 3 and 6 images are shared" in printed
 
 
-# Files that are no results ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "row",
     [

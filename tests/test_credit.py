@@ -101,9 +101,6 @@ def test_the_two_stds_differ_by_where_the_spread_is_taken():
     assert_close(own, torch.tensor([-1.0, 1.0, -1.0, 1.0]))
 
 
-# Several tasks in one batch ----------------------------------------------------------------------
-
-
 def test_every_task_of_a_mixed_batch_gets_the_published_advantages_of_its_own_batch():
     """The official training alternates data sets, so its batches hold one task each: the recorded
     cases as tasks of one batch, whose images are shuffled, give what each gives alone."""
@@ -181,9 +178,6 @@ def test_clip_advantage_holds_both_sides():
 def test_bad_arguments_are_named(arguments, options, message):
     with pytest.raises(ValueError, match=message):
         group_relative(*arguments, **options)
-
-
-# Parts of a reward, and earlier rollouts ---------------------------------------------------------
 
 
 def parts_of(case):

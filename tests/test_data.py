@@ -9,12 +9,7 @@ import pytest
 
 import flowalign.training.data
 from flowalign.commands import build
-from flowalign.training.data import (
-    PromptError,
-    PromptSampler,
-    load_prompts,
-    subset,
-)
+from flowalign.training.data import PromptError, PromptSampler, load_prompts, subset
 from flowalign.types import PromptBatch
 
 
@@ -159,8 +154,6 @@ def test_integer_shares_are_met_in_every_batch() -> None:
     draws = sampler({"a": 5, "b": 3}, {"a": 3.0, "b": 1.0}, 8)
     assert all(Counter(draws.batch(u).tasks) == {"a": 6, "b": 2} for u in range(20))
 
-
-# Part of a set -----------------------------------------------------------------------------------
 
 GENEVAL_TAGS = {"single_object": 80, "two_object": 99, "counting": 80,
                 "colors": 94, "position": 100, "color_attr": 100}  # fmt: skip

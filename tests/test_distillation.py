@@ -10,12 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign import sde
-from flowalign.training.losses import (
-    kl_factors,
-    published_loss,
-    step_weights,
-    velocity_error,
-)
+from flowalign.training.losses import kl_factors, published_loss, step_weights, velocity_error
 from flowalign.types import Gaussian
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -96,9 +91,6 @@ def test_a_student_that_is_its_teacher_has_no_loss(weighting: str) -> None:
     loss = (weight * velocity_error(velocity, velocity)).sum()
     (gradient,) = torch.autograd.grad(loss, velocity)
     assert loss.item() == 0 and not gradient.any()
-
-
-# Against the published code -------------------------------------------------------------------
 
 
 def test_the_published_loss_and_gradient() -> None:

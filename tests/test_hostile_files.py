@@ -24,10 +24,7 @@ from flowalign.backbone.adapters import ADAPTER, PEFT_CONFIG, AdapterError, read
 from flowalign.backbone.tiny import PREFERENCE
 
 LAYER = "transformer_blocks.0.attn.to_q"
-HALVES = {
-    f"{LAYER}.lora_A.weight": torch.ones(2, 32),
-    f"{LAYER}.lora_B.weight": torch.ones(32, 2),
-}
+HALVES = {f"{LAYER}.lora_A.weight": torch.ones(2, 32), f"{LAYER}.lora_B.weight": torch.ones(32, 2)}
 CATASTROPHES = [  # Python's `re` needs years for each on a long name
     r"(.+)+!?x", ".*.*.*.*.*.*x", "(a|a)(t|t)(r|r)(n|n)(s|s)" * 8,
 ]  # fmt: skip
@@ -56,8 +53,6 @@ def taken_or_refused(folder: Path, bare: SD3Transformer2DModel) -> bool:
             return False
     return True
 
-
-# Descriptions ------------------------------------------------------------------------------------
 
 leaves = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8),
@@ -143,8 +138,6 @@ def test_a_description_that_is_no_mapping_is_refused(content: bytes, tmp_path: P
         read_lora(tmp_path)
 
 
-# Files -------------------------------------------------------------------------------------------
-
 SOUND = save(
     HALVES,
     metadata={
@@ -175,9 +168,6 @@ def test_a_number_of_tokens_that_no_pipeline_takes_is_refused(length: str, tmp_p
     save_file(HALVES, tmp_path / ADAPTER, metadata={"flowalign_max_sequence_length": length})
     with pytest.raises(AdapterError, match="flowalign_max_sequence_length"):
         read_lora(tmp_path)
-
-
-# Models ------------------------------------------------------------------------------------------
 
 
 class Planted:

@@ -93,11 +93,5 @@ def test_what_the_check_accepts_can_be_judged(count: int):
         for variant in ("bounded", "published"):
             partial_credit(meta, seen, lambda name, index: color, variant=variant, **rules)
 
-    holds(
-        judged_or_refused,
-        count,
-        meta=metadata(),
-        seen=detections,
-        color=st.sampled_from(COLORS),
-    )
+    holds(judged_or_refused, count, meta=metadata(), seen=detections, color=st.sampled_from(COLORS))
     assert accepted > count // 20  # else the property says nothing

@@ -69,9 +69,6 @@ def test_a_target_that_is_no_text_is_a_finding(tmp_path: Path):
     assert not healthy(examine(batch, {"ocr": {}}, {"itself": batch}))
 
 
-# Properties ------------------------------------------------------------------------------------
-
-
 pieces = st.one_of(
     texts,
     st.sampled_from(

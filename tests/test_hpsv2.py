@@ -10,13 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
-from small_models import (
-    PROMPTS,
-    assert_batch_and_order_do_not_matter,
-    normalized,
-    pictures,
-    shake,
-)
+from small_models import PROMPTS, assert_batch_and_order_do_not_matter, normalized, pictures, shake
 
 from flowalign.rewards import build
 from flowalign.rewards.clip import letterbox
@@ -24,13 +18,7 @@ from flowalign.rewards.clip import letterbox
 CONFIG = {
     "embed_dim": 24,
     "vision_cfg": {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8},
-    "text_cfg": {
-        "context_length": 77,
-        "vocab_size": 49408,
-        "width": 32,
-        "heads": 2,
-        "layers": 2,
-    },
+    "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2},
 }
 
 

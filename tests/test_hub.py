@@ -10,13 +10,7 @@ from fake_hub import PEFT
 from huggingface_hub import constants
 
 import flowalign
-from flowalign.backbone.adapters import (
-    HubError,
-    adapter_folder,
-    is_hub_id,
-    read_lora,
-    write_lora,
-)
+from flowalign.backbone.adapters import HubError, adapter_folder, is_hub_id, read_lora, write_lora
 from flowalign.commands.recipe import file_digest
 from flowalign.config import ConfigError
 from flowalign.system.hub_address import HubAddress

@@ -6,11 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import (
-    assert_batch_and_order_do_not_matter,
-    cropped,
-    pictures,
-)
+from small_models import assert_batch_and_order_do_not_matter, cropped, pictures
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm
 from transformers import BertTokenizer

@@ -83,9 +83,6 @@ def rows(folder: Path) -> dict[str, list[dict[str, Any]]]:
     return json.loads((folder / "results.json").read_text())["models"]["base"]["images"]
 
 
-# Several judges ----------------------------------------------------------------------------------
-
-
 def test_each_judge_is_a_column_and_each_image_is_sampled_once(
     evaluate: Callable[..., int], tmp_path: Path, sampled: list[str], asked: dict[str, list[str]]
 ):
@@ -177,9 +174,6 @@ def test_judges_take_turns_and_one_that_hangs_costs_the_others_nothing(random_mo
     assert values[0, 1:].tolist() == values[1, 1:].tolist()
 
 
-# Official folders --------------------------------------------------------------------------------
-
-
 def kept(folder: Path) -> Tensor:
     """The images of the store, in order."""
     return torch.stack(
@@ -261,9 +255,6 @@ def test_an_image_that_is_not_finite_makes_no_folder_but_leaves_the_scores(
     assert not (tmp_path / "out" / "layouts" / "base" / "x").exists()
     values = [row["value"] for row in rows(tmp_path / "out")["x"]]
     assert [value is None for value in values].count(True) == 2  # batches of two prompts, and one
-
-
-# The config --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

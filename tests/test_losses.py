@@ -79,9 +79,6 @@ def test_clip_fraction_counts_both_sides():
     assert float(share) == 0.5 and not share.requires_grad
 
 
-# The KL of GRPO ----------------------------------------------------------------------------------
-
-
 def test_the_published_kl_is_the_exact_one_times_minus_dt_at_every_step():
     """Flow-GRPO and Flow-OPD divide by 2 s^2, where the variance of a transition is s^2 (-dt)."""
     sigmas = sde.sigmas(10, 3.0).double()
@@ -103,9 +100,6 @@ def test_the_published_kl_is_the_exact_one_times_minus_dt_at_every_step():
     stronger = (exact / published)[:9]  # at an equal beta, on the steps that are trained
     assert float(stronger.max()) == pytest.approx(25, rel=0.03)
     assert float(stronger.min()) == pytest.approx(3.7, rel=0.03)
-
-
-# GRPO-Guard --------------------------------------------------------------------------------------
 
 
 def transitions(count, change, noise_level=0.7, dtype=torch.float64):

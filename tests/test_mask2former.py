@@ -45,9 +45,6 @@ def pictures(count: int, height: int = 40, width: int = 56) -> Tensor:
     return 0.8 * nn.functional.interpolate(coarse, (height, width)) + 0.2 * fine
 
 
-# By hand: numpy, float64, one loop for each "for each" of the definition --------------------------
-
-
 def bilinear(plane: np.ndarray, height: int, width: int) -> np.ndarray:
     """plane [h,w] resampled between pixel centres, edges repeated."""
 

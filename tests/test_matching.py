@@ -130,9 +130,6 @@ def test_the_modes_of_advantages() -> None:
     ]
 
 
-# AWM ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("case", cases("awm"), ids=lambda case: str(case["id"]))
 def test_awm_is_the_published_arithmetic(case: dict) -> None:
     given, target = inputs(case), inputs(case)["noise"] - inputs(case)["x0"]

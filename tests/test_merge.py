@@ -146,9 +146,6 @@ def test_no_whole_layer_is_built(method: str) -> None:
     assert 0 < seen.entries <= 12 * 600
 
 
-# What is said of it ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("method", ["ties", "dare"])
 def test_with_nothing_dropped_one_adapter_is_itself(
     teachers: list[Path], tmp_path: Path, method: str
@@ -185,9 +182,6 @@ def test_lines_scales_by_depth(teachers: list[Path], tmp_path: Path) -> None:
     for layer, update in updates(teachers[0]).items():
         scale = 0.5 if "transformer_blocks.0." in layer else 2.0  # of two blocks
         assert_close(updates(tmp_path)[layer], scale * update, rtol=1e-5, atol=1e-6)
-
-
-# Refusals ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

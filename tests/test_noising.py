@@ -23,9 +23,6 @@ def unshifted(sigmas: torch.Tensor, shift: float) -> torch.Tensor:
     return sigmas / (shift - (shift - 1) * sigmas)
 
 
-# Levels ------------------------------------------------------------------------------------------
-
-
 def test_stratified_levels_lie_one_in_each_part_of_the_way() -> None:
     for seed in range(20):
         sigmas = stratified(3.0, 5, (seed,))
@@ -67,9 +64,6 @@ def test_the_steps_of_the_official_ranges() -> None:
     assert steps_within(25, (0.0, 0.99)) == (0, 24)
     assert steps_within(14, (0.01, 0.9)) == (1, 12)  # AWM: without the first, and int(14 * .9)
     assert steps_within(10, (0.0, 0.9)) == (0, 9)  # .9 * 10 is not 8.99..
-
-
-# States ------------------------------------------------------------------------------------------
 
 
 def test_the_states_lie_between_image_and_noise(rollout: Rollout) -> None:

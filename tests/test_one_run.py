@@ -24,9 +24,6 @@ with lock.holding(sys.argv[1]):
   time.sleep(99)"""
 
 
-# The lock ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_folder_is_held_once_and_free_when_the_holder_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-uc", HOLD, str(tmp_path / "run")]
@@ -63,9 +60,6 @@ def test_a_file_system_without_locks_is_said(
     monkeypatch.setattr("filelock.FileLock._acquire", missing)
     with lock.holding(tmp_path):
         assert "no locks available" in caplog.text
-
-
-# Commands ---------------------------------------------------------------------------------------
 
 
 def command(kind: str, model: str, output: Path) -> list[str]:

@@ -25,9 +25,6 @@ LINEAR = ["optimizer.eps=1.0", "optimizer.lr=30.0"]  # Adam that does not blow r
 HELD_OUT = ["evaluation={every: 1, prompts: 5, batch_size: 2}"]  # three batches: one and two
 
 
-# Configs -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("path", sorted(ACCELERATE.glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_config_is_what_its_name_says(path: Path) -> None:
     found = load_config_from_file(str(path))
@@ -42,9 +39,6 @@ def test_a_config_is_what_its_name_says(path: Path) -> None:
     assert found.mixed_precision is None  # model.dtype says it
     command = path.read_text().splitlines()[0]
     assert command.startswith(f"# accelerate launch --config_file configs/accelerate/{path.name} ")
-
-
-# In one process ----------------------------------------------------------------------------------
 
 
 def test_a_shorter_process_repeats_its_last_micro_batch_without_weight(
@@ -106,9 +100,6 @@ def test_a_strategy_that_does_not_start_is_refused_before_the_model_is_looked_fo
     with pytest.raises(ConfigError, match="asked for FSDP, and accelerate started NO"):
         run.train(fakes.settings(str(tmp_path / "no_model"), tmp_path / "run"))
     fakes.AcceleratorState._reset_state(reset_partial_state=True)
-
-
-# In two processes --------------------------------------------------------------------------------
 
 
 def launch(strategy: str, *runs: list[object], status: int = 0) -> str:

@@ -52,8 +52,7 @@ def test_the_value_is_the_formula():
     tokens = CLIP.tokenizer(prompts, padding=True, return_tensors="pt")
     with torch.no_grad():
         outputs = CLIP.model(
-            input_ids=tokens["input_ids"],
-            pixel_values=(images * 255).round() / 127.5 - 1,
+            input_ids=tokens["input_ids"], pixel_values=(images * 255).round() / 127.5 - 1
         )
     scores = REWARD(images, prompts, [{}] * 6)
     assert torch.allclose(scores.parts["raw"], outputs.logits_per_image.diagonal(), atol=1e-3)

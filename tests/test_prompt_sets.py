@@ -45,9 +45,6 @@ def one_way_round(prompt: str) -> str:
     return prompt.removeprefix("a photo of ")
 
 
-# GenEval -----------------------------------------------------------------------------------------
-
-
 def picture(prompt: str) -> tuple[dict[str, list[list[float]]], dict[str, list[str]]]:
     """Detections and colours of an image that shows just what the words of a prompt say."""
     boxes: dict[str, list[list[float]]] = {}
@@ -152,9 +149,6 @@ def test_the_official_prompts_could_all_be_made_and_none_is() -> None:
     assert test.isdisjoint(ours)
 
 
-# OCR ---------------------------------------------------------------------------------------------
-
-
 def test_an_ocr_prompt_has_one_pair_of_quotes_around_a_text_of_the_grammar() -> None:
     prompts = ocr.generate(2000, seed=1)
     assert len(set(prompts)) == 2000
@@ -215,9 +209,6 @@ def test_held_out_texts_do_not_come_in_any_case(monkeypatch: pytest.MonkeyPatch)
         ocr.generate(-1, seed=0)
 
 
-# check -------------------------------------------------------------------------------------------
-
-
 def batch(*prompts: str, **metadata: object) -> PromptBatch:
     return PromptBatch(list(prompts), ["t"] * len(prompts), [metadata] * len(prompts))
 
@@ -266,9 +257,6 @@ def test_it_tells_repeats_and_lengths() -> None:
         f"1 prompts have more than 4 tokens, of which the rest is not read, such as {'bb' * 10!r}"
     ]
     assert faults(repeated, {}, {}, tokens=20, count=len) == []
-
-
-# The commands ------------------------------------------------------------------------------------
 
 
 def test_geneval_prompts_from_the_command_line(tmp_path: Path, capsys) -> None:

@@ -144,9 +144,6 @@ def test_who_is_not_logged_in_is_told_how(
     assert not online.repositories
 
 
-# The card ----------------------------------------------------------------------------------------
-
-
 def test_the_card_says_base_licence_scores_and_command(trained: Path, random_model: str) -> None:
     card = ModelCard.load(trained / "adapter" / "README.md")
     data = card.data.to_dict()
@@ -253,9 +250,6 @@ def test_a_merge_has_a_card_without_scores(
     assert " report.md\n" in capsys.readouterr().out
 
 
-# Scores of a later evaluation --------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def results(random_model: str, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """results.json of the base, the adapter and another one."""
@@ -299,9 +293,6 @@ def test_results_of_another_adapter_are_refused(
     assert push(run, "--dry-run", "--results", results) == 2
     said = capsys.readouterr().err
     assert "has no scores of the adapter in" in said and "evaluate it again" in said
-
-
-# Refusals ----------------------------------------------------------------------------------------
 
 
 def test_what_is_not_fit_to_be_pushed_is_refused(

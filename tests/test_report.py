@@ -65,9 +65,6 @@ def results() -> Results:
     return Results(MARKS, images, distances)
 
 
-# Tables ------------------------------------------------------------------------------------------
-
-
 def test_the_main_table_is_models_by_benchmarks_then_fidelity_and_average(results: Results):
     main, to_base, extra = tables(results, {"student": ["ocr"]})
     assert main.columns == ["geneval", "ocr", "fidelity", "average"]
@@ -138,9 +135,6 @@ def test_a_table_as_markdown():
     assert "| +0.66 ± 0.10 |" in markdown(Table("", gain, {"ocr": 2}, signed=True))
 
 
-# The page ----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def text(results: Results) -> str:
     return page(results, "tiny")
@@ -198,9 +192,6 @@ def test_a_bar_for_each_tag_and_model(results: Results):
     for bar in (bar for of in bars.values() for bar in of):
         assert 0 <= bar.low <= bar.end <= bar.high <= 100
     assert report.bars(results, MARKS[1]) == {}
-
-
-# Several images a prompt, several judges of an image ----------------------------------------------
 
 
 def shared() -> Results:

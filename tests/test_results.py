@@ -34,9 +34,7 @@ def places(text: str) -> dict[str, Path]:
 
 
 @pytest.mark.slow
-def test_a_run_names_what_it_left(
-    finished_run: fakes.FinishedRun,
-) -> None:
+def test_a_run_names_what_it_left(finished_run: fakes.FinishedRun) -> None:
     found = places(finished_run.output)
     names = {"page": "watch.html", "adapter": "adapter", "checkpoint": "checkpoints/update_000002"}
     for what, name in names.items():

@@ -154,9 +154,6 @@ def test_without_training_nothing_is_kept_and_decoding_is_optional(backbone: Bac
     assert not rollout.states.requires_grad
 
 
-# Which images a process has -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("prompts", "copies", "shares"), [(16, 16, 2), (8, 4, 1), (8, 2, 1)])
 def test_an_optimizer_step_learns_from_the_same_images_on_any_number_of_processes(
     prompts: int, copies: int, shares: int
@@ -196,9 +193,6 @@ def test_each_image_is_sampled_by_its_own_source(random_model: str, tmp_path: Pa
         assert_close(mixed[rows], alone[rows], rtol=0, atol=1e-5)
         assert (alone[rows] - alone[[(row + 2) % 8 for row in rows]]).abs().max() > 1e-3
     assert found.active == STUDENT
-
-
-# A window that moves -----------------------------------------------------------------------------
 
 
 def moving(width: int, every: int = 1, random: bool = False, steps: int = 10) -> RolloutConfig:

@@ -36,9 +36,6 @@ def by_task(found: config.TrainingStage, *changes: str) -> config.TrainingStage:
     return config.parse(raw, changes)
 
 
-# Prompts -----------------------------------------------------------------------------------------
-
-
 SMALL, WIDE = (64, 64), (64, 96)
 
 
@@ -64,9 +61,6 @@ def test_a_batch_has_tasks_of_one_size_and_all_together_have_their_weights() -> 
     assert sum(batch.size == WIDE for batch in batches) == 40  # 1 + 3/3 of 6 against 3 + 1
     again = sampler({"a": [SMALL], "b": [WIDE], "c": [SMALL, WIDE]}, {"a": 1.0, "b": 3.0, "c": 2.0})
     assert again.batch(37) == batches[37]  # a function of the update alone
-
-
-# Runs --------------------------------------------------------------------------------------------
 
 
 def test_a_run_trains_each_size(random_model: str, tmp_path: Path) -> None:
@@ -146,9 +140,6 @@ def test_the_plan_shows_the_first_rollout(
     said = capsys.readouterr().out
     assert "[B, 16, 4, 4] or [B, 16, 4, 8]" in said
     assert "    red | " in said and "    vivid | " not in said
-
-
-# Settings ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

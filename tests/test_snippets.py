@@ -29,8 +29,6 @@ from flowalign.training.preflight import check_world
 
 __all__ = ["hub"]  # a fixture
 
-# Configs ---------------------------------------------------------------------------------------
-
 REQUIRED: dict[str, Any] = {  # what a page that shows a part of a config leaves out
     "output": "outputs/x",
     "model": {"id": "tiny", "height": 64, "width": 64},
@@ -133,8 +131,6 @@ def test_every_config_in_a_document_is_one_that_a_command_takes(
     assert {"grpo", "opd", "eval"} <= set(stages)
 
 
-# Python ----------------------------------------------------------------------------------------
-
 PYTHON = [block for block in BLOCKS if block.language == "python"]
 SMALLER = {  # for a block that needs a GPU and the weights
     "stabilityai/stable-diffusion-3.5-medium": "tiny",
@@ -183,9 +179,6 @@ def test_rewards_that_a_reader_writes_score_images(
                 assert scores.valid.all(), f"{block.place}: {attribute}"
             scored += own
     assert set(scored) == {"redness", "OldDeQA"}
-
-
-# Files and output ------------------------------------------------------------------------------
 
 
 def test_the_example_of_a_package_is_the_one_that_ships() -> None:

@@ -97,9 +97,6 @@ def test_heun_is_the_mean_slope_of_both_ends() -> None:
     assert_close(solve("heun", sigmas, start, velocity), x, rtol=1e-5, atol=1e-5)
 
 
-# Rollouts ----------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def backbone(random_model: str) -> Backbone:
     return fakes.adapted(random_model)

@@ -17,14 +17,7 @@ import pytest
 
 from flowalign.commands import train
 from flowalign.config import to_yaml
-from flowalign.system.signals import (
-    CODES,
-    ECHO,
-    UNFINISHED,
-    Clock,
-    Interrupted,
-    Requests,
-)
+from flowalign.system.signals import CODES, ECHO, UNFINISHED, Clock, Interrupted, Requests
 from flowalign.training.report.status import read_status
 from flowalign.training.run.checkpoint import Checkpoints
 
@@ -40,9 +33,6 @@ def handlers() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
-
-
-# Requests -------------------------------------------------------------------------------------
 
 
 def alone(minutes: float | None = None) -> Requests:
@@ -105,9 +95,6 @@ def test_the_clock_ends_what_would_end_too_late() -> None:
     assert seen.value.code == UNFINISHED
 
 
-# A reward that would end the run, or hold it -----------------------------------------------------
-
-
 def test_a_process_ends_with_its_status_whatever_its_threads_do() -> None:
     """A pool that hangs is not waited for; and while Python ends, a thread that comes back from
     torch's C++ would abort the process."""
@@ -128,9 +115,6 @@ def test_a_process_ends_with_its_status_whatever_its_threads_do() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
     assert (done.returncode, done.stderr) == (7, b"")
     assert b"exit functions run" in done.stdout
-
-
-# Runs -----------------------------------------------------------------------------------------
 
 
 class Called:

@@ -33,9 +33,6 @@ def labelled(model: str, folder: Path, *overrides: str) -> tuple[Loop, Opd, Labe
     return loop, loop.algorithm, loop.algorithm.prepare(loop.rollout(0), 0)
 
 
-# Which states ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("select", ["all", "window", "random", "low_noise", "high_noise"])
 def test_states_are_drawn_from_the_window_by_seed_and_update(select: str) -> None:
     window, states = [2, 3, 4, 5, 6], StatesConfig(select=select, count=3)  # pyright: ignore
@@ -85,9 +82,6 @@ def test_the_states_are_those_of_the_whole_rollout(random_model: str, tmp_path: 
     one = dataclasses.replace(loop.algorithm.plan(0), chosen=(2,))
     loop.algorithm.plan = lambda update, size: one  # pyright: ignore[reportAttributeAccessIssue]
     assert torch.equal(loop.rollout(0).states[:, 0], labels.rollout.states[:, 2])
-
-
-# What is learnt ----------------------------------------------------------------------------------
 
 
 def test_the_pathwise_gradient_is_that_of_the_written_kl(random_model: str, tmp_path: Path) -> None:
@@ -238,9 +232,6 @@ def test_a_run_comes_nearer_to_its_teachers(random_model: str, tmp_path: Path) -
     assert all(row["loss"] == pytest.approx(row["distill"]) for row in found)
 
 
-# As exact as any run -----------------------------------------------------------------------------
-
-
 # Cold start --------------------------------------------------------------------------------------
 
 
@@ -276,9 +267,6 @@ def test_the_teachers_sample_for_sft(random_model: str, tmp_path: Path) -> None:
             alone = loop.rollout(0)
         assert mixed.latents is not None and alone.latents is not None
         assert_close(mixed.latents[rows], alone.latents[rows], rtol=0, atol=1e-5)
-
-
-# Refusals ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,7 @@ from flowalign.training.report.pictures import grid
 EVALUATED = ["evaluation={every: 1, prompts: 2}", "tasks.0.validation=tiny/ocr_val"]
 
 
-def test_tensorboard_has_config_metrics_and_samples(
-    finished_run: fakes.FinishedRun,
-) -> None:
+def test_tensorboard_has_config_metrics_and_samples(finished_run: fakes.FinishedRun) -> None:
     folder = finished_run.folder / "tensorboard" / "mine"
     events = EventAccumulator(str(folder)).Reload()
     assert {"reward", "loss"} <= set(events.Tags()["scalars"])

@@ -51,9 +51,6 @@ def page(folder: Path, *options: str) -> Page:
     return Page((folder / watch.PAGE).read_text())
 
 
-# The page ----------------------------------------------------------------------------------------
-
-
 def test_a_run_that_goes_on(tmp_path: Path) -> None:
     shown = page(run(tmp_path / "run"), "--every", "7")
     assert states(shown) == ["running"]
@@ -155,9 +152,6 @@ def test_a_folder_that_is_no_run_is_refused(
     assert watch.main([str(tmp_path / "nowhere")]) == 2
 
 
-# With the run ------------------------------------------------------------------------------------
-
-
 def test_it_ends_with_the_run(tmp_path: Path) -> None:
     folder, out = run(tmp_path / "run"), tmp_path / "elsewhere" / "page.html"
     codes: list[int] = []
@@ -184,9 +178,6 @@ def test_the_page_of_a_finished_run_is_its_report(finished_run: fakes.FinishedRu
     pairs = sum(len(check["rows"]) for _, check in filter(None, checks))
     assert pairs > 8 and kinds.count("data:image/webp;") == 16 + 2 * 8 * 2 + 2 * pairs
     assert kinds.count("data:image/png;b") == 1 and kinds.count("data:image/svg+x") >= 3
-
-
-# What the run leaves -----------------------------------------------------------------------------
 
 
 def test_a_log_that_is_no_terminal_has_time_speed_and_eta_and_no_colours(
