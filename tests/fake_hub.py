@@ -205,6 +205,14 @@ def go_online(hub: Hub, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
 
 
+@pytest.fixture
+def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """A Hub of this test's own, an empty cache, and nobody logged in."""
+    with serving() as found:
+        go_online(found, monkeypatch, tmp_path / "cache")
+        yield found
+
+
 PUBLIC = [f"jieliu/SD3.5M-FlowGRPO-{name}" for name in ("GenEval", "Text", "PickScore")]
 
 

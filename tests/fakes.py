@@ -43,6 +43,7 @@ sys.path.append(str(Path(__file__).parents[1] / "scripts" / "tiny"))  # in proce
 import parts
 
 TARGETS = SD3.targets
+Rows = Sequence[Mapping[str, Any]]  # the metadata of prompts
 PROMPTS = [f'a {colour} sign that says "{text}"' for colour in ("red", "blue") for text in "ABCD"]
 
 
@@ -125,39 +126,31 @@ def batch(count: int = 4) -> PromptBatch:
 # Rewards -----------------------------------------------------------------------------------------
 
 
-def redness(
-    images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-) -> Scores:
+def redness(images: Tensor, prompts: Sequence[str], metadata: Rows) -> Scores:
     """How much more red than the rest."""
     red, rest = images[:, 0].mean((1, 2)), images[:, 1:].mean((1, 2, 3))
     return Scores.of(red - rest, red=red)
 
 
-def noisy_redness(
-    images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-) -> Scores:
+def noisy_redness(images: Tensor, prompts: Sequence[str], metadata: Rows) -> Scores:
     """Redness, plus what a plugin might draw from the global generators."""
     noise = torch.rand(len(images)).to(images.device) + random.random()
     return Scores.of(redness(images, prompts, metadata).value + 1e-2 * noise)
 
 
-def first_of_pair(
-    images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-) -> Scores:
+def first_of_pair(images: Tensor, prompts: Sequence[str], metadata: Rows) -> Scores:
     """Redness for the images of the first prompt; all others are worth the same."""
     value = redness(images, prompts, metadata).value
     mine = torch.tensor([p == prompts[0] for p in prompts], device=value.device)
     return Scores.of(torch.where(mine, value, 0.5))
 
 
-def constant(
-    images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-) -> Scores:
+def constant(images: Tensor, prompts: Sequence[str], metadata: Rows) -> Scores:
     """Whatever it is, it is worth a half."""
     return Scores.of([0.5] * len(images))
 
 
-def vivid(images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> Scores:
+def vivid(images: Tensor, prompts: Sequence[str], metadata: Rows) -> Scores:
     """Redness in a range a thousand times larger."""
     return Scores.of(1e3 * redness(images, prompts, metadata).value)
 
@@ -168,9 +161,7 @@ class Faulty:
     def __init__(self, rows: list[int], how: str = "nan") -> None:
         self.rows, self.how, self.seen = rows, how, 0
 
-    def __call__(
-        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> Scores:
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Rows) -> Scores:
         value = redness(images, prompts, metadata).value
         mine = range(self.seen, self.seen + len(images))
         self.seen += len(images)
@@ -187,9 +178,7 @@ class Choosy:
     def __init__(self, bad: list[str], flat: list[str]) -> None:
         self.bad, self.flat = bad, flat
 
-    def __call__(
-        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> Scores:
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Rows) -> Scores:
         if any(prompt in self.bad for prompt in prompts):
             raise RuntimeError("no opinion")
         found = redness(images, prompts, metadata)
@@ -212,9 +201,7 @@ class Interrupting:
         self.call, self.number, self.calls = call, number, 0
         self.once = Path(once) if once else None
 
-    def __call__(
-        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> Scores:
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Rows) -> Scores:
         self.calls += 1
         found = noisy_redness(images, prompts, metadata)
         if self.calls == self.call and not (self.once and self.once.exists()):

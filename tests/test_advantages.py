@@ -1,12 +1,13 @@
 """Advantages that need more than one reward a rollout: parts of a reward, and earlier rollouts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import fakes
 import pytest
 import torch
+from fakes import Rows
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.testing import assert_close
@@ -40,9 +41,7 @@ class Summed:
         self.weights = {"red": 1.0, "dark": 3.0}
         self.given = parts
 
-    def __call__(
-        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> Scores:
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Rows) -> Scores:
         red = fakes.redness(images, prompts, metadata).value
         parts = {"red": red, "dark": -images.mean((1, 2, 3))}
         value = red + 3 * parts["dark"]
@@ -136,24 +135,13 @@ def test_averages_of_earlier_rollouts() -> None:
     earlier.add(torch.tensor([0]), torch.tensor([1.5]), torch.tensor([True]), 1)
     assert earlier.average(place, 2).tolist() == [1.0, 1.0, 4.0, 4.0]
 
-
-def test_an_update_that_is_done_again_counts_once() -> None:
-    earlier, place, sound = (
-        RunningRewards([("a",)], 0.5),
-        torch.zeros(1, dtype=torch.int64),
-        torch.ones(1),
-    )
-    earlier.add(place, torch.tensor([1.0]), sound.bool(), 0)
-    for _ in range(3):  # interrupted twice, before its gradient was taken
-        assert earlier.average(place, 1).tolist() == [1.0]
-        earlier.add(place, torch.tensor([3.0]), sound.bool(), 1)
-    assert earlier.average(place, 2).tolist() == [2.0]
-
-
-def test_a_prompt_of_two_tasks_has_two_averages() -> None:
-    earlier = RunningRewards([("a", "x"), ("b", "x"), ("a", "y")], 0.9)
+    for value in (9.0, 3.0):  # an update that is done again counts once
+        assert earlier.average(place, 2).tolist() == [1.0, 1.0, 4.0, 4.0]
+        earlier.add(torch.tensor([0]), torch.tensor([value]), torch.tensor([True]), 2)
+    assert earlier.average(place, 3).tolist() == [2.0, 2.0, 4.0, 4.0]
+    tasks = RunningRewards([("a", "x"), ("b", "x"), ("a", "y")], 0.9)
     batch = PromptBatch(["x", "x", "y"], ["b", "a", "a"], [{}] * 3)
-    assert earlier.keys_of(batch).tolist() == [1, 0, 2]
+    assert tasks.keys_of(batch).tolist() == [1, 0, 2]  # a prompt of two tasks has two
 
 
 @pytest.mark.parametrize("name", ["adora", "gated"])

@@ -13,7 +13,6 @@ from torch.testing import assert_close
 import flowalign
 from flowalign import sde
 from flowalign.backbone import Backbone, ModelError, load_pipeline
-from flowalign.config import ModelConfig
 from flowalign.training.algorithm import STUDENT
 from flowalign.types import Conditioning
 
@@ -98,15 +97,6 @@ def test_guidance_extrapolates_from_the_unconditional_velocity(random_model: str
     zero = probe(backbone, 0.0)[0]
     assert_close(three, zero + 3 * (one - zero), rtol=0, atol=1e-5)
     assert (three - one).abs().max() > 1e-4
-
-
-@pytest.mark.parametrize(("height", "width"), [(40, 32), (32, 24), (33, 33)])
-def test_pixels_that_are_no_whole_patches_are_refused(
-    random_model: str, height: int, width: int
-) -> None:
-    config = ModelConfig(id="x").model_copy(update={"height": height, "width": width})
-    with pytest.raises(ModelError, match=f"{height}x{width} pixels; .* multiples of 16"):
-        Backbone(load_pipeline(random_model), config)
 
 
 def test_a_model_that_is_not_there_says_what_to_do(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Every script of benchmarks/ runs at its smallest."""
 
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import fakes
@@ -30,6 +32,11 @@ SMALLEST = {
     "wire_cost": ("slow", "--repeats 1 --images 1 --size 64"),
 }
 ELSEWHERE = {"gpu", "damage", "kill_test"}  # have tests of their own
+RUINED = [  # of merges and evaluations: test_recipe, test_store; of one file: test_resume
+    pytest.param("kill_test --only grpo_1 --kills 2", marks=pytest.mark.slow),
+    pytest.param("kill_test", marks=pytest.mark.long),
+    pytest.param("damage", marks=pytest.mark.long),
+]
 
 
 def test_every_benchmark_is_tried() -> None:
@@ -43,4 +50,13 @@ def test_every_benchmark_is_tried() -> None:
 def test_it_runs(name: str, tmp_path: Path) -> None:
     words = shlex.split(SMALLEST[name][1].replace("{}", str(tmp_path)))
     done = forked.run(FOLDER / f"{name}.py", *words, cwd=fakes.ROOT)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("words", RUINED)
+def test_runs_that_are_killed_or_damaged_end_as_the_undisturbed_one(words: str) -> None:
+    """In real processes."""
+    name, *rest = words.split()
+    command = [sys.executable, FOLDER / f"{name}.py", "--quick", *rest]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

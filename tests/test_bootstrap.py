@@ -61,16 +61,10 @@ class Tagged:
 
 def rows(values: list[list[float]], tag: str = "t") -> list[dict]:
     return [
-        {
-            "index": i,
-            "copy": c,
-            "prompt": str(i),
-            "metadata": {"tag": tag},
-            "correct": v,
-            "value": v,
-        }
+        {"index": i, "copy": copy, "prompt": str(i), "metadata": {"tag": tag}}
+        | {"correct": value, "value": value}
         for i, copies in enumerate(values)
-        for c, v in enumerate(copies)
+        for copy, value in enumerate(copies)
     ]
 
 

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
-import fakes
 import pytest
 
 from flowalign import __version__, rewards
 from flowalign.commands import cli
 from flowalign.system import packages
+from flowalign.system.exit import silenced
 
 ROOT = Path(__file__).parent.parent
-REWARD = """
-import torch
-import warnings
-from flowalign.types import Scores
-
-def NAME(images, prompts, metadata):
-    warnings.warn("mine")
-    return Scores.of(images[:, 0].mean((1, 2)) + torch.arange(len(images)).to(images) / 100)
-"""
 
 
 @pytest.fixture
@@ -138,33 +129,6 @@ def test_a_module_in_the_current_folder_comes_before_one_beside_the_config(
         sys.modules.pop(name)
 
 
-@pytest.mark.long
-def test_every_command_finds_a_reward_here_or_beside_its_config(
-    script: list[str], random_model: str, tmp_path: Path
-) -> None:
-    here, beside = tmp_path / "here", tmp_path / "run"
-    (here / "my_near.py").write_text(REWARD.replace("NAME", "near"))
-    config = fakes.settings(random_model, beside / "output", "train.updates=1")
-    (beside / "my_far.py").write_text(REWARD.replace("NAME", "far"))
-    raw = config.model_dump(mode="json")
-    raw["tasks"][0]["reward"] = {"name": "my_far:far"}
-    (beside / "train.yaml").write_text(json.dumps(raw))
-
-    done = run([*script, "doctor", "--reward", "my_near:near", "--count", "4"], here)
-    assert "reward my_near:near" in done.stdout, done.stderr
-    done = run([*script, "doctor", "--no-model", "--trust", "--config", "../run/train.yaml"], here)
-    assert done.returncode == 0, done.stdout
-    done = run([*script, "train", "--config", "../run/train.yaml"], here)
-    assert done.returncode == 0, done.stderr
-    assert "UserWarning: mine" in done.stderr  # of the user's code: not silenced
-    prompts = raw["tasks"][0]["prompts"]
-    benchmark = {"name": "red", "prompts": prompts, "reward": {"name": "my_far:far"}}
-    keys = {"stage": "eval", "output": "e", "model": raw["model"], "models": {"base": None}}
-    (beside / "eval.yaml").write_text(json.dumps({**keys, "benchmarks": [benchmark]}))
-    done = run([*script, "eval", "--config", "../run/eval.yaml", "sampling.steps=2"], here)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
@@ -183,3 +147,19 @@ def test_libraries_say_nothing_on_stderr(
     assert done.returncode == 0
     ours = [line for line in done.stderr.splitlines() if line.startswith("tiny: ")]  # of sample
     assert done.stderr.splitlines() == ours
+
+
+def warning_of(module: str) -> list[str]:
+    """What a warning that comes from this module shows in a command."""
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.resetwarnings()  # as Python starts
+        with silenced():
+            warnings.warn_explicit("x", UserWarning, f"{module}.py", 1, module=module)
+    return [str(warning.message) for warning in shown]
+
+
+def test_warnings_of_libraries_are_not_shown_and_others_are() -> None:
+    assert warning_of("transformers.models.clip") == []
+    assert warning_of("torch") == []
+    for module in ("torchy", "my_rewards", "flowalign.training.loop"):
+        assert warning_of(module) == ["x"]

@@ -148,6 +148,8 @@ NO_VALIDATION = {key: value for key, value in TASK.items() if key != "validation
     [
         ("rollout.kind", {"rollout": {"kind": "ode"}}),
         ("rollout.noise_level", {"rollout": {"noise_level": 0}}),
+        ("rollout.solver", {"rollout": {"solver": "heun"}}),
+        ("rollout.solver", {"rollout": {"kind": "cps", "solver": "dpm2"}}),
         ("rollout.noise_level", {"rollout": {"kind": "cps", "noise_level": 1.5}}),
         ("rollout.window", {"rollout": {"window": [3, 3]}}),
         ("rollout.window", {"rollout": {"window": [-1, 3]}}),

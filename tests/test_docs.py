@@ -1,18 +1,23 @@
-"""The documents are true: links lead somewhere, and commands are what the code takes.
-tests/test_snippets.py has configs and code, and scripts/first_day.sh runs the commands.
+"""The documents are true: links lead somewhere, the code takes the commands and the configs, and
+Python runs. scripts/first_day.sh runs all commands in a fresh clone.
 
 An HTML comment before a block says what it needs, `<!-- needs: a GPU -->` (the site shows it), or
 what file a reader saves it as, `<!-- file: NAME -->`.
 """
 
 import argparse
+import contextlib
 import functools
 import importlib
 import importlib.util
 import json
+import os
 import re
 import runpy
+import shutil
+import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +26,9 @@ from urllib.parse import unquote
 import documents
 import fake_hub
 import pytest
-from documents import Command
+import torch
+import yaml
+from documents import Block, Command
 from test_package import CONFIGS
 
 from flowalign import rewards
@@ -29,14 +36,17 @@ from flowalign.backbone.adapters import adapter_folder
 from flowalign.commands import cli, recipe
 from flowalign.config import (
     ADAPTER,
+    STAGES,
     EvalStage,
     Job,
     MergeStage,
     RecipeStage,
     Stage,
+    TaskConfig,
     TrainingStage,
     assignments,
     load,
+    read,
 )
 from flowalign.training.preflight import check_world
 
@@ -297,3 +307,217 @@ def test_every_command_is_one_that_the_code_takes(at_home: None) -> None:
             checked(command)
         except (Exception, SystemExit) as error:
             pytest.fail(f"{command.place}: `{command}`: {error!r}")
+
+
+# What is shown -----------------------------------------------------------------------------------
+
+REQUIRED: dict[str, Any] = {  # what a page that shows a part of a config leaves out
+    "output": "outputs/x",
+    "model": {"id": "tiny", "height": 64, "width": 64},
+    "tasks": [{"name": "signs", "prompts": "prompts.jsonl", "reward": {"name": "ocr"}}],
+    "benchmarks": [{"name": "ocr", "prompts": "tiny/ocr_test", "reward": {"name": "ocr"}}],
+    "adapters": ["tiny/ocr", "tiny/geneval"],
+    "stages": {"ocr": {"use": "teacher_ocr.yaml"}},
+}
+YAML = [block for block in BLOCKS if block.language in ("yaml", "yml")]
+SIGN = 'a sign that says "KITE"'
+ROW = {"prompt": SIGN, "tag": "single_object", "include": [{"class": "kite", "count": 1}]}
+
+
+def whole(data: dict[str, Any]) -> dict[str, Any]:
+    """The config that a page shows. One with `stage` is complete: nothing is added. Another is a
+    part: keys of a config or of a task."""
+    if "stage" in data:
+        return data
+    if data.keys() <= TaskConfig.model_fields.keys():
+        data = {"tasks": [REQUIRED["tasks"][0] | data]}
+    for stage, schema in STAGES.items():
+        fields = schema.model_fields
+        if data.keys() <= fields.keys():
+            needed = {key for key, field in fields.items() if field.is_required()}
+            rest = {key: REQUIRED[key] for key in needed - data.keys() - {"stage"}}
+            if "evaluation" in fields:
+                rest["evaluation"] = None  # a part need not say what is held out
+            return {"stage": stage, **rest, **data}
+    raise AssertionError(f"{sorted(data)} are not keys of any stage")
+
+
+def make_files(config: Stage, hub: fake_hub.Hub) -> None:
+    """The prompt sets and adapters that a config names, where it names them."""
+    sources = []
+    if isinstance(config, TrainingStage):
+        sources += [source for task in config.tasks for source in (task.prompts, task.validation)]
+    if isinstance(config, EvalStage):
+        sources += [benchmark.prompts for benchmark in config.benchmarks]
+    for source in filter(None, sources):
+        if not source.startswith("tiny/"):
+            Path(source).parent.mkdir(parents=True, exist_ok=True)
+            Path(source).write_text(SIGN if source.endswith(".txt") else json.dumps(ROW))
+    for source in config.inputs.values() if isinstance(config, TrainingStage | EvalStage) else ():
+        if source.startswith(("runs/", "outputs/")):
+            Path(source).mkdir(parents=True, exist_ok=True)
+            for name, content in fake_hub.PEFT.items():
+                (Path(source) / name).write_bytes(content)
+        elif not source.startswith("tiny/"):
+            hub.put(source, fake_hub.PEFT)
+
+
+@contextlib.contextmanager
+def modules_of(page: Path, folder: Path) -> Iterator[set[str]]:
+    """The modules that a page tells its reader to write, importable; their names."""
+    named = {b.notes["file"]: b.text for b in documents.blocks(page) if b.notes.get("file")}
+    names = {Path(name).stem for name in named if name.endswith(".py")}
+    for name, text in named.items():
+        (folder / name).write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        for name in names:
+            patch.delitem(sys.modules, name, raising=False)
+        yield names
+        for name in names:
+            sys.modules.pop(name, None)
+
+
+def check_block(block: Block, folder: Path, hub: fake_hub.Hub) -> Stage:
+    """A config as a command reads and checks it, in a folder with what it names."""
+    file = folder / "block.yaml"
+    file.write_text(block.text)
+    if "stage" not in (data := read(file)):
+        file.write_text(yaml.safe_dump(whole(data)))
+    config = load(file, stage=Stage)
+    make_files(config, hub)
+    with modules_of(block.page, folder):
+        check_world(config, 1)
+    return config
+
+
+def test_every_config_in_a_document_is_one_that_a_command_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: fake_hub.Hub, clip_extra: None
+) -> None:
+    """No unknown key, no value out of range, no reward, prompt set or adapter that is refused."""
+    monkeypatch.setenv("FLOWALIGN_JUDGE_KEY", "secret")  # as the page of vlm tells its reader
+    if importlib.util.find_spec("paddleocr") is None:  # the page of ocr says how to install it
+        (tmp_path / "extra" / "paddleocr").mkdir(parents=True)
+        (tmp_path / "extra" / "paddleocr" / "__init__.py").touch()
+        monkeypatch.syspath_prepend(tmp_path / "extra")
+    fake_hub.go_online(hub, monkeypatch, tmp_path / "hub")
+    stages = []
+    for number, block in enumerate(YAML):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        try:
+            stages.append(check_block(block, folder, hub).stage)
+        except Exception as error:
+            pytest.fail(f"{block.place}: {error}")
+    assert {"grpo", "opd", "eval"} <= set(stages)
+
+
+PYTHON = [block for block in BLOCKS if block.language == "python"]
+SMALLER = {  # for a block that needs a GPU and the weights
+    "stabilityai/stable-diffusion-3.5-medium": "tiny",
+    "cuda": "cpu",
+    "bfloat16": "float32",
+    "512": "64",
+    "40": "2",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "block", [b for b in PYTHON if "file" not in b.notes], ids=lambda block: block.place
+)
+def test_python_in_a_document_runs(
+    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("evaluation_metadata.jsonl").write_text(json.dumps(ROW))
+    text = block.text
+    for adapter in re.findall(r'lora="(outputs/.+?)"', text):
+        shutil.copytree(adapter_folder("tiny/ocr"), adapter)
+    for word, smaller in SMALLER.items() if "needs" in block.notes else ():
+        text = re.sub(rf"\b{re.escape(word)}\b", smaller, text)
+    Path("snippet.py").write_text(text)
+    runpy.run_path("snippet.py")
+
+
+def test_rewards_that_a_reader_writes_score_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every reward in a block that is saved as a file; of it another repository's part is ours."""
+    served = types.ModuleType("reward_server.deqa")
+    vars(served)["load_deqascore"] = lambda: lambda images: [0.5] * len(images)
+    monkeypatch.setitem(sys.modules, "reward_server", types.ModuleType("reward_server"))
+    monkeypatch.setitem(sys.modules, "reward_server.deqa", served)
+    scored = []
+    for block in [b for b in PYTHON if "file" in b.notes]:
+        name = Path(block.notes["file"]).stem
+        with modules_of(block.page, tmp_path):
+            module = importlib.import_module(name)
+            own = [k for k, v in vars(module).items() if getattr(v, "__module__", "") == name]
+            for attribute in own:
+                reward = rewards.build(f"{name}:{attribute}")
+                scores = rewards.score(reward, torch.rand(2, 3, 8, 8), [SIGN] * 2, [{}] * 2)
+                assert scores.valid.all(), f"{block.place}: {attribute}"
+            scored += own
+    assert set(scored) == {"redness", "OldDeQA"}
+
+
+def test_the_example_of_a_package_is_the_one_that_ships() -> None:
+    page = ROOT / "docs/rewards/plugins.md"
+    (text,) = (block.text for block in documents.blocks(page) if block.language == "toml")
+    assert text in (ROOT / "docs/rewards/example/pyproject.toml").read_text()
+
+
+# What commands leave -----------------------------------------------------------------------------
+
+FOLDERS = {  # the page whose table says what a command leaves -> where the script has it
+    "docs/quickstart.md": "outputs/tiny/teacher_ocr_nft",
+    "docs/evaluation.md": "outputs/tiny/eval",
+}
+
+OPTIONAL = ("layouts/", "warnings.jsonl")  # where a benchmark asks for one; where a run warned
+
+
+def files_in_tables(page: str) -> list[str]:
+    """The first cells of a page's tables with the heading "file or folder"."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    (table,) = re.findall(r"^\| file or folder \|.*\n\|---.*\n((?:\|.*\n)+)", text, re.MULTILINE)
+    return [name for row in table.splitlines() for name in re.findall("`(.+?)`", row.split("|")[1])]
+
+
+def outputs_in_text() -> list[tuple[str, str]]:
+    """(page, path) of the paths in running text that begin with outputs/ and belong to the tiny
+    world."""
+    return [
+        (page.name, token.content)
+        for page in documents.pages()
+        for _, token in documents.inline(page, "code_inline")
+        if re.match(r"outputs/(tiny|demo)[\w./-]*$", token.content)
+    ]
+
+
+@pytest.mark.long
+def test_all_steps_work_and_leave_the_files_that_documents_name(tmp_path: Path) -> None:
+    """In one test, since the steps take minutes; with this test's own environment."""
+    done = subprocess.run(
+        ["bash", ROOT / "scripts" / "first_day.sh", tmp_path],
+        env=os.environ | {"FIRST_DAY_PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_files(tmp_path / "flowalign")
+
+
+def check_files(clone: Path) -> None:
+    """The files that tables list and that texts name, in a clone where all steps were done."""
+    for page, folder in FOLDERS.items():
+        names = [name for name in files_in_tables(page) if not name.startswith(OPTIONAL)]
+        assert len(names) >= 5
+        for name in names:
+            path = name.replace("MODEL", "base").replace("BENCHMARK", "ocr")
+            assert (clone / folder / path).exists(), f"{page}: {name}"
+    assert len(outputs_in_text()) >= 3
+    for page, path in outputs_in_text():
+        assert (clone / path).exists(), f"{page}: {path}"

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import fakes
 import pytest
+import test_recipe
 import torch
-import yaml
 from accelerate.state import AcceleratorState
 
 from flowalign import config
@@ -30,36 +30,8 @@ def tree(folder: Path) -> dict[str, tuple[int, int]]:
 
 @pytest.fixture
 def recipe(random_model, tmp_path):
-    """The file of a recipe: a teacher, a merge, a student and a table."""
-    stage = fakes.settings(random_model, tmp_path / "run").model_dump(mode="json")
-    for key in ("output", "model"):
-        stage.pop(key)
-    student = fakes.distillation(random_model, tmp_path / "run", alone="odd").model_dump(
-        mode="json"
-    )
-    student["teachers"]["odd"]["adapter"] = "stage:one"
-    student["lora"] = {"init": "stage:merge"}
-    for key in ("output", "model"):
-        student.pop(key)
-    mark = {"name": "red", "prompts": stage["tasks"][0]["prompts"]}
-    data = {
-        "stage": "recipe",
-        "output": str(tmp_path / "all"),
-        "model": {"id": random_model, "height": 32, "width": 32, "max_sequence_length": 16},
-        "stages": {
-            "one": stage,
-            "merge": {"stage": "merge", "adapters": ["stage:one", "stage:one"]},
-            "two": student,
-            "table": {
-                "stage": "eval",
-                "models": {"base": None, "student": "stage:two"},
-                "benchmarks": [{**mark, "reward": {"name": "fakes:redness"}}],
-            },
-        },
-    }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.dump(data, sort_keys=False))
-    return path
+    """The file of a recipe: two teachers, their merge, a student and a table."""
+    return test_recipe.written(random_model, tmp_path)
 
 
 def test_every_stage_is_told_and_nothing_is_written(recipe, capsys, monkeypatch):
@@ -70,9 +42,14 @@ def test_every_stage_is_told_and_nothing_is_written(recipe, capsys, monkeypatch)
     assert main(["train", "--config", str(recipe), "--dry-run"]) == 0
     assert tree(recipe.parent) == before and not loaded
     printed = capsys.readouterr().out
-    for number, name in enumerate(("one (grpo)", "merge (merge)", "two (opd)", "table (eval)"), 1):
-        assert f"[{number}/4] {name}" in printed
-    assert fakes.PROMPTS[0] in printed and "teacher odd" in printed and "reward fakes" in printed
+    names = ("first (grpo)", "second (grpo)", "merge (merge)", "student (opd)", "table (eval)")
+    for number, name in enumerate(names, 1):
+        assert f"[{number}/5] {name}" in printed
+    assert (
+        any(p in printed for p in fakes.PROMPTS)
+        and "teacher red" in printed
+        and "reward fakes" in printed
+    )
     assert "latents [B, 16, 4, 4]" in printed and "│ sum " in printed
 
 
@@ -81,7 +58,7 @@ def test_the_doctor_examines_a_recipe_stage_by_stage(recipe, capsys, monkeypatch
     monkeypatch.chdir(recipe.parent)
     assert main(["doctor", "--config", str(recipe), "--no-model"]) == 0
     printed = capsys.readouterr().out
-    assert "one (grpo)" in printed and "two (opd)" in printed and "table (eval)" in printed
+    assert all(name in printed for name in ("first (grpo)", "student (opd)", "table (eval)"))
     assert len(printed.split("\n│ sum ")) == 2  # the stages are added up, once
 
 

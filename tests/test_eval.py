@@ -334,28 +334,23 @@ def test_fidelity_is_a_column_and_it_is_paired(config: Path, fidelity: list[str]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("override", "said"),
     [
-        (["fidelity.reference=nowhere"], "fidelity.reference: 'nowhere': no such folder"),
-        (["fidelity.reference=tiny"], "fidelity.reference: 'tiny' needs prompts of the tiny"),
-        (["fidelity.reference=clean"], "fidelity.reference: 2 images are too few for a distance"),
-        (["fidelity.features=fakes:nothing"], "fidelity.features: features 'fakes:nothing'"),
+        ("reference=nowhere", "reference: 'nowhere': no such folder"),
+        ("reference=tiny", "reference: 'tiny' needs prompts of the tiny"),
+        ("reference=clean", "reference: 2 images are too few for a distance"),
+        ("features=fakes:nothing", "features: features 'fakes:nothing'"),
     ],
 )
 def test_fidelity_that_cannot_be_measured_is_refused(
-    config: Path,
-    fidelity: list[str],
-    overrides: list[str],
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    config: Path, fidelity: list[str], override: str, said: str, capsys, monkeypatch
 ):
     monkeypatch.chdir(config.parent)
     (config.parent / "clean").mkdir()
     for index in range(2):
         Image.new("RGB", (32, 32)).save(config.parent / "clean" / f"{index}.png")
-    assert main(["--config", str(config), *fidelity, *overrides]) == 2
-    assert said in capsys.readouterr().err
+    assert main(["--config", str(config), *fidelity, f"fidelity.{override}"]) == 2
+    assert f"fidelity.{said}" in capsys.readouterr().err
     assert not (config.parent / "out").exists()
 
 

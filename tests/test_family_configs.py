@@ -9,7 +9,7 @@ from test_sd35_configs import ROOT, data, stages
 from flowalign.commands.doctor import plan
 from flowalign.commands.doctor.estimate import predict
 from flowalign.commands.doctor.predictions import usable
-from flowalign.config import ConfigError, EvalStage, Stage, TrainingStage, load
+from flowalign.config import ConfigError, EvalStage, RecipeStage, Stage, TrainingStage, load
 from flowalign.training.preflight import check_world, world_problems
 
 __all__ = ["data"]  # a fixture
@@ -105,3 +105,22 @@ def test_the_doctor_passes_it_in_shapes_and_finds_what_is_planted(family: str, n
         other = load(path, ["evaluation.guidance=2", "evaluation.steps=1"])
         faults = [f.text for f in plan.examine(other) if f.level == "fault"]
         assert [text.split(":")[0] for text in faults] == ["guidance", "schedule"]
+
+
+FOLDERS = sorted({path.parent for path in (ROOT / "configs").glob("*/eval*.yaml")})
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
+def test_no_run_validates_on_a_set_that_an_evaluation_reports(folder: Path) -> None:
+    """What a run is chosen by is not what an evaluation reports."""
+    found = [load(path, stage=Stage) for path in sorted(folder.glob("[!_]*.yaml"))]
+    stages = [stage for stage in found if not isinstance(stage, RecipeStage)]  # made of files here
+    evaluations = [stage for stage in stages if isinstance(stage, EvalStage)]
+    reported = {mark.prompts for stage in evaluations for mark in stage.benchmarks}
+    used: dict[str, set[str]] = {}
+    for config in stages:
+        if isinstance(config, TrainingStage):
+            for task in config.tasks:
+                used.setdefault(config.output, set()).update({task.prompts, str(task.validation)})
+    assert reported and used
+    assert {run: both for run, sets in used.items() if (both := sets & reported)} == {}

@@ -1,7 +1,6 @@
 """One CFG scale for rollout, student, teachers and anchor, unless a config says otherwise."""
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import fakes
 import pytest
 
 from flowalign import config
-from flowalign.commands.card import origins
 
 OCR = {"name": "ocr", "prompts": "tiny/ocr_train"}
 DATA: dict[str, Any] = {
@@ -68,24 +66,3 @@ def test_the_teachers_of_sft_sample_at_the_guidance_of_the_rollout(
     loop = fakes.wired(found)
     (source,) = loop.algorithm.sources(["even"]) or []
     assert source.guidance == 2.0
-
-
-def test_a_mixture_is_said_in_the_log_and_in_the_card(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    given = {**DATA, "output": str(tmp_path)}
-    found = config.parse(given, [*SMALL, "student.guidance=1.0", "teachers.ocr.guidance=2.0"])
-    with caplog.at_level(logging.INFO, "flowalign"):
-        fakes.wired(found)
-    (line,) = [r.getMessage() for r in caplog.records if "guidance" in r.getMessage()]
-    assert "teachers.ocr" in line and "2" in line
-    assert isinstance(found, config.TrainingStage)
-    (line,) = [t for t in origins(tmp_path, found).splitlines() if t.startswith("- guidance")]
-    assert "teachers.ocr" in line
-    caplog.clear()
-    plain = config.parse(given, SMALL)
-    with caplog.at_level(logging.INFO, "flowalign"):
-        fakes.wired(plain)
-    assert not [r for r in caplog.records if "guidance" in r.getMessage()]
-    assert isinstance(plain, config.TrainingStage)
-    assert "- guidance" not in origins(tmp_path, plain)

@@ -51,30 +51,22 @@ boxes = st.lists(st.sampled_from(BOXES), max_size=4)
 @examples(800)
 def test_what_the_check_accepts_can_be_judged(count: int):
     detections = st.dictionaries(st.sampled_from(NAMES), boxes, max_size=4)
+    place = st.tuples(st.sampled_from(["left of", "above", "x", None]), st.integers(-3, 3))
     clauses = st.fixed_dictionaries(
         {"class": st.sampled_from(NAMES), "count": st.integers(0, 3)},
         optional={
             "color": st.sampled_from([*COLORS, "", None, 1]),
-            "position": st.one_of(
-                st.tuples(st.sampled_from(["left of", "above", "x", None]), st.integers(-3, 3)).map(
-                    list
-                ),
-                json_values,
-            ),
+            "position": place.map(list) | json_values,
         },
+    )
+    made = st.fixed_dictionaries(
+        {"include": st.lists(clauses, max_size=4)},
+        optional={"exclude": st.lists(clauses, max_size=2), "tag": json_values},
     )
 
     @st.composite
     def metadata(draw: Any) -> Any:
-        if draw(st.booleans()):
-            found = draw(
-                st.fixed_dictionaries(
-                    {"include": st.lists(clauses, max_size=4)},
-                    optional={"exclude": st.lists(clauses, max_size=2), "tag": json_values},
-                )
-            )
-        else:
-            found = draw(st.sampled_from(OFFICIAL))
+        found = draw(made | st.sampled_from(OFFICIAL))
         for _ in range(draw(st.integers(0, 2))):
             found = mutated(found, draw, json_values) if isinstance(found, dict) else found
         return found if isinstance(found, dict) else {"include": found}

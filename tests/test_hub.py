@@ -1,12 +1,11 @@
 """hub.py: what a Hub id is, what of it is downloaded, and what is said when it cannot be."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import fake_hub
 import fakes
 import pytest
-from fake_hub import PEFT
+from fake_hub import PEFT, online
 from huggingface_hub import constants
 
 import flowalign
@@ -17,13 +16,7 @@ from flowalign.system.hub_address import HubAddress
 from flowalign.teachers.merge import merge
 from flowalign.training.preflight import check_world
 
-
-@pytest.fixture
-def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[fake_hub.Hub]:
-    """A Hub of this test's own, an empty cache, and nobody logged in."""
-    with fake_hub.serving() as found:
-        fake_hub.go_online(found, monkeypatch, tmp_path / "cache")
-        yield found
+__all__ = ["online"]  # a fixture
 
 
 def test_what_is_a_hub_id_and_what_is_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,28 +73,21 @@ def test_a_check_says_what_is_wrong_with_each_id_and_loads_no_model(
 ) -> None:
     online.put("me/lora", PEFT)
     online.put("me/gated", PEFT, gated=True)
-    sources = {
-        "good": "me/lora",
-        "typo": "me/lroa",
-        "gated": "me/gated",
-        "old": "me/lora@v0",
-        "odd": "me--you/lora",
-        "empty": "me/lora@main/sub",
+    faults = {  # by teacher: its source, and what is said of it
+        "typo": ("me/lroa", "Repository Not Found"),
+        "gated": ("me/gated", "me/gated"),
+        "old": ("me/lora@v0", "Revision Not Found"),
+        "odd": ("me--you/lora", "Cannot have --"),
+        "empty": ("me/lora@main/sub", "me/lora@main/sub"),
     }
+    sources = {"good": "me/lora"} | {name: source for name, (source, _) in faults.items()}
     config = fakes.distillation(random_model, tmp_path / "run", "model.id=no/model", alone="even")
     assert isinstance(config, fakes.config.OpdStage)
     taught = config.teachers["even"]
     teachers = {n: taught.model_copy(update={"adapter": s}) for n, s in sources.items()}
     with pytest.raises(ConfigError) as caught:
         check_world(config.model_copy(update={"teachers": teachers}), 1)
-    typo, gated, old, odd, empty = caught.value.problems
-    for problem, name, said in (
-        (typo, "typo", "Repository Not Found"),
-        (gated, "gated", "me/gated"),
-        (old, "old", "Revision Not Found"),
-        (odd, "odd", "Cannot have --"),
-        (empty, "empty", "me/lora@main/sub"),
-    ):
+    for problem, (name, (_, said)) in zip(caught.value.problems, faults.items(), strict=True):
         assert problem.startswith(f"teachers.{name}: ") and said in problem
 
 

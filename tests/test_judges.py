@@ -3,13 +3,14 @@
 import json
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import fakes
 import pytest
 import torch
+from fakes import Rows
 from torch import Tensor
 
 from flowalign.config import ConfigError, EvalStage, SamplingConfig, parse
@@ -33,9 +34,7 @@ class Colour:
     def __init__(self, channel: str) -> None:
         self.channel = channel
 
-    def __call__(
-        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> Scores:
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Rows) -> Scores:
         if Colour.stop(self.channel):
             raise Interrupted.by(signal.SIGINT)
         Colour.asked.setdefault(self.channel, []).extend(prompts)

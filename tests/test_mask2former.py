@@ -12,9 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from transformers.models.mask2former import Mask2FormerImageProcessorPil
 
-from flowalign.rewards import build, score
 from flowalign.rewards.geneval_judge import NAMES
 from flowalign.rewards.mask2former import Frame, Mask2Former, instances
 
@@ -138,26 +136,6 @@ def test_boxes_of_masks_of_all_sizes_are_the_formula():
             assert mask.shape == (y2 - y1, x2 - x1) and mask[0].any() and mask[:, -1].any()
 
 
-def test_a_square_image_gives_what_transformers_own_post_processing_gives(detector):
-    """Its masks are of 384 x 384 always, so compare there; it takes as many pairs as queries."""
-    generator = torch.Generator().manual_seed(2)
-    classes = 4 * torch.randn(1, 10, 81, generator=generator)
-    masks = 3 * torch.randn(1, 10, 12, 12, generator=generator)
-    outputs: Any = SimpleNamespace(class_queries_logits=classes, masks_queries_logits=masks)
-    (expected,) = Mask2FormerImageProcessorPil().post_process_instance_segmentation(
-        outputs, threshold=0.0, target_sizes=[(384, 384)], return_binary_maps=True
-    )
-    whole = (384, 384)
-    ours = instances(classes[0], masks[0], Frame(whole, whole, whole), top=10)
-    theirs = sorted((s["label_id"], s["score"]) for s in expected["segments_info"])
-    assert len(theirs) == 10
-    got = sorted(zip(ours.labels.tolist(), ours.scores.tolist(), strict=True))
-    assert [label for label, _ in got] == [label for label, _ in theirs]
-    np.testing.assert_allclose([s for _, s in got], [s for _, s in theirs], atol=2e-6)
-    areas = sorted(int(mask.sum()) for mask in expected["segmentation"])
-    assert sorted(int(mask.sum()) for mask in ours.masks) == areas
-
-
 class Planted(nn.Module):
     """A network that sees three things in a frame of 16 x 24 cells of four pixels."""
 
@@ -208,36 +186,6 @@ def test_batch_size_and_order_do_not_matter(options: dict[str, Any], detector: M
         agree(turned[row], whole[row], 1e-5)
     assert whole[0] != whole[1]
     assert detector(images[:0]) == []
-
-
-def test_the_network_runs_in_its_dtype_and_the_name_says_which(options):
-    built = Mask2Former(**options, dtype="bfloat16")
-    assert (
-        built.network.dtype == torch.bfloat16
-        and built.colors.model.visual.proj.dtype == torch.float32
-    )
-    (found,) = built(pictures(1))
-    assert all(0 <= box[4] <= 1 for _, boxes in found.boxes.items() for box in boxes)
-    assert built.name.startswith(f"mask2former {options['model']} at 64/128 px, bfloat16; colours")
-
-
-def test_the_reward_asks_a_colour_once_for_two_judgements(options: dict[str, Any]):
-    reward = build("geneval", detector="mask2former", detector_options=options, threshold=0.0)
-    detector: Any = reward.detector  # pyright: ignore[reportAttributeAccessIssue]
-    image, asked = pictures(1), []
-    (seen,) = detector(image)
-    thing = next(iter(seen.boxes))
-    plain = {"tag": "single_object", "include": [{"class": thing, "count": 1}]}
-    color = detector.colors.color
-    detector.colors.color = lambda *args: asked.append(args[2]) or color(*args)
-    scores = score(reward, image, ["a"], [plain])
-    assert scores.valid.all() and scores.parts["correct"].tolist() == [1] and asked == []
-    best = max(range(len(seen.boxes[thing])), key=lambda i: seen.boxes[thing][i][4])
-    assert callable(seen.colors)
-    clause = {"class": thing, "count": 1, "color": seen.colors(thing, best)}
-    asked.clear()
-    result = score(reward, image, ["a"], [{"tag": "colors", "include": [clause]}])
-    assert result.parts["correct"].tolist() == [1] and asked == [thing]
 
 
 def test_broken_pixels_and_a_broken_answer_raise(detector: Mask2Former):

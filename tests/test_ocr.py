@@ -23,7 +23,6 @@ from flowalign.rewards.ocr import (
     strict_reward,
     target_of,
     text_reward,
-    to_uint8,
 )  # fmt: skip
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "ocr_reward.json").read_text())
@@ -197,26 +196,6 @@ def test_paddle_is_told_of_local_folders_by_name(paddle, paddle_models):
     with pytest.raises(ValueError, match="inference.yml"):
         options["text_detection_model_dir"] = str(Path(detection).parent)
         PaddleOCREngine(**options)
-
-
-def test_paddle_reads_signs_for_real(paddle_models):
-    pytest.importorskip("paddleocr")
-    detection, recognition = map(str, paddle_models)
-    rng = random.Random(1)
-    words = ["EXIT", "TAXI", "SALE"]
-    images = torch.stack([_sign(rng, word) for word in words] + [torch.full((3, 64, 64), 0.8)])
-    engine = PaddleOCREngine(
-        device="cpu",
-        upscale=4,
-        inference="onnxruntime",
-        text_detection_model_dir=detection,
-        text_recognition_model_dir=recognition,
-    )
-    prompts = [f'"{word}"' for word in [*words, "UP"]]
-    scores = OCR(engine)(images, prompts, [{}] * 4)
-    assert scores.parts["exact"].tolist() == [1, 1, 1, 0] and bool(scores.valid.all())
-    pixels = [to_uint8(image) for image in images]
-    assert engine.read_many(pixels) == [engine.read(image) for image in pixels]
 
 
 def _sign(rng, word):

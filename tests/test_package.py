@@ -83,22 +83,6 @@ def violations(module: str, source: str) -> list[str]:
     ]
 
 
-def test_the_rule_catches_a_forbidden_import() -> None:
-    cases = [
-        ("flowalign.sde", "import diffusers.schedulers"),
-        ("flowalign.training.losses", "import peft"),
-        ("flowalign.credit", "from flowalign.types import Scores"),
-        ("flowalign.rewards.ocr", "from flowalign.training import data"),
-        ("flowalign.system.files", "def f():\n    import flowalign.config as c"),
-        ("flowalign.training.loop", "from flowalign import eval"),
-        ("flowalign.config", "def f():\n    from flowalign.rewards import check"),
-        ("flowalign.commands.train", "from rewards import ocr"),
-        ("flowalign.commands.train", "from . import data"),
-    ]
-    for module, source in cases:
-        assert len(violations(module, source)) == 1, (module, source)
-
-
 def test_a_module_imports_only_what_it_may() -> None:
     wrong = [text for name, path in MODULES.items() for text in violations(name, path.read_text())]
     assert wrong == []
@@ -164,9 +148,3 @@ def test_only_the_backbone_knows_a_family_by_name() -> None:
         if said.search(line)
     ]
     assert found == []
-    for text in (
-        "diffusers.StableDiffusion3Pipeline",
-        "SD3Transformer2DModel",
-        'if family == "flux"',
-    ):
-        assert said.search(text), text

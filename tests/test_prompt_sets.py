@@ -136,7 +136,8 @@ def test_a_test_prompt_is_kept_out_either_way_round(tag: str) -> None:
 def test_the_official_prompts_could_all_be_made_and_none_is() -> None:
     lines = official("geneval_evaluation_metadata.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
-    assert held_out.GENEVAL == {digest(row["prompt"]) for row in rows}
+    assert held_out.GENEVAL == {digest(row["prompt"]) for row in rows} and len(rows) == 553
+    GenEval.check_prompts([row["prompt"] for row in rows], rows)
     wanted = {r["prompt"]: r for r in rows if r["tag"] != "single_object"}  # not in the mix
     for tag in geneval.TAGS.values():
         for number in range(prod(tag.sizes)):

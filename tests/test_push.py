@@ -4,7 +4,6 @@ import inspect
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import fakes
 import pytest
 import yaml
 from accelerate.state import AcceleratorState
+from fake_hub import online
 from huggingface_hub import ModelCard
 from PIL import Image
 
@@ -26,6 +26,14 @@ from flowalign.eval.run import main as evaluate
 from flowalign.system.manifest import MANIFEST
 from flowalign.training.preflight import check_world
 
+__all__ = ["online"]  # a fixture
+
+
+@pytest.fixture(autouse=True)
+def logged_in(monkeypatch: pytest.MonkeyPatch, online: fake_hub.Hub) -> None:
+    monkeypatch.setenv("HF_TOKEN", fake_hub.TOKEN)
+
+
 LOG = [
     {"update": 1, "loss": 1.0},
     *(
@@ -33,15 +41,6 @@ LOG = [
         for n, v in ((0, 0.1), (2, 0.6), (4, 0.5))
     ),
 ]
-
-
-@pytest.fixture
-def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[fake_hub.Hub]:
-    """A Hub of this test's own, where this process is logged in."""
-    with fake_hub.serving() as found:
-        fake_hub.go_online(found, monkeypatch, tmp_path / "cache")
-        monkeypatch.setenv("HF_TOKEN", fake_hub.TOKEN)
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import fakes
 import pytest
-import yaml
+import test_recipe
 
 from flowalign.commands import cli, sample, train
 from flowalign.config import to_yaml
@@ -46,36 +46,20 @@ def test_a_run_names_what_it_left(finished_run: fakes.FinishedRun) -> None:
 def test_a_recipe_an_evaluation_and_a_merge_name_theirs(
     random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    teachers = fakes.teachers(random_model, tmp_path)
-    mark = {"name": "red", "prompts": "tiny/ocr_val", "limit": 2}
-    table = {
-        "stage": "eval",
-        "benchmarks": [{**mark, "reward": {"name": "fakes:redness"}}],
-        "models": {"base": None, "merge": "stage:both"},
-        "sampling": {"steps": 2, "guidance": 1.0},
-    }
-    merge = {"stage": "merge", "adapters": list(teachers.values())}
-    model = {"id": random_model, "height": 32, "width": 32, "max_sequence_length": 16}
-    recipe = {"stage": "recipe", "output": str(tmp_path / "out"), "model": model}
-    recipe["stages"] = {"both": merge, "table": table}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+    recipe = test_recipe.written(random_model, tmp_path)
     fakes.AcceleratorState._reset_state(reset_partial_state=True)
-    assert cli.main(["train", "--config", str(tmp_path / "recipe.yaml")]) == 0
-    found = places(capsys.readouterr().out)
-    assert found["both: adapter"] == tmp_path / "out" / "both" / "adapter"
-    assert found["table: report"] == tmp_path / "out" / "table" / "report.html"
-    assert found["page"] == tmp_path / "out" / "watch.html"
-
-    again = ["--config", str(tmp_path / "out" / "config.yaml")]  # what the recipe kept is whole
-    assert cli.main(["train", *again]) == 0
+    assert cli.main(["train", "--config", str(recipe)]) == 0
+    found, out = places(capsys.readouterr().out), tmp_path / "out"
+    assert found["merge: adapter"] == out / "merge" / "adapter"
+    assert found["table: report"] == out / "table" / "report.html"
+    assert found["page"] == out / "watch.html"
+    assert cli.main(["train", "--config", str(out / "config.yaml")]) == 0  # what it kept is whole
     assert "finished before" in capsys.readouterr().out
-
-    table |= {"models": {"base": None}, "output": str(tmp_path / "eval"), "model": model}
-    (tmp_path / "eval.yaml").write_text(yaml.safe_dump(table))
-    assert cli.main(["eval", "--config", str(tmp_path / "eval.yaml")]) == 0
+    table = fakes.evaluation(random_model, tmp_path, ["a"], output=str(tmp_path / "eval"))
+    assert cli.main(["eval", "--config", str(table)]) == 0
     assert {"report", "table", "numbers"} <= places(capsys.readouterr().out).keys()
-
-    assert cli.main(["merge", *teachers.values(), "--out", str(tmp_path / "sum")]) == 0
+    teachers = [str(out / name / "adapter") for name in ("first", "second")]
+    assert cli.main(["merge", *teachers, "--out", str(tmp_path / "sum")]) == 0
     assert "adapter" in capsys.readouterr().out.partition("Results:")[2]
 
 

@@ -26,7 +26,6 @@ from flowalign.rewards import (
     register,
     score,
 )
-from flowalign.rewards.geneval import GenEval
 from flowalign.rewards.scoring import AsyncScorer
 from flowalign.types import Detections, PromptBatch, Scores
 
@@ -183,15 +182,9 @@ def test_wrong_options_are_refused_before_anything_is_loaded(name: str, tmp_path
 
 
 def test_wrong_options_of_a_detector_are_refused_before_anything_is_loaded():
-    for option, value in (
-        ("model", "./no/where"), ("size", [800]), ("size", [1333, 800]), ("size", [8, 16]),
-        ("size", 3), ("dtype", "float8"), ("device", "gpu"), ("clip_pretrained", "no/file.pt"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError) as caught:
+    for option, value in (("model", "./no/where"), ("size", [8, 16]), ("dtype", "float8")):
+        with pytest.raises(ValueError, match=f"`{option}` of detector 'mask2former'"):
             check("geneval", {"detector": "mask2former", "detector_options": {option: value}})
-        assert f"`{option}` of detector 'mask2former' is {value!r}" in str(caught.value)
-    with pytest.raises(ValueError, match="'classes'.*'batch_size'"):
-        check("geneval", {"detector": "mask2former", "detector_options": {"classes": 80}})
     check("geneval", {"detector": "mask2former", "detector_options": {"dtype": "bfloat16"}})
 
 
@@ -291,26 +284,19 @@ def test_ocr_names_the_first_prompt_without_a_target():
         assert repr(prompt) in said and repr(metadata.get("target", "target")).strip("'") in said
 
 
-def test_a_reward_describes_itself_and_at_least_by_its_name(stranger, registry):
+def test_a_reward_describes_itself_and_at_least_by_its_name():
     class Told(Brightness):
         name = "told"
 
         def describe(self):
-            return {"engine": torch.float32, "scale": self.scale, "names": ("a", "b")}
+            return {"engine": torch.float32, "scale": self.scale}
 
     class Broken(Brightness):
         def describe(self):
             return {}["engine"]
 
-    @register("dark")
-    def dark(images, prompts, metadata, bias=0.0):
-        return Scores.of(bias - images.mean(dim=(1, 2, 3)))
-
-    told = {"name": "told", "engine": "torch.float32", "scale": 2.0, "names": ["a", "b"]}
-    assert describe(Told(2.0)) == told
+    assert describe(Told(2.0)) == {"name": "told", "engine": "torch.float32", "scale": 2.0}
     assert describe(Brightness()) == {"name": "Brightness"}
-    assert describe(build("dark", bias=1.0)) == {"name": "dark"}
-    assert describe(GenEval(FakeDetector()))["name"] == "geneval"
     assert describe(Broken()) == {"name": "Broken", "describe": "KeyError: 'engine'"}
 
 
@@ -324,22 +310,16 @@ def test_a_reward_says_what_differs_from_the_defaults(registry):
             return Scores.of([0.0] * len(images))
 
     @register("duck")
-    class Duck:
+    class Duck(Brightness):
         groupwise, headline, weights = True, "half", "not a sum of parts"
 
-        def __call__(self, images, prompts, metadata):
-            return Scores.of([1.0] * len(images))
-
     quiet, duck = build_on(None, "quiet", {}), build_on(None, "duck", {})
-    assert isinstance(quiet, Quiet) and quiet.name == "Quiet" and describe(quiet)["name"] == "Quiet"
     assert (quiet.groupwise, quiet.headline, quiet.weights) == (False, None, None)
     assert (duck.groupwise, duck.headline, duck.weights) == (True, "half", None)
-    assert duck(IMAGES, PROMPTS, METADATA).value.tolist() == [1.0] * 4
     assert is_groupwise("duck", {}) and not is_groupwise("quiet", {})
-    assert declared("quiet").image_cost() == Cost(2.0)
+    assert declared("quiet").image_cost() == Cost(2.0) and declared("duck").image_cost() is None
     assert declared("quiet").image_cost(model="other") is None
     assert declared("quiet").files(model="tiny") == {}
-    assert declared("duck").image_cost() is None
     assert declared("torch:rand", imports=False) is RewardBase
 
 

@@ -143,17 +143,6 @@ def test_only_trained_steps_are_kept_with_the_log_prob_of_what_is_kept(
                 assert torch.equal(rollout.means[:, column], gaussian.mean)
 
 
-def test_without_training_nothing_is_kept_and_decoding_is_optional(backbone: Backbone) -> None:
-    schedule = Schedule(backbone.sigmas(STEPS), "ode", 0.0, None)
-    rollout = sample(
-        backbone, fakes.batch(2), schedule, guidance=1.0, noise=Noise((0,)), places=places(2, 1),
-        decode=False,
-    )  # fmt: skip
-    assert rollout.images is None and rollout.latents is None and rollout.steps == []
-    assert rollout.states.shape == (2, 0, *backbone.latent_shape)
-    assert not rollout.states.requires_grad
-
-
 @pytest.mark.parametrize(("prompts", "copies", "shares"), [(16, 16, 2), (8, 4, 1), (8, 2, 1)])
 def test_an_optimizer_step_learns_from_the_same_images_on_any_number_of_processes(
     prompts: int, copies: int, shares: int

@@ -130,19 +130,13 @@ def test_sigmas_are_the_recorded_ones():
 def test_sigmas_are_diffusers():
     shifts: list[float] = [1.0, 1.1, 3.0, 7.3]
     terminals: list[Any] = [None, 0.02, 0.1]
-    for shift, terminal, num_steps in itertools.product(shifts, terminals, (2, 3, 10, 28, 50)):
-        scheduler = FlowMatchEulerDiscreteScheduler(shift=shift, shift_terminal=terminal)
-        scheduler.set_timesteps(num_steps)
-        assert torch.equal(
-            sde.sigmas(num_steps, shift, terminal=terminal), torch.as_tensor(scheduler.sigmas)
+    cases = [(*case, 1000) for case in itertools.product(shifts, terminals, (2, 3, 10, 28, 50))]
+    for shift, terminal, steps, train in [*cases, (3.0, None, 1, 1000), (3.0, None, 5, 100)]:
+        scheduler = FlowMatchEulerDiscreteScheduler(
+            shift=shift, shift_terminal=terminal, num_train_timesteps=train
         )
-
-
-def test_sigmas_of_another_training_grid_and_of_one_step_are_diffusers():
-    for num_steps, train in ((1, 1000), (5, 100)):
-        scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, num_train_timesteps=train)
-        scheduler.set_timesteps(num_steps)
-        ours = sde.sigmas(num_steps, 3.0, num_train_timesteps=train)
+        scheduler.set_timesteps(steps)
+        ours = sde.sigmas(steps, shift, terminal=terminal, num_train_timesteps=train)
         assert torch.equal(ours, torch.as_tensor(scheduler.sigmas))
 
 

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from diffusers import StableDiffusion3Pipeline
 
 import flowalign
@@ -36,24 +35,6 @@ def test_the_model_is_small_and_stock_diffusers_loads_it() -> None:
     assert pipe.text_encoder_3 is not None
     assert pipe.transformer.config.qk_norm == "rms_norm"
     assert pipe.tokenizer.tokenize('a sign that says "CAT"')[-4:-1] == ["C", "A", "T"]
-
-
-def test_any_text_length_of_t5_draws_the_same_kind_of_image() -> None:
-    """diffusers' default is 256 tokens, training used 16: neither may ruin the image."""
-    pipe = flowalign.load("tiny")
-    pipe.set_progress_bar_config(disable=True)
-    images = [
-        pipe(
-            "a photo of a red circle",
-            num_inference_steps=10,
-            guidance_scale=4.5,
-            max_sequence_length=length,
-            generator=torch.Generator().manual_seed(0),
-            output_type="pt",
-        ).images
-        for length in (16, 256)
-    ]
-    assert (images[0] - images[1]).abs().mean() < 0.05
 
 
 @pytest.mark.slow

@@ -6,11 +6,9 @@ import fakes
 import families
 import pytest
 import torch
-import yaml
 from test_loop import ratio_errors
 
 from flowalign import config
-from flowalign.commands import train
 from flowalign.commands.doctor.estimate import predict
 from flowalign.config import ConfigError
 from flowalign.eval import run as evaluation
@@ -128,18 +126,6 @@ def test_a_benchmark_has_its_own_size(random_model: str, tmp_path: Path) -> None
         files = list((tmp_path / "out" / "images" / "base" / name).rglob("*.png"))
         sizes = [pixels_of(file.read_bytes()).shape for file in files]
         assert sizes == [(3, 32, width)] * 2
-
-
-def test_the_plan_shows_the_first_rollout(
-    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = by_task(fakes.mixed(fakes.settings(random_model, tmp_path / "run")))
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(found.model_dump(mode="json")))
-    assert train.main(["--config", str(path), "--dry-run", "--trust"]) == 0
-    said = capsys.readouterr().out
-    assert "[B, 16, 4, 4] or [B, 16, 4, 8]" in said
-    assert "    red | " in said and "    vivid | " not in said
 
 
 @pytest.mark.parametrize(

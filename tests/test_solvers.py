@@ -1,8 +1,6 @@
 """Solvers of rollouts without noise: their order, their noise levels, and the images they make."""
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import fakes
 import pytest
@@ -12,13 +10,9 @@ from torch.testing import assert_close
 
 from flowalign import sde
 from flowalign.backbone import Backbone
-from flowalign.config import ConfigError
 from flowalign.training.rollout import Noise, Schedule, places, sample
 from flowalign.training.solvers import SOLVERS, Solver, forwards
 from flowalign.types import Rollout
-
-sys.path.append(str(fakes.ROOT / "benchmarks"))
-import solver_error  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 MEAN, WIDTH = 0.4, 1.5  # of Gaussian data: its velocity field and its flow are known
 
@@ -199,21 +193,3 @@ def test_one_step_is_an_euler_step() -> None:
         found = solve(solver, torch.tensor([1.0, 0.0]), x, velocity)
         assert_close(found, x - velocity(x, 1.0), rtol=1e-6, atol=1e-6)
         assert forwards(solver, 1) == 1
-
-
-@pytest.mark.long
-def test_on_the_tiny_model_dpm2_is_nearer_to_the_solution_than_euler() -> None:
-    error = solver_error.table(["dpm2:10", "euler:10", "dpm2:40", "euler:40"], prompts=8)
-    assert error["dpm2:10"] < error["euler:10"]
-    assert error["dpm2:40"] < error["euler:40"] / 2
-
-
-@pytest.mark.parametrize("kind", ["sde", "cps"])
-@pytest.mark.parametrize("solver", ["heun", "dpm2"])
-def test_only_an_ode_has_a_solver(
-    random_model: str, tmp_path: Path, kind: str, solver: str
-) -> None:
-    given = [f"rollout.kind={kind}", f"rollout.solver={solver}"]
-    with pytest.raises(ConfigError) as refused:
-        fakes.settings(random_model, tmp_path, *given)
-    assert [text.split(":")[0] for text in refused.value.problems] == ["rollout.solver"]

@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import fakes
 import pytest
 import torch
+from fakes import Rows
 from torch import Tensor
 
 from flowalign.backbone import Backbone
@@ -38,9 +39,7 @@ class Watched:
     asked: list[str] = []
     failing: tuple[str, ...] = ()
 
-    def __call__(
-        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> Scores:
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Rows) -> Scores:
         Watched.calls += 1
         if Watched.calls == Watched.stop:
             if Watched.how == "kill":

@@ -18,7 +18,6 @@ from flowalign.training import metrics
 from flowalign.training.algorithm import pairs_of
 from flowalign.training.loop import Loop
 from flowalign.training.losses import velocity_error
-from flowalign.training.preflight import check_world
 from flowalign.training.student.opd import Labels, Opd, chosen
 from flowalign.training.student.sft import Sft
 
@@ -256,19 +255,6 @@ def test_sft_learns_the_straight_way_to_the_teachers_images(
     assert (states.sigmas.diff() < 0).all() and states.sigmas[0] <= 1
 
 
-def test_the_teachers_sample_for_sft(random_model: str, tmp_path: Path) -> None:
-    """Each image is what its task's teacher alone draws from the same noise."""
-    loop = fakes.wired(fakes.distillation(random_model, tmp_path / "run", stage="sft"), moved=True)
-    mixed = loop.rollout(0)
-    for name in ("even", "odd"):
-        rows = [i for i, task in enumerate(mixed.batch.tasks) if task == name]
-        loop.algorithm.sources = lambda tasks: None  # pyright: ignore[reportAttributeAccessIssue]
-        with loop.backbone.adapter(f"teacher_{name}"):
-            alone = loop.rollout(0)
-        assert mixed.latents is not None and alone.latents is not None
-        assert_close(mixed.latents[rows], alone.latents[rows], rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("given", "keys"),
     [
@@ -323,16 +309,6 @@ def test_a_task_without_a_reward_is_trained_and_not_evaluated(
     for row in taken:
         assert {key.split("/")[1] for key in row if key.count("/") == 2} == set(scored)
         assert row[metrics.HEADLINE] == row["eval/odd/reward"]
-
-
-def test_an_adapter_of_another_base_is_refused_before_the_model_is_loaded(
-    random_model: str, tmp_path: Path
-) -> None:
-    found = fakes.distillation(random_model, tmp_path / "run", "model.id=tiny")
-    with pytest.raises(fakes.config.ConfigError) as caught:
-        check_world(found, 1)
-    problem = caught.value.problems[0]
-    assert all(text in problem for text in ("teachers.even", str(tmp_path / "even"), "model.id"))
 
 
 def test_micro_batches_change_neither_weights_nor_the_kl_of_a_task(

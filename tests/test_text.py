@@ -98,16 +98,3 @@ def test_a_file_that_is_damaged_is_written_again(
         assert_close(texts(TEXTS), before, rtol=0, atol=0)
         assert sorted(asked) == sorted(TEXTS)  # once
     assert [path.read_bytes() for path in files] == contents
-
-
-def test_texts_that_are_held_are_those_of_each_call_to_the_bit(
-    random_model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts, calls = encoder(random_model), [TEXTS[:2], TEXTS[2:], TEXTS[:1]]
-    expected = [texts(call) for call in calls]
-    asked = count(texts, monkeypatch)
-    texts.prepare(calls)
-    assert asked == [*TEXTS, TEXTS[0]]
-    for call, text in zip(calls, expected, strict=True):
-        assert_close(texts(call), text, rtol=0, atol=0)
-    assert len(asked) == 6

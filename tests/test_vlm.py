@@ -196,15 +196,6 @@ def test_concurrency_is_used_and_never_exceeded_and_order_is_kept(serve):
     assert judge.most == 3 and len(judge.requests) == 12
 
 
-def test_an_image_that_fails_is_masked_with_its_reason_and_costs_no_other(serve):
-    def reply(request):
-        return (400, b"boom") if "picture 1" in asked(request)[0] else "Final Score: 3"
-
-    scores = VLM(serve(reply).url, "m", image_size=None)(images(3), prompts(3), [{}] * 3)
-    assert scores.valid.tolist() == [True, False, True]
-    assert "400: boom" in scores.reasons[1]
-
-
 def test_a_dead_endpoint_masks_the_batch_and_is_not_asked_for_every_image(serve):
     judge = serve(lambda request: (503, b"down"))
     reward = VLM(judge.url, "m", image_size=None, concurrency=2, retries=1)

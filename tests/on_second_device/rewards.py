@@ -164,23 +164,6 @@ def test_an_offloaded_reward_leaves_the_device_as_it_was(
         assert not in_the_background(reward, asked).failures
 
 
-def test_features_of_pictures(clip: str) -> None:
-    images, _ = pictures(3, 40, 48)
-    from flowalign.eval.fidelity import load_features
-
-    found, expected = (load_features(clip, device)(images.to(device)) for device in (HERE, CPU))
-    assert found.device == HERE
-    torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-4)
-
-
-def test_a_device_without_an_index_is_that_of_the_thread_that_builds(
-    clipscore: dict[str, Any],
-) -> None:
-    """What broke every rank above 0: weights on device 1, inputs on the worker thread's 0."""
-    reward = rewards.build("clipscore", **clipscore, device="second")
-    assert not in_the_background(reward, batch("clipscore")).failures
-
-
 def test_a_worker_works_where_it_was_made_whoever_asks() -> None:
     """A server's threads begin at device 0; its reward was built in the main thread."""
     worker = Worker()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import test_checkpoint
 import test_nft
 import test_recipe
 import torch
+from fakes import Rows
 from small_models import clip_folder
 from test_train import config_file
 from torch import Tensor
@@ -42,9 +43,7 @@ def accelerated(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def on_device(
-    images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-) -> Scores:
+def on_device(images: Tensor, prompts: Sequence[str], metadata: Rows) -> Scores:
     """A plugin that draws where the images are."""
     assert images.device == HERE
     noise = torch.rand(len(images), device="second")  # of the thread's current device
