@@ -81,6 +81,8 @@ def _evaluate(config: EvalStage, accelerator: Accelerator) -> None:
         base = (backbone.core, backbone.pipe.vae, *backbone.family.encoders)
         weights = placement.fingerprint(base)  # before the adapters
         digests = load_adapters(backbone, config)
+    length = {"max_sequence_length": backbone.text.max_sequence_length}  # where it is null
+    config = config.model_copy(update={"model": config.model.model_copy(update=length)})
     stores = open_stores(config, sets, weights, digests, accelerator)
     exports = [
         Export(Path(config.output), model, images, stores[model, images.name])

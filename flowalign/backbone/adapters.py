@@ -322,7 +322,7 @@ def _read_file(file: Path, family: Callable[[], type[Family]] | None) -> Lora:
             "was trained with another, put peft's %s beside it.", file, PEFT_CONFIG
         )  # fmt: skip
     length = head.get(TEXT_LENGTH)
-    if length and not re.fullmatch("[1-9][0-9]{0,3}", length):
+    if length and not re.fullmatch("[1-9][0-9]{0,8}", length):  # the family knows the limit
         raise AdapterError(f"{TEXT_LENGTH} = {shown(repr(length))} is no number of tokens")
     name = config.base_model_name_or_path
     base = name if METADATA in head or name and is_hub_id(name) else None

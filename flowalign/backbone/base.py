@@ -68,7 +68,8 @@ class Backbone:
         pipe.vae.requires_grad_(False).eval().to(self.device)
         self.text = TextEncoder(self.family, model, self.device)
         self.sizes, factor = model.image_sizes, self.family.factor
-        if problems := [text for size in self.sizes for text in self.family.size_problems(*size)]:
+        problems = [text for size in self.sizes for text in self.family.size_problems(*size)]
+        if problems := [*problems, *self.family.length_problems(self.text.max_sequence_length)]:
             raise ModelError(problems[0])
         self.latent_shapes = [
             (self.family.channels, h // factor, w // factor) for h, w in self.sizes

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+LENGTH = "max_sequence_length"  # as diffusers calls it, too
 Text = dict[str, Tensor]  # what the transformer is told of a prompt, by names of the family's own
 JOINT_ATTENTION = [  # layers of blocks in which image and text attend to both
     "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
@@ -35,6 +36,11 @@ def by_prompt(**parts: Tensor) -> list[Text]:
 def without_padding(embeds: Sequence[Tensor]) -> list[Text]:
     """embeds [L,D] and mask [L] of each prompt, L its own number of tokens."""
     return [{"embeds": e, "mask": e.new_ones(len(e), dtype=torch.bool)} for e in embeds]
+
+
+def default_length(pipeline: type[Any]) -> int:
+    """Tokens of a prompt in a call of a pipeline, unless it says otherwise."""
+    return inspect.signature(pipeline.__call__).parameters[LENGTH].default
 
 
 class Family(ABC):
@@ -101,6 +107,19 @@ class Family(ABC):
         """Names of layers among `targets` on which no velocity depends: adapters of them get no
         gradient."""
         return ()
+
+    @property
+    def length(self) -> int:
+        """Tokens of a prompt where `model.max_sequence_length` is null."""
+        return default_length(getattr(diffusers, self.pipeline))
+
+    def length_problems(self, length: int) -> Iterator[str]:
+        """Why prompts cannot have so many tokens; nothing where they can."""
+        if length > self.longest:
+            yield (
+                f"model.max_sequence_length: {length}; this model takes {self.longest} tokens at "
+                "most. Use fewer."
+            )
 
     # Sizes -------------------------------------------------------------------------------------
 

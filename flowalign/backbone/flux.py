@@ -25,6 +25,11 @@ class Flux(PackedFamily):
     def guidance(self) -> Literal["embedded", "none"]:
         return "embedded" if self.core.config.guidance_embeds else "none"
 
+    @property
+    def length(self) -> int:
+        """256 for schnell, on its card; else 512."""
+        return super().length if self.core.config.guidance_embeds else 256
+
     def encoder_tokens(self, length: int) -> list[int]:
         return [self.pipe.text_encoder.config.max_position_embeddings, length]
 

@@ -17,7 +17,7 @@ from huggingface_hub import hf_hub_download
 from packaging.version import Version
 
 from flowalign.backbone.adapters import Lora
-from flowalign.backbone.family import Family, ModelError
+from flowalign.backbone.family import LENGTH, Family, ModelError, default_length
 from flowalign.backbone.flux import Flux
 from flowalign.backbone.flux2 import Flux2, Flux2Klein
 from flowalign.backbone.qwen_image import QwenImage
@@ -26,13 +26,13 @@ from flowalign.backbone.sd3 import SD3
 from flowalign.backbone.tiny import MODEL as TINY
 from flowalign.backbone.tiny import T5_LENGTH
 from flowalign.backbone.z_image import ZImage
+from flowalign.config import ModelConfig
 
 FAMILIES: dict[str, type[Family]] = {
     family.pipeline: family for family in (SD3, Flux, Flux2, Flux2Klein, QwenImage, ZImage, Sana)
 }
 GROUP = "flowalign.backbones"  # of entry points, each a Family
 PAGE = "docs/backbones.md"
-LENGTH = "max_sequence_length"
 
 
 @functools.cache
@@ -155,6 +155,11 @@ def text_length(model: str, lora: Lora | None) -> int | None:
     return T5_LENGTH if resolve(model) == str(TINY) else None
 
 
+def prompt_length(model: ModelConfig, family: Family) -> int:
+    """Tokens of a prompt: of a config, else of the tiny model, else of the family."""
+    return model.max_sequence_length or text_length(model.id, None) or family.length
+
+
 def pipeline_class(model: str, length: int | None, **hub: Any) -> type[Any]:
     """The class in diffusers of a model's pipeline, or one like it whose prompts have `length`
     tokens by default. hub: see `pipeline_name`. Raises ModelError for a pipeline of no family.
@@ -179,8 +184,3 @@ def pipeline_class(model: str, length: int | None, **hub: Any) -> type[Any]:
 
     methods = {name: with_length(getattr(parent, name)) for name in ("__call__", "encode_prompt")}
     return type(parent.__name__, (parent,), {**methods, "__doc__": parent.__doc__})
-
-
-def default_length(pipeline: type[Any]) -> int:
-    """Tokens of a prompt in a call of a pipeline, unless it says otherwise."""
-    return inspect.signature(pipeline.__call__).parameters[LENGTH].default

@@ -32,6 +32,11 @@ class SD3(Family):
         self.patch = self.core.config.patch_size
 
     @property
+    def length(self) -> int:
+        """128, as in Flow-GRPO and Flow-OPD; the pipeline has 256."""
+        return 128
+
+    @property
     def largest(self) -> int:
         return self.factor * self.patch * self.core.config.pos_embed_max_size
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -13,10 +16,12 @@ import diffusers
 import torch
 import transformers
 from huggingface_hub import try_to_load_from_cache
-from torch import nn
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from flowalign.backbone.base import DTYPES, Backbone
-from flowalign.backbone.loading import family_of, pipeline_name, resolve
+from flowalign.backbone.family import ENCODERS
+from flowalign.backbone.loading import family_of, pipeline_name, prompt_length, resolve
 from flowalign.backbone.shapes import PUBLIC, Architecture, Config
 
 if TYPE_CHECKING:
@@ -91,8 +96,81 @@ def family_without_text(
     return family_of(architecture.pipeline, family)(pipe)
 
 
-def build(architecture: Architecture, dtype: torch.dtype = torch.float32) -> Any:
-    """A pipeline with random weights and no tokenizers, on the default device."""
+class _Ids(nn.Module):
+    """A text encoder that gives back the ids of its tokens [B,L,1], at every index and under every
+    name. pooled: its first output is a vector [B,1]."""
+
+    dtype, device = torch.float32, torch.device("cpu")
+
+    def __init__(self, pooled: bool) -> None:
+        super().__init__()
+        self.pooled = pooled
+
+    def forward(self, input_ids: Tensor, *args: Any, **options: Any) -> Any:
+        ids = input_ids[..., None].float()
+        first, layers = ids[:, 0] if self.pooled else ids, defaultdict[int, Tensor](lambda: ids)
+        return BaseModelOutputWithPooling(first, ids[:, 0], layers)  # pyright: ignore
+
+
+@lru_cache(maxsize=4)
+def _family_of_ids(model: str, revision: str | None, family: str | None) -> Family | None:
+    """The family of a model, whose `encode` gives the ids of tokens; None where the tokenizers are
+    not on this machine."""
+    folder = local_folder(model, revision)
+    if folder is None:
+        return None
+    architecture, given = find(model, revision), dict[str, Any]()
+    its_family = family_of(architecture.pipeline, family)
+    for name, kind in json.loads((folder / "model_index.json").read_text()).items():
+        if "tokenizer" in name and kind[-1]:
+            try:
+                given[name] = getattr(transformers, kind[-1]).from_pretrained(folder / name)
+            except (OSError, ValueError, ImportError, AttributeError):
+                return None
+        elif name in ENCODERS and kind[-1]:
+            tokenizer = name.replace("text_encoder", "tokenizer")
+            given[name] = _Ids(pooled=tokenizer != its_family.tokenizer)
+    parts = {name: architecture.parts[name] for name in ("transformer", "vae")}
+    with torch.device("meta"):
+        pipe = build(replace(architecture, parts=parts), given=given)
+    return its_family(pipe)
+
+
+def cut_prompts(model: ModelConfig, prompts: Sequence[str]) -> tuple[list[str], list[str]] | None:
+    """(prompts that the model does not see to their end, those of them that it sees nothing of), by
+    what the family's own encoding leaves of them, such as behind a chat template. None where the
+    tokenizers are not on this machine."""
+    family = _family_of_ids(model.id, model.revision, model.family)
+    if family is None:
+        return None
+    tokenizer = getattr(family.pipe, family.tokenizer)
+    padding = getattr(tokenizer, "tokenizer", tokenizer).pad_token_id  # a processor has one inside
+    limit = prompt_length(model, family)
+
+    def seen(texts: Sequence[str], length: int) -> list[list[float]]:
+        """The ids of each prompt that reach the transformer."""
+        found = [text["embeds"][:, 0] for text in family.encode(list(texts), length, "cpu")]
+        return [ids[ids != padding].tolist() for ids in found]
+
+    logging.disable(logging.WARNING)  # of diffusers, for each prompt
+    try:
+        found, longer = (seen(prompts, length) for length in (limit, limit + 1))
+        (nothing,) = seen([""], limit)
+    except (ValueError, RuntimeError):  # the marks around a prompt alone are more
+        return list(prompts), list(prompts)
+    finally:
+        logging.disable(logging.NOTSET)
+    cut = {p: one for p, one, more in zip(prompts, found, longer, strict=True) if one != more}
+    return list(cut), [prompt for prompt, ids in cut.items() if ids == nothing]
+
+
+def build(
+    architecture: Architecture,
+    dtype: torch.dtype = torch.float32,
+    given: Mapping[str, Any] | None = None,
+) -> Any:
+    """A pipeline with random weights and no tokenizers, on the default device. given: parts of it
+    that are there."""
     loader = getattr(diffusers, architecture.pipeline)
     wanted = inspect.signature(loader.__init__).parameters
     parts: dict[str, Any] = {
@@ -102,7 +180,7 @@ def build(architecture: Architecture, dtype: torch.dtype = torch.float32) -> Any
         part = _part(config)
         # diffusers' own `to` would warn of hooks and dtypes that do not matter here
         parts[name] = nn.Module.to(part, dtype).eval() if isinstance(part, nn.Module) else part
-    return loader(**parts)
+    return loader(**{**parts, **(given or {})})
 
 
 def _part(config: Config) -> Any:

@@ -17,8 +17,8 @@ from typing import Any, get_args
 from pydantic_core import to_jsonable_python
 
 from flowalign import rewards as reward_registry
-from flowalign.backbone import ModelError, family_of, pipeline_name
-from flowalign.backbone.structure import find
+from flowalign.backbone import ModelError, family_of
+from flowalign.backbone.structure import find, model_family
 from flowalign.config import (
     STAGES,
     RecipeStage,
@@ -29,7 +29,7 @@ from flowalign.config import (
     parse,
     read,
 )
-from flowalign.config.model import LoraConfig
+from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.config.safe_yaml import dump_yaml
 from flowalign.system.files import replacing
 from flowalign.training.sources import validation_file
@@ -117,11 +117,7 @@ def family_folder(model: str) -> Path | None:
     if model == "tiny":
         return CONFIGS / "tiny"
     try:
-        try:
-            pipeline = find(model).pipeline
-        except LookupError:  # not on this machine: ask the Hub
-            pipeline = pipeline_name(model)
-        family = family_of(pipeline)
+        family = model_family(ModelConfig(id=model))
     except ModelError:
         return None
     for file in sorted(CONFIGS.glob("*/eval.yaml")):

@@ -28,7 +28,8 @@ from flowalign.backbone import (
     resolve,
 )
 from flowalign.backbone.adapters import Lora, read_lora
-from flowalign.backbone.loading import default_length, text_length
+from flowalign.backbone.family import default_length
+from flowalign.backbone.loading import text_length
 from flowalign.backbone.structure import family_without_text, model_family
 from flowalign.config import ConfigError, ModelConfig, SamplingConfig, TrainingStage, load
 from flowalign.system import devices

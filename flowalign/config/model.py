@@ -38,8 +38,9 @@ class ModelConfig(Section):
     )
     """Several [height, width], in place of height and width. All images of a rollout have one of
     them, and they take turns. null = one size."""
-    max_sequence_length: Annotated[int, Field(ge=1, le=1024)] = 128
-    """Tokens of a prompt, at most (of the T5 encoder where there are several)."""
+    max_sequence_length: Many | None = Field(default=None, examples=[512])
+    """Tokens of a prompt, at most (of the T5 encoder where there are several), with those of a
+    chat template around it; null = as many as models of the family are used with."""
     text_cache: str | None = Field(default=None, examples=["outputs/text_cache"])
     """Folder that keeps encoded prompts for later runs with the same encoders; null = keep none.
     Stable Diffusion 3.5 needs 1.7 MB a prompt in 16 bits."""

@@ -7,7 +7,7 @@ that no file is read twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,16 +19,19 @@ from flowalign import rewards
 from flowalign.backbone import Family, ModelError
 from flowalign.backbone.adapters import AdapterError, HubError, Lora, read_lora
 from flowalign.backbone.attention import unavailable
-from flowalign.backbone.structure import family_without_text, model_family
+from flowalign.backbone.loading import prompt_length
+from flowalign.backbone.structure import cut_prompts, family_without_text, model_family
 from flowalign.config import ConfigError, Stage, TrainingStage
 from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.config.stages import Judged
 from flowalign.system import packages
+from flowalign.system.escape import shown
 from flowalign.training.data import PromptError, load_prompts
 from flowalign.training.report.pictures import IMAGES, image_files
 from flowalign.training.run import resume as resuming
 from flowalign.types import PromptBatch
 
+SAMPLE = 2000  # prompts of a set whose length is checked
 # torch's own attention obeys train.deterministic; the kernels of other packages do not know of it
 REPEATABLE = (None, "native", "_native_math", "_native_flash", "_native_efficient")
 
@@ -89,6 +92,7 @@ def world_problems(
     problems += _model_problems(config)
     for judged in config.judged:
         problems += _scoring_problems(judged, trust, inputs)
+        problems += _text_problems(config.model, judged, inputs)
     problems += _fidelity_problems(config, trust)
     if isinstance(config, TrainingStage):
         problems += _training_problems(config, num_processes, trust)
@@ -167,11 +171,7 @@ def _model_problems(config: Stage) -> Iterator[str]:
         return
     for size in model.image_sizes:
         yield from family.size_problems(*size)
-    if model.max_sequence_length > family.longest:
-        yield (
-            f"model.max_sequence_length: {model.max_sequence_length}; this model takes "
-            f"{family.longest} tokens at most. Use fewer."
-        )
+    yield from family.length_problems(prompt_length(model, family))
     for key, scale in config.scales.items():
         if family.guidance == "none" and scale != 1:
             yield (
@@ -209,6 +209,25 @@ def _scoring_problems(judged: Judged, trust: bool, inputs: Inputs) -> Iterator[s
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             where = "" if isinstance(error, PromptError | OSError) else f"{source}, "
             yield f"{judged.place}.{key}: {where}{_text(error)}"
+
+
+def spread_out(prompts: Sequence[str]) -> Sequence[str]:
+    """About SAMPLE of the prompts of a set, of all its parts: many sets are sorted."""
+    return prompts[:: max(1, len(prompts) // SAMPLE)]
+
+
+def _text_problems(model: ModelConfig, judged: Judged, inputs: Inputs) -> Iterator[str]:
+    """Prompts of which the model would see nothing, as a template in front takes all tokens."""
+    for key, source in judged.prompts.items():
+        with suppress(ValueError, KeyError, TypeError, AttributeError, OSError):  # said before
+            prompts = spread_out(inputs.prompts(source, judged.name).prompts)
+            _, lost = cut_prompts(model, prompts) or ((), ())
+            if lost:
+                yield (
+                    f"model.max_sequence_length: too few tokens for {judged.place}.{key}, "
+                    f"{source}: {len(lost)} of {len(prompts)} prompts are cut away whole, such as "
+                    f"{shown(repr(lost[0]), 60)}. Leave it out, or raise it."
+                )
 
 
 def _fidelity_problems(config: Stage, trust: bool) -> Iterator[str]:

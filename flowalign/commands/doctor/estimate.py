@@ -221,7 +221,7 @@ class _Shapes:
 
     def encoded(self, batch: int) -> Meter:
         """The text encoders on `batch` prompts."""
-        lengths = self.backbone.family.encoder_tokens(self.stage.model.max_sequence_length)
+        lengths = self.backbone.family.encoder_tokens(self.backbone.text.max_sequence_length)
 
         def encode() -> None:
             for encoder, length in zip(self.encoders, lengths, strict=True):
@@ -257,7 +257,7 @@ class _Shapes:
         return size(self._text(rows).values())
 
     def _text(self, rows: int) -> dict[str, Tensor]:
-        shapes = self.backbone.family.text_shapes(self.stage.model.max_sequence_length)
+        shapes = self.backbone.family.text_shapes(self.backbone.text.max_sequence_length)
         return {
             name: torch.empty(rows, *shape, device="meta", dtype=self.dtype)
             for name, shape in shapes.items()

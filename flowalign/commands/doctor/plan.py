@@ -8,21 +8,19 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from flowalign import sde
 from flowalign.backbone import Backbone, ModelError
 from flowalign.backbone.adapters import AdapterError, read_lora
-from flowalign.backbone.structure import local_folder, model_family, without_data
+from flowalign.backbone.structure import cut_prompts, model_family, without_data
 from flowalign.commands.doctor.findings import Finding, fault, note
 from flowalign.config import TrainingStage
 from flowalign.training.algorithm import algorithm_class
 from flowalign.training.data import load_prompts, subset
+from flowalign.training.preflight import spread_out
 from flowalign.training.step import MovingAverage
 from flowalign.types import Schedule
-
-SAMPLE = 2000  # prompts of a set whose length is checked
 
 
 @dataclass(frozen=True)
@@ -174,31 +172,23 @@ def held_out(plan: Plan) -> Iterator[Finding]:
 
 
 def lengths(plan: Plan) -> Iterator[Finding]:
-    """Prompts that the text encoder cuts."""
-    model = plan.config.model
-    limit, folder = model.max_sequence_length, local_folder(model.id, model.revision)
-    tokenizer, family = None, plan.backbone.family if plan.backbone else None
-    if folder and family and (folder / family.tokenizer).is_dir():
-        path = folder / family.tokenizer
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
-
-    def tokens(prompt: str) -> int:
-        if tokenizer is None:  # about 4 tokens for 3 words
-            return len(prompt.split()) * 4 // 3 + 1
-        return len(tokenizer.encode(prompt))
-
-    most = f" (up to {family.longest})" if family else ""
+    """Prompts that the text encoder cuts. Those of which nothing is left, the preflight refuses."""
+    if (backbone := plan.backbone) is None:
+        return
+    limit, most = backbone.text.max_sequence_length, backbone.family.longest
     for task in plan.config.tasks:
-        prompts = load_prompts(task.prompts, task.name).prompts
-        prompts = prompts[:: max(1, len(prompts) // SAMPLE)]  # many sets are sorted: take all parts
-        long = [prompt for prompt in prompts if tokens(prompt) > limit]
+        prompts = spread_out(load_prompts(task.prompts, task.name).prompts)
+        cut = cut_prompts(plan.config.model, prompts)
+        # without its tokenizer: about 4 tokens for 3 words
+        about = "" if cut else "about "
+        long = cut[0] if cut else [p for p in prompts if len(p.split()) * 4 // 3 + 1 > limit]
         if long:
-            share, about = len(long) / len(prompts), "about " if tokenizer is None else ""
+            share = len(long) / len(prompts)
             yield Finding(
                 "fault" if share > 0.05 else "note",
                 f"length: {about}{share:.0%} of the prompts of task {task.name!r} have more than "
                 f"model.max_sequence_length = {limit} tokens and are cut, such as "
-                f"{long[0][:60]!r}. Raise it{most}.",
+                f"{long[0][:60]!r}. Raise it (up to {most}).",
             )
 
 
