@@ -116,7 +116,8 @@ def klein_distilled() -> Any:
 
 def qwen_image() -> Any:
     """Qwen-Image."""
-    text = {**DECODER, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}}
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3]}
+    text = {**DECODER, "rope_parameters": rope, "rope_scaling": rope}  # names in 5.x and in 4.x
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1,
               "out_hidden_size": WIDTH, "fullatt_block_indexes": [0]}  # fmt: skip
     del text["head_dim"]

@@ -53,11 +53,13 @@ class Family(ABC):
     targets: layers of a LoRA, by the end of their names. cards: (steps, guidance) of public models
     by the name of their repository. negative: the prompt without content of CFG, always encoded
     alone.
+    since: the first diffusers whose images these are.
     tokenizer: the part whose tokens `max_sequence_length` limits. longest: its largest value.
 
     A latent is [C,h,w]; pipe may lie on the meta device.
     """
 
+    since: ClassVar[str] = "0.37"
     name: ClassVar[str]
     pipeline: ClassVar[str]
     tag: ClassVar[str]

@@ -44,7 +44,18 @@ def families() -> Mapping[str, type[Family]]:
 
 def family_of(pipeline: str, name: str | None = None) -> type[Family]:
     """The family of a pipeline's class, or the one of `model.family` instead. Raises ModelError for
-    an unknown class or name, and for a class that the installed diffusers does not have."""
+    an unknown class or name, and for an installed diffusers in which the family is not right."""
+    family = _family_of(pipeline, name)
+    installed = diffusers.__version__
+    if Version(installed) < Version(family.since):
+        raise ModelError(
+            f"model.id: {family.pipeline} is not right in diffusers {installed}; update it to "
+            f"{family.since} or newer."
+        )
+    return family
+
+
+def _family_of(pipeline: str, name: str | None) -> type[Family]:
     if name:
         named = {family.name: family for family in families().values()}
         if name not in named:
@@ -57,10 +68,6 @@ def family_of(pipeline: str, name: str | None = None) -> type[Family]:
             f"model.id: its model_index.json names a {pipeline}; flowalign knows "
             f"{', '.join(families())}. {PAGE} says how to add a family; `model.family` takes the "
             "pipeline for one of a known family."
-        )
-    if not hasattr(diffusers, pipeline):
-        raise ModelError(
-            f"model.id: diffusers {diffusers.__version__} has no {pipeline}; update it."
         )
     return families()[pipeline]
 

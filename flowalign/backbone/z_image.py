@@ -19,6 +19,7 @@ class ZImage(Family):
     negative) to the positive velocity, where others add it to the negative one. 1 is no guidance.
     """
 
+    since = "0.39"  # before, the grid of noise levels was another; 0.37 gives NaN for some prompts
     name = "z_image"
     pipeline = "ZImagePipeline"
     tag = "z-image"
