@@ -1,4 +1,4 @@
-"""The families on the oldest diffusers, transformers, peft and accelerate that pyproject.toml admits.
+"""The families on the oldest diffusers, transformers, peft and accelerate that are admitted.
 
 scripts/setup.sh puts them beside the environment. A family that is right only in a newer diffusers
 is refused in an older one.
