@@ -164,16 +164,10 @@ class Draft:
                 f"the family of {self.args.model} is not known here, so the values are those of "
                 "Stable Diffusion 3.5. Check model, guidance and steps."
             )
-        stages = data.get("stages", {})
-        if stages.get("student", data).get("evaluation", "on") is None:
+        if data.get("stages", {}).get("student", data).get("evaluation", "on") is None:
             yield (
                 "evaluation is off, so the last weights are kept. To choose the best, give every "
                 "task a reward and held-out prompts (--reward, --validation)."
-            )
-        if stages and (self.args.prompts or self.args.validation):
-            yield (
-                "the table scores validation prompts, which also choose the adapter, and no task "
-                "without them. For a fair table name test prompts in stages.table."
             )
 
     def _training(self, stage: str) -> dict[str, Any]:
@@ -220,28 +214,22 @@ class Draft:
 
     def _recipe(self) -> dict[str, Any]:
         """The merge of the teachers, the student that starts from it, and the table."""
-        student = self._training("opd")
+        student = self._training("opd") | {"stage": "opd"}
         adapters = {name: teacher["adapter"] for name, teacher in student["teachers"].items()}
-        models, stages = {"base": None, **adapters}, {}
         if unscored := [task["name"] for task in student["tasks"] if "reward" not in task]:
             raise ValueError(
                 f"--reward: missing for {', '.join(unscored)}. Give one for each of the "
                 f"{len(adapters)} teachers, in their order; it scores the images of the table."
             )
+        models, stages = {"base": None, **adapters}, {}
         if len(adapters) > 1:
             stages["merge"] = {"stage": "merge", "adapters": list(adapters.values())}
             student["lora"] = {"init": "stage:merge"}
             models["merge"] = "stage:merge"
-        stages["student"] = student | {"stage": "opd"}
-        own = self.args.prompts or self.args.validation  # no test prompts are shipped for these
-        rows = [
-            self._benchmark(task["name"], task["reward"], task["validation"] if own else "")
-            for task in student["tasks"]
-            if "validation" in task
-        ]
-        if rows:
-            models["student"] = "stage:student"
-            stages["table"] = self.eval | {"models": models, "benchmarks": rows}
+        models["student"] = "stage:student"
+        rows = [self._benchmark(task["name"], task["reward"]) for task in student["tasks"]]
+        table = self.eval | {"models": models, "benchmarks": rows}
+        stages |= {"student": student, "table": table}
         for name, stage in stages.items():
             stages[name] = {key: value for key, value in stage.items() if key not in SHARED}
         return {"seed": 0, "stages": stages}
@@ -255,8 +243,8 @@ class Draft:
         models = {"base": None, **self.adapters}
         return self.eval | {"models": models, "benchmarks": rows or self.eval["benchmarks"]}
 
-    def _benchmark(self, name: str, reward: Mapping[str, Any], prompts: str) -> dict[str, Any]:
-        """A benchmark; without prompts on the shipped ones for its reward, or for any reward."""
+    def _benchmark(self, name: str, reward: Mapping[str, Any], prompts: str = "") -> dict[str, Any]:
+        """A benchmark; without prompts on the shipped test prompts of its reward, or of any."""
         shipped = self.eval["benchmarks"]
         like = next((b for b in shipped if b["reward"]["name"] == reward["name"]), shipped[-1])
         return like | {"name": name, "reward": reward, "prompts": prompts or like["prompts"]}

@@ -1,8 +1,7 @@
 """Official prompt sets, from where they are published to this machine.
 
 Nothing is shipped with the package. A file is written only after all of it came, its checksum holds
-and it reads as a prompt set. FILE.source.json next to it says where it came from. If no checksum is
-known, that record holds the first fetch's, and later fetches are compared to it.
+and it reads as a prompt set. FILE.source.json next to it says where it came from.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from flowalign.types import PromptBatch
 MAX_BYTES = 64 * 2**20  # the largest, dpg_bench.csv, has 7.4 MB
 SECONDS = 600.0  # for a file, further attempts included
 VALIDATION = 256  # prompts of a training set that are set aside
-FIRST = "of the first fetch, in its .source.json"
 
 
 class FetchError(OSError):
@@ -60,12 +58,8 @@ def _fetch(
     paths = [out / name for name in (file.name, file.validation) if name]
     record_file = paths[0].with_name(f"{paths[0].name}.source.json")
     record = json.loads(record_file.read_text()) if record_file.is_file() else {}
-    expected, how = file.checksum, file.known
-    if not expected and record.get("url") == file.url:
-        expected, how = f"sha256:{record['sha256']}", FIRST
-    if not expected:
-        how = "none known: what comes is recorded, and later fetches are compared to it"
-    print(f"{file.name}: {file.url}\n  checksum {expected or '-'} ({how})")
+    expected = file.checksum
+    print(f"{file.name}: {file.url}\n  checksum {expected or '-'} ({file.known or 'none known'})")
     if expected and _is_there(paths, expected, record):
         print(f"  {' and '.join(map(str, paths))}: there already, and the checksum holds")
         return paths
@@ -77,7 +71,7 @@ def _fetch(
     if expected and checksum != expected and not unverified:
         raise FetchError(
             f"{file.url} sent {len(content)} bytes with the checksum {checksum}, but it should be "
-            f"{expected} ({how}). Nothing was written. Try again; if you trust what comes, "
+            f"{expected} ({file.known}). Nothing was written. Try again; if you trust what comes, "
             "--unverified keeps it."
         )
     contents = _split(content, file.name, others) if file.validation else [content]
@@ -90,9 +84,19 @@ def _fetch(
                 f"{', less what is set aside to validate' if file.validation else ''}. Nothing "
                 "was written. Move it away, choose another --out, or replace it with --force."
             )
-    record = _record(file, source, content) | {
+    record = {
+        "file": file.name,
+        "url": file.url,
+        "source": source.page,
+        "commit": source.commit,
+        "licence": source.licence,
+        "note": source.note,
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "bytes": len(content),
+        "lines": "unique and sorted" if file.unique else "as published",
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "prompts": sum(counts.values()),
-        "verified": checksum == expected and how != FIRST,
+        "verified": checksum == expected,
     }
     if file.validation:
         record["parts"] = {path.name: _checksum(part) for path, part in parts.items()}
@@ -106,22 +110,6 @@ def _fetch(
     for path, count in counts.items():
         print(f"  {count} prompts in {path} ({verdict})")
     return paths
-
-
-def _record(file: File, source: Source, content: bytes) -> dict[str, Any]:
-    """Where a content came from."""
-    return {
-        "file": file.name,
-        "url": file.url,
-        "source": source.page,
-        "commit": source.commit,
-        "licence": source.licence,
-        "note": source.note,
-        "sha256": hashlib.sha256(content).hexdigest(),
-        "bytes": len(content),
-        "lines": "unique and sorted" if file.unique else "as published",
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
 
 
 def _is_there(paths: Sequence[Path], expected: str, record: dict[str, Any]) -> bool:
