@@ -12,7 +12,6 @@ from pathlib import Path
 
 from flowalign import __version__
 from flowalign.system import exit, packages
-from flowalign.system.escape import harmless
 
 COMMANDS = {
     "init": ("flowalign.commands.init:main", "Write a config, with the meaning of its keys."),
@@ -79,6 +78,7 @@ def version() -> str:
     )
 
 
+@exit.refusing("merge")
 def merge(argv: Sequence[str]) -> int:
     """Merge LoRA adapters of one base into one, by adding their weight updates. The folder of --out
     is the adapter: give it to --lora, lora.init or flowalign.load."""
@@ -98,21 +98,17 @@ def merge(argv: Sequence[str]) -> int:
     from flowalign.training.report import results
     from flowalign.training.report.status import read_status
 
-    try:
-        for source in args["adapters"]:
-            status = read_status(adapter_folder(source, newest=True).parent)
-            if status and status.state == "running" and not status.silent(time.time()):
-                print(
-                    f"flowalign merge: warning: the run of {source} goes on (update "
-                    f"{status.update} of {status.total}): this is the best adapter up to now. "
-                    "Merge again when the run has ended.",
-                    file=sys.stderr,
-                )
-        print(merging.merge(args.pop("adapters"), out := args.pop("out"), **args))
-        print(results.merged(out))
-    except (ValueError, OSError) as error:
-        print(harmless(f"flowalign merge: {error}"), file=sys.stderr)
-        return 2
+    for source in args["adapters"]:
+        status = read_status(adapter_folder(source, newest=True).parent)
+        if status and status.state == "running" and not status.silent(time.time()):
+            print(
+                f"flowalign merge: warning: the run of {source} goes on (update {status.update} of "
+                f"{status.total}): this is the best adapter up to now. Merge again when the run "
+                "has ended.",
+                file=sys.stderr,
+            )
+    print(merging.merge(args.pop("adapters"), out := args.pop("out"), **args))
+    print(results.merged(out))
     return 0
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +30,7 @@ from flowalign.config import (
 )
 from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.config.safe_yaml import dump_yaml
+from flowalign.system.exit import refusing
 from flowalign.system.files import replacing
 from flowalign.training.sources import validation_file
 
@@ -71,23 +71,20 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@refusing("init")
+def main(argv: Sequence[str]) -> int:
     """Exit status: 0 written, 2 refused."""
     args = parser().parse_args(argv)
     out = args.out = args.out or Path(f"{args.stage}.yaml")
-    try:
-        _check(args)
-        draft = Draft(args)
-        data = draft.data()
-        config = parse(data, source=str(out), stage=Stage)
-        notes = [f"note: {note}" for note in draft.notes(data)]
-        head = [f"# {config.command} --config {out}", *map(_comment, notes), ""]
-        with replacing(out) as part:
-            text = "\n".join([*head, _Writer(args.all).text(config)])
-            part.write_text(f"{text}\n", encoding="utf-8")
-    except (ValueError, OSError) as error:  # of the config, a reward, a file
-        print(f"flowalign init: {error}", file=sys.stderr)
-        return 2
+    _check(args)
+    draft = Draft(args)
+    data = draft.data()
+    config = parse(data, source=str(out), stage=Stage)
+    notes = [f"note: {note}" for note in draft.notes(data)]
+    head = [f"# {config.command} --config {out}", *map(_comment, notes), ""]
+    with replacing(out) as part:
+        text = "\n".join([*head, _Writer(args.all).text(config)])
+        part.write_text(f"{text}\n", encoding="utf-8")
     print("\n".join([str(out), *notes]))
     print(f"next: flowalign doctor --config {out}\nthen: {config.command} --config {out}")
     return 0
@@ -214,7 +211,7 @@ class Draft:
 
     def _recipe(self) -> dict[str, Any]:
         """The merge of the teachers, the student that starts from it, and the table."""
-        student = self._training("opd") | {"stage": "opd"}
+        student: dict[str, Any] = self._training("opd") | {"stage": "opd"}
         adapters = {name: teacher["adapter"] for name, teacher in student["teachers"].items()}
         if unscored := [task["name"] for task in student["tasks"] if "reward" not in task]:
             raise ValueError(

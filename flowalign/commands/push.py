@@ -21,7 +21,7 @@ from flowalign.commands.card import CONFIG, REPORT, add_results, card
 from flowalign.config import Stage, load
 from flowalign.eval.compare import load_results
 from flowalign.system import manifest
-from flowalign.system.escape import harmless
+from flowalign.system.exit import refusing
 from flowalign.system.hub_address import HubAddress
 
 # Beside the adapter and its card. The newest picture of samples/ goes up as samples.png.
@@ -53,6 +53,7 @@ class Upload:
         return "\n".join(f"{size:>12,}  {name}" for name, size in sizes.items())
 
 
+@refusing("push")
 def main(argv: Sequence[str]) -> int:
     """The command `flowalign push`. Exit status: 0 done, 2 refused."""
     parser = argparse.ArgumentParser("flowalign push", description="Upload a trained adapter.")
@@ -65,19 +66,15 @@ def main(argv: Sequence[str]) -> int:
     add("--dry-run", action="store_true", help="list what would go up, send nothing")
     add("--force", action="store_true", help="push a card without scores, too")
     args = parser.parse_args(argv)
-    try:
-        upload = gather(args.folder, args.repo, results=args.results, force=args.force)
-        for remark in upload.remarks:
-            print(f"note: {remark}", file=sys.stderr)
-        print(upload)
-        if args.dry_run:
-            print(f"would go to {args.repo}, revision {args.revision or 'main'}; nothing was sent")
-            return 0
-        private = args.private or None  # None: what the owner's settings say
-        print(send(upload, args.repo, private=private, revision=args.revision))
-    except (ValueError, OSError) as error:
-        print(harmless(f"flowalign push: {error}"), file=sys.stderr)
-        return 2
+    upload = gather(args.folder, args.repo, results=args.results, force=args.force)
+    for remark in upload.remarks:
+        print(f"note: {remark}", file=sys.stderr)
+    print(upload)
+    if args.dry_run:
+        print(f"would go to {args.repo}, revision {args.revision or 'main'}; nothing was sent")
+        return 0
+    private = args.private or None  # None: what the owner's settings say
+    print(send(upload, args.repo, private=private, revision=args.revision))
     return 0
 
 

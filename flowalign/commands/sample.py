@@ -33,7 +33,7 @@ from flowalign.backbone.loading import text_length
 from flowalign.backbone.structure import family_without_text, model_family
 from flowalign.config import ConfigError, ModelConfig, SamplingConfig, TrainingStage, load
 from flowalign.system import devices
-from flowalign.system.escape import harmless
+from flowalign.system.exit import refusing
 from flowalign.system.files import replacing
 from flowalign.training.report.pictures import grid, png
 from flowalign.training.report.progress import quiet
@@ -84,19 +84,15 @@ def _number(kind: type[int] | type[float], least: int, multiple: int | None = No
     return number
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@refusing("sample")
+def main(argv: Sequence[str]) -> int:
     """Exit status: 0 done, 2 refused."""
     args = parser().parse_args(argv)
     quiet()
-    try:
-        family = partial(model_family, ModelConfig(id=args.model)) if args.model else None
-        lora = read_lora(args.lora, newest=True, family=family) if args.lora else None
-        plan = settle(args, lora)
-        images = draw(args.prompts, plan, lora)
-    except (ValueError, OSError) as error:
-        print(harmless(f"flowalign sample: {error}"), file=sys.stderr)
-        return 2
-    write(plan.out, images, args.prompts, args.images)
+    family = partial(model_family, ModelConfig(id=args.model)) if args.model else None
+    lora = read_lora(args.lora, newest=True, family=family) if args.lora else None
+    plan = settle(args, lora)
+    write(plan.out, draw(args.prompts, plan, lora), args.prompts, args.images)
     return 0
 
 

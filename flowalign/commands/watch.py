@@ -10,7 +10,6 @@ import argparse
 import base64
 import itertools
 import math
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +19,7 @@ from typing import Any
 
 from flowalign.commands.recipe import DONE
 from flowalign.config import AlarmConfig, ConfigError, read
+from flowalign.system.exit import refusing
 from flowalign.system.files import read_lines, replacing
 from flowalign.training import metrics
 from flowalign.training.report import page, samples
@@ -43,8 +43,9 @@ FACTS = (  # of the newest update that has them: metric, label, format
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 the run is over, or the page was written once; 2 no run; 130 interrupted."""
+@refusing("watch")
+def main(argv: Sequence[str]) -> int:
+    """Exit status: 0 the run is over, or the page was written once; 2 no run."""
     parser = argparse.ArgumentParser(
         "flowalign watch",
         description="Write one page that shows a run while it goes on, and end with it.",
@@ -55,17 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--every", type=float, default=15.0, help="seconds between two pages")
     args = parser.parse_args(argv)
     out = args.out or args.run / PAGE
-    try:
+    view = write(args.run, out, every=args.every)
+    print(f"{out}: open it in a browser", flush=True)
+    while not args.once and view.state not in OVER:
+        time.sleep(args.every)
         view = write(args.run, out, every=args.every)
-        print(f"{out}: open it in a browser", flush=True)
-        while not args.once and view.state not in OVER:
-            time.sleep(args.every)
-            view = write(args.run, out, every=args.every)
-    except (NoRun, OSError) as error:
-        print(f"flowalign watch: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
     print(f"{view.name}: {view.about}")
     return 0
 

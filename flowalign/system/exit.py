@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import NoReturn
 
 from flowalign.system import packages
+from flowalign.system.escape import harmless
 from flowalign.system.signals import CODES, Interrupted, interruptible
 
 LEVELS = {  # read by the libraries when they are imported; processes that are started inherit them
@@ -20,6 +22,8 @@ LEVELS = {  # read by the libraries when they are imported; processes that are s
     "DIFFUSERS_VERBOSITY": "error",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
+Command = Callable[[Sequence[str]], int]
+"""From arguments to exit status."""
 LIBRARIES = (
     "accelerate", "bitsandbytes", "diffusers", "fastapi", "huggingface_hub",
     "open_clip", "peft", "starlette", "torch", "torchvision", "transformers", "triton", "uvicorn",
@@ -53,6 +57,26 @@ def run(name: str, target: str, argv: Sequence[str]) -> int:
     except KeyboardInterrupt as error:
         print(f"flowalign {name}: interrupted ({str(error) or 'SIGINT'})", file=sys.stderr)
         return error.code if isinstance(error, Interrupted) else CODES[signal.SIGINT]
+
+
+def refusing(name: str) -> Callable[[Command], Command]:
+    """Decorate the command `flowalign NAME`: a ValueError, OSError or ImportError, which says what
+    is wrong with what was asked, becomes a line on stderr and exit status 2."""
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def guarded(argv: Sequence[str]) -> int:
+            try:
+                return command(argv)
+            except (ValueError, OSError, ImportError) as error:
+                if isinstance(error, BrokenPipeError):
+                    raise
+                print(harmless(f"flowalign {name}: {error}"), file=sys.stderr)
+                return 2
+
+        return guarded
+
+    return decorate
 
 
 def end_process(status: int) -> NoReturn:

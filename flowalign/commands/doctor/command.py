@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,12 +17,14 @@ from flowalign.commands.doctor.pace import GPUS
 from flowalign.commands.doctor.predictions import Forecast, is_here
 from flowalign.config import Stage, TrainingStage, assignments, load
 from flowalign.eval.suite import environment
+from flowalign.system.exit import refusing
 from flowalign.training.preflight import own_code, unexamined
 from flowalign.training.report.progress import quiet
 
 CPU_MODEL = 2**31  # bytes of the largest model that a CPU samples from
 
 
+@refusing("doctor")
 def main(argv: Sequence[str]) -> int:
     """Exit status: 0 = no fault, 1 = a fault, 2 = `train` or `eval` refuses the config, or nothing
     could be examined."""
@@ -40,9 +41,6 @@ def main(argv: Sequence[str]) -> int:
         found, _ = reward.diagnose(args.reward, assignments(args.options), args.count, args.size)
         show(found)
         return 0 if healthy(found) else 1
-    except (ValueError, ImportError, OSError) as error:
-        print(f"flowalign doctor: {error}", file=sys.stderr)
-        return 2
     finally:
         log.setLevel(level)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from flowalign.backbone.structure import without_data
 from flowalign.commands import recipe
 from flowalign.commands.doctor import predictions
 from flowalign.commands.doctor.estimate import evaluated_images
@@ -43,10 +42,10 @@ def run(config: Job, home: Path, resume: bool, any_world: bool = False, trust: b
 
 def _lines(stage: Stage, processes: int) -> Iterator[str]:
     """The plan of a stage, a line each."""
+    model = stage.model
+    yield f"model: {model.id} in {model.dtype}, VAE in {model.vae_dtype}, {model.listed_sizes}"
     for key, source in stage.inputs.items():
         yield f"{key}: {source}"
-    if stage.samples:
-        yield from _shapes(stage)
     if isinstance(stage, TrainingStage):
         rollout, optimizer = stage.rollout, stage.optimizer
         yield (
@@ -66,20 +65,6 @@ def _lines(stage: Stage, processes: int) -> Iterator[str]:
             f"evaluation: {stage.evaluations} time(s), {sampling.steps} steps at guidance "
             f"{sampling.guidance:g}, in batches of B = {sampling.batch_size}; images: {listed}"
         )
-
-
-def _shapes(stage: Stage) -> Iterator[str]:
-    """Of what passes through the model. B images."""
-    model = stage.model
-    try:
-        backbone = without_data(model)
-    except LookupError:
-        yield f"model: {model.id}, whose shapes are not known here"
-        return
-    latents = " or ".join(f"[B, {', '.join(map(str, s))}]" for s in backbone.latent_shapes)
-    images = " or ".join(f"[B, 3, {height}, {width}]" for height, width in model.image_sizes)
-    yield f"model: {model.id} in {model.dtype}, VAE in {model.vae_dtype}"
-    yield f"shapes: latents {latents}, images {images}"
 
 
 def _first_batch(stage: TrainingStage) -> Iterator[str]:

@@ -115,14 +115,24 @@ def predict(
     """
     ranks = ranks or {}
     if isinstance(config, TrainingStage):
-        run = _Run(config, device_type, processes, ranks, drawn)
-    else:
-        run = _Evaluation(config, device_type, processes, ranks)
-    parts = {name: count for name, count in run.parts().items() if count}
-    evaluation = run.evaluation() if config.evaluations else None
+        shapes = _Run(config, device_type, processes, ranks, drawn)
+        parts, phases = shapes.parts(), list(shapes.phases())
+        evaluation = shapes.evaluation() if config.evaluations else None
+    else:  # the base with the adapters of all models; the peak is that of a model with an adapter
+        shapes, default = _Shapes(config, device_type, processes), LoraConfig().rank
+        loras = [
+            shapes.add_frozen(rank_of(source, default, ranks, config.model), None)
+            for source in config.inputs.values()
+        ]
+        held = sum(size(shapes.frozen[name]) for name in loras)
+        parts, phases = shapes.base_parts() | {f"LoRAs of {len(loras)} models": held}, []
+        images = sum(evaluated_images(config).values())
+        evaluation = shapes.sampled("sampling.batch_size", images, next(iter(loras), None))
+        evaluation = replace(evaluation, bytes=max(evaluation.bytes, shapes.visiting))
+    parts = {name: count for name, count in parts.items() if count}
     return Estimate(
-        config, device_type, processes, ranks, parts, list(run.phases()), evaluation,
-        run.host, run.download,
+        config, device_type, processes, ranks, parts, phases, evaluation,
+        shapes.host, shapes.download,
     )  # fmt: skip
 
 
@@ -262,35 +272,6 @@ class _Shapes:
             name: torch.empty(rows, *shape, device="meta", dtype=self.dtype)
             for name, shape in shapes.items()
         }
-
-
-class _Evaluation(_Shapes):
-    """An evaluation: the base with the adapters of all models, and the images of all of them."""
-
-    def __init__(
-        self, config: Stage, device_type: str, processes: int, ranks: Mapping[str, int]
-    ) -> None:
-        super().__init__(config, device_type, processes)
-        default = LoraConfig().rank
-        self.loras = [
-            self.add_frozen(rank_of(source, default, ranks, config.model), None)
-            for source in config.inputs.values()
-        ]
-
-    def parts(self) -> dict[str, int]:
-        """Resident bytes by what they are."""
-        loras = sum(size(self.frozen[name]) for name in self.loras)
-        return self.base_parts() | {f"LoRAs of {len(self.loras)} models": loras}
-
-    def phases(self) -> Sequence[Phase]:
-        """There are no updates."""
-        return ()
-
-    def evaluation(self) -> Phase:
-        """All images of all models; the peak is that of a model with an adapter."""
-        images = sum(evaluated_images(self.stage).values())
-        phase = self.sampled("sampling.batch_size", images, next(iter(self.loras), None))
-        return replace(phase, bytes=max(phase.bytes, self.visiting))
 
 
 class _Run(_Shapes):

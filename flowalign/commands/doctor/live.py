@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,18 +18,16 @@ from flowalign import sde
 from flowalign.backbone import Backbone, ModelError
 from flowalign.commands import build
 from flowalign.commands.doctor import reward as rewards
-from flowalign.commands.doctor.estimate import evaluated_images, predict
+from flowalign.commands.doctor.estimate import predict
 from flowalign.commands.doctor.findings import Finding, fault, note, ok
 from flowalign.commands.doctor.pace import KINDS, Pace
 from flowalign.config import ConfigError, Stage, TrainingStage, parse
-from flowalign.system.devices import resolve
 from flowalign.teachers.bank import Bank
 from flowalign.training import metrics
 from flowalign.training.algorithm import TrainingError, algorithm_class, pairs_of
-from flowalign.training.data import load_prompts
 from flowalign.training.loop import Loop
 from flowalign.training.losses import guard_log_ratio
-from flowalign.training.rollout import Noise, generate, places, sample, schedule_of
+from flowalign.training.rollout import Noise, places, sample, schedule_of
 from flowalign.types import Rollout
 
 COPIES = 4  # images of a prompt, at most
@@ -48,8 +45,7 @@ class Live:
 
 
 def examine(config: Stage) -> Live:
-    """Score probe images with each reward. Then run a few small updates in a temporary folder, or
-    sample a batch of an evaluation."""
+    """Score probe images with each reward. Then run a few small updates, in a temporary folder."""
     result, judging = Live([]), {}
     for judged in config.judged:
         costs = [
@@ -63,8 +59,6 @@ def examine(config: Stage) -> Live:
         if isinstance(config, TrainingStage):
             with tempfile.TemporaryDirectory() as folder:
                 result.pace = _train(config, folder, judging, result.findings)
-        else:
-            result.pace = _sample(config, judging)
     except (ConfigError, ModelError, TrainingError) as error:
         result.findings.append(fault(f"update: {error}"))
     except torch.cuda.OutOfMemoryError as error:
@@ -113,23 +107,6 @@ def _pace(small: TrainingStage, folder: Path, device_type: str, judging: dict[st
     rates = {"sampling": sampling, "labels": labels, "learning": learning}
     source = f"measured here, {learning / 1e12:.3g} TFLOP/s in updates"
     return Pace(rates | {"alarm": sampling, "rewards": sampling}, source, waiting, judging)
-
-
-def _sample(config: Stage, judging: dict[str, float]) -> Pace:
-    """From the second of two batches of the first benchmark."""
-    backbone, sampling = Backbone.load(config.model, resolve(None)), config.evaluation_sampling
-    prompts = load_prompts(config.judged[0].prompts["prompts"], "doctor")
-    prompts, began = prompts.select(range(len(prompts))[: sampling.batch_size]), 0.0
-    for _ in range(2):
-        began = time.perf_counter()
-        generate(backbone, prompts, sampling)
-    taken = time.perf_counter() - began
-    estimate = predict(config, device_type=backbone.device.type)
-    assert estimate.evaluation
-    images = sum(evaluated_images(config).values())
-    rate = estimate.evaluation.flops / images * len(prompts) / taken
-    source = f"measured here, {rate / 1e12:.3g} TFLOP/s in sampling"
-    return Pace.constant(rate, source, judging=judging)
 
 
 def _reward(task: str, name: str, options: dict[str, Any], findings: list[Finding]) -> float | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from flowalign.commands.prompts.fetch import fetch as fetch_set
 from flowalign.commands.prompts.held_out import digest
 from flowalign.rewards.ocr import target_of
 from flowalign.system.escape import harmless
+from flowalign.system.exit import refusing
 from flowalign.system.files import replacing
 from flowalign.training.data import load_prompts
 from flowalign.training.sources import GENERATED, SOURCES, validation_file
@@ -153,11 +153,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@refusing("data")
 def main(argv: Sequence[str]) -> int:
     """The command line; 0 = done, 1 = `check` found faults, 2 = it could not be done."""
     args = _parser().parse_args(argv)
-    try:
-        return args.run(args)
-    except (ValueError, ImportError, OSError) as error:
-        print(f"flowalign data: {error}", file=sys.stderr)
-        return 2
+    return args.run(args)
