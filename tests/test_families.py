@@ -10,12 +10,14 @@ import diffusers
 import families
 import pytest
 import torch
+from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from torch.testing import assert_close
 
 from flowalign import sde
 from flowalign.backbone import Backbone, ModelError, load_pipeline
 from flowalign.backbone.attention import use_backend
+from flowalign.backbone.lora import adapted_layers, peft_targets, several_adapters
 from flowalign.config import ModelConfig
 from flowalign.training.rollout import Noise, Schedule, places, sample
 from flowalign.types import PromptBatch
@@ -248,3 +250,38 @@ def test_how_it_computes_changes_nothing(name: str) -> None:
     torch._dynamo.reset()
     ours.compile(backend="eager")
     assert_close(computed(), before, rtol=0, atol=1e-5)
+
+
+def test_every_target_that_is_not_refused_can_be_adapted(name: str, tmp_path: Path) -> None:
+    """Whatever else ends with it, such as a list of layers."""
+    core = pipeline(name).transformer
+    parts = [key.split(".") for key, _ in core.named_modules() if key]
+    ends = {".".join(part[-length:]) for part in parts for length in (1, 2, 3)}
+    ends = {end for end in ends if end and not end[0].isdigit()}
+    adapted = {end: layers for end in ends if (layers := adapted_layers(core, end))}
+    mixed = {end for end in adapted if not set(peft_targets(core, [end])) == {end}}
+    assert ("attn.to_out" in mixed) == name.startswith(("flux2", "klein"))
+    for number, (end, layers) in enumerate(adapted.items()):
+        with several_adapters():
+            config = LoraConfig(r=1, target_modules=peft_targets(core, [end]))
+            core.add_adapter(config, adapter_name=f"a{number}")
+        found = {
+            key.split(".lora_A.")[0]
+            for key, _ in core.named_parameters()
+            if f".lora_A.a{number}." in key
+        }
+        assert found == set(layers)
+        core.delete_adapters(f"a{number}")
+
+
+def test_the_layers_of_published_scripts_can_be_adapted(name: str) -> None:
+    """Those in docs/backbones.md."""
+    page = (Path(__file__).parent.parent / "docs" / "backbones.md").read_text()
+    kind = backbone(PIPES(name)).family.name
+    rows = [row for row in page.splitlines() if f"`{kind}`" in row and "to_out.0, " in row]
+    for row in rows:
+        core = pipeline(name).transformer
+        targets = row.split("`[")[1].split("]`")[0].split(", ")
+        assert all(adapted_layers(core, target) for target in targets)
+        core.add_adapter(LoraConfig(r=1, target_modules=peft_targets(core, targets)))
+    assert len(rows) == (kind not in ("sd3", "sana"))

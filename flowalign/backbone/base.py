@@ -25,6 +25,7 @@ from flowalign.backbone.loading import family_of, load_pipeline
 from flowalign.backbone.lora import (
     compute_in_the_bases_dtype,
     lora_layers,
+    peft_targets,
     put_lora,
     several_adapters,
 )
@@ -205,7 +206,7 @@ class Backbone:
             r=rank,
             lora_alpha=alpha,  # pyright: ignore[reportArgumentType] (any number will do)
             init_lora_weights="gaussian",
-            target_modules=list(targets or self.family.targets),
+            target_modules=peft_targets(self.core, targets or self.family.targets),
         )
         with several_adapters():
             self.core.add_adapter(config, adapter_name=name)

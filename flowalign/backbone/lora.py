@@ -8,7 +8,7 @@ rollout, labels, update, evaluation and sampling compute alike.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -48,6 +48,26 @@ def put_lora(core: nn.Module, name: str, source: str | Path | Lora) -> dict[str,
             dict(lora.weights), prefix=None, adapter_name=name, metadata=lora.metadata
         )
     return lora.weights
+
+
+def adapted_layers(core: nn.Module, target: str) -> list[str]:
+    """Names of the layers with this name, or this end of a name after a dot, that take a LoRA."""
+    return [
+        name
+        for name, module in core.named_modules()
+        if f".{name}".endswith(f".{target}") and isinstance(module, (nn.Linear, LoraLayer))
+    ]
+
+
+def peft_targets(core: nn.Module, targets: Sequence[str]) -> list[str]:
+    """Targets as peft takes them: where an end of a name is also that of what takes no LoRA, such
+    as a list of layers, the full names of those that do."""
+    found: list[str] = []
+    for target in targets:
+        ends = [name for name, _ in core.named_modules() if f".{name}".endswith(f".{target}")]
+        layers = adapted_layers(core, target)
+        found += layers if 0 < len(layers) < len(ends) else [target]
+    return found
 
 
 def _shapes(

@@ -20,6 +20,7 @@ from flowalign.backbone import Family, ModelError
 from flowalign.backbone.adapters import AdapterError, HubError, Lora, read_lora
 from flowalign.backbone.attention import unavailable
 from flowalign.backbone.loading import prompt_length
+from flowalign.backbone.lora import adapted_layers
 from flowalign.backbone.structure import cut_prompts, family_without_text, model_family
 from flowalign.config import ConfigError, Stage, TrainingStage
 from flowalign.config.model import LoraConfig, ModelConfig
@@ -264,10 +265,8 @@ def _training_problems(config: TrainingStage, num_processes: int, trust: bool) -
         )
     fresh = config.lora.targets if config.lora.init is None else None
     if fresh and (family := _family(config.model)):
-        modules = family.core.named_modules()
-        layers = [f".{name}" for name, module in modules if isinstance(module, torch.nn.Linear)]
         for target in fresh:
-            if not any(layer.endswith(f".{target}") for layer in layers):
+            if not adapted_layers(family.core, target):
                 yield (
                     f"lora.targets: no layer of {config.model.id} ends with {target!r}. By default "
                     f"(null) they are {', '.join(family.targets)}."
