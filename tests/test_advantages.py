@@ -62,39 +62,6 @@ def test_gdpo_normalises_the_parts_of_a_weighted_reward(random_model: str, tmp_p
     assert bool((found.advantage != 0).all())
 
 
-def test_every_task_has_parts_of_its_own(random_model: str, tmp_path: Path) -> None:
-    """One a sum of two, the other of three, one of which has a name of the first task's."""
-    found = fakes.settings(random_model, tmp_path / "run", "rollout.prompts=4")
-    raw = found.model_dump(mode="json")
-    (red,) = raw["tasks"]
-    sums = {
-        "two": [("fakes:redness", "a", 1.0), ("fakes:vivid", "b", 1.0)],
-        "three": [("fakes:vivid", "a", 2.0), ("fakes:redness", "c", 1.0),
-                  ("fakes:redness", "d", 0.5)],
-    }  # fmt: skip
-    raw["tasks"] = [
-        {**red, "name": name, "reward": {"name": "weighted", "options": {"rewards": [
-            {"name": reward, "label": label, "weight": weight} for reward, label, weight in terms
-        ]}}} for name, terms in sums.items()
-    ]  # fmt: skip
-    raw["grpo"]["advantage"] = "gdpo"
-    loop = fakes.wired(parse(raw), moved=True)
-    rollout = loop.rollout(0)
-    prepared: Any = loop.prepare(rollout)
-    assert rollout.images is not None
-    for name, terms in sums.items():
-        rows = [i for i, task in enumerate(rollout.batch.tasks) if task == name]
-        asked = rollout.batch.select(rows)
-        parts = [
-            fakes.redness(rollout.images[rows], asked.prompts, asked.metadata).value
-            * (1e3 if reward == "fakes:vivid" else 1)
-            for reward, _, _ in terms
-        ]
-        scales = torch.tensor([[weight] for _, _, weight in terms]).expand(len(terms), len(rows))
-        expected = gdpo(parts[0], rollout.group[rows], parts=torch.stack(parts), weights=scales)
-        assert_close(prepared.advantage[rows], expected)
-
-
 def test_a_reward_without_parts_is_refused_before_a_model_is_loaded(
     random_model: str, tmp_path: Path
 ) -> None:

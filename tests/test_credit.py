@@ -92,15 +92,6 @@ def test_the_order_of_the_batch_and_the_names_of_groups_do_not_matter(name):
     assert_close(shuffled, ADVANTAGES[name](value, group)[shuffle])
 
 
-def test_the_two_stds_differ_by_where_the_spread_is_taken():
-    value, group = torch.tensor([0.0, 1.0, 0.0, 10.0]), torch.tensor([0, 0, 1, 1])
-    batch = group_relative(value, group, std="batch", eps=0.0)
-    own = group_relative(value, group, std="group", eps=0.0)
-    spread = math.sqrt(sum((v - 2.75) ** 2 for v in (0, 1, 0, 10)) / 4)
-    assert_close(batch, torch.tensor([-0.5, 0.5, -5.0, 5.0]) / spread)
-    assert_close(own, torch.tensor([-1.0, 1.0, -1.0, 1.0]))
-
-
 def test_every_task_of_a_mixed_batch_gets_the_published_advantages_of_its_own_batch():
     """The official training alternates data sets, so its batches hold one task each: the recorded
     cases as tasks of one batch, whose images are shuffled, give what each gives alone."""

@@ -7,7 +7,6 @@ from pathlib import Path
 import fakes
 import pytest
 
-import flowalign.training.data
 from flowalign.commands import build
 from flowalign.training.data import PromptError, PromptSampler, load_prompts, subset
 from flowalign.types import PromptBatch
@@ -107,14 +106,6 @@ def test_a_missing_set_names_the_command_that_writes_it_or_what_is_there(tmp_pat
             load_prompts(tmp_path / name, "t")
 
 
-def test_tiny_names_a_set_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flowalign.training.data, "PROMPTS", tmp_path)
-    (tmp_path / "ocr_train.jsonl").write_text('{"prompt": "x"}')
-    assert load_prompts("tiny/ocr_train", "ocr").prompts == ["x"]
-    with pytest.raises(PromptError, match="tiny/ocr_train"):
-        load_prompts("tiny/ocr_trian", "ocr")
-
-
 def test_a_batch_depends_on_seed_and_update_only() -> None:
     args = ({"a": 7, "b": 5}, {"a": 1.0, "b": 2.0}, 4)
     one, other = sampler(*args), sampler(*args)
@@ -148,11 +139,6 @@ def test_every_batch_is_proportional_and_the_debt_never_grows() -> None:
                 share = prompts * weight / total
                 assert abs(given[task] - share * (update + 1)) < len(weights) - 1, (weights, update)
                 assert abs(counts[task] - share) < 2, (weights, update)
-
-
-def test_integer_shares_are_met_in_every_batch() -> None:
-    draws = sampler({"a": 5, "b": 3}, {"a": 3.0, "b": 1.0}, 8)
-    assert all(Counter(draws.batch(u).tasks) == {"a": 6, "b": 2} for u in range(20))
 
 
 GENEVAL_TAGS = {"single_object": 80, "two_object": 99, "counting": 80,

@@ -7,7 +7,6 @@ from typing import Any
 import fakes
 import pytest
 import torch
-from diffusers.models import attention_dispatch
 from safetensors.torch import load_file
 
 from flowalign.backbone.attention import unavailable
@@ -75,12 +74,6 @@ def refused(config: Any) -> str:
     except ConfigError as error:
         return str(error)
     return ""
-
-
-def test_a_check_leaves_the_attention_of_other_models_alone(tmp_path: Path) -> None:
-    before = attention_dispatch._AttentionBackendRegistry.get_active_backend()
-    refused(fakes.settings("tiny", tmp_path / "run", "model.attention=_native_math"))
-    assert attention_dispatch._AttentionBackendRegistry.get_active_backend() == before
 
 
 def test_attention_whose_backward_pass_varies_is_refused(tmp_path: Path) -> None:

@@ -1,10 +1,8 @@
 """The Fréchet distance is the formula's, rises with damage, and refuses what it cannot measure."""
 
 import numpy as np
-import prompts
 import pytest
 
-from flowalign.backbone.tiny.scenes import rendered
 from flowalign.eval.fidelity import frechet
 
 RNG = np.random.default_rng(0)
@@ -37,14 +35,3 @@ def test_axes_that_are_turned_agree_with_the_matrix_root():
     assert frechet(a, b) == pytest.approx(wanted)
     assert frechet(b, a) == pytest.approx(wanted)
     assert frechet(a[::-1], b) == pytest.approx(wanted)
-
-
-def test_rendered_depends_on_the_seed_and_the_place_alone():
-    rows = [prompts.preference_prompt(r) for r in prompts.geneval_file("test", 6, 0)]
-    rows.append(prompts.sign_prompt("CAT", None))
-    images = rendered(rows, seed=3, each=2)
-    assert images.shape == (2 * len(rows), 3, 64, 64) and 0 <= images.min() < images.max() <= 1
-    assert (images[4:6] == rendered(rows[:3], seed=3, each=2)[4:6]).all()
-    assert (images[::2] == rendered(rows, seed=3)).all()
-    assert not (images[0] == images[1]).all()
-    assert not (images == rendered(rows, seed=4, each=2)).all()

@@ -37,14 +37,6 @@ def test_what_raises_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> Non
     assert target.read_text() == "old" and list(tmp_path.iterdir()) == [target]
 
 
-def test_two_that_write_the_same_file_do_not_meet(tmp_path: Path) -> None:
-    target = tmp_path / "a.txt"
-    with replacing(target) as one, replacing(target) as two:
-        one.write_text("one")
-        two.write_text("two")
-    assert target.read_text() == "one" and list(tmp_path.iterdir()) == [target]
-
-
 def test_a_folder_takes_the_place_of_an_empty_one_only(tmp_path: Path) -> None:
     for present in (False, True):
         with replacing(tmp_path / "folder") as part:

@@ -1,6 +1,5 @@
 """push.py and card.py: what goes up, what its card says, and that it loads from where it went."""
 
-import inspect
 import json
 import re
 import shutil
@@ -16,10 +15,9 @@ from fake_hub import online
 from huggingface_hub import ModelCard
 from PIL import Image
 
-from flowalign import rewards
 from flowalign.backbone.adapters import ADAPTER, read_lora
 from flowalign.commands import recipe
-from flowalign.commands.card import judge, licence, write_card
+from flowalign.commands.card import licence, write_card
 from flowalign.commands.cli import main
 from flowalign.config import MergeStage, load, parse, to_yaml
 from flowalign.eval.run import main as evaluate
@@ -189,25 +187,6 @@ def test_the_python_of_a_card_loads_the_adapter(trained: Path) -> None:
         names: dict[str, Any] = {}
         exec(block, names)
         assert names["pipe"].get_list_adapters()
-
-
-def test_a_card_names_the_licences_of_what_the_rewards_use() -> None:
-    """Of the options that were given, and of the rewards that a reward is made of."""
-    official = {"detector": "tiny", "reward": "official"}
-    assert judge("geneval", official) == judge("geneval", {})
-    assert "Apache-2.0" in judge("geneval", {}) and "mask2former" not in judge("geneval", {})
-    assert "of their own" in judge("geneval", {"detector": "mask2former"})
-    assert "`paddleocr`: Apache-2.0" in judge("ocr", {"engine": "paddleocr"})
-    assert "Apache" in judge("pickscore", {"model": "tiny"})
-    assert judge("pickscore", {}) == "`pickscore`"  # not known
-    parts = [{"name": "ocr"}, {"name": "hpsv2", "options": {}, "weight": 0.5}]
-    assert judge("weighted", {"rewards": parts}) == (
-        f"`weighted` of {judge('ocr', {})}, {judge('hpsv2', {})}"
-    )
-    for name in ("geneval", "ocr"):
-        reward = rewards.declared(name)
-        option, default = reward.choice
-        assert inspect.signature(reward).parameters[option].default == default
 
 
 def test_on_the_hub_the_card_loads_from_the_hub_and_keeps_what_was_edited(

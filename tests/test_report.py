@@ -182,17 +182,6 @@ def test_models_disagree_where_scores_are_far_apart_or_missing(results: Results)
     assert [cell.level for (cell,) in lines[1].cells] == [0, 100, 100]
 
 
-def test_a_bar_for_each_tag_and_model(results: Results):
-    bars = report.bars(results, MARKS[0])
-    assert list(bars) == ["a", "b"] and [bar.model for bar in bars["a"]] == list(CORRECT)
-    assert [bar.end for bar in bars["a"]] == [50, 100, 100]
-    alone = bars["b"][2]
-    assert alone.n == 1 and alone.low == alone.high == alone.end and alone.text.endswith("?")
-    for bar in (bar for of in bars.values() for bar in of):
-        assert 0 <= bar.low <= bar.end <= bar.high <= 100
-    assert report.bars(results, MARKS[1]) == {}
-
-
 def shared() -> Results:
     """Two models, two prompts of two images, judged by a verdict and by a grade."""
     batch = PromptBatch(PROMPTS[:2], ["x"] * 2, [{}] * 2)

@@ -90,15 +90,6 @@ def test_registering_again_is_fine_but_a_taken_name_is_refused(registry):
         register("bright")(FakeDetector)
 
 
-def test_an_entry_point_is_found(stranger, monkeypatch):
-    from importlib.metadata import EntryPoint
-
-    point = EntryPoint("plugged", "stranger:Brightness", "flowalign.rewards")
-    monkeypatch.setattr("flowalign.rewards.entry_points", lambda group: [point])
-    assert "plugged" in names()
-    assert isinstance(build("plugged"), Brightness)
-
-
 def test_what_is_unknown_is_refused_with_a_suggestion(stranger):
     for name, options, said in (
         ("ocrr", {}, "'ocr'"),

@@ -41,17 +41,6 @@ def test_steps_guidance_and_size_are_the_models_own(
     assert (given.steps, given.guidance, given.height) == (3, 2.0, 96)
 
 
-@pytest.mark.parametrize("there, dtype", [(True, "bfloat16"), (False, "float32")])
-def test_the_device_decides_the_dtype(
-    there: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device = torch.device("cuda:0" if there else "cpu")
-    monkeypatch.setattr(sample, "usable_device", lambda name: device)
-    own = plan("--model", "stabilityai/stable-diffusion-3.5-medium")
-    assert (own.device, own.dtype) == (device, dtype)
-    assert plan("--dtype", "float16").dtype == "float16"
-
-
 def test_a_loras_run_says_its_settings_and_its_model(random_model: str) -> None:
     changes = ("rollout.steps=7", "rollout.window=null", "rollout.guidance=3.0")
     config = fakes.settings(random_model, Path("run"), *changes)

@@ -26,10 +26,11 @@ from flowalign.training.data import spread, spread_text
 from flowalign.training.report.pictures import (
     COLUMNS,
     Block,
+    Row,
     comparison,
     metrics_plot,
     pixels_of,
-    scored_row,
+    score_text,
 )
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -63,7 +64,7 @@ def block(table: Path, results: Mapping[str, Any], task: str) -> Block:
         number = headline_rows(benchmark, scored)[0].mean
         folder = table / "images" / model / task
         images = [pixels_of((folder / f"{i:05}_0.png").read_bytes()) for i in places]
-        rows.append(scored_row(name, images, {task: values}, {task: number}))
+        rows.append(Row(images, [*map(score_text, values)], name, f"all {score_text(number)}"))
         prompts = [scored[i]["prompt"] for i in places]
     title = f"{TASKS[task]}: {spread_text(places, len(results['models']['base']['images'][task]))}"
     return Block(title, prompts, rows)

@@ -48,22 +48,6 @@ def test_a_thread_has_a_current_device_and_a_new_one_begins_at_0():
         torch.empty(1, device="second:2")
 
 
-def test_each_device_has_its_own_generator():
-    def drawn(seed: int, device: torch.device | str) -> list[float]:
-        generator = torch.Generator(device).manual_seed(seed)
-        return torch.randn(3, generator=generator, device=device).tolist()
-
-    assert drawn(1, HERE) == drawn(1, THERE) == drawn(1, "cpu") != drawn(2, HERE)
-    with pytest.raises(RuntimeError, match="generator"):
-        torch.randn(3, generator=torch.Generator(), device=HERE)
-    states = [torch.get_device_module("second").get_rng_state(d) for d in (HERE, THERE)]
-    first, of_cpu = torch.rand(3, device=HERE).tolist(), torch.get_rng_state()
-    assert torch.equal(torch.get_device_module("second").get_rng_state(THERE), states[1])
-    torch.get_device_module("second").set_rng_state(states[0], HERE)
-    assert torch.rand(3, device=HERE).tolist() == first
-    assert torch.equal(torch.get_rng_state(), of_cpu)
-
-
 def test_a_stream_must_wait_for_what_another_has_written():
     side = torch.Stream(device=HERE)
     x = torch.ones(3, device=HERE)
