@@ -400,9 +400,6 @@ def test_four_bits_are_refused_where_they_cannot_be_had(
         assert any("model.quantization" in p and text in p for p in caught.value.problems)
 
 
-# Files made of files -----------------------------------------------------------------------------
-
-
 def files(folder: Path, **texts: str) -> Path:
     for name, text in texts.items():
         (folder / f"{name}.yaml").write_text(text)
@@ -486,8 +483,6 @@ def test_a_wrong_variant_is_refused(tmp_path: Path, text: str, said: str) -> Non
         load(tmp_path / "run.yaml", variant=tmp_path / "variant.yaml")
     assert said in str(caught.value)
 
-
-# Generated configs -------------------------------------------------------------------------------
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 PATHS = [

@@ -64,9 +64,6 @@ COMMANDS = [command for page in PAGES for command in documents.commands(page)]
 BLOCKS = [block for page in PAGES for block in documents.blocks(page)]
 
 
-# Links -----------------------------------------------------------------------------------------
-
-
 def test_every_link_leads_somewhere() -> None:
     broken = []
     for page, line, target in [(p, *link) for p in PAGES for link in documents.links(p)]:
@@ -81,9 +78,6 @@ def test_every_link_leads_somewhere() -> None:
         elif anchor and file in PAGES and anchor not in documents.anchors(file):
             broken.append(f"{page.relative_to(ROOT)}:{line}: {target}: no heading {anchor!r}")
     assert broken == []
-
-
-# Commands --------------------------------------------------------------------------------------
 
 
 class Parsed(Exception):
@@ -309,8 +303,6 @@ def test_every_command_is_one_that_the_code_takes(at_home: None) -> None:
             pytest.fail(f"{command.place}: `{command}`: {error!r}")
 
 
-# What is shown -----------------------------------------------------------------------------------
-
 REQUIRED: dict[str, Any] = {  # what a page that shows a part of a config leaves out
     "output": "outputs/x",
     "model": {"id": "tiny", "height": 64, "width": 64},
@@ -468,8 +460,6 @@ def test_the_example_of_a_package_is_the_one_that_ships() -> None:
     (text,) = (block.text for block in documents.blocks(page) if block.language == "toml")
     assert text in (ROOT / "docs/rewards/example/pyproject.toml").read_text()
 
-
-# What commands leave -----------------------------------------------------------------------------
 
 FOLDERS = {  # the page whose table says what a command leaves -> where the script has it
     "docs/quickstart.md": "outputs/tiny/teacher_ocr_nft",

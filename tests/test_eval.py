@@ -199,9 +199,6 @@ def test_the_error_of_a_distance_is_over_prompts():
         assert (row.mean, row.stderr) == pytest.approx((once.mean, once.stderr), rel=1e-5)
 
 
-# On a model --------------------------------------------------------------------------------------
-
-
 def judge(backbone: Backbone, benchmark: Benchmark, *args: Any, **options: Any) -> Judged:
     return suite.judge_set(backbone, ImageSet.of(benchmark), *args, **options)[0]
 
@@ -352,9 +349,6 @@ def test_fidelity_that_cannot_be_measured_is_refused(
     assert main(["--config", str(config), *fidelity, f"fidelity.{override}"]) == 2
     assert f"fidelity.{said}" in capsys.readouterr().err
     assert not (config.parent / "out").exists()
-
-
-# The text encoders -------------------------------------------------------------------------------
 
 
 @pytest.fixture

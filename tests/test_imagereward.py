@@ -16,23 +16,12 @@ from flowalign.rewards.imagereward import Network
 
 SIDE, PATCH, WIDE, TALL, TEXT_WIDE = 32, 16, 32, 48, 24
 HEADS = {"vision": 4, "text": 3}
+SHARED = {"num_hidden_layers": 2, "intermediate_size": TALL}
+SEE = {"image_size": SIDE, "patch_size": PATCH, "hidden_size": WIDE}
+READ = {"vocab_size": 40, "hidden_size": TEXT_WIDE, "max_position_embeddings": 64}
 SMALL = {
-    "vision": {
-        "image_size": SIDE,
-        "patch_size": PATCH,
-        "hidden_size": WIDE,
-        "num_hidden_layers": 2,
-        "num_attention_heads": HEADS["vision"],
-        "intermediate_size": TALL,
-    },
-    "text": {
-        "vocab_size": 40,
-        "hidden_size": TEXT_WIDE,
-        "num_hidden_layers": 2,
-        "num_attention_heads": HEADS["text"],
-        "intermediate_size": TALL,
-        "max_position_embeddings": 64,
-    },
+    "vision": {**SHARED, **SEE, "num_attention_heads": HEADS["vision"]},
+    "text": {**SHARED, **READ, "num_attention_heads": HEADS["text"]},
 }
 WORDS: tuple[str, ...] = (
     *"[PAD] [UNK] [CLS] [SEP] [MASK] a one two red blue green star sign".split(),

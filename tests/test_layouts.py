@@ -11,7 +11,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from flowalign.eval import geneval_folder
 from flowalign.eval.layouts import check_layout, write_layout
 from flowalign.types import PromptBatch
 
@@ -75,18 +74,6 @@ def test_what_the_official_scripts_would_misread_is_refused(
 ):
     with pytest.raises(ValueError, match=said):
         check_layout(layout, batch, shape)
-
-
-def test_geneval_is_the_folder_that_its_own_reader_takes(tmp_path: Path):
-    meta = {"tag": "single_object", "include": [{"class": "cup", "count": 1}]}
-    batch, images = PromptBatch(WORDS, ["x"] * 2, [meta] * 2), pictures(3)
-    write_layout("geneval", tmp_path / "out", batch, images)
-    samples = geneval_folder.read(tmp_path / "out")
-    assert [sample.metadata for sample in samples] == [
-        {**meta, "prompt": w} for w in WORDS for _ in "abc"
-    ]
-    for sample, expected in zip(samples, torch.cat(images), strict=True):
-        assert torch.equal(pixels(Image.open(sample.path)), expected)
 
 
 def test_no_more_than_one_prompt_is_held_and_a_kill_leaves_no_folder(tmp_path: Path):

@@ -46,9 +46,6 @@ def ratio_errors(loop: Loop, rollout: Rollout, keep: Tensor, size: int) -> Tenso
     return torch.cat(found)
 
 
-# The ratio is 1 ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("kind", "guidance", "window"),
     list(itertools.product(["sde", "cps"], [1.0, 4.5], ["null", "[1, 3]", "{width: 2}"])),
@@ -128,9 +125,6 @@ def test_the_guard_ratio_of_a_second_step_is_the_published_one(
     assert error > 1e-3 and found == pytest.approx(error, rel=1e-3)
 
 
-# What an update does -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("micro", [1, 5, 24])
 def test_gradient_accumulation_changes_nothing(
     random_model: str, tmp_path: Path, micro: int
@@ -199,9 +193,6 @@ def test_a_few_updates_raise_the_reward(random_model: str, tmp_path: Path) -> No
     assert rewards[-3:].mean() > rewards[:3].mean() + 0.7 * spread
 
 
-# Several tasks -----------------------------------------------------------------------------------
-
-
 def test_a_task_of_small_rewards_learns_as_much_as_the_others(
     random_model: str, tmp_path: Path
 ) -> None:
@@ -220,9 +211,6 @@ def test_a_task_of_small_rewards_learns_as_much_as_the_others(
     assert 0 < line["task_reward_std/red"] < 0.01 * line["task_reward_std/vivid"]
     assert abs(line["task_reward/red"]) < 0.1 * abs(line["task_reward/vivid"])
     assert line["task_advantage/red"] > 0.3 and line["task_advantage/vivid"] > 0.3
-
-
-# Rewards that fail -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("how", "reason"), [("nan", "returned nan"), ("raise", "on holiday")])
@@ -253,9 +241,6 @@ def test_a_nan_masks_its_image_alone(random_model: str, tmp_path: Path) -> None:
     assert_close(advantage[rest].cpu(), expected)
     assert advantage[2] == 0
     assert torch.isfinite(weights(loop)).all()
-
-
-# The KL to the base ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("micro", [1, 5, 24])
@@ -342,9 +327,6 @@ def test_the_kl_is_the_one_that_is_named(random_model: str, tmp_path: Path) -> N
     assert torch.equal(torch.stack(parts["default"]), torch.stack(parts["exact"]))
     ratio = torch.stack(parts["published"]) / torch.stack(parts["exact"])
     assert_close(ratio, minus_dt.to(ratio), rtol=1e-3, atol=0)
-
-
-# What a run leaves behind ------------------------------------------------------------------------
 
 
 class Tired:

@@ -79,9 +79,6 @@ def judge(backbone: Backbone, mark: Benchmark, size: int = 2, **options: Any) ->
     return suite.judge_set(backbone, ImageSet.of(mark), settings, **options)[0]
 
 
-# The images of a prompt --------------------------------------------------------------------------
-
-
 def test_a_copy_has_its_own_noise_and_the_first_is_that_of_a_run_with_one(backbone: Backbone):
     one, three = judge(backbone, benchmark(), keep=5), judge(backbone, benchmark(3), 6, keep=2)
     assert [row["value"] for row in three.rows[::3]] == [row["value"] for row in one.rows]
@@ -105,9 +102,6 @@ def test_a_groupwise_reward_sees_all_images_of_a_prompt_at_once(backbone: Backbo
     rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:-1]))  # one of E's is lost
     again = judge(backbone, mark, 4, store=store(tmp_path / "s"))
     assert groups[5:] == [['a "E"'] * 3] and again.rows == whole.rows
-
-
-# What is there is not made again -----------------------------------------------------------------
 
 
 def test_what_a_store_holds_is_neither_sampled_nor_scored_again(
@@ -232,9 +226,6 @@ def test_a_batch_that_was_cut_off_is_scored_as_a_whole_so_that_the_bits_are_the_
         rows.write_text("".join(lines[:left]))
         again = judge(backbone, mark, 5, store=store(tmp_path / "s"))
         assert [row["value"] for row in again.rows] == [row["value"] for row in whole.rows]
-
-
-# Through the command -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from flowalign.training.student.sft import Sft
 
 LINEAR = ["optimizer.eps=1.0", "optimizer.lr=30.0"]  # Adam's first step ~ lr * gradient
 EXACT = "student.label_dtype=float32"
+WATCH = "evaluation={watch: [{name: x, prompts: x, reward: {name: ocr}}]}"
 
 
 def labelled(model: str, folder: Path, *overrides: str) -> tuple[Loop, Opd, Labels]:
@@ -268,14 +269,7 @@ def test_sft_learns_the_straight_way_to_the_teachers_images(
         (["student.reward_weight=1", "tasks.1.reward=null"], ["tasks.1.reward"]),
         (["evaluation={}", "tasks.1.reward=null", "tasks.1.validation=x"], ["tasks.1.reward"]),
         (["evaluation={}", "tasks.1.validation=x"], ["tasks.0.validation"]),
-        (
-            [
-                "evaluation={watch: [{name: x, prompts: x, reward: {name: ocr}}]}",
-                "tasks.0.reward=null",
-                "tasks.1.reward=null",
-            ],
-            ["evaluation.watch"],
-        ),
+        ([WATCH, "tasks.0.reward=null", "tasks.1.reward=null"], ["evaluation.watch"]),
     ],
 )
 def test_what_cannot_be_learnt_is_refused(
