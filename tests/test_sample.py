@@ -19,6 +19,10 @@ def plan(*words: str, lora: str | None = None) -> Plan:
     return settle(parser().parse_args(["a star", *words]), read_lora(lora) if lora else None)
 
 
+def chosen(own: Plan) -> tuple[int, float, int]:
+    return own.sampling.steps, own.sampling.guidance, own.model.height
+
+
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -36,9 +40,9 @@ def test_steps_guidance_and_size_are_the_models_own(
     model: str, wanted: tuple[int, float, int]
 ) -> None:
     own = plan("--model", model)
-    assert (own.steps, own.guidance, own.height) == wanted and own.height == own.width
+    assert chosen(own) == wanted and own.model.height == own.model.width
     given = plan("--model", model, "--steps", "3", "--guidance", "2", "--size", "96")
-    assert (given.steps, given.guidance, given.height) == (3, 2.0, 96)
+    assert chosen(given) == (3, 2.0, 96)
 
 
 def test_a_loras_run_says_its_settings_and_its_model(random_model: str) -> None:
@@ -49,11 +53,11 @@ def test_a_loras_run_says_its_settings_and_its_model(random_model: str) -> None:
     backbone.save_adapter(STUDENT, adapter)
     Path("run/config.yaml").write_text(to_yaml(config))
     own = plan(lora=str(adapter))
-    assert (own.model, own.steps, own.guidance) == (random_model, 7, 3.0)
-    assert (own.height, own.width) == (config.model.height, config.model.width)
-    assert plan("--steps", "2", lora=str(adapter)).steps == 2
+    assert (own.model.id, *chosen(own)[:2]) == (random_model, 7, 3.0)
+    assert (own.model.height, own.model.width) == (config.model.height, config.model.width)
+    assert plan("--steps", "2", lora=str(adapter)).sampling.steps == 2
     Path("run/config.yaml").unlink()
-    assert plan(lora=str(adapter)).steps == 28
+    assert plan(lora=str(adapter)).sampling.steps == 28
 
 
 @pytest.mark.parametrize(

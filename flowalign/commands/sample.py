@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,24 +98,13 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is sampled where. height, width: pixels. guidance: 1 = no unconditional pass."""
+    """What is sampled where, and how many images of a prompt."""
 
-    model: str
-    steps: int
-    guidance: float
-    height: int
-    width: int
+    model: ModelConfig
+    sampling: SamplingConfig
     images: int
-    seed: int
     device: torch.device
-    dtype: Literal["float32", "bfloat16", "float16"]
     out: Path
-
-    def __str__(self) -> str:
-        return (
-            f"{self.model}: {self.width}x{self.height} pixels, {self.steps} steps, guidance "
-            f"{self.guidance:g}, seed {self.seed}, {self.dtype} on {self.device}"
-        )
 
 
 def settle(args: argparse.Namespace, lora: Lora | None) -> Plan:
@@ -136,19 +125,22 @@ def settle(args: argparse.Namespace, lora: Lora | None) -> Plan:
             f"--size: got {max(height, width)}; {model} has positions for at most {most} pixels."
         )
     device = usable_device(args.device)
-    guidance = guidance if args.guidance is None else args.guidance
-    return Plan(
-        model=model,
-        steps=args.steps or steps,
-        guidance=max(1.0, guidance),  # below 1 there is no guidance, as in diffusers' pipeline
+    on_gpu, guidance = device.type != "cpu", guidance if args.guidance is None else args.guidance
+    config = ModelConfig(
+        id=model,
+        dtype=args.dtype or ("bfloat16" if on_gpu else "float32"),
         height=height,
         width=width,
-        images=args.images,
-        seed=args.seed,
-        device=device,
-        dtype=args.dtype or ("float32" if device.type == "cpu" else "bfloat16"),
-        out=free_file(args.out),
+        decode_batch=1 if on_gpu else None,  # a float32 VAE needs 2.4 GB for 1024 pixels
+        offload_text_encoders=on_gpu,
     )
+    sampling = SamplingConfig(
+        steps=args.steps or steps,
+        guidance=max(1.0, guidance),  # below 1 there is no guidance, as in diffusers' pipeline
+        seed=args.seed,
+        batch_size=max(1, min(8, 8 * 512**2 // (height * width))),
+    )
+    return Plan(config, sampling, args.images, device, free_file(args.out))
 
 
 def run_of(lora: Lora | None) -> TrainingStage | None:
@@ -207,30 +199,22 @@ def free_file(out: Path | None) -> Path:
 
 def draw(prompts: Sequence[str], plan: Plan, lora: Lora | None) -> Tensor:
     """Images [P*N,3,H,W] in [0,1] on the CPU; the images of a prompt follow one another."""
-    print(plan, file=sys.stderr, flush=True)
-    pipe = load_pipeline(plan.model, dtype=DTYPES[plan.dtype])
-    on_gpu = plan.device.type != "cpu"
-    model = ModelConfig(
-        id=plan.model,
-        dtype=plan.dtype,
-        height=plan.height,
-        width=plan.width,
-        max_sequence_length=text_length(plan.model, lora) or default_length(type(pipe)),
-        decode_batch=1 if on_gpu else None,  # a float32 VAE needs 2.4 GB for 1024 pixels
-        offload_text_encoders=on_gpu,
+    model, sampling = plan.model, plan.sampling
+    print(
+        f"{model.id}: {model.width}x{model.height} pixels, {sampling.steps} steps, guidance "
+        f"{sampling.guidance:g}, seed {sampling.seed}, {model.dtype} on {plan.device}",
+        file=sys.stderr,
+        flush=True,
     )
+    pipe = load_pipeline(model.id, dtype=DTYPES[model.dtype])
+    length = text_length(model.id, lora) or default_length(type(pipe))
+    model = model.model_copy(update={"max_sequence_length": length})
     backbone = Backbone(pipe, model, plan.device)
     if lora:
         backbone.load_adapter("sampled", lora, frozen=True)
-    settings = SamplingConfig(
-        steps=plan.steps,
-        guidance=plan.guidance,
-        seed=plan.seed,
-        batch_size=max(1, min(8, 8 * 512**2 // (plan.height * plan.width))),
-    )
     batch = PromptBatch(list(prompts), ["sample"] * len(prompts), [{} for _ in prompts])
     with backbone.adapter("sampled" if lora else None):
-        return generate(backbone, batch, settings, copies=plan.images).cpu()
+        return generate(backbone, batch, sampling, copies=plan.images).cpu()
 
 
 def write(out: Path, images: Tensor, prompts: Sequence[str], copies: int) -> None:
