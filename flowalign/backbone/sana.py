@@ -27,6 +27,12 @@ class Sana(Family):
         "attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0",
         "attn2.to_q", "attn2.to_k", "attn2.to_v", "attn2.to_out.0",
     ]  # fmt: skip
+    cards = {
+        name: (20, 4.5) for name in (
+            "sana_1600m_1024px_bf16_diffusers",
+            "sana1.5_1.6b_1024px_diffusers", "sana1.5_4.8b_1024px_diffusers",
+        )
+    }  # fmt: skip
     negative = "\0"  # no prompt is this text: it stands for the empty one without instruction
     longest = 300
     patch = 1

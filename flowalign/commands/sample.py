@@ -21,7 +21,6 @@ from torch import Tensor
 from flowalign.backbone import (
     DTYPES,
     Backbone,
-    families,
     family_of,
     load_pipeline,
     pipeline_name,
@@ -29,7 +28,7 @@ from flowalign.backbone import (
 )
 from flowalign.backbone.adapters import Lora, read_lora
 from flowalign.backbone.family import default_length
-from flowalign.backbone.loading import text_length
+from flowalign.backbone.loading import card_of, text_length
 from flowalign.backbone.structure import family_without_text, model_family
 from flowalign.config import ConfigError, ModelConfig, SamplingConfig, TrainingStage, load
 from flowalign.system import devices
@@ -155,10 +154,7 @@ def recommended(model: str) -> tuple[int, float]:
     """(steps, guidance scale) of a model: of its card, else of its pipeline."""
     if resolve(model) == resolve("tiny"):
         return TINY
-    cards = {name: card for family in families().values() for name, card in family.cards.items()}
-    if (name := Path(model).name.lower()) in cards:
-        return cards[name]
-    return family_of(pipeline_name(model)).defaults()
+    return card_of(model) or family_of(pipeline_name(model)).defaults()
 
 
 def sizes(model: str) -> tuple[int, int, int | None]:

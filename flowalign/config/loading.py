@@ -16,8 +16,9 @@ or its index (`benchmarks.geneval.limit=8`, `benchmarks.0.limit=8`), and so it i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -35,6 +36,8 @@ from flowalign.config.stages import (
 )
 
 C = TypeVar("C", bound=Stage)
+CARD_OF = "flowalign.backbone.loading:card_of"  # by name: the backbone is above the configs
+STEPS = 10  # of rollouts and evaluations, at most, where a config says nothing (as in Flow-GRPO)
 
 
 def load(
@@ -193,14 +196,33 @@ def parse(
         else:
             text = f"missing. Add `stage:` with {listed}."
         raise ConfigError([*problems, f"stage: {text}"], source)
+    kind: Any = stage_class(name)
     config: Any = None
     try:
-        config = stage_class(name).model_validate(data)
+        config = kind.model_validate(_by_model(data, kind.model_fields))
     except ValidationError as error:
         problems += [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
     if problems:
         raise ConfigError(problems, source)
     return config
+
+
+def _by_model(data: Mapping[str, Any], sections: Collection[str]) -> dict[str, Any]:
+    """A config, unchecked, whose `rollout` or `sampling` has the steps and guidance of its model's
+    card where it says nothing, or null. A base trains at STEPS of its many steps. What no card has
+    is left to the defaults of the sections. sections: those that its stage has."""
+    model, kind = data.get("model"), "rollout" if "rollout" in sections else "sampling"
+    name = model.get("id") if isinstance(model, Mapping) else None
+    section = data.get(kind, {})
+    if kind not in sections or not isinstance(section, Mapping) or not isinstance(name, str):
+        return dict(data)
+    given = {k: v for k, v in section.items() if v is not None or k not in ("steps", "guidance")}
+    if {"steps", "guidance"} <= given.keys():
+        return {**data, kind: given}
+    card = resolve_name(CARD_OF)(name)  # here, as it imports the models' classes
+    if card:
+        given = {"steps": min(card.steps, STEPS), "guidance": card.guidance, **given}
+    return {**data, kind: given} if given or kind in data else dict(data)
 
 
 def to_yaml(config: Stage) -> str:

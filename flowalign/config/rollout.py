@@ -38,7 +38,7 @@ class RolloutConfig(Section):
     """How trajectories are sampled for training."""
 
     steps: Steps = 10
-    """Denoising steps T."""
+    """Denoising steps T; null = of a model that was distilled to few steps, its card's, else 10."""
     kind: Literal["sde", "cps", "ode"] = "sde"
     """How a step adds noise; see flowalign.sde."""
     noise_level: NotNegative = 0.7
@@ -47,7 +47,8 @@ class RolloutConfig(Section):
     """How an ode is solved. heun and dpm2 are of second order: dpm2 (DPM-Solver++) costs a forward
     pass a step, heun two. See flowalign.training.solvers."""
     guidance: NotNegative = 4.5
-    """CFG scale; 1 = no unconditional pass."""
+    """CFG scale; 1 = no unconditional pass. null = that of the model's card (`cards` of its
+    family), else 4.5."""
     window: Window | None = Field(default=None, examples=[[0, 5]])
     """[start, stop): the steps with noise and training; null = all but the last. Or {width, every,
     random}: a window of `width` steps that moves."""

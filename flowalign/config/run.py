@@ -115,9 +115,9 @@ class SamplingConfig(Section):
     """How images are sampled for an evaluation."""
 
     steps: Steps = 10
-    """Denoising steps, without noise (Euler)."""
+    """Denoising steps, without noise (Euler); null = as `rollout.steps` of a run."""
     guidance: NotNegative = 4.5
-    """CFG scale; 1 = no unconditional pass."""
+    """CFG scale; 1 = no unconditional pass. null = that of the model's card, else 4.5."""
     seed: Seed = 1234
     """Seed of the initial noise, the same for every model."""
     batch_size: Many = 32

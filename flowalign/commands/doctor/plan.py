@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from flowalign import sde
 from flowalign.backbone import Backbone, ModelError
 from flowalign.backbone.adapters import AdapterError, read_lora
+from flowalign.backbone.loading import card_of
 from flowalign.backbone.structure import cut_prompts, model_family, without_data
 from flowalign.commands.doctor.findings import Finding, fault, note
 from flowalign.config import TrainingStage
@@ -88,6 +89,31 @@ def steps(plan: Plan) -> Iterator[Finding]:
             f"schedule: evaluated with {evaluated} steps, but rollouts have {trained}. The "
             "evaluated images are worse than in training. Use as many steps, or more."
         )
+
+
+def card(plan: Plan) -> Iterator[Finding]:
+    """Steps and scales far from the model's card; losses of straight paths for a model that was
+    distilled to few steps."""
+    config = plan.config
+    known = card_of(config.model.id)
+    if known is None:
+        return
+    name, level = config.model.id, "fault" if known.distilled else "note"
+    if known.distilled and config.stage in ("nft", "awm", "sft"):
+        yield fault(
+            f"card: {name} was distilled to {known.steps} steps, and {config.stage} trains it back "
+            "to straight paths, which take many. Use the model that it was distilled from, or grpo "
+            f"at {known.steps} steps."
+        )
+    for key, scale in config.scales.items():
+        if not known.guidance / 2 <= scale <= 2 * known.guidance:
+            yield Finding(level, f"card: {key} = {scale:g}; the card of {name} has "
+                          f"{known.guidance:g}, where 1 is none.")  # fmt: skip
+    evaluated = config.evaluation.steps if config.evaluation else None
+    sampled = {"rollout.steps": config.rollout.steps, "evaluation.steps": evaluated}
+    for key, count in sampled.items() if known.distilled else ():
+        if count and count > 2 * known.steps:
+            yield fault(f"card: {key} = {count}; the card of {name} has {known.steps}.")
 
 
 def noise(plan: Plan) -> Iterator[Finding]:
@@ -228,5 +254,5 @@ def working(plan: Plan) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Callable[[Plan], Iterator[Finding]], ...] = (
-    dtypes, guidance, steps, noise, clip, average, held_out, lengths, fitting, working,
+    dtypes, guidance, steps, card, noise, clip, average, held_out, lengths, fitting, working,
 )  # fmt: skip

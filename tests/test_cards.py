@@ -1,0 +1,89 @@
+"""Steps and guidance where a config says nothing: those of the model's card."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from flowalign.backbone.structure import without_data
+from flowalign.commands.doctor import plan
+from flowalign.commands.sample import recommended
+from flowalign.config import ModelConfig, parse
+from flowalign.config.stages import EvalStage, MergeStage
+
+TURBO = "Tongyi-MAI/Z-Image-Turbo"
+BENCHMARK = {"name": "red", "prompts": "test.txt", "reward": {"name": "ocr"}}
+TASK = {**BENCHMARK, "prompts": "train.txt", "validation": "test.txt"}
+
+
+def run(model: str, *overrides: str, stage: str = "grpo", **keys: Any) -> Any:
+    """The config of a run that says nothing of steps and guidance."""
+    data = {"stage": stage, "output": "run", "model": {"id": model}, "tasks": [TASK], **keys}
+    return parse(data, overrides)
+
+
+def levels(config: Any) -> list[tuple[str, str]]:
+    """(level, text) of what the doctor finds about the card."""
+    return [(finding.level, finding.text) for finding in plan.card(plan.Plan(config))]
+
+
+@pytest.mark.parametrize(
+    ("model", "steps", "guidance"),
+    [
+        ("Tongyi-MAI/Z-Image-Turbo", 8, 1.0),
+        ("stabilityai/stable-diffusion-3.5-large-turbo", 4, 1.0),
+        ("black-forest-labs/FLUX.1-dev", 10, 3.5),  # a base trains at 10 of its 50 steps
+        ("models/Z-Image-Turbo", 8, 1.0),  # a folder of that name
+        ("stabilityai/stable-diffusion-3.5-medium", 10, 4.5),
+        ("somebody/else", 10, 4.5),
+    ],
+)
+def test_defaults_are_those_of_the_card(model: str, steps: int, guidance: float) -> None:
+    rollout = run(model).rollout
+    assert (rollout.steps, rollout.guidance) == (steps, guidance)
+    assert run(model, "rollout={steps: null, guidance: null}").rollout == rollout
+    given = run(model, "rollout={steps: 6, guidance: 2.0}").rollout
+    assert (given.steps, given.guidance) == (6, 2.0)
+    data = {"stage": "eval", "output": "run", "model": {"id": model},
+            "benchmarks": [BENCHMARK]}  # fmt: skip
+    sampling = parse(data, stage=EvalStage).sampling
+    assert (sampling.steps, sampling.guidance) == (steps, guidance)
+
+
+def test_the_steps_of_z_image_turbo_are_those_of_its_card() -> None:
+    """It says 9 of the grid that diffusers had before 0.39, whose last one does nothing."""
+    assert recommended(TURBO) == (8, 1.0)
+    even = torch.linspace(1, 0, 9)
+    found = without_data(ModelConfig(id=TURBO)).sigmas(8)
+    torch.testing.assert_close(found, 3 * even / (1 + 2 * even))
+
+
+@pytest.mark.parametrize("stage", ["nft", "awm", "sft"])
+def test_a_distilled_model_is_not_trained_back_to_straight_paths(stage: str) -> None:
+    teachers = {"teachers": {"red": {"adapter": None}}} if stage == "sft" else {}
+    found = levels(run(TURBO, "rollout.kind=ode", stage=stage, **teachers))
+    assert [level for level, _ in found] == ["fault"] and "straight" in found[0][1]
+    assert not levels(run("Tongyi-MAI/Z-Image", "rollout.kind=ode", stage=stage, **teachers))
+    assert not levels(run(TURBO))  # GRPO at its own steps
+
+
+def test_what_is_far_from_the_card_is_found() -> None:
+    assert not levels(run("black-forest-labs/FLUX.1-dev"))
+    (scale,) = levels(run(TURBO, "rollout.guidance=5"))
+    assert scale[0] == "fault" and "rollout.guidance" in scale[1]
+    (steps,) = levels(run(TURBO, "rollout.steps=20"))
+    assert steps[0] == "fault" and "steps" in steps[1]
+    assert [level for level, _ in levels(run("Qwen/Qwen-Image", "rollout.guidance=1"))] == ["note"]
+    high = levels(run("Qwen/Qwen-Image", "evaluation={guidance: 12}"))
+    assert [level for level, _ in high] == ["note"] and "evaluation.guidance" in high[0][1]
+
+
+def test_what_samples_nothing_gets_nothing() -> None:
+    data = {"stage": "merge", "output": "run", "model": {"id": TURBO}, "adapters": ["a", "b"]}
+    assert parse(data, stage=MergeStage).adapters == ["a", "b"]
+
+
+def test_a_resumed_config_is_the_same() -> None:
+    """What was resolved is written out."""
+    config = run(TURBO)
+    assert parse(config.model_dump(mode="json")) == config
