@@ -37,7 +37,8 @@ from flowalign.training.algorithm import STUDENT
 from flowalign.training.data import PromptSampler, load_prompts
 from flowalign.training.report import samples
 from flowalign.training.report.drift.compare import SIGMAS, Check, Drift
-from flowalign.training.report.drift.monitor import COPIES, ImageStatistics, Monitor
+from flowalign.training.report.drift.monitor import COPIES, Monitor
+from flowalign.training.report.drift.statistics import ImageStatistics
 from flowalign.training.report.progress import quiet
 from flowalign.training.rollout import Noise, places, sample, schedule_of
 from flowalign.training.run import checkpoint, resume
@@ -140,7 +141,7 @@ def replay(folder: Path, warn: float, every: int = 1) -> tuple[Told, dict[str, f
     device, alone = torch.device("cpu"), Accelerator(cpu=True)
     backbone = student(config, device)
     rewards = {task.name: build_rewards(task) for task in config.tasks}
-    monitor = Monitor(config, backbone, alone, ImageStatistics.of(backbone, rewards))
+    monitor = Monitor(config, backbone, alone, ImageStatistics.of(backbone.family, rewards))
     loop = _rollouts(config, backbone, alone)
     fired: dict[str, int] = {}
     largest: dict[str, float] = {}

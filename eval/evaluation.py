@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from itertools import product
 from pathlib import Path
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from rich.console import Console
@@ -29,10 +28,9 @@ from flowalign.system.escape import harmless
 from flowalign.training.preflight import check_world
 from flowalign.training.report import results
 from flowalign.training.report.alarm import Alarm
-from flowalign.training.report.drift.compare import check_drift
-from flowalign.training.report.drift.monitor import ImageStatistics
+from flowalign.training.report.drift.compare import Pair, check_drift
+from flowalign.training.report.drift.statistics import ImageStatistics
 from flowalign.training.report.page import Panel
-from flowalign.training.report.pictures import pixels_of, webp
 from flowalign.training.report.progress import quiet
 from flowalign.training.run import lock, processes
 from flowalign.training.run.ranks import phase
@@ -228,32 +226,20 @@ def drift_panels(
             continue
         first, copies = images.judges[0].name, images.copies
         pictured = judged[base][first].pictured(copies)  # the same for all models
-        prompts = [prompt for prompt in pictured for _ in range(copies)]
-        batch = images.prompts.select(prompts)
-        statistics = _statistics(backbone, images)
-        pixels, values = {}, {}
-        for model in config.models:
-            pixels[model] = torch.stack([pixels_of(png) for png in judged[model][first].pictures])
-            values[model] = statistics.measure(pixels[model], batch, prompts)
-        origins = list(zip(prompts, batch.tasks, batch.prompts, strict=True))
+        numbers = [prompt for prompt in pictured for _ in range(copies)]
+        batch = images.prompts.select(numbers)
+        rewards_of = {images.name: judge.reward for judge in images.judges}
+        statistics = ImageStatistics.of(backbone.family, rewards_of)
         for model in (name for name in config.models if name != base):
-            pairs = list(zip(pixels[base], pixels[model], strict=True))
-            check = check_drift(
-                values[base],
-                values[model],
-                origins,
-                lambda row, pairs=pairs: (webp(pairs[row][0]), webp(pairs[row][1])),
-            )
+            both = judged[base][first].pictures, judged[model][first].pictures
+            origins = zip(numbers, batch.prompts, batch.metadata, strict=True)
+            pairs = [
+                Pair(before, after, images.name, *origin)
+                for before, after, origin in zip(*both, origins, strict=True)
+            ]
+            check = check_drift(pairs, statistics)
             panels.append(Panel(f"{model} on {images.name}", config.alarm.warn, check))
     return panels
-
-
-def _statistics(backbone: Backbone, images: ImageSet) -> ImageStatistics:
-    """What all judges of these images measure together."""
-    by_judge = ImageStatistics.of(backbone, {judge.name: judge.reward for judge in images.judges})
-    clips = list(by_judge.features.values())
-    text = frozenset([images.name] if by_judge.text else ())
-    return ImageStatistics(by_judge.period, text, {images.name: clips[0]} if clips else {})
 
 
 def warn_of_drift(config: EvalStage, panels: Sequence[Panel]) -> None:

@@ -21,8 +21,8 @@ from flowalign.training.report import samples
 from flowalign.training.report.alarm import Alarm
 from flowalign.training.report.drift import compare, statistics
 from flowalign.training.report.drift.compare import SIGMAS, Drift, drift
-from flowalign.training.report.drift.monitor import ImageStatistics, share
-from flowalign.types import PromptBatch
+from flowalign.training.report.drift.monitor import share
+from flowalign.training.report.drift.statistics import ImageStatistics
 
 SIDE, PERIOD = 64, 16
 GREY, BLACK = torch.full((3, SIDE, SIDE), 0.8), torch.zeros(3, SIDE, SIDE)
@@ -105,9 +105,8 @@ def test_an_image_that_is_not_finite_has_no_value() -> None:
 
 def test_objects_beyond_those_asked_for_are_surplus() -> None:
     two = {"include": [{"class": "star", "count": 2}]}
-    batch = PromptBatch(["two stars"] * 3 + ["anything"], ["g"] * 4, [two, two, two, {}])
     images = torch.stack([squares(1), squares(2), squares(4), squares(4)])
-    values = ImageStatistics(PERIOD).measure(images, batch, [0, 1, 2, 3])
+    values = ImageStatistics(PERIOD).measure(images, "g", [two, two, two, {}], [0, 1, 2, 3])
     assert values["surplus"].tolist()[:3] == [0, 0, 2] and values["surplus"][3].isnan()
     assert values["objects"][:3].isnan().all() and values["objects"][3] == 4
 

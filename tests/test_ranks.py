@@ -1,5 +1,4 @@
-"""A rank that dies or hangs, and a launcher that is killed, end the run soon and by name. A
-launcher that may restart the ranks continues the run."""
+"""A rank that dies or hangs, and a launcher that is killed, end the run soon and by name."""
 
 import json
 import os
@@ -7,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,10 @@ import fakes
 import forked
 import psutil
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from flowalign.config import to_yaml
-from flowalign.training.report.status import STATUS, Heartbeat, Status, read_status
-from flowalign.training.run import processes, ranks
+from flowalign.training.report.status import read_status
+from flowalign.training.run import ranks
 
 
 class Troubled:
@@ -42,8 +38,6 @@ class Troubled:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.how == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
-        if self.how == "slow":
-            time.sleep(8)
         if self.how == "orphan":
             os.kill(os.getppid(), signal.SIGKILL)
         if self.how in ("orphan", "hang"):
@@ -197,48 +191,3 @@ def test_a_process_without_a_launcher_may_lose_its_parent(monkeypatch: pytest.Mo
     alone.leave()
     assert alone._thread is None
     assert alone.explain(RuntimeError("gloo: Connection closed by peer")) is None
-
-
-# The launcher starts the ranks again -------------------------------------------------------------
-
-
-def test_only_a_run_of_this_launcher_counts_as_restarted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Heartbeat(tmp_path):
-        pass
-    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
-    assert not processes.restarted(tmp_path)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert not processes.restarted(tmp_path)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert processes.restarted(tmp_path)
-    assert not processes.restarted(tmp_path / "refused before it began")
-    old = Status(began=psutil.Process(os.getppid()).create_time() - 60)
-    (tmp_path / STATUS).write_text(json.dumps(asdict(old)))
-    assert not processes.restarted(tmp_path)  # an older run
-
-
-@pytest.mark.long
-def test_ranks_that_are_restarted_continue_to_the_same_adapter(
-    random_model: str, tmp_path: Path
-) -> None:
-    """The first run has a slow rank, which ends nothing and changes nothing."""
-    for how, folder in (("slow", tmp_path / "whole"), ("kill", tmp_path / "restarted")):
-        path = config(folder, random_model, how, "train.timeout_seconds=60")
-        command = [fakes.ROOT / "train.py", "--config", path]
-        done = (
-            fakes.launch(*command) if how == "slow"
-            else fakes.accelerate_launch("--max_restarts", 2, *command)
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert not (folder / "fatal").exists()
-    names = ("adapter/pytorch_lora_weights.safetensors", "metrics.jsonl")
-    rows = [len((tmp_path / name / "run" / names[1]).read_text().splitlines())
-            for name in ("whole", "restarted")]  # fmt: skip
-    assert rows == [4, 4]
-    whole, again = (
-        load_file(tmp_path / name / "run" / names[0]) for name in ("whole", "restarted")
-    )
-    assert whole.keys() == again.keys()
-    assert all(torch.equal(again[key], value) for key, value in whole.items())

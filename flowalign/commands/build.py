@@ -24,7 +24,8 @@ from flowalign.training.data import PromptSampler, subset
 from flowalign.training.loop import Loop
 from flowalign.training.preflight import Inputs, group_problems, parts_problems
 from flowalign.training.report import samples, trackers
-from flowalign.training.report.drift.monitor import ImageStatistics, Monitor
+from flowalign.training.report.drift.monitor import Monitor
+from flowalign.training.report.drift.statistics import ImageStatistics
 from flowalign.training.report.progress import Progress
 from flowalign.training.run import processes
 from flowalign.types import EvalReport, Reward
@@ -177,7 +178,7 @@ def monitor(
         return None
     sets = held_out(config, rewards, inputs) if config.evaluates else []
     prompts = [benchmark.prompts for benchmark in sets]
-    measurements = ImageStatistics.of(backbone, rewards)
+    measurements = ImageStatistics.of(backbone.family, rewards)
     return Monitor(config, backbone, accelerator, measurements, prompts)
 
 

@@ -55,7 +55,6 @@ def run_job(
     if isinstance(given, TrainingStage):
         processes.state(given)
         folder = Path(given.output)
-        resume = resume or processes.restarted(folder)
         if resume and not checkpoints(folder):
             log.warning("--resume: no checkpoint in %s/checkpoints: from the first update", folder)
         clock = Clock(began, given.train.max_minutes)

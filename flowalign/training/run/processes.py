@@ -19,7 +19,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import (
@@ -37,7 +36,6 @@ from flowalign.config import ConfigError, Stage, TrainingStage
 from flowalign.system import files
 from flowalign.system.escape import harmless
 from flowalign.system.signals import Interrupted
-from flowalign.training.report.status import read_status
 from flowalign.training.run import ranks
 
 T = TypeVar("T")
@@ -59,7 +57,7 @@ def state(*configs: Stage) -> PartialState:
     if _launched_with("ACCELERATE_USE_DEEPSPEED"):
         text = "DeepSpeed is not supported. Use DDP, or FSDP2 to shard the base model."
         raise ConfigError([text], "accelerate")
-    options: dict[str, Any] = _fresh_store()
+    options: dict[str, Any] = {}
     timeouts = [
         getattr(getattr(c, "train", c), "timeout_seconds", None) or TIMEOUT for c in configs
     ]
@@ -79,32 +77,6 @@ def state(*configs: Stage) -> PartialState:
 
 def _launched_with(key: str) -> bool:
     return os.environ.get(key, "").lower() == "true"
-
-
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # the launcher tells its ranks which attempt this is
-
-
-def _fresh_store() -> dict[str, Any]:
-    """What the group of restarted ranks is made with. Where the launcher's rendezvous is static, as
-    accelerate's is, torch gives them the store of the ranks before them, with addresses that
-    no process listens at any more. So the keys of each attempt have a prefix."""
-    attempt, world = (int(os.environ.get(key) or 0) for key in (RESTARTS, "WORLD_SIZE"))
-    if not attempt or world < 2 or torch.distributed.is_initialized():
-        return {}
-    store, rank, size = next(torch.distributed.rendezvous("env://"))
-    prefixed = torch.distributed.PrefixStore(f"attempt_{attempt}", store)
-    return {"store": prefixed, "rank": rank, "world_size": size}
-
-
-def restarted(folder: Path) -> bool:
-    """Whether the launcher has started these processes again (`--max-restarts`) after it began the
-    run in this folder. A run that was refused has not begun. All processes must ask."""
-    if int(os.environ.get(RESTARTS) or 0) == 0:
-        return False
-    status = read_status(folder)
-    launcher = psutil.Process(os.getppid())
-    answers = [status is not None and status.began > launcher.create_time()]
-    return bool(broadcast_object_list(answers)[0])  # of rank 0, which wrote it
 
 
 def accelerator(config: Stage, **options: Any) -> Accelerator:

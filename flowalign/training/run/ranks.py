@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
@@ -32,27 +32,21 @@ from torch.distributed import distributed_c10d as c10d
 BEAT = 1.0  # seconds between two looks
 PATIENCE = 5.0  # seconds to learn which rank is to blame for a collective operation that failed
 # Seconds that the main thread has to end by itself once a rank is lost. gloo raises soon after, and
-# status.json then says why; NCCL does not raise. All ranks may meet the error of one that stopped.
+# status.json then says why; NCCL does not raise.
 GRACE = 15.0
 MARGIN = 5.0  # seconds that the process group waits longer than the watch, which names the rank
 AGAIN = "To continue, give the same command again, for training with --resume."
+LOST = "flowalign/lost"  # in the store: the rank that is to blame, and why the run ends
 
 
 class LostRank(RuntimeError):
     """The run ends because of another rank: which, in which phase, what to do."""
 
 
-class Verdict(NamedTuple):
-    """Why the run ends, and the rank that is to blame."""
-
-    text: str
-    rank: int
-
-
 @dataclass
-class Sign:
+class Note:
     """What a rank says of itself. collectives: how many operations it has begun. left: it has ended
-    its work. late: seconds for which others wait for it, as the reader counts them."""
+    its work."""
 
     rank: int = 0
     host: str = field(default_factory=socket.gethostname)
@@ -60,17 +54,9 @@ class Sign:
     phase: str = "its start"
     collectives: int = 0
     left: bool = False
-    late: float = 0.0
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.process} on {self.host})"
-
-    def death(self) -> Verdict:
-        text = (
-            f"{self} died in {self.phase}: its process ended without a word. SIGKILL does that, "
-            f"also from the kernel when memory is short: `dmesg` may tell. {AGAIN}"
-        )
-        return Verdict(text, self.rank)
 
     def is_gone(self) -> bool:
         """Whether its process, on this machine, has ended."""
@@ -106,17 +92,15 @@ class Watch:
     nothing in a process that is alone and has no launcher: its shell may end before it."""
 
     def __init__(self) -> None:
-        self.sign = Sign()
-        self.verdict: Verdict | None = None
+        self.note = Note()
+        self.lost: tuple[int, str] | None = None  # the rank that is to blame, why the run ends
         self._launcher: int | None = None
         self._timeout: float | None = None
         self._store: TCPStore | None = None
-        self._keys: list[str] = []  # of the ranks in the store
-        self._signs: list[Sign] = []  # as last read
+        self._notes: list[Note] = []  # of all ranks, as last read
+        self._late: list[float] = []  # seconds for which others have waited for each
         self._thread: threading.Thread | None = None
-        self._wake, self._concluded, self._told = (threading.Event() for _ in range(3))
-
-    # In the main thread --------------------------------------------------------------------------
+        self._wake, self._left, self._concluded = (threading.Event() for _ in range(3))
 
     def begin(self, timeout: float | None) -> None:
         """Start, right after the process group is made; all ranks must call it. timeout: seconds
@@ -125,55 +109,57 @@ class Watch:
             return
         world, self._timeout = 1, timeout
         if torch.distributed.is_initialized():
-            world, self.sign.rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+            world, self.note.rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
         if "TORCHELASTIC_RUN_ID" in os.environ:  # of torchrun and of accelerate launch
             self._launcher = os.getppid()
         if world == 1 and self._launcher is None:
             return
         if world > 1:
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            self._keys = [f"flowalign/{attempt}/{name}" for name in [*range(world), "verdict"]]
             self._store = _connection()
-            self._store.compare_set(self._keys[-1], "", "")
+            self._store.compare_set(LOST, "", "")
             self._write()
-            self._store.wait(self._keys)
-            self._signs, _ = self._read()
+            self._store.wait([_key(rank) for rank in range(world)])
+            self._notes = [Note(rank) for rank in range(world)]
+            self._late = [0.0] * world
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
         self._thread.start()
 
     def enter(self, phase: str) -> None:
         """Say which phase this rank is in."""
-        self.sign.phase = phase
+        self.note.phase = phase
         self._wake.set()  # now: it may not live until the next beat
 
     def explain(self, error: BaseException) -> LostRank | None:
         """The error about another rank that this one follows from; None if it does not."""
         if not self._store or isinstance(error, LostRank) or not _is_collective(error):
             return None
-        if self._concluded.wait(PATIENCE) and self.verdict:
-            return LostRank(self.verdict.text)
+        if self._concluded.wait(PATIENCE) and self.lost:
+            return LostRank(self.lost[1])
         (first, *_) = str(error).splitlines() or [type(error).__name__]
         return LostRank(f"another rank is gone or hangs, and it is not known which: {first}")
 
     def tell(self, text: str) -> None:
-        """Print why the run ends, on one rank of each machine."""
-        local = int(os.environ.get("LOCAL_RANK") or self.sign.rank)
-        first_is_lost = self.verdict and self.verdict.rank == self.sign.rank - local
-        if local == (1 if first_is_lost else 0) and not self._told.is_set():
-            self._told.set()
+        """Print why the run ends, on one rank."""
+        first_is_lost = self.lost is not None and self.lost[0] == 0
+        if self.note.rank == (1 if first_is_lost else 0):
             with suppress(OSError, ValueError):  # a terminal that is gone
                 print(f"stopped: {text}", file=sys.stderr, flush=True)
 
     def leave(self, code: int = 0, why: str = "") -> None:
         """Tell the others that this rank ends in order, and whether with an error."""
-        if code and self._store and not self.verdict:
-            text = f"{self.sign} stopped in {self.sign.phase}: {why[:2000]}"
-            self.verdict = Verdict(text, self.sign.rank)
-            self._publish(self.verdict)
-        self.sign.left = True
-        self._wake.set()
-        if self._thread:
-            self._thread.join(7 * BEAT)
+        with suppress(RuntimeError):  # the store is gone
+            if code and self._store and not self.lost:
+                text = f"{self.note} stopped in {self.note.phase}: {why[:2000]}"
+                self._publish(self.note.rank, text)
+            self.note.left = True
+            self._left.set()
+            self._wake.set()
+            if self._store:
+                self._write()
+            for _ in range(5 if self._store and self.note.rank == 0 else 0):
+                if all(note.left for note in self._read()):  # it may serve the store: it stays
+                    break  # until all have read this
+                time.sleep(BEAT)
         if code == 0:  # this process may make another group, which has its own watch
             watch.cache_clear()
 
@@ -181,92 +167,86 @@ class Watch:
 
     def _run(self) -> None:
         try:
-            while not self.sign.left:
+            while not self._left.is_set() and not self.lost:
                 self._look_for_launcher()  # first: its end also ends ranks, and the store
                 if self._store:
-                    self._write()
                     self._look()
                 self._wake.wait(BEAT)
                 self._wake.clear()
-            if self._store:
-                self._write()
-                for _ in range(5 if self.sign.rank == 0 else 0):  # it may serve the store: it
-                    if all(sign.left for sign in self._read()[0]):  # stays until all have read this
-                        return
-                    time.sleep(BEAT)
         except RuntimeError:  # of the store, which rank 0 or the launcher serves
             time.sleep(BEAT / 2)
             self._look_for_launcher()
-            if not self._signs[0].left:
-                self._conclude(self._signs[0].death())
-
-    def _write(self) -> None:
-        assert self._store
-        if not self.sign.left:  # nothing of torch is called while the process group ends
-            with suppress(RuntimeError, ValueError, AttributeError):  # no group, or no numbers
-                group: Any = c10d._get_default_group()  # Any: torch's stubs lack the method
-                self.sign.collectives = group._get_sequence_number_for_group()
-        self._store.set(self._keys[self.sign.rank], json.dumps(asdict(self.sign)))
-
-    def _read(self) -> tuple[list[Sign], Verdict | None]:
-        assert self._store
-        *signs, verdict = self._store.multi_get(self._keys)
-        return [Sign(**json.loads(text)) for text in signs], (
-            Verdict(*json.loads(verdict)) if verdict else None
-        )
-
-    def _publish(self, verdict: Verdict) -> None:
-        """For all ranks, which read it; the first one counts."""
-        assert self._store
-        with suppress(RuntimeError):  # the store is gone
-            self._store.compare_set(self._keys[-1], "", json.dumps(verdict))
+            if not self._notes[0].left:
+                self.lost = 0, _death(self._notes[0])
+        if self.lost:  # the main thread ends by itself, where it can
+            self._concluded.set()
+            if not self._left.wait(GRACE):
+                self._exit()
 
     def _look(self) -> None:
         """Is a rank gone, or does it hang?"""
-        before = self._signs
-        self._signs, verdict = self._read()
-        if verdict:
-            self._conclude(verdict)
-            return
-        ahead = max(sign.collectives for sign in self._signs)
-        for old, sign in zip(before, self._signs, strict=True):
+        self._write()
+        before, self._notes = self._notes, self._read()
+        ahead = max(note.collectives for note in self._notes)
+        for old, note in zip(before, self._notes, strict=True):
             # a machine that sleeps, or a job that is suspended, does not count
-            waited = old.collectives == sign.collectives < ahead
-            sign.late = old.late + BEAT if waited else 0.0
-            if sign.left:
-                continue
-            if sign.is_gone():
-                self._publish(sign.death())
-            elif self._timeout is not None and sign.late > self._timeout:
+            waited = old.collectives == note.collectives < ahead
+            self._late[note.rank] = self._late[note.rank] + BEAT if waited else 0.0
+            if not note.left and note.is_gone():
+                self._publish(note.rank, _death(note))
+            elif self._timeout is not None and self._late[note.rank] > self._timeout:
                 text = (
-                    f"{sign} hangs in {sign.phase}: the others have waited {self._timeout:g} s for "
+                    f"{note} hangs in {note.phase}: the others have waited {self._timeout:g} s for "
                     "it, as long as train.timeout_seconds allows (or timeout_seconds of an "
                     f"evaluation). Allow more if it was at work. {AGAIN}"
                 )
-                self._publish(Verdict(text, sign.rank))
+                self._publish(note.rank, text)
 
     def _look_for_launcher(self) -> None:
         if self._launcher is not None and os.getppid() != self._launcher:
             text = f"the launcher (process {self._launcher}) is gone, and the run ends with it."
-            self.verdict = Verdict(f"{text} {AGAIN}", rank=-1)
+            self.lost = -1, f"{text} {AGAIN}"
             self._exit()
-
-    def _conclude(self, verdict: Verdict) -> None:
-        """The main thread ends by itself, where it can."""
-        if self.verdict:
-            return
-        self.verdict = verdict
-        self._concluded.set()
-        timer = threading.Timer(BEAT if verdict.rank == self.sign.rank else GRACE, self._exit)
-        timer.daemon = True
-        timer.start()
 
     def _exit(self) -> None:
         """The end, whatever the main thread waits for. What is on disk is complete at any
         moment."""
-        assert self.verdict
-        self.tell(self.verdict.text)
+        assert self.lost
+        self.tell(self.lost[1])
         os._exit(1)
+
+    # The store -----------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        assert self._store
+        if not self.note.left:  # nothing of torch is called while the process group ends
+            with suppress(RuntimeError, ValueError, AttributeError):  # no group, or no numbers
+                group: Any = c10d._get_default_group()  # Any: torch's stubs lack the method
+                self.note.collectives = group._get_sequence_number_for_group()
+        self._store.set(_key(self.note.rank), json.dumps(asdict(self.note)))
+
+    def _read(self) -> list[Note]:
+        """The notes of all ranks; `lost` where one has given its verdict."""
+        assert self._store
+        *notes, lost = self._store.multi_get([*(_key(note.rank) for note in self._notes), LOST])
+        self.lost = self.lost or (json.loads(lost) if lost else None)
+        return [Note(**json.loads(note)) for note in notes]
+
+    def _publish(self, rank: int, text: str) -> None:
+        """A verdict, for all ranks, which read it; the first one counts."""
+        assert self._store
+        self._store.compare_set(LOST, "", json.dumps([rank, text]))
+
+
+def _key(rank: int) -> str:
+    return f"flowalign/{rank}"
+
+
+def _death(note: Note) -> str:
+    return (
+        f"{note} died in {note.phase}: its process ended without a word. SIGKILL does that, also "
+        f"from the kernel when memory is short: `dmesg` may tell. {AGAIN}"
+    )
 
 
 def _connection() -> TCPStore:

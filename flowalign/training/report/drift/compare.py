@@ -9,20 +9,19 @@ SIGMAS. The error counts too: the alarm asks for the end of the interval that is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flowalign.training.report.drift.statistics import ImageStatistics
+from flowalign.training.report.pictures import pixels_of, webp
+
 CONFIDENCE = 0.90  # of the intervals: 95 % on the side that the alarm asks for
 SHOWN = 8  # prompts of a check, with their images
-
-Values = dict[str, Tensor]  # {statistic: [B]}
-Origin = tuple[int, str, str]  # of an image: the number of its prompt, its task, the prompt
-Pictures = Callable[[int], tuple[str, str] | None]  # of a row: base and model, WebP in base64
 
 
 @dataclass(frozen=True)
@@ -59,9 +58,6 @@ SIGMAS: Mapping[str, Sigma] = {
     "surplus": Sigma(0.25, 0.25, "regions beyond those that the prompt asks for"),
     "text": Sigma(0.2, 0.01, "share of the image that looks like text"),
     "diversity": Sigma(0.55, 0.01, "distance of the images of a prompt, in pixels"),
-    "feature_diversity": Sigma(
-        0.6, 0.01, "distance of the images of a prompt, in features of the reward's CLIP"
-    ),
 }
 
 
@@ -154,43 +150,48 @@ def drift(name: str, base: Tensor, model: Tensor, prompts: Sequence[int]) -> Dri
     )
 
 
-def check_drift(
-    base: Values, model: Values, origins: Sequence[Origin], pictures: Pictures
-) -> Check:
+class Pair(NamedTuple):
+    """Images of base and model for the same prompt and noise, as PNG files. number: of the prompt
+    in its task."""
+
+    base: bytes
+    model: bytes
+    task: str
+    number: int
+    prompt: str
+    metadata: Mapping[str, Any]
+
+
+def check_drift(pairs: Sequence[Pair], measurements: ImageStatistics) -> Check:
     """The drift of every statistic that has a value, of each task by itself if there are several:
-    then it is called TASK/STATISTIC. origins: of the B images. pictures: asked for the first image
-    of the most drifted prompts; None for one that another process has."""
-    drifts = []
-    tasks = sorted({task for _, task, _ in origins})
+    then it is called TASK/STATISTIC."""
+    drifts: list[Drift] = []
+    worst: dict[tuple[str, int], float] = {}  # of a prompt: the largest drift of an image of it
+    tasks = sorted({pair.task for pair in pairs})
     for task in tasks:
-        rows = [row for row, origin in enumerate(origins) if origin[1] == task]
-        prompts = [origins[row][0] for row in rows]
+        of_task = [pair for pair in pairs if pair.task == task]
+        numbers = [pair.number for pair in of_task]
+        metadata = [pair.metadata for pair in of_task]
+        base, model = (
+            measurements.measure(torch.stack(list(map(pixels_of, files))), task, metadata, numbers)
+            for files in zip(*(pair[:2] for pair in of_task), strict=True)
+        )
+        largest = torch.zeros(len(of_task), dtype=torch.float64)
         for name in base:
             label = f"{task}/{name}" if len(tasks) > 1 else name
-            drifts.append(drift(label, base[name][rows], model[name][rows], prompts))
+            drifts.append(drift(label, base[name], model[name], numbers))
+            gap = (model[name] - base[name]).abs() / SIGMAS[name].size(base[name])
+            largest = largest.maximum(gap.nan_to_num(0.0))
+        for number, sigmas in zip(numbers, largest.tolist(), strict=True):
+            worst[task, number] = max(worst.get((task, number), 0.0), sigmas)
+    first = {(pair.task, pair.number): pair for pair in reversed(pairs)}
     rows = []
-    for row, sigmas in most_drifted(base, model, [prompt for prompt, _, _ in origins]):
-        _, task, prompt = origins[row]
-        if both := pictures(row):
-            about = {"prompt": prompt, "task": task, "sigmas": sigmas}
-            rows.append({**about, "base": both[0], "model": both[1]})
+    for key in sorted(worst, key=lambda key: -worst[key])[:SHOWN]:
+        pair = first[key]
+        about = {"prompt": pair.prompt, "task": pair.task, "sigmas": worst[key]}
+        base, model = (webp(pixels_of(file)) for file in pair[:2])
+        rows.append({**about, "base": base, "model": model})
     return Check([drift for drift in drifts if drift.n], rows)
-
-
-def most_drifted(base: Values, model: Values, prompts: Sequence[int]) -> list[tuple[int, float]]:
-    """(row of its first image, drift in sigmas) of the prompts to look at first, by the largest
-    drift of a statistic of an image."""
-    largest = torch.zeros(len(prompts), dtype=torch.float64)
-    for name, values in base.items():
-        gap = (model[name] - values).abs() / SIGMAS[name].size(values)
-        largest = largest.maximum(gap.nan_to_num(0.0))
-    first: dict[int, int] = {}
-    size: dict[int, float] = {}
-    for row, (prompt, sigmas) in enumerate(zip(prompts, largest.tolist(), strict=True)):
-        first.setdefault(prompt, row)
-        size[prompt] = max(size.get(prompt, 0.0), sigmas)
-    order = sorted(first, key=lambda prompt: -size[prompt])[:SHOWN]
-    return [(first[prompt], size[prompt]) for prompt in order]
 
 
 def student(freedom: int) -> float:

@@ -8,6 +8,7 @@ entropy), artefacts in the grid of the patches, a group whose images become one 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import cv2
@@ -23,6 +24,38 @@ SIDE = 64  # pixels to which images are reduced for `objects` and `text`
 REGION = 0.3  # distance from the median colour of what stands out, in the channel farthest off
 SMALLEST = 1 / 256  # share of the image that a region has at least
 STROKE = 0.25  # luma range of a cell of text
+
+
+@dataclass(frozen=True)
+class ImageStatistics:
+    """What is measured of images. period: pixels of a patch. text: the tasks that an OCR engine
+    scores."""
+
+    period: int
+    text: frozenset[str] = frozenset()
+
+    @staticmethod
+    def of(family: Any, rewards: Mapping[str, Any]) -> ImageStatistics:
+        """For the images of a model family, and the rewards of the tasks."""
+        text = frozenset(name for name, reward in rewards.items() if hasattr(reward, "engine"))
+        return ImageStatistics(family.factor * family.patch, text)
+
+    def measure(
+        self,
+        images: Tensor,
+        task: str,
+        metadata: Sequence[Mapping[str, Any]],
+        prompts: Sequence[int],
+    ) -> dict[str, Tensor]:
+        """{statistic: [B]} of images [B,3,H,W] of a task. prompts: the group of each."""
+        values = measure(images, self.period)
+        wanted = torch.tensor([asked(row) for row in metadata])
+        values["surplus"] = (values["objects"] - wanted).clamp(min=0)  # NaN stays
+        values["objects"] = values["objects"].where(wanted.isnan(), torch.nan)
+        if task not in self.text:
+            del values["text"]
+        values["diversity"] = diversity(images.float(), prompts)
+        return values
 
 
 def measure(images: Tensor, period: int) -> dict[str, Tensor]:
