@@ -5,7 +5,7 @@
 These must be equal: the version of the file, the sampler (steps, guidance, seed, size), and for
 each benchmark the reward with its engine and options, the prompts and the images per prompt. If a
 smaller `limit` left one with the first prompts of the other, these are compared. The base model,
-its dtype and the versions of libraries may differ; different versions are printed.
+its dtype and the versions of libraries may differ.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ class Incomparable(ValueError):
 
 class _Model(BaseModel, strict=True):
     settings: dict[str, Any]
-    environment: dict[str, Any] = {}
     images: dict[str, list[stats.JsonImage]]
 
 
@@ -55,13 +54,6 @@ class Column(NamedTuple):
 
     name: str
     headline: str | None
-
-
-class Difference(NamedTuple):
-    """Second minus first, paired, and its two-sided p."""
-
-    row: EvalRow
-    p: float
 
 
 def load_results(path: str | Path) -> dict[str, Any]:
@@ -147,7 +139,7 @@ def key_of(row: Mapping[str, Any]) -> tuple[int, int, str, str]:
 
 def compare(
     first: Mapping[str, Any], second: Mapping[str, Any], names: tuple[str, str]
-) -> dict[str, Difference]:
+) -> dict[str, EvalRow]:
     """{benchmark: second minus first} of those in common; Incomparable with the `differences`."""
     if problems := differences(first, second, names):
         listed = "\n  - ".join(["these results do not compare:", *problems])
@@ -162,19 +154,19 @@ def compare(
             )
             count = min(len(a), len(b))  # the shared ones, which come first
             a, b = a[:count], b[:count]
-            result[name] = Difference(stats.difference(column, a, b), stats.chance(column, a, b))
+            result[name] = stats.difference(column, a, b)
     return result
 
 
-def markdown(differences: Mapping[str, Difference], names: tuple[str, str]) -> str:
-    """A table: benchmark, difference ± standard error, interval, p, pairs."""
+def markdown(differences: Mapping[str, EvalRow], names: tuple[str, str]) -> str:
+    """A table: benchmark, difference ± standard error, interval, pairs."""
     first, second = map(escaped, names)
     lines = [f"{second} − {first}, paired: same prompts and noise.", ""]
-    lines += [line("benchmark", "metric", "difference", "95 %", "p", "n"), "|" + "---|" * 6]
-    for name, (row, p) in differences.items():
+    lines += [line("benchmark", "metric", "difference", "95 %", "n"), "|" + "---|" * 5]
+    for name, row in differences.items():
         gap = f"{row.mean:+.4f} ± {row.stderr:.4f}"
         ends = f"{row.low:+.4f} to {row.high:+.4f}"
-        lines.append(line(escaped(name), escaped(row.metric), gap, ends, f"{p:.4f}", str(row.n)))
+        lines.append(line(escaped(name), escaped(row.metric), gap, ends, str(row.n)))
     return "\n".join(lines) + "\n"
 
 
@@ -204,6 +196,4 @@ def main(argv: Sequence[str]) -> int:
         if a != b:
             shared = f"{min(a, b)} of {a} and {b} images are shared"
             print(f"note: {shown(name)}: {shared}; only they count")
-    for name, *versions in _unequal(*(model.get("environment", {}) for model in models)):
-        print("note:", shown(f"{name} is {versions[0]} and {versions[1]}"), file=sys.stderr)
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -228,8 +229,10 @@ def drift_panels(
         pictured = judged[base][first].pictured(copies)  # the same for all models
         numbers = [prompt for prompt in pictured for _ in range(copies)]
         batch = images.prompts.select(numbers)
-        rewards_of = {images.name: judge.reward for judge in images.judges}
-        statistics = ImageStatistics.of(backbone.family, rewards_of)
+        by_judge = {judge.name: judge.reward for judge in images.judges}
+        statistics = ImageStatistics.of(backbone.family, by_judge)
+        if statistics.text:  # what one judge reads is measured of its images
+            statistics = replace(statistics, text=frozenset([images.name]))
         for model in (name for name in config.models if name != base):
             both = judged[base][first].pictures, judged[model][first].pictures
             origins = zip(numbers, batch.prompts, batch.metadata, strict=True)

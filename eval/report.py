@@ -58,7 +58,6 @@ def write_files(config: EvalStage, results: Results) -> str:
             title=title,
             conditions=sentences,
             config=to_yaml(config),
-            model=config.model.id,
         )
         if config.report.images:
             drawn.append("grid.png")
@@ -196,25 +195,6 @@ def _block(name: str, judges: Sequence[Benchmark], results: Results) -> Block:
 
 # report.html --------------------------------------------------------------------------------------
 
-# Scores that others published for Stable Diffusion 3.5 Medium, shown next to ours as theirs. Their
-# GenEval uses mmdet's detector, their OCR PaddleOCR 2, and their preference prompts are not known,
-# so small differences to ours mean nothing.
-PUBLISHED: Mapping[str, Any] = {
-    "SOURCE": "Flow-OPD project page (arXiv 2605.08063), Stable Diffusion 3.5 Medium, 512 px, 40 "
-    "steps, guidance 4.5",
-    "COLUMNS": ("GenEval", "OCR", "DeQA", "PickScore"),
-    "ROWS": {
-        "base": (0.63, 0.59, 4.07, 21.64),
-        "GRPO teacher: GenEval": (0.94, 0.65, 4.01, 21.53),
-        "GRPO teacher: OCR": (0.64, 0.92, 4.06, 21.69),
-        "GRPO teacher: DeQA": (0.64, 0.66, 4.23, 23.02),
-        "GRPO teacher: PickScore": (0.51, 0.69, 4.22, 23.19),
-        "GRPO-Mix 3:1:1": (0.73, 0.83, 4.33, 21.84),
-        "Flow-OPD from SFT": (0.91, 0.92, 4.29, 21.83),
-        "Flow-OPD from the merge": (0.92, 0.94, 4.35, 23.08),
-    },
-}
-
 
 @dataclass(frozen=True)
 class Bar:
@@ -260,15 +240,12 @@ def render(
     title: str,
     conditions: Sequence[str],
     config: str,
-    model: str,
 ) -> str:
-    """The page. conditions: how the numbers were measured, one sentence each; config: YAML; model:
-    the base model's id, which decides whether published numbers are shown."""
+    """The page. conditions: how the numbers were measured, one sentence each; config: YAML."""
     grids = {benchmark.name: lines(results, benchmark) for benchmark in results.benchmarks}
     pictured = {
         name: [line.index for line in grid if line.pictured] for name, grid in grids.items()
     }
-    name = model.rstrip("/").rpartition("/")[2].lower()
     return page.render(
         "report.html.j2",
         title=title,
@@ -282,7 +259,6 @@ def render(
         copies={benchmark.name: benchmark.copies for benchmark in results.benchmarks},
         longest=LONGEST,
         drifts=results.drifts,
-        published=PUBLISHED if name.startswith("stable-diffusion-3.5-medium") else None,
     )
 
 

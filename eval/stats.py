@@ -19,7 +19,7 @@ from flowalign.types import EvalRow
 AVERAGE, FIDELITY = "average", "fidelity"  # columns of a table besides the benchmarks
 FIELDS = ("index", "copy", "prompt", "metadata", "reason")  # of an image; the rest are its scores
 
-DRAWS = 2000  # of a bootstrap or a permutation test
+DRAWS = 2000  # of a bootstrap
 CONFIDENCE = 0.95  # of the intervals
 
 Array = NDArray[np.float64]
@@ -89,23 +89,12 @@ def difference(benchmark: Named, first: Images, second: Images) -> EvalRow:
     n counts the images that are valid in both. The standard error is over the differences, so it
     is smaller than the errors of the two models suggest.
     """
-    return headline_rows(benchmark, _gains(benchmark, first, second))[0]
-
-
-def chance(benchmark: Named, first: Images, second: Images) -> float:
-    """Two-sided p of `difference`, by flipping the signs of prompts (`sign_flip`)."""
-    scores = _prompt_scores(_gains(benchmark, first, second), part_of(benchmark))
-    if not _tagged(benchmark, second):  # tags are strata only where they make up the number
-        scores = scores._replace(strata=np.zeros_like(scores.strata))
-    return sign_flip(*scores)
-
-
-def _gains(benchmark: Named, first: Images, second: Images) -> list[dict[str, Any]]:
-    part = part_of(benchmark)  # in the second model's images it becomes the gain over the first's
-    return [
+    part = part_of(benchmark)
+    gains = [
         {**b, part: b.get(part, math.nan) - a.get(part, math.nan)}
         for a, b in zip(first, second, strict=True)
     ]
+    return headline_rows(benchmark, gains)[0]
 
 
 def average(rows: Sequence[EvalRow]) -> EvalRow:
@@ -215,7 +204,7 @@ def _row(benchmark: str, metric: str, images: Images, part: str) -> EvalRow:
     return EvalRow(benchmark, metric, mean, error, int(n), low, high, len(images))
 
 
-# Bootstrap intervals and sign-flip tests over prompts --------------------------------------------
+# Bootstrap intervals over prompts ---------------------------------------------------------------
 
 # Prompts are drawn, not images, because the images of one prompt resemble each other. Strata are
 # GenEval's tags (all 0 where there are none): prompts are drawn within their stratum, and the
@@ -260,16 +249,3 @@ def bootstrap_interval(
     tail = (1 - CONFIDENCE) / 2
     low, high = np.nanquantile(prompts_mean(times * sums, times * counts, strata), [tail, 1 - tail])
     return float(low), float(high)
-
-
-def sign_flip(sums: Array, counts: Array, strata: Labels, seed: int = 0) -> float:
-    """Two-sided p of paired differences: how likely so large a mean is if signs are random.
-
-    It is the share of random flips of the prompts' signs whose |mean| is at least the observed one.
-    The observed one is counted among them, so p is never 0.
-    """
-    rng = np.random.default_rng(seed)
-    signs = rng.choice([-1.0, 1.0], size=(DRAWS, len(sums)))
-    observed = abs(float(prompts_mean(sums, counts, strata)))
-    flipped = np.abs(prompts_mean(signs * sums, np.broadcast_to(counts, signs.shape), strata))
-    return float((1 + (flipped >= observed - 1e-12).sum()) / (1 + DRAWS))  # 1e-12: rounding

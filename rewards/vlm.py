@@ -156,7 +156,7 @@ class VLM(RewardBase):
                 "temperature": 0,  # the same image must get the same score
                 "max_tokens": self.max_tokens,
             }
-            answer = client.request("POST", self.url, json=body).body
+            answer = client.request("POST", self.url, json=body)
             try:
                 said = json.loads(answer)["choices"][0]["message"]["content"]
             except (ValueError, LookupError, TypeError, RecursionError):

@@ -46,10 +46,9 @@ def images(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_the_difference_is_that_of_the_library_paired():
-    row, p = compare(document(BASE), document(BETTER), NAMES)["ocr"]
+    row = compare(document(BASE), document(BETTER), NAMES)["ocr"]
     assert row.mean == pytest.approx(0.1) and row.n == 5 and row.stderr < 1e-9
     assert row.low == pytest.approx(0.1) and row.high == pytest.approx(0.1)
-    assert p == pytest.approx(2 / 2**5, abs=0.02)  # all five the same way, of 2^5 flips
 
 
 def changed(change: Any) -> list[str]:

@@ -82,8 +82,9 @@ def test_what_may_pass_is_tried_again_and_what_may_not_is_not(serve: Serve):
 
 def test_waits_double_with_jitter_and_obey_the_server_up_to_a_limit(serve: Serve):
     made, clock = client(retries=9, backoff=0.5)
-    serve(*[503] * 9, 200)
-    assert made.request("GET", "http://host/x").failed == ["http://host/x"] * 9
+    requests = serve(*[503] * 9, 200)
+    made.request("GET", "http://host/x")
+    assert len(requests) == 10
     for number, wait in enumerate(clock.waits):
         seconds = min(0.5 * 2**number, http.LONGEST_WAIT)
         assert 0.75 * seconds <= wait <= 1.25 * seconds, number
@@ -99,7 +100,7 @@ def test_another_server_is_asked_at_once(serve: Serve):
     made, clock = client()
     requests = serve(503, 503, 503, 200)
     urls = ["http://a/x", "http://b/x"]
-    assert made.request("GET", *urls).failed == [*urls, "http://a/x"]
+    made.request("GET", *urls)
     assert [str(request.url) for request in requests] == urls * 2
     assert clock.waits[0] == 0 and 0.3 < clock.waits[1] < 0.7 and 0.7 < clock.waits[2] < 1.3
 

@@ -136,13 +136,13 @@ def test_a_table_as_markdown():
 
 @pytest.fixture
 def text(results: Results) -> str:
-    return page(results, "tiny")
+    return page(results)
 
 
-def page(results: Results, model: str) -> str:
+def page(results: Results) -> str:
     shown = tables(results, {"student": ["ocr"]} if "ocr" in results.judged else {})
     return report.render(
-        results, shown, title="T < 1", conditions=["Seed 7."], config="stage: eval", model=model
+        results, shown, title="T < 1", conditions=["Seed 7."], config="stage: eval"
     )
 
 
@@ -228,7 +228,7 @@ def test_the_images_of_a_prompt_are_one_line_each_with_its_verdict():
 
 def test_an_image_that_several_judge_is_in_the_page_once():
     results = shared()
-    images = Page(page(results, "tiny")).all("img")
+    images = Page(page(results)).all("img")
     own = {image["id"]: image["src"] for image in images if image.get("src")}
     again = [image["data-again"] for image in images if "data-again" in image]
     assert len(images) == 16 and len(own) == 8 and sorted(own) == sorted(again)  # type: ignore[type-var]
@@ -271,7 +271,7 @@ def test_a_browser_filters_and_shows_every_image_without_a_network(
 @pytest.mark.slow
 @needs_chromium
 def test_a_browser_shows_an_image_to_every_judge_and_a_failure_among_copies(tmp_path: Path):
-    html = browse(page(shared(), "tiny"), tmp_path, "failed=base&benchmark=x_right")
+    html = browse(page(shared()), tmp_path, "failed=base&benchmark=x_right")
     assert (
         '<span id="count">2 prompts, 2 with images</span>' in html
     )  # one image of the first, both of the second

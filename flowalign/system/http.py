@@ -10,6 +10,7 @@ nothing is inflated. What servers say is shown printable and cut.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -17,9 +18,8 @@ import random
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -48,15 +48,6 @@ class Refused(ValueError):
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
         self.status = status
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A body that came with status 200. failed: the URLs that were tried before, in vain."""
-
-    body: bytes
-    headers: Mapping[str, str]
-    failed: list[str]
 
 
 class Client:
@@ -112,8 +103,8 @@ class Client:
     def __exit__(self, *error: object) -> None:
         self._client.close()
 
-    def request(self, method: str, *urls: str, **content: Any) -> Answer:
-        """The answer to a request. Each further attempt takes the next of the URLs.
+    def request(self, method: str, *urls: str, **content: Any) -> bytes:
+        """The body of the answer to a request. Each further attempt takes the next of the URLs.
 
         content: httpx's `content` or `json`. Raises Refused if the request is at fault, and
         ConnectionError or TimeoutError if there is no answer.
@@ -129,7 +120,7 @@ class Client:
             reraise=True,
         )
         try:
-            return retrying(self._attempt, method, urls, [], content)
+            return retrying(self._attempt, method, itertools.cycle(urls), content)
         except _Again as again:
             raise again.cause from again
 
@@ -203,10 +194,10 @@ class Client:
         if self.stopped.is_set():
             raise ConnectionError(f"not asked any more: {self.last}")
 
-    def _attempt(self, method: str, urls: Sequence[str], tried: list[str], content: Any) -> Answer:
+    def _attempt(self, method: str, urls: Iterator[str], content: Any) -> bytes:
         """Raises _Again for what may pass, and what `request` raises for what will not."""
         self._check_running()
-        tried.append(url := urls[len(tried) % len(urls)])
+        url = next(urls)
         left = max(0.01, self.until - time.monotonic())
         seconds = min(self.timeout, left)
         timeout = httpx.Timeout(seconds, connect=min(seconds, self.connect_timeout))
@@ -227,7 +218,7 @@ class Client:
             raise Refused(200, f"{url} leads astray: {self.clean(str(error))}") from error
         status = response.status_code
         if status == 200:
-            return Answer(body, response.headers, tried[:-1])
+            return body
         text = f"{url} answered {status}: {self.clean(_message(body))}"
         if status in (408, 429) or status >= 500:
             cause = TimeoutError(text) if status in (408, 504) else ConnectionError(text)

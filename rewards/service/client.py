@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,7 +21,6 @@ from flowalign.types import Metadata, Scores
 log = logging.getLogger(__name__)
 
 TRIES = 3  # at finding a server before a run
-REST = 30.0  # seconds that a server which failed is called last, if there are others
 _SPLIT = (413, 422)  # the request is too large, or one of its rows is at fault
 
 
@@ -54,7 +52,6 @@ class Remote(RewardBase):
     ) -> None:
         self.urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
         self.batch_size, self.normalizer, self.headline = batch_size, normalizer, headline
-        self._resting: dict[str, float] = {}  # URL -> monotonic seconds until which it is last
         self._connect = partial(
             Client,
             timeout=timeout,
@@ -94,7 +91,7 @@ class Remote(RewardBase):
         Calls it: raises ConnectionError, TimeoutError or ValueError.
         """
         with self._greet(retries=0) as client:
-            body = client.request("GET", f"{self.urls[0]}/v1/info").body
+            body = client.request("GET", f"{self.urls[0]}/v1/info")
         served = wire.parse(body, wire.Info, status=502).describe
         return {"name": self.name, "served": served, "normalizer": self.normalizer}
 
@@ -112,8 +109,7 @@ class Remote(RewardBase):
                 try:
                     body = wire.encode_request(images[rows], prompts[rows], metadata[rows])
                     answer = client.request("POST", *self._servers(chunk), content=body)
-                    self._resting |= dict.fromkeys(answer.failed, time.monotonic() + REST)
-                    scores = wire.decode_answer(answer.body, len(part))
+                    scores = wire.decode_answer(answer, len(part))
                     reasons = {row: client.clean(text) for row, text in scores.reasons.items()}
                     pieces.append((part, replace(scores, reasons=reasons)))
                 except (WireError, Refused) as error:
@@ -137,8 +133,6 @@ class Remote(RewardBase):
         return replace(scores, value=scores.value / self.normalizer, parts=parts)
 
     def _servers(self, chunk: range) -> list[str]:
-        """Where to send a chunk, in the order of attempts: round robin, failed servers last."""
+        """Where to send a chunk, in the order of attempts: round robin."""
         turn = chunk.start // self.batch_size % len(self.urls)
-        urls = [f"{url}/v1/score" for url in (*self.urls[turn:], *self.urls[:turn])]
-        now = time.monotonic()
-        return sorted(urls, key=lambda url: self._resting.get(url, 0.0) > now)  # a stable sort
+        return [f"{url}/v1/score" for url in (*self.urls[turn:], *self.urls[:turn])]

@@ -147,7 +147,7 @@ def _download(url: str) -> bytes:
         ) from error
     if "html" in answer.headers.get("content-type", ""):
         raise FetchError(f"{url} sends a web page, not prompts. Is there a login page between?")
-    return answer.body
+    return answer
 
 
 def _prompts(content: bytes, name: str) -> PromptBatch:

@@ -1,16 +1,12 @@
 """One run at a time in an output folder.
 
 The operating system's lock on `.lock` (by filelock) ends with the process that holds it, however it
-ends. `.lock.json` next to it says who holds the folder, for the message to the second one.
+ends.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,10 +14,8 @@ from pathlib import Path
 import filelock
 
 from flowalign.config import ConfigError
-from flowalign.system.files import replacing
 
 LOCK = ".lock"
-OWNER = ".lock.json"
 
 log = logging.getLogger("flowalign")
 
@@ -38,7 +32,7 @@ def holding(folder: str | Path, active: bool = True) -> Iterator[None]:
     """Hold a folder inside the `with`; ConfigError if another process, or this one, does already,
     or if it cannot be written.
 
-    The lock's files go at the end, and a folder that is empty then. active: whether this process
+    The lock's file goes at the end, and a folder that is empty then. active: whether this process
     holds it, of several that share the work.
     """
     if not active:
@@ -46,12 +40,9 @@ def holding(folder: str | Path, active: bool = True) -> Iterator[None]:
         return
     folder = Path(folder)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = _acquire(folder)
-        with replacing(folder / OWNER) as part:
-            part.write_text(json.dumps(owner))
     except OSError as error:
         text = f"output: {folder} cannot be written: {error.strerror or error}."
         raise ConfigError([f"{text} Choose another `output`."]) from None
@@ -59,7 +50,6 @@ def holding(folder: str | Path, active: bool = True) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            (folder / OWNER).unlink(missing_ok=True)
             (folder / LOCK).unlink(missing_ok=True)  # while it is ours; filelock notices
             for path in made:  # of a run that was refused, and left nothing
                 path.rmdir()
@@ -72,12 +62,7 @@ def _acquire(folder: Path) -> filelock.BaseFileLock:
     try:
         lock.acquire()
     except filelock.Timeout:
-        try:
-            owner = json.loads((folder / OWNER).read_text())
-            name = f"process {owner['pid']} on {owner['host']} since {time.ctime(owner['since'])}"
-        except (OSError, ValueError, TypeError, KeyError):  # not written yet
-            name = "another process"
-        text = f"output: {folder} is in use by {name}. Wait until it ends, or choose another."
+        text = f"output: {folder} is in use by another run. Wait until it ends, or choose another."
         raise ConfigError([text]) from None
     except (OSError, NotImplementedError) as error:
         log.warning("%s cannot be locked (%s): start no second run there", folder, error)
