@@ -106,7 +106,7 @@ def test_a_wrong_checksum_leaves_nothing(site: Site, tmp_path: Path) -> None:
 def test_what_is_not_the_set_leaves_nothing(site: Site, tmp_path: Path) -> None:
     for answer, match in (
         ({"status": 404}, "404"),
-        ({"Content_Type": "text/html; charset=utf-8"}, "web page"),
+        ({"body": b"<!DOCTYPE html><html></html>"}, "web page"),
         ({"body": b" \n"}, "set.txt holds no prompts"),
         ({"body": b"\xff\xfe"}, "set.txt.*UTF-8"),
     ):

@@ -11,7 +11,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams import metadata
 
 from flowalign.commands import train
 from flowalign.config import to_yaml
@@ -28,21 +27,8 @@ def test_tensorboard_has_config_metrics_and_samples(finished_run: fakes.Finished
     for name in ("samples", "held_out", "before_after"):
         image = events.Images(name)[-1]
         assert image.step in (0, 2) and image.width > 32 and image.height > 32
-    assert [event.step for event in events.Tensors("evaluation/text_summary")] == [0, 2]
-    (table,) = events.Tensors("evaluation/text_summary")[-1].tensor_proto.string_val
-    assert b"| red | reward | " in table
     (text,) = events.Tensors("config/text_summary")[0].tensor_proto.string_val
     assert b"    stage: grpo\n" in text
-    told: dict[str, Any] = {}
-    for path in folder.rglob("events.*"):
-        found = EventAccumulator(str(path)).Reload().summary_metadata
-        if "_hparams_/session_start_info" in found:
-            content = found["_hparams_/session_start_info"].plugin_data.content
-            given = metadata.parse_session_start_info_plugin_data(content).hparams
-            told |= {key: getattr(v, v.WhichOneof("kind")) for key, v in given.items()}
-    assert told["rollout.steps"] == 4 and told["tasks.0.reward.name"] == "fakes:redness"
-    assert told["optimizer.betas"] == "0.9, 0.999"
-    assert not told["rollout.shared_noise"] and "lora.init" not in told
 
 
 class Notebook(GeneralTracker):
@@ -114,8 +100,6 @@ def test_weights_and_biases_gets_project_name_config_and_images(
     files = tmp_path / "the_run" / "wandb"
     pictures = {path.name.partition("_")[0] for path in files.rglob("*.png")}
     assert {"samples", "held", "before"} <= pictures
-    (table, *_) = files.rglob("evaluation_*.table.json")
-    assert json.loads(table.read_text())["data"][0][:2] == ["red", "reward"]
     fakes.AcceleratorState._reset_state(reset_partial_state=True)
     again = ["--config", str(tmp_path / "config.yaml"), "--resume", "train.updates=2"]
     assert train.main(again) == 0

@@ -145,7 +145,7 @@ def _download(url: str) -> bytes:
             "here (or HTTPS_PROXY)? Try again. If the set has moved, fetch it by hand: any command "
             "takes the path of a file."
         ) from error
-    if "html" in answer.headers.get("content-type", ""):
+    if answer.lstrip()[:14].lower().startswith((b"<!doctype html", b"<html")):
         raise FetchError(f"{url} sends a web page, not prompts. Is there a login page between?")
     return answer
 

@@ -64,11 +64,8 @@ class RunLog:
             trackers.image(self.accelerator, "samples", path, update)
 
     def evaluation(self, update: int, report: EvalReport) -> None:
-        """The table of an evaluation, and some of its images."""
-        if not self.main:
-            return
-        trackers.table(self.accelerator, "evaluation", report, update)
-        if report.examples:
+        """Some images of an evaluation."""
+        if self.main and report.examples:
             keep = self.settings.keep_samples
             path = samples.write_examples(self.folder, update, report.examples, keep)
             trackers.image(self.accelerator, "held_out", path, update)

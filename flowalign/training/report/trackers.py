@@ -1,13 +1,11 @@
 """What a run logs to accelerate's trackers: TensorBoard, Weights & Biases, or one's own.
 
-Each gets the config and the metrics of every update; those that take images and tables get the
-sample grids and the tables of the evaluations.
+Each gets the config and the metrics of every update; those that take images get the sample grids.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -18,7 +16,6 @@ from PIL import Image
 
 from flowalign.config import TrainingStage, to_yaml
 from flowalign.training.run.resume import checkpoints
-from flowalign.types import EvalReport
 
 WANDB_RUN = "wandb_run.txt"  # the id under which a resumed run goes on
 
@@ -34,10 +31,10 @@ def begin(accelerator: Accelerator, config: TrainingStage) -> None:
     accelerator.init_trackers(config.train.project, init_kwargs=options)
     whole = config.model_dump(mode="json")
     for tracker in accelerator.trackers:
-        flat = tracker.name == "tensorboard"  # its hyperparameters are scalars
-        tracker.store_init_configuration(dict(_scalars(whole)) if flat else whole)
-        if flat:  # the hyperparameters' page shows a long list; this is the file
+        if tracker.name == "tensorboard":  # its hyperparameters are scalars alone
             tracker.log({"config": indent(to_yaml(config), "    ")}, step=0)
+        else:
+            tracker.store_init_configuration(whole)
 
 
 def _wandb_run(folder: Path) -> dict[str, str]:
@@ -57,32 +54,3 @@ def image(accelerator: Accelerator, name: str, path: Path, step: int) -> None:
         options = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
         if log := getattr(tracker, "log_images", None):
             log({name: pixels}, step=step, **options)
-
-
-def table(accelerator: Accelerator, name: str, report: EvalReport, step: int) -> None:
-    """Log the numbers of an evaluation, one row each."""
-    columns = ["benchmark", "metric", "mean", "standard error", "images"]
-    rows = [[r.benchmark, r.metric, r.mean, r.stderr, r.n] for r in report.rows]
-    for tracker in accelerator.trackers:
-        if tracker.name == "tensorboard":
-            cells = [
-                columns,
-                ["---"] * len(columns),
-                *([b, m, f"{mean:.4f}", f"{error:.4f}", str(n)] for b, m, mean, error, n in rows),
-            ]
-            text = "\n".join(f"| {' | '.join(line)} |" for line in cells)  # it shows Markdown
-            tracker.log({name: text}, step=step)
-        elif log := getattr(tracker, "log_table", None):
-            log(name, columns=columns, data=rows, step=step)
-
-
-def _scalars(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """("rollout.steps", 10), ...; a list of scalars is one text."""
-    if isinstance(value, list) and not any(isinstance(item, dict | list) for item in value):
-        value = ", ".join(map(str, value))
-    if isinstance(value, Mapping | list):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, item in items:
-            yield from _scalars(item, f"{place}.{key}" if place else str(key))
-    elif value is not None:
-        yield place, value
