@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -124,10 +123,9 @@ def conditions(config: EvalStage, results: Results, versions: Mapping[str, str])
         f"steps, guidance {s.guidance:g}, seed {s.seed}; scored at 8 bits a channel."
     ]
     if len(results.benchmarks) > 1:
-        sentences.append("average: the unweighted mean of the benchmarks.")
-    for names, what in _dependent(results.benchmarks):
         sentences.append(
-            f"{' and '.join(names)} {what}, yet the average's error takes them as independent."
+            "average: the unweighted mean of the benchmarks; its error takes them as independent, "
+            "also where they share images or prompts."
         )
     for benchmark in config.benchmarks:
         if benchmark.layout:
@@ -143,19 +141,6 @@ def conditions(config: EvalStage, results: Results, versions: Mapping[str, str])
         )
     listed = ", ".join(f"{name} {version}" for name, version in versions.items())
     return [*sentences, f"Measured with {listed}."]
-
-
-def _dependent(benchmarks: Sequence[Benchmark]) -> Iterator[tuple[list[str], str]]:
-    """(names of benchmarks whose numbers are correlated, why)."""
-    sources = dict.fromkeys(benchmark.source for benchmark in benchmarks if benchmark.source)
-    for source in sources:
-        names = [benchmark.name for benchmark in benchmarks if benchmark.source == source]
-        if len(names) > 1:
-            yield names, f"judge the same images of {source}"
-    sets = {b.source or b.name: set(b.prompts.prompts) for b in benchmarks}
-    for a, b in combinations(sets, 2):
-        if sets[a] & sets[b]:
-            yield [a, b], "share prompts"
 
 
 # grid.png -----------------------------------------------------------------------------------------
