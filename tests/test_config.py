@@ -140,6 +140,7 @@ def test_a_wrong_value_is_explained(sections: dict[str, Any], said: list[str]) -
 
 WATCHED = {"name": "x", "prompts": "b.txt", "reward": {"name": "ocr"}, "layout": "geneval"}
 STUDENT = {"stage": "opd", "teachers": {"ocr": {"adapter": "tiny/ocr"}}}
+COMPILED = {"id": "tiny", "height": 64, "width": 64, "dtype": "bfloat16", "compile": True}
 NO_VALIDATION = {key: value for key, value in TASK.items() if key != "validation"}
 
 
@@ -171,6 +172,7 @@ NO_VALIDATION = {key: value for key, value in TASK.items() if key != "validation
         ("tasks.0.teacher", {"tasks": [{**TASK, "teacher": "a"}]}),
         ("rollout.window", {"stage": "nft", "rollout": {"kind": "ode", "window": [0, 2]}}),
         ("evaluation.watch.0.layout", {"evaluation": {"watch": [WATCHED]}}),
+        ("model.compile", {"model": COMPILED}),
         ("student.reward_to_go", {**STUDENT, "student": {"reward_to_go": True}}),
     ],
 )
@@ -188,6 +190,8 @@ def test_values_that_do_not_go_together_are_refused(key: str, sections: dict[str
         {"rollout": {"kind": "cps", "window": {"width": 9}}},
         {"rollout": {"steps": 1, "window": [0, 1]}},
         {"tasks": [NO_VALIDATION], "evaluation": None},
+        {"model": {**COMPILED, "dtype": "float32"}},
+        {**STUDENT, "model": COMPILED},
     ],
 )
 def test_values_at_the_border_are_accepted(sections: dict[str, Any]) -> None:

@@ -54,7 +54,7 @@ class ModelConfig(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: slower, much less memory."""
     compile: bool = False
-    """torch.compile the blocks of the transformer."""
+    """torch.compile the blocks of the transformer. Not in 16 bits where the loss has a ratio."""
 
     @property
     def image_sizes(self) -> list[Size]:
