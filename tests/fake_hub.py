@@ -97,12 +97,9 @@ class Handler(BaseHTTPRequestHandler):
             if files is None:
                 return
             if match[2] == "tree":
-                self._json(
-                    [
-                        {"type": "file", "path": name, "size": len(what), "oid": sha({name: what})}
-                        for name, what in files.items()
-                    ]
-                )
+                rows = [{"type": "file", "path": name, "size": len(what), "oid": sha({name: what})}
+                        for name, what in files.items()]  # fmt: skip
+                self._json(rows)
             else:
                 names = [{"rfilename": name} for name in files]
                 private = self.hub.repositories[match[1]].private

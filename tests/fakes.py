@@ -55,29 +55,16 @@ def pipeline(seed: int = 0) -> StableDiffusion3Pipeline:
     torch.manual_seed(seed)
     width = sum(parts.CLIP_WIDTHS)
     transformer = SD3Transformer2DModel(
-        sample_size=8,
-        patch_size=2,
-        in_channels=parts.LATENT_CHANNELS,
-        out_channels=parts.LATENT_CHANNELS,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        caption_projection_dim=32,
-        joint_attention_dim=width,
-        pooled_projection_dim=width,
-        pos_embed_max_size=8,
-        qk_norm="rms_norm",
-    )
+        sample_size=8, patch_size=2, in_channels=parts.LATENT_CHANNELS,
+        out_channels=parts.LATENT_CHANNELS, num_layers=2, attention_head_dim=16,
+        num_attention_heads=2, caption_projection_dim=32, joint_attention_dim=width,
+        pooled_projection_dim=width, pos_embed_max_size=8, qk_norm="rms_norm",
+    )  # fmt: skip
     vae = AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(8, 8, 8, 8),
-        layers_per_block=1,
-        norm_num_groups=4,
-        latent_channels=parts.LATENT_CHANNELS,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-    )
+        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4,
+        latent_channels=parts.LATENT_CHANNELS, use_quant_conv=False, use_post_quant_conv=False,
+    )  # fmt: skip
     vae.register_to_config(shift_factor=0.1, scaling_factor=1.3)
     clips = [parts.clip(width).eval() for width in parts.CLIP_WIDTHS]
     return StableDiffusion3Pipeline(

@@ -19,8 +19,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -146,15 +146,13 @@ def launch(
     return subprocess.CompletedProcess(list(map(str, command)), code, out, err)
 
 
-class _quiet_main:
+@contextmanager
+def _quiet_main() -> Iterator[None]:
     """Inside the `with`, a new process does not import this one's main module (pytest's)."""
-
-    def __enter__(self) -> None:
-        self.main = sys.modules["__main__"]
-        sys.modules["__main__"] = type(sys)("__main__")
-
-    def __exit__(self, *_: object) -> None:
-        sys.modules["__main__"] = self.main
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = type(sys)("__main__")
+    yield
+    sys.modules["__main__"] = main
 
 
 def _become(

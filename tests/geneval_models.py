@@ -22,27 +22,14 @@ QUERIES = 10
 def mask2former(folder: Path, labels: int = 80) -> str:
     """A Mask2Former of 118 thousand weights: scores up to .5, masks of half of the pixels."""
     torch.manual_seed(3)
-    swin = SwinConfig(
-        embed_dim=8,
-        depths=[1, 1, 1, 1],
-        num_heads=[1, 1, 2, 2],
-        window_size=4,
-        image_size=64,
-        out_features=["stage1", "stage2", "stage3", "stage4"],
-    )
+    sizes = {"depths": [1] * 4, "num_heads": [1, 1, 2, 2], "window_size": 4, "image_size": 64}
+    layers = [f"stage{number}" for number in range(1, 5)]
     config = Mask2FormerConfig(
-        backbone_config=swin,
-        feature_size=32,
-        mask_feature_size=32,
-        hidden_dim=32,
-        encoder_feedforward_dim=32,
-        encoder_layers=1,
-        decoder_layers=2,
-        num_attention_heads=2,
-        dim_feedforward=32,
-        num_queries=QUERIES,
+        backbone_config=SwinConfig(embed_dim=8, out_features=layers, **sizes), feature_size=32,
+        mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=32, encoder_layers=1,
+        decoder_layers=2, num_attention_heads=2, dim_feedforward=32, num_queries=QUERIES,
         num_labels=labels,
-    )
+    )  # fmt: skip
     network = Mask2FormerForUniversalSegmentation(config)
     with torch.no_grad():  # as initialised, classes are equally likely and masks are everything
         network.class_predictor.weight *= 30
@@ -61,19 +48,10 @@ def mask2former(folder: Path, labels: int = 80) -> str:
 
 def clip(open_clip: ModuleType, folder: Path) -> dict[str, str]:
     """Options of a CLIP of open_clip, its weights in a file of the folder."""
-    (folder / f"{CLIP}.json").write_text(
-        json.dumps(
-            {
-                "embed_dim": 16,
-                "vision_cfg": {
-                    "image_size": 32, "layers": 2, "width": 32, "patch_size": 8, "head_width": 16,
-                },
-                "text_cfg": {
-                    "context_length": 77, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 2,
-                },
-            }
-        )
-    )  # fmt: skip
+    vision = {"image_size": 32, "layers": 2, "width": 32, "patch_size": 8, "head_width": 16}
+    text = {"context_length": 77, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 2}
+    config = {"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}
+    (folder / f"{CLIP}.json").write_text(json.dumps(config))
     open_clip.add_model_config(folder / f"{CLIP}.json")
     torch.manual_seed(0)
     state = open_clip.create_model(CLIP).state_dict()

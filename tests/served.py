@@ -115,16 +115,9 @@ def process(
 ) -> tuple[subprocess.Popen[str], str]:
     """`flowalign serve-reward` in a process of its own, and its URL."""
     paths = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    command = [sys.executable, "-m", "flowalign.commands.cli", "serve-reward"]
     started = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "flowalign.commands.cli",
-            "serve-reward",
-            *argv,
-            "--port",
-            str(port),
-        ],
+        [*command, *argv, "--port", str(port)],
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **(environment or {})},
         stdout=subprocess.PIPE,
         text=True,

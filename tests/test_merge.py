@@ -50,14 +50,9 @@ def merged_velocity(model: str, folder: Path) -> Tensor:
     return velocity(backbone)
 
 
-def described(folder: Path) -> dict:
-    """What peft recorded of a saved adapter."""
-    return read_lora(folder).metadata
-
-
 def updates(folder: Path) -> dict[str, Tensor]:
     """{layer: dW}, from the plain definition."""
-    state, config = read_lora(folder).weights, described(folder)
+    state, config = read_lora(folder).weights, read_lora(folder).metadata
     scale = config["lora_alpha"] / config["r"]
     layers = {key.split(".lora_")[0] for key in state}
     return {
@@ -199,7 +194,7 @@ def test_adapters_that_do_not_fit_are_refused(random_model: str, tmp_path: Path)
     one = teacher(random_model, tmp_path / "one", 2, 2.0, 1, base="tiny")
     other = teacher(random_model, tmp_path / "other", 2, 2.0, 1, base="large")
     few = teacher(random_model, tmp_path / "few", 2, 2.0, 1, targets=["attn.to_q"])
-    state, metadata = read_lora(one).weights, described(one)
+    state, metadata = read_lora(one).weights, read_lora(one).metadata
     wide = {k: torch.cat([v, v], 1) if "lora_A" in k else v
             for k, v in state.items()}  # fmt: skip
     write_lora(tmp_path / "wide", wide, metadata)

@@ -39,15 +39,10 @@ def run(
 ) -> Rollout:
     schedule = Schedule(backbone.sigmas(STEPS), kind, noise_level, window, means=means)
     where = places(4, 2)[2 * prompts.start : 2 * prompts.stop]
-    return sample(
-        backbone,
-        fakes.batch(4).select([prompt for prompt, _ in where]),
-        schedule,
-        guidance=guidance,
-        noise=Noise((7, 0), shared),
-        places=where,
-        batch_size=batch_size,
-    )
+    batch = fakes.batch(4).select([prompt for prompt, _ in where])
+    options = {"places": where, "batch_size": batch_size}
+    noise = Noise((7, 0), shared)
+    return sample(backbone, batch, schedule, guidance=guidance, noise=noise, **options)
 
 
 def images(rollout: Rollout) -> Tensor:

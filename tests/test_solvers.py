@@ -108,17 +108,10 @@ def run(
 ) -> Rollout:
     schedule = Schedule(backbone.sigmas(steps), "ode", 0.0, window, actions=False, solver=solver)
     where = places(4, 2)[2 * prompts.start : 2 * prompts.stop]
-    return sample(
-        backbone,
-        fakes.batch(4).select([prompt for prompt, _ in where]),
-        schedule,
-        guidance=2.0,
-        noise=Noise((7, 0)),
-        places=where,
-        batch_size=batch_size,
-        decode=finish,
-        finish=finish,
-    )
+    batch = fakes.batch(4).select([prompt for prompt, _ in where])
+    options = {"batch_size": batch_size, "decode": finish, "finish": finish}
+    noise = Noise((7, 0))
+    return sample(backbone, batch, schedule, guidance=2.0, noise=noise, places=where, **options)
 
 
 def latents(rollout: Rollout) -> Tensor:
