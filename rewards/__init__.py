@@ -54,6 +54,7 @@ REWARDS: dict[str, str] = {
     "gated": "flowalign.rewards.combine:Gated",
     "geneval": "flowalign.rewards.geneval:GenEval",
     "hpsv2": "flowalign.rewards.preference:HPSv2",
+    "hpsv3": "flowalign.rewards.served:HPSv3",
     "imagereward": "flowalign.rewards.imagereward:ImageReward",
     "normalized": "flowalign.rewards.combine:Normalized",
     "ocr": "flowalign.rewards.ocr:OCR",

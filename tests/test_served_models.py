@@ -1,12 +1,13 @@
-"""DeQA: its formula by hand, and the calls that its model sees.
+"""DeQA and HPSv3: their formulas by hand, and the calls that their packages see.
 
-The model itself is code and weights on the Hub: what stands in for it here has the
-attributes that its published source uses, and answers with known logits.
+The models themselves are code and weights on the Hub: what stands in for them here has the
+attributes that their published sources use, and answers with known logits.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 import types
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from flowalign.rewards import build
+from flowalign.rewards import build, check
 from flowalign.rewards.clip import ImageProcessor
 from flowalign.rewards.served import AFTER, BEFORE, IMAGE_TOKEN, expected_level, pad_to_square
 
@@ -100,3 +101,30 @@ def test_deqa_asks_the_published_question_about_padded_images(monkeypatch):
         by_hand = (weights * [5, 4, 3, 2, 1]).sum() / weights.sum()
         assert scores.value[row].item() == pytest.approx(by_hand, abs=1e-4)
     assert torch.equal(reward(IMAGES.flip(0), [""] * 5, [{}] * 5).value, scores.value.flip(0))
+
+
+def test_hpsv3_takes_mu_and_passes_images_and_prompts_by_name(monkeypatch):
+    seen = []
+
+    class HPSv3RewardInferencer:
+        def __init__(self, config_path=None, checkpoint_path=None, device="cuda"):
+            seen.append((checkpoint_path, device))
+
+        def reward(self, image_paths, prompts):
+            values = [np.asarray(picture).mean() + len(p) for picture, p in
+                      zip(image_paths, prompts, strict=True)]  # fmt: skip
+            return torch.tensor([[v, 0.5] for v in values], dtype=torch.float64)
+
+    package = types.ModuleType("hpsv3")
+    package.__dict__["HPSv3RewardInferencer"] = HPSv3RewardInferencer
+    monkeypatch.setitem(sys.modules, "hpsv3", package)
+    prompts = ["a" * n for n in range(5)]
+    for batch_size in (1, 3):
+        reward = build("hpsv3", device="cpu", batch_size=batch_size)
+        scores = reward(IMAGES, prompts, [{}] * 5)
+        expected = [PIXELS[row].mean() + row for row in range(5)]
+        assert scores.value.tolist() == pytest.approx(expected, rel=1e-6)
+        assert scores.value.dtype == torch.float32
+    assert seen[0] == (None, "cpu")
+    with pytest.raises(ValueError, match="checkpoint"):  # a pickle
+        check("hpsv3", {"checkpoint": "HPSv3_7B.pth"})

@@ -1,4 +1,4 @@
-"""How a run shows itself: one plain line per update."""
+"""How a run shows itself: a rich bar on a terminal, one plain line per update in a log."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as Bar
 
 from flowalign.config import TrainingStage
 from flowalign.system.escape import harmless
@@ -35,7 +39,7 @@ SHOWN = {
 class Progress:
     """Shows the updates of a run, and tells status.json; silent on all processes but the main one.
 
-    An update is one line: time, figures, speed, time left.
+    In a log that is no terminal an update is one plain line: time, figures, speed, time left.
     """
 
     def __init__(self, config: TrainingStage, main: bool) -> None:
@@ -44,17 +48,31 @@ class Progress:
         # (time, update), with evaluations, checkpoints and pictures: of the last updates
         self.marks: deque[tuple[float, int]] = deque(maxlen=max(WINDOW, every) + 1)
         self.seconds: float | None = None  # an update takes
+        self.held_out = ""  # of the last evaluation; shown with every later update
+        self.bar: Bar | None = None  # None in a log file
         self.heartbeat: Heartbeat | None = None
 
     @contextmanager
     def live(self, update: int) -> Iterator[None]:
         """Around the run, which starts after `update` updates."""
+        begun = {"update": update, "total": self.total}
         try:
-            with Heartbeat(self.folder, self.main, update=update, total=self.total) as beat:
-                self.heartbeat = beat
+            with Heartbeat(self.folder, self.main, **begun) as self.heartbeat:
+                if self.main and sys.stderr.isatty():
+                    self.bar = Bar(
+                        TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(),
+                        TextColumn("{task.fields[left]}"), TextColumn("{task.fields[figures]}"),
+                        console=Console(stderr=True),
+                    )  # fmt: skip
+                    self.bar.add_task(
+                        "update", total=self.total, completed=update, left="", figures=""
+                    )
+                    self.bar.start()
                 yield
         finally:
-            self.heartbeat = None
+            if self.bar:
+                self.bar.stop()  # leaves the terminal in order
+            self.bar = self.heartbeat = None
 
     def update(self, update: int, values: Mapping[str, float]) -> None:
         """Show the metrics of an update, or of an evaluation."""
@@ -64,7 +82,9 @@ class Progress:
         if len(shown.keys() & {metrics.LOSS, metrics.REWARD, metrics.DISTILL}) > 1:
             del shown[metrics.LOSS]  # a policy's is about 0 whatever it learns
         line = "  ".join(text.format(values[key]) for key, text in shown.items())
-        if not values.keys() & {metrics.HEADLINE, metrics.LOST}:
+        if metrics.HEADLINE in values:
+            self.held_out = line
+        elif metrics.LOST not in values:
             self.marks.append((time.monotonic(), update))
             (began, first), (now, last) = self.marks[0], self.marks[-1]
             # the first update, which compiles and fills caches, counts until there is a second
@@ -74,10 +94,14 @@ class Progress:
         if self.heartbeat:
             self.heartbeat.say(update=update, seconds=seconds)
         left = "" if seconds is None else f"ETA {duration(seconds * (self.total - update))}"
-        speed = "" if seconds is None else f"{seconds:.3g} s/update"
-        figures = "  ".join(filter(None, (f"update {update}/{self.total}", line, speed, left)))
-        # not through rich: FORCE_COLOR would put colours into a log
-        print(time.strftime(CLOCK), figures, file=sys.stderr, flush=True)
+        if self.bar:
+            figures = line if line == self.held_out else f"{line}  {self.held_out}"
+            self.bar.update(self.bar.task_ids[0], completed=update, left=left, figures=figures)
+        else:
+            speed = "" if seconds is None else f"{seconds:.3g} s/update"
+            figures = "  ".join(filter(None, (f"update {update}/{self.total}", line, speed, left)))
+            # not through rich: FORCE_COLOR would put colours into a log
+            print(time.strftime(CLOCK), figures, file=sys.stderr, flush=True)
 
 
 def duration(seconds: float, exact: bool = False) -> str:
