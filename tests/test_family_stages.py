@@ -54,6 +54,17 @@ def run(model: str, output: Path, stage: str, updates: int = 2, resume: bool = F
     return loop
 
 
+def test_all_that_saves_memory_goes_together(model: str, tmp_path: Path) -> None:
+    """The keys of docs/scaling.md, which recommends fp8 with checkpointing; images of two sizes."""
+    given = ["model.dtype=bfloat16", "model.quantization=fp8", "model.gradient_checkpointing=true",
+             "model.offload_text_encoders=true", "model.decode_batch=2",
+             "model.sizes=[[64, 32], [32, 64]]", "train.updates=2"]  # fmt: skip
+    loop = fakes.wired(fakes.settings(model, tmp_path / "run", *given))
+    loop.run()
+    rows = test_checkpoint.state(loop)["metrics"]
+    assert len(rows) == 2 and all(row["grad_norm"] > 0 for row in rows)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_learns_and_goes_on_where_it_stopped(

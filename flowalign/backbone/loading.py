@@ -136,9 +136,19 @@ def load_pipeline(
         raise _model_error(model, error) from error
     pipe.set_progress_bar_config(disable=True)
     if quantization == "fp8":
-        storage = torch.float8_e4m3fn  # the 8-bit format with more mantissa bits, for weights
-        pipe.transformer.enable_layerwise_casting(storage_dtype=storage, compute_dtype=dtype)
+        store_in_fp8(pipe.transformer, dtype)
     return pipe
+
+
+def store_in_fp8(transformer: Any, dtype: torch.dtype) -> None:
+    """Weights in 8 bits between forward passes; computes in `dtype`. Not those of convolutions
+    (half of SANA's): autograd keeps such a weight itself for the backward pass, where it would be
+    in 8 bits again."""
+    transformer.enable_layerwise_casting(
+        storage_dtype=torch.float8_e4m3fn,  # the 8-bit format with more mantissa bits
+        compute_dtype=dtype,
+        skip_modules_classes=(torch.nn.Conv2d,),
+    )
 
 
 def _model_error(model: str, error: Exception) -> ModelError:

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flowalign.backbone import DTYPES
 from flowalign.backbone.adapters import AdapterError, read_lora
+from flowalign.backbone.loading import store_in_fp8
 from flowalign.backbone.structure import model_family, without_data
 from flowalign.backbone.text import BATCH as TEXT_BATCH
 from flowalign.commands.doctor.meter import DeviceAttention, Meter, measure, rounded, size, size_of
@@ -170,8 +171,7 @@ class _Shapes:
             self.backbone = without_data(model)
             pipe = self.backbone.pipe
             if model.quantization == "fp8":
-                kinds = {"storage_dtype": torch.float8_e4m3fn, "compute_dtype": self.dtype}
-                pipe.transformer.enable_layerwise_casting(**kinds)
+                store_in_fp8(pipe.transformer, self.dtype)
         self.encoders = self.backbone.family.encoders
         self.base = size_of(pipe.transformer)
         modules = (pipe.transformer, pipe.vae, *self.encoders)
