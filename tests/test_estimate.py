@@ -73,6 +73,10 @@ SIZES = {  # of the transformer, in billions, and relative tolerance: as their m
     "black-forest-labs/FLUX.2-klein-9B": (9, 0.04), "Qwen/Qwen-Image": (20, 0.04),
     "Tongyi-MAI/Z-Image": (6, 0.04),
     "Efficient-Large-Model/Sana_1600M_1024px_diffusers": (1.6, 0.04),
+    "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers": (1.6, 0.04),
+    "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers": (1.6, 0.04),
+    "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers": (4.8, 0.04),
+    "Qwen/Qwen-Image-2512": (20, 0.04), "black-forest-labs/FLUX.1-Krea-dev": (12, 0.04),
 }  # fmt: skip
 
 

@@ -6,10 +6,19 @@ from pathlib import Path
 import pytest
 from test_sd35_configs import ROOT, data, stages
 
+from flowalign.backbone.loading import card_of
 from flowalign.commands.doctor import plan
 from flowalign.commands.doctor.estimate import predict
 from flowalign.commands.doctor.predictions import usable
-from flowalign.config import ConfigError, EvalStage, RecipeStage, Stage, TrainingStage, load
+from flowalign.config import (
+    ConfigError,
+    EvalStage,
+    NftStage,
+    RecipeStage,
+    Stage,
+    TrainingStage,
+    load,
+)
 from flowalign.training.preflight import check_world, world_problems
 
 __all__ = ["data"]  # a fixture
@@ -33,6 +42,12 @@ def test_a_config_runs_on_one_gpu_and_on_two_machines_of_eight(path: Path) -> No
 PLANTED = [
     ("sana", "model.height=1008", r"model\.height: .*multiples of 32"),
     ("sana", "model.max_sequence_length=512", r"model\.max_sequence_length: 512.*300"),
+    (
+        "sana",
+        "model.id=Efficient-Large-Model/Sana_1600M_1024px_diffusers",
+        r"model\.dtype: bfloat16.*Sana_1600M_1024px_BF16_diffusers",
+    ),
+    ("sana", "model.dtype=float16", r"model\.dtype: float16.*bfloat16"),
     ("flux", "lora.targets=[attn.to_w]", r"lora\.targets: .*'attn\.to_w'.*attn\.to_q"),
     (
         "flux2",
@@ -54,6 +69,25 @@ def test_what_a_family_does_not_have_is_refused_before_it_is_loaded(
     assert world_problems(sound, 1) == []
     with pytest.raises(ConfigError, match=problem):
         check_world(load(path, change.split(), stage=TrainingStage), 1)
+
+
+@pytest.mark.usefixtures("data")
+@pytest.mark.parametrize("task", ["ocr", "pickscore"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_teachers_have_the_settings_that_they_name(family: str, task: str) -> None:
+    """Flow-Factory, examples/nft/lora; the scale that a base is sampled at is its card's."""
+    path = ROOT / "configs" / family / f"teacher_{task}_nft.yaml"
+    teacher, student = load(path), load(path.with_name("student_flow_opd.yaml"))
+    assert isinstance(teacher, NftStage)
+    known = card_of(teacher.model.id)
+    assert known and teacher.rollout.guidance == student.rollout.guidance == known.guidance
+    assert (teacher.lora.rank, teacher.lora.alpha) == (64, 128)
+    nft, end = teacher.nft, 0.7 if family == "flux" else 0.5
+    assert (nft.states, nft.levels, nft.within) == (2, "sampler", (0, end))
+    recipe = load(path.with_name("flow_opd.yaml"), stage=Stage)
+    assert isinstance(recipe, RecipeStage) and "sampling" not in recipe.stages["table"]
+    text = path.read_text()
+    assert all(word in text for word in ("Flow-Factory", "DiffusionNFT", "untested"))
 
 
 FITS = {  # what the heads of the variants promise: bytes of the GPU, and families

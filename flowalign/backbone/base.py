@@ -70,7 +70,8 @@ class Backbone:
         self.text = TextEncoder(self.family, model, self.device)
         self.sizes, factor = model.image_sizes, self.family.factor
         problems = [text for size in self.sizes for text in self.family.size_problems(*size)]
-        if problems := [*problems, *self.family.length_problems(self.text.max_sequence_length)]:
+        problems += self.family.length_problems(self.text.max_sequence_length)
+        if problems := [*problems, *self.family.dtype_problems(model.id, model.dtype)]:
             raise ModelError(problems[0])
         self.latent_shapes = [
             (self.family.channels, h // factor, w // factor) for h, w in self.sizes

@@ -169,6 +169,10 @@ class Family(ABC):
                 f"{self.largest} at most, and was made for {self.usual}. Use fewer."
             )
 
+    def dtype_problems(self, model: str, dtype: str) -> Iterator[str]:
+        """Why model.id does not run in a dtype; by default nothing."""
+        yield from ()
+
     def tokens(self, latent: Sequence[int]) -> int:
         """Tokens of an image, on which a dynamic shift depends."""
         _, height, width = latent

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import diffusers
 from torch import Tensor
 
 from flowalign.backbone.family import Family, Text, by_prompt
+
+FLOAT16 = re.compile(r"sana_\d+m_(?!.*bf16).*")  # names of checkpoints that were made for it
 
 
 class Sana(Family):
@@ -45,6 +49,17 @@ class Sana(Family):
         if config.get("use_flow_sigmas") and "flow_shift" in config:
             return diffusers.FlowMatchEulerDiscreteScheduler(shift=config["flow_shift"])
         return self.pipe.scheduler
+
+    def dtype_problems(self, model: str, dtype: str) -> Iterator[str]:
+        """float16, in which Gemma overflows, and the first checkpoints in bfloat16: their authors'
+        cards say "FP16 model cannot run with BF16 precision"."""
+        if dtype == "float16":
+            yield "model.dtype: float16, in which the text encoder overflows. Use bfloat16."
+        elif dtype == "bfloat16" and FLOAT16.fullmatch(Path(model).name.lower()):
+            yield (
+                f"model.dtype: bfloat16, and {model} was made for float16. Use the checkpoint "
+                "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers, or float32."
+            )
 
     @property
     def usual(self) -> int:

@@ -3,9 +3,10 @@
 An entry that is missing has the default of its class in diffusers or transformers, which is often
 the first published model's. Sources: for Stable Diffusion 3, transformer, VAE and scheduler are the
 models' public config files, compared in three independent copies of public code because the models
-are gated. Of other families, what differs from the defaults, the schedulers and all text encoders
-(CLIP, T5, Qwen) are from memory. tests/test_estimate.py checks the parameter counts against
-published ones.
+are gated. SANA's transformers: their public config files; the layers of SANA 1.5 4.8B: its paper
+(2501.18427). Of other families, what differs from the defaults, the schedulers and all text
+encoders (CLIP, T5, Qwen) are from memory. tests/test_estimate.py checks the parameter counts
+against published ones.
 """
 
 from __future__ import annotations
@@ -141,16 +142,17 @@ def _z_image(shift: float) -> Architecture:
     })  # fmt: skip
 
 
-def _sana() -> Architecture:
+def _sana(**transformer: Any) -> Architecture:
     scheduler = {"_class_name": "DPMSolverMultistepScheduler", "flow_shift": 3.0,
                  "use_flow_sigmas": True, "prediction_type": "flow_prediction"}  # fmt: skip
     return Architecture("SanaPipeline", {
-        "transformer": {"_class_name": "SanaTransformer2DModel"}, "vae": DC_AE,
+        "transformer": {"_class_name": "SanaTransformer2DModel", **transformer}, "vae": DC_AE,
         "text_encoder": GEMMA2_2B, "scheduler": scheduler,
     })  # fmt: skip
 
 
 STABILITY, FOREST = "stabilityai/stable-diffusion-3", "black-forest-labs/FLUX"
+NVIDIA, NORM = "Efficient-Large-Model", {"qk_norm": "rms_norm_across_heads"}
 LARGE: dict[str, Any] = {
     "num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432,
     "pos_embed_max_size": 192, "qk_norm": "rms_norm",
@@ -166,6 +168,7 @@ PUBLIC = {  # by Hub id
         num_layers=24, num_attention_heads=24, caption_projection_dim=1536, pos_embed_max_size=192,
     ),
     f"{FOREST}.1-dev": _flux(guidance_embeds=True),
+    f"{FOREST}.1-Krea-dev": _flux(guidance_embeds=True),
     f"{FOREST}.1-schnell": _flux(guidance_embeds=False),
     f"{FOREST}.2-dev": _flux2("Flux2Pipeline", MISTRAL_24B, {}),
     **{
@@ -173,7 +176,11 @@ PUBLIC = {  # by Hub id
         for base in ("", "base-") for size in (4, 9)
     },
     "Qwen/Qwen-Image": _qwen_image(),
+    "Qwen/Qwen-Image-2512": _qwen_image(),
     "Tongyi-MAI/Z-Image": _z_image(6.0),
     "Tongyi-MAI/Z-Image-Turbo": _z_image(3.0),
-    "Efficient-Large-Model/Sana_1600M_1024px_diffusers": _sana(),
+    f"{NVIDIA}/Sana_1600M_1024px_diffusers": _sana(),
+    f"{NVIDIA}/Sana_1600M_1024px_BF16_diffusers": _sana(),
+    f"{NVIDIA}/SANA1.5_1.6B_1024px_diffusers": _sana(**NORM),
+    f"{NVIDIA}/SANA1.5_4.8B_1024px_diffusers": _sana(**NORM, num_layers=60),
 }  # fmt: skip

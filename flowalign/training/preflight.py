@@ -173,6 +173,7 @@ def _model_problems(config: Stage) -> Iterator[str]:
     for size in model.image_sizes:
         yield from family.size_problems(*size)
     yield from family.length_problems(prompt_length(model, family))
+    yield from family.dtype_problems(model.id, model.dtype)
     for key, scale in config.scales.items():
         if family.guidance == "none" and scale != 1:
             yield (
