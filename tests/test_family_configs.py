@@ -80,7 +80,7 @@ def test_the_teachers_have_the_settings_that_they_name(family: str, task: str) -
     teacher, student = load(path), load(path.with_name("student_flow_opd.yaml"))
     assert isinstance(teacher, NftStage)
     known = card_of(teacher.model.id)
-    assert known and teacher.rollout.guidance == student.rollout.guidance == known.guidance
+    assert known and teacher.rollout.guidance == student.rollout.guidance == known[1]
     assert (teacher.lora.rank, teacher.lora.alpha) == (64, 128)
     nft, end = teacher.nft, 0.7 if family == "flux" else 0.5
     assert (nft.states, nft.levels, nft.within) == (2, "sampler", (0, end))

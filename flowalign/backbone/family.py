@@ -7,7 +7,7 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import diffusers
 import numpy as np
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 LENGTH = "max_sequence_length"  # as diffusers calls it, too
-FEW = 8  # steps, at most, of a model that was distilled to few
 Text = dict[str, Tensor]  # what the transformer is told of a prompt, by names of the family's own
 JOINT_ATTENTION = [  # layers of blocks in which image and text attend to both
     "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
@@ -27,18 +26,6 @@ SUPPORTED = {"invert_sigmas": False, "stochastic_sampling": False, "num_train_ti
 
 class ModelError(OSError):
     """A base model that cannot be loaded: what was seen, what is possible, what to do."""
-
-
-class Card(NamedTuple):
-    """What the card of a public model recommends. guidance: as in flowalign; 1 = none."""
-
-    steps: int
-    guidance: float
-
-    @property
-    def distilled(self) -> bool:
-        """Whether the model was distilled to a few steps."""
-        return self.steps <= FEW
 
 
 def by_prompt(**parts: Tensor) -> list[Text]:

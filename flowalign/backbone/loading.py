@@ -17,7 +17,7 @@ from huggingface_hub import hf_hub_download
 from packaging.version import Version
 
 from flowalign.backbone.adapters import Lora
-from flowalign.backbone.family import LENGTH, Card, Family, ModelError, default_length
+from flowalign.backbone.family import LENGTH, Family, ModelError, default_length
 from flowalign.backbone.flux import Flux
 from flowalign.backbone.flux2 import Flux2, Flux2Klein
 from flowalign.backbone.qwen_image import QwenImage
@@ -72,11 +72,11 @@ def _family_of(pipeline: str, name: str | None) -> type[Family]:
     return families()[pipeline]
 
 
-def card_of(model: str) -> Card | None:
-    """The card of a Hub id, or of a folder that is called like the repository; None = not known."""
+def card_of(model: str) -> tuple[int, float] | None:
+    """(steps, guidance) of the card of a Hub id, or of a folder that is called like the repository;
+    None = not known."""
     cards = {name: card for family in families().values() for name, card in family.cards.items()}
-    found = cards.get(Path(model).name.lower())
-    return Card(*found) if found else None
+    return cards.get(Path(model).name.lower())
 
 
 def resolve(model: str) -> str:

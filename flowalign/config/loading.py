@@ -207,22 +207,19 @@ def parse(
     return config
 
 
-def _by_model(data: Mapping[str, Any], sections: Collection[str]) -> dict[str, Any]:
+def _by_model(data: Mapping[str, Any], sections: Collection[str]) -> Mapping[str, Any]:
     """A config, unchecked, whose `rollout` or `sampling` has the steps and guidance of its model's
     card where it says nothing, or null. A base trains at STEPS of its many steps. What no card has
     is left to the defaults of the sections. sections: those that its stage has."""
-    model, kind = data.get("model"), "rollout" if "rollout" in sections else "sampling"
-    name = model.get("id") if isinstance(model, Mapping) else None
-    section = data.get(kind, {})
-    if kind not in sections or not isinstance(section, Mapping) or not isinstance(name, str):
-        return dict(data)
+    kind = "rollout" if "rollout" in sections else "sampling"
+    model, section = data.get("model"), data.get(kind, {})
+    if kind not in sections or not isinstance(model, Mapping) or not isinstance(section, Mapping):
+        return data
     given = {k: v for k, v in section.items() if v is not None or k not in ("steps", "guidance")}
-    if {"steps", "guidance"} <= given.keys():
-        return {**data, kind: given}
-    card = resolve_name(CARD_OF)(name)  # here, as it imports the models' classes
-    if card:
-        given = {"steps": min(card.steps, STEPS), "guidance": card.guidance, **given}
-    return {**data, kind: given} if given or kind in data else dict(data)
+    if not {"steps", "guidance"} <= given.keys() and isinstance(model.get("id"), str):
+        if card := resolve_name(CARD_OF)(model["id"]):  # here, as it imports the models' classes
+            given = {"steps": min(card[0], STEPS), "guidance": card[1], **given}
+    return {**data, kind: given} if given or kind in data else data
 
 
 def to_yaml(config: Stage) -> str:

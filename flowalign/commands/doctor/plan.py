@@ -23,6 +23,8 @@ from flowalign.training.preflight import spread_out
 from flowalign.training.step import MovingAverage
 from flowalign.types import Schedule
 
+FEW = 8  # steps, at most, of a model that was distilled to few
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -94,26 +96,23 @@ def steps(plan: Plan) -> Iterator[Finding]:
 def card(plan: Plan) -> Iterator[Finding]:
     """Steps and scales far from the model's card; losses of straight paths for a model that was
     distilled to few steps."""
-    config = plan.config
-    known = card_of(config.model.id)
-    if known is None:
-        return
-    name, level = config.model.id, "fault" if known.distilled else "note"
-    if known.distilled and config.stage in ("nft", "awm", "sft"):
+    config, name = plan.config, plan.config.model.id
+    steps, guidance = card_of(name) or (0, 0.0)
+    distilled = 0 < steps <= FEW
+    if distilled and config.stage in ("nft", "awm", "sft"):
         yield fault(
-            f"card: {name} was distilled to {known.steps} steps, and {config.stage} trains it back "
-            "to straight paths, which take many. Use the model that it was distilled from, or grpo "
-            f"at {known.steps} steps."
+            f"card: {name} was distilled to {steps} steps, and {config.stage} trains it back to "
+            "straight paths, which take many. Use the model that it was distilled from, or grpo at "
+            f"{steps} steps."
         )
-    for key, scale in config.scales.items():
-        if not known.guidance / 2 <= scale <= 2 * known.guidance:
-            yield Finding(level, f"card: {key} = {scale:g}; the card of {name} has "
-                          f"{known.guidance:g}, where 1 is none.")  # fmt: skip
-    evaluated = config.evaluation.steps if config.evaluation else None
-    sampled = {"rollout.steps": config.rollout.steps, "evaluation.steps": evaluated}
-    for key, count in sampled.items() if known.distilled else ():
-        if count and count > 2 * known.steps:
-            yield fault(f"card: {key} = {count}; the card of {name} has {known.steps}.")
+    sampled = {"rollout.steps": config.rollout.steps}
+    if config.evaluation and config.evaluation.steps:
+        sampled["evaluation.steps"] = config.evaluation.steps
+    far = {key: value for key, value in sampled.items() if distilled and value > 2 * steps}
+    far |= {key: s for key, s in config.scales.items() if not guidance / 2 <= s <= 2 * guidance}
+    for key, value in far.items() if steps else ():
+        text = f"card: {key} = {value:g}; {name} has {steps} steps at guidance {guidance:g}."
+        yield Finding("fault" if distilled else "note", text)
 
 
 def noise(plan: Plan) -> Iterator[Finding]:
