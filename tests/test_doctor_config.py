@@ -212,6 +212,31 @@ def test_a_mixture_of_scales_is_named(random_model, tmp_path, scale, level):
     assert levels == ([level] if level else [])
 
 
+@pytest.mark.parametrize("by", ["adapter", "guidance"])
+@pytest.mark.slow
+def test_a_teacher_that_scores_less_than_the_students_start_is_named(random_model, tmp_path, by):
+    """Whichever of the two is redder: as a teacher it is sound, as a student it is made worse."""
+    ours = fakes.teachers(random_model, tmp_path)
+    held_out = tmp_path / "held_out.txt"
+    held_out.write_text("\n".join(f"a sign of {i}" for i in range(24)))
+    levels = {}  # of the teacher's findings, one a task
+    for first, second in (("even", "odd"), ("odd", "even")):
+        start, teacher = (ours[first], ours[second]) if by == "adapter" else (ours["odd"],) * 2
+        scales = {"even": 1.0, "odd": 4.5}
+        guidance = [] if by == "adapter" else [
+            f"rollout.guidance={scales[first]}", f"teachers.odd.guidance={scales[second]}",
+        ]  # fmt: skip
+        run = fakes.distillation(random_model, tmp_path / "run", alone="odd").model_dump(
+            mode="json"
+        )
+        for task in run["tasks"]:
+            task["validation"] = str(held_out)
+        given = [f"lora.init={start}", f"teachers.odd.adapter={teacher}", *guidance]
+        findings = live.examine(config.parse(run, given)).findings
+        levels[first] = [f.level for f in findings if f.text.startswith("worth")]
+    assert sorted(levels.values()) == [["fault"] * 2, ["ok"] * 2]
+
+
 # The command -----------------------------------------------------------------------------------
 
 

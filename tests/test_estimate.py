@@ -215,7 +215,7 @@ def test_arithmetic_of_the_prediction(of):
     update, half = phase(plain, "update"), phase(of("rollout.guidance=1.0"), "update")
     assert half.flops == pytest.approx(update.flops / 2, rel=0.01)
     saved = phase(of("model.gradient_checkpointing=true"), "update")
-    assert saved.bytes < 0.8 * update.bytes and saved.flops > 1.2 * update.flops
+    assert saved.bytes < 0.85 * update.bytes and saved.flops > 1.2 * update.flops
     assert of("model.dtype=bfloat16").resident < 0.6 * plain.resident
     waiting = of("model.offload_text_encoders=true")
     assert waiting.resident == plain.resident - plain.parts["text encoders (float32)"]

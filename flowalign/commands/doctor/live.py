@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,18 +21,23 @@ from flowalign.commands.doctor import reward as rewards
 from flowalign.commands.doctor.estimate import predict
 from flowalign.commands.doctor.findings import Finding, fault, note, ok
 from flowalign.commands.doctor.pace import KINDS, Pace
-from flowalign.config import ConfigError, Stage, TrainingStage, parse
+from flowalign.config import ConfigError, SamplingConfig, Stage, TrainingStage, parse
+from flowalign.rewards import RewardBase
+from flowalign.rewards.scoring import score
 from flowalign.teachers.bank import Bank
 from flowalign.training import metrics
 from flowalign.training.algorithm import TrainingError, algorithm_class, pairs_of
+from flowalign.training.data import load_prompts, subset
 from flowalign.training.loop import Loop
 from flowalign.training.losses import guard_log_ratio
-from flowalign.training.rollout import Noise, places, sample, schedule_of
-from flowalign.types import Rollout
+from flowalign.training.rollout import Noise, generate, places, sample, schedule_of
+from flowalign.types import PromptBatch, Rollout
 
 COPIES = 4  # images of a prompt, at most
 IMAGES = 16  # of an update, at least: enough to see what it does
 UPDATES = 3  # of a small run; the first one warms up, and the others are timed
+WORTH = 128  # prompts on which a teacher is compared with the student's start, at most
+FEW = 8  # pairs of scores, below which a standard error means nothing
 EQUAL = 1e-6  # relative distance of two velocities below which they count as equal
 
 
@@ -79,6 +84,7 @@ def _train(
         findings += _ratio(small, loop, rollout)
     if isinstance(bank := loop.algorithm.teachers, Bank):
         findings += _labels(loop.backbone, bank, rollout)
+        findings += _worth(config, loop.backbone, bank, built)
     before = _velocity(loop, rollout)
     loop.run()
     findings += _moved(before, _velocity(loop, rollout))
@@ -216,6 +222,56 @@ def _labels(backbone: Backbone, bank: Bank, rollout: Rollout) -> Iterator[Findin
             yield fault(f"teacher {name!r}: equals the base. There is nothing to learn.")
         else:
             yield ok(f"teacher {name!r}: {gap:.1%} from the base")
+
+
+def _worth(
+    config: TrainingStage, backbone: Backbone, bank: Bank, built: Mapping[str, RewardBase]
+) -> Iterator[Finding]:
+    """Whether a teacher scores less on its own task than the student does at its start.
+
+    The teacher samples at the guidance of its labels, the student at the one of its training, both
+    the same held-out prompts from the same noise. The teacher's score is what there is to learn.
+    """
+    count = min(WORTH, config.evaluation.prompts) if config.evaluation else WORTH
+    for task in config.tasks:
+        reward = built.get(task.name)
+        if reward is None or task.validation is None or reward.groupwise:
+            continue
+        prompts = subset(load_prompts(task.validation, task.name), count)
+        (source,) = bank.sources([task.name])
+        r = config.rollout
+        settings = SamplingConfig(
+            steps=r.steps, guidance=config.guidance, seed=config.seed, batch_size=r.batch_size
+        )
+        start = _scores(backbone, prompts, settings, reward)
+        with backbone.adapter(source.adapter):
+            settings = settings.model_copy(update={"guidance": source.guidance})
+            taught = _scores(backbone, prompts, settings, reward)
+        both = torch.stack([start, taught])[:, start.isfinite() & taught.isfinite()]
+        if both.shape[1] < FEW:
+            yield note(f"worth: too few images of task {task.name!r} could be scored")
+            continue
+        gap = both[1] - both[0]
+        mean, error = float(gap.mean()), float(gap.std() / len(gap) ** 0.5)
+        before, after = both.mean(1).tolist()
+        text = (
+            f"worth: on task {task.name!r} its teacher at guidance {source.guidance:g} scores "
+            f"{after:.3f}, the student's start at {config.guidance:g} {before:.3f}: {mean:+.3f} ± "
+            f"{error:.3f} on {len(gap)} prompts"
+        )
+        if mean < -2 * error:
+            text += ". Its labels make the student worse. Check its guidance, adapter and task."
+        yield Finding("fault" if mean < -2 * error else "ok", text)
+
+
+def _scores(
+    backbone: Backbone, prompts: PromptBatch, settings: SamplingConfig, reward: RewardBase
+) -> Tensor:
+    """The reward's headline number [P] of one image of each prompt; NaN = invalid."""
+    images = generate(backbone, prompts, settings)
+    scores = score(reward, images, prompts.prompts, prompts.metadata)
+    value = scores.parts.get(reward.headline or "", scores.value)
+    return value.float().cpu().where(scores.valid.cpu(), torch.nan)
 
 
 @torch.no_grad()
