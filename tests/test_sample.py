@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import fakes
+import families
 import pytest
 import torch
 
@@ -109,3 +110,24 @@ def test_images_larger_than_the_grid_shows_are_written_one_by_one(
     assert pixels_of(Path("new/big.webp").read_bytes()).shape[0] == 3
     printed = capsys.readouterr().out
     assert "new/big/" in printed and "new/big.webp" in printed
+
+
+@pytest.mark.parametrize(
+    "name", ["schnell", pytest.param("klein_distilled", marks=pytest.mark.slow)]
+)
+def test_a_distilled_model_of_any_name_is_sampled_without_guidance(name: str) -> None:
+    families.pipeline(name).save_pretrained("mine")
+    assert plan("--model", "mine").sampling.guidance == 1.0
+    words = [
+        "sample",
+        "a star",
+        "--model",
+        "mine",
+        "--steps",
+        "1",
+        "--size",
+        "64",
+        "--out",
+        "a.png",
+    ]
+    assert cli.main(words) == 0 and Path("a.png").is_file()

@@ -10,6 +10,7 @@ import argparse
 import itertools
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -154,7 +155,13 @@ def recommended(model: str) -> tuple[int, float]:
     """(steps, guidance scale) of a model: of its card, else of its pipeline."""
     if resolve(model) == resolve("tiny"):
         return TINY
-    return card_of(model) or family_of(pipeline_name(model)).defaults()
+    if card := card_of(model):
+        return card
+    steps, guidance = family_of(pipeline_name(model)).defaults()
+    with suppress(LookupError):  # not on this machine
+        if family_without_text(model).guidance == "none":
+            guidance = 1.0
+    return steps, guidance
 
 
 def sizes(model: str) -> tuple[int, int, int | None]:
