@@ -72,7 +72,19 @@ def schnell() -> Any:
     return flux(guidance_embeds=False)
 
 
-def _flux2(kind: str, encoder: Any, guidance_embeds: bool, **options: Any) -> Any:
+def pixtral() -> Any:
+    """The processor of FLUX.2-dev; None where torchvision is not installed, which it needs."""
+    if not transformers.utils.is_torchvision_available():
+        return None
+    inner = tokenizer(512)
+    inner.add_special_tokens({"additional_special_tokens": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]})
+    images = transformers.PixtralImageProcessor()
+    return transformers.PixtralProcessor(images, inner, chat_template=CHAT)
+
+
+def _flux2(
+    kind: str, encoder: Any, guidance_embeds: bool, processor: Any = None, **options: Any
+) -> Any:
     vae = autoencoder(kind="AutoencoderKLFlux2")
     torch.nn.init.normal_(vae.bn.running_mean, std=0.1)
     vae.bn.running_var.uniform_(0.5, 2.0)
@@ -85,7 +97,7 @@ def _flux2(kind: str, encoder: Any, guidance_embeds: bool, **options: Any) -> An
         scheduler=FlowMatchEulerDiscreteScheduler(**DYNAMIC),
         vae=vae,
         text_encoder=encoder,
-        tokenizer=tokenizer(512),
+        tokenizer=processor or tokenizer(512),
         **options,
     )  # fmt: skip
 
@@ -99,7 +111,7 @@ def flux2() -> Any:
         text_config=text, vision_config=transformers.PixtralVisionConfig(**vision)
     )
     encoder = transformers.Mistral3ForConditionalGeneration(config)
-    return _flux2("Flux2Pipeline", encoder, True)
+    return _flux2("Flux2Pipeline", encoder, True, pixtral())
 
 
 def klein(is_distilled: bool = False) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 import diffusers
 import torch
+import transformers
 from diffusers import PipelineQuantizationConfig
 from huggingface_hub import hf_hub_download
 from packaging.version import Version
@@ -27,6 +28,7 @@ from flowalign.backbone.tiny import MODEL as TINY
 from flowalign.backbone.tiny import T5_LENGTH
 from flowalign.backbone.z_image import ZImage
 from flowalign.config import ModelConfig
+from flowalign.system import packages
 
 FAMILIES: dict[str, type[Family]] = {
     family.pipeline: family for family in (SD3, Flux, Flux2, Flux2Klein, QwenImage, ZImage, Sana)
@@ -87,13 +89,32 @@ def resolve(model: str) -> str:
 def pipeline_name(model: str, **hub: Any) -> str:
     """The class that model_index.json names, in a folder or on the Hub. hub: arguments of
     `hf_hub_download`, such as revision. Raises ModelError if it cannot be read."""
+    return model_index(model, **hub)["_class_name"]
+
+
+def model_index(model: str, **hub: Any) -> dict[str, Any]:
+    """model_index.json, with a `_class_name`; see `pipeline_name`."""
     index = Path(resolve(model), "model_index.json")
     try:
         if not index.parent.is_dir():
             index = Path(hf_hub_download(model, index.name, **hub))
-        return json.loads(index.read_text())["_class_name"]
+        content = json.loads(index.read_text())
+        return {**content, "_class_name": str(content["_class_name"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _model_error(model, error) from error
+
+
+def check_packages(model: str, index: Mapping[str, Any]) -> None:
+    """ModelError if transformers lacks a package for a part of a pipeline, as for a processor of
+    images. Before anything large is downloaded."""
+    for part in index.values():
+        kind = getattr(transformers, str(part[-1]), None) if isinstance(part, list) else None
+        for package in getattr(kind, "_backends", ()):  # of its stand-ins for such classes
+            if not packages.installed(package):
+                raise ModelError(
+                    f"model.id: the {part[-1]} of {model} needs {package}, which is not installed. "
+                    f"{packages.hint(package)}"
+                )
 
 
 def load_pipeline(
@@ -112,8 +133,10 @@ def load_pipeline(
     dtype: of all parts but the VAE. quantization: the transformer is stored in "nf4" or "fp8"
     instead, and computes in dtype. family: see `family_of`.
     """
-    name = pipeline_name(model, revision=revision)
+    index = model_index(model, revision=revision)
+    name = index["_class_name"]
     kind = family_of(name, family)
+    check_packages(model, index)
     loader = getattr(diffusers, name, None) or getattr(diffusers, kind.pipeline)
     key = "dtype" if Version(diffusers.__version__) >= Version("0.40") else "torch_dtype"  # renamed
     four_bits = None

@@ -23,6 +23,7 @@ EXTRAS = {
     "bitsandbytes": "gpu",
     "fastapi": "serve",
     "uvicorn": "serve",
+    "torchvision": "flux2",
     "wandb": "wandb",
 }
 """Import name -> the extra of pyproject.toml that has it."""
