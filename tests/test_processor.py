@@ -23,7 +23,7 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "model_index.json").read_text())
     index["tokenizer"] = ["transformers", "PixtralProcessor"]
     (tmp_path / "model_index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelError, match=r"PixtralProcessor .* torchvision.*\[flux2\]"):
+    with pytest.raises(ModelError, match=r"PixtralProcessor .* torchvision.*\[vision\]"):
         load_pipeline(str(tmp_path))
 
 

@@ -23,7 +23,7 @@ EXTRAS = {
     "bitsandbytes": "gpu",
     "fastapi": "serve",
     "uvicorn": "serve",
-    "torchvision": "flux2",
+    "torchvision": "vision",
     "wandb": "wandb",
 }
 """Import name -> the extra of pyproject.toml that has it."""
