@@ -15,6 +15,7 @@ from yaml import YAMLError
 from flowalign.commands import recipe
 from flowalign.config import (
     ADAPTER,
+    LABELS,
     STAGES,
     ConfigError,
     EvalStage,
@@ -22,6 +23,7 @@ from flowalign.config import (
     RecipeStage,
     Stage,
     TrainingStage,
+    label_of,
     load,
     overlay,
     parse,
@@ -312,6 +314,15 @@ def test_a_config_of_another_command_is_refused() -> None:
 def test_a_wrong_evaluation_is_explained(start: str, sections: dict[str, Any]) -> None:
     (problem,) = problems(raw_eval(**sections), stage=EvalStage)
     assert problem.startswith(start)
+
+
+def test_a_shipped_config_says_what_is_known_of_it() -> None:
+    """The tiny world alone has figures and runs in CI."""
+    for path in CONFIGS.glob("*/[!_]*.yaml"):
+        if path.parent.name in ("accelerate", "variants"):  # no configs of a stage
+            continue
+        words = {"measured", "tested"} if path.parent.name == "tiny" else {"predicted", "untested"}
+        assert label_of(path) in words & LABELS.keys(), path
 
 
 @pytest.mark.parametrize("root", STAGES.values())

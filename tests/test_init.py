@@ -196,7 +196,7 @@ def test_the_table_of_a_recipe_is_of_test_prompts(model: str, of: str, capsys: A
     config = written(*words, "--reward", "ocr", "ocr")
     table = config.stages["table"]["benchmarks"]
     assert [(part["name"], part["prompts"]) for part in table] == [("ocr", of), ("blue", of)]
-    assert "note:" not in capsys.readouterr().out
+    assert "evaluation" not in capsys.readouterr().out
     tasks = config.stages["student"]["tasks"]
     assert not {task[key] for task in tasks for key in ("prompts", "validation")} & {of}
 

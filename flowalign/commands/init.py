@@ -19,12 +19,14 @@ from flowalign import rewards as reward_registry
 from flowalign.backbone import ModelError, family_of
 from flowalign.backbone.structure import find, model_family
 from flowalign.config import (
+    LABELS,
     STAGES,
     RecipeStage,
     RewardStage,
     Section,
     Stage,
     assignments,
+    label_of,
     parse,
     read,
 )
@@ -156,6 +158,8 @@ class Draft:
 
     def notes(self, data: Mapping[str, Any]) -> Iterator[str]:
         """What the reader of this config should know."""
+        if label := label_of(self.folder / "eval.yaml"):
+            yield f"label: {label}: of the settings of {self.folder.name}, {LABELS[label]}."
         if not self.known:
             yield (
                 f"the family of {self.args.model} is not known here, so the values are those of "

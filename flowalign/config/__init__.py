@@ -13,7 +13,16 @@ from flowalign.config.learning import (
     TaskConfig,
     TeacherConfig,
 )
-from flowalign.config.loading import assignments, load, overlay, parse, read, to_yaml
+from flowalign.config.loading import (
+    LABELS,
+    assignments,
+    label_of,
+    load,
+    overlay,
+    parse,
+    read,
+    to_yaml,
+)
 from flowalign.config.model import ModelConfig
 from flowalign.config.rollout import RolloutConfig, WindowConfig
 from flowalign.config.run import (

@@ -64,6 +64,25 @@ def load(
     return parse(data, overrides, source=str(path), stage=stage)
 
 
+LABELS = {
+    "measured": "docs have its figures, with the device",
+    "tested": "CI runs it at a small size",
+    "predicted": "it was checked in shapes, without weights or a GPU",
+    "untested": "nothing of it was run",
+}
+
+
+def label_of(path: str | Path) -> str | None:
+    """What is known of the settings of a shipped config: one of LABELS, from a line `# Label: WORD`
+    of its head; None for a file that does not say."""
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        if line.startswith("# Label: "):
+            return line.removeprefix("# Label: ")
+    return None
+
+
 def read(path: str | Path, above: Sequence[Path] = ()) -> Any:
     """What a YAML file holds, unchecked, laid over the file that its key `use` names (relative to
     it), if any; ConfigError if it is missing or not YAML. above: the files that led here."""

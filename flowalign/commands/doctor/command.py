@@ -15,7 +15,7 @@ from flowalign.commands.doctor import live, plan, predictions, reward
 from flowalign.commands.doctor.findings import fault, healthy, note, ok, show
 from flowalign.commands.doctor.pace import GPUS
 from flowalign.commands.doctor.predictions import Forecast, is_here
-from flowalign.config import Stage, TrainingStage, assignments, load
+from flowalign.config import LABELS, Stage, TrainingStage, assignments, label_of, load
 from flowalign.eval.suite import environment
 from flowalign.system.exit import refusing
 from flowalign.training.preflight import own_code, unexamined
@@ -79,6 +79,8 @@ def examine(args: argparse.Namespace) -> int:
     """
     root = load(args.config, args.options, stage=Stage, variant=args.variant)
     show([ok(", ".join(f"{name} {version}" for name, version in environment().items()))])
+    if label := label_of(args.config):
+        show([note(f"label: {label}: {LABELS[label]}")])
     home, any_world = Path(args.config).parent, args.allow_world_change
     stages, problems = recipe.examine(root, home, args.gpus, args.resume, any_world, args.trust)
     show(map(fault, problems))
