@@ -70,7 +70,7 @@ class Family(ABC):
     tokenizer: ClassVar[str] = "tokenizer"
     longest: ClassVar[int] = 512
     patch: int = 2  # latents a side of a token
-    even_grid: ClassVar[bool] = True  # the scheduler shifts linspace(1, 1/T, T), not its own grid
+    even_grid: bool = True  # the scheduler shifts linspace(1, 1/T, T), not its own grid
     max_shift: ClassVar[float] = 1.15  # where the scheduler's config has none
 
     def __init__(self, pipe: Any) -> None:
@@ -174,7 +174,6 @@ class Family(ABC):
         """Shapes of `Text` for the longest prompt."""
 
     # Sampling ----------------------------------------------------------------------------------
-
     def mu(self, tokens: int, steps: int) -> float:
         """The dynamic shift of an image of so many tokens: on a line between two sizes, as in
         diffusers' pipelines (calculate_shift), whose defaults these are."""
