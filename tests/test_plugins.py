@@ -36,7 +36,7 @@ def flowalign(environment: dict[str, str], *arguments: str) -> subprocess.Comple
 def test_the_doctor_finds_the_plugin_by_its_entry_point(installed: dict[str, str]) -> None:
     done = flowalign(installed, "doctor", "--reward", "sharpness", "scale=20", "--count", "4")
     assert done.returncode == 0, done.stderr
-    assert "reward sharpness" in done.stdout
+    assert "scenes with its prompt" in done.stdout
     done = flowalign(installed, "doctor", "--reward", "sharpness", "scale=-1")
     assert done.returncode == 2 and "a number above 0" in done.stderr
     done = flowalign(installed, "doctor", "--reward", "sharpnes")

@@ -70,7 +70,6 @@ class Family(ABC):
     tokenizer: ClassVar[str] = "tokenizer"
     longest: ClassVar[int] = 512
     patch: int = 2  # latents a side of a token
-    even_grid: bool = True  # the scheduler shifts linspace(1, 1/T, T), not its own grid
     max_shift: ClassVar[float] = 1.15  # where the scheduler's config has none
 
     def __init__(self, pipe: Any) -> None:
@@ -91,6 +90,11 @@ class Family(ABC):
         """The text encoders that the pipeline has."""
         parts = (getattr(self.pipe, name, None) for name in ENCODERS)
         return [part for part in parts if part is not None]
+
+    @property
+    def even_grid(self) -> bool:
+        """Whether the scheduler shifts linspace(1, 1/T, T), not a grid of its own."""
+        return True
 
     @property
     def guidance(self) -> Literal["cfg", "embedded", "none"]:

@@ -39,14 +39,18 @@ class Sana(Family):
     longest = 300
     patch = 1
 
-    def __init__(self, pipe: Any) -> None:
-        super().__init__(pipe)
-        config = pipe.scheduler.config
-        self.flow_shift = config.get("flow_shift") if config.get("use_flow_sigmas") else None
-        # The grid of a DPM-Solver. A grid of the Euler scheduler's own applies the shift twice to
-        # the smallest sigma: 20 steps with shift 3 would end at .009 instead of .136, and the last
-        # one would do next to nothing.
-        self.even_grid = self.flow_shift is not None
+    @property
+    def flow_shift(self) -> float | None:
+        """Of the pipeline's DPM-Solver; None = it has another scheduler."""
+        config = self.pipe.scheduler.config
+        return config.get("flow_shift") if config.get("use_flow_sigmas") else None
+
+    @property
+    def even_grid(self) -> bool:
+        """That of a DPM-Solver. A grid of the Euler scheduler's own applies the shift twice to the
+        smallest sigma: 20 steps with shift 3 would end at .009 instead of .136, and the last one
+        would do next to nothing."""
+        return self.flow_shift is not None
 
     @property
     def scheduler(self) -> Any:

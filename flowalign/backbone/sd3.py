@@ -24,7 +24,6 @@ class SD3(Family):
         "stable-diffusion-3-medium-diffusers": (28, 7.0),
     }
     tokenizer = "tokenizer_3"
-    even_grid = False
     max_shift = 1.16
 
     def __init__(self, pipe: Any) -> None:
@@ -43,6 +42,10 @@ class SD3(Family):
     def encoder_tokens(self, length: int) -> list[int]:
         clip = self.pipe.text_encoder.config.max_position_embeddings
         return [clip, clip, length][: len(self.encoders)]
+
+    @property
+    def even_grid(self) -> bool:
+        return False
 
     def text_shapes(self, length: int) -> dict[str, tuple[int, ...]]:
         """embeds: the tokens of CLIP, then those of T5."""

@@ -83,6 +83,7 @@ class Client:
         self.retries, self.backoff, self.max_bytes, self.token = retries, backoff, max_bytes, token
         self.stopped = threading.Event()
         self.warned: set[str] = set()  # addresses
+        self.failed: set[str] = set()  # URLs that were tried in vain
         self.last: Exception | str = "the time for all requests is over"
         self._client = httpx.Client(
             headers={
@@ -137,6 +138,8 @@ class Client:
     def _warn(self, state: tenacity.RetryCallState) -> None:
         """Log the first failed attempt at an address, unless its server asks for time."""
         again = state.outcome and state.outcome.exception()
+        if isinstance(again, _Again):
+            self.failed.add(again.url)
         if isinstance(again, _Again) and not again.after:
             address = urlsplit(again.url).netloc
             if address not in self.warned:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from flowalign.types import Metadata, Scores
 log = logging.getLogger(__name__)
 
 TRIES = 3  # at finding a server before a run
+REST = 30.0  # seconds that a server which failed is called last, if there are others
 _SPLIT = (413, 422)  # the request is too large, or one of its rows is at fault
 
 
@@ -52,6 +54,7 @@ class Remote(RewardBase):
     ) -> None:
         self.urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
         self.batch_size, self.normalizer, self.headline = batch_size, normalizer, headline
+        self._resting: dict[str, float] = {}  # URL -> monotonic seconds until which it is last
         self._connect = partial(
             Client,
             timeout=timeout,
@@ -109,6 +112,7 @@ class Remote(RewardBase):
                 try:
                     body = wire.encode_request(images[rows], prompts[rows], metadata[rows])
                     answer = client.request("POST", *self._servers(chunk), content=body)
+                    self._resting |= dict.fromkeys(client.failed, time.monotonic() + REST)
                     scores = wire.decode_answer(answer, len(part))
                     reasons = {row: client.clean(text) for row, text in scores.reasons.items()}
                     pieces.append((part, replace(scores, reasons=reasons)))
@@ -133,6 +137,8 @@ class Remote(RewardBase):
         return replace(scores, value=scores.value / self.normalizer, parts=parts)
 
     def _servers(self, chunk: range) -> list[str]:
-        """Where to send a chunk, in the order of attempts: round robin."""
+        """Where to send a chunk, in the order of attempts: round robin, failed servers last."""
         turn = chunk.start // self.batch_size % len(self.urls)
-        return [f"{url}/v1/score" for url in (*self.urls[turn:], *self.urls[:turn])]
+        urls = [f"{url}/v1/score" for url in (*self.urls[turn:], *self.urls[:turn])]
+        now = time.monotonic()
+        return sorted(urls, key=lambda url: self._resting.get(url, 0.0) > now)  # a stable sort
