@@ -83,7 +83,8 @@ def test_adapters_merge_load_and_are_evaluated(model: str, tmp_path: Path) -> No
     pipe: Any = flowalign.load(model, lora=tmp_path / "merged")
     assert pipe.transformer.peft_config and read_lora(tmp_path / "merged").ranks
     models = {"base": None, "merged": str(tmp_path / "merged")}
-    keys = {"models": models, "model": {"id": model, **fakes.SMALL, "height": 64}}
+    small = {**fakes.SMALL, "height": 64, "max_sequence_length": None}
+    keys = {"models": models, "model": {"id": model, **small}}
     path = fakes.evaluation(model, tmp_path, fakes.PROMPTS[:3], {"name": "b"}, **keys)
     assert evaluation.main(["--config", str(path)]) == 0
     results = json.loads((tmp_path / "out" / "results.json").read_text())["models"]

@@ -71,7 +71,7 @@ def test_the_shipped_teachers_are_small_and_know_their_base(name: str) -> None:
     assert pipe.get_list_adapters()["transformer"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_demo_leaves_the_pictures_that_it_names_and_readmes_are_drawn_from_it(
     tmp_path: Path,
 ) -> None:

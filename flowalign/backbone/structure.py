@@ -144,6 +144,8 @@ def cut_prompts(model: ModelConfig, prompts: Sequence[str]) -> tuple[list[str], 
     if family is None:
         return None
     tokenizer = getattr(family.pipe, family.tokenizer)
+    if tokenizer is None:
+        return None
     padding = getattr(tokenizer, "tokenizer", tokenizer).pad_token_id  # a processor has one inside
     limit = prompt_length(model, family)
 

@@ -32,7 +32,7 @@ from flowalign.training.report.pictures import IMAGES, image_files
 from flowalign.training.run import resume as resuming
 from flowalign.types import PromptBatch
 
-SAMPLE = 2000  # prompts of a set whose length is checked
+SAMPLE = 500  # prompts of a set whose length is checked
 # torch's own attention obeys train.deterministic; the kernels of other packages do not know of it
 REPEATABLE = (None, "native", "_native_math", "_native_flash", "_native_efficient")
 
@@ -213,16 +213,17 @@ def _scoring_problems(judged: Judged, trust: bool, inputs: Inputs) -> Iterator[s
             yield f"{judged.place}.{key}: {where}{_text(error)}"
 
 
-def spread_out(prompts: Sequence[str]) -> Sequence[str]:
-    """About SAMPLE of the prompts of a set, of all its parts: many sets are sorted."""
-    return prompts[:: max(1, len(prompts) // SAMPLE)]
+def spread_out(prompts: Sequence[str], count: int = SAMPLE) -> Sequence[str]:
+    """About so many of the prompts of a set, of all its parts: many sets are sorted."""
+    return prompts[:: max(1, len(prompts) // count)]
 
 
 def _text_problems(model: ModelConfig, judged: Judged, inputs: Inputs) -> Iterator[str]:
-    """Prompts of which the model would see nothing, as a template in front takes all tokens."""
+    """Prompts of which the model would see nothing, as a template in front takes all tokens. It
+    takes as many of every prompt, so that few prompts show it."""
     for key, source in judged.prompts.items():
         with suppress(ValueError, KeyError, TypeError, AttributeError, OSError):  # said before
-            prompts = spread_out(inputs.prompts(source, judged.name).prompts)
+            prompts = spread_out(inputs.prompts(source, judged.name).prompts, 16)
             _, lost = cut_prompts(model, prompts) or ((), ())
             if lost:
                 yield (
