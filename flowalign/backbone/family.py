@@ -178,6 +178,7 @@ class Family(ABC):
         """Shapes of `Text` for the longest prompt."""
 
     # Sampling ----------------------------------------------------------------------------------
+
     def mu(self, tokens: int, steps: int) -> float:
         """The dynamic shift of an image of so many tokens: on a line between two sizes, as in
         diffusers' pipelines (calculate_shift), whose defaults these are."""

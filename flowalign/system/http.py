@@ -136,11 +136,13 @@ class Client:
         return max(seconds, min(again.after, LONGEST_WAIT))
 
     def _warn(self, state: tenacity.RetryCallState) -> None:
-        """Log the first failed attempt at an address, unless its server asks for time."""
+        """Remember a URL that failed; log the first failed attempt at an address, unless its server
+        asks for time."""
         again = state.outcome and state.outcome.exception()
-        if isinstance(again, _Again):
-            self.failed.add(again.url)
-        if isinstance(again, _Again) and not again.after:
+        if not isinstance(again, _Again):
+            return
+        self.failed.add(again.url)
+        if not again.after:
             address = urlsplit(again.url).netloc
             if address not in self.warned:
                 log.warning("%s; trying again", again.cause)
