@@ -242,10 +242,6 @@ class Backbone:
             parameter.data.copy_(value.data)
         self.activate(before)
 
-    def replace_adapter(self, name: str, folder: str | Path) -> None:
-        """Replace the weights of an adapter by those of a saved one with the same layers."""
-        set_peft_model_state_dict(self.core, self.read_lora(folder).weights, adapter_name=name)
-
     def _prepare(self, name: str, dtype: torch.dtype) -> None:
         """Give an adapter its dtype and its arithmetic."""
         for parameter in self.adapter_parameters(name):
