@@ -34,7 +34,7 @@ from torch import Tensor
 from flowalign import config
 from flowalign.backbone import Backbone
 from flowalign.backbone.sd3 import SD3
-from flowalign.commands import build, train
+from flowalign.commands import build, recipe, train
 from flowalign.training.algorithm import STUDENT
 from flowalign.training.loop import Loop
 from flowalign.types import PromptBatch, Scores
@@ -282,6 +282,14 @@ def _teachers(model: str) -> Path:
         shake(teacher, "t", seed=seed + 5, scale=0.2)
         teacher.save_adapter("t", folder / name)
     return folder
+
+
+def stages_of(found: config.RecipeStage, home: Path, processes: int = 1) -> dict[str, config.Stage]:
+    """The config of every stage by name, checked as before a run."""
+    stages, problems = recipe.examine(found, home, processes)
+    if problems:
+        raise config.ConfigError(problems)
+    return stages
 
 
 def teachers(model: str, folder: Path) -> dict[str, str]:

@@ -25,6 +25,7 @@ from urllib.parse import unquote
 
 import documents
 import fake_hub
+import fakes
 import pytest
 import torch
 import yaml
@@ -33,7 +34,7 @@ from test_package import CONFIGS
 
 from flowalign import rewards
 from flowalign.backbone.adapters import adapter_folder
-from flowalign.commands import cli, recipe
+from flowalign.commands import cli
 from flowalign.config import (
     ADAPTER,
     STAGES,
@@ -228,7 +229,7 @@ def check_config(what: str, path: Path, overrides: tuple[str, ...], variant: str
     wanted: type[Stage] = EvalStage if "eval" in what else Job
     config = load(path, overrides, stage=wanted, variant=variant)
     if isinstance(config, RecipeStage):
-        recipe.plan(config, path.parent)
+        fakes.stages_of(config, path.parent)
     else:
         check_world(config, 1, WRITTEN & set(config.inputs.values()))
 

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import fake_hub
+import fakes
 import pytest
 import yaml
 from huggingface_hub import constants
 
-from flowalign.commands import cli, recipe
+from flowalign.commands import cli
 from flowalign.commands.init import CONFIGS
 from flowalign.config import (
     STAGES,
@@ -57,7 +58,7 @@ def test_every_stage_of_a_recipe_is_sound(
         Path(name).write_text(row if name.endswith("jsonl") else 'a sign that says "KITE"')
     with fake_hub.serving() as hub:
         fake_hub.go_online(fake_hub.with_public_teachers(hub), monkeypatch, tmp_path / "cache")
-        stages = recipe.plan(config, tmp_path)
+        stages = fakes.stages_of(config, tmp_path)
     assert list(stages) == ["merge", "student", "table"]
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load, load_file
 from torch.testing import assert_close
 
 from flowalign.backbone import base
-from flowalign.commands import recipe, train
+from flowalign.commands import train
 from flowalign.config import ADAPTER, ConfigError, EvalStage, RecipeStage, Stage, TrainingStage
 from flowalign.system import manifest
 
@@ -60,7 +60,7 @@ def written(model: str, folder: Path, **stages: dict) -> Path:
 def planned(path: Path) -> dict[str, Stage]:
     found = train.load(path, stage=train.Job)
     assert isinstance(found, RecipeStage)
-    return recipe.plan(found, path.parent)
+    return fakes.stages_of(found, path.parent)
 
 
 def problems(path: Path) -> list[str]:
@@ -97,7 +97,7 @@ def test_a_variant_reaches_the_stages_it_is_for_and_a_stages_set_comes_after(
     variant.write_text(yaml.safe_dump(keys))
     found = train.load(path, stage=train.Job, variant=variant)
     assert isinstance(found, RecipeStage) and found.variant == keys
-    plain, stages = planned(path), recipe.plan(found, path.parent)
+    plain, stages = planned(path), fakes.stages_of(found, path.parent)
     assert isinstance(stages["first"], TrainingStage) and isinstance(
         stages["second"], TrainingStage
     )
@@ -265,7 +265,7 @@ def test_the_shipped_recipes_are_sound(name: str, tmp_path: Path) -> None:
     """Every stage is checked as a run would be; the table has a row for each that makes a model."""
     path = Path(__file__).parent.parent / "configs" / "tiny" / f"{name}.yaml"
     config = train.load(path, [f"output={tmp_path}"], stage=RecipeStage)
-    stages = recipe.plan(config, path.parent)
+    stages = fakes.stages_of(config, path.parent)
     table = stages.pop("table")
     assert isinstance(table, EvalStage)
     made = {str(tmp_path / stage / "adapter") for stage in stages}

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import fake_hub
+import fakes
 import pytest
 
 from flowalign.backbone import structure
-from flowalign.commands import recipe
 from flowalign.commands.cli import main
 from flowalign.commands.doctor import plan
 from flowalign.commands.doctor.estimate import predict
@@ -67,7 +67,7 @@ def stages(path: Path, variant: Path | None = None, processes: int = 1) -> dict[
     """Every stage that a config runs, checked as before a run."""
     config = load(path, stage=Stage, variant=variant)
     if isinstance(config, RecipeStage):
-        return recipe.plan(config, path.parent, processes)
+        return fakes.stages_of(config, path.parent, processes)
     check_world(config, processes)
     return {path.stem: config}
 

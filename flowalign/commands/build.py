@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -13,13 +12,13 @@ from accelerate.utils import set_seed
 
 from flowalign import rewards
 from flowalign.backbone import DTYPES, Backbone
-from flowalign.config import ConfigError, TeacherConfig, TrainingStage
+from flowalign.config import ConfigError, TrainingStage
 from flowalign.eval import suite
 from flowalign.eval.suite import Benchmark
 from flowalign.rewards import RewardBase
 from flowalign.system.signals import Clock
 from flowalign.teachers.bank import Bank, Member
-from flowalign.training.algorithm import STUDENT, Algorithm, Parts, algorithm_class
+from flowalign.training.algorithm import STUDENT, Parts, algorithm_class
 from flowalign.training.data import PromptSampler, subset
 from flowalign.training.loop import Loop
 from flowalign.training.preflight import Inputs, group_problems, parts_problems
@@ -40,7 +39,7 @@ def wire(
 ) -> tuple[Loop, Progress, dict[str, RewardBase]]:
     """Build every part of a run from its config -> the loop, its display, its rewards. inputs: what
     `preflight.check_world` has opened; None = nothing yet."""
-    inputs = Inputs(config.model) if inputs is None else inputs
+    inputs = inputs or Inputs(config.model)
 
     accelerator = processes.start(config)
     set_seed(config.seed)  # for the LoRA's initial A; everything else has its generators
@@ -54,16 +53,23 @@ def wire(
         raise ConfigError(problems)
     backbone = student(config, accelerator.device, inputs)
     progress = Progress(config, accelerator.is_main_process)
+    parts = algorithm_parts(config, backbone, accelerator, built, inputs)
+    benchmarks = held_out(config, built, inputs) if config.evaluates else []
+    monitor = None
+    if config.alarm:
+        statistics = ImageStatistics.of(backbone.family, built)
+        prompts = [benchmark.prompts for benchmark in benchmarks]
+        monitor = Monitor(config, backbone, accelerator, statistics, prompts)
     loop = Loop(
         config,
         backbone,
         accelerator,
         PromptSampler.of(config, inputs.prompts),
-        algorithm(config, backbone, built, accelerator, inputs),
-        evaluator(config, backbone, built, accelerator, inputs),
+        algorithm_class(config)(parts),
+        evaluator(parts, benchmarks),
         progress.update,
         clock,
-        monitor(config, backbone, built, accelerator, inputs),
+        monitor,
     )
     trackers.begin(accelerator, config)
     for key, scale in config.mixtures.items() if accelerator.is_main_process else ():
@@ -100,86 +106,61 @@ def student(config: TrainingStage, device: torch.device, inputs: Inputs | None =
     return backbone
 
 
-def algorithm(
+def algorithm_parts(
     config: TrainingStage,
     backbone: Backbone,
-    rewards: Mapping[str, Reward],
     accelerator: Accelerator,
+    rewards: Mapping[str, Reward],
     inputs: Inputs,
-) -> Algorithm[Any]:
-    """What the stage of a config learns, with the teachers that it names."""
-    named = {key.removeprefix("teachers."): t for key, t in config.labellers.items()}
-    anchors = {"anchor": named.pop("anchor")} if "anchor" in config.labellers else {}
-    to_anchor = {task.name: "anchor" for task in config.tasks}
-    teachers = bank(config, backbone, named, config.routing, inputs) if named else None
-    anchor = bank(config, backbone, anchors, to_anchor, inputs) if anchors else None
-    prompts = {task.name: inputs.prompts(task.prompts, task.name) for task in config.tasks}
-    parts = Parts(config, backbone, accelerator, rewards, teachers, anchor, prompts)
-    return algorithm_class(config)(parts)
-
-
-def bank(
-    config: TrainingStage,
-    backbone: Backbone,
-    teachers: Mapping[str, TeacherConfig],
-    routing: Mapping[str, str],
-    inputs: Inputs,
-) -> Bank:
-    """Teachers on the student's base. Raises ConfigError if one does not fit it."""
+) -> Parts:
+    """What the algorithm of a config is built from, with the teachers that it names on the
+    student's base. Raises ConfigError if one does not fit it."""
     members = {
-        name: Member(t.adapter and inputs.adapter(t.adapter), config.guidance_of(t))
-        for name, t in teachers.items()
+        key.removeprefix("teachers."): Member(
+            teacher.adapter and inputs.adapter(teacher.adapter), config.guidance_of(teacher)
+        )
+        for key, teacher in config.labellers.items()
     }
     dtype, batch_size = config.labelling
-    try:
-        return Bank(backbone, members, routing, batch_size=batch_size, dtype=DTYPES[dtype])
-    except ValueError as error:
-        raise ConfigError([f"teachers: {error}"]) from error
+
+    def bank(members: Mapping[str, Member], routing: Mapping[str, str]) -> Bank | None:
+        if not members:
+            return None
+        try:
+            return Bank(backbone, members, routing, batch_size=batch_size, dtype=DTYPES[dtype])
+        except ValueError as error:
+            raise ConfigError([f"teachers: {error}"]) from error
+
+    anchor = {"anchor": members.pop("anchor")} if "anchor" in config.labellers else {}
+    to_anchor = {task.name: "anchor" for task in config.tasks}
+    prompts = {task.name: inputs.prompts(task.prompts, task.name) for task in config.tasks}
+    banks = bank(members, config.routing), bank(anchor, to_anchor)
+    return Parts(config, backbone, accelerator, rewards, *banks, prompts)
 
 
-# Evaluation and pictures -------------------------------------------------------------------------
+# Evaluation --------------------------------------------------------------------------------------
 
 
 def evaluator(
-    config: TrainingStage,
-    backbone: Backbone,
-    rewards: Mapping[str, Reward],
-    accelerator: Accelerator,
-    inputs: Inputs,
+    parts: Parts, benchmarks: Sequence[Benchmark]
 ) -> Callable[[], tuple[float, EvalReport]] | None:
-    """What the loop calls to score the current adapter on held-out prompts."""
-    if config.evaluation is None or not config.evaluates:
+    """What the loop calls to score the current adapter on held-out prompts; None without any."""
+    config: TrainingStage = parts.config
+    if config.evaluation is None or not benchmarks:
         return None
-    benchmarks, settings = held_out(config, rewards, inputs), config.evaluation_sampling
-    seconds, share = config.train.score_seconds, config.evaluation.max_invalid_share
-    key, device = "evaluation.watch", accelerator.device
+    settings, share = config.evaluation_sampling, config.evaluation.max_invalid_share
+    key, device = "evaluation.watch", parts.accelerator.device
     watched = suite.build_sets(config.watched, key, device, config.model)
     sets = [*map(suite.ImageSet.of, benchmarks), *watched]
 
     def evaluate() -> tuple[float, EvalReport]:
         report = suite.run(
-            backbone, sets, settings, accelerator,
-            seconds=seconds, max_invalid_share=share, shown=samples.HELD_OUT,
+            parts.backbone, sets, settings, parts.accelerator,
+            seconds=config.train.score_seconds, max_invalid_share=share, shown=samples.HELD_OUT,
         )  # fmt: skip
         return suite.headline(report, benchmarks), report
 
     return evaluate
-
-
-def monitor(
-    config: TrainingStage,
-    backbone: Backbone,
-    rewards: Mapping[str, Reward],
-    accelerator: Accelerator,
-    inputs: Inputs,
-) -> Monitor | None:
-    """What the loop asks for the drift of its images; None without `alarm`."""
-    if config.alarm is None:
-        return None
-    sets = held_out(config, rewards, inputs) if config.evaluates else []
-    prompts = [benchmark.prompts for benchmark in sets]
-    measurements = ImageStatistics.of(backbone.family, rewards)
-    return Monitor(config, backbone, accelerator, measurements, prompts)
 
 
 def held_out(
@@ -187,11 +168,11 @@ def held_out(
 ) -> list[Benchmark]:
     """The validation benchmarks of a config, at most evaluation.prompts a task."""
     assert config.evaluation
-    count, benchmarks = config.evaluation.prompts, []
-    inputs = Inputs(config.model) if inputs is None else inputs
+    inputs, benchmarks = inputs or Inputs(config.model), []
     for task in config.tasks:
         if task.validation and task.reward:
-            prompts = subset(inputs.prompts(task.validation, task.name), count)
+            prompts = inputs.prompts(task.validation, task.name)
+            prompts = subset(prompts, config.evaluation.prompts)
             prompts = replace(prompts, size=task.size or config.model.image_sizes[0])
             benchmarks.append(Benchmark(task.name, prompts, rewards[task.name]))
     return benchmarks

@@ -142,14 +142,6 @@ def examine(
     return stages, _problems(config.recipe, stages, problems, num_processes, any_world, trust)
 
 
-def plan(config: RecipeStage, home: Path, num_processes: int = 1) -> dict[str, Stage]:
-    """The config of every stage by name, checked; ConfigError with all that is wrong."""
-    stages, problems = examine(config, home, num_processes)
-    if problems:
-        raise ConfigError(problems)
-    return stages
-
-
 # Planning --------------------------------------------------------------------------------------
 
 

@@ -189,11 +189,6 @@ class TrainingStage(Job):
         images = self.rollout.images / sum(task.weight for task in self.tasks)
         return {task.name: images * task.weight for task in self.tasks if task.reward}
 
-    @property
-    def step_weighting(self) -> str | None:
-        """How the loss weighs the steps of a trajectory; None = all alike."""
-        return None
-
     def output_rank(self, rank_of: Callable[[str | None, int], int]) -> int:
         return rank_of(self.lora.init, self.lora.rank)
 
@@ -549,10 +544,6 @@ class OpdStage(DistillationStage):
     @property
     def labellers(self) -> dict[str, learning.TeacherConfig]:
         return super().labellers | ({"anchor": self.anchor} if self.anchor else {})
-
-    @property
-    def step_weighting(self) -> str:
-        return self.student.weighting
 
     @property
     def needs_noise(self) -> bool:
