@@ -11,7 +11,6 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -27,7 +26,7 @@ from flowalign.eval.layouts import check_layout
 from flowalign.eval.stats import average, headline_row, lost, part_of, rows_of
 from flowalign.eval.store import ImageRow, Key, Store, is_valid
 from flowalign.rewards import as_reward
-from flowalign.rewards.scoring import AsyncScorer, score
+from flowalign.rewards.scoring import AsyncScorer, TaskRewards
 from flowalign.system.devices import current
 from flowalign.system.images import eight_bits
 from flowalign.training.data import load_prompts, spread
@@ -329,7 +328,9 @@ class _Scoring:
         self.rows: dict[str, dict[Key, ImageRow]] = {judge.name: {} for judge in judges}
         if store:
             self.rows = store.read({judge.name: judge.prompts for judge in judges}, keys)
-        self._scoring = AsyncScorer(seconds=seconds)
+        # judges take turns: models are not thread safe, and one at a time fills the memory
+        by_name = TaskRewards({judge.name: judge.reward for judge in judges})
+        self._scoring = AsyncScorer(by_name, seconds)
         self._submitted: list[tuple[Benchmark, list[Key]]] = []
 
     def unscored(self, keys: Sequence[Key]) -> dict[str, list[Key]]:
@@ -356,7 +357,7 @@ class _Scoring:
             if keys := batch.unscored[judge.name]:
                 prompts = judge.prompts.select([prompt for prompt, _ in keys])
                 images = torch.stack([pixels[key] for key in keys])
-                self._scoring.submit(images, prompts, partial(score_batch, judge.reward))
+                self._scoring.submit(images, replace(prompts, tasks=[judge.name] * len(keys)))
                 self._submitted.append((judge, keys))
 
     def finish(self) -> list[dict[Key, ImageRow]]:
@@ -375,11 +376,6 @@ class _Scoring:
             rows |= {(row["index"], row["copy"]): row for row in new_rows}
             if self.store:
                 self.store.append(judge.name, new_rows)
-
-
-def score_batch(reward: Reward, images: Tensor, batch: PromptBatch) -> Scores:
-    """The scores of images [B,3,H,W] and their prompts by one reward."""
-    return score(reward, images, batch.prompts, batch.metadata)
 
 
 def _row(judge: Benchmark, keys: Sequence[Key], scores: Scores, i: int) -> dict[str, Any]:

@@ -212,34 +212,27 @@ class AsyncScorer:
     """Scores batches of images in order, in one thread, while the caller samples the next ones.
 
     The scores are those of calling `score` at once, as far as a reward judges each image by itself.
-    A batch may bring a `score` of its own: judges take turns, as loading and running models is not
-    thread safe, and no more of them than one fill the memory at a time.
     seconds: a batch that takes longer is given up and its images are invalid (None = wait for
     ever). Python cannot end the thread that hangs: it is left behind, and a new one takes over.
     """
 
-    def __init__(self, score: Score | None = None, seconds: float | None = None) -> None:
+    def __init__(self, score: Score, seconds: float | None = None) -> None:
         self.score, self.seconds = score, seconds
-        self._jobs: list[tuple[Score, Tensor, PromptBatch, Future[Scores]]] = []
+        self._jobs: list[tuple[Tensor, PromptBatch, Future[Scores]]] = []
         self._worker: Worker | None = None
 
     @property
     def waiting(self) -> int:
         """How many images were submitted and not collected."""
-        return sum(len(images) for _, images, _, _ in self._jobs)
+        return sum(len(images) for images, _, _ in self._jobs)
 
-    def submit(self, images: Tensor, batch: PromptBatch, score: Score | None = None) -> None:
-        """Start to score images [B,3,H,W] and their B rows; returns at once.
-
-        score: by default the one that all batches have.
-        """
-        score = score or self.score
-        assert score, "give a score here, or to all batches"
+    def submit(self, images: Tensor, batch: PromptBatch) -> None:
+        """Start to score images [B,3,H,W] and their B rows; returns at once."""
         if self._worker is None:
             self._worker = Worker()
             weakref.finalize(self, self._worker.close)
-        future = self._worker.submit(partial(score, images, batch))
-        self._jobs.append((score, images, batch, future))
+        future = self._worker.submit(partial(self.score, images, batch))
+        self._jobs.append((images, batch, future))
 
     def collect(self) -> Scores:
         """The scores of everything submitted since the last call, in order: `results`, joined."""
@@ -254,7 +247,7 @@ class AsyncScorer:
         Whatever `score` raises, KeyboardInterrupt included, is raised here.
         """
         while self._jobs:
-            _, images, _, future = self._jobs.pop(0)
+            images, _, future = self._jobs.pop(0)
             try:
                 scores = future.result(self.seconds)
             except FutureTimeout:
@@ -264,8 +257,8 @@ class AsyncScorer:
                     reason = f"TimeoutError: no answer within {self.seconds:g} s"
                     scores, rest = failed(len(images), reason), self._jobs
                     self.discard()
-                    for score, images, batch, _ in rest:  # to a new thread
-                        self.submit(images, batch, score)
+                    for images, batch, _ in rest:  # to a new thread
+                        self.submit(images, batch)
             yield scores
 
     def discard(self) -> None:

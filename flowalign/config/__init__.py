@@ -2,14 +2,9 @@
 
 from flowalign.config.learning import (
     AdvantageConfig,
-    AwmConfig,
     EarlierConfig,
-    ForwardConfig,
-    GrpoConfig,
-    NftConfig,
     PolicyConfig,
     StatesConfig,
-    StudentConfig,
     TaskConfig,
     TeacherConfig,
 )
@@ -35,8 +30,6 @@ from flowalign.config.run import (
 from flowalign.config.section import ADAPTER, ConfigError, Section
 from flowalign.config.stages import (
     STAGES,
-    AwmStage,
-    DistillationStage,
     EvalStage,
     ForwardStage,
     GrpoStage,

@@ -74,16 +74,6 @@ class Stage(Section):
         return None
 
     @property
-    def features(self) -> str:
-        """module:object of the user's own features for a fidelity; "" = none."""
-        return ""
-
-    @property
-    def reference(self) -> str:
-        """Folder of the reference images for a fidelity, or "tiny"."""
-        return "tiny"
-
-    @property
     def scales(self) -> dict[str, float]:
         """{config key: guidance scale} of all that are given there."""
         return {}
@@ -704,14 +694,6 @@ class EvalStage(Stage):
     @property
     def inputs(self) -> dict[str, str]:
         return _given({f"models.{name}": folder for name, folder in self.models.items()})
-
-    @property
-    def features(self) -> str:
-        return self.fidelity.features if self.fidelity and ":" in self.fidelity.features else ""
-
-    @property
-    def reference(self) -> str:
-        return self.fidelity.reference if self.fidelity else "tiny"
 
     @property
     def evaluation_sampling(self) -> run.SamplingConfig:

@@ -27,13 +27,7 @@ from flowalign.training.data import PromptSampler
 from flowalign.training.nonfinite import NotFinite
 from flowalign.training.report.alarm import Alarm
 from flowalign.training.report.drift.monitor import Monitor
-from flowalign.training.report.listeners import (
-    DriftWatch,
-    Evaluate,
-    Evaluations,
-    OnUpdate,
-    RunLog,
-)
+from flowalign.training.report.listeners import Evaluate, Evaluations, OnUpdate, RunLog
 from flowalign.training.rollout import Noise, sample, shard
 from flowalign.training.run import checkpoint, ranks, resume
 from flowalign.training.run.processes import from_main
@@ -77,9 +71,8 @@ class Loop:
         self.requests = Requests(gather_object if several else None, clock)
         # listeners
         self.monitor, self.alarm = monitor, Alarm()
-        self.log = RunLog(config, accelerator, on_update)
-        self.drift = DriftWatch(config, monitor, self.alarm, self.log)
-        self.evaluations = Evaluations(config, evaluate, self.alarm, self.drift, self.log)
+        self.log = RunLog(config, accelerator, self.alarm, on_update)
+        self.evaluations = Evaluations(config, evaluate, monitor, self.log)
 
     # The main path -----------------------------------------------------------------------------
 
@@ -220,17 +213,18 @@ class Loop:
 
     def _compare_with_base(self, rollout: Rollout) -> dict[str, float]:
         """Where it is due, the drift of a rollout from the base's images."""
-        if not self.drift.due(rollout, self.update):
+        if self.monitor is None or not self.monitor.due(rollout, self.update):
             return {}
         with self._phase("the drift of the rollout", metrics.SECONDS_DRIFT):
-            values = self.drift.rollout(rollout, self.update)
+            check = self.monitor.rollout(rollout, self.update)
+            values = self.log.drift(self.update, check, "the rollout")
         self._check_drift()
         return values
 
     def _check_drift(self) -> None:
         """Raise TrainingError, with a checkpoint of the last complete update, where a statistic of
         the images is beyond alarm.stop; on all processes, as all know the same."""
-        text, self.drift.too_far = self.drift.too_far, ""
+        text, self.log.too_far = self.log.too_far, ""
         if not text:
             return
         assert self.config.alarm
@@ -260,15 +254,12 @@ class Loop:
                 text = "no optimizer step was taken: float16's loss scale was falling all along"
                 self.log.warn(self.update, [text])
         elif idle or self.skipped >= self.config.train.max_skipped:
+            latest = self.checkpoints.latest()  # none is written while updates are skipped
+            good = f"The last good checkpoint is {latest}." if latest else "There is no checkpoint."
             raise TrainingError(
                 f"update {self.update}: no optimizer step was taken in {self.skipped} updates in a "
-                f"row (train.max_skipped): {fault}. {fault.remedy}. {self._last_good()}"
+                f"row (train.max_skipped): {fault}. {fault.remedy}. {good}"
             )
-
-    def _last_good(self) -> str:
-        """Where the run was sound; while updates are skipped, no checkpoint is written."""
-        latest = self.checkpoints.latest()
-        return f"The last good checkpoint is {latest}." if latest else "There is no checkpoint."
 
     # Checkpoints -------------------------------------------------------------------------------
 

@@ -22,8 +22,9 @@ from flowalign.backbone.attention import unavailable
 from flowalign.backbone.loading import prompt_length
 from flowalign.backbone.lora import adapted_layers
 from flowalign.backbone.structure import cut_prompts, family_without_text, model_family
-from flowalign.config import ConfigError, Stage, TrainingStage
+from flowalign.config import ConfigError, EvalStage, Stage, TrainingStage
 from flowalign.config.model import LoraConfig, ModelConfig
+from flowalign.config.run import FidelityConfig
 from flowalign.config.stages import Judged
 from flowalign.system import packages
 from flowalign.system.escape import shown
@@ -94,7 +95,8 @@ def world_problems(
     for judged in config.judged:
         problems += _scoring_problems(judged, trust, inputs)
         problems += _text_problems(config.model, judged, inputs)
-    problems += _fidelity_problems(config, trust)
+    if isinstance(config, EvalStage) and config.fidelity:
+        problems += _fidelity_problems(config.fidelity, trust)
     if isinstance(config, TrainingStage):
         problems += _training_problems(config, num_processes, trust)
         if resume is not None:
@@ -112,7 +114,8 @@ def own_code(config: Stage) -> dict[str, list[str]]:
         for judged in config.judged
         for key, reward in judged.rewards.items()
     }
-    paths["fidelity.features"] = [config.features] if config.features else []
+    if isinstance(config, EvalStage) and config.fidelity and ":" in config.fidelity.features:
+        paths["fidelity.features"] = [config.fidelity.features]
     return {key: listed for key, listed in paths.items() if listed}
 
 
@@ -233,19 +236,19 @@ def _text_problems(model: ModelConfig, judged: Judged, inputs: Inputs) -> Iterat
                 )
 
 
-def _fidelity_problems(config: Stage, trust: bool) -> Iterator[str]:
+def _fidelity_problems(fidelity: FidelityConfig, trust: bool) -> Iterator[str]:
     """Features that cannot be imported; a folder of reference images that holds none."""
-    if trust and config.features:
+    if trust and ":" in fidelity.features:
         try:
-            rewards.load(config.features, "features")
+            rewards.load(fidelity.features, "features")
         except (ValueError, ImportError) as error:
             yield f"fidelity.features: {_text(error)}"
-    folder = Path(config.reference).expanduser()
-    if config.reference != "tiny" and not image_files(folder):
+    folder = Path(fidelity.reference).expanduser()
+    if fidelity.reference != "tiny" and not image_files(folder):
         seen = f"the folder holds no {', '.join(IMAGES)}" if folder.is_dir() else "no such folder"
         yield (
-            f"fidelity.reference: {config.reference!r}: {seen}. Name a folder of images, or 'tiny' "
-            "for scenes drawn from the benchmarks' own metadata."
+            f"fidelity.reference: {fidelity.reference!r}: {seen}. Name a folder of images, or "
+            "'tiny' for scenes drawn from the benchmarks' own metadata."
         )
 
 

@@ -47,7 +47,6 @@ def _dpm2(sigmas: Tensor) -> Any:
 
 
 SCHEDULERS: dict[str, Callable[[Tensor], Any]] = {"heun": _heun, "dpm2": _dpm2}
-SOLVERS = ("euler", *SCHEDULERS)
 
 
 def forwards(solver: str, steps: int, taken: int | None = None) -> int:

@@ -1,4 +1,4 @@
-"""What listens to a run: its log and samples, its evaluations and the drift of its images.
+"""What listens to a run: its log, samples and the drift of its images, and its evaluations.
 
 The loop tells them what happens; they write, warn, and choose the best adapter.
 """
@@ -29,18 +29,23 @@ log = logging.getLogger("flowalign")
 
 OnUpdate = Callable[[int, Mapping[str, float]], None]
 Evaluate = Callable[[], tuple[float, EvalReport]]
+DRIFTS = {  # {whose images: (metrics of their drift, kind of its sample)}
+    "the rollout": (metrics.IMAGE_DRIFT, samples.DRIFT),
+    "the evaluation": (metrics.HELD_OUT_IMAGE_DRIFT, samples.HELD_OUT_DRIFT),
+}
 
 
 class RunLog:
     """metrics.jsonl, the trackers, the warnings and the samples of a run; the main process writes
-    them."""
+    them. too_far: of a drift that is to stop the run."""
 
     def __init__(
-        self, config: TrainingStage, accelerator: Accelerator, on_update: OnUpdate
+        self, config: TrainingStage, accelerator: Accelerator, alarm: Alarm, on_update: OnUpdate
     ) -> None:
-        self.accelerator, self.on_update = accelerator, on_update
-        self.folder, self.settings = Path(config.output), config.train
+        self.accelerator, self.alarm, self.on_update = accelerator, alarm, on_update
+        self.folder, self.settings, self.limits = Path(config.output), config.train, config.alarm
         self.main = accelerator.is_main_process
+        self.too_far = ""
 
     def write(self, update: int, values: Mapping[str, float]) -> None:
         """A row: an update, or an evaluation."""
@@ -75,50 +80,17 @@ class RunLog:
         if self.main and (path := samples.write_before_after(self.folder, update)):
             trackers.image(self.accelerator, path.stem, path, update)
 
-    def drift(self, update: int, kind: str, check: Check) -> None:
-        """A check of the drift."""
+    def drift(self, update: int, check: Check, where: str) -> dict[str, float]:
+        """A check of the drift, and warnings of it; its figures. where: whose images, of DRIFTS."""
+        assert self.limits
+        prefix, kind = DRIFTS[where]
+        self.warn(update, self.alarm.drift(check.drifts, self.limits.warn, where))
         if self.main:
             samples.write_drift(self.folder, update, kind, check, self.settings.keep_samples)
-
-
-class DriftWatch:
-    """How far the images are from the base model's. too_far: of what is to stop the run."""
-
-    def __init__(
-        self, config: TrainingStage, monitor: Monitor | None, alarm: Alarm, run_log: RunLog
-    ) -> None:
-        self.settings, self.monitor, self.alarm = config.alarm, monitor, alarm
-        self.log = run_log
-        self.too_far = ""
-
-    def due(self, rollout: Rollout, update: int) -> bool:
-        """Whether a rollout is to be compared with the base's images."""
-        return self.monitor is not None and self.monitor.due(rollout, update)
-
-    def rollout(self, rollout: Rollout, update: int) -> dict[str, float]:
-        """The drift of a rollout that is due."""
-        assert self.monitor
-        check = self.monitor.rollout(rollout, update)
-        return self._note(update, check, "the rollout", metrics.IMAGE_DRIFT, samples.DRIFT)
-
-    def evaluation(self, update: int) -> dict[str, float]:
-        """The drift of the averaged adapter on held-out prompts."""
-        check = self.monitor.evaluation() if self.monitor else None
-        if check is None:
-            return {}
-        prefix, kind = metrics.HELD_OUT_IMAGE_DRIFT, samples.HELD_OUT_DRIFT
-        return self._note(update, check, "the evaluation", prefix, kind)
-
-    def _note(
-        self, update: int, check: Check, where: str, prefix: str, kind: str
-    ) -> dict[str, float]:
-        assert self.settings
-        self.log.warn(update, self.alarm.drift(check.drifts, self.settings.warn, where))
-        self.log.drift(update, kind, check)
-        worst = [drift for drift in check.drifts if drift.beyond(self.settings.stop)]
+        worst = [drift for drift in check.drifts if drift.beyond(self.limits.stop)]
         if worst:
             self.too_far = f"{where}: {'; '.join(map(str, worst))}"
-        beyond = sum(drift.beyond(self.settings.warn) for drift in check.drifts)
+        beyond = sum(drift.beyond(self.limits.warn) for drift in check.drifts)
         values = {f"{prefix}{drift.name}": drift.sigmas for drift in check.drifts}
         return {**values, metrics.DRIFT_ALARMS: beyond}
 
@@ -133,13 +105,12 @@ class Evaluations:
         self,
         config: TrainingStage,
         evaluate: Evaluate | None,
-        alarm: Alarm,
-        drift: DriftWatch,
+        monitor: Monitor | None,
         run_log: RunLog,
     ) -> None:
         self.evaluate, self.settings = evaluate, config.evaluation
         self.updates = config.train.updates
-        self.alarm, self.drift, self.log = alarm, drift, run_log
+        self.monitor, self.log = monitor, run_log
         self.last = -1
         self.best: dict[str, float] = {}
 
@@ -166,8 +137,9 @@ class Evaluations:
         if math.isnan(headline):
             self.log.write(update, {metrics.LOST: len(report.lost), **means})
             return False
-        drift = self.drift.evaluation(update)
-        alarms = self.alarm.look(rows)
+        check = self.monitor.evaluation() if self.monitor else None
+        drift = self.log.drift(update, check, "the evaluation") if check else {}
+        alarms = self.log.alarm.look(rows)
         values = {metrics.HEADLINE: headline, **means, metrics.ALARMS: len(alarms), **drift}
         self.log.write(update, values)
         self.log.warn(update, alarms)
