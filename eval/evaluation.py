@@ -184,7 +184,7 @@ def score_models(
                 scored = judge_set(
                     backbone,
                     images,
-                    config.sampling,
+                    config.sampling_of(name),
                     accelerator,
                     keep=config.report.images if images.judges else 0,
                     features=reference.extract if reference and images.judges else None,

@@ -75,14 +75,13 @@ def document(config: EvalStage, results: Results, versions: Mapping[str, str]) -
     def listed(rows: Mapping[str, EvalRow]) -> list[dict[str, Any]]:
         return [vars(row) for row in rows.values()]
 
-    sampling = config.sampling.model_dump() | config.model.model_dump(mode="json")
-    models = {}
+    model_settings, models = config.model.model_dump(mode="json"), {}
     for model, judged in results.judged.items():
         scores, first = results.scores(model), next(iter(results.judged))
         models[model] = {
             "adapter": config.models[model],
             "rows": [vars(row) for row in results.rows[model]],
-            "settings": sampling,
+            "settings": config.sampling_of(model).model_dump() | model_settings,
             "environment": versions,
             "fidelity": vars(scores[FIDELITY]) if FIDELITY in scores else None,
             "average": vars(scores[AVERAGE]) if AVERAGE in scores else None,
@@ -109,6 +108,7 @@ def document(config: EvalStage, results: Results, versions: Mapping[str, str]) -
 def conditions(config: EvalStage, results: Results, versions: Mapping[str, str]) -> list[str]:
     """How the numbers were measured, one sentence each."""
     s, m, f = config.sampling, config.model, config.fidelity
+    own = [f", {scale:g} for {name}" for name, scale in config.guidance.items()]
     # benchmarks that share images also share prompts, which are counted once
     sets = {benchmark.source or benchmark.name: benchmark for benchmark in results.benchmarks}
     counts = []
@@ -120,7 +120,7 @@ def conditions(config: EvalStage, results: Results, versions: Mapping[str, str])
         counts.append(text + (f" with {copies} images each" if copies > 1 else ""))
     sentences = [
         f"Images of {m.id} ({m.dtype}, {m.listed_sizes}) for {', '.join(counts)}: {s.steps} Euler "
-        f"steps, guidance {s.guidance:g}, seed {s.seed}; scored at 8 bits a channel."
+        f"steps, guidance {s.guidance:g}{''.join(own)}, seed {s.seed}; scored at 8 bits a channel."
     ]
     if len(results.benchmarks) > 1:
         sentences.append(

@@ -225,7 +225,7 @@ def open_stores(
             content = {
                 "model": base | {"height": height, "width": width},
                 "adapter": adapter,
-                "sampling": config.sampling.model_dump(exclude={"batch_size"}),
+                "sampling": config.sampling_of(model).model_dump(exclude={"batch_size"}),
                 "images": images.copies,
                 "prompts": images.prompts.prompts,
             }

@@ -306,6 +306,7 @@ def test_a_config_of_another_command_is_refused() -> None:
         ("benchmarks: the name 'average'", {"benchmarks": [{**MARK, "name": "average"}]}),
         ("compare.bse: no model", {"compare": {"bse": ["base"]}}),
         ("compare.base: no model", {"compare": {"base": ["x"]}}),
+        ("guidance: no model", {"guidance": {"bse": 2.0}}),
         ("compare.base: got the text 'x'", {"compare": {"base": "x"}}),
         ("report.images: got", {"report": {"images": -1}}),
         ("fidelity.ref: unknown key", {"fidelity": {"ref": "tiny"}}),

@@ -296,6 +296,16 @@ def test_the_command_writes_results_table_and_grid(
     assert shown == names
 
 
+def test_a_model_is_sampled_at_its_own_guidance(config: Path):
+    assert main(["--config", str(config), "guidance={base: 3}"]) == 0
+    models = json.loads((config.parent / "out" / "results.json").read_text())["models"]
+    assert models["base"]["settings"]["guidance"] == 3
+    first, second = (models[name]["images"]["red"][0]["value"] for name in ("fresh", "base"))
+    assert first != second
+    table = (config.parent / "out" / "table.md").read_text()
+    assert f"guidance {models['fresh']['settings']['guidance']:g}, 3 for base" in table
+
+
 @pytest.mark.parametrize(("keep", "kept"), [("false", 1), ("true", 2)])
 def test_images_are_kept_as_far_as_the_report_shows_them_or_all(config: Path, keep: str, kept: int):
     overrides = ["report.images=1", f"keep_images={keep}", "models={base: null}"]

@@ -674,6 +674,8 @@ class EvalStage(Stage):
     """{name: adapter folder, or null for the base model}. All are compared with the first."""
     compare: dict[str, list[str]] = Field(default={}, examples=[{"student": ["ocr", "merged"]}])
     """{name: other models that it is compared with}, besides the first."""
+    guidance: dict[str, run.NotNegative] = Field(default={}, examples=[{"base_cfg": 4.5}])
+    """{name of a model: its CFG scale}, where it is not `sampling.guidance`."""
     benchmarks: list[run.BenchmarkConfig] = Field(min_length=1)
     sampling: run.SamplingConfig = run.SamplingConfig()
     fidelity: run.FidelityConfig | None = None
@@ -697,7 +699,8 @@ class EvalStage(Stage):
 
     @property
     def evaluation_sampling(self) -> run.SamplingConfig:
-        return self.sampling
+        """Of a model that costs most: one with an unconditional pass, if there is any."""
+        return max(map(self.sampling_of, self.models), key=lambda sampling: sampling.guidance != 1)
 
     @property
     def judged(self) -> list[Judged]:
@@ -709,7 +712,13 @@ class EvalStage(Stage):
 
     @property
     def scales(self) -> dict[str, float]:
-        return {"sampling.guidance": self.sampling.guidance}
+        own = {f"guidance.{model}": scale for model, scale in self.guidance.items()}
+        return {"sampling.guidance": self.sampling.guidance, **own}
+
+    def sampling_of(self, model: str) -> run.SamplingConfig:
+        """How the images of one of the models are sampled."""
+        scale = self.guidance.get(model, self.sampling.guidance)
+        return self.sampling.model_copy(update={"guidance": scale})
 
     def problems(self) -> Iterator[str]:
         """Names that tables and files cannot hold or tell apart; models that are not there."""
@@ -719,11 +728,13 @@ class EvalStage(Stage):
         columns = [{b.name, *b.judges} for b in self.benchmarks]
         columns += [{"average"}, {"fidelity"}]  # of every table
         yield from _same_names([("benchmarks", name) for names in columns for name in names])
-        for name, others in self.compare.items():
-            for model in (m for m in (name, *others) if m not in self.models):
+        named = {f"compare.{name}": [name, *others] for name, others in self.compare.items()}
+        named["guidance"] = list(self.guidance)
+        for key, models in named.items():
+            for model in (m for m in models if m not in self.models):
                 hint = did_you_mean(model, self.models)
                 possible = ", ".join(self.models)
-                yield f"compare.{name}: no model is named {model!r}.{hint} Possible: {possible}."
+                yield f"{key}: no model is named {model!r}.{hint} Possible: {possible}."
 
 
 def _given(sources: Mapping[str, str | None]) -> dict[str, str]:
