@@ -1,12 +1,11 @@
 """The shapes of public models: the config of every part, no weights.
 
 An entry that is missing has the default of its class in diffusers or transformers, which is often
-the first published model's. Sources: for Stable Diffusion 3, transformer, VAE and scheduler are the
-models' public config files, compared in three independent copies of public code because the models
-are gated. SANA's transformers: their public config files; the layers of SANA 1.5 4.8B: its paper
-(2501.18427). Of other families, what differs from the defaults, the schedulers and all text
-encoders (CLIP, T5, Qwen) are from memory. tests/test_estimate.py checks the parameter counts
-against published ones.
+the first published model's. Sources: the config files that tests/published holds, each with its own
+source; tests/test_published.py compares them with this table. The config files of two models were
+not found: FLUX.1-Krea-dev has the shapes of FLUX.1-dev (ComfyUI's documentation: "fully compatible
+architecture"); the numbers of Stable Diffusion 3 Medium are those of three public copies.
+tests/test_estimate.py checks the parameter counts against published ones.
 """
 
 from __future__ import annotations

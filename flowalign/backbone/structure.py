@@ -175,8 +175,10 @@ def build(
     that are there."""
     loader = getattr(diffusers, architecture.pipeline)
     wanted = inspect.signature(loader.__init__).parameters
+    defaults = {name: None if option.default is option.empty else option.default
+                for name, option in wanted.items() if name != "self"}  # fmt: skip
     parts: dict[str, Any] = {
-        name: architecture.options.get(name) for name in wanted if name != "self"
+        name: architecture.options.get(name, default) for name, default in defaults.items()
     }
     for name, config in architecture.parts.items():
         part = _part(config)
