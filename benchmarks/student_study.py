@@ -125,7 +125,7 @@ def line(name: str, result: Mapping[str, Any], default: Mapping[str, Any], marks
     """One row: each task, their mean, its paired difference to the default, and the cost."""
     cells, gains, errors = [], [], []
     for mark in marks:
-        report = suite.EvalReport(suite.rows_of(mark, result["rows"][mark.name]), {}, {})
+        report = suite.EvalReport(suite.rows_of(mark, result["rows"][mark.name]))
         cells.append(suite.headline(report, [mark]))
         gap = difference(mark, default["rows"][mark.name], result["rows"][mark.name])
         gains.append(gap.mean)

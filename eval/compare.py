@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, Field, ValidationError
 
 from flowalign.eval import stats
-from flowalign.eval.table import line
 from flowalign.system import manifest
-from flowalign.system.escape import escaped, harmless, shown
+from flowalign.system.escape import escaped, harmless, shown, table
 from flowalign.types import EvalRow
 
 VERSION = 1  # of results.json; raised whenever an older reader would misread a newer file
@@ -161,13 +160,14 @@ def compare(
 def markdown(differences: Mapping[str, EvalRow], names: tuple[str, str]) -> str:
     """A table: benchmark, difference ± standard error, interval, pairs."""
     first, second = map(escaped, names)
-    lines = [f"{second} − {first}, paired: same prompts and noise.", ""]
-    lines += [line("benchmark", "metric", "difference", "95 %", "n"), "|" + "---|" * 5]
+    rows = []
     for name, row in differences.items():
         gap = f"{row.mean:+.4f} ± {row.stderr:.4f}"
         ends = f"{row.low:+.4f} to {row.high:+.4f}"
-        lines.append(line(escaped(name), escaped(row.metric), gap, ends, str(row.n)))
-    return "\n".join(lines) + "\n"
+        rows.append([escaped(name), escaped(row.metric), gap, ends, str(row.n)])
+    lines = table(["benchmark", "metric", "difference", "95 %", "n"], rows)
+    title = f"{second} − {first}, paired: same prompts and noise."
+    return "\n".join([title, "", *lines]) + "\n"
 
 
 def main(argv: Sequence[str]) -> int:

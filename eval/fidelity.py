@@ -136,13 +136,6 @@ class Reference:
         return distance(torch.cat([features for features, _ in measured]), prompts, self.features)
 
 
-def load_features(name: str, device: torch.device) -> Features:
-    """The image features of a CLIP, or a function at a dotted path "package.module:function"."""
-    if ":" in name:
-        return rewards.load(name, "features")
-    return rewards.load(CLIP, "features")(name, device=device).image_features
-
-
 def load_reference(
     config: EvalStage, sets: Sequence[ImageSet], device: torch.device
 ) -> Reference | None:
@@ -150,9 +143,13 @@ def load_reference(
     anything, or if features or reference cannot be loaded."""
     if config.fidelity is None:
         return None
-    source, sets = config.fidelity.reference, [images for images in sets if images.judges]
+    source, name = config.fidelity.reference, config.fidelity.features
+    sets = [images for images in sets if images.judges]
     try:
-        extract = load_features(config.fidelity.features, device)
+        if ":" in name:
+            extract: Features = rewards.load(name, "features")
+        else:
+            extract = rewards.load(CLIP, "features")(name, device=device).image_features
     except (ImportError, ValueError, OSError) as error:
         raise ConfigError([f"fidelity.features: {error}"]) from error
     if source == "tiny":

@@ -171,20 +171,12 @@ def _prompt_scores(images: Images, part: str) -> PromptScores:
 
     A prompt is its text: a set may list it several times, as the sets of the tiny world do.
     """
-    tags = [str(image["metadata"].get("tag", "")) for image in images]
-    numbers: dict[tuple[str, str], int] = {}
-    prompt = np.array(
-        [
-            numbers.setdefault((tag, image["prompt"]), len(numbers))
-            for tag, image in zip(tags, images, strict=True)
-        ],
-        np.int64,
-    )
+    keys = [(str(image["metadata"].get("tag", "")), image["prompt"]) for image in images]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    prompt, count = np.array([numbers[key] for key in keys], np.int64), len(numbers)
     values = np.array([image.get(part, math.nan) for image in images], np.float64)
     valid = np.isfinite(values)
-    count = len(numbers)
-    strata = np.zeros(count, np.int64)
-    strata[prompt] = np.unique(tags, return_inverse=True)[1]
+    strata = np.unique([tag for tag, _ in numbers], return_inverse=True)[1]
     sums = np.bincount(prompt, np.where(valid, values, 0.0), count).astype(np.float64)
     return PromptScores(sums, np.bincount(prompt, valid, count).astype(np.float64), strata)
 

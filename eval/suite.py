@@ -85,10 +85,8 @@ def build_sets(
     """
     problems, sets = [], []
     for index, config in enumerate(configs):
-        prompts, size = (
-            load_prompts(config.prompts, config.name),
-            config.size or model.image_sizes[0],
-        )
+        size = config.size or model.image_sizes[0]
+        prompts = load_prompts(config.prompts, config.name)
         prompts = replace(prompts.select(range(len(prompts))[: config.limit]), size=size)
         try:
             if config.layout:
@@ -146,7 +144,7 @@ def run(
                 for row, picture in zip(rows_shown, results[0].pictures, strict=True)
                 if row["copy"] == 0
             ]
-    return EvalReport(rows, settings.model_dump(), environment(), reasons, examples)
+    return EvalReport(rows, reasons, examples)
 
 
 def headline(report: EvalReport, benchmarks: Sequence[Benchmark]) -> float:

@@ -13,6 +13,7 @@ from functools import cached_property
 from flowalign.eval.fidelity import Distance
 from flowalign.eval.stats import AVERAGE, FIDELITY, average, difference, headline_row, rows_of
 from flowalign.eval.suite import Benchmark, Judged
+from flowalign.system import escape
 from flowalign.system.escape import escaped
 from flowalign.training.report.page import Panel
 from flowalign.types import EvalRow
@@ -141,37 +142,27 @@ def _decimals(rows: Iterable[Mapping[str, EvalRow]], column: str) -> int:
 
 def markdown(table: Table) -> str:
     """A table as Markdown: the best of a column in bold, and the counts below."""
-    lines = [escaped(table.caption), ""]
-    heads = (f"{escaped(column)}{table.arrow(column)}" for column in table.columns)
-    lines.append(line("", *heads))
-    lines.append("|" + "---|" * (1 + len(table.columns)))
-    best = {column: table.best(column) for column in table.columns}
+    heads = ["", *(f"{escaped(column)}{table.arrow(column)}" for column in table.columns)]
+    best, rows = {column: table.best(column) for column in table.columns}, []
     for label in table.rows:
         cells = [(table.text(label, column), label in best[column]) for column in table.columns]
-        lines.append(
-            line(escaped(label), *(f"**{text}**" if bold else text for text, bold in cells))
-        )
-    lines.append(line("n", *(table.n(column) for column in table.columns)))
-    return "\n".join(lines) + "\n"
+        rows.append([escaped(label), *(f"**{text}**" if bold else text for text, bold in cells)])
+    rows.append(["n", *map(table.n, table.columns)])
+    return "\n".join([escaped(table.caption), "", *escape.table(heads, rows)]) + "\n"
 
 
 def details(rows: Mapping[str, Sequence[EvalRow]]) -> str:
     """{model: rows} as Markdown: one line per benchmark and metric, one column per model."""
-    heads = line("benchmark", "metric", "n", *map(escaped, rows))
-    lines = [heads, "|---|---|---|" + "---|" * len(rows)]
+    lines = []
     by_metric: dict[tuple[str, str], dict[str, EvalRow]] = {}
     for model, numbers in rows.items():
         for row in numbers:
             by_metric.setdefault((row.benchmark, row.metric), {})[model] = row
     for (benchmark, metric), numbers in by_metric.items():
         cells = [f"{shown(row, 3)} {between(row, 3)}".strip() for row in map(numbers.get, rows)]
-        lines.append(line(escaped(benchmark), escaped(metric), counts(numbers.values()), *cells))
-    return "\n".join(lines) + "\n"
-
-
-def line(*cells: str) -> str:
-    """One row of a Markdown table."""
-    return "| " + " | ".join(cells) + " |"
+        lines.append([escaped(benchmark), escaped(metric), counts(numbers.values()), *cells])
+    heads = ["benchmark", "metric", "n", *map(escaped, rows)]
+    return "\n".join(escape.table(heads, lines)) + "\n"
 
 
 def counts(rows: Iterable[EvalRow]) -> str:

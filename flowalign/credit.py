@@ -216,13 +216,6 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {  # (value, group, *, valid, tas
 }
 
 
-def clip_advantage(advantage: Tensor, limit: float) -> Tensor:
-    """The advantage, any shape, held within [-limit, limit]."""
-    if not limit > 0:
-        raise ValueError(f"limit is {limit}; take one above 0")
-    return advantage.clamp(-limit, limit)
-
-
 def _checked(
     value: Tensor, group: Tensor, valid: Tensor | None, task: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -54,9 +54,6 @@ class Conditioning:
     index: Tensor
     negative: Mapping[str, Tensor]
 
-    def __len__(self) -> int:
-        return self.index.shape[0]
-
     def select(self, rows: Tensor | slice) -> Conditioning:
         """The same embeddings for some of the images: only the index is sliced."""
         return replace(self, index=self.index[rows])
@@ -205,12 +202,9 @@ class Gaussian:
 
 @dataclass(frozen=True)
 class StepLoss:
-    """The loss of one micro-batch: total and its parts (scalars), and metrics to log."""
+    """The loss of one micro-batch, a scalar, and metrics to log."""
 
     total: Tensor
-    policy: Tensor | None = None
-    distill: Tensor | None = None
-    anchor: Tensor | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)  # pairs of a metric, if not all
 
@@ -244,8 +238,6 @@ class EvalReport:
     """What an evaluation measured."""
 
     rows: list[EvalRow]
-    settings: Mapping[str, Any]
-    environment: Mapping[str, Any]  # versions of packages, device
     lost: Mapping[str, str] = field(default_factory=dict)  # {benchmark without enough scores: why}
     examples: Sequence[Example] = ()  # some of its images
 

@@ -43,13 +43,11 @@ class Awm(Forward):
         )
         advantage = prepared.advantage[pairs.rows]
         elements, ratio = policy_loss(new, old, advantage, clip_range=s.clip_range)
-        policy = elements.mean()
-        total, drift = self.near_base(policy, pairs, velocity)
+        total, drift = self.near_base(elements.mean(), pairs, velocity)
         if s.ema_kl_weight > 0:
             average = self.policies["average"].velocity(pairs, self.guidance)
             total = total + s.ema_kl_weight * velocity_error(velocity, average).mean()
-        measured = {**ratio_metrics(ratio, s.clip_range), **drift}
-        return StepLoss(total=total, policy=policy, metrics=measured)
+        return StepLoss(total, {**ratio_metrics(ratio, s.clip_range), **drift})
 
 
 def awm_log_prob(

@@ -75,14 +75,14 @@ class Grpo(Algorithm[Credit]):
         else:
             log_prob = sde.log_prob(new, x_next)
             elements, ratio = policy_loss(log_prob, old, advantage, clip_range=s.clip_range)
-        policy = total = elements.mean()
+        total = elements.mean()
         measured = ratio_metrics(ratio, s.clip_range)
         if s.kl_weight > 0:
             kl = self._kl(pairs, new, schedule)
             measured[metrics.KL] = float(kl.detach().mean())  # the exact one, whatever grpo.kl says
             factors = kl_factors(schedule.sigmas, s.kl).to(kl.device)[pairs.steps]
             total = total + s.kl_weight * (factors * kl).mean()
-        return StepLoss(total=total, policy=policy, metrics=measured)
+        return StepLoss(total, measured)
 
     def drift(self, pairs: Pairs, prepared: Credit) -> dict[str, float]:
         """The exact KL to the base; with a weight the loss has it at all pairs."""

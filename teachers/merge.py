@@ -20,7 +20,7 @@ from torch import Tensor
 from flowalign.backbone.adapters import Lora, describe, read_lora, write_lora
 from flowalign.backbone.structure import model_family
 from flowalign.config import ADAPTER, ModelConfig
-from flowalign.system.escape import escaped
+from flowalign.system.escape import escaped, table
 
 METHODS = ("concat", "svd", "ties", "dare")
 BLOCK = re.compile(r"transformer_blocks\.(\d+)\.")
@@ -67,9 +67,8 @@ class MergeReport:
         )
 
     def __str__(self) -> str:
-        head = [self.summary, "", "| layer | rank | relative error |", "|---|---|---|"]
-        rows = [f"| {escaped(k)} | {self.ranks[k]} | {e:.2e} |" for k, e in self.errors.items()]
-        return "\n".join([*head, *rows])
+        rows = [[escaped(k), str(self.ranks[k]), f"{e:.2e}"] for k, e in self.errors.items()]
+        return "\n".join([self.summary, "", *table(["layer", "rank", "relative error"], rows)])
 
 
 def merge(

@@ -38,8 +38,7 @@ class Nft(Forward):
         old = self.old_velocity(pairs, velocity)
         elements = nft_loss(velocity, old, target, pairs.sigma, r, beta=s.beta)
         policy = s.advantage_clip * elements.mean()
-        total, measured = self.near_base(policy, pairs, velocity)
-        return StepLoss(total=total, policy=policy, metrics=measured)
+        return StepLoss(*self.near_base(policy, pairs, velocity))
 
 
 # B elements, each one (image, noise level): x_sigma = (1 - sigma) x0 + sigma eps, whose velocity is

@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from flowalign.config import AdvantageConfig, EarlierConfig
-from flowalign.credit import ADVANTAGES, clip_advantage
+from flowalign.credit import ADVANTAGES
 from flowalign.rewards import as_reward
 from flowalign.rewards.scoring import AsyncScorer, TaskRewards
 from flowalign.training import metrics
@@ -81,9 +81,8 @@ class Scored:
             average = self.running.average(keys, update)
             self.running.add(keys, value, valid, update)
             more = self._earlier(average)
-        variant = ADVANTAGES[self.settings.advantage]
-        advantages = variant(value, group, valid=valid, task=task, **more)
-        advantages = clip_advantage(advantages, self.settings.advantage_clip)
+        variant, limit = ADVANTAGES[self.settings.advantage], self.settings.advantage_clip
+        advantages = variant(value, group, valid=valid, task=task, **more).clamp(-limit, limit)
         first = self.accelerator.process_index * len(rollout)
         advantage = advantages[first : first + len(rollout)]
         measured = {

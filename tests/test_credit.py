@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowalign.credit import ADVANTAGES, adora, clip_advantage, gated, gdpo, group_relative
+from flowalign.credit import ADVANTAGES, adora, gated, gdpo, group_relative
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = json.loads((GOLDEN / "advantages.json").read_text())["cases"]
@@ -147,13 +147,6 @@ def test_gaussian_ties_share_the_mean_of_their_quantiles():
     q = torch.distributions.Normal(0.0, 1.0).icdf((torch.arange(6) + 0.5) / 6)
     low, middle, high = q[:3].mean(), q[3:5].mean(), q[5]
     assert_close(advantage, torch.stack([low, middle, low, low, high, middle]))
-
-
-def test_clip_advantage_holds_both_sides():
-    clipped = clip_advantage(torch.tensor([-7.0, -1.0, 0.0, 6.0]), 5.0)
-    assert clipped.tolist() == [-5.0, -1.0, 0.0, 5.0]
-    with pytest.raises(ValueError, match="limit is 0"):
-        clip_advantage(clipped, 0)
 
 
 @pytest.mark.parametrize(

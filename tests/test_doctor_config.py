@@ -53,10 +53,10 @@ def test_a_sound_run_has_no_fault_with_its_model(random_model, tmp_path, kind):
         more = ["rollout.kind=ode", "student.weighting=velocity"] if kind == "ode" else []
         stage = "sft" if kind == "sft" else "opd"
         run = fakes.distillation(random_model, tmp_path / "run", *more, stage=stage)
-    result = live.examine(run)
-    assert faults(result.findings) == []
-    assert result.pace and min(result.pace.rates.values()) > 0
-    kinds = {finding.text.split(":")[0] for finding in result.findings}
+    findings, pace = live.examine(run)
+    assert faults(findings) == []
+    assert pace and min(pace.rates.values()) > 0
+    kinds = {finding.text.split(":")[0] for finding in findings}
     assert ("ratio" in kinds) == (kind == "grpo")
     assert ("teacher 'even'" in kinds) == (kind != "grpo")
     assert "update" in kinds
@@ -166,7 +166,7 @@ def test_a_teacher_of_another_base_by_its_own_word_is_refused(random_model, tmp_
 def test_few_bits_and_other_batches_make_a_ratio_that_is_not_one(random_model, tmp_path):
     def ratio(*changes: str) -> list[str]:
         run = fakes.settings(random_model, tmp_path / "run", "model.dtype=bfloat16", *changes)
-        return [text for text in faults(live.examine(run).findings) if text.startswith("ratio")]
+        return [text for text in faults(live.examine(run)[0]) if text.startswith("ratio")]
 
     assert ratio() == []
     (text,) = ratio("rollout.batch_size=8", "optimizer.micro_batch=1")
@@ -178,7 +178,7 @@ def test_an_adapter_that_was_trained_with_dropout_drops_nothing_here(random_mode
     adapter = fakes.teachers(random_model, tmp_path)["odd"]
     replanted(adapter, lambda weights, metadata: metadata.update(lora_dropout=0.5))
     run = fakes.settings(random_model, tmp_path / "run", f"lora.init={adapter}")
-    assert not any(text.startswith("ratio") for text in faults(live.examine(run).findings))
+    assert not any(text.startswith("ratio") for text in faults(live.examine(run)[0]))
 
 
 @pytest.mark.parametrize(
@@ -187,13 +187,13 @@ def test_an_adapter_that_was_trained_with_dropout_drops_nothing_here(random_mode
 )
 def test_a_fault_of_a_reward_is_named(random_model, tmp_path, reward, kind):
     run = fakes.settings(random_model, tmp_path / "run", f"tasks.0.reward.name={reward}")
-    texts = faults(live.examine(run).findings)
+    texts = faults(live.examine(run)[0])
     assert texts and texts[0].startswith(f"reward {reward!r} of task 'red': {kind}")
 
 
 def test_a_learning_rate_that_blows_up_is_named(random_model, tmp_path):
     run = fakes.distillation(random_model, tmp_path / "run", "optimizer.lr=10.0")
-    assert any(text.startswith("update:") for text in faults(live.examine(run).findings))
+    assert any(text.startswith("update:") for text in faults(live.examine(run)[0]))
 
 
 @pytest.mark.parametrize(("dtype", "noted"), [("float16", True), ("bfloat16", False)])
@@ -232,7 +232,7 @@ def test_a_teacher_that_scores_less_than_the_students_start_is_named(random_mode
         for task in run["tasks"]:
             task["validation"] = str(held_out)
         given = [f"lora.init={start}", f"teachers.odd.adapter={teacher}", *guidance]
-        findings = live.examine(config.parse(run, given)).findings
+        findings = live.examine(config.parse(run, given))[0]
         levels[first] = [f.level for f in findings if f.text.startswith("worth")]
     assert sorted(levels.values()) == [["fault"] * 2, ["ok"] * 2]
 

@@ -77,4 +77,4 @@ class Toy(Algorithm[Best]):
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: Best) -> StepLoss:
         """The mean of |v - (eps - x0)|^2."""
         error = velocity_error(velocity, prepared.velocity[pairs.rows, pairs.columns]).mean()
-        return StepLoss(total=error, policy=error)
+        return StepLoss(error)

@@ -30,7 +30,6 @@ class Placement:
         self, model: nn.Module, device: str | torch.device | None = None, offload: bool = False
     ) -> None:
         self.device = resolve(device)
-        self.offload = offload
         model.requires_grad_(False).eval().to("cpu" if offload else self.device)
         # every parameter and buffer, with the module and the name that it hangs on
         self._weights: list[tuple[nn.Module, str, Tensor]] = [

@@ -17,7 +17,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from flowalign import __version__, rewards
 from flowalign.backbone.adapters import adapter_folder, is_hub_id, read_lora
 from flowalign.config import EvalStage, Stage, TrainingStage, parse, to_yaml
-from flowalign.system.escape import block, code, escaped, shown
+from flowalign.system.escape import block, code, escaped, shown, table
 from flowalign.system.files import read_lines
 from flowalign.training import metrics
 from flowalign.training.preflight import span
@@ -200,16 +200,16 @@ def score_table(rows: Sequence[Mapping[str, Any]], start: str) -> str:
         return "(none were taken)"
     first, best, last = rows[0], _best(rows), rows[-1]
     title = start if first["update"] == 0 else "first"  # the start's may not have counted
-    table = [f"| metric | {title} | this adapter (best) | last |", "|---|---|---|---|"]
+    lines = []
     for name in first:
         if name.startswith(metrics.EVAL):
             cells = [f"{row.get(name, float('nan')):.3f}" for row in (first, best, last)]
-            table.append(f"| {escaped(name.removeprefix(metrics.EVAL))} | {' | '.join(cells)} |")
+            lines.append([escaped(name.removeprefix(metrics.EVAL)), *cells])
     note = (
         f"Taken at updates {first['update']}, {best['update']} and {last['update']}; the best one "
         "was chosen by its headline on these very prompts."
     )
-    return "\n".join([*table, "", note])
+    return "\n".join([*table(["metric", title, "this adapter (best)", "last"], lines), "", note])
 
 
 # Scores of a later evaluation --------------------------------------------------------------------
@@ -231,9 +231,9 @@ def add_results(card: ModelCard, document: Mapping[str, Any], path: Path, adapte
         if row["mean"] is not None
     ]
     card.data["model_name"] = card.data.get("model_name") or adapter.parent.name
-    table = (path.parent / "table.md").read_text(encoding="utf-8")
+    scores = (path.parent / "table.md").read_text(encoding="utf-8")
     measured = f"This adapter is {code(name)}. Measured by `flowalign eval --config eval.yaml`."
-    section = f"\n{SCORES}\n\n{measured}\n\n{table}"
+    section = f"\n{SCORES}\n\n{measured}\n\n{scores}"
     text, count = SECTION.subn(lambda _: section, card.text, count=1)
     card.text = text if count else text + section
     return to_yaml(config)

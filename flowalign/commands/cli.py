@@ -69,13 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def version() -> str:
     """The versions that matter, and where this package lies."""
-    return ", ".join(
-        [
-            f"flowalign {__version__} ({Path(__file__).parents[1]})",
-            *(f"{name} {packages.version(name)}" for name in ("torch", "diffusers")),
-            f"Python {platform.python_version()}",
-        ]
-    )
+    libraries = ", ".join(f"{name} {packages.version(name)}" for name in ("torch", "diffusers"))
+    place, python = Path(__file__).parents[1], platform.python_version()
+    return f"flowalign {__version__} ({place}), {libraries}, Python {python}"
 
 
 @exit.refusing("merge")

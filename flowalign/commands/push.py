@@ -88,11 +88,8 @@ def gather(folder: Path, repo: str, *, results: Path | None = None, force: bool 
         raise PushError(f"--repo {repo!r} is no name on the Hub; want owner/name.")
     adapter = folder / "adapter" if (folder / "adapter").is_dir() else folder
     weights = read_lora(adapter).file
-    run = (
-        folder.resolve().parent
-        if adapter is folder and folder.resolve().name == "adapter"
-        else folder
-    )
+    is_adapter = adapter is folder and folder.resolve().name == "adapter"
+    run = folder.resolve().parent if is_adapter else folder
     files: dict[str, Path | bytes] = {weights.name: weights}
     # peft's adapter_config.json lies next to its weights, which cannot be read without it
     paths = [adapter / PEFT_CONFIG, *(run / name for name in (*OTHERS, *PICTURES))]

@@ -190,12 +190,12 @@ class TrainingStage(Job):
     @property
     def needs_means(self) -> bool:
         """Whether the loss needs the means that those successors were sampled around."""
-        return False
+        return isinstance(self.credited, learning.GrpoConfig) and self.credited.ratio == "guard"
 
     @property
     def needs_noise(self) -> bool:
         """Whether it learns nothing from rollouts without noise."""
-        return False
+        return self.needs_actions
 
     @property
     def evaluation_sampling(self) -> run.SamplingConfig:
@@ -219,7 +219,8 @@ class TrainingStage(Job):
     @property
     def clip_ranges(self) -> dict[str, float]:
         """{config key: clip range} of ratios of transitions."""
-        return {}
+        grpo = self.credited if isinstance(self.credited, learning.GrpoConfig) else None
+        return {"grpo.clip_range": grpo.clip_range} if grpo else {}
 
     @property
     def watched(self) -> list[run.BenchmarkConfig]:
@@ -366,18 +367,6 @@ class GrpoStage(RewardStage):
     """Learn from rewards."""
     grpo: learning.GrpoConfig = learning.GrpoConfig()
 
-    @property
-    def clip_ranges(self) -> dict[str, float]:
-        return {"grpo.clip_range": self.grpo.clip_range}
-
-    @property
-    def needs_means(self) -> bool:
-        return self.grpo.ratio == "guard"
-
-    @property
-    def needs_noise(self) -> bool:
-        return True
-
 
 class ForwardStage(RewardStage):
     """Rewards, learnt from clean images with noise added: no trajectory is kept."""
@@ -513,10 +502,6 @@ class OpdStage(DistillationStage):
         return self.student.gradient != "pathwise" or self.learns_from_rewards
 
     @property
-    def needs_means(self) -> bool:
-        return self.learns_from_rewards and self.grpo.ratio == "guard"
-
-    @property
     def labelling(self) -> tuple[str, int]:
         return self.student.label_dtype, self.student.label_batch
 
@@ -526,7 +511,7 @@ class OpdStage(DistillationStage):
 
     @property
     def clip_ranges(self) -> dict[str, float]:
-        ranges = {"grpo.clip_range": self.grpo.clip_range} if self.learns_from_rewards else {}
+        ranges = super().clip_ranges
         if self.student.gradient != "pathwise":
             ranges["student.clip_range"] = self.student.clip_range
         return ranges

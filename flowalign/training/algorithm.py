@@ -107,13 +107,9 @@ class Algorithm(ABC, Generic[P]):
     on_images: OnImages | None = None
 
     def __init__(self, parts: Parts) -> None:
-        self.config, self.backbone, self.accelerator = (
-            parts.config,
-            parts.backbone,
-            parts.accelerator,
-        )
+        self.config, self.backbone = parts.config, parts.backbone
+        self.accelerator, self.teachers = parts.accelerator, parts.teachers
         self.guidance: float = parts.config.guidance
-        self.teachers = parts.teachers
 
     @classmethod
     @abstractmethod

@@ -84,10 +84,9 @@ def spread(total: int, count: int) -> list[int]:
 
 def spread_text(numbers: Sequence[int], total: int) -> str:
     """Which of `total` prompts a picture shows: "24 of 192 prompts, evenly spaced"."""
-    count = len(numbers)
-    return (
-        f"all {total} prompts" if count == total else f"{count} of {total} prompts, evenly spaced"
-    )
+    if len(numbers) == total:
+        return f"all {total} prompts"
+    return f"{len(numbers)} of {total} prompts, evenly spaced"
 
 
 # Reading -----------------------------------------------------------------------------------------
@@ -162,10 +161,8 @@ def _read_csv(path: Path, text: str) -> list[Row]:
             first, shared = items.setdefault(item, (prompt, row))
             if first != prompt:
                 raise csv.Error(f"the item {item!r} had another prompt before")
-            items[item] = (
-                prompt,
-                {key: value for key, value in shared.items() if row[key] == value},
-            )
+            shared = {key: value for key, value in shared.items() if row[key] == value}
+            items[item] = prompt, shared
     except csv.Error as error:
         raise PromptError(f"{path}, line {reader.line_num}: {str(error)[:300]}.") from None
     return list(items.values())

@@ -91,7 +91,7 @@ class Step:
         count = share * len(rollout.steps)
         size = min(self.settings.micro_batch, count)
         batches = math.ceil(int(keep.sum()) * len(rollout.steps) / size)
-        batches += processes.missing_steps(batches, self.parallel.lockstep)
+        batches += processes.missing_steps(batches, self.backbone.sharded)
         for i, (pairs, weight) in enumerate(filled(pairs_of(rollout, keep, size), batches)):
             weight = 0.0 if idle else weight
             with self.parallel.learning(self.backbone.transformer, last=i == batches - 1):
@@ -124,7 +124,7 @@ class Step:
             rows = columns = torch.zeros(1, dtype=torch.int64)
         size = min(self.settings.micro_batch, share * len(rollout.steps))
         batches = math.ceil(len(rows) / size)
-        batches += processes.missing_steps(batches, self.parallel.lockstep)
+        batches += processes.missing_steps(batches, self.backbone.sharded)
         for pairs, weight in filled(pairs_at(rollout, rows, columns, size), batches):
             for name, value in self.algorithm.drift(pairs, prepared).items():
                 if weight and not idle and math.isfinite(value):

@@ -102,10 +102,10 @@ def examine(args: argparse.Namespace) -> int:
         if reason:
             show([note(f"no image was sampled: {reason}")])
         else:
-            result = live.examine(stage)
-            show(result.findings)
-            findings += result.findings
-            pace = result.pace or pace  # of this stage, or of one before
+            seen, measured = live.examine(stage)
+            show(seen)
+            findings += seen
+            pace = measured or pace  # of this stage, or of one before
         last = list(forecast.conclude(pace))
         show(last)
         sound &= healthy([*findings, *last])

@@ -7,7 +7,6 @@ import json
 import math
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,20 +40,13 @@ FEW = 8  # pairs of scores, below which a standard error means nothing
 EQUAL = 1e-6  # relative distance of two velocities below which they count as equal
 
 
-@dataclass
-class Live:
-    """Findings, and how fast this machine ran them; None = it was not measured."""
-
-    findings: list[Finding]
-    pace: Pace | None = None
-
-
-def examine(config: Stage) -> Live:
-    """Score probe images with each reward. Then run a few small updates, in a temporary folder."""
-    result, judging = Live([]), {}
+def examine(config: Stage) -> tuple[list[Finding], Pace | None]:
+    """Score probe images with each reward. Then run a few small updates, in a temporary folder.
+    Findings, and how fast this machine ran them; None = it was not measured."""
+    findings, judging, pace = list[Finding](), {}, None
     for judged in config.judged:
         costs = [
-            _reward(judged.name, reward.name, reward.options, result.findings)
+            _reward(judged.name, reward.name, reward.options, findings)
             for reward in judged.rewards.values()
             if not judged.place.startswith("evaluation.watch")
         ]
@@ -63,13 +55,13 @@ def examine(config: Stage) -> Live:
     try:
         if isinstance(config, TrainingStage):
             with tempfile.TemporaryDirectory() as folder:
-                result.pace = _train(config, folder, judging, result.findings)
+                pace = _train(config, folder, judging, findings)
     except (ConfigError, ModelError, TrainingError) as error:
-        result.findings.append(fault(f"update: {error}"))
+        findings.append(fault(f"update: {error}"))
     except torch.cuda.OutOfMemoryError as error:
         text = str(error).splitlines()[0]  # the rest is a table of allocations
-        result.findings.append(fault(f"memory: even a small run fails: {text}"))
-    return result
+        findings.append(fault(f"memory: even a small run fails: {text}"))
+    return findings, pace
 
 
 def _train(

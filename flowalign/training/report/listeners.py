@@ -86,7 +86,8 @@ class RunLog:
         prefix, kind = DRIFTS[where]
         self.warn(update, self.alarm.drift(check.drifts, self.limits.warn, where))
         if self.main:
-            samples.write_drift(self.folder, update, kind, check, self.settings.keep_samples)
+            content, keep = to_json(check.to_json()), self.settings.keep_samples
+            samples.write_json(self.folder, kind, update, content, keep)
         worst = [drift for drift in check.drifts if drift.beyond(self.limits.stop)]
         if worst:
             self.too_far = f"{where}: {'; '.join(map(str, worst))}"

@@ -19,9 +19,8 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
-from flowalign.system.files import replacing, to_json
+from flowalign.system.files import replacing
 from flowalign.training import metrics
-from flowalign.training.report.drift.compare import Check
 from flowalign.training.report.pictures import (
     Block,
     Row,
@@ -59,13 +58,6 @@ def write_examples(
     images = [pixels_of(example.picture) for example in examples]
     about = [(e.prompt, e.benchmark, score_text(e.score)) for e in examples]
     return _write_images(folder, EVALUATION, update, images, about, keep)
-
-
-def write_drift(
-    folder: Path, update: int, kind: str, check: Check, keep: int | None = None
-) -> None:
-    """Keep a check of the drift. kind: one of DRIFTS."""
-    _write_json(folder, kind, update, to_json(check.to_json()), keep)
 
 
 def write_before_after(run: Path, update: int) -> Path | None:
@@ -110,11 +102,11 @@ def _write_images(
         {"prompt": prompt, "task": task, "note": note, "image": webp(image)}
         for image, (prompt, task, note) in zip(images, about, strict=True)
     ]
-    _write_json(folder, kind, update, rows, keep)
+    write_json(folder, kind, update, rows, keep)
     return path
 
 
-def _write_json(folder: Path, kind: str, update: int, content: Any, keep: int | None) -> None:
+def write_json(folder: Path, kind: str, update: int, content: Any, keep: int | None) -> None:
     """Write the JSON file of a sample; remove all samples of its kind but the oldest one and the
     newest `keep` (None = keep all)."""
     path = folder / "samples" / f"{kind}{update:06d}.json"

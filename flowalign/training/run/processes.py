@@ -218,11 +218,11 @@ def from_main(function: Callable[[], T]) -> T:
     return outcome[0]
 
 
-def missing_steps(count: int, lockstep: bool) -> int:
+def missing_steps(count: int, sharded: bool) -> int:
     """How many zero-weight batches this rank adds to its `count`, so that all ranks run the same
-    number of steps. 0 unless `lockstep`; with it, all ranks must call this, before their first
+    number of steps. 0 unless the base is sharded; then all ranks must call this, before their first
     step: it is a collective operation, too, and ranks must meet in the same order."""
-    return max(gather_object([count])) - count if lockstep else 0
+    return max(gather_object([count])) - count if sharded else 0
 
 
 class Means:
@@ -258,12 +258,7 @@ def of(accelerator: Accelerator) -> Parallel:
 
 class Parallel:
     """One process, or DDP: every process holds the full model. The backward pass of an optimizer
-    step's last micro-batch averages the gradients.
-
-    lockstep: all processes must run the same number of micro-batches (`missing_steps`).
-    """
-
-    lockstep = False
+    step's last micro-batch averages the gradients."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -301,8 +296,6 @@ class Fsdp2(Parallel):
     The adapters are not sharded: as DTensors they would be in groups of mixed dtype (bf16 base,
     float32 adapter), all for 1 % of the weights. Their gradients are averaged as DDP would.
     """
-
-    lockstep = True
 
     def prepare(self, backbone: Backbone, optimizer: torch.optim.Optimizer) -> Any:
         """Without accelerate's cast of inputs and weights: it would round the timesteps to bf16."""

@@ -130,7 +130,6 @@ class Opd(Algorithm[Labels]):
         error = velocity_error(velocity, prepared.velocity[pairs.rows, pairs.columns])
         weight = prepared.weights.to(error.device)[pairs.steps]
         total = distill = self._distillation(pairs, velocity, weight * error, prepared).mean()
-        anchor = policy = None
         measured, counts = self._errors(pairs, error.detach(), prepared)
         measured[metrics.DISTILL] = float(distill.detach())
         if prepared.anchor is not None:
@@ -140,9 +139,9 @@ class Opd(Algorithm[Labels]):
             measured[metrics.ANCHOR] = float(anchor.detach())
         if self.grpo:
             rewarded = self.grpo.loss(pairs, velocity, prepared.rewarded)
-            policy, measured = rewarded.total, {**measured, **rewarded.metrics}
-            total = total + self.settings.reward_weight * policy
-        return StepLoss(total, policy, distill, anchor, measured, counts)
+            measured |= rewarded.metrics
+            total = total + self.settings.reward_weight * rewarded.total
+        return StepLoss(total, measured, counts)
 
     def drift(self, pairs: Pairs, prepared: Labels) -> Mapping[str, float]:
         """That of the loss on rewards."""

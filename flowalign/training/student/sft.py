@@ -63,5 +63,4 @@ class Sft(Algorithm[Targets]):
     def loss(self, pairs: Pairs, velocity: Tensor, prepared: Targets) -> StepLoss:
         """The mean of |v - (eps - x0)|^2."""
         target = prepared.velocity[pairs.rows, pairs.columns]
-        error = velocity_error(velocity, target).mean()
-        return StepLoss(total=error, distill=error)
+        return StepLoss(velocity_error(velocity, target).mean())
