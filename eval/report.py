@@ -52,11 +52,7 @@ def write_files(config: EvalStage, results: Results) -> str:
         measured = escaped(" ".join(sentences), length=10_000)
         texts["table.md"] = f"{short}\nEvery metric:\n\n{long}\n{measured}\n"
         texts["report.html"] = render(
-            results,
-            compared,
-            title=title,
-            conditions=sentences,
-            config=to_yaml(config),
+            results, compared, title=title, conditions=sentences, config=to_yaml(config)
         )
         if config.report.images:
             drawn.append("grid.png")
@@ -219,12 +215,7 @@ class Line:
 
 
 def render(
-    results: Results,
-    tables: Sequence[Table],
-    *,
-    title: str,
-    conditions: Sequence[str],
-    config: str,
+    results: Results, tables: Sequence[Table], *, title: str, conditions: Sequence[str], config: str
 ) -> str:
     """The page. conditions: how the numbers were measured, one sentence each; config: YAML."""
     grids = {benchmark.name: lines(results, benchmark) for benchmark in results.benchmarks}

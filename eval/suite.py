@@ -73,10 +73,7 @@ class ImageSet:
 
 
 def build_sets(
-    configs: Sequence[BenchmarkConfig],
-    config_key: str,
-    device: torch.device,
-    model: ModelConfig,
+    configs: Sequence[BenchmarkConfig], config_key: str, device: torch.device, model: ModelConfig
 ) -> list[ImageSet]:
     """The image sets of benchmark configs, with their prompts, and with their rewards on a device.
 

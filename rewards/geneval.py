@@ -78,10 +78,7 @@ class GenEval(RewardBase):
     name = "geneval"
     licence = "its rules: MIT"
     choice = ("detector", "tiny")
-    choices = {
-        **RewardBase.choices,
-        "mask2former": "its weights have a licence of their own",
-    }
+    choices = {**RewardBase.choices, "mask2former": "its weights have a licence of their own"}
     # Swin-S: 313 G multiply-adds at 800 pixels (arXiv 2112.01527, table 1), and a crop or two
     cost = Cost(2 * 313e9 + 2 * VIT_L)
     downloads = {

@@ -126,8 +126,8 @@ def test_a_student_that_is_its_teacher_has_no_loss(
     if anchor == "null":
         assert loss.total.item() == 0 and not gradient(loop, loss.total).any()
     else:
-        anchor = loss.metrics["anchor"]
-        assert anchor > 0 and loss.total.item() == pytest.approx(0.5 * anchor)
+        away = loss.metrics["anchor"]
+        assert away > 0 and loss.total.item() == pytest.approx(0.5 * away)
 
 
 @pytest.mark.parametrize("how", ["policy", "published", "detached"])

@@ -71,10 +71,6 @@ class Sana(Family):
             )
 
     @property
-    def usual(self) -> int:
-        return self.core.config.sample_size * self.factor
-
-    @property
     def instruction(self) -> list[str]:
         """Lines that stand before a prompt."""
         call = inspect.signature(diffusers.SanaPipeline.__call__).parameters

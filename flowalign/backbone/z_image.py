@@ -34,10 +34,6 @@ class ZImage(Family):
         steps, scale = super().defaults()
         return steps, 1 + scale
 
-    @property
-    def usual(self) -> int:
-        return 1024
-
     def text_shapes(self, length: int) -> dict[str, tuple[int, ...]]:
         return {"embeds": (length, self.core.config.cap_feat_dim), "mask": (length,)}
 

@@ -42,11 +42,7 @@ def exit_status() -> processes.ExitStatus:
 
 
 def run_job(
-    given: Job,
-    home: Path,
-    resume: bool,
-    began: float | None = None,
-    any_world: bool = False,
+    given: Job, home: Path, resume: bool, began: float | None = None, any_world: bool = False
 ) -> Path:
     """Whatever `flowalign train` can run. home: the folder of the config file. resume, any_world:
     `--resume` and `--allow-world-change`; a recipe always resumes. began: as a Clock has it; None =

@@ -19,14 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowalign.backbone import (
-    DTYPES,
-    Backbone,
-    family_of,
-    load_pipeline,
-    pipeline_name,
-    resolve,
-)
+from flowalign.backbone import DTYPES, Backbone, family_of, load_pipeline, pipeline_name, resolve
 from flowalign.backbone.adapters import Lora, read_lora
 from flowalign.backbone.family import default_length
 from flowalign.backbone.loading import card_of, text_length

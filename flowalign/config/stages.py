@@ -652,9 +652,7 @@ class EvalStage(Stage):
     stage: Literal["eval"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Evaluate models."""
     models: dict[FileName, str | None] = Field(
-        default={"base": None},
-        min_length=1,
-        examples=[{"base": None, "ocr": "runs/ocr/adapter"}],
+        default={"base": None}, min_length=1, examples=[{"base": None, "ocr": "runs/ocr/adapter"}]
     )
     """{name: adapter folder, or null for the base model}. All are compared with the first."""
     compare: dict[str, list[str]] = Field(default={}, examples=[{"student": ["ocr", "merged"]}])
@@ -729,17 +727,11 @@ def _given(sources: Mapping[str, str | None]) -> dict[str, str]:
 
 def _judged(place: str, benchmarks: Sequence[run.BenchmarkConfig], models: int = 1) -> list[Judged]:
     """Benchmarks, which are listed at a place."""
-    return [
-        Judged(
-            f"{place}.{i}",
-            b.name,
-            b.reward_keys,
-            {"prompts": b.prompts},
-            evaluated=models * b.images,
-            limit=b.limit,
-        )
-        for i, b in enumerate(benchmarks)
-    ]
+    judged = []
+    for i, b in enumerate(benchmarks):
+        prompts, images = {"prompts": b.prompts}, models * b.images
+        judged.append(Judged(f"{place}.{i}", b.name, b.reward_keys, prompts, images, b.limit))
+    return judged
 
 
 def _same_names(names: Sequence[tuple[str, str]]) -> Iterator[str]:
