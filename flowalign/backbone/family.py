@@ -49,7 +49,7 @@ class Family(ABC):
     share: patches of 2x2 latents, classifier-free guidance, an AutoencoderKL, a
     FlowMatchEulerDiscreteScheduler.
 
-    pipeline: the class in diffusers that `model_index.json` names. tag: of adapters on the Hub.
+    pipeline: the class in diffusers that `model_index.json` names.
     targets: layers of a LoRA, by the end of their names. cards: (steps, guidance) of public models
     by the name of their repository. negative: the prompt without content of CFG, always encoded
     alone.
@@ -62,7 +62,6 @@ class Family(ABC):
     since: ClassVar[str] = "0.37"
     name: ClassVar[str]
     pipeline: ClassVar[str]
-    tag: ClassVar[str]
     targets: ClassVar[Sequence[str]]
     cards: ClassVar[Mapping[str, tuple[int, float]]] = {}
     scale: ClassVar[str] = "guidance_scale"  # what the pipeline's call names it

@@ -16,7 +16,6 @@ class Flux(PackedFamily):
 
     name = "flux"
     pipeline = "FluxPipeline"
-    tag = "flux"
     targets = JOINT_ATTENTION
     cards = {"flux.1-dev": (50, 3.5), "flux.1-krea-dev": (28, 4.5), "flux.1-schnell": (4, 1.0)}
     tokenizer = "tokenizer_2"

@@ -16,7 +16,6 @@ class Flux2(Family):
 
     name = "flux2"
     pipeline = "Flux2Pipeline"
-    tag = "flux-2"
     targets = [
         *JOINT_ATTENTION,
         "attn.to_qkv_mlp_proj",  # attn.to_out of these blocks is a list in the others

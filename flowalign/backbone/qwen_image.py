@@ -16,7 +16,6 @@ class QwenImage(PackedFamily):
 
     name = "qwen_image"
     pipeline = "QwenImagePipeline"
-    tag = "qwen-image"
     targets = JOINT_ATTENTION
     cards = {"qwen-image": (50, 4.0), "qwen-image-2512": (50, 4.0)}
     scale = "true_cfg_scale"

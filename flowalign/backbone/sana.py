@@ -26,7 +26,6 @@ class Sana(Family):
 
     name = "sana"
     pipeline = "SanaPipeline"
-    tag = "sana"
     targets = [
         "attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0",
         "attn2.to_q", "attn2.to_k", "attn2.to_v", "attn2.to_out.0",

@@ -15,7 +15,6 @@ class SD3(Family):
 
     name = "sd3"
     pipeline = "StableDiffusion3Pipeline"
-    tag = "stable-diffusion-3"
     targets = JOINT_ATTENTION
     cards = {
         "stable-diffusion-3.5-medium": (40, 4.5),

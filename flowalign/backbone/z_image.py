@@ -22,7 +22,6 @@ class ZImage(Family):
     since = "0.39"  # before, the grid of noise levels was another; 0.37 gives NaN for some prompts
     name = "z_image"
     pipeline = "ZImagePipeline"
-    tag = "z-image"
     targets = ["attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0"]
     cards = {
         "z-image": (50, 5.0),

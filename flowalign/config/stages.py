@@ -53,8 +53,6 @@ class Stage(Section):
     """Whether it is a training run."""
     makes_adapter: ClassVar[bool] = False
     """Whether it leaves an adapter in its folder."""
-    is_student: ClassVar[bool] = False
-    """Whether it learns from teachers."""
     samples: ClassVar[bool] = False
     """Whether it draws images."""
 
@@ -446,7 +444,6 @@ class AwmStage(ForwardStage):
 class DistillationStage(TrainingStage):
     """A student that learns from teachers: each task is routed to one of them."""
 
-    is_student = True
     teachers: dict[FileName, learning.TeacherConfig] = Field(
         min_length=1, examples=[{"ocr": {"adapter": "runs/ocr"}}]
     )
