@@ -1,15 +1,18 @@
 """Steps and guidance where a config says nothing: those of the model's card."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from flowalign.backbone.structure import without_data
+from flowalign.commands import run as commands
 from flowalign.commands.doctor import plan
 from flowalign.commands.sample import recommended
 from flowalign.config import ModelConfig, parse
 from flowalign.config.stages import EvalStage, MergeStage
+from flowalign.training.preflight import Inputs
 
 TURBO = "Tongyi-MAI/Z-Image-Turbo"
 BENCHMARK = {"name": "red", "prompts": "test.txt", "reward": {"name": "ocr"}}
@@ -76,6 +79,24 @@ def test_what_is_far_from_the_card_is_found() -> None:
     assert [level for level, _ in levels(run("Qwen/Qwen-Image", "rollout.guidance=1"))] == ["note"]
     high = levels(run("Qwen/Qwen-Image", "evaluation={guidance: 12}"))
     assert [level for level, _ in high] == ["note"] and "evaluation.guidance" in high[0][1]
+
+
+def test_training_says_what_is_far_from_the_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before the model is loaded."""
+
+    def load(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "check_world", lambda *_, **__: Inputs())
+    monkeypatch.setattr(commands, "wire", load)
+    config = run(TURBO, "rollout.guidance=5", "rollout.kind=ode", stage="nft", output=str(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        commands.train(config)
+    expected = [text for _, text in levels(config)]
+    assert len(expected) == 2
+    assert all(text in caplog.text for text in expected)
 
 
 def test_what_samples_nothing_gets_nothing() -> None:

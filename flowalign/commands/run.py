@@ -22,7 +22,7 @@ from flowalign.eval.suite import EvaluationError
 from flowalign.system import files
 from flowalign.system.signals import Clock
 from flowalign.training.algorithm import TrainingError
-from flowalign.training.preflight import check_world, overruled, span
+from flowalign.training.preflight import against_card, check_world, overruled, span
 from flowalign.training.report import results
 from flowalign.training.report.pictures import metrics_plot
 from flowalign.training.run import lock, processes
@@ -93,6 +93,8 @@ def train(
         log.info("the student starts from %s, rank %s", config.lora.init, span(adapter.ranks))
         for text in overruled(config.lora, inputs):
             log.warning("%s. Leave it out, or start without lora.init.", text)
+    for _, text in against_card(config) if main else ():
+        log.warning("a finding of preflight: %s", text)
     unscored = [task.name for task in config.tasks if not task.evaluated]
     if main and config.evaluation and unscored:
         last = "" if config.evaluates else "; the adapter of the last update is kept"

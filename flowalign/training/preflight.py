@@ -19,7 +19,7 @@ from flowalign import rewards
 from flowalign.backbone import Family, ModelError
 from flowalign.backbone.adapters import AdapterError, HubError, Lora, read_lora
 from flowalign.backbone.attention import unavailable
-from flowalign.backbone.loading import prompt_length
+from flowalign.backbone.loading import card_of, prompt_length
 from flowalign.backbone.lora import adapted_layers
 from flowalign.backbone.structure import cut_prompts, family_without_text, model_family
 from flowalign.config import ConfigError, EvalStage, Stage, TrainingStage
@@ -34,6 +34,7 @@ from flowalign.training.run import resume as resuming
 from flowalign.types import PromptBatch
 
 SAMPLE = 500  # prompts of a set whose length is checked
+FEW = 8  # steps, at most, of a model that was distilled to few
 # torch's own attention obeys train.deterministic; the kernels of other packages do not know of it
 REPEATABLE = (None, "native", "_native_math", "_native_flash", "_native_efficient")
 
@@ -286,6 +287,30 @@ def _training_problems(config: TrainingStage, num_processes: int, trust: bool) -
             single += [task.name] * rewards.has_no_weights(name)
     yield from group_problems(config, groupwise, num_processes)
     yield from parts_problems(config, single)
+
+
+def against_card(config: TrainingStage) -> Iterator[tuple[str, str]]:
+    """("fault" or "note", text): steps and scales far from the model's card; losses of straight
+    paths for a model that was distilled to few steps. Such a run can be trained."""
+    name = config.model.id
+    steps, guidance = card_of(name) or (0, 0.0)
+    distilled = 0 < steps <= FEW
+    level = "fault" if distilled else "note"
+    if distilled and config.stage in ("nft", "awm", "sft"):
+        text = (
+            f"card: {name} was distilled to {steps} steps, and {config.stage} trains it back to "
+            "straight paths, which take many. Use the model that it was distilled from, or grpo at "
+            f"{steps} steps."
+        )
+        yield level, text
+    sampled = {"rollout.steps": config.rollout.steps}
+    if config.evaluation and config.evaluation.steps:
+        sampled["evaluation.steps"] = config.evaluation.steps
+    far = {key: value for key, value in sampled.items() if distilled and value > 2 * steps}
+    far |= {key: s for key, s in config.scales.items() if not guidance / 2 <= s <= 2 * guidance}
+    for key, value in far.items() if steps else ():
+        text = f"card: {key} = {value:g}; {name} has {steps} steps at guidance {guidance:g}."
+        yield level, text
 
 
 def group_problems(config: TrainingStage, tasks: Collection[str], processes: int) -> Iterator[str]:

@@ -13,17 +13,14 @@ from torch import Tensor, nn
 from flowalign import sde
 from flowalign.backbone import Backbone, ModelError
 from flowalign.backbone.adapters import AdapterError, read_lora
-from flowalign.backbone.loading import card_of
 from flowalign.backbone.structure import cut_prompts, model_family, without_data
 from flowalign.commands.doctor.findings import Finding, fault, note
 from flowalign.config import TrainingStage
 from flowalign.training.algorithm import algorithm_class
 from flowalign.training.data import load_prompts, subset
-from flowalign.training.preflight import spread_out
+from flowalign.training.preflight import against_card, spread_out
 from flowalign.training.step import MovingAverage
 from flowalign.types import Schedule
-
-FEW = 8  # steps, at most, of a model that was distilled to few
 
 
 @dataclass(frozen=True)
@@ -94,25 +91,8 @@ def steps(plan: Plan) -> Iterator[Finding]:
 
 
 def card(plan: Plan) -> Iterator[Finding]:
-    """Steps and scales far from the model's card; losses of straight paths for a model that was
-    distilled to few steps."""
-    config, name = plan.config, plan.config.model.id
-    steps, guidance = card_of(name) or (0, 0.0)
-    distilled = 0 < steps <= FEW
-    if distilled and config.stage in ("nft", "awm", "sft"):
-        yield fault(
-            f"card: {name} was distilled to {steps} steps, and {config.stage} trains it back to "
-            "straight paths, which take many. Use the model that it was distilled from, or grpo at "
-            f"{steps} steps."
-        )
-    sampled = {"rollout.steps": config.rollout.steps}
-    if config.evaluation and config.evaluation.steps:
-        sampled["evaluation.steps"] = config.evaluation.steps
-    far = {key: value for key, value in sampled.items() if distilled and value > 2 * steps}
-    far |= {key: s for key, s in config.scales.items() if not guidance / 2 <= s <= 2 * guidance}
-    for key, value in far.items() if steps else ():
-        text = f"card: {key} = {value:g}; {name} has {steps} steps at guidance {guidance:g}."
-        yield Finding("fault" if distilled else "note", text)
+    """What the model's card is against."""
+    return (Finding(level, text) for level, text in against_card(plan.config))
 
 
 def noise(plan: Plan) -> Iterator[Finding]:
