@@ -140,7 +140,7 @@ def narrow(weights, metadata):
     ("change", "kind"),
     [
         (zero, "equals the base"),
-        (narrow, "another base: its layer transformer_blocks.0"),
+        (narrow, "another base: it adapts transformer_blocks.0"),
     ],
 )
 def test_a_fault_of_a_teacher_is_named(random_model, tmp_path, change, kind):

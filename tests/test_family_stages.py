@@ -15,13 +15,15 @@ import flowalign
 from flowalign.backbone import ModelError, family_of, loading
 from flowalign.backbone.adapters import read_lora
 from flowalign.backbone.flux import Flux
-from flowalign.config import TrainingStage
+from flowalign.backbone.structure import cut_prompts
+from flowalign.config import ModelConfig, TrainingStage
 from flowalign.eval import run as evaluation
 from flowalign.teachers.merge import merge
 from flowalign.training.loop import Loop
 
 MODELS = [name for name in families.PIPELINES if name not in ("sd3", "schnell")]
 STAGES = ("grpo", "nft", "awm", "sft", "opd")
+LENGTH = 64  # tokens: the templates of FLUX.2 and Qwen-Image leave room for the prompts
 
 
 @pytest.fixture(
@@ -32,13 +34,15 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """The folder of a pipeline."""
     folder = tmp_path_factory.mktemp(request.param)
     families.pipeline(request.param).save_pretrained(folder)
+    found = ModelConfig(id=str(folder), max_sequence_length=LENGTH)
+    assert cut_prompts(found, fakes.PROMPTS) == ([], [])
     return str(folder)
 
 
 def settings(model: str, output: Path, stage: str, updates: int) -> TrainingStage:
     """So many updates of a stage; images of 64 x 32 pixels."""
     shared = [f"train.updates={updates}", "train.checkpoint_every=1", "optimizer.schedule=constant",
-              "model.height=64"]  # fmt: skip
+              "model.height=64", f"model.max_sequence_length={LENGTH}"]  # fmt: skip
     if stage == "grpo":
         return fakes.settings(model, output, *shared)
     if stage in ("nft", "awm"):
@@ -58,7 +62,8 @@ def test_all_that_saves_memory_goes_together(model: str, tmp_path: Path) -> None
     """The keys of docs/scaling.md, which recommends fp8 with checkpointing; images of two sizes."""
     given = ["model.dtype=bfloat16", "model.quantization=fp8", "model.gradient_checkpointing=true",
              "model.offload_text_encoders=true", "model.decode_batch=2",
-             "model.sizes=[[64, 32], [32, 64]]", "train.updates=2"]  # fmt: skip
+             "model.sizes=[[64, 32], [32, 64]]", "train.updates=2",
+             f"model.max_sequence_length={LENGTH}"]  # fmt: skip
     loop = fakes.wired(fakes.settings(model, tmp_path / "run", *given))
     loop.run()
     rows = test_checkpoint.state(loop)["metrics"]
@@ -83,7 +88,7 @@ def test_adapters_merge_load_and_are_evaluated(model: str, tmp_path: Path) -> No
     pipe: Any = flowalign.load(model, lora=tmp_path / "merged")
     assert pipe.transformer.peft_config and read_lora(tmp_path / "merged").ranks
     models = {"base": None, "merged": str(tmp_path / "merged")}
-    small = {**fakes.SMALL, "height": 64, "max_sequence_length": None}
+    small = {**fakes.SMALL, "height": 64, "max_sequence_length": LENGTH}
     keys = {"models": models, "model": {"id": model, **small}}
     path = fakes.evaluation(model, tmp_path, fakes.PROMPTS[:3], {"name": "b"}, **keys)
     assert evaluation.main(["--config", str(path)]) == 0

@@ -18,6 +18,7 @@ from torch.testing import assert_close
 from flowalign.backbone.adapters import AdapterError, read_lora
 from flowalign.backbone.flux import Flux
 from flowalign.backbone.z_image import ZImage
+from flowalign.commands import cli
 from flowalign.teachers.merge import merge
 
 RANK, ALPHA = 4, 3.0
@@ -281,6 +282,19 @@ def test_without_a_model_another_program_s_names_are_refused_and_merge_takes_one
     for layer in one.ranks:
         a, b = (f"{layer}.lora_{half}.weight" for half in "AB")
         assert_close(two.weights[b] @ two.weights[a], 2 * one.weights[b] @ one.weights[a])
+
+
+def test_a_command_says_once_what_was_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However often it reads the file."""
+    (tmp_path / "a").mkdir()
+    save_file(kohya_flux(), tmp_path / "a" / "public.safetensors")
+    PIPES("flux").save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(logging.root, "handlers", [])  # pytest's
+    given = [str(tmp_path / "a")] * 2 + ["--model", str(tmp_path / "model")]
+    assert cli.main(["merge", *given, "--out", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().err.count("converted") == 1
 
 
 def test_peft_s_description_still_counts(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -293,10 +293,10 @@ def _read_file(file: Path, family: Callable[[], type[Family]] | None) -> Lora:
     in_file = stored
     if family and not all(NAME.fullmatch(_inner_name(key)) for key in stored):
         stored = convert(stored, family())
-        log.info(
-            "%s: diffusers converted %d weights, such as %s, to %d, such as %s",
-            file, len(in_file), shown(min(in_file)), len(stored), shown(min(stored)),
-        )  # fmt: skip
+        _say_once(
+            f"{file}: diffusers converted {len(in_file)} weights, such as {shown(min(in_file))}, "
+            f"to {len(stored)}, such as {shown(min(stored))}"
+        )
     weights = _plain_weights(stored)
     ranks = _ranks(weights)
     described = file.parent / PEFT_CONFIG
@@ -328,6 +328,11 @@ def _read_file(file: Path, family: Callable[[], type[Family]] | None) -> Lora:
     base = name if METADATA in head or name and is_hub_id(name) else None
     metadata = describe(ranks, alphas, bool(config.use_rslora), name)
     return Lora(file, weights, metadata, ranks, alphas, base, int(length) if length else None)
+
+
+@cache  # a command reads an adapter several times
+def _say_once(text: str) -> None:
+    log.info("%s", text)
 
 
 def _read_tensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:

@@ -35,14 +35,8 @@ def put_lora(core: nn.Module, name: str, source: str | Path | Lora) -> dict[str,
     had.
     """
     lora = read_lora(source)
-    layers = dict(core.named_modules())
-    for layer, rank in lora.ranks.items():
-        down, up = (tuple(lora.weights[f"{layer}.lora_{half}.weight"].shape) for half in "AB")
-        if (shapes := _shapes(layers, layer, rank)) != (down, up):
-            raise AdapterError(
-                f"{lora.file} adapts {layer} with {down}, {up}, and the model has "
-                f"{'such a layer with {}, {}'.format(*shapes) if shapes else 'no such layer'}"
-            )
+    if reason := misfit(core, lora):
+        raise AdapterError(f"{lora.file} {reason}")
     with several_adapters():
         core.load_lora_adapter(  # pyright: ignore[reportCallIssue] (of diffusers' mixin)
             dict(lora.weights), prefix=None, adapter_name=name, metadata=lora.metadata
@@ -50,13 +44,23 @@ def put_lora(core: nn.Module, name: str, source: str | Path | Lora) -> dict[str,
     return lora.weights
 
 
-def adapted_layers(core: nn.Module, target: str) -> list[str]:
+def misfit(core: nn.Module, lora: Lora) -> str | None:
+    """What a LoRA adapts, and what a transformer has in its place; None where it fits."""
+    layers = dict(core.named_modules())
+    for layer, rank in lora.ranks.items():
+        down, up = (tuple(lora.weights[f"{layer}.lora_{half}.weight"].shape) for half in "AB")
+        if (shapes := _shapes(layers, layer, rank)) != (down, up):
+            there = f"such a layer with {shapes[0]}, {shapes[1]}" if shapes else "no such layer"
+            return f"adapts {layer} with {down}, {up}, and the model has {there}"
+    return None
+
+
+def adapted_layers(
+    core: nn.Module, target: str, kinds: tuple[type, ...] = (nn.Linear, LoraLayer)
+) -> list[str]:
     """Names of the layers with this name, or this end of a name after a dot, that take a LoRA."""
-    return [
-        name
-        for name, module in core.named_modules()
-        if f".{name}".endswith(f".{target}") and isinstance(module, (nn.Linear, LoraLayer))
-    ]
+    modules = core.named_modules()
+    return [n for n, m in modules if f".{n}".endswith(f".{target}") and isinstance(m, kinds)]
 
 
 def peft_targets(core: nn.Module, targets: Sequence[str]) -> list[str]:
@@ -64,8 +68,7 @@ def peft_targets(core: nn.Module, targets: Sequence[str]) -> list[str]:
     as a list of layers, the full names of those that do."""
     found: list[str] = []
     for target in targets:
-        ends = [name for name, _ in core.named_modules() if f".{name}".endswith(f".{target}")]
-        layers = adapted_layers(core, target)
+        layers, ends = adapted_layers(core, target), adapted_layers(core, target, (nn.Module,))
         found += layers if 0 < len(layers) < len(ends) else [target]
     return found
 

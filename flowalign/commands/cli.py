@@ -89,6 +89,9 @@ def merge(argv: Sequence[str]) -> int:
     parser.add_argument("--lines", nargs=2, type=float, metavar=("SHALLOW", "DEEP"))
     parser.add_argument("--model", help="the base, for LoRAs under another program's names")
     args = vars(parser.parse_args(argv))
+    from flowalign.training.report.progress import quiet
+
+    quiet()
     from flowalign.backbone.adapters import adapter_folder
     from flowalign.teachers import merge as merging
     from flowalign.training.report import results

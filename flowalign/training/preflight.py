@@ -7,7 +7,7 @@ that no file is read twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,13 +27,11 @@ from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.config.run import FidelityConfig
 from flowalign.config.stages import Judged
 from flowalign.system import packages
-from flowalign.system.escape import shown
 from flowalign.training.data import PromptError, load_prompts
 from flowalign.training.report.pictures import IMAGES, image_files
 from flowalign.training.run import resume as resuming
 from flowalign.types import PromptBatch
 
-SAMPLE = 500  # prompts of a set whose length is checked
 FEW = 8  # steps, at most, of a model that was distilled to few
 # torch's own attention obeys train.deterministic; the kernels of other packages do not know of it
 REPEATABLE = (None, "native", "_native_math", "_native_flash", "_native_efficient")
@@ -95,7 +93,6 @@ def world_problems(
     problems += _model_problems(config)
     for judged in config.judged:
         problems += _scoring_problems(judged, trust, inputs)
-        problems += _text_problems(config.model, judged, inputs)
     if isinstance(config, EvalStage) and config.fidelity:
         problems += _fidelity_problems(config.fidelity, trust)
     if isinstance(config, TrainingStage):
@@ -176,7 +173,13 @@ def _model_problems(config: Stage) -> Iterator[str]:
         return
     for size in model.image_sizes:
         yield from family.size_problems(*size)
-    yield from family.length_problems(prompt_length(model, family))
+    yield from family.length_problems(length := prompt_length(model, family))
+    _, lost = cut_prompts(model, ["red"]) or ((), ())
+    if lost:  # a template takes as many tokens of every prompt
+        yield (
+            f"model.max_sequence_length: {length} tokens, which the template around a prompt takes "
+            f"up: the prompts are cut away whole. Leave it out, or raise it to {family.longest}."
+        )
     yield from family.dtype_problems(model.id, model.dtype)
     for key, scale in config.scales.items():
         if family.guidance == "none" and scale != 1:
@@ -215,26 +218,6 @@ def _scoring_problems(judged: Judged, trust: bool, inputs: Inputs) -> Iterator[s
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             where = "" if isinstance(error, PromptError | OSError) else f"{source}, "
             yield f"{judged.place}.{key}: {where}{_text(error)}"
-
-
-def spread_out(prompts: Sequence[str], count: int = SAMPLE) -> Sequence[str]:
-    """About so many of the prompts of a set, of all its parts: many sets are sorted."""
-    return prompts[:: max(1, len(prompts) // count)]
-
-
-def _text_problems(model: ModelConfig, judged: Judged, inputs: Inputs) -> Iterator[str]:
-    """Prompts of which the model would see nothing, as a template in front takes all tokens. It
-    takes as many of every prompt, so that few prompts show it."""
-    for key, source in judged.prompts.items():
-        with suppress(ValueError, KeyError, TypeError, AttributeError, OSError):  # said before
-            prompts = spread_out(inputs.prompts(source, judged.name).prompts, 16)
-            _, lost = cut_prompts(model, prompts) or ((), ())
-            if lost:
-                yield (
-                    f"model.max_sequence_length: too few tokens for {judged.place}.{key}, "
-                    f"{source}: {len(lost)} of {len(prompts)} prompts are cut away whole, such as "
-                    f"{shown(repr(lost[0]), 60)}. Leave it out, or raise it."
-                )
 
 
 def _fidelity_problems(fidelity: FidelityConfig, trust: bool) -> Iterator[str]:

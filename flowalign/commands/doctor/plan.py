@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
-from torch import Tensor, nn
 
 from flowalign import sde
 from flowalign.backbone import Backbone, ModelError
-from flowalign.backbone.adapters import AdapterError, read_lora
+from flowalign.backbone.adapters import AdapterError, Lora, read_lora
+from flowalign.backbone.lora import misfit
 from flowalign.backbone.structure import cut_prompts, model_family, without_data
 from flowalign.commands.doctor.findings import Finding, fault, note
 from flowalign.config import TrainingStage
 from flowalign.training.algorithm import algorithm_class
 from flowalign.training.data import load_prompts, subset
-from flowalign.training.preflight import against_card, spread_out
+from flowalign.training.preflight import against_card
 from flowalign.training.step import MovingAverage
 from flowalign.types import Schedule
+
+SAMPLE = 500  # prompts of a set, about, whose length is checked
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,12 @@ class Plan:
     config: TrainingStage
 
     @cached_property
-    def loras(self) -> dict[str, Mapping[str, Tensor]]:
-        """{key in the config: weights} of the adapters that are on this machine."""
+    def loras(self) -> dict[str, Lora]:
+        """{key in the config: adapter} of those that are on this machine."""
         loras, family = {}, partial(model_family, self.config.model)
         for name, source in self.config.inputs.items():
             with suppress(AdapterError, OSError):  # an earlier stage will write it
-                loras[name] = read_lora(source, family=family).weights
+                loras[name] = read_lora(source, family=family)
         return loras
 
     @cached_property
@@ -182,7 +184,8 @@ def lengths(plan: Plan) -> Iterator[Finding]:
         return
     limit, most = backbone.text.max_sequence_length, backbone.family.longest
     for task in plan.config.tasks:
-        prompts = spread_out(load_prompts(task.prompts, task.name).prompts)
+        prompts = load_prompts(task.prompts, task.name).prompts
+        prompts = prompts[:: max(1, len(prompts) // SAMPLE)]  # of all parts: many sets are sorted
         cut = cut_prompts(plan.config.model, prompts)
         # without its tokenizer: about 4 tokens for 3 words
         about = "" if cut else "about "
@@ -202,30 +205,18 @@ def lengths(plan: Plan) -> Iterator[Finding]:
 
 def fitting(plan: Plan) -> Iterator[Finding]:
     """Adapters of another base, whatever their metadata say."""
-    if plan.backbone is None:
-        return
-    modules = plan.backbone.core.named_modules()
-    layers = {name: m.weight.shape for name, m in modules if isinstance(m, nn.Linear)}
-    for name, weights in plan.loras.items():
-        for key, weight in weights.items():
-            layer, _, half = key.partition(".lora_")
-            side = 1 if half.startswith("A") else 0  # A has the layer's inputs, B its outputs
-            width = layers[layer][side] if layer in layers else None
-            if weight.shape[side] != width:
-                seen = f"is {weight.shape[side]} wide there, and {width} in the base"
-                yield fault(
-                    f"{name}: an adapter of another base: its layer {layer} "
-                    f"{seen if width else 'is not in the base'} {plan.config.model.id!r}. "
-                    "Use an adapter that was trained on this base."
-                )
-                break  # one layer is enough to tell
+    for name, lora in plan.loras.items():
+        if plan.backbone and (reason := misfit(plan.backbone.core, lora)):
+            yield fault(
+                f"{name}: an adapter of another base: it {reason}. Use one that was trained on "
+                f"{plan.config.model.id!r}."
+            )
 
 
 def working(plan: Plan) -> Iterator[Finding]:
     """Adapters that change nothing. Those that are not finite are refused on reading."""
-    for name, weights in plan.loras.items():
-        b_weights = [weight for key, weight in weights.items() if ".lora_B" in key]
-        if b_weights and not any(bool(weight.any()) for weight in b_weights):
+    for name, lora in plan.loras.items():
+        if not any(bool(lora.weights[f"{layer}.lora_B.weight"].any()) for layer in lora.ranks):
             yield fault(
                 f"{name}: equals the base: all B are 0, as in a LoRA that was never trained. "
                 "Use the adapter of a finished run, or null for the base itself."
