@@ -39,9 +39,9 @@ RANDOM = "random, 1/6 width"
 def predicted(config: TrainingStage) -> float:
     """Seconds an update, as the doctor says it on this machine."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    result = live.examine(config)
-    assert result.pace, [f.text for f in result.findings]
-    return times(predict(config, device_type="cpu"), result.pace).update
+    findings, pace = live.examine(config)
+    assert pace, [f.text for f in findings]
+    return times(predict(config, device_type="cpu"), pace).update
 
 
 def measured(config: TrainingStage, updates: int) -> float:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,8 @@ from pydantic import BaseModel, Field, ValidationError
 
 from flowalign.eval import stats
 from flowalign.system import manifest
-from flowalign.system.escape import escaped, harmless, shown, table
+from flowalign.system.escape import escaped, shown, table
+from flowalign.system.exit import refusing
 from flowalign.types import EvalRow
 
 VERSION = 1  # of results.json; raised whenever an older reader would misread a newer file
@@ -170,6 +170,7 @@ def markdown(differences: Mapping[str, EvalRow], names: tuple[str, str]) -> str:
     return "\n".join([title, "", *lines]) + "\n"
 
 
+@refusing("eval compare")
 def main(argv: Sequence[str]) -> int:
     """The command line; exit status 2 = these results do not compare."""
     parser = argparse.ArgumentParser(
@@ -179,16 +180,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("second")
     parser.add_argument("--models", nargs=2, metavar=("FIRST", "SECOND"), default=(None, None))
     args = parser.parse_args(argv)
-    try:
-        documents = load_results(args.first), load_results(args.second)
-        names = (
-            model_of(documents[0], args.models[0], args.first),
-            model_of(documents[1], args.models[1], args.second),
-        )
-        result = compare(*documents, names)
-    except Incomparable as error:
-        print(harmless(f"flowalign eval compare: {error}"), file=sys.stderr)
-        return 2
+    documents = load_results(args.first), load_results(args.second)
+    names = (
+        model_of(documents[0], args.models[0], args.first),
+        model_of(documents[1], args.models[1], args.second),
+    )
+    result = compare(*documents, names)
     print(markdown(result, names), end="")
     models = [d["models"][name] for d, name in zip(documents, names, strict=True)]
     for name in result:

@@ -16,7 +16,6 @@ index of its prompt. So is one with another batch size, apart from float roundin
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -35,6 +34,7 @@ from flowalign.eval.stats import from_json
 from flowalign.rewards import describe
 from flowalign.system.escape import shown
 from flowalign.system.files import replacing, to_json
+from flowalign.system.manifest import json_sha256
 from flowalign.training.data import spread
 from flowalign.training.report.pictures import pixels_of, png
 from flowalign.types import PromptBatch
@@ -74,7 +74,8 @@ class Store:
     ) -> None:
         self.folder, self.settings, self.saved_prompts = folder, dict(settings), saved_prompts
         self.score_folders = {
-            judge: folder / f"scores_{_sha256(depends)[:12]}" for judge, depends in scores.items()
+            judge: folder / f"scores_{json_sha256(depends)[:12]}"
+            for judge, depends in scores.items()
         }
         self._scores, self._rank = scores, rank
         self._complete: set[Path] = set()  # row files that are known to end with a complete line
@@ -132,7 +133,9 @@ class Store:
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         self._complete.add(path)
         plain = map(to_json, rows)
-        lines = [json.dumps({"sha256": _sha256(row), "row": row}, allow_nan=False) for row in plain]
+        lines = [
+            json.dumps({"sha256": json_sha256(row), "row": row}, allow_nan=False) for row in plain
+        ]
         with path.open("a", encoding="utf-8") as file:
             file.write("".join(f"{line}\n" for line in lines))
 
@@ -171,7 +174,7 @@ def _parsed(line: bytes) -> ImageRow | None:
     """None for a line that no store wrote."""
     try:
         content = json.loads(line)
-        if content["sha256"] != _sha256(content["row"]):
+        if content["sha256"] != json_sha256(content["row"]):
             return None
         return from_json(content["row"])
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -248,7 +251,7 @@ def read_record(folder: Path, record: Path) -> dict[str, Any] | None:
         return None
     try:
         content = json.loads(record.read_bytes())
-        if content.pop("sha256") != _sha256(content):
+        if content.pop("sha256") != json_sha256(content):
             raise ValueError("its digest differs")
         return content
     except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
@@ -262,11 +265,7 @@ def write_record(path: Path, content: Mapping[str, Any]) -> None:
     """Write such a record, with its digest."""
     plain = json.loads(json.dumps(content, default=str))
     with replacing(path) as part:
-        part.write_text(json.dumps({"sha256": _sha256(plain), **plain}, indent=1))
-
-
-def _sha256(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+        part.write_text(json.dumps({"sha256": json_sha256(plain), **plain}, indent=1))
 
 
 def another_run(folder: Path, problems: Sequence[str]) -> StoreError:

@@ -33,11 +33,6 @@ class Factors:
     down: Tensor
     up: Tensor
 
-    @property
-    def dense(self) -> Tensor:
-        """dW [out,in]."""
-        return self.up @ self.down
-
 
 @dataclass(frozen=True)
 class MergeReport:
@@ -149,7 +144,7 @@ def merge_layer(
     if method == "svd":
         return _low_rank(up, down, rank)
     combine = ties if method == "ties" else dare_linear
-    dense = [part.dense for part in parts]  # only these methods drop entries of the matrix
+    dense = [p.up @ p.down for p in parts]  # only these methods drop entries of the matrix
     merged = combine(dense, torch.tensor(weights, dtype=down.dtype), density)
     left, sizes, right = torch.linalg.svd(merged, full_matrices=False)
     return _cut(left, sizes, right, rank)

@@ -215,16 +215,11 @@ class RunningRewards:
             return RunningRewards(keys, decay)
         return None
 
-    @property
-    def by_prompt(self) -> bool:
-        """Whether a key is a prompt of a task, and not a task."""
-        return any(len(key) > 1 for key in self.rows)
-
     def keys_of(self, batch: PromptBatch) -> Tensor:
         """The number of each image's key [B]."""
+        width = len(next(iter(self.rows)))  # of (task,) or (task, prompt)
         images = zip(batch.tasks, batch.prompts, strict=True)
-        keys = [image if self.by_prompt else image[:1] for image in images]
-        return torch.tensor([self.rows[key] for key in keys], dtype=torch.int64)
+        return torch.tensor([self.rows[image[:width]] for image in images], dtype=torch.int64)
 
     def average(self, keys: Tensor, update: int) -> Tensor:
         """The average of each image's key [B] over the rollouts before that update, float64; NaN

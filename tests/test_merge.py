@@ -106,12 +106,14 @@ def test_svd_is_that_of_the_dense_update(rank: int) -> None:
             for _ in range(3)
         ]
         weights = [1.0, -0.5, 2.0]
-        whole = sum((w * p.dense for w, p in zip(weights, parts, strict=True)), torch.zeros(()))
+        whole = sum(
+            (w * p.up @ p.down for w, p in zip(weights, parts, strict=True)), torch.zeros(())
+        )
         assert isinstance(whole, Tensor)
         left, sizes, right = torch.linalg.svd(whole, full_matrices=False)
         nearest = left[:, :rank] * sizes[:rank] @ right[:rank]
         found, error = merge_layer(parts, weights, "svd", rank, 0.5)
-        assert_close(found.dense, nearest, rtol=0, atol=1e-12 * float(sizes[0]))
+        assert_close(found.up @ found.down, nearest, rtol=0, atol=1e-12 * float(sizes[0]))
         assert found.down.dtype == torch.float64
         lost = float(sizes[rank:].norm() / sizes.norm())
         assert error == pytest.approx(lost, rel=1e-9, abs=1e-12)

@@ -212,7 +212,7 @@ def test_a_stage_passes_in_shapes_without_weights(path: Path, shallow: dict[str,
     for size in SIZES if path.stem == "student_flow_opd" else SIZES[:1]:
         config = load(path, [f"model.id={shallow[size]}"])
         found = predict(config, ranks={})
-        assert found.peak > found.resident > 0 and found.flops > 0
+        assert found.peak > found.resident > 0 and all(p.flops >= 0 for p in found.phases)
         found_wrong = [f.text for f in plan.examine(config) if f.level == "fault"]
         # the teachers of the Hub in these tests are none of this base
         assert all(text.startswith("teachers.") for text in found_wrong), found_wrong

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import NoReturn
 
 from flowalign.system import packages
@@ -38,10 +38,9 @@ def run(name: str, target: str, argv: Sequence[str]) -> int:
 
     target: "module:function", from arguments to exit status. It is imported here, late.
     """
-    module, function = target.split(":")
     try:
         with interruptible(), silenced():
-            status = getattr(import_module(module), function)(list(argv))
+            status = resolve_name(target)(list(argv))
             sys.stdout.flush()  # whoever reads it may be gone: said here, not while Python ends
             return status
     except packages.MissingPackage as error:

@@ -64,7 +64,7 @@ def write_manifest(
 def manifest_text(listed: Mapping[str, tuple[int, str]], about: Mapping[str, Any]) -> str:
     """The content of a manifest. listed: as in `Manifest`."""
     content = {"format": FORMAT, "files": dict(listed), "about": dict(about)}
-    return json.dumps({"sha256": _json_sha256(content), **content}, indent=1)
+    return json.dumps({"sha256": json_sha256(content), **content}, indent=1)
 
 
 def read_manifest(folder: str | Path, *, file: str = MANIFEST) -> Manifest:
@@ -73,7 +73,7 @@ def read_manifest(folder: str | Path, *, file: str = MANIFEST) -> Manifest:
         content = json.loads((Path(folder) / file).read_bytes())
         if isinstance(content, dict) and not content.keys() & {"sha256", "format", "files"}:
             raise Foreign(f"{MANIFEST} is another program's")
-        if content.pop("sha256") != _json_sha256(content):
+        if content.pop("sha256") != json_sha256(content):
             raise Damaged(f"{file} does not have the SHA-256 that it says")
         if content["format"] != FORMAT:
             raise Damaged(f"{file} has format {content['format']!r}; want {FORMAT}")
@@ -121,5 +121,6 @@ def file_sha256(path: str | Path) -> str:
     return digest.hexdigest()
 
 
-def _json_sha256(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+def json_sha256(content: Any) -> str:
+    """SHA-256 of a value for JSON; what JSON does not have is its text."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()

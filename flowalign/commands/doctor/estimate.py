@@ -85,11 +85,6 @@ class Estimate:
         """Peak bytes, as torch.cuda.max_memory_allocated counts them."""
         return self.resident + self.worst.bytes
 
-    @property
-    def flops(self) -> float:
-        """Of one update."""
-        return sum(phase.flops for phase in self.phases)
-
     def after(self, change: str) -> Estimate:
         """The prediction after a change of the config, "key.path=value"."""
         config = parse(self.config.model_dump(mode="json"), [change], stage=type(self.config))
