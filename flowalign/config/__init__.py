@@ -3,8 +3,11 @@
 from flowalign.config.learning import (
     AdvantageConfig,
     EarlierConfig,
+    ForwardConfig,
+    GrpoConfig,
     PolicyConfig,
     StatesConfig,
+    StudentConfig,
     TaskConfig,
     TeacherConfig,
 )
@@ -30,6 +33,7 @@ from flowalign.config.run import (
 from flowalign.config.section import ADAPTER, ConfigError, Section
 from flowalign.config.stages import (
     STAGES,
+    DistillationStage,
     EvalStage,
     ForwardStage,
     GrpoStage,
