@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 UNFINISHED = 75  # EX_TEMPFAIL of sysexits.h: not finished, start the same command again
@@ -96,12 +96,7 @@ class Requests:
         self._first, self._before = None, _handle(self._asked)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self.agreed:  # a launcher that sees the first of us leave sends SIGTERM to the others
             for number in self._before:
                 signal.signal(number, signal.SIG_IGN)
