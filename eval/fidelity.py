@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -154,7 +153,7 @@ def load_reference(
         raise ConfigError([f"fidelity.features: {error}"]) from error
     if source == "tiny":
         metadata = [row for images in sets for row in images.prompts.metadata]
-        batches = _scenes(metadata, config.sampling.seed)
+        batches = rendered(metadata, config.sampling.seed, SCENES).split(BATCH)
     else:
         batches = _pictures(Path(source).expanduser(), *config.model.image_sizes[0])
     try:
@@ -172,17 +171,6 @@ def load_reference(
     if problems:
         raise ConfigError(problems)
     return Reference(extract, features)
-
-
-def _scenes(metadata: Sequence[Mapping[str, Any]], seed: int) -> Iterator[Tensor]:
-    """Batches of scenes [B,3,64,64] that fulfil tiny metadata."""
-    try:
-        yield from rendered(metadata, seed, SCENES).split(BATCH)
-    except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(
-            f"'tiny' needs prompts of the tiny world, and these are others ({error!r}). "
-            "Name a folder of images."
-        ) from error
 
 
 def _pictures(folder: Path, height: int, width: int) -> Iterator[Tensor]:

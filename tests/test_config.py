@@ -393,6 +393,9 @@ def test_reference_images_that_are_not_there_are_reported(tmp_path: Path) -> Non
     data = raw_eval(benchmarks=marks, fidelity={"reference": str(found)})
     with pytest.raises(ConfigError, match="fidelity.reference: .*no such folder. Name a folder"):
         check_world(parse(data, stage=EvalStage), 1)
+    tiny = raw_eval(benchmarks=marks, fidelity={"reference": "tiny"})
+    with pytest.raises(ConfigError, match="fidelity.reference: 'tiny'"):
+        check_world(parse(tiny, stage=EvalStage), 1)
     found.mkdir()
     (found / "notes.txt").write_text("none yet")
     with pytest.raises(ConfigError, match=r"the folder holds no \.png, \.jpg"):

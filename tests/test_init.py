@@ -162,6 +162,8 @@ def test_own_prompts_and_a_reward() -> None:
     for words in ([], ["--validation", "my_val.txt"]):  # found beside, as `flowalign data` does
         config = written("--stage", "grpo", "--reward", "ocr", "--prompts", "my.txt", *words)
         assert config.tasks[0].validation == "my_val.txt" and config.evaluation
+    table = written("--stage", "eval", "--reward", "ocr", "--prompts", "my.txt")
+    assert isinstance(table, EvalStage) and table.fidelity is None  # needs tiny prompts
 
 
 def test_own_teachers() -> None:

@@ -236,13 +236,16 @@ class Draft:
         return {"seed": 0, "stages": stages}
 
     def _evaluation(self) -> dict[str, Any]:
-        prompts = _one_each("--prompts", self.args.prompts, len(self.rewards))
+        files = _one_each("--prompts", self.args.prompts, len(self.rewards))
         rows = [
             self._benchmark(_short(name), self._reward(name), file)
-            for name, file in zip(self.rewards, prompts, strict=True)
+            for name, file in zip(self.rewards, files, strict=True)
         ]
         models = {"base": None, **self.adapters}
-        return self.eval | {"models": models, "benchmarks": rows or self.eval["benchmarks"]}
+        data = self.eval | {"models": models, "benchmarks": rows or self.eval["benchmarks"]}
+        if self.args.prompts:  # the reference images of `fidelity` belong to the shipped ones
+            data.pop("fidelity", None)
+        return data
 
     def _benchmark(self, name: str, reward: Mapping[str, Any], prompts: str = "") -> dict[str, Any]:
         """A benchmark; without prompts on the shipped test prompts of its reward, or of any."""

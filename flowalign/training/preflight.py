@@ -22,6 +22,7 @@ from flowalign.backbone.attention import unavailable
 from flowalign.backbone.loading import card_of, prompt_length
 from flowalign.backbone.lora import adapted_layers
 from flowalign.backbone.structure import cut_prompts, family_without_text, model_family
+from flowalign.backbone.tiny.scenes import drawable
 from flowalign.config import ConfigError, EvalStage, Stage, TrainingStage
 from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.config.run import FidelityConfig
@@ -94,7 +95,7 @@ def world_problems(
     for judged in config.judged:
         problems += _scoring_problems(judged, trust, inputs)
     if isinstance(config, EvalStage) and config.fidelity:
-        problems += _fidelity_problems(config.fidelity, trust)
+        problems += _fidelity_problems(config.fidelity, config.judged, trust, inputs)
     if isinstance(config, TrainingStage):
         problems += _training_problems(config, num_processes, trust)
         if resume is not None:
@@ -220,15 +221,27 @@ def _scoring_problems(judged: Judged, trust: bool, inputs: Inputs) -> Iterator[s
             yield f"{judged.place}.{key}: {where}{_text(error)}"
 
 
-def _fidelity_problems(fidelity: FidelityConfig, trust: bool) -> Iterator[str]:
-    """Features that cannot be imported; a folder of reference images that holds none."""
+def _fidelity_problems(
+    fidelity: FidelityConfig, benchmarks: Sequence[Judged], trust: bool, inputs: Inputs
+) -> Iterator[str]:
+    """Features that cannot be imported; a folder of reference images that holds none; prompts that
+    are none of the tiny world, where its scenes are the reference."""
     if trust and ":" in fidelity.features:
         try:
             rewards.load(fidelity.features, "features")
         except (ValueError, ImportError) as error:
             yield f"fidelity.features: {_text(error)}"
-    folder = Path(fidelity.reference).expanduser()
-    if fidelity.reference != "tiny" and not image_files(folder):
+    if fidelity.reference == "tiny":
+        for judged in benchmarks:
+            with suppress(ValueError, KeyError, TypeError, AttributeError, OSError):  # said before
+                source = judged.prompts["prompts"]
+                rows = inputs.prompts(source, judged.name).metadata
+                if not drawable(rows[:: max(1, len(rows) // 16)]):
+                    yield (
+                        f"fidelity.reference: 'tiny' needs prompts of the tiny world, and "
+                        f"{source} has others. Name a folder of images, or write `fidelity: null`."
+                    )
+    elif not image_files(folder := Path(fidelity.reference).expanduser()):
         seen = f"the folder holds no {', '.join(IMAGES)}" if folder.is_dir() else "no such folder"
         yield (
             f"fidelity.reference: {fidelity.reference!r}: {seen}. Name a folder of images, or "

@@ -180,6 +180,15 @@ def render(metadata: Mapping[str, Any], rng: np.random.Generator) -> np.ndarray:
     return draw_shapes(compose(metadata, rng), rng)
 
 
+def drawable(metadata: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether all of these are metadata of the tiny world's prompts."""
+    try:
+        rendered(metadata, seed=0)
+    except (KeyError, ValueError, TypeError, AttributeError, IndexError):
+        return False
+    return True
+
+
 def rendered(metadata: Sequence[Mapping[str, Any]], seed: int, each: int = 1) -> Tensor:
     """Reference scenes of the prompts' metadata, `each` of them per prompt and in their order.
 
