@@ -75,3 +75,22 @@ def test_images_of_several_sizes(random_model: str, tmp_path: Path, backend: str
         assert two["ratio_error"] < 1e-5
         assert two["reward"] == pytest.approx(one["reward"], abs=1e-5)
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-2)
+
+
+@pytest.mark.long
+def test_labels_in_16_bits_are_those_of_the_rollout_and_close_to_the_update() -> None:
+    """Inductor builds other graphs with gradients and without: a teacher that equals the student
+    labels what the student's rollout has, and the update is off by rounding."""
+    model = fakes.backbone("tiny", dtype="bfloat16", height=64, width=64)
+    for name in ("teacher", "student"):
+        model.add_adapter(name, rank=8, alpha=16.0)
+        fakes.shake(model, name, scale=0.05)
+    model.compile()
+    x, cond = torch.randn(4, *model.latent_shape), model.encode(fakes.PROMPTS[:4])
+    with torch.no_grad():
+        rollout = model.velocity(x, 0.7, cond, guidance=1.0)
+        with model.adapter("teacher"):
+            label = model.velocity(x, 0.7, cond, guidance=1.0)
+    update = model.velocity(x, 0.7, cond, guidance=1.0).detach()
+    assert torch.equal(label, rollout)
+    assert (update - label).square().mean().sqrt() < 0.02 * update.square().mean().sqrt()

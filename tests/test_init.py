@@ -25,6 +25,7 @@ from flowalign.config import (
 from flowalign.config.model import LoraConfig
 
 MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
+LARGE = "stabilityai/stable-diffusion-3.5-large"
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +74,7 @@ def test_a_teacher_from_clean_images_is_the_shipped_one_of_its_stage(stage: str)
 
 @pytest.mark.parametrize(
     "model, folder, guidance",
-    [("black-forest-labs/FLUX.1-schnell", "flux", 3.5), ("Qwen/Qwen-Image", "qwen_image", 4.0),
+    [("black-forest-labs/FLUX.1-dev", "flux", 3.5), ("Qwen/Qwen-Image", "qwen_image", 4.0),
      ("black-forest-labs/FLUX.2-dev", "flux2", 4.0), ("me/unknown", None, 4.5)],
 )  # fmt: skip
 def test_values_are_those_of_the_model_s_family(
@@ -247,3 +248,25 @@ def test_a_tiny_teacher_trains() -> None:
     small = ["train.updates=1", "rollout.prompts=2", "rollout.copies=2"]
     assert cli.main(["train", "--config", "my.yaml", *small]) == 0
     assert Path("outputs/my/adapter/pytorch_lora_weights.safetensors").is_file()
+
+
+@pytest.mark.parametrize("stage", ["grpo", "opd", "eval"])
+@pytest.mark.parametrize(
+    ("model", "steps"),
+    [
+        ("Tongyi-MAI/Z-Image-Turbo", 8),
+        ("black-forest-labs/FLUX.1-schnell", 4),
+        (f"{LARGE}-turbo", 4),
+    ],
+)
+def test_a_distilled_model_has_the_steps_and_the_guidance_of_its_card(
+    model: str, steps: int, stage: str
+) -> None:
+    """Not those of the base whose shipped configs the rest is from."""
+    own = ["--reward", "ocr"] if stage != "opd" else []
+    config = written("--stage", stage, "--model", model, *own)
+    sampled = config.sampling if stage == "eval" else config.rollout
+    assert (sampled.steps, sampled.guidance) == (steps, 1.0)
+    assert set(config.scales.values()) <= {1.0}
+    if stage == "grpo":
+        assert config.rollout.window is None or config.rollout.trained[-1] < steps

@@ -17,6 +17,7 @@ from pydantic_core import to_jsonable_python
 
 from flowalign import rewards as reward_registry
 from flowalign.backbone import ModelError, family_of
+from flowalign.backbone.loading import card_of
 from flowalign.backbone.structure import find, model_family
 from flowalign.config import (
     LABELS,
@@ -34,6 +35,7 @@ from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.config.safe_yaml import dump_yaml
 from flowalign.system.exit import refusing
 from flowalign.system.files import replacing
+from flowalign.training.preflight import FEW
 from flowalign.training.sources import validation_file
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -90,6 +92,15 @@ def main(argv: Sequence[str]) -> int:
     print("\n".join([str(out), *notes]))
     print(f"next: flowalign doctor --config {out}\nthen: {config.command} --config {out}")
     return 0
+
+
+def _without_sampling(data: Any) -> Any:
+    """A raw config without steps, scales and windows of them: for a distilled model, whose card
+    decides, where the shipped config is of its base."""
+    if not isinstance(data, dict):
+        return data
+    left_out = {"steps", "guidance", "window"}
+    return {key: _without_sampling(value) for key, value in data.items() if key not in left_out}
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -153,6 +164,9 @@ class Draft:
         makers = {"merge": self._merge, "recipe": self._recipe, "eval": self._evaluation}
         data = makers[stage]() if stage in makers else self._training(stage)
         model = self.eval["model"] | data.get("model", {}) | {"id": self.args.model}
+        card = card_of(self.args.model)
+        if card and card[0] <= FEW:
+            data = _without_sampling(data)
         output = f"outputs/{self.args.out.stem}"
         return data | {"stage": stage, "output": output, "model": model}
 
