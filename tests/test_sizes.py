@@ -148,4 +148,4 @@ def test_the_largest_size_is_predicted(random_model: str, tmp_path: Path) -> Non
         predict(fakes.settings(random_model, tmp_path / "run", *changes))
         for changes in (["model.width=64"], SIZES)
     )
-    assert both.peak == wide.peak and both.flops == wide.flops
+    assert both.peak == wide.peak and both.phases == wide.phases
