@@ -265,6 +265,12 @@ def _is_dotted_path(text: str) -> bool:
 
 
 def _entry_points() -> dict[str, EntryPoint]:
+    return _installed(tuple(sys.path))
+
+
+@functools.cache
+def _installed(path: tuple[str, ...]) -> dict[str, EntryPoint]:
+    """The entry points of the packages on this sys.path, whose metadata is read once."""
     return {point.name: point for point in entry_points(group="flowalign.rewards")}
 
 

@@ -74,6 +74,14 @@ def open_clip() -> Iterator[ModuleType]:
 
 
 @pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Charts are drawn (fakes.save_undrawn)."""
+    import fakes
+
+    monkeypatch.setattr(fakes.Figure, "savefig", fakes.savefig)
+
+
+@pytest.fixture
 def clip_extra(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty open_clip, for tests of configs that only ask whether it is there."""
     folder = tmp_path_factory.mktemp("extra")

@@ -24,6 +24,7 @@ COLOURS = torch.tensor(
     [[[220, 0, 0], [0, 180, 0], [0, 0, 240]], [[240, 200, 0], [0, 200, 200], [150, 0, 150]]]
 )  # [model, prompt, RGB]
 PROMPTS = ["one", "two", "three"]
+pytestmark = pytest.mark.usefixtures("drawn")
 
 
 def plain(model: int, prompt: int, size: int = 64) -> torch.Tensor:
