@@ -8,6 +8,7 @@ themselves, of the launcher and of Python's own end start real ones (`fakes.acce
 from __future__ import annotations
 
 import atexit
+import functools
 import multiprocessing
 import os
 import runpy
@@ -21,6 +22,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -30,8 +32,9 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 
 ROOT = Path(__file__).parent.parent
+PRELOADED = ["fakes", "flowalign.eval.evaluation", "flowalign.commands.cli"]
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["fakes", "flowalign.eval.run", "flowalign.commands.cli"])
+CONTEXT.set_forkserver_preload(PRELOADED)
 
 
 class Forked:
@@ -51,6 +54,7 @@ class Forked:
         given = (self.args, dict(os.environ if env is None else env), str(cwd or Path.cwd()))
         self._process: BaseProcess = CONTEXT.Process(target=_become, args=(*given, self._streams))
         with _quiet_main():
+            start_server()
             self._process.start()
         self.pid, self.sentinel = self._process.pid or 0, self._process.sentinel
 
@@ -144,6 +148,18 @@ def launch(
     out, err = ("".join(texts) for texts in zip(*(r.said() for r in started), strict=True))
     code = code or next(filter(None, codes), 0)
     return subprocess.CompletedProcess(list(map(str, command)), code, out, err)
+
+
+@functools.cache
+def start_server() -> None:
+    """Start the process that the others are forked from. Until Python 3.12 it does not get this
+    process's sys.path, and silently leaves out what it cannot import."""
+    before = os.environ.copy()
+    paths = [str(ROOT / "tests"), str(ROOT), before.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    forkserver.ensure_running()
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @contextmanager

@@ -90,8 +90,9 @@ def test_ctrl_c_ends_a_served_reward_with_one_line(script: list[str], tmp_path: 
     assert len(said.splitlines()) == 1
 
 
-@pytest.mark.parametrize("lines", [0, 1])  # rich prints the first, `print` what follows
-@pytest.mark.slow
+@pytest.mark.parametrize(  # rich prints the first line, `print` what follows
+    "lines", [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.slow)]
+)
 def test_a_reader_that_leaves_ends_a_command_without_a_word(script: list[str], lines: int) -> None:
     plan = [*script, "train", "--config", str(ROOT / "configs/tiny/teacher_ocr.yaml"), "--dry-run"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
@@ -129,14 +130,13 @@ def test_a_module_in_the_current_folder_comes_before_one_beside_the_config(
         sys.modules.pop(name)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["train", "--help"],
-        ["merge", "tiny/ocr", "tiny/geneval", "--out", "merged"],
-        ["doctor", "--reward", "geneval", "--count", "4"],
-        ["sample", "a star"],
+        pytest.param(["train", "--help"], marks=pytest.mark.slow),
+        pytest.param(["sample", "a star"], marks=pytest.mark.slow),
+        pytest.param(["merge", "tiny/ocr", "tiny/geneval", "--out", "it"], marks=pytest.mark.long),
+        pytest.param(["doctor", "--reward", "geneval", "--count", "4"], marks=pytest.mark.long),
     ],
     ids=" ".join,
 )

@@ -215,7 +215,7 @@ def check_arguments(command: Command, what: str, namespace: argparse.Namespace) 
         if ":" not in name:  # a module of the reader's is checked with its page's blocks
             rewards.check(PLUGINS.get(name, name), options)
     for folder in [*given.get("adapters", []), *filter(None, [given.get("lora")])]:
-        assert folder in WRITTEN or (adapter_folder(folder) / ADAPTER).is_file(), folder
+        assert folder in written() or (adapter_folder(folder) / ADAPTER).is_file(), folder
 
 
 def in_a_block(path: str) -> bool:
@@ -231,9 +231,10 @@ def check_config(what: str, path: Path, overrides: tuple[str, ...], variant: str
     if isinstance(config, RecipeStage):
         fakes.stages_of(config, path.parent)
     else:
-        check_world(config, 1, WRITTEN & set(config.inputs.values()))
+        check_world(config, 1, written() & set(config.inputs.values()))
 
 
+@functools.cache
 def written() -> set[str]:
     """The adapters that the configs of ours and the merges in the documents write."""
     folders = set()
@@ -245,9 +246,6 @@ def written() -> set[str]:
             folders |= {f"{config.output}/{name}/adapter" for name in config.stages}
     merges = [c.words for c in COMMANDS if c.words[:2] == ("flowalign", "merge")]
     return folders | {words[words.index("--out") + 1] for words in merges if "--out" in words}
-
-
-WRITTEN = written()
 
 
 @pytest.fixture(scope="session")

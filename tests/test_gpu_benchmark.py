@@ -1,6 +1,7 @@
 """`python benchmarks/gpu.py`, at a small scale on the CPU: a row a case, whatever becomes of it."""
 
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -8,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -54,7 +56,11 @@ def setup_in(folder: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_what_goes_wrong_is_a_row_and_the_rest_goes_on(tmp_path: Path) -> None:
+def test_what_goes_wrong_is_a_row_and_the_rest_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forked.start_server()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda how: forked.CONTEXT)
     calls = [works, absent, raises, works, dies, hangs]
     cases = [gpu.Case(call.__name__, call, limit=2 if call is hangs else 60) for call in calls]
     seen: list[int] = []

@@ -2,12 +2,11 @@
 
 import html
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import fakes
+import forked
 import markdown_it
 import pytest
 import torch
@@ -113,7 +112,7 @@ def test_any_text_is_a_caption(tmp_path: Path) -> None:
 def test_a_log_and_an_error_show_what_a_terminal_would_obey(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """As a subprocess prints it: the handler of the log is made once per process."""
+    """As a process of its own prints it: the handler of the log is made once per process."""
     code = (
         "import logging, sys; from flowalign.training.report.progress import quiet; quiet()\n"
         "from flowalign.training.run.processes import ExitStatus\n"
@@ -121,9 +120,10 @@ def test_a_log_and_an_error_show_what_a_terminal_would_obey(
         "with ExitStatus((ValueError,), (), '') as status: raise ValueError('x\\x1b[31m\\ny')\n"
         "sys.exit(status.code)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=100)
+    (tmp_path / "script.py").write_text(code)
+    done = forked.run(tmp_path / "script.py")
     assert done.returncode == 2, done.stderr
-    said = done.stderr.decode()
+    said = done.stderr
     assert r"a reason: \x1b[2J\x07\r\ud800" in said and "x\\x1b[31m\ny" in said
     assert harmless(said.replace("\n", ""))
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import fakes
+import forked
 import pytest
 import torch
 
@@ -28,8 +29,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def flowalign(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "flowalign.commands.cli", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
+    return forked.run("-m", "flowalign.commands.cli", *arguments, env=environment)
 
 
 @pytest.mark.slow

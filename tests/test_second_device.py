@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 import second_device
 import torch
@@ -32,11 +31,6 @@ def test_on_the_second_device(subject: str) -> None:
     options = ["-q", "-p", "second_device", "-p", "no:cacheprovider"]
     if subject == "families":  # of every family, one stage
         options += ["-m", "not long and not gpu", "-k", "not (grpo or nft or awm or sft)"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *paths],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(FOLDER.parent), str(FOLDER)])},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    given = os.environ | {"PYTHONPATH": os.pathsep.join([str(FOLDER.parent), str(FOLDER)])}
+    done = forked.run("-m", "pytest", *options, *paths, env=given, seconds=600)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 from diffusers import StableDiffusion3Pipeline
 
@@ -55,7 +56,7 @@ def test_train_then_evaluate_then_load(tmp_path: Path) -> None:
     small = [f"output={tmp_path}/eval", "fidelity=null"]
     small += [f"benchmarks.{i}.limit=4" for i in range(3)]
     arguments = ["--config", "configs/tiny/eval.yaml", models, *small]
-    done = command("flowalign.eval", *arguments)
+    done = forked.run("-m", "flowalign.eval", *arguments, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "geneval" in (tmp_path / "eval" / "table.md").read_text()
     assert json.loads((tmp_path / "eval" / "results.json").read_text())

@@ -67,14 +67,8 @@ def updates(folder: Path) -> list[int]:
     return [row["update"] for row in map(json.loads, lines) if "grad_norm" in row]
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        pytest.param(path, marks=getattr(pytest.mark, "long" if "one" in path.stem else "slow"))
-        for path in SCRIPTS
-    ],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.long
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_two_processes_train_and_go_on_when_requeued(
     script: Path, node: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,15 +122,21 @@ def test_a_job_that_is_not_finished_is_requeued(
     assert (job.returncode != 0) == (step.split()[-1] != "0")  # that of srun
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize(
+    ("name", "nodes", "processes"),
+    [
+        pytest.param("one_node", 1, 1, marks=pytest.mark.long),
+        pytest.param("one_node", 1, 2, marks=pytest.mark.long),
+        pytest.param("several_nodes", 2, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_a_job_out_of_time_saves_and_is_requeued(
-    node: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+    node: Path, monkeypatch: pytest.MonkeyPatch, name: str, nodes: int, processes: int
 ) -> None:
-    """SIGUSR1 passes the script, the launcher and one or two processes; the status comes back."""
-    monkeypatch.setenv("SLURM_NNODES", "1")
-    monkeypatch.setenv("SLURM_GPUS_ON_NODE", str(processes))
-    script = documents.ROOT / "scripts/slurm/one_node.sh"
+    """SIGUSR1 passes the script, the launchers and the processes; the status comes back."""
+    monkeypatch.setenv("SLURM_NNODES", str(nodes))
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", str(processes // nodes))
+    script = documents.ROOT / f"scripts/slurm/{name}.sh"
     job = subprocess.Popen(
         [str(script), *CONFIG, "train.checkpoint_every=100", "train.updates=500"],
         stdout=subprocess.PIPE,

@@ -4,14 +4,13 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import fakes
+import forked
 import pytest
 import torch
 from fakes import Rows
@@ -312,15 +311,8 @@ def test_a_killed_process_is_continued(config: Path):
     intact = files(out)
     shutil.rmtree(out)
     code = "import sys, test_store as t; t.Watched.stop, t.Watched.how = 2, 'kill'; "
-    code += "t.main(sys.argv[1:])"
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", code, *command],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    (config.parent / "killed.py").write_text(f"{code}t.main(sys.argv[1:])")
+    done = forked.run(config.parent / "killed.py", *command)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert len(list(out.rglob("*.png"))) >= 4 and not (out / "results.json").exists()
     assert main(command) == 0

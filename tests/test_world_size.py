@@ -44,7 +44,7 @@ def three_tasks(model: str, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def recipe(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """GRPO with two optimizer steps a rollout, the student, and an evaluation, as one recipe."""
+    """GRPO with two optimizer steps a rollout, a merge, the student, and an evaluation."""
     folder = tmp_path_factory.mktemp("processes")
     grpo = fakes.settings(random_model, folder / "grpo", *SHARED, "grpo.advantage=batch_std",
                           "grpo.kl_weight=0.1", reward="Choosy")  # fmt: skip
@@ -52,9 +52,11 @@ def recipe(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     prompts = fakes.PROMPTS
     raw["tasks"][0]["reward"]["options"] = {"bad": prompts[:1], "flat": prompts[3:4]}
     opd = three_tasks(random_model, folder)
+    even = opd["teachers"]["even"]["adapter"]
+    merge = {"stage": "merge", "adapters": ["stage:grpo", even]}
     table = {
         "stage": "eval",
-        "models": {"base": None, "even": opd["teachers"]["even"]["adapter"]},
+        "models": {"base": None, "even": even, "merged": "stage:merge"},
         "benchmarks": [
             {"name": "red", "prompts": str(folder / "prompts.txt"), "images": 1,
              "reward": {"name": "fakes:redness"}},
@@ -63,7 +65,7 @@ def recipe(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     }  # fmt: skip
     found = {"stage": "recipe", "output": str(folder / "one"),
              "model": grpo.model.model_dump(mode="json"),
-             "stages": {"grpo": raw, "opd": opd, "table": table}}  # fmt: skip
+             "stages": {"grpo": raw, "merge": merge, "opd": opd, "table": table}}  # fmt: skip
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(found, sort_keys=False))
     fakes.AcceleratorState._reset_state(reset_partial_state=True)
@@ -73,7 +75,7 @@ def recipe(random_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_four_processes_do_what_one_does(recipe: Path) -> None:
-    """test_parallel.py has two."""
+    """Stage after stage in the same processes. test_parallel.py has two."""
     one, several, world = recipe.parent / "one", recipe.parent / "four", 4
     done = fakes.launch(fakes.ROOT / "train.py", "--config", recipe, f"output={several}",
                         processes=world, seconds=LIMIT)  # fmt: skip
@@ -96,3 +98,6 @@ def test_four_processes_do_what_one_does(recipe: Path) -> None:
     for model in ("base", "even"):
         assert len(expected[model]["images"]["red"]) == 8
         assert found[model]["images"] == expected[model]["images"]
+    values = [[row["value"] for row in models["merged"]["images"]["red"]]
+              for models in (found, expected)]  # fmt: skip
+    assert_close(values[0], values[1], rtol=0, atol=1e-3)
