@@ -29,6 +29,7 @@ SUBJECTS = {  # files of on_second_device/ are those that pytest does not find b
 def test_on_the_second_device(subject: str) -> None:
     paths = [str(FOLDER / name) for name in SUBJECTS[subject]]
     options = ["-q", "-p", "second_device", "-p", "no:cacheprovider"]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins that are imported
     if subject == "families":  # of every family, one stage
         options += ["-m", "not long and not gpu", "-k", "not (grpo or nft or awm or sft)"]
     given = os.environ | {"PYTHONPATH": os.pathsep.join([str(FOLDER.parent), str(FOLDER)])}
