@@ -328,15 +328,15 @@ def forward(
 savefig = Figure.savefig
 
 
-def save_undrawn(figure: Figure, *args: Any, **options: Any) -> None:
+def save_undrawn(self: Figure, fname: Any, **options: Any) -> None:
     """Save a chart as an empty picture: to draw its curves takes as long as the rest of a small
     run. Tests that look at charts have the fixture `drawn`; figures without a layout are no charts.
     """
-    if figure.get_layout_engine():
-        figure.clear()
-        figure.set_layout_engine("none")
-        figure.set_size_inches(1, 1)
-    savefig(figure, *args, **options)
+    if self.get_layout_engine():
+        self.clear()
+        self.set_layout_engine("none")
+        self.set_size_inches(1, 1)
+    savefig(self, fname, **options)
 
 
 Figure.savefig = save_undrawn
