@@ -61,6 +61,27 @@ loop.Loop.learn = broken
 sys.exit(train.main(sys.argv[1:]))
 """
 
+STOPPED = """# train.py whose last rank is stopped within a collective operation that it began first
+import os, signal, sys, threading, time
+import torch
+from flowalign.commands import train
+from flowalign.training import loop
+
+learn = loop.Loop.learn
+
+def late(self, prepared):
+    if self.update == 1:
+        if os.environ["RANK"] == "0":
+            time.sleep(2)
+        else:
+            threading.Timer(1, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+        torch.distributed.barrier()
+    return learn(self, prepared)
+
+loop.Loop.learn = late
+sys.exit(train.main(sys.argv[1:]))
+"""
+
 
 def config(folder: Path, model: str, how: str, *overrides: str, rank: int = 1) -> Path:
     """A small run with trouble ahead."""
@@ -127,11 +148,16 @@ def test_an_error_of_one_rank_ends_the_others_with_its_text(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", ["stop", "nothing"])
 def test_a_rank_that_hangs_is_named_after_the_configured_time(
-    random_model: str, tmp_path: Path
+    random_model: str, tmp_path: Path, how: str
 ) -> None:
-    path = config(tmp_path, random_model, "stop", "train.timeout_seconds=5")
-    codes, said = ends(path)
+    path = config(tmp_path, random_model, how, "train.timeout_seconds=5")
+    script = fakes.ROOT / "train.py"
+    if how == "nothing":
+        script = tmp_path / "train.py"
+        script.write_text(STOPPED)
+    codes, said = ends(path, script)
     assert codes == [1, None], said
     said_once(said, 1)
 

@@ -4,7 +4,8 @@ A thread of every rank writes once a second into the store of the process group 
 is in, and reads the others. A rank is dead if its process is gone, which the ranks of its machine
 see. A rank hangs where others have waited for it for the time that the config allows. torch counts
 the collective operations that a process has begun, so the rank that others wait for is one that has
-begun fewer. The first verdict that a rank writes into the store counts for all.
+begun fewer, or one that says nothing any more. The first verdict that a rank writes into the store
+counts for all.
 
 torch alone names no rank: over gloo a dead rank is a closed connection, over NCCL it is a wait
 until the timeout and an abort (TORCH_NCCL_ASYNC_ERROR_HANDLING in torch's docs).
@@ -45,14 +46,15 @@ class LostRank(RuntimeError):
 
 @dataclass
 class Note:
-    """What a rank says of itself. collectives: how many operations it has begun. left: it has ended
-    its work."""
+    """What a rank says of itself. collectives: how many operations it has begun. beats: how often
+    it has said something. left: it has ended its work."""
 
     rank: int = 0
     host: str = field(default_factory=socket.gethostname)
     process: int = field(default_factory=os.getpid)
     phase: str = "its start"
     collectives: int = 0
+    beats: int = 0
     left: bool = False
 
     def __str__(self) -> str:
@@ -99,6 +101,7 @@ class Watch:
         self._store: TCPStore | None = None
         self._notes: list[Note] = []  # of all ranks, as last read
         self._late: list[float] = []  # seconds for which others have waited for each
+        self._looked = time.monotonic()
         self._thread: threading.Thread | None = None
         self._wake, self._left, self._concluded = (threading.Event() for _ in range(3))
 
@@ -188,10 +191,12 @@ class Watch:
         self._write()
         before, self._notes = self._notes, self._read()
         ahead = max(note.collectives for note in self._notes)
+        # a machine that sleeps, or a job that is suspended, does not count
+        passed, self._looked = min(time.monotonic() - self._looked, BEAT), time.monotonic()
         for old, note in zip(before, self._notes, strict=True):
-            # a machine that sleeps, or a job that is suspended, does not count
             waited = old.collectives == note.collectives < ahead
-            self._late[note.rank] = self._late[note.rank] + BEAT if waited else 0.0
+            waited |= old.beats == note.beats and not note.left  # stopped within an operation
+            self._late[note.rank] = self._late[note.rank] + passed if waited else 0.0
             if not note.left and note.is_gone():
                 self._publish(note.rank, _death(note))
             elif self._timeout is not None and self._late[note.rank] > self._timeout:
@@ -223,6 +228,7 @@ class Watch:
             with suppress(RuntimeError, ValueError, AttributeError):  # no group, or no numbers
                 group: Any = c10d._get_default_group()  # Any: torch's stubs lack the method
                 self.note.collectives = group._get_sequence_number_for_group()
+        self.note.beats += 1
         self._store.set(_key(self.note.rank), json.dumps(asdict(self.note)))
 
     def _read(self) -> list[Note]:
