@@ -47,7 +47,7 @@ CASES = [
 ]
 
 
-FAST = ("flux", "z_image", "sana")  # families whose text encoders are small
+FAST = ("flux", "sana")  # families whose text encoders are small
 NAMES = [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in families.PIPELINES]
 PIPES = functools.cache(families.pipeline)  # not to be changed
 

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import forked
+import pytest
 
 
+@pytest.mark.slow
 def test_a_forked_process_has_imported_the_library(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import sys\nprint(*sys.modules, sep='\\n')")
     done = forked.run(tmp_path / "script.py")
