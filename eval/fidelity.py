@@ -151,12 +151,12 @@ def load_reference(
             extract = rewards.load(CLIP, "features")(name, device=device).image_features
     except (ImportError, ValueError, OSError) as error:
         raise ConfigError([f"fidelity.features: {error}"]) from error
-    if source == "tiny":
-        metadata = [row for images in sets for row in images.prompts.metadata]
-        batches = rendered(metadata, config.sampling.seed, SCENES).split(BATCH)
-    else:
-        batches = _pictures(Path(source).expanduser(), *config.model.image_sizes[0])
     try:
+        if source == "tiny":
+            metadata = [row for images in sets for row in images.prompts.metadata]
+            batches = rendered(metadata, config.sampling.seed, SCENES).split(BATCH)
+        else:
+            batches = _pictures(Path(source).expanduser(), *config.model.image_sizes[0])
         features = torch.cat([extract(batch.to(device)).float().cpu() for batch in batches])
     except ValueError as error:
         raise ConfigError([f"fidelity.reference: {error}"]) from error

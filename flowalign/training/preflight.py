@@ -22,7 +22,7 @@ from flowalign.backbone.attention import unavailable
 from flowalign.backbone.loading import card_of, prompt_length
 from flowalign.backbone.lora import adapted_layers
 from flowalign.backbone.structure import cut_prompts, family_without_text, model_family
-from flowalign.backbone.tiny.scenes import drawable
+from flowalign.backbone.tiny.scenes import rendered
 from flowalign.config import ConfigError, EvalStage, Stage, TrainingStage
 from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.config.run import FidelityConfig
@@ -236,10 +236,12 @@ def _fidelity_problems(
             with suppress(ValueError, KeyError, TypeError, AttributeError, OSError):  # said before
                 source = judged.prompts["prompts"]
                 rows = inputs.prompts(source, judged.name).metadata
-                if not drawable(rows[:: max(1, len(rows) // 16)]):
+                try:
+                    rendered(rows[:: max(1, len(rows) // 16)], seed=0)
+                except ValueError as error:
                     yield (
-                        f"fidelity.reference: 'tiny' needs prompts of the tiny world, and "
-                        f"{source} has others. Name a folder of images, or write `fidelity: null`."
+                        f"fidelity.reference: 'tiny' needs prompts of the tiny world, and {source} "
+                        f"has others ({error}). Name a folder of images, or write `fidelity: null`."
                     )
     elif not image_files(folder := Path(fidelity.reference).expanduser()):
         seen = f"the folder holds no {', '.join(IMAGES)}" if folder.is_dir() else "no such folder"

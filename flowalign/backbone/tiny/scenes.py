@@ -180,24 +180,18 @@ def render(metadata: Mapping[str, Any], rng: np.random.Generator) -> np.ndarray:
     return draw_shapes(compose(metadata, rng), rng)
 
 
-def drawable(metadata: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether all of these are metadata of the tiny world's prompts."""
-    try:
-        rendered(metadata, seed=0)
-    except (KeyError, ValueError, TypeError, AttributeError, IndexError):
-        return False
-    return True
-
-
 def rendered(metadata: Sequence[Mapping[str, Any]], seed: int, each: int = 1) -> Tensor:
     """Reference scenes of the prompts' metadata, `each` of them per prompt and in their order.
 
     Images [len(metadata) * each,3,64,64] in [0,1]; those of a prompt depend on the seed, on its
-    place and on nothing else.
+    place and on nothing else. Raises ValueError for metadata of other prompts.
     """
-    images = [
-        render(row, np.random.default_rng([seed, place, copy]))
-        for place, row in enumerate(metadata)
-        for copy in range(each)
-    ]
+    try:
+        images = [
+            render(row, np.random.default_rng([seed, place, copy]))
+            for place, row in enumerate(metadata)
+            for copy in range(each)
+        ]
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"these are no prompts of the tiny world ({error!r})") from error
     return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 255
