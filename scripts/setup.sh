@@ -51,6 +51,7 @@ uv() { # install
     $venv/bin/uv pip install --quiet --python $venv/bin/python --index-strategy unsafe-best-match \
         $(pip_settings) "$@"
 }
+install() { uv "$@" || pip install --quiet "$@"; }
 
 if $venv/bin/python -c 'from importlib.metadata import version; version("torch")' 2>/dev/null; then
     :
@@ -59,7 +60,7 @@ elif [ "$(uname -s)" != Linux ] || has_gpu; then
     pip install "${FLOWALIGN_TORCH:-torch>=2.6}"
 elif cpu_wheel_visible; then
     say "no NVIDIA GPU: installing the CPU build of torch that pip sees"
-    uv "$torch" || pip install "$torch"
+    install "$torch"
 else
     say "no NVIDIA GPU: installing torch from https://download.pytorch.org/whl/cpu"
     if ! cpu_index; then
@@ -70,7 +71,7 @@ else
 fi
 torch_is() { $venv/bin/python -c "from importlib.metadata import version; v = version('torch').split('+')[0]; print($1)"; }
 locked() { # install in the versions of the lock; without it where another Python or index lacks them
-    uv --constraint "$lock" "$@" || pip install --quiet --constraint "$lock" "$@" && return
+    install --constraint "$lock" "$@" && return
     say "WARNING: the versions of $lock cannot all be had here; taking the newest."
     pip install --quiet "$@"
 }
@@ -89,8 +90,7 @@ names = ('diffusers', 'transformers', 'peft', 'accelerate', 'huggingface_hub')
 asked = [text for text in requires('flowalign-t2i') if ';' not in text and text.startswith(names)]
 print(*(text.replace('>=', '==') for text in asked))")
 # shellcheck disable=SC2086 # a word each
-set -- --upgrade --no-deps --target $venv/oldest $oldest "tokenizers>=0.22,<0.23"
-uv "$@" || pip install --quiet "$@"
+install --upgrade --no-deps --target $venv/oldest $oldest "tokenizers>=0.22,<0.23"
 # pip compiles what it installs, and uv does not: what all commands import is compiled once
 env -u PYTHONDONTWRITEBYTECODE PYTHONPATH="$PWD:$PWD/tests" $venv/bin/python -W ignore -c \
     'import fakes, flowalign.eval.evaluation, flowalign.commands.cli, hypothesis, pytest, fastapi, uvicorn' 2>/dev/null || :
