@@ -80,6 +80,8 @@ def merge(
 ) -> MergeReport:
     """Write to `out` an adapter whose update merges the weighted updates w_i dW_i of the others.
 
+    Where an adapter lacks a layer, its update of that layer is 0.
+
     adapters: folders or Hub ids, whatever `flowalign.backbone.adapters.read_lora` takes.
     weights: one each, 1 by default: the plain sum. 1/n each is the average, as in the only
         published script. (docs/log.md compares both on the tiny world.)
@@ -103,14 +105,16 @@ def merge(
     bases = [lora.metadata["base_model_name_or_path"] for lora in loras]
     updates = [_updates(source, lora) for source, lora in zip(adapters, loras, strict=True)]
     _check_same(adapters, bases, updates)
-    last = max((int(b[1]) for layer in updates[0] if (b := BLOCK.search(layer))), default=0)
+    layers = sorted(set().union(*updates), key=_natural)
+    last = max((int(b[1]) for layer in layers if (b := BLOCK.search(layer))), default=0)
     state, ranks, errors = {}, {}, {}
     with torch.random.fork_rng(devices=[]):  # peft draws from the global generator
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed GPUs as well
-        for layer in updates[0]:
-            parts = [update[layer] for update in updates]
+        for layer in layers:
             scale = _depth_scale(layer, last, lines)
-            scaled = [w * scale for w in weights]
+            both = zip(updates, weights, strict=True)
+            present = [(update[layer], w * scale) for update, w in both if layer in update]
+            parts, scaled = zip(*present, strict=True)
             merged, errors[layer] = merge_layer(parts, scaled, method, rank, density)
             ranks[layer] = merged.down.shape[0]
             state[f"{layer}.lora_A.weight"] = merged.down.float().contiguous()
@@ -180,14 +184,15 @@ def _depth_scale(layer: str, last: int, lines: tuple[float, float] | None) -> fl
     return shallow + (deep - shallow) * int(block[1]) / max(last, 1)
 
 
+def _natural(layer: str) -> list[tuple[bool, int, str]]:
+    """Sorts block 10 after block 9."""
+    return [(p.isdecimal(), int(p) if p.isdecimal() else 0, p) for p in layer.split(".")]
+
+
 def _updates(folder: str | Path, lora: Lora) -> dict[str, Factors]:
-    """The updates of an adapter by layer, block 10 after block 9."""
-
-    def natural(name: str) -> list[str | int]:
-        return [int(part) if part.isdecimal() else part for part in name.split(".")]
-
+    """The updates of an adapter by layer."""
     layers = {}
-    for name in sorted(lora.scales, key=natural):
+    for name in lora.scales:
         down = lora.weights[f"{name}.lora_A.weight"].double()
         up = lora.weights[f"{name}.lora_B.weight"].double()
         if down.ndim != 2:
@@ -221,16 +226,16 @@ def _check_options(
 def _check_same(
     adapters: Sequence[str | Path], bases: list[str | None], updates: list[dict[str, Factors]]
 ) -> None:
-    """Refuse adapters that differ from the first one in base, layers or sizes."""
-    sizes = [
-        {layer: (f.up.shape[0], f.down.shape[1]) for layer, f in update.items()}
-        for update in updates
-    ]
-    for path, base, size in zip(adapters, bases, sizes, strict=True):
+    """Refuse adapters of another base than the first one's, or with layers of other sizes."""
+    sizes: dict[str, tuple[tuple[int, int], str | Path]] = {}  # by layer: [out,in], and whose
+    for path, base, update in zip(adapters, bases, updates, strict=True):
         if base and bases[0] and base != bases[0]:  # not every file names its base
             raise ValueError(f"{adapters[0]} was trained on {bases[0]}, {path} on {base}.")
-        if different := sorted(dict(size.items() ^ sizes[0].items())):
-            raise ValueError(
-                f"{adapters[0]} and {path} differ in {len(different)} layers or their sizes, such "
-                f"as {different[0]}. Merge adapters of the same base and targets."
-            )
+        for layer, factors in update.items():
+            size = factors.up.shape[0], factors.down.shape[1]
+            first, whose = sizes.setdefault(layer, (size, path))
+            if size != first:
+                raise ValueError(
+                    f"{whose} and {path} have layers of other sizes, such as {layer} with "
+                    f"{list(first)} and {list(size)}. Merge adapters of the same base."
+                )

@@ -12,6 +12,7 @@ from flowalign.backbone.adapters import read_lora, write_lora
 from flowalign.commands import recipe
 from flowalign.commands.cli import main
 from flowalign.commands.doctor import live, plan
+from flowalign.training.preflight import world_problems
 
 TINY = sorted(Path(__file__).parent.parent.glob("configs/tiny/*.yaml"))
 EVALUATED = [
@@ -136,18 +137,23 @@ def narrow(weights, metadata):
             weights[key] = weight[:, :-8].contiguous()
 
 
-@pytest.mark.parametrize(
-    ("change", "kind"),
-    [
-        (zero, "equals the base"),
-        (narrow, "another base: it adapts transformer_blocks.0"),
-    ],
-)
-def test_a_fault_of_a_teacher_is_named(random_model, tmp_path, change, kind):
+def test_a_fault_of_a_teacher_is_named(random_model, tmp_path):
     run = taught(random_model, tmp_path)
     assert faults(plan.examine(run)) == []
-    replanted(run.teachers["odd"].adapter, change)
-    assert is_one(faults(plan.examine(run)), "teachers.odd", kind)
+    replanted(run.teachers["odd"].adapter, zero)
+    assert is_one(faults(plan.examine(run)), "teachers.odd", "equals the base")
+
+
+def test_an_adapter_of_other_sizes_is_refused_before_a_model_is_loaded(random_model, tmp_path):
+    """A merge, too, which is a stage of a recipe that loads no model."""
+    run = taught(random_model, tmp_path)
+    replanted(run.teachers["odd"].adapter, narrow)
+    sources = [teacher.adapter for teacher in run.teachers.values()]
+    merge = {"stage": "merge", "output": "x", "model": run.model.model_dump(), "adapters": sources}
+    index = sources.index(run.teachers["odd"].adapter)
+    assert is_one(world_problems(run, 1), "teachers.odd", "transformer_blocks.0")
+    stage = config.parse(merge, stage=config.Stage)
+    assert is_one(world_problems(stage, 1), f"adapters.{index}", "transformer_blocks.0")
 
 
 def test_a_teacher_of_another_base_by_its_own_word_is_refused(random_model, tmp_path, capsys):

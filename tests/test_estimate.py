@@ -15,6 +15,7 @@ from diffusers import StableDiffusion3Pipeline
 from torch.nn.functional import scaled_dot_product_attention
 
 from flowalign import config, rewards
+from flowalign.backbone.adapters import read_lora
 from flowalign.backbone.structure import build, find
 from flowalign.commands.doctor import predictions
 from flowalign.commands.doctor.estimate import predict
@@ -306,8 +307,9 @@ def test_advice_leads_to_what_fits(small):
 def test_the_rank_of_a_start_counts_from_its_file_or_from_the_stage_that_will_write_it(small):
     start = str(small[1] / "a")
     run = memory.settings(*small, "grpo", f"lora.init={start}", "lora.rank=4", size=128)
+    doubled = {start: {layer: 2 * rank for layer, rank in read_lora(start).ranks.items()}}
     lora, merged = (
-        predict(run, ranks=ranks).parts["student's LoRA (float32)"] for ranks in ({}, {start: 64})
+        predict(run, ranks=ranks).parts["student's LoRA (float32)"] for ranks in ({}, doubled)
     )
     assert merged == pytest.approx(2 * lora, rel=0.02)
 

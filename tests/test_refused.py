@@ -68,7 +68,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a LoRA of another base that names none": (
         ["models.tuned=theirs"],
-        ["models.tuned: 'theirs' does not load onto", "has such a layer with (2, 32), (32, 2)"],
+        ["models.tuned: 'theirs' is an adapter", "has such a layer with (2, 32), (32, 2)"],
     ),
     "a layout of fewer prompts": (
         ["benchmarks.0.limit=2"],

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -25,6 +27,9 @@ from flowalign.config.section import (
     as_tuple,
     did_you_mean,
 )
+
+# {layer: rank} of an adapter that a stage reads, or of a fresh one
+RanksOf = Callable[[str | None, LoraConfig], Mapping[str, int]]
 
 
 @dataclass(frozen=True)
@@ -116,10 +121,9 @@ class Stage(Section):
         """{config key: rows of a forward pass}: what a run that lacks memory lowers."""
         return {}
 
-    def output_rank(self, rank_of: Callable[[str | None, int], int]) -> int | None:
-        """The largest rank of the adapter that the stage writes; None where it writes none.
-        rank_of(source, default): the largest rank of an adapter that the stage reads."""
-        return None
+    def output_ranks(self, ranks_of: RanksOf) -> Mapping[str, int]:
+        """{layer: rank} of the adapter that the stage writes; {} where it writes none."""
+        return {}
 
 
 class Job(Stage):
@@ -177,8 +181,8 @@ class TrainingStage(Job):
         images = self.rollout.images / sum(task.weight for task in self.tasks)
         return {task.name: images * task.weight for task in self.tasks if task.reward}
 
-    def output_rank(self, rank_of: Callable[[str | None, int], int]) -> int:
-        return rank_of(self.lora.init, self.lora.rank)
+    def output_ranks(self, ranks_of: RanksOf) -> Mapping[str, int]:
+        return ranks_of(self.lora.init, self.lora)
 
     @property
     def needs_actions(self) -> bool:
@@ -576,13 +580,14 @@ class MergeStage(Job):
     def inputs(self) -> dict[str, str]:
         return {f"adapters.{index}": source for index, source in enumerate(self.adapters)}
 
-    def output_rank(self, rank_of: Callable[[str | None, int], int]) -> int:
+    def output_ranks(self, ranks_of: RanksOf) -> Mapping[str, int]:
         """The exact sum has the sum of the ranks, and svd never more."""
-        ranks = [rank_of(source, LoraConfig().rank) for source in self.adapters]
+        each = [Counter(ranks_of(source, LoraConfig())) for source in self.adapters]
+        total, largest = reduce(operator.add, each), reduce(operator.or_, each)
         if self.method == "concat":
-            return sum(ranks)
-        rank = self.rank or max(ranks)
-        return min(rank, sum(ranks)) if self.method == "svd" else rank
+            return dict(total)
+        ranks = {layer: self.rank or rank for layer, rank in largest.items()}
+        return dict(Counter(ranks) & total) if self.method == "svd" else ranks
 
     @property
     def recipe(self) -> RecipeStage:

@@ -20,7 +20,7 @@ from flowalign.backbone import Family, ModelError
 from flowalign.backbone.adapters import AdapterError, HubError, Lora, read_lora
 from flowalign.backbone.attention import unavailable
 from flowalign.backbone.loading import card_of, prompt_length
-from flowalign.backbone.lora import adapted_layers
+from flowalign.backbone.lora import adapted_layers, misfit
 from flowalign.backbone.structure import cut_prompts, family_without_text, model_family
 from flowalign.backbone.tiny.scenes import rendered
 from flowalign.config import ConfigError, EvalStage, Stage, TrainingStage
@@ -141,8 +141,8 @@ def _package_problems(config: Stage) -> Iterator[str]:
 
 
 def _adapter_problems(config: Stage, pending: Collection[str], inputs: Inputs) -> Iterator[str]:
-    """Adapters that are not there, cannot be read, hold NaN, or say that they belong to another
-    base. Those on the Hub are downloaded."""
+    """Adapters that are not there, cannot be read, hold NaN, or belong to another base: by what
+    they say, or by their layers and sizes. Those on the Hub are downloaded."""
     for key, source in config.inputs.items():
         if source in pending:
             continue
@@ -155,6 +155,11 @@ def _adapter_problems(config: Stage, pending: Collection[str], inputs: Inputs) -
                 yield (
                     f"{key}: {source!r} was trained on {lora.base!r}, and model.id is "
                     f"{config.model.id!r}. Name an adapter of this base, or that base as model.id."
+                )
+            elif (family := _family(config.model)) and (reason := misfit(family.core, lora)):
+                yield (
+                    f"{key}: {source!r} is an adapter of another base: it {reason}. Use one that "
+                    f"was trained on {config.model.id!r}."
                 )
 
 

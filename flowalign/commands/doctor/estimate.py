@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from flowalign.backbone import DTYPES
 from flowalign.backbone.adapters import AdapterError, read_lora
 from flowalign.backbone.loading import store_in_fp8
-from flowalign.backbone.structure import model_family, without_data
+from flowalign.backbone.lora import adapted_layers
+from flowalign.backbone.structure import family_without_text, model_family, without_data
 from flowalign.backbone.text import BATCH as TEXT_BATCH
 from flowalign.commands.doctor.meter import DeviceAttention, Meter, measure, rounded, size, size_of
 from flowalign.config import Stage, TrainingStage, parse
@@ -58,7 +60,7 @@ class Estimate:
     config: Stage
     device_type: str
     processes: int
-    ranks: Mapping[str, int]
+    ranks: Mapping[str, Mapping[str, int]]
     parts: Mapping[str, int]  # resident bytes by what they are
     phases: list[Phase]  # of an update
     evaluation: Phase | None  # None = the run has none
@@ -98,14 +100,14 @@ def predict(
     *,
     device_type: str = "cuda",
     processes: int = 1,
-    ranks: Mapping[str, int] | None = None,
+    ranks: Mapping[str, Mapping[str, int]] | None = None,
     drawn: Sequence[int] | None = None,
 ) -> Estimate:
     """The estimate of a training stage or an evaluation.
 
-    ranks: {folder: rank} of adapters that an earlier stage of a recipe will write. drawn: the
-    updates whose drawn states are averaged; None = the first DRAWS. Raises LookupError where the
-    shapes of model.id are not known. Of several sizes the largest counts, for all images. Not
+    ranks: {folder: {layer: rank}} of adapters that an earlier stage of a recipe will write. drawn:
+    the updates whose drawn states are averaged; None = the first DRAWS. Raises LookupError where
+    the shapes of model.id are not known. Of several sizes the largest counts, for all images. Not
     included: torch.compile, and the memory of rewards, of kernels (cuDNN, GEMM workspaces) and of
     the device's context.
     """
@@ -115,9 +117,9 @@ def predict(
         parts, phases = shapes.parts(), list(shapes.phases())
         evaluation = shapes.evaluation() if config.evaluations else None
     else:  # the base with the adapters of all models; the peak is that of a model with an adapter
-        shapes, default = _Shapes(config, device_type, processes), LoraConfig().rank
+        shapes, default = _Shapes(config, device_type, processes), LoraConfig()
         loras = [
-            shapes.add_frozen(rank_of(source, default, ranks, config.model), None)
+            shapes.add_frozen(ranks_of(source, default, ranks, config.model))
             for source in config.inputs.values()
         ]
         held = sum(size(shapes.frozen[name]) for name in loras)
@@ -145,14 +147,22 @@ def evaluated_images(config: Stage) -> dict[str, int]:
     return images
 
 
-def rank_of(source: str | None, default: int, ranks: Mapping[str, int], model: ModelConfig) -> int:
-    """The largest rank of an adapter: from `ranks`, else from its file, else `default`."""
-    if source is None or source in ranks:
-        return ranks.get(source or "", default)
-    try:
-        return max(read_lora(source, family=partial(model_family, model)).ranks.values())
-    except (AdapterError, OSError):  # it is not here, and the Hub cannot be asked
-        return default
+def ranks_of(
+    source: str | None,
+    lora: LoraConfig,
+    ranks: Mapping[str, Mapping[str, int]],
+    model: ModelConfig,
+) -> Mapping[str, int]:
+    """{layer: rank} of an adapter: from `ranks`, else from its file, else of a fresh one as `lora`
+    says. LookupError where the shapes of the model are not known."""
+    if source is not None and source in ranks:
+        return ranks[source]
+    if source is not None:
+        with suppress(AdapterError, OSError):  # it is not here, and the Hub cannot be asked
+            return read_lora(source, family=partial(model_family, model)).ranks
+    family = family_without_text(model.id, model.revision, model.family)
+    layers = (adapted_layers(family.core, end) for end in lora.targets or family.targets)
+    return dict.fromkeys(chain.from_iterable(layers), lora.rank)
 
 
 class _Shapes:
@@ -181,15 +191,21 @@ class _Shapes:
         self.latent = rounded(4 * math.prod(self.latent_shape))  # bytes, float32
         self.pixels = 4 * 3 * sizes[largest]  # bytes of an image, float32
         self.frozen: dict[str, list[nn.Parameter]] = {}
+        self.names: dict[frozenset[tuple[str, int]], str] = {}  # of frozen adapters, by their ranks
 
-    def add_frozen(self, rank: int, targets: list[str] | None) -> str:
-        """Add a frozen adapter, as a run loads it; its name. Adapters of one rank cost the same, so
-        that one stands for all."""
-        name = f"rank_{rank}"
+    def add(self, name: str, ranks: Mapping[str, int]) -> list[nn.Parameter]:
+        """Add an adapter with these ranks of its layers; its weights."""
+        add = partial(self.backbone.add_adapter, name, rank=max(ranks.values()), alpha=1.0)
+        with torch.device("meta"):
+            add(targets=list(ranks), ranks=ranks)
+        return self.backbone.adapter_parameters(name)
+
+    def add_frozen(self, ranks: Mapping[str, int]) -> str:
+        """Add a frozen adapter, as a run loads it; its name. Adapters of the same ranks cost the
+        same, so that one stands for all."""
+        name = self.names.setdefault(frozenset(ranks.items()), f"frozen_{len(self.names)}")
         if name not in self.frozen:
-            with torch.device("meta"):
-                self.backbone.add_adapter(name, rank=rank, alpha=1.0, targets=targets)
-            self.frozen[name] = self.backbone.adapter_parameters(name)
+            self.frozen[name] = self.add(name, ranks)
             for parameter in self.frozen[name]:
                 parameter.data = parameter.data.to(self.dtype)
         return name
@@ -277,7 +293,7 @@ class _Run(_Shapes):
         config: TrainingStage,
         device_type: str,
         processes: int,
-        ranks: Mapping[str, int],
+        ranks: Mapping[str, Mapping[str, int]],
         drawn: Sequence[int] | None,
     ) -> None:
         super().__init__(config, device_type, processes)
@@ -301,20 +317,16 @@ class _Run(_Shapes):
         self.rollout_bytes = self.sampled_states + ends + self.prompt_bytes
         self.stored = states + ends + self.prompt_bytes
 
-    def _add_adapters(self, ranks: Mapping[str, int]) -> None:
+    def _add_adapters(self, ranks: Mapping[str, Mapping[str, int]]) -> None:
         """The adapters of the student, its teachers and its anchor, as a run loads them."""
         config, lora = self.config, self.config.lora
-        with torch.device("meta"):
-            rank = rank_of(lora.init, lora.rank, ranks, config.model)
-            self.backbone.add_adapter(STUDENT, rank=rank, alpha=lora.alpha, targets=lora.targets)
-        self.student = self.backbone.adapter_parameters(STUDENT)
+        self.student = self.add(STUDENT, ranks_of(lora.init, lora, ranks, config.model))
         self.teachers: list[nn.Parameter] = []
         self.sources: dict[str, Source] = {}  # who labels, by its key in the config
         for key, teacher in config.labellers.items():
             name = None
             if teacher.adapter is not None:
-                rank = rank_of(teacher.adapter, lora.rank, ranks, config.model)
-                name = self.add_frozen(rank, lora.targets)
+                name = self.add_frozen(ranks_of(teacher.adapter, lora, ranks, config.model))
                 self.teachers += self.frozen[name]
             self.sources[key] = Source(name, config.guidance_of(teacher))
         self.backbone.activate(STUDENT)

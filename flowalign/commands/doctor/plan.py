@@ -12,7 +12,6 @@ import torch
 from flowalign import sde
 from flowalign.backbone import Backbone, ModelError
 from flowalign.backbone.adapters import AdapterError, Lora, read_lora
-from flowalign.backbone.lora import misfit
 from flowalign.backbone.structure import cut_prompts, model_family, without_data
 from flowalign.commands.doctor.findings import Finding, fault, note
 from flowalign.config import TrainingStage
@@ -203,16 +202,6 @@ def lengths(plan: Plan) -> Iterator[Finding]:
 # Adapters --------------------------------------------------------------------------------------
 
 
-def fitting(plan: Plan) -> Iterator[Finding]:
-    """Adapters of another base, whatever their metadata say."""
-    for name, lora in plan.loras.items():
-        if plan.backbone and (reason := misfit(plan.backbone.core, lora)):
-            yield fault(
-                f"{name}: an adapter of another base: it {reason}. Use one that was trained on "
-                f"{plan.config.model.id!r}."
-            )
-
-
 def working(plan: Plan) -> Iterator[Finding]:
     """Adapters that change nothing. Those that are not finite are refused on reading."""
     for name, lora in plan.loras.items():
@@ -224,5 +213,5 @@ def working(plan: Plan) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Callable[[Plan], Iterator[Finding]], ...] = (
-    dtypes, guidance, steps, card, noise, clip, average, held_out, lengths, fitting, working,
+    dtypes, guidance, steps, card, noise, clip, average, held_out, lengths, working,
 )  # fmt: skip

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from flowalign import rewards
 from flowalign.backbone.structure import local_folder
-from flowalign.commands.doctor.estimate import Estimate, predict, rank_of
+from flowalign.commands.doctor.estimate import Estimate, predict, ranks_of
 from flowalign.commands.doctor.findings import Finding, fault, note, ok, show
 from flowalign.commands.doctor.pace import DEFAULT_GPU, GPUS, Gpu, Pace, Times, present_gpu, times
 from flowalign.config import ADAPTER, Stage
@@ -111,19 +111,19 @@ class Forecast:
 
 def forecasts(stages: Mapping[str, Stage], device: Device) -> list[Forecast]:
     """The prediction of each stage, without its times. Prints what all of them need together."""
-    ranks: dict[str, int] = {}  # {folder: rank} of the adapters that the stages will write
-    for stage in stages.values():
-        folder = Path(stage.output)
-        rank = stage.output_rank(partial(rank_of, ranks=ranks, model=stage.model))
-        if rank is not None and not (folder / "adapter" / ADAPTER).is_file():
-            ranks[str(folder / "adapter")] = rank
+    ranks: dict[str, Mapping[str, int]] = {}  # {folder: {layer: rank}} that the stages will write
     listed = [Forecast(name, stage, device) for name, stage in stages.items()]
     asked = device.gpu or device.memory or device.tflops or torch.cuda.is_available()
-    for one in (one for one in listed if one.stage.samples):
+    for one in listed:
+        stage, adapter = one.stage, Path(one.stage.output) / "adapter"
         # for this machine's CPU only where the run itself would be on it
-        kind = "cuda" if asked or not is_here(one.stage) else "cpu"
+        kind = "cuda" if asked or not is_here(stage) else "cpu"
         try:
-            one.estimate = predict(one.stage, device_type=kind, processes=device.gpus, ranks=ranks)
+            if stage.makes_adapter and not (adapter / ADAPTER).is_file():
+                of = partial(ranks_of, ranks=ranks, model=stage.model)
+                ranks[str(adapter)] = stage.output_ranks(of)
+            if stage.samples:
+                one.estimate = predict(stage, device_type=kind, processes=device.gpus, ranks=ranks)
         except LookupError as error:
             one.unknown = str(error.args[0])
     show(_needs(listed))
