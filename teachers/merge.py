@@ -93,7 +93,8 @@ def merge(
         `rank` as "svd" does.
     lines: (shallow, deep) scales of LiNeS (2410.17146): the update of transformer block l of L is
         multiplied by shallow + (deep - shallow) * l / (L - 1).
-    model: folder or Hub id of the base; needed for adapters under another program's names.
+    model: folder or Hub id of the base; needed for adapters under another program's names. What is
+        written names it where none of the adapters names its base.
     Returns the report. Raises ValueError for adapters that do not fit together (another base,
     other layers or sizes, DoRA), a wrong number of weights, an unknown method or a rank for
     concat; HubError for one that cannot be had; FileExistsError if `out` already holds an adapter.
@@ -120,10 +121,11 @@ def merge(
             state[f"{layer}.lora_A.weight"] = merged.down.float().contiguous()
             state[f"{layer}.lora_B.weight"] = merged.up.float().contiguous()
     lengths = {lora.text_length for lora in loras}
+    base = next(filter(None, bases), model)
     write_lora(
         out,
         state,
-        describe(ranks, ranks, False, bases[0]),  # alpha = rank: scales are in B
+        describe(ranks, ranks, False, base),  # alpha = rank: scales are in B
         text_length=lengths.pop() if len(lengths) == 1 else None,
     )
     return MergeReport(method, [str(a) for a in adapters], weights, ranks, errors, lines)

@@ -294,8 +294,9 @@ def _read_file(file: Path, family: Callable[[], type[Family]] | None) -> Lora:
     if family and not all(NAME.fullmatch(_inner_name(key)) for key in stored):
         stored = convert(stored, family())
         _say_once(
+            logging.INFO,
             f"{file}: diffusers converted {len(in_file)} weights, such as {shown(min(in_file))}, "
-            f"to {len(stored)}, such as {shown(min(stored))}"
+            f"to {len(stored)}, such as {shown(min(stored))}",
         )
     weights = _plain_weights(stored)
     ranks = _ranks(weights)
@@ -317,10 +318,11 @@ def _read_file(file: Path, family: Callable[[], type[Family]] | None) -> Lora:
         alphas = resolve_pattern(ranks, config.lora_alpha, config.alpha_pattern)
     else:
         config, alphas = Description(), {**ranks}
-        log.warning(
-            "%s names no alpha; it is taken to be the rank (scale 1), as diffusers does. If it "
-            "was trained with another, put peft's %s beside it.", file, PEFT_CONFIG
-        )  # fmt: skip
+        _say_once(
+            logging.WARNING,
+            f"{file} names no alpha; it is taken to be the rank (scale 1), as diffusers does. If "
+            f"it was trained with another, put peft's {PEFT_CONFIG} beside it.",
+        )
     length = head.get(TEXT_LENGTH)
     if length and not re.fullmatch("[1-9][0-9]{0,8}", length):  # the family knows the limit
         raise AdapterError(f"{TEXT_LENGTH} = {shown(repr(length))} is no number of tokens")
@@ -331,8 +333,8 @@ def _read_file(file: Path, family: Callable[[], type[Family]] | None) -> Lora:
 
 
 @cache  # a command reads an adapter several times
-def _say_once(text: str) -> None:
-    log.info("%s", text)
+def _say_once(level: int, text: str) -> None:
+    log.log(level, "%s", text)
 
 
 def _read_tensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:

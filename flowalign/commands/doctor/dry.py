@@ -8,10 +8,10 @@ from pathlib import Path
 from flowalign.commands import recipe
 from flowalign.commands.doctor import predictions
 from flowalign.commands.doctor.estimate import evaluated_images
-from flowalign.commands.doctor.findings import note, show
+from flowalign.commands.doctor.findings import Finding, note, show
 from flowalign.config import ConfigError, Job, Stage, TrainingStage
 from flowalign.training.data import PromptSampler
-from flowalign.training.preflight import unexamined
+from flowalign.training.preflight import against_card, unexamined
 from flowalign.training.run.processes import state
 
 PROMPTS = 6  # of the first batch that are printed
@@ -34,6 +34,8 @@ def run(config: Job, home: Path, resume: bool, any_world: bool = False, trust: b
         print(f"\n[{number}/{len(stages)}] {forecast.name} ({stage.stage}) -> {stage.output}")
         for text in _lines(stage, processes):
             print(f"  {text}")
+        if isinstance(stage, TrainingStage):
+            show(Finding(level, text) for level, text in against_card(stage))
         forecast.time()
     print()
     predictions.show_total(forecasts)
