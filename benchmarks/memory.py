@@ -28,6 +28,7 @@ CASES = {
     "opd": [],
     "opd, checkpointing": ["model.gradient_checkpointing=true"],
     "opd, micro-batch 4": ["optimizer.micro_batch=4"],
+    "opd, beyond its teachers": [f"teachers.{name}.extrapolate=1.5" for name in "ab"],
     "grpo": [],
     "grpo, checkpointing": ["model.gradient_checkpointing=true"],
     "grpo, batches of 2": ["rollout.batch_size=2", "optimizer.micro_batch=1"],

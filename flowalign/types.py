@@ -265,8 +265,11 @@ class Detector(Protocol):
 class Teacher(Protocol):
     """A frozen velocity field that labels the states of a rollout."""
 
-    def __call__(self, rollout: Rollout) -> TeacherLabel:
-        """Velocities at rollout.states, routed by rollout.batch.tasks."""
+    def __call__(
+        self, rollout: Rollout, known: tuple[Source, Tensor] | None = None
+    ) -> TeacherLabel:
+        """Velocities at rollout.states, routed by rollout.batch.tasks. known: a field whose
+        velocity [B,S,C,h,w] there need not be asked for again."""
         ...
 
     def sources(self, tasks: list[str]) -> list[Source]:

@@ -1,7 +1,8 @@
 """The bank of teachers: frozen adapters on the student's base, asked for labels by task.
 
 Memory per further teacher is its LoRA. The states of a batch are sorted by teacher and labelled
-teacher by teacher, so that every forward pass has one adapter.
+teacher by teacher, so that every forward pass has one adapter. A target may lie beyond its teacher:
+v_ref + lambda (v_teacher - v_ref).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from flowalign.backbone import Backbone
 from flowalign.backbone.adapters import Lora
@@ -20,6 +22,8 @@ from flowalign.training.rollout import batches
 from flowalign.training.run.processes import missing_steps
 from flowalign.types import Rollout, Source, TeacherLabel
 
+Place = tuple[Tensor, Tensor]  # rows and columns of (image, step) pairs
+
 
 @dataclass(frozen=True)
 class Member:
@@ -27,14 +31,17 @@ class Member:
 
     adapter: str | Path | Lora | None  # an opened one, its folder or Hub id; None = the base itself
     guidance: float = 1.0  # CFG scale of its labels
+    extrapolate: float = 1.0  # lambda; 1 = its own velocity
+    reference: str = "base"  # v_ref at the same scale: the base, or "start"
 
 
 class Bank:
     """A `flowalign.types.Teacher`: the teachers of several tasks, one for each task.
 
     members: teachers by name. routing: task -> name of its teacher. batch_size: (image, step)
-    pairs per forward pass. dtype: how labels are stored. Adapters may differ in rank, alpha and
-    layers. Raises ValueError for an adapter that does not fit the base.
+    pairs per forward pass. dtype: how labels are stored. start: what the student starts from, the
+    reference "start" of members. Adapters may differ in rank, alpha and layers. Raises ValueError
+    for an adapter that does not fit the base.
     """
 
     def __init__(
@@ -45,16 +52,19 @@ class Bank:
         *,
         batch_size: int = 64,
         dtype: torch.dtype = torch.bfloat16,
+        start: str | Path | Lora | None = None,
     ) -> None:
         self.backbone, self.members, self.routing = backbone, dict(members), dict(routing)
         self.batch_size, self.dtype = batch_size, dtype
-        for name, member in self.members.items():
-            if member.adapter is None:
+        adapters = {_adapter(name): member.adapter for name, member in self.members.items()}
+        if any(m.extrapolate != 1 and m.reference == "start" for m in self.members.values()):
+            adapters[START] = start
+        for name, adapter in adapters.items():
+            if adapter is None:
                 continue
             try:
-                backbone.load_adapter(_adapter(name), member.adapter, frozen=True)
+                backbone.load_adapter(name, adapter, frozen=True)
             except (RuntimeError, ValueError, KeyError, TypeError) as error:
-                adapter = member.adapter
                 where = adapter.file.parent if isinstance(adapter, Lora) else adapter
                 raise ValueError(
                     f"the adapter {where} does not fit the base "
@@ -63,29 +73,44 @@ class Bank:
                 ) from error
 
     @torch.no_grad()
-    def __call__(self, rollout: Rollout) -> TeacherLabel:
-        """Labels of all trained states. Raises NotFinite, on all processes, where the velocity of
-        one is not finite."""
+    def __call__(
+        self, rollout: Rollout, known: tuple[Source, Tensor] | None = None
+    ) -> TeacherLabel:
+        """Labels of all trained states. known: whose velocity [B,S,C,h,w] there is known already.
+        Raises NotFinite, on all processes, where the velocity of one is not finite."""
         names = [self.routing[task] for task in rollout.batch.tasks]
         device, steps = rollout.states.device, len(rollout.steps)
         sigmas = rollout.sigmas[rollout.steps].to(device)
-        velocity = torch.empty_like(rollout.states, dtype=self.dtype)
+        beyond = any(self.members[name].extrapolate != 1 for name in names)
+        velocity = torch.zeros_like(rollout.states, dtype=torch.float32 if beyond else self.dtype)
+
+        passes: list[tuple[Source, float, Place]] = []
         # (image, step) pairs, numbered image by image, of one teacher each
-        parts = list(batches([name for name in names for _ in range(steps)], self.batch_size))
-        parts += parts[-1:] * missing_steps(len(parts), self.backbone.sharded)
+        parts = batches([name for name in names for _ in range(steps)], self.batch_size)
         for name, group in groupby(parts, key=lambda part: part[0]):
-            source = self.source(name)
-            with self.backbone.adapter(source.adapter):  # once per teacher: switching costs time
-                for _, pairs in group:
-                    pair = torch.tensor(pairs, device=device)
-                    row, column = pair // steps, pair % steps
+            pairs = [torch.tensor(part, device=device) for _, part in group]
+            places = [(pair // steps, pair % steps) for pair in pairs]
+            for source, weight in self.targets(name):
+                passes += [(source, weight, place) for place in places]
+        if known:
+            for source, weight, place in passes:
+                if source == known[0]:
+                    velocity[place] += weight * known[1][place]
+            passes = [part for part in passes if part[0] != known[0]]
+        # other processes may have more passes, in which all take part
+        last, _, place = passes[-1]
+        passes += [(last, 0.0, place)] * missing_steps(len(passes), self.backbone.sharded)
+        for adapter, group in groupby(passes, key=lambda part: part[0].adapter):
+            with self.backbone.adapter(adapter):  # once per teacher: switching costs time
+                for source, weight, (row, column) in group:
                     label = self.backbone.velocity(
                         rollout.states[row, column],
                         sigmas[column],
                         rollout.conditioning.select(row),
                         guidance=source.guidance,
                     )
-                    velocity[row, column] = label.to(self.dtype)
+                    velocity[row, column] += (weight * label).to(velocity.dtype)
+        velocity = velocity.to(self.dtype)
         broken, fault = (~torch.isfinite(velocity)).flatten(2).any(2), None
         if broken.any():
             row, column = broken.nonzero()[0].tolist()
@@ -100,10 +125,22 @@ class Bank:
         """Who samples the prompts of each task: its teacher."""
         return [self.source(self.routing[task]) for task in tasks]
 
+    def targets(self, name: str) -> list[tuple[Source, float]]:
+        """Whose velocities, times which weights, sum to the label of a teacher: its own, and with
+        an extrapolation its reference's."""
+        member, own = self.members[name], self.source(name)
+        if member.extrapolate == 1:
+            return [(own, 1.0)]
+        reference = Source(START if member.reference == "start" else None, member.guidance)
+        return [(own, member.extrapolate), (reference, 1 - member.extrapolate)]
+
     def source(self, name: str) -> Source:
         """A teacher's adapter on the base, and its CFG scale."""
         member = self.members[name]
         return Source(None if member.adapter is None else _adapter(name), member.guidance)
+
+
+START = "teachers_start"  # the frozen adapter that the student starts from
 
 
 def _adapter(name: str) -> str:

@@ -1,6 +1,7 @@
 """Labels of a mixed batch are those of each teacher alone, and the student does not notice."""
 
 from pathlib import Path
+from typing import Any
 
 import fakes
 import pytest
@@ -131,3 +132,52 @@ def test_labels_that_are_not_finite_stop_with_the_teacher_named(
     student.adapter_parameters("teacher_ocr")[-1].data.fill_(float("nan"))
     with pytest.raises(NotFinite, match="'ocr'.*NaN"):
         bank(rollout(student))
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_a_target_beyond_its_teacher(
+    random_model: str, members: dict[str, Member], guidance: float
+) -> None:
+    """v_ref + lambda (v - v_ref), of the base and of the start, beside a teacher as it is."""
+    student = fakes.adapted(random_model)
+    found = rollout(student)
+    beyond = {
+        "ocr": Member(members["ocr"].adapter, guidance, 1.5),
+        "geneval": Member(members["geneval"].adapter, guidance, 0.5, "start"),
+        "base": Member(None, guidance),
+    }
+    start = members["ocr"].adapter
+    bank = Bank(student, beyond, ROUTING, batch_size=3, dtype=torch.float32, start=start)
+    label = bank(found)
+    known = Bank(student, {"base": Member(None, guidance)}, dict.fromkeys(ROUTING, "base"))(found)
+    shared = bank(found, (bank.source("base"), known.velocity))
+    for task, reference in {"ocr": None, "geneval": start, "photo": None}.items():
+        name = ROUTING[task]
+        rows = [i for i, teacher in enumerate(label.teacher) if teacher == name]
+        own = alone(random_model, members[name], found, guidance, rows)
+        base = alone(random_model, Member(reference), found, guidance, rows)
+        expected = base + beyond[name].extrapolate * (own - base)
+        torch.testing.assert_close(label.velocity[rows], expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(shared.velocity[rows], expected, rtol=0, atol=0.02)
+
+
+def test_what_is_known_is_not_asked_for_again(
+    random_model: str, members: dict[str, Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    student = fakes.adapted(random_model)
+    found = rollout(student)
+    beyond = {name: Member(m.adapter, extrapolate=1.5) for name, m in members.items()}
+    bank = Bank(student, beyond, ROUTING)
+    asked: list[str | None] = []
+    velocity = student.velocity
+
+    def counted(*args: Any, **more: Any) -> Tensor:
+        asked.append(student.active)
+        return velocity(*args, **more)
+
+    monkeypatch.setattr(student, "velocity", counted)
+    label = bank(found)
+    assert len(asked) == 6
+    asked.clear()
+    bank(found, (bank.source("base"), label.velocity))
+    assert len(asked) == 2 and None not in asked

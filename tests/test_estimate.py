@@ -120,7 +120,8 @@ def small(tmp_path_factory):
     return medium.write(folder, 1 / 12, layers=2), folder
 
 
-SMALL = ["opd", "opd, checkpointing", "grpo, batches of 2", "nft, old policy and KL",
+SMALL = ["opd", "opd, checkpointing", "opd, beyond its teachers", "grpo, batches of 2",
+         "nft, old policy and KL",
          "nft, many noise levels", "awm, average and KL"]  # fmt: skip
 
 

@@ -265,6 +265,7 @@ def test_sft_learns_the_straight_way_to_the_teachers_images(
         (["student.gradient=published"], ["student.weighting", "published"]),
         (["student.states={select: random, count: 4}"], ["count", "rollout.window"]),
         (["student.gradient=policy", "student.guidance=2"], ["student.guidance", "2.0", "1.0"]),
+        (["teachers.odd.reference=start"], ["teachers.odd.reference", "lora.init"]),
         (["student.reward_weight=1", "rollout.copies=1"], ["rollout.copies"]),
         (["student.reward_weight=1", "tasks.1.reward=null"], ["tasks.1.reward"]),
         (["evaluation={}", "tasks.1.reward=null", "tasks.1.validation=x"], ["tasks.1.reward"]),
@@ -281,8 +282,30 @@ def test_what_cannot_be_learnt_is_refused(
     assert any(all(key in problem for key in keys) for problem in problems), problems
 
 
-@pytest.mark.parametrize("stage", ["opd", "sft"])
+def test_images_beyond_a_teacher_cannot_be_sampled(random_model: str, tmp_path: Path) -> None:
+    given = "teachers.odd.extrapolate=2"
+    with pytest.raises(fakes.config.ConfigError, match=r"teachers\.odd\.extrapolate"):
+        fakes.distillation(random_model, tmp_path / "run", given, stage="sft")
+
+
+@pytest.mark.parametrize("form", ["pathwise", "policy"])
+def test_a_student_of_extrapolated_teachers(random_model: str, tmp_path: Path, form: str) -> None:
+    """Its labels lie on the line from the reference through the teacher; it trains on them."""
+    given = [f"student.gradient={form}", "anchor={adapter: null}"]
+    *_, plain = labelled(random_model, tmp_path / "plain", *given)
+    beyond = [f"teachers.{name}.extrapolate=1.5" for name in ("even", "odd")]
+    loop, student, labels = labelled(random_model, tmp_path / "beyond", *given, *beyond)
+    assert plain.anchor is not None and labels.anchor is not None
+    assert torch.equal(labels.rollout.states, plain.rollout.states)
+    expected = plain.anchor + 1.5 * (plain.velocity - plain.anchor)
+    assert_close(labels.velocity, expected, rtol=0, atol=1e-5)
+    (pairs,) = pairs_of(labels.rollout, torch.ones(8, dtype=torch.bool), 100)
+    loss = student.loss(pairs, loop.algorithm.velocity(pairs), labels).total
+    assert gradient(loop, loss).any()
+
+
 @pytest.mark.parametrize("scored", [[], ["odd"]])
+@pytest.mark.parametrize("stage", ["opd", "sft"])
 def test_a_task_without_a_reward_is_trained_and_not_evaluated(
     random_model: str, tmp_path: Path, stage: str, scored: list[str]
 ) -> None:

@@ -117,17 +117,22 @@ def algorithm_parts(
     student's base. Raises ConfigError if one does not fit it."""
     members = {
         key.removeprefix("teachers."): Member(
-            teacher.adapter and inputs.adapter(teacher.adapter), config.guidance_of(teacher)
+            teacher.adapter and inputs.adapter(teacher.adapter),
+            config.guidance_of(teacher),
+            **teacher.model_dump(include={"extrapolate", "reference"}),
         )
         for key, teacher in config.labellers.items()
     }
     dtype, batch_size = config.labelling
+    start = config.lora.init and inputs.adapter(config.lora.init)
 
     def bank(members: Mapping[str, Member], routing: Mapping[str, str]) -> Bank | None:
         if not members:
             return None
         try:
-            return Bank(backbone, members, routing, batch_size=batch_size, dtype=DTYPES[dtype])
+            return Bank(
+                backbone, members, routing, batch_size=batch_size, dtype=DTYPES[dtype], start=start
+            )
         except ValueError as error:
             raise ConfigError([f"teachers: {error}"]) from error
 

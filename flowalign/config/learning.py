@@ -178,7 +178,7 @@ class AwmConfig(ForwardConfig):
     """That average."""
 
 
-class TeacherConfig(Section):
+class LabellerConfig(Section):
     """A frozen velocity field on the same base."""
 
     adapter: str | None = Field(examples=["runs/teacher_ocr/adapter"])
@@ -188,7 +188,17 @@ class TeacherConfig(Section):
     a smaller one the student unlearns its own."""
 
 
-class AnchorConfig(TeacherConfig):
+class TeacherConfig(LabellerConfig):
+    """A teacher of the tasks that are routed to it."""
+
+    extrapolate: Annotated[float, Field(ge=0, le=10)] = 1.0
+    """lambda of the target v_ref + lambda (v_teacher - v_ref): 1 is the teacher itself, above 1 the
+    target lies beyond it (ExOPD, 2602.12125). Other than 1, a label takes one more forward pass."""
+    reference: Literal["base", "start"] = "base"
+    """v_ref: the base, or what the student starts from (lora.init)."""
+
+
+class AnchorConfig(LabellerConfig):
     """Manifold-anchor regularisation (MAR): a second teacher for the images of every task."""
 
     weight: NotNegative = 0.04

@@ -153,7 +153,7 @@ class TrainingStage(Job):
         """The CFG scale at which the adapter is trained."""
         return self.rollout.guidance
 
-    def guidance_of(self, teacher: learning.TeacherConfig) -> float:
+    def guidance_of(self, teacher: learning.LabellerConfig) -> float:
         """The CFG scale of a teacher or anchor."""
         return self.guidance if teacher.guidance is None else teacher.guidance
 
@@ -255,7 +255,7 @@ class TrainingStage(Job):
         return self.train.updates * self.optimizer.updates_per_rollout
 
     @property
-    def labellers(self) -> dict[str, learning.TeacherConfig]:
+    def labellers(self) -> dict[str, learning.LabellerConfig]:
         """{config key: teacher}, with the anchor; empty for a stage without teachers."""
         return {}
 
@@ -458,7 +458,7 @@ class DistillationStage(TrainingStage):
         return {task.name: task.teacher or task.name for task in self.tasks}
 
     @property
-    def labellers(self) -> dict[str, learning.TeacherConfig]:
+    def labellers(self) -> dict[str, learning.LabellerConfig]:
         return {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
 
     def problems(self) -> Iterator[str]:
@@ -518,7 +518,7 @@ class OpdStage(DistillationStage):
         return ranges
 
     @property
-    def labellers(self) -> dict[str, learning.TeacherConfig]:
+    def labellers(self) -> dict[str, learning.LabellerConfig]:
         return super().labellers | ({"anchor": self.anchor} if self.anchor else {})
 
     @property
@@ -535,6 +535,12 @@ class OpdStage(DistillationStage):
                 "the ratio of new and old policy needs one policy. Use the same, or gradient "
                 "'pathwise' without a reward."
             )
+        for name, teacher in self.teachers.items():
+            if teacher.reference == "start" and not self.lora.init:
+                yield (
+                    f"teachers.{name}.reference: 'start', but the student starts from the base. "
+                    "Use 'base', or give lora.init."
+                )
         states, width = self.student.states, self.rollout.width
         if states.select != "all" and states.count > width:
             yield (
@@ -550,6 +556,16 @@ class SftStage(DistillationStage):
     stage: Literal["sft"]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Learn from teachers' images."""
     sft: learning.SftConfig = learning.SftConfig()
+
+    def problems(self) -> Iterator[str]:
+        """A target beyond a teacher, which cannot sample images."""
+        yield from super().problems()
+        for name, teacher in self.teachers.items():
+            if teacher.extrapolate != 1:
+                yield (
+                    f"teachers.{name}.extrapolate: {teacher.extrapolate}, but `sft` learns from "
+                    "images, which the teacher itself samples. Leave it out, or use stage opd."
+                )
 
 
 class MergeStage(Job):

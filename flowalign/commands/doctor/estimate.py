@@ -26,7 +26,7 @@ from flowalign.backbone.lora import adapted_layers
 from flowalign.backbone.structure import family_without_text, model_family, without_data
 from flowalign.backbone.text import BATCH as TEXT_BATCH
 from flowalign.commands.doctor.meter import DeviceAttention, Meter, measure, rounded, size, size_of
-from flowalign.config import Stage, TrainingStage, parse
+from flowalign.config import Stage, TeacherConfig, TrainingStage, parse
 from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.training.algorithm import STUDENT, algorithm_class
 from flowalign.training.data import PromptError, load_prompts
@@ -320,7 +320,8 @@ class _Run(_Shapes):
     def _add_adapters(self, ranks: Mapping[str, Mapping[str, int]]) -> None:
         """The adapters of the student, its teachers and its anchor, as a run loads them."""
         config, lora = self.config, self.config.lora
-        self.student = self.add(STUDENT, ranks_of(lora.init, lora, ranks, config.model))
+        ranks_of_student = ranks_of(lora.init, lora, ranks, config.model)
+        self.student = self.add(STUDENT, ranks_of_student)
         self.teachers: list[nn.Parameter] = []
         self.sources: dict[str, Source] = {}  # who labels, by its key in the config
         for key, teacher in config.labellers.items():
@@ -329,7 +330,26 @@ class _Run(_Shapes):
                 name = self.add_frozen(ranks_of(teacher.adapter, lora, ranks, config.model))
                 self.teachers += self.frozen[name]
             self.sources[key] = Source(name, config.guidance_of(teacher))
+        self._add_references(ranks_of_student)
         self.backbone.activate(STUDENT)
+
+    def _add_references(self, ranks: Mapping[str, int]) -> None:
+        """What a teacher's target is extrapolated from, where it is: one more who labels."""
+        self.targets = {key: [source] for key, source in self.sources.items()}
+        beyond = {
+            key: teacher
+            for key, teacher in self.config.labellers.items()
+            if isinstance(teacher, TeacherConfig) and teacher.extrapolate != 1
+        }
+        start = None
+        if any(teacher.reference == "start" for teacher in beyond.values()):
+            start = self.add_frozen(ranks)
+            self.teachers += self.frozen[start]
+        for key, teacher in beyond.items():
+            name = start if teacher.reference == "start" else None
+            reference = Source(name, self.config.guidance_of(teacher))
+            if name or reference != self.sources.get("anchor"):  # the anchor labels all states
+                self.targets[key].append(reference)
 
     def _checkpoint(self, module: Any, *args: Any) -> Any:
         """Gradient checkpointing, as diffusers calls it."""
@@ -438,6 +458,8 @@ class _Run(_Shapes):
             meters.append(self.forward(batch, self.sources["anchor"]))
         flops = sum(meter.flops for meter in meters) / batch * self.pairs
         peak = self.stored + self.label_bytes + max(meter.peak for meter in meters)
+        if any(len(sources) > 1 for sources in self.targets.values()):
+            peak += self.pairs * self.latent  # summed in float32
         return Phase("labels", "labels", peak, flops, {"student.label_batch": size})
 
     def _drift(self) -> Phase:
@@ -481,12 +503,16 @@ class _Run(_Shapes):
     def _teachers_forward(self, batch: int) -> Meter:
         """A batch of the teacher with the highest peak; its FLOPs are the mean of all tasks'."""
         config = self.config
-        sources = {
-            task.name: self.sources[f"teachers.{config.routing[task.name]}"]
+        asked = {
+            task.name: self.targets[f"teachers.{config.routing[task.name]}"]
             for task in config.tasks
         }
-        meters = {s: self.forward(batch, s) for s in dict.fromkeys(sources.values())}
-        weighted = (meters[sources[task.name]].flops * task.weight for task in config.tasks)
+        every = dict.fromkeys(source for sources in asked.values() for source in sources)
+        meters = {source: self.forward(batch, source) for source in every}
+        weighted = (
+            task.weight * sum(meters[source].flops for source in asked[task.name])
+            for task in config.tasks
+        )
         flops = sum(weighted) / sum(task.weight for task in config.tasks)
         worst = max(meters.values(), key=lambda meter: meter.peak)
         worst.flops = round(flops)

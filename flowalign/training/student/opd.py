@@ -101,8 +101,11 @@ class Opd(Algorithm[Labels]):
     def prepare(self, rollout: Rollout, update: int) -> Labels:
         """Label the trained states, once: the labels do not depend on the student's weights."""
         assert self.teachers
-        label = self.teachers(rollout)
-        anchor = self.anchor(rollout).velocity if self.anchor else None
+        anchor = known = None
+        if self.anchor:  # the base, as a rule: what targets are extrapolated from, too
+            anchor = self.anchor(rollout).velocity
+            known = self.anchor.sources(rollout.batch.tasks[:1])[0], anchor
+        label = self.teachers(rollout, known)
         rewarded = self.grpo.prepare(rollout, update) if self.grpo else None
         policy = self.settings.gradient == "policy"
         measured = dict(rewarded.metrics) if rewarded else {}
