@@ -27,11 +27,10 @@ from flowalign.config import ConfigError, EvalStage
 from flowalign.eval.stats import FIDELITY, normal_row
 from flowalign.eval.suite import ImageSet, Judged
 from flowalign.system.images import to_float
+from flowalign.training.preflight import GROUPS, SCENES, too_few
 from flowalign.training.report.pictures import image_files
 from flowalign.types import EvalRow
 
-GROUPS = 20  # of prompts, each left out once for the jackknife error of a distance
-SCENES = 4  # tiny reference scenes per prompt: they are cheap, and few of them bias the distance
 BATCH = 64  # reference images per forward pass of the features
 CLIP = "flowalign.rewards.clip:Clip"
 
@@ -115,12 +114,6 @@ def _groups(prompts: Sequence[str]) -> Tensor:
     return torch.tensor([group[prompt] for prompt in prompts])
 
 
-def enough(width: int) -> int:
-    """The least number of images for `width` features: a regular covariance takes width + 1 of
-    them, also when one of GROUPS is left out."""
-    return max(GROUPS, math.ceil((width + 1) * GROUPS / (GROUPS - 1)) + 1)
-
-
 @dataclass(frozen=True)
 class Reference:
     """A feature extractor, and the features [M,D] of the reference images."""
@@ -162,13 +155,8 @@ def load_reference(
         raise ConfigError([f"fidelity.reference: {error}"]) from error
     width = features.shape[1]
     sampled = sum(len(images.prompts) * images.copies for images in sets)
-    problems = [
-        f"{key}: {count} images are too few for a distance between {width} features. Use at "
-        f"least {enough(width)}, better ten times as many, or write `fidelity: null`."
-        for key, count in (("fidelity.reference", len(features)), ("benchmarks", sampled))
-        if count < enough(width)
-    ]
-    if problems:
+    counts = {"fidelity.reference": len(features), "benchmarks": sampled}
+    if problems := list(too_few(counts, width)):
         raise ConfigError(problems)
     return Reference(extract, features)
 

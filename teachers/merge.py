@@ -78,9 +78,8 @@ def merge(
     lines: tuple[float, float] | None = None,
     model: str | None = None,
 ) -> MergeReport:
-    """Write to `out` an adapter whose update merges the weighted updates w_i dW_i of the others.
-
-    Where an adapter lacks a layer, its update of that layer is 0.
+    """Write to `out` an adapter whose update merges the weighted updates w_i dW_i of the others. A
+    layer that one of them lacks has the update 0 there.
 
     adapters: folders or Hub ids, whatever `flowalign.backbone.adapters.read_lora` takes.
     weights: one each, 1 by default: the plain sum. 1/n each is the average, as in the only
@@ -114,8 +113,8 @@ def merge(
         for layer in layers:
             scale = _depth_scale(layer, last, lines)
             both = zip(updates, weights, strict=True)
-            present = [(update[layer], w * scale) for update, w in both if layer in update]
-            parts, scaled = zip(*present, strict=True)
+            pairs = [(update[layer], w * scale) for update, w in both if layer in update]
+            parts, scaled = zip(*pairs, strict=True)
             merged, errors[layer] = merge_layer(parts, scaled, method, rank, density)
             ranks[layer] = merged.down.shape[0]
             state[f"{layer}.lora_A.weight"] = merged.down.float().contiguous()

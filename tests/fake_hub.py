@@ -25,12 +25,19 @@ from huggingface_hub import constants
 from safetensors.torch import save
 
 LAYER = "base_model.model.transformer_blocks.0.attn.to_q"
-HALVES = {"A": torch.ones(2, 32), "B": torch.ones(32, 2)}
-PEFT = {  # the files of a LoRA as peft saves it
-    "adapter_config.json": b'{"peft_type": "LORA", "r": 2, "lora_alpha": 5}',
-    "adapter_model.safetensors": save({f"{LAYER}.lora_{h}.weight": w for h, w in HALVES.items()}),
-    "README.md": b"# A teacher",
-}
+
+
+def peft(width: int) -> dict[str, bytes]:
+    """The files of a LoRA as peft saves it, of one layer of a transformer of this width."""
+    halves = {"A": torch.ones(2, width), "B": torch.ones(width, 2)}
+    return {
+        "adapter_config.json": b'{"peft_type": "LORA", "r": 2, "lora_alpha": 5}',
+        "adapter_model.safetensors": save({f"{LAYER}.lora_{h}.weight": halves[h] for h in "AB"}),
+        "README.md": b"# A teacher",
+    }
+
+
+PEFT = peft(32)
 TOKEN = "hf_" + "t" * 34  # of the one user there is, whose name is "me"
 
 
@@ -214,7 +221,7 @@ PUBLIC = [f"jieliu/SD3.5M-FlowGRPO-{name}" for name in ("GenEval", "Text", "Pick
 
 
 def with_public_teachers(hub: Hub) -> Hub:
-    """With the adapters that our configs name, a layer each."""
+    """With the adapters that our configs name, a layer each, of the sizes of SD3.5-M."""
     for name in PUBLIC:
-        hub.put(name, PEFT)
+        hub.put(name, peft(1536))
     return hub

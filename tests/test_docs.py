@@ -34,6 +34,7 @@ from test_package import CONFIGS
 
 from flowalign import rewards
 from flowalign.backbone.adapters import adapter_folder
+from flowalign.backbone.structure import find
 from flowalign.commands import cli
 from flowalign.config import (
     ADAPTER,
@@ -344,13 +345,16 @@ def make_files(config: Stage, hub: fake_hub.Hub) -> None:
         if not source.startswith("tiny/"):
             Path(source).parent.mkdir(parents=True, exist_ok=True)
             Path(source).write_text(SIGN if source.endswith(".txt") else json.dumps(ROW))
-    for source in config.inputs.values() if isinstance(config, TrainingStage | EvalStage) else ():
+    adapters = config.inputs.values() if isinstance(config, TrainingStage | EvalStage) else ()
+    for source in adapters:
+        shapes = find(config.model.id).parts["transformer"]
+        lora = fake_hub.peft(shapes["num_attention_heads"] * shapes["attention_head_dim"])
         if source.startswith(("runs/", "outputs/")):
             Path(source).mkdir(parents=True, exist_ok=True)
-            for name, content in fake_hub.PEFT.items():
+            for name, content in lora.items():
                 (Path(source) / name).write_bytes(content)
         elif not source.startswith("tiny/"):
-            hub.put(source, fake_hub.PEFT)
+            hub.put(source, lora)
 
 
 @contextlib.contextmanager

@@ -17,13 +17,14 @@ from flowalign.backbone.placement import Placement
 from flowalign.backbone.text import TextEncoder
 from flowalign.config import SamplingConfig
 from flowalign.eval import suite
-from flowalign.eval.fidelity import distance, enough, frechet
+from flowalign.eval.fidelity import distance, frechet
 from flowalign.eval.geneval import summarize
 from flowalign.eval.run import main
 from flowalign.eval.stats import average, difference, lost, rows_of
 from flowalign.eval.store import Store
 from flowalign.eval.suite import Benchmark, ImageSet, Judged
 from flowalign.eval.table import details
+from flowalign.training.preflight import enough
 from flowalign.training.report.pictures import pixels_of
 from flowalign.types import EvalReport, EvalRow, PromptBatch, Scores
 

@@ -1,5 +1,6 @@
 """`flowalign init`: every config that it writes is one that the commands take."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,15 @@ from typing import Any
 import fake_hub
 import fakes
 import pytest
+import torch
 import yaml
 from huggingface_hub import constants
 
-from flowalign.commands import cli
-from flowalign.commands.init import CONFIGS
+from flowalign.backbone.adapters import describe, write_lora
+from flowalign.backbone.lora import adapted_layers
+from flowalign.backbone.structure import family_without_text
+from flowalign.commands import cli, recipe
+from flowalign.commands.init import CONFIGS, USED
 from flowalign.config import (
     STAGES,
     EvalStage,
@@ -23,6 +28,8 @@ from flowalign.config import (
     load,
 )
 from flowalign.config.model import LoraConfig
+from flowalign.rewards import RewardBase
+from flowalign.types import Scores
 
 MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
 LARGE = "stabilityai/stable-diffusion-3.5-large"
@@ -63,6 +70,87 @@ def test_every_stage_of_a_recipe_is_sound(
     assert list(stages) == ["merge", "student", "table"]
 
 
+def rows(**keys: Any) -> str:
+    return "".join(
+        f"{json.dumps({'prompt': f'a photo of a {x}', **keys})}\n" for x in ("kite", "cup")
+    )
+
+
+KITE = {"tag": "single_object", "include": [{"class": "kite", "count": 1}]}
+PROMPTS = {  # each read by another reader, with the metadata of a reward
+    "signs.txt": 'a sign that says "KITE"\na sign that says "LAMP"\n',
+    "kites.jsonl": rows(**KITE),
+    "styles.jsonl": rows(style="oil"),
+    "styles.csv": "prompt,style\na kite over a lake,oil\n",
+}
+OF = {  # reward -> prompts that it can score; None = those of the shipped configs
+    "ocr": [None, "signs.txt"],
+    "geneval": [None, "kites.jsonl"],
+    "pickscore": [None, *PROMPTS],
+    "test_init:Styled": ["styles.jsonl", "styles.csv"],
+}
+MODELS = (
+    "tiny", MEDIUM, f"{LARGE}-turbo", "black-forest-labs/FLUX.1-dev",
+    "black-forest-labs/FLUX.2-dev", "black-forest-labs/FLUX.1-schnell", "Qwen/Qwen-Image",
+    "Tongyi-MAI/Z-Image",
+    "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers",
+)  # fmt: skip
+
+
+class Styled(RewardBase):
+    """Judges prompts with a style, as those of the shipped configs are not."""
+
+    @classmethod
+    def check_prompts(cls, prompts: Any, metadata: Any, **options: Any) -> None:
+        if not all("style" in row for row in metadata):
+            raise ValueError("no style")
+
+    def __call__(self, images: Any, prompts: Any, metadata: Any) -> Scores:
+        return Scores.of(images.mean((1, 2, 3)) * len(metadata[0]["style"]))
+
+
+def lora(model: str) -> str:
+    """A LoRA of one layer that fits the model, as another trainer might leave it."""
+    family = family_without_text(model)
+    layer = adapted_layers(family.core, family.targets[0])[0]
+    linear: Any = family.core.get_submodule(layer)
+    halves = {"A": (1, linear.in_features), "B": (linear.out_features, 1)}
+    weights = {f"{layer}.lora_{half}.weight": torch.ones(shape) for half, shape in halves.items()}
+    write_lora("lora", weights, describe({layer: 1}, {layer: 1.0}, False, model))
+    return "lora"
+
+
+@pytest.mark.usefixtures("clip_extra")
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "model", [MODELS[0], *(pytest.param(m, marks=pytest.mark.slow) for m in MODELS[1:])]
+)
+def test_what_is_written_for_any_stage_reward_and_prompts_can_run(
+    model: str, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All stages of it, with teachers and prompts of the user's; the shipped configs' prompts are
+    where they expect them."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for name, text in PROMPTS.items():
+        Path(name).write_text(text)
+    teachers = [f"one={lora(model)}", "two=lora"]
+    taught = stage in USED["teachers"]
+    for reward, prompts in [(r, p) for r, several in OF.items() for p in several]:
+        words = ["--stage", stage, "--model", model]
+        if taught:
+            words += ["--teachers", *teachers]
+        if stage in USED["reward"]:
+            words += ["--reward", *[reward] * (1 + (taught and stage != "eval"))]
+            if prompts:
+                words += ["--prompts", *[prompts] * (1 + (taught and stage != "eval"))]
+        config = written(*words)
+        for name in re.findall(r"data/[\w/]+\.\w+", Path("own.yaml").read_text()):
+            Path("data").mkdir(exist_ok=True)
+            Path(name).write_text(PROMPTS["kites.jsonl" if name.endswith("l") else "signs.txt"])
+        _, problems = recipe.examine(config, Path())
+        assert problems == [], (reward, prompts)
+
+
 @pytest.mark.parametrize("stage", ["nft", "awm"])
 def test_a_teacher_from_clean_images_is_the_shipped_one_of_its_stage(stage: str) -> None:
     config = written("--stage", stage, "--model", MEDIUM, "--reward", "geneval")
@@ -75,7 +163,8 @@ def test_a_teacher_from_clean_images_is_the_shipped_one_of_its_stage(stage: str)
 @pytest.mark.parametrize(
     "model, folder, guidance",
     [("black-forest-labs/FLUX.1-dev", "flux", 3.5), ("Qwen/Qwen-Image", "qwen_image", 4.0),
-     ("black-forest-labs/FLUX.2-dev", "flux2", 4.0), ("me/unknown", None, 4.5)],
+     ("black-forest-labs/FLUX.2-dev", "flux2", 4.0), ("Tongyi-MAI/Z-Image", "z_image", 5.0),
+     (MODELS[-1], "sana", 4.5), ("me/unknown", None, 4.5)],
 )  # fmt: skip
 def test_values_are_those_of_the_model_s_family(
     model: str, folder: str | None, guidance: float, monkeypatch: pytest.MonkeyPatch, capsys: Any
@@ -93,6 +182,11 @@ def test_values_are_those_of_the_model_s_family(
         if stage == "nft":
             parts["seed"] = config.seed
         assert config == shipped.model_copy(update=parts)
+    stages, size = written("--stage", "recipe", "--model", model), shipped.model.image_sizes
+    assert stages.model.image_sizes == size and stages.stages["table"]["sampling"] == (
+        shipped.sampling.model_dump(exclude_unset=True)
+    )
+    assert stages.stages["student"]["rollout"]["guidance"] == guidance
 
 
 def load_shipped(folder: str, name: str) -> Any:
@@ -250,7 +344,26 @@ def test_a_tiny_teacher_trains() -> None:
     assert Path("outputs/my/adapter/pytorch_lora_weights.safetensors").is_file()
 
 
-@pytest.mark.parametrize("stage", ["grpo", "opd", "eval"])
+@pytest.mark.slow
+def test_a_tiny_recipe_of_own_prompts_runs_to_its_table(capsys: Any) -> None:
+    for name in ("a.txt", "b.txt"):
+        Path(name).write_text('a red sign that says "CAT"\na blue sign that says "POND"\n')
+    words = ["--teachers", "a=tiny/ocr", "b=tiny/geneval", "--reward", "ocr", "pickscore"]
+    assert init("--stage", "recipe", *words, "--prompts", "a.txt", "b.txt") == 0
+    small: dict[str, Any] = {
+        "opd": {"train": {"updates": 1}, "rollout": {"prompts": 4, "batch_size": 4}},
+        "eval": {"benchmarks": {"a": {"limit": 2}, "b": {"limit": 2}}},
+    }
+    Path("small.yaml").write_text(yaml.safe_dump(small))
+    assert cli.main(["train", "--config", "recipe.yaml", "--variant", "small.yaml"]) == 2
+    assert "fidelity" in capsys.readouterr().err and not Path("outputs").exists()
+    small["eval"]["fidelity"] = None
+    Path("small.yaml").write_text(yaml.safe_dump(small))
+    assert cli.main(["train", "--config", "recipe.yaml", "--variant", "small.yaml"]) == 0
+    assert "student" in Path("outputs/recipe/table/table.md").read_text()
+
+
+@pytest.mark.parametrize("stage", ["grpo", "awm", "opd", "eval"])
 @pytest.mark.parametrize(
     ("model", "steps"),
     [

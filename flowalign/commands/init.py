@@ -95,11 +95,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _without_sampling(data: Any) -> Any:
-    """A raw config without steps, scales and windows of them: for a distilled model, whose card
-    decides, where the shipped config is of its base."""
+    """A raw config without steps, scales and parts of the schedule: for a distilled model, whose
+    card decides, where the shipped config is of its base."""
     if not isinstance(data, dict):
         return data
-    left_out = {"steps", "guidance", "window"}
+    left_out = {"steps", "guidance", "window", "levels", "within"}
     return {key: _without_sampling(value) for key, value in data.items() if key not in left_out}
 
 
@@ -242,9 +242,13 @@ class Draft:
             student["lora"] = {"init": "stage:merge"}
             models["merge"] = "stage:merge"
         models["student"] = "stage:student"
-        rows = [self._benchmark(task["name"], task["reward"]) for task in student["tasks"]]
-        table = self.eval | {"models": models, "benchmarks": rows}
-        stages |= {"student": student, "table": table}
+        rows = [
+            self._benchmark(
+                task["name"], task["reward"], own=task.get("validation", task["prompts"])
+            )
+            for task in student["tasks"]
+        ]
+        stages |= {"student": student, "table": self._table(models, rows)}
         for name, stage in stages.items():
             stages[name] = {key: value for key, value in stage.items() if key not in SHARED}
         return {"seed": 0, "stages": stages}
@@ -255,17 +259,25 @@ class Draft:
             self._benchmark(_short(name), self._reward(name), file)
             for name, file in zip(self.rewards, files, strict=True)
         ]
-        models = {"base": None, **self.adapters}
-        data = self.eval | {"models": models, "benchmarks": rows or self.eval["benchmarks"]}
-        if self.args.prompts:  # the reference images of `fidelity` belong to the shipped ones
-            data.pop("fidelity", None)
+        return self._table({"base": None, **self.adapters}, rows or self.eval["benchmarks"])
+
+    def _table(self, models: Mapping[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """The family's evaluation of other models on these benchmarks."""
+        data = self.eval | {"models": models, "benchmarks": rows}
+        shipped = {benchmark["prompts"] for benchmark in self.eval["benchmarks"]}
+        if not {row["prompts"] for row in rows} <= shipped:
+            data.pop("fidelity", None)  # its reference images belong to the shipped prompts
         return data
 
-    def _benchmark(self, name: str, reward: Mapping[str, Any], prompts: str = "") -> dict[str, Any]:
-        """A benchmark; without prompts on the shipped test prompts of its reward, or of any."""
+    def _benchmark(
+        self, name: str, reward: Mapping[str, Any], prompts: str = "", own: str = ""
+    ) -> dict[str, Any]:
+        """A benchmark. Without prompts on the shipped test prompts of its reward; where there are
+        none, on `own`, the prompts of its task, or on those of any reward."""
         shipped = self.eval["benchmarks"]
-        like = next((b for b in shipped if b["reward"]["name"] == reward["name"]), shipped[-1])
-        return like | {"name": name, "reward": reward, "prompts": prompts or like["prompts"]}
+        like = next((b for b in shipped if b["reward"]["name"] == reward["name"]), None)
+        prompts = prompts or (like or {"prompts": own})["prompts"] or shipped[-1]["prompts"]
+        return (like or shipped[-1]) | {"name": name, "reward": reward, "prompts": prompts}
 
     def _task(self, name: str, reward: str, prompts: str, held_out: str) -> dict[str, Any]:
         """A task; what is "" comes from the shipped task of that reward or name, if any."""

@@ -7,13 +7,14 @@ that no file is read twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
+from transformers import CLIPConfig
 
 from flowalign import rewards
 from flowalign.backbone import Family, ModelError
@@ -22,6 +23,7 @@ from flowalign.backbone.attention import unavailable
 from flowalign.backbone.loading import card_of, prompt_length
 from flowalign.backbone.lora import adapted_layers, misfit
 from flowalign.backbone.structure import cut_prompts, family_without_text, model_family
+from flowalign.backbone.tiny import PREFERENCE
 from flowalign.backbone.tiny.scenes import rendered
 from flowalign.config import ConfigError, EvalStage, Stage, TrainingStage
 from flowalign.config.model import LoraConfig, ModelConfig
@@ -33,6 +35,8 @@ from flowalign.training.report.pictures import IMAGES, image_files
 from flowalign.training.run import resume as resuming
 from flowalign.types import PromptBatch
 
+GROUPS = 20  # of prompts, each left out once for the jackknife error of a distance
+SCENES = 4  # tiny reference scenes per prompt: they are cheap, and few of them bias the distance
 FEW = 8  # steps, at most, of a model that was distilled to few
 # torch's own attention obeys train.deterministic; the kernels of other packages do not know of it
 REPEATABLE = (None, "native", "_native_math", "_native_flash", "_native_efficient")
@@ -95,7 +99,7 @@ def world_problems(
     for judged in config.judged:
         problems += _scoring_problems(judged, trust, inputs)
     if isinstance(config, EvalStage) and config.fidelity:
-        problems += _fidelity_problems(config.fidelity, config.judged, trust, inputs)
+        problems += _fidelity_problems(config, config.fidelity, trust, inputs)
     if isinstance(config, TrainingStage):
         problems += _training_problems(config, num_processes, trust)
         if resume is not None:
@@ -227,20 +231,22 @@ def _scoring_problems(judged: Judged, trust: bool, inputs: Inputs) -> Iterator[s
 
 
 def _fidelity_problems(
-    fidelity: FidelityConfig, benchmarks: Sequence[Judged], trust: bool, inputs: Inputs
+    config: EvalStage, fidelity: FidelityConfig, trust: bool, inputs: Inputs
 ) -> Iterator[str]:
     """Features that cannot be imported; a folder of reference images that holds none; prompts that
-    are none of the tiny world, where its scenes are the reference."""
+    are none of the tiny world, where its scenes are the reference; too few images."""
+    counts = {"benchmarks": 0}
     if trust and ":" in fidelity.features:
         try:
             rewards.load(fidelity.features, "features")
         except (ValueError, ImportError) as error:
             yield f"fidelity.features: {_text(error)}"
-    if fidelity.reference == "tiny":
-        for judged in benchmarks:
-            with suppress(ValueError, KeyError, TypeError, AttributeError, OSError):  # said before
-                source = judged.prompts["prompts"]
-                rows = inputs.prompts(source, judged.name).metadata
+    for benchmark, judged in zip(config.benchmarks, config.judged, strict=True):
+        with suppress(ValueError, KeyError, TypeError, AttributeError, OSError):  # said before
+            source = benchmark.prompts
+            rows = inputs.prompts(source, judged.name).metadata
+            counts["benchmarks"] += len(rows[: benchmark.limit]) * benchmark.images
+            if fidelity.reference == "tiny":
                 try:
                     rendered(rows[:: max(1, len(rows) // 16)], seed=0)
                 except ValueError as error:
@@ -248,12 +254,41 @@ def _fidelity_problems(
                         f"fidelity.reference: 'tiny' needs prompts of the tiny world, and {source} "
                         f"has others ({error}). Name a folder of images, or write `fidelity: null`."
                     )
-    elif not image_files(folder := Path(fidelity.reference).expanduser()):
+    folder = Path(fidelity.reference).expanduser()
+    if fidelity.reference != "tiny" and not image_files(folder):
         seen = f"the folder holds no {', '.join(IMAGES)}" if folder.is_dir() else "no such folder"
         yield (
             f"fidelity.reference: {fidelity.reference!r}: {seen}. Name a folder of images, or "
             "'tiny' for scenes drawn from the benchmarks' own metadata."
         )
+    elif width := _features(fidelity.features):
+        if fidelity.reference != "tiny":
+            counts["fidelity.reference"] = len(image_files(folder))
+        yield from too_few(counts, width)
+
+
+def _features(name: str) -> int | None:
+    """The width of a CLIP that is on this machine."""
+    folder = PREFERENCE if name == "tiny" else name
+    with suppress(OSError, ValueError):
+        return CLIPConfig.from_pretrained(folder, local_files_only=True).projection_dim
+    return None
+
+
+def enough(width: int) -> int:
+    """The least number of images for `width` features: a regular covariance takes width + 1 of
+    them, also when one of GROUPS is left out."""
+    return max(GROUPS, math.ceil((width + 1) * GROUPS / (GROUPS - 1)) + 1)
+
+
+def too_few(counts: Mapping[str, int], width: int) -> Iterator[str]:
+    """Images that are too few for a distance between so many features, by their key."""
+    for key, count in counts.items():
+        if 0 < count < enough(width):  # 0: they could not be read, which was said before
+            yield (
+                f"{key}: {count} images are too few for a distance between {width} features. Use "
+                f"at least {enough(width)}, better ten times as many, or write `fidelity: null`."
+            )
 
 
 def _text(error: Exception) -> str:
