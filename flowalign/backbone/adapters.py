@@ -42,7 +42,6 @@ PEFT_ADAPTER, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 METADATA = "lora_adapter_metadata"  # the entry of a head with peft's description
 # In the head of a file, beside peft's description and not in it: peft refuses unknown entries.
 TEXT_LENGTH = "flowalign_max_sequence_length"
-PREFIXES = ("base_model.model.", "transformer.")  # of names: peft's, then diffusers'
 NAME = re.compile(
     r"(?!text_encoder|lora_|diffusion_model\.|double_blocks\.|single_blocks\.)"
     r".{1,300}\.lora_[AB]\.weight"
@@ -88,24 +87,25 @@ def _download(source: str, newest: bool) -> Path:
     address = HubAddress.parse(source)
     assert address is not None, source
     prefix = f"{address.path}/" if address.path else ""
+    small = [f"{prefix}*.json", f"{prefix}README.md"]
+    everything = [*small, f"{prefix}*.safetensors"]
 
-    def get(*names: str, local: bool = False) -> Path:
+    def get(names: list[str], local: bool = False) -> Path:
         snapshot = snapshot_download(
             address.repository,
             revision=address.revision,
-            allow_patterns=[prefix + name for name in names],
+            allow_patterns=names,
             ignore_patterns=[f"{prefix}*/*"],  # checkpoints, say: as large as the adapter
             local_files_only=local,
         )
         return Path(snapshot) / address.path
 
-    small, everything = ("*.json", "README.md"), ("*.json", "README.md", "*.safetensors")
     with hub_errors(f"cannot download {source!r}"):
         if not newest:
             with suppress(errors.LocalEntryNotFoundError):  # not in the cache: ask the Hub
-                return get(*everything, local=True)
-        folder = get(*small)  # first: gigabytes of a whole pipeline, which is refused, stay there
-        return folder if (folder / "model_index.json").is_file() else get(*everything)
+                return get(everything, local=True)
+        folder = get(small)  # first: gigabytes of a whole pipeline, which is refused, stay there
+        return folder if (folder / "model_index.json").is_file() else get(everything)
 
 
 @contextmanager
@@ -219,10 +219,9 @@ def resolve_pattern(
 
 
 def _inner_name(key: str) -> str:
-    """The name of a weight, or of an entry, inside the transformer."""
-    for prefix in PREFIXES:
-        key = key.removeprefix(prefix)
-    return key
+    """The name of a weight, or of an entry, inside the transformer: without the prefixes of peft
+    and of diffusers."""
+    return key.removeprefix("base_model.model.").removeprefix("transformer.")
 
 
 @dataclass(frozen=True)
@@ -289,10 +288,16 @@ def read_lora(
 
 
 def _read_file(file: Path, family: Callable[[], type[Family]] | None) -> Lora:
-    head, stored = _read_tensors(file)
-    in_file = stored
-    if family and not all(NAME.fullmatch(_inner_name(key)) for key in stored):
-        stored = convert(stored, family())
+    try:
+        with safe_open(file, framework="pt") as opened:
+            head = opened.metadata() or {}
+            # in the order in which safetensors' load_file gives them
+            in_file = {key: opened.get_tensor(key) for key in opened.offset_keys()}
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(f"it is not a safetensors file ({shown(str(error))})") from error
+    stored = in_file
+    if family and not all(NAME.fullmatch(_inner_name(key)) for key in in_file):
+        stored = convert(in_file, family())
         _say_once(
             logging.INFO,
             f"{file}: diffusers converted {len(in_file)} weights, such as {shown(min(in_file))}, "
@@ -302,22 +307,19 @@ def _read_file(file: Path, family: Callable[[], type[Family]] | None) -> Lora:
     ranks = _ranks(weights)
     described = file.parent / PEFT_CONFIG
     text = head.get(METADATA) or (described.read_bytes() if described.is_file() else None)
-    alphas: dict[str, Any]
-    if any(key.endswith(".alpha") for key in in_file):  # diffusers puts alpha / rank into A
-        config, alphas = Description(), {**ranks}
-    elif text is not None:
+    config, alphas = Description(), dict[str, Any](ranks)
+    scaled = any(key.endswith(".alpha") for key in in_file)  # diffusers puts alpha / rank into A
+    if text is not None and not scaled:
         config = Description.parse(text)
         expected = resolve_pattern(ranks, config.r, config.rank_pattern)
-        for layer, rank in ranks.items():
-            if expected[layer] != rank:
-                raise AdapterError(
-                    f"{layer} has rank {rank}, and is described as {expected[layer]}"
-                )
+        if wrong := next((layer for layer in ranks if ranks[layer] != expected[layer]), None):
+            raise AdapterError(
+                f"{wrong} has rank {ranks[wrong]}, and is described as {expected[wrong]}"
+            )
         if config.alpha_pattern and in_file is not stored:
             raise AdapterError("its alpha_pattern has the names before their conversion")
         alphas = resolve_pattern(ranks, config.lora_alpha, config.alpha_pattern)
-    else:
-        config, alphas = Description(), {**ranks}
+    elif not scaled:
         _say_once(
             logging.WARNING,
             f"{file} names no alpha; it is taken to be the rank (scale 1), as diffusers does. If "
@@ -335,17 +337,6 @@ def _read_file(file: Path, family: Callable[[], type[Family]] | None) -> Lora:
 @cache  # a command reads an adapter several times
 def _say_once(level: int, text: str) -> None:
     log.log(level, "%s", text)
-
-
-def _read_tensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """(entries of the head, weights)."""
-    try:
-        with safe_open(file, framework="pt") as opened:
-            head = opened.metadata() or {}
-            # in the order in which safetensors' load_file gives them
-            return head, {key: opened.get_tensor(key) for key in opened.offset_keys()}
-    except (SafetensorError, OSError) as error:
-        raise AdapterError(f"it is not a safetensors file ({shown(str(error))})") from error
 
 
 def _plain_weights(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:

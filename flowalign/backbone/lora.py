@@ -55,22 +55,16 @@ def misfit(core: nn.Module, lora: Lora) -> str | None:
     return None
 
 
-def adapted_layers(
-    core: nn.Module, target: str, kinds: tuple[type, ...] = (nn.Linear, LoraLayer)
-) -> list[str]:
+def adapted_layers(core: nn.Module, target: str) -> list[str]:
     """Names of the layers with this name, or this end of a name after a dot, that take a LoRA."""
-    modules = core.named_modules()
-    return [n for n, m in modules if f".{n}".endswith(f".{target}") and isinstance(m, kinds)]
+    ends = ((n, m) for n, m in core.named_modules() if f".{n}".endswith(f".{target}"))
+    return [name for name, module in ends if isinstance(module, nn.Linear | LoraLayer)]
 
 
 def peft_targets(core: nn.Module, targets: Sequence[str]) -> list[str]:
-    """Targets as peft takes them: where an end of a name is also that of what takes no LoRA, such
-    as a list of layers, the full names of those that do."""
-    found: list[str] = []
-    for target in targets:
-        layers, ends = adapted_layers(core, target), adapted_layers(core, target, (nn.Module,))
-        found += layers if 0 < len(layers) < len(ends) else [target]
-    return found
+    """Targets as peft takes them: the full names of their layers, as the end of a name may also be
+    that of what takes no LoRA, such as a list of layers."""
+    return [layer for end in targets for layer in adapted_layers(core, end) or [end]]
 
 
 def _shapes(

@@ -11,7 +11,7 @@ import torch
 
 from flowalign import sde
 from flowalign.backbone import Backbone, ModelError
-from flowalign.backbone.adapters import AdapterError, Lora, read_lora
+from flowalign.backbone.adapters import AdapterError, read_lora
 from flowalign.backbone.structure import cut_prompts, model_family, without_data
 from flowalign.commands.doctor.findings import Finding, fault, note
 from flowalign.config import TrainingStage
@@ -26,18 +26,9 @@ SAMPLE = 500  # prompts of a set, about, whose length is checked
 
 @dataclass(frozen=True)
 class Plan:
-    """A stage, the shapes of its base model, and the adapters that it reads."""
+    """A stage, and the shapes of its base model."""
 
     config: TrainingStage
-
-    @cached_property
-    def loras(self) -> dict[str, Lora]:
-        """{key in the config: adapter} of those that are on this machine."""
-        loras, family = {}, partial(model_family, self.config.model)
-        for name, source in self.config.inputs.items():
-            with suppress(AdapterError, OSError):  # an earlier stage will write it
-                loras[name] = read_lora(source, family=family)
-        return loras
 
     @cached_property
     def backbone(self) -> Backbone | None:
@@ -204,8 +195,12 @@ def lengths(plan: Plan) -> Iterator[Finding]:
 
 def working(plan: Plan) -> Iterator[Finding]:
     """Adapters that change nothing. Those that are not finite are refused on reading."""
-    for name, lora in plan.loras.items():
-        if not any(bool(lora.weights[f"{layer}.lora_B.weight"].any()) for layer in lora.ranks):
+    family = partial(model_family, plan.config.model)
+    for name, source in plan.config.inputs.items():
+        with suppress(AdapterError, OSError):  # an earlier stage will write it
+            lora = read_lora(source, family=family)
+            if any(bool(lora.weights[f"{layer}.lora_B.weight"].any()) for layer in lora.ranks):
+                continue
             yield fault(
                 f"{name}: equals the base: all B are 0, as in a LoRA that was never trained. "
                 "Use the adapter of a finished run, or null for the base itself."
