@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from flowalign import sde
 from flowalign.backbone import Backbone, ModelError, load_pipeline
 from flowalign.backbone.attention import use_backend
-from flowalign.backbone.lora import adapted_layers, peft_targets, several_adapters
+from flowalign.backbone.lora import adapted_layers, several_adapters
 from flowalign.config import ModelConfig
 from flowalign.training.rollout import Noise, Schedule, places, sample
 from flowalign.types import PromptBatch
@@ -259,14 +259,14 @@ def test_every_target_that_is_not_refused_can_be_adapted(name: str, tmp_path: Pa
     parts = [key.split(".") for key, _ in core.named_modules() if key]
     ends = {".".join(part[-length:]) for part in parts for length in (1, 2, 3)}
     ends = {end for end in ends if end and not end[0].isdigit()}
-    adapted = {end: layers for end in ends if (layers := adapted_layers(core, end))}
+    adapted = {end: layers for end in ends if (layers := adapted_layers(core, [end]))}
     names = [f".{key}" for key, _ in core.named_modules()]
     ending = {end: [n for n in names if n.endswith(f".{end}")] for end in adapted}
     mixed = {end for end, layers in adapted.items() if len(layers) < len(ending[end])}
     assert ("attn.to_out" in mixed) == name.startswith(("flux2", "klein"))
-    for number, (end, layers) in enumerate(adapted.items()):
+    for number, layers in enumerate(adapted.values()):
         with several_adapters():
-            config = LoraConfig(r=1, target_modules=peft_targets(core, [end]))
+            config = LoraConfig(r=1, target_modules=layers)
             core.add_adapter(config, adapter_name=f"a{number}")
         found = {
             key.split(".lora_A.")[0]
@@ -285,6 +285,6 @@ def test_the_layers_of_published_scripts_can_be_adapted(name: str) -> None:
     for row in rows:
         core = pipeline(name).transformer
         targets = row.split("`[")[1].split("]`")[0].split(", ")
-        assert all(adapted_layers(core, target) for target in targets)
-        core.add_adapter(LoraConfig(r=1, target_modules=peft_targets(core, targets)))
+        assert all(adapted_layers(core, [target]) for target in targets)
+        core.add_adapter(LoraConfig(r=1, target_modules=adapted_layers(core, targets)))
     assert len(rows) == (kind not in ("sd3", "sana"))

@@ -23,9 +23,9 @@ from flowalign.backbone.attention import use_backend
 from flowalign.backbone.family import ModelError
 from flowalign.backbone.loading import family_of, load_pipeline
 from flowalign.backbone.lora import (
+    adapted_layers,
     compute_in_the_bases_dtype,
     lora_layers,
-    peft_targets,
     put_lora,
     several_adapters,
 )
@@ -214,7 +214,7 @@ class Backbone:
             lora_alpha=alpha,  # pyright: ignore[reportArgumentType] (any number will do)
             init_lora_weights="gaussian",
             rank_pattern={f"^{layer}": r for layer, r in (ranks or {}).items() if r != rank},
-            target_modules=peft_targets(self.core, targets or self.family.targets),
+            target_modules=adapted_layers(self.core, targets or self.family.targets),
         )
         with several_adapters():
             self.core.add_adapter(config, adapter_name=name)

@@ -13,8 +13,9 @@ from flowalign.backbone.family import Family
 from flowalign.system.escape import shown
 
 # diffusers counts up to the largest number of a block, so none here is above 999
-HALF = re.compile(r"(?!.*\d{4})[\w.-]{1,300}\.lora_(A|B|down|up)(\.default)?\.weight", re.ASCII)
-ALPHA = re.compile(r"(?!.*\d{4})[\w.-]{1,300}\.alpha", re.ASCII)
+PART = re.compile(
+    r"(?!.*\d{4})[\w.-]{1,300}\.(lora_(A|B|down|up)(\.default)?\.weight|(?P<alpha>alpha))", re.ASCII
+)
 
 
 def convert(stored: Mapping[str, Tensor], family: type[Family]) -> dict[str, Tensor]:
@@ -25,9 +26,9 @@ def convert(stored: Mapping[str, Tensor], family: type[Family]) -> dict[str, Ten
     read with this pipeline.
     """
     for name, value in stored.items():
+        part = PART.fullmatch(name)
         # diffusers would not return from an alpha below 0
-        alpha = ALPHA.fullmatch(name) and value.numel() == 1 and 0 < float(value) < 1e30
-        if not (alpha or HALF.fullmatch(name)):
+        if not part or part["alpha"] and not (value.numel() == 1 and 0 < float(value) < 1e30):
             raise ValueError(
                 f"it is no plain LoRA of a transformer: {shown(name)} is no A or B of a layer, and "
                 "no alpha above 0 (but DoRA, a bias, a text encoder). Convert or train a plain one."

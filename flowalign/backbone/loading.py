@@ -47,7 +47,22 @@ def families() -> Mapping[str, type[Family]]:
 def family_of(pipeline: str, name: str | None = None) -> type[Family]:
     """The family of a pipeline's class, or the one of `model.family` instead. Raises ModelError for
     an unknown class or name, and for an installed diffusers in which the family is not right."""
-    family = _family_of(pipeline, name)
+    known = families()
+    if name:
+        named = {family.name: family for family in known.values()}
+        if name not in named:
+            raise ModelError(
+                f"model.family: got {name!r}; there are {', '.join(named)}. See {PAGE}."
+            )
+        family = named[name]
+    elif pipeline in known:
+        family = known[pipeline]
+    else:
+        raise ModelError(
+            f"model.id: its model_index.json names a {pipeline}; flowalign knows "
+            f"{', '.join(known)}. {PAGE} says how to add a family; `model.family` takes the "
+            "pipeline for one of a known family."
+        )
     installed = diffusers.__version__
     if Version(installed) < Version(family.since):
         raise ModelError(
@@ -55,23 +70,6 @@ def family_of(pipeline: str, name: str | None = None) -> type[Family]:
             f"{family.since} or newer."
         )
     return family
-
-
-def _family_of(pipeline: str, name: str | None) -> type[Family]:
-    if name:
-        named = {family.name: family for family in families().values()}
-        if name not in named:
-            raise ModelError(
-                f"model.family: got {name!r}; there are {', '.join(named)}. See {PAGE}."
-            )
-        return named[name]
-    if pipeline not in families():
-        raise ModelError(
-            f"model.id: its model_index.json names a {pipeline}; flowalign knows "
-            f"{', '.join(families())}. {PAGE} says how to add a family; `model.family` takes the "
-            "pipeline for one of a known family."
-        )
-    return families()[pipeline]
 
 
 def card_of(model: str) -> tuple[int, float] | None:

@@ -55,16 +55,12 @@ def misfit(core: nn.Module, lora: Lora) -> str | None:
     return None
 
 
-def adapted_layers(core: nn.Module, target: str) -> list[str]:
-    """Names of the layers with this name, or this end of a name after a dot, that take a LoRA."""
-    ends = ((n, m) for n, m in core.named_modules() if f".{n}".endswith(f".{target}"))
-    return [name for name, module in ends if isinstance(module, nn.Linear | LoraLayer)]
-
-
-def peft_targets(core: nn.Module, targets: Sequence[str]) -> list[str]:
-    """Targets as peft takes them: the full names of their layers, as the end of a name may also be
-    that of what takes no LoRA, such as a list of layers."""
-    return [layer for end in targets for layer in adapted_layers(core, end) or [end]]
+def adapted_layers(core: nn.Module, targets: Sequence[str]) -> list[str]:
+    """Names of the layers that take a LoRA and have one of these names, or one of these ends of a
+    name after a dot. An end may also be that of what takes none, such as a list of layers."""
+    ends = tuple(f".{target}" for target in targets)
+    linear = (n for n, m in core.named_modules() if isinstance(m, nn.Linear | LoraLayer))
+    return [name for name in linear if f".{name}".endswith(ends)]
 
 
 def _shapes(

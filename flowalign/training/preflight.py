@@ -310,7 +310,7 @@ def _training_problems(config: TrainingStage, num_processes: int, trust: bool) -
     fresh = config.lora.targets if config.lora.init is None else None
     if fresh and (family := _family(config.model)):
         for target in fresh:
-            if not adapted_layers(family.core, target):
+            if not adapted_layers(family.core, [target]):
                 yield (
                     f"lora.targets: no layer of {config.model.id} ends with {target!r}. By default "
                     f"(null) they are {', '.join(family.targets)}."

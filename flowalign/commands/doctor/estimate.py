@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -161,8 +160,7 @@ def ranks_of(
         with suppress(AdapterError, OSError):  # it is not here, and the Hub cannot be asked
             return read_lora(source, family=partial(model_family, model)).ranks
     family = family_without_text(model.id, model.revision, model.family)
-    layers = (adapted_layers(family.core, end) for end in lora.targets or family.targets)
-    return dict.fromkeys(chain.from_iterable(layers), lora.rank)
+    return dict.fromkeys(adapted_layers(family.core, lora.targets or family.targets), lora.rank)
 
 
 class _Shapes:
