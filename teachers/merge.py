@@ -92,8 +92,7 @@ def merge(
         `rank` as "svd" does.
     lines: (shallow, deep) scales of LiNeS (2410.17146): the update of transformer block l of L is
         multiplied by shallow + (deep - shallow) * l / (L - 1).
-    model: folder or Hub id of the base; needed for adapters under another program's names. What is
-        written names it where none of the adapters names its base.
+    model: folder or Hub id of the base, for adapters of other programs' names, or without a base's.
     Returns the report. Raises ValueError for adapters that do not fit together (another base,
     other layers or sizes, DoRA), a wrong number of weights, an unknown method or a rank for
     concat; HubError for one that cannot be had; FileExistsError if `out` already holds an adapter.
@@ -102,9 +101,8 @@ def merge(
     _check_options(adapters, Path(out), weights, method, rank, density)
     family = partial(model_family, ModelConfig(id=model)) if model else None
     loras = [read_lora(source, newest=True, family=family) for source in adapters]
-    bases = [lora.metadata["base_model_name_or_path"] for lora in loras]
     updates = [_updates(source, lora) for source, lora in zip(adapters, loras, strict=True)]
-    _check_same(adapters, bases, updates)
+    base = _common_base(adapters, loras, updates) or model
     layers = sorted(set().union(*updates), key=_natural)
     last = max((int(b[1]) for layer in layers if (b := BLOCK.search(layer))), default=0)
     state, ranks, errors = {}, {}, {}
@@ -120,7 +118,6 @@ def merge(
             state[f"{layer}.lora_A.weight"] = merged.down.float().contiguous()
             state[f"{layer}.lora_B.weight"] = merged.up.float().contiguous()
     lengths = {lora.text_length for lora in loras}
-    base = next(filter(None, bases), model)
     write_lora(
         out,
         state,
@@ -224,14 +221,19 @@ def _check_options(
         raise FileExistsError(f"{out} already holds an adapter. Remove it, or write elsewhere.")
 
 
-def _check_same(
-    adapters: Sequence[str | Path], bases: list[str | None], updates: list[dict[str, Factors]]
-) -> None:
-    """Refuse adapters of another base than the first one's, or with layers of other sizes."""
+def _common_base(
+    adapters: Sequence[str | Path], loras: Sequence[Lora], updates: Sequence[dict[str, Factors]]
+) -> str | None:
+    """The base that the adapters name; None where none does. Refuses adapters of different bases,
+    or with layers of other sizes."""
+    bases: dict[str, str | Path] = {}  # and whose
     sizes: dict[str, tuple[tuple[int, int], str | Path]] = {}  # by layer: [out,in], and whose
-    for path, base, update in zip(adapters, bases, updates, strict=True):
-        if base and bases[0] and base != bases[0]:  # not every file names its base
-            raise ValueError(f"{adapters[0]} was trained on {bases[0]}, {path} on {base}.")
+    for path, lora, update in zip(adapters, loras, updates, strict=True):
+        if base := lora.metadata["base_model_name_or_path"]:  # not every file names its base
+            bases.setdefault(base, path)
+        if len(bases) > 1:
+            one, two = bases
+            raise ValueError(f"{bases[one]} was trained on {one}, {bases[two]} on {two}.")
         for layer, factors in update.items():
             size = factors.up.shape[0], factors.down.shape[1]
             first, whose = sizes.setdefault(layer, (size, path))
@@ -240,3 +242,4 @@ def _check_same(
                     f"{whose} and {path} have layers of other sizes, such as {layer} with "
                     f"{list(first)} and {list(size)}. Merge adapters of the same base."
                 )
+    return next(iter(bases), None)

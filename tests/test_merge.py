@@ -248,6 +248,11 @@ def test_adapters_that_do_not_fit_are_refused(random_model: str, tmp_path: Path)
         with pytest.raises(ValueError, match=message):
             merge([one, folder], tmp_path / "out")
         assert not (tmp_path / "out").exists()
+    unnamed = teacher(random_model, tmp_path / "unnamed", 2, 2.0, 1)
+    with pytest.raises(ValueError, match="trained on tiny, .* on large"):
+        merge([unnamed, one, other], tmp_path / "out")
+    merge([unnamed, one], tmp_path / "out", model="other")
+    assert read_lora(tmp_path / "out").base == "tiny"
     with pytest.raises(FileExistsError, match="already holds an adapter"):
         merge([one], other)
     with pytest.raises(ValueError, match="0 adapters"):
