@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import fakes
@@ -232,6 +233,58 @@ def test_a_run_comes_nearer_to_its_teachers(random_model: str, tmp_path: Path) -
     assert all(row["loss"] == pytest.approx(row["distill"]) for row in found)
 
 
+def evaluated(model: str, folder: Path, *overrides: str) -> fakes.config.TrainingStage:
+    """A run that is evaluated after every update."""
+    prompts = folder / "prompts.txt"
+    given = ["evaluation={every: 1, prompts: 2}", "rollout.copies=1", "train.checkpoint_every=1"]
+    given += [f"tasks.{index}.validation={prompts}" for index in range(2)]
+    return fakes.distillation(model, folder / "run", *given, *overrides)
+
+
+def test_the_distance_at_fixed_states_is_that_to_the_targets(
+    random_model: str, tmp_path: Path
+) -> None:
+    """0 for a student that is its teacher; the same before and after an update of no step."""
+    same = [f"lora.init={tmp_path / 'even'}", "optimizer.lr=1e-30", "ema=null", EXACT]
+    config = evaluated(random_model, tmp_path, *same, "train.updates=1")
+    train(config)
+    rows = [row for row in log_of(config) if metrics.HEADLINE in row]
+    names = {f"fixed_{kind}/{task}" for kind in ("path", "noised") for task in ("even", "odd")}
+    for row in rows:
+        assert {name: row[name] for name in names} == {name: rows[0][name] for name in names}
+        assert row["fixed_path/even"] == row["fixed_noised/even"] == 0
+        assert min(row["fixed_path/odd"], row["fixed_noised/odd"]) > 1e-4
+
+
+def test_a_resumed_run_has_the_same_fixed_states(random_model: str, tmp_path: Path) -> None:
+    config = evaluated(random_model, tmp_path, "train.updates=2")
+    train(config)
+    shutil.rmtree(Path(config.output) / "checkpoints" / "update_000002")
+    before = log_of(config)
+    train(config, resume=True)
+    for old, new in zip(before, log_of(config), strict=True):
+        for key in old:
+            assert key.startswith("seconds") or key == "images_per_second" or old[key] == new[key]
+
+
+def test_a_run_ends_where_its_student_comes_no_nearer(random_model: str, tmp_path: Path) -> None:
+    """After `patience` evaluations, with a checkpoint; to resume it ends at once."""
+    given = ["student.patience=2", "optimizer.lr=1e-30", "train.updates=9"]
+    config = evaluated(random_model, tmp_path, *given)
+    train(config)
+    assert [row["update"] for row in log_of(config) if metrics.HEADLINE in row] == [0, 1, 2]
+    assert (Path(config.output) / "checkpoints" / "update_000002").is_dir()
+    assert (Path(config.output) / "adapter" / "README.md").is_file()
+    rows = log_of(config)
+    train(config, resume=True)
+    assert log_of(config) == rows
+
+
+def log_of(config: fakes.config.TrainingStage) -> list[dict[str, float]]:
+    text = (Path(config.output) / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
 # Cold start --------------------------------------------------------------------------------------
 
 
@@ -266,6 +319,8 @@ def test_sft_learns_the_straight_way_to_the_teachers_images(
         (["student.states={select: random, count: 4}"], ["count", "rollout.window"]),
         (["student.gradient=policy", "student.guidance=2"], ["student.guidance", "2.0", "1.0"]),
         (["teachers.odd.reference=start"], ["teachers.odd.reference", "lora.init"]),
+        (["student.patience=1"], ["student.patience", "evaluation"]),
+        (["student={patience: 1, fixed_prompts: 0}"], ["student.patience", "fixed_prompts"]),
         (["student.reward_weight=1", "rollout.copies=1"], ["rollout.copies"]),
         (["student.reward_weight=1", "tasks.1.reward=null"], ["tasks.1.reward"]),
         (["evaluation={}", "tasks.1.reward=null", "tasks.1.validation=x"], ["tasks.1.reward"]),

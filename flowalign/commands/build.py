@@ -139,8 +139,12 @@ def algorithm_parts(
     anchor = {"anchor": members.pop("anchor")} if "anchor" in config.labellers else {}
     to_anchor = {task.name: "anchor" for task in config.tasks}
     prompts = {task.name: inputs.prompts(task.prompts, task.name) for task in config.tasks}
+    held_out = {
+        task.name: inputs.prompts(task.validation or task.prompts, task.name)
+        for task in config.tasks
+    }
     banks = bank(members, config.routing), bank(anchor, to_anchor)
-    return Parts(config, backbone, accelerator, rewards, *banks, prompts)
+    return Parts(config, backbone, accelerator, rewards, *banks, prompts, held_out)
 
 
 # Evaluation --------------------------------------------------------------------------------------

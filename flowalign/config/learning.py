@@ -240,11 +240,20 @@ class StudentConfig(Section):
     """dtype of the stored labels."""
     label_batch: Many = 64
     """(image, step) pairs per forward pass of the teachers."""
+    fixed_prompts: Annotated[int, Field(ge=0, le=10_000)] = 8
+    """Prompts a task whose teachers' states stay the same through the run. Every evaluation
+    measures the distance to the target there; on the student's own path the states move with the
+    student. 0 = not measured."""
+    patience: Many | None = Field(default=None, examples=[3])
+    """The run ends where the mean of these distances on the teachers' paths has not fallen for so
+    many evaluations; null = at train.updates."""
     diagnose_every: Many = 10
     """Rollouts between two measurements of the cosines between the tasks' gradients."""
 
     def problems(self) -> Iterator[str]:
         """A weighting or an advantage that belongs to another gradient."""
+        if self.patience is not None and not self.fixed_prompts:
+            yield "patience: it needs fixed_prompts, which are 0."
         if self.reward_to_go and self.gradient != "policy":
             yield f"reward_to_go: true, but gradient {self.gradient!r}; it is for 'policy' only."
         if self.gradient in ("published", "detached") and self.weighting != "published":

@@ -268,6 +268,11 @@ class TrainingStage(Job):
         return {key: scale for key, scale in scales.items() if scale is not None}
 
     @property
+    def patience(self) -> int | None:
+        """Evaluations without progress after which a run ends; None = it does not."""
+        return None
+
+    @property
     def labelling(self) -> tuple[str, int]:
         """(dtype of the stored labels, (image, step) pairs per forward pass of the teachers)."""
         student = learning.StudentConfig()
@@ -503,6 +508,10 @@ class OpdStage(DistillationStage):
         return self.student.gradient != "pathwise" or self.learns_from_rewards
 
     @property
+    def patience(self) -> int | None:
+        return self.student.patience
+
+    @property
     def labelling(self) -> tuple[str, int]:
         return self.student.label_dtype, self.student.label_batch
 
@@ -541,6 +550,8 @@ class OpdStage(DistillationStage):
                     f"teachers.{name}.reference: 'start', but the student starts from the base. "
                     "Use 'base', or give lora.init."
                 )
+        if self.student.patience is not None and self.evaluation is None:
+            yield "student.patience: it counts evaluations, and evaluation is null."
         states, width = self.student.states, self.rollout.width
         if states.select != "all" and states.count > width:
             yield (

@@ -45,7 +45,8 @@ class Parts:
     """What an algorithm is built from.
 
     rewards, prompts: by task name. teachers: label each image's states by its task; anchor: labels
-    the states of every task (both None where the config names none).
+    the states of every task (both None where the config names none). held_out: prompts of
+    validation by task, of training where a task has none.
     """
 
     config: Any  # the TrainingStage of the algorithm
@@ -55,6 +56,7 @@ class Parts:
     teachers: Teacher | None = None
     anchor: Teacher | None = None
     prompts: Mapping[str, PromptBatch] = field(default_factory=dict)
+    held_out: Mapping[str, PromptBatch] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,11 @@ class Algorithm(ABC, Generic[P]):
     def learnt(self, steps: int) -> None:  # noqa: B027, by default nothing
         """After the optimizer steps of a rollout, of which at least one was taken. steps: those of
         the run so far."""
+
+    def held_out(self) -> Mapping[str, float]:
+        """What an evaluation measures of the averaged adapter besides its scores, the same on all
+        processes."""
+        return {}
 
     def tensors(self) -> Mapping[str, Sequence[Tensor]]:
         """Further weights, by name, that a checkpoint holds; they are written to in place when

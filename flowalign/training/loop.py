@@ -100,7 +100,7 @@ class Loop:
     def _updates(self) -> None:
         """Rollout, prepare, learn, report; then evaluate and save, where that is due."""
         longest: float | None = None  # seconds from one update to the next; at least one is done
-        while self.update < self.config.train.updates:
+        while self.update < self.config.train.updates and not self.evaluations.stalled:
             self.requests.stop_point(longest)
             self._began, self._seconds = time.perf_counter(), {}
             with self._phase("the rollout", metrics.SECONDS_ROLLOUT):
@@ -206,8 +206,9 @@ class Loop:
         self.requests.stop_point()  # it may take many minutes
         with ranks.phase("the evaluation", self.update), self.step.averaged():
             headline, report = self.evaluations.evaluate()
+            more = self.algorithm.held_out()
             with self.requests.uninterrupted():
-                if self.evaluations.note(self.update, headline, report, self._keep_adapter):
+                if self.evaluations.note(self.update, headline, report, more, self._keep_adapter):
                     self._note_complete()
         self._check_drift()
 
@@ -281,10 +282,10 @@ class Loop:
             error.note = f"wrote checkpoint {folder}; --resume continues from it" if main else ""
 
     def _save_if_due(self) -> None:
-        """A checkpoint, every so many updates. Where updates are skipped the weights may have
-        diverged, and it would push out the sound ones."""
+        """A checkpoint, every so many updates and at the end. Where updates are skipped the weights
+        may have diverged, and it would push out the sound ones."""
         due = self.update % self.config.train.checkpoint_every == 0 and not self.skipped
-        if due or self.update == self.config.train.updates:
+        if due or self.update == self.config.train.updates or self.evaluations.stalled:
             with self.requests.uninterrupted():
                 self.save()
 

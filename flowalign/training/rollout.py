@@ -41,6 +41,7 @@ class Stream(IntEnum):
     WINDOW = 3  # where a random window lies
     NOISE = 4  # noise on the images that nft and awm learn from
     LEVELS = 5  # their noise levels
+    FIXED = 6  # states that stay the same through a run
 
 
 def schedule_of(config: TrainingStage, backbone: Backbone, size: Size | None = None) -> Schedule:

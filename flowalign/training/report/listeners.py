@@ -100,6 +100,7 @@ class Evaluations:
     """Scores the student on held-out prompts; says which adapter is the best.
 
     last: update of the last evaluation that counted. best: headline and update of the best one.
+    nearest: the least mean distance to the targets at fixed states, and the evaluations since.
     """
 
     def __init__(
@@ -114,6 +115,13 @@ class Evaluations:
         self.monitor, self.log = monitor, run_log
         self.last = -1
         self.best: dict[str, float] = {}
+        self.nearest: dict[str, float] = {}
+        self.patience = config.patience
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the run ends, since its students came no nearer to their targets."""
+        return self.patience is not None and self.nearest.get("since", 0) >= self.patience
 
     def due(self, update: int) -> bool:
         """Whether the weights after an update are to be scored, and were not."""
@@ -126,10 +134,12 @@ class Evaluations:
         update: int,
         headline: float,
         report: EvalReport,
+        more: Mapping[str, float],
         keep: Callable[[Mapping[str, float]], None],
     ) -> bool:
-        """Log an evaluation, and `keep` the adapter if it is the best so far; the first of equals
-        stays. False if too many images were lost, so that it does not count."""
+        """Log an evaluation and what else was measured, and `keep` the adapter if it is the best so
+        far; the first of equals stays. False if too many images were lost, so that it does not
+        count."""
         counted = [row for row in report.rows if row.benchmark not in report.lost]
         rows = {f"{row.benchmark}/{row.metric}": measured(row) for row in counted}
         means = {metrics.EVAL + name: mean for name, (mean, _) in rows.items()}
@@ -141,7 +151,7 @@ class Evaluations:
         check = self.monitor.evaluation() if self.monitor else None
         drift = self.log.drift(update, check, "the evaluation") if check else {}
         alarms = self.log.alarm.look(rows)
-        values = {metrics.HEADLINE: headline, **means, metrics.ALARMS: len(alarms), **drift}
+        values = {metrics.HEADLINE: headline, **means, **more, metrics.ALARMS: len(alarms), **drift}
         self.log.write(update, values)
         self.log.warn(update, alarms)
         if headline > self.best.get("headline", -math.inf):
@@ -149,12 +159,27 @@ class Evaluations:
             keep(self.best)
             self.log.best(update)
         self.last = update
+        self._compare([value for key, value in more.items() if key.startswith(metrics.FIXED_PATH)])
+        if self.stalled:
+            text = f"no nearer to the targets for {self.patience} evaluations (student.patience)"
+            self.log.warn(update, [f"{text}: the run ends here"])
         return True
+
+    def _compare(self, distances: list[float]) -> None:
+        """Note whether the student came nearer to its targets than it ever was."""
+        if not distances:
+            return
+        mean = sum(distances) / len(distances)
+        if mean < self.nearest.get("distance", math.inf):
+            self.nearest = {"distance": mean, "since": 0}
+        else:
+            self.nearest["since"] += 1
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"evaluated": self.last, "best": self.best}
+        return {"evaluated": self.last, "best": self.best, "nearest": self.nearest}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go back to what `state` returned."""
         self.last, self.best = state["evaluated"], state["best"]
+        self.nearest = state.get("nearest", {})

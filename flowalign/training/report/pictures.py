@@ -340,6 +340,8 @@ def charts(curves: Mapping[str, Curve]) -> list[Chart]:
         chart("velocity error, by task", "mean square", below(metrics.TEACHER_ERROR), noisy=True),
         chart("velocity error, by step", "mean square", below(metrics.TEACHER_ERROR, True),
               log=True),
+        chart("targets on the teachers' paths", "mean square", below(metrics.FIXED_PATH)),
+        chart("targets on noised images", "mean square", below(metrics.FIXED_NOISED)),
         chart("gradients of two tasks", "cosine", below(metrics.GRADIENT_COSINE)),
         chart("shares of the images", "share", shares),
     ]  # fmt: skip

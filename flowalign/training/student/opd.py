@@ -34,6 +34,7 @@ from flowalign.training.losses import policy_loss, published_loss, step_weights,
 from flowalign.training.rollout import Size, Stream, schedule_of, window_of
 from flowalign.training.run import processes
 from flowalign.training.run.processes import Means
+from flowalign.training.student.fixed import Fixed, distances, fixed_states
 from flowalign.types import Rollout, Schedule, StepLoss
 
 BETA = {"low_noise": (5.0, 2.0), "high_noise": (2.0, 5.0)}  # over the window, 0..1
@@ -64,6 +65,8 @@ class Opd(Algorithm[Labels]):
         self.settings = self.config.student
         self.anchor = parts.anchor
         self.anchor_weight = self.config.anchor.weight if self.config.anchor else 0.0
+        self.held_out_prompts = parts.held_out
+        self.fixed: list[Fixed] | None = None  # made at the first evaluation
         self.grpo: Algorithm[Any] | None = None
         if self.config.learns_from_rewards:
             self.grpo = algorithm_class(GrpoStage)(parts)
@@ -149,6 +152,17 @@ class Opd(Algorithm[Labels]):
     def drift(self, pairs: Pairs, prepared: Labels) -> Mapping[str, float]:
         """That of the loss on rewards."""
         return self.grpo.drift(pairs, prepared.rewarded) if self.grpo else {}
+
+    def held_out(self) -> Mapping[str, float]:
+        """The distance to the targets at states that stay the same."""
+        if not self.settings.fixed_prompts:
+            return {}
+        if self.fixed is None:
+            assert self.teachers
+            prompts = self.held_out_prompts
+            self.fixed = fixed_states(self.config, self.backbone, self.teachers, prompts)
+        size = self.config.optimizer.micro_batch
+        return distances(self.fixed, self.backbone, self.guidance, size)
 
     def tensors(self) -> Mapping[str, Sequence[Tensor]]:
         """What the loss on rewards remembers."""
