@@ -364,7 +364,7 @@ def test_what_an_evaluation_lacks_is_reported_at_once(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("no text to read")
     (tmp_path / "run" / "adapter").mkdir(parents=True)
     layer = "transformer.transformer_blocks.0.attn.to_q.lora_"
-    weights = {f"{layer}A.weight": torch.ones(1, 4), f"{layer}B.weight": torch.ones(4, 1)}
+    weights = {f"{layer}A.weight": torch.ones(1, 144), f"{layer}B.weight": torch.ones(144, 1)}
     save_file(weights, tmp_path / "run" / "adapter" / ADAPTER)
     models = {"base": None, "far": str(tmp_path / "no"), "near": str(tmp_path / "run")}
     good = {**MARK, "prompts": str(tmp_path / "a.txt")}
@@ -373,7 +373,7 @@ def test_what_an_evaluation_lacks_is_reported_at_once(tmp_path: Path) -> None:
         {"name": "x", "prompts": good["prompts"], "rewards": {"a": {"name": "ocl"}}},
         {**MARK, "name": "y"},
     ]
-    config = parse(raw_eval(models=models, benchmarks=marks), stage=EvalStage)
+    config = parse(raw_eval(models=models, benchmarks=marks, fidelity=None), stage=EvalStage)
     with pytest.raises(ConfigError) as caught:
         check_world(config, num_processes=3)
     far, poison, reward, prompts = caught.value.problems
@@ -383,11 +383,12 @@ def test_what_an_evaluation_lacks_is_reported_at_once(tmp_path: Path) -> None:
     assert prompts.startswith("benchmarks.2.prompts: no prompt set 'b.txt'")
     models = {"base": None, "near": str(tmp_path / "run" / "adapter")}
     (tmp_path / "a.txt").write_text(SIGN)
-    check_world(parse(raw_eval(models=models, benchmarks=[good]), stage=EvalStage), 3)
+    alone = raw_eval(models=models, benchmarks=[good], fidelity=None)
+    check_world(parse(alone, stage=EvalStage), 3)
 
 
 def test_reference_images_that_are_not_there_are_reported(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(SIGN)
+    (tmp_path / "a.txt").write_text(f"{SIGN}\n" * 70)  # as many as fidelity needs
     found = tmp_path / "clean"
     marks = [{**MARK, "prompts": str(tmp_path / "a.txt")}]
     data = raw_eval(benchmarks=marks, fidelity={"reference": str(found)})
@@ -401,6 +402,10 @@ def test_reference_images_that_are_not_there_are_reported(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"the folder holds no \.png, \.jpg"):
         check_world(parse(data, stage=EvalStage), 1)
     (found / "notes.txt").rename(found / "1.PNG")
+    with pytest.raises(ConfigError, match=r"fidelity\.reference: 1 images"):
+        check_world(parse(data, stage=EvalStage), 1)
+    for number in range(70):
+        (found / f"{number}.PNG").touch()
     check_world(parse(data, stage=EvalStage), 1)
 
 

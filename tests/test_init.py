@@ -112,7 +112,7 @@ class Styled(RewardBase):
 def lora(model: str) -> str:
     """A LoRA of one layer that fits the model, as another trainer might leave it."""
     family = family_without_text(model)
-    layer = adapted_layers(family.core, family.targets[0])[0]
+    layer = adapted_layers(family.core, family.targets[:1])[0]
     linear: Any = family.core.get_submodule(layer)
     halves = {"A": (1, linear.in_features), "B": (linear.out_features, 1)}
     weights = {f"{layer}.lora_{half}.weight": torch.ones(shape) for half, shape in halves.items()}
