@@ -31,7 +31,7 @@ SMALLEST = {
     "teacher_methods": ("slow", "--present --out {} --picture {}/a.png --data {}/a.json"),
     "wire_cost": ("slow", "--repeats 1 --images 1 --size 64"),
 }
-ELSEWHERE = {"gpu", "damage", "kill_test"}  # have tests of their own
+ELSEWHERE = {"gpu", "damage", "kill_test", "seeds"}  # have tests of their own
 RUINED = [  # of merges and evaluations: test_recipe, test_store; of one file: test_resume
     pytest.param("kill_test --only grpo_1 --kills 2 --workers 1", marks=pytest.mark.slow),
     pytest.param("kill_test", marks=pytest.mark.long),
