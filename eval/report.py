@@ -35,6 +35,7 @@ from flowalign.training.report.pictures import (
     score_text,
     webp,
 )
+from flowalign.training.report.results import unlearnt
 from flowalign.types import EvalRow
 
 
@@ -48,7 +49,11 @@ def write_files(config: EvalStage, results: Results) -> str:
         title = config.report.title
         title = title or f"flowalign eval: {len(results.judged)} models on {config.model.id}"
         compared, sentences = tables(results, config.compare), conditions(config, results, versions)
-        short, long = "\n".join(map(markdown, compared)), details(results.rows)
+        equal = {name: text for name, a in config.models.items() if (text := unlearnt(a))}
+        said = [f"{name}: {text}." for name, text in equal.items()]
+        sentences = [*said, *sentences]
+        heads = [f"{escaped(text, length=1000)}\n" for text in said]
+        short, long = "\n".join([*heads, *map(markdown, compared)]), details(results.rows)
         measured = escaped(" ".join(sentences), length=10_000)
         texts["table.md"] = f"{short}\nEvery metric:\n\n{long}\n{measured}\n"
         texts["report.html"] = render(
@@ -57,7 +62,8 @@ def write_files(config: EvalStage, results: Results) -> str:
         if config.report.images:
             drawn.append("grid.png")
             legend = "Same prompts and seeds in every row; below each image its score."
-            comparison(folder / "grid.png", blocks(results), title=f"{title}. {legend}")
+            marks = dict.fromkeys(equal, "kept: update 0")
+            comparison(folder / "grid.png", blocks(results, marks), title=f"{title}. {legend}")
     for name, text in texts.items():
         with replacing(folder / name) as part:
             part.write_text(text, encoding="utf-8")
@@ -142,15 +148,18 @@ def conditions(config: EvalStage, results: Results, versions: Mapping[str, str])
 # grid.png -----------------------------------------------------------------------------------------
 
 
-def blocks(results: Results) -> list[Block]:
-    """grid.png: a block per image set, with the first image of some of the report's prompts."""
+def blocks(results: Results, marks: Mapping[str, str]) -> list[Block]:
+    """grid.png: a block per image set, with the first image of some of the report's prompts.
+    marks: what else is said of a model."""
     sets: dict[str, list[Benchmark]] = {}
     for benchmark in results.benchmarks:
         sets.setdefault(benchmark.source or benchmark.name, []).append(benchmark)
-    return [_block(name, judges, results) for name, judges in sets.items()]
+    return [_block(name, judges, results, marks) for name, judges in sets.items()]
 
 
-def _block(name: str, judges: Sequence[Benchmark], results: Results) -> Block:
+def _block(
+    name: str, judges: Sequence[Benchmark], results: Results, marks: Mapping[str, str]
+) -> Block:
     first, copies = judges[0], judges[0].copies
     pictured = next(iter(results.judged.values()))[first.name].pictured(copies)
     chosen = spread(len(pictured), COLUMNS)
@@ -168,7 +177,8 @@ def _block(name: str, judges: Sequence[Benchmark], results: Results) -> Block:
             )
             for index in indices
         ]
-        note = "\n".join(f"{judge.name} {score_text(numbers[judge.name].mean)}" for judge in judges)
+        notes = [f"{judge.name} {score_text(numbers[judge.name].mean)}" for judge in judges]
+        note = "\n".join([*notes, *filter(None, [marks.get(model)])])
         images = [pixels_of(pictures[i * copies]) for i in chosen]
         rows.append(Row(images, captions, model, note))
     return Block(title, [first.prompts.prompts[index] for index in indices], rows)

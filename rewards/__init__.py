@@ -59,6 +59,7 @@ REWARDS: dict[str, str] = {
     "normalized": "flowalign.rewards.combine:Normalized",
     "ocr": "flowalign.rewards.ocr:OCR",
     "pickscore": "flowalign.rewards.preference:PickScore",
+    "product": "flowalign.rewards.combine:Product",
     "remote": "flowalign.rewards.service.client:Remote",
     "vlm": "flowalign.rewards.vlm:VLM",
     "weighted": "flowalign.rewards.combine:Weighted",

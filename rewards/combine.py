@@ -1,4 +1,4 @@
-"""Rewards made of rewards: a weighted sum, a gate, a common scale.
+"""Rewards made of rewards: a weighted sum, a product, a gate, a common scale.
 
 A component is given as in a config, {name, options}: a name of flowalign.rewards and its options.
 An image that a component failed on is invalid, with the component's reason. parts: every
@@ -49,6 +49,12 @@ def _distinct(summands: Sequence[Summand]) -> Sequence[Summand]:
     return summands
 
 
+def _labelled(rewards: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, float]]:
+    """The components, and their weights, by label."""
+    terms = {str(spec.get("label") or spec["name"]): spec for spec in rewards}
+    return terms, {label: float(spec.get("weight", 1.0)) for label, spec in terms.items()}
+
+
 # Mappings, as a config has them; pydantic checks them by the models.
 Spec = Annotated[Mapping[str, Any], GetPydanticSchema(lambda _, model: model(Component))]
 Term = Annotated[Mapping[str, Any], GetPydanticSchema(lambda _, model: model(Summand))]
@@ -92,9 +98,8 @@ class Weighted(Composed):
         *,
         device: Device = None,
     ) -> None:
-        terms = {str(spec.get("label") or spec["name"]): spec for spec in rewards}
+        terms, self.weights = _labelled(rewards)
         super().__init__(terms, device)
-        self.weights = {label: float(spec.get("weight", 1.0)) for label, spec in terms.items()}
 
     def describe(self) -> dict[str, Any]:
         """The components and their weights."""
@@ -106,6 +111,34 @@ class Weighted(Composed):
         for label, reward in self.components.items():
             components[label] = score(reward, images, prompts, metadata)
             value += self.weights[label] * components[label].value  # NaN where it failed
+        return _joined(value, components)
+
+
+class Product(Composed):
+    """Product of value ** weight over components, given as to `weighted`: an image needs all of
+    them. A value below 0 makes its image invalid."""
+
+    name = "product"
+
+    def __init__(
+        self,
+        rewards: Annotated[Sequence[Term], Field(min_length=1), AfterValidator(_distinct)],
+        *,
+        device: Device = None,
+    ) -> None:
+        terms, self.exponents = _labelled(rewards)
+        super().__init__(terms, device)
+
+    def describe(self) -> dict[str, Any]:
+        """The components and their exponents."""
+        parts = {label: registry.describe(reward) for label, reward in self.components.items()}
+        return {"name": self.name, "rewards": parts, "exponents": self.exponents}
+
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
+        value, components = torch.ones(len(images)), {}
+        for label, reward in self.components.items():
+            components[label] = found = score(reward, images, prompts, metadata)
+            value *= found.value.where(found.value >= 0, torch.nan) ** self.exponents[label]
         return _joined(value, components)
 
 

@@ -94,7 +94,7 @@ def merge(
         multiplied by shallow + (deep - shallow) * l / (L - 1).
     model: folder or Hub id of the base, for adapters of other programs' names, or without a base's.
     Returns the report. Raises ValueError for adapters that do not fit together (another base,
-    other layers or sizes, DoRA), a wrong number of weights, an unknown method or a rank for
+    layers of other sizes, DoRA), a wrong number of weights, an unknown method or a rank for
     concat; HubError for one that cannot be had; FileExistsError if `out` already holds an adapter.
     """
     weights = [1.0] * len(adapters) if weights is None else list(weights)

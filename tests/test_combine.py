@@ -76,6 +76,22 @@ def test_an_image_that_one_component_failed_on_is_invalid_with_its_reason():
     assert math.isnan(found.value[1])
 
 
+def test_a_product_needs_every_component():
+    """RED * sqrt(brightness); what is negative, and what a component fails on, is invalid."""
+    bright = brightness(IMAGES, PROMPTS, METADATA).value
+    terms = [spec("brightness") | {"weight": 0.5}, spec("refusing")]
+    found = ask(build("product", rewards=terms))
+    expected = bright.sqrt() * bright
+    expected[1] = math.nan
+    torch.testing.assert_close(found.value, expected, equal_nan=True)
+    assert not found.valid[1] and set(found.parts) == {
+        "test_combine:brightness", "test_combine:refusing"
+    }  # fmt: skip
+    signed = ask(build("product", rewards=[RED, spec("brightness")]))
+    assert signed.valid.tolist() == (REDNESS >= 0).tolist() and not bool(signed.valid.all())
+    assert rewards.has_no_weights("product")  # gdpo would take it for a sum
+
+
 def test_a_gate_lets_the_reward_count_only_past_its_threshold():
     bright = brightness(IMAGES, PROMPTS, METADATA).value
     middle = float(bright.median())

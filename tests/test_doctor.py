@@ -7,8 +7,10 @@ import fakes
 import pytest
 import torch
 
+from flowalign import rewards
 from flowalign.commands.cli import main
 from flowalign.commands.doctor import diagnose
+from flowalign.rewards.ocr import OCR
 from flowalign.types import Scores
 
 _calls = itertools.count()
@@ -34,6 +36,21 @@ def failing(images, prompts, metadata):
     """Cannot judge bright images."""
     value = images.mean((1, 2, 3))
     return Scores.of(value.masked_fill(value > 0.6, math.nan))
+
+
+class Blind:
+    """An OCR engine that reads nothing."""
+
+    name = "blind"
+
+    def read(self, image):
+        return []
+
+
+def readable(images, prompts, metadata):
+    """Calls `ocr`, which wants a text in quotes, and says nothing of it."""
+    read = rewards.score(OCR(Blind()), images, prompts, metadata)
+    return Scores.of(read.value + images.mean((1, 2, 3)))
 
 
 def faults(name, count=4, size=None, **options):
@@ -67,6 +84,16 @@ def test_each_fault_is_named(name, kind):
     assert any(text.startswith(kind) for text in faults(name))
 
 
+def test_a_reward_that_calls_another_is_asked_with_prompts_that_the_other_can_score(tmp_path):
+    findings, _ = diagnose("test_doctor:readable", {}, 4, None)
+    assert not any("failed" in finding.text for finding in findings)
+    (tmp_path / "p.txt").write_text("a kite\na lamp\n")
+    findings, _ = diagnose("test_doctor:readable", {}, 4, None, [str(tmp_path / "p.txt")])
+    (failed,) = [finding for finding in findings if finding.level == "fault"]
+    assert "ocr: " in failed.text and "8 of 8" in failed.text
+    assert len(findings) == 2  # and the time: nothing is "ok" about scores that are not there
+
+
 def test_a_reward_of_a_size_gets_pictures_of_that_size(monkeypatch):
     shapes = set()
 
@@ -86,6 +113,9 @@ def test_the_command_prints_the_scores_and_ends_by_its_findings(capsys):
     assert "its prompt" in printed and "ms an image" in printed and "MiB of RAM" in printed
     assert main(["doctor", "--reward", "fakes:constant", "--count", "2"]) == 1
     assert "constant" in capsys.readouterr().out
+    assert main(["doctor", "--reward", "fakes:redness", "--prompts", "tiny/ocr_val"]) == 0
+    assert main(["doctor", "--reward", "geneval", "--prompts", "nowhere.txt"]) == 2
+    assert "nowhere.txt" in capsys.readouterr().err
     assert main(["doctor", "--reward", "geneval", "treshold=1"]) == 2
     assert "'threshold'" in capsys.readouterr().err  # the option that was meant
     assert main(["doctor", "--reward", "geneval", "threshold"]) == 2

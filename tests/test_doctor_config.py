@@ -98,6 +98,15 @@ def test_validation_prompts_that_are_trained_on_are_named(random_model, tmp_path
     assert is_one(texts, "validation", "4 of 4 prompts") and fakes.PROMPTS[0] in texts[0]
 
 
+def test_fewer_prompts_than_an_update_draws_are_noticed(random_model, tmp_path):
+    (tmp_path / "two.txt").write_text("a\nb\na\n")
+    for count, noticed in ((2, False), (4, True)):
+        changes = [f"tasks.0.prompts={tmp_path}/two.txt", f"rollout.prompts={count}"]
+        found = plan.examine(fakes.settings(random_model, tmp_path / "run", *changes))
+        notes = [finding.text for finding in found if finding.text.startswith("prompts:")]
+        assert (len(notes) == 1) == noticed and all("2 different" in text for text in notes)
+
+
 def test_absorbed_guidance_must_not_be_applied_again_in_the_evaluation(random_model, tmp_path):
     changes = ["rollout.guidance=4.5", "student.guidance=1.0"]
     raw = fakes.distillation(random_model, tmp_path / "run", *changes).model_dump(mode="json")

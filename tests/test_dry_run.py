@@ -50,7 +50,11 @@ def test_every_stage_is_told_and_nothing_is_written(recipe, capsys, monkeypatch)
         and "teacher red" in printed
         and "reward fakes" in printed
     )
-    assert "│ sum " in printed
+    assert "│ sum " in printed and "H100" not in printed
+    assert main(["train", "--config", str(recipe), "--dry-run", "--gpu", "4090"]) == 0
+    assert "RTX 4090" in capsys.readouterr().out
+    assert main(["train", "--config", str(recipe), "--dry-run", "--gpu", "4091"]) == 2
+    assert "--gpu" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from flowalign import config, rewards
 from flowalign.backbone.adapters import read_lora
 from flowalign.backbone.structure import build, find
+from flowalign.commands.doctor import estimate as estimate_module
 from flowalign.commands.doctor import predictions
 from flowalign.commands.doctor.estimate import predict
 from flowalign.commands.doctor.meter import Meter, measure, size_of
@@ -27,6 +29,7 @@ import medium  # noqa: E402  # pyright: ignore[reportMissingImports]
 import memory  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 MEDIUM = medium.MEDIUM
+CONFIGS = Path(__file__).parent.parent / "configs"
 
 
 # The meter -------------------------------------------------------------------------------------
@@ -303,6 +306,41 @@ def test_advice_leads_to_what_fits(small):
     assert fine.level == "ok"
     first, *_, last = predictions.fits(estimate, 0.7)  # in which nothing fits
     assert first.level == "fault" and last.level == "note" and "larger device" in last.text
+
+
+@pytest.mark.slow
+def test_flux_on_24_gib_is_told_what_fits_in_half_a_minute():
+    """A device that the base alone is too large for: 4 bits first, then the cache, then a variant;
+    the alarm only where it is what does not fit."""
+    run = config.load(CONFIGS / "flux" / "teacher_ocr_nft.yaml")
+    began = time.process_time()
+    estimate = predict(run)
+    first, *rest = [finding.text.strip() for finding in predictions.fits(estimate, 24.0)]
+    assert time.process_time() - began < 45  # 21 s where it was measured
+    keys = [text.partition("=")[0] for text in rest if "=" in text]
+    assert keys[-2:] == ["model.quantization", "model.text_cache"] and "nf4" in rest[-3]
+    assert "configs/variants/1x24gb_nf4.yaml" in rest[-1] and rest[-1].endswith("fits")
+    model = {"quantization": "nf4", "gradient_checkpointing": True, "decode_batch": 1}
+    small = {"rollout": {"batch_size": 2}, "optimizer": {"micro_batch": 1}, "evaluation": None}
+    tight = estimate.after(
+        {"model": {**model, "text_cache": "c", "offload_text_encoders": False}, **small}
+    )
+    assert tight.worst.name == "image drift"
+    (*_, (change, after)) = predictions.advice(tight, tight.peak - 1)
+    assert change == "alarm=null" and after.peak < tight.peak
+    whole = predict(tight.config)  # nothing that was measured before is used
+    assert (whole.peak, whole.phases) == (tight.peak, tight.phases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["flux2", "z_image", "sd35_medium"])
+def test_equal_blocks_cost_as_much_as_all_of_them_do(family, monkeypatch):
+    run = config.load(CONFIGS / family / "teacher_ocr_nft.yaml", ["optimizer.micro_batch=2"])
+    few = predict(run)
+    monkeypatch.setattr(estimate_module, "measure_blocks", lambda *args: measure(*args[:2]))
+    for part, whole in zip(few.all_phases, predict(run).all_phases, strict=True):
+        assert part.bytes == pytest.approx(whole.bytes, rel=0.01), part.name
+        assert part.flops == pytest.approx(whole.flops, rel=1e-6), part.name
 
 
 def test_the_rank_of_a_start_counts_from_its_file_or_from_the_stage_that_will_write_it(small):

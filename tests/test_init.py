@@ -307,7 +307,11 @@ def test_the_table_of_a_recipe_is_of_test_prompts(model: str, of: str, capsys: A
         (["--stage", "grpo", "--reward", "orc"], "ocr"),
         (["--stage", "grpo", "--reward", "ocr", "--options", "engin=x"], "engin"),
         (["--stage", "grpo", "--reward", "remote"], "urls"),
-        (["--stage", "grpo", "--options", "engine=x"], "--options"),
+        (["--stage", "eval", "--options", "engine=x"], "--options"),
+        (
+            ["--stage", "eval", "--reward", "ocr", "pickscore", "--options", "rule=strict"],
+            "--options",
+        ),
         (["--stage", "grpo", "--teachers", "a=b"], "--teachers"),
         (["--stage", "merge", "--prompts", "a.txt"], "--prompts"),
         (["--stage", "eval", "--validation", "a.txt"], "--validation"),
@@ -324,6 +328,22 @@ def test_what_gives_no_config_is_refused_and_nothing_is_written(
     assert init(*words) == 2
     assert named in capsys.readouterr().err
     assert list(Path().iterdir()) == []
+
+
+def test_options_belong_to_the_reward_that_they_name() -> None:
+    words = [
+        "--reward",
+        "ocr",
+        "pickscore",
+        "--options",
+        "ocr.rule=strict",
+        "pickscore.normalizer=9",
+    ]
+    config = written("--stage", "eval", *words)
+    ocr, pickscore = (benchmark.reward.options for benchmark in config.benchmarks)
+    assert (ocr["rule"], pickscore["normalizer"]) == ("strict", 9)
+    one = written("--stage", "grpo", "--reward", "ocr", "--options", "rule=strict")
+    assert one.tasks[0].reward.options["rule"] == "strict"
 
 
 def test_a_file_that_is_there_stays() -> None:

@@ -280,6 +280,10 @@ def test_ocr_prompts_from_the_command_line(tmp_path: Path, capsys) -> None:
     capsys.readouterr()
     tokens = ["--tokens", "77", "--tokenizer", str(MODEL / "tokenizer")]
     assert main(["data", "check", str(first), "--reward", "ocr", "--against", str(second)]) == 0
+    capsys.readouterr()
+    assert main(["data", "check", str(first), str(second), "--against", str(second)]) == 1
+    named = [str(first), str(second)]
+    assert [line for line in capsys.readouterr().out.splitlines() if line in named] == named
     assert "fault" not in capsys.readouterr().out
     assert main(["data", "check", str(first), *tokens]) in (0, 1)
     assert "estimated" not in capsys.readouterr().out

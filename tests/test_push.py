@@ -172,7 +172,7 @@ def test_an_adapter_of_stable_diffusion_has_the_licence_of_its_base(
         assert data["license"] == "other" and data["license_name"] == "stabilityai-ai-community"
         assert data["license_link"] == f"https://huggingface.co/{base}/blob/main/LICENSE.md"
         assert (data["base_model"], data["base_model_relation"]) == (base, "adapter")
-        assert f'StableDiffusion3Pipeline.from_pretrained("{base}"' in card.text
+        assert f'DiffusionPipeline.from_pretrained("{base}"' in card.text
         assert "- red: reward `ocr` (engine `rapidocr`: Apache-2.0)\n" in card.text
     assert licence("tiny") == {"license": "apache-2.0"} and licence("me/sd") == {}
 

@@ -1,6 +1,7 @@
 """The tables of an evaluation and its page: what is best, what is paired, what it needs."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from flowalign.eval import report
 from flowalign.eval.fidelity import Distance
 from flowalign.eval.suite import Benchmark, Judged
 from flowalign.eval.table import Results, Table, markdown, tables
+from flowalign.training.report.drift.compare import Check
+from flowalign.training.report.page import Panel
 from flowalign.training.report.pictures import pixels_of, png, webp
 from flowalign.types import EvalRow, PromptBatch
 
@@ -76,6 +79,13 @@ def test_the_main_table_is_models_by_benchmarks_then_fidelity_and_average(result
     errors = row["geneval"].stderr, row["ocr"].stderr  # fidelity is no part of it
     assert row["average"].stderr == pytest.approx(math.hypot(*errors) / 2)
     assert main.n("geneval") == "3 to 4" and to_base.n("average") == "7 to 8"
+
+
+def test_images_come_before_the_drift_of_the_page(results: Results):
+    drifts = [Panel("student, geneval", 0.1, Check([], []))]
+    main = tables(results, {})
+    page = report.render(replace(results, drifts=drifts), main, title="t", conditions=[], config="")
+    assert 0 < page.index("<h2>Images</h2>") < page.index("student, geneval")
 
 
 def test_differences_are_paired_in_every_column(results: Results):

@@ -9,9 +9,13 @@ from pathlib import Path
 import fakes
 import pytest
 import test_recipe
+import torch
 
+from flowalign.backbone.adapters import describe, write_lora
 from flowalign.commands import cli, sample, train
 from flowalign.config import to_yaml
+from flowalign.eval import report
+from flowalign.training.report import results
 from flowalign.training.report.status import WARNINGS
 
 
@@ -63,11 +67,31 @@ def test_a_recipe_an_evaluation_and_a_merge_name_theirs(
     assert "adapter" in capsys.readouterr().out.partition("Results:")[2]
 
 
+def test_the_next_command_has_a_prompt_of_the_run(tmp_path: Path) -> None:
+    """Of a run one of its own, of another adapter one that its base can draw."""
+    weights = {f"x.lora_{half}.weight": torch.ones(1, 1) for half in "AB"}
+    for name, base in (("tiny", "tiny"), ("flux", "black-forest-labs/FLUX.1-dev")):
+        write_lora(tmp_path / name, weights, describe({"x": 1}, {"x": 1.0}, False, base))
+        assert ("CAT" in results.merged(tmp_path / name)) == (name == "tiny")
+    (tmp_path / "p.txt").write_text("it's a kite\na lamp\n")
+    config = {"tasks": [{"prompts": str(tmp_path / "p.txt")}]}
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    (words,) = [x for x in results.merged(tmp_path / "flux").splitlines() if "sample" in x]
+    assert shlex.split(words)[2] == "it's a kite"
+
+
 @pytest.mark.slow
 def test_a_run_says_which_adapter_was_kept_and_warns_if_it_is_the_one_it_began_with(
-    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    random_model: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder = tmp_path / "run"
+    folder, drawn = tmp_path / "run", []
+    monkeypatch.setattr(
+        report, "comparison", lambda path, blocks, **_: drawn.extend(blocks) or path.touch()
+    )
+    monkeypatch.chdir(tmp_path)
     config = fakes.settings(
         random_model, folder, "train.updates=2", "evaluation={every: 1, prompts: 2}",
         "tasks.0.validation=tiny/ocr_val", "optimizer.lr=1e-30",  # nothing changes: the first stays
@@ -80,6 +104,17 @@ def test_a_run_says_which_adapter_was_kept_and_warns_if_it_is_the_one_it_began_w
     warnings = [json.loads(line)["text"] for line in (folder / WARNINGS).read_text().splitlines()]
     (warning,) = [text for text in warnings if "update 0 of 2" in text]
     assert "optimizer.lr" in warning and "the base model" in warning
+
+    models = {"base": None, "student": str(folder / "adapter")}
+    table = fakes.evaluation(random_model, tmp_path, ["a"], models=models, output="eval")
+    assert cli.main(["eval", "--config", str(table)]) == 0
+    shown = capsys.readouterr().out
+    assert f"--lora {folder}/adapter" not in shown and "kept: update 0" in shown
+    for name in ("table.md", "report.html"):
+        text = (tmp_path / "eval" / name).read_text()
+        assert "student: kept: update 0 of 2" in text and "equals the base model" in text
+    rows = [row for block in drawn for row in block.rows]
+    assert ["kept: update 0" in row.note for row in rows] == [False, True]
 
     command = warning.partition("with --resume ")[2].rstrip(".")  # what it advises works
     fakes.AcceleratorState._reset_state(reset_partial_state=True)

@@ -8,7 +8,7 @@ import families
 import pytest
 import torch
 
-from flowalign.backbone.adapters import read_lora
+from flowalign.backbone.adapters import describe, read_lora, write_lora
 from flowalign.commands import cli, sample
 from flowalign.commands.sample import Plan, parser, settle
 from flowalign.config import to_yaml
@@ -82,6 +82,19 @@ def test_a_wrong_value_is_refused_before_a_model_is_loaded(
     assert status == 2 and words[1] in error and "Traceback" not in error
     assert words[0] in error or words[0] == "--lora"
     assert not list(Path().iterdir())
+
+
+def test_a_lora_that_names_no_base_is_not_taken_for_one_of_tiny(
+    tmp_path: Path, capsys: Any
+) -> None:
+    weights = {"A": torch.ones(1, 3), "B": torch.ones(3, 1)}
+    layers = {
+        f"transformer_blocks.0.attn.to_q.lora_{half}.weight": w for half, w in weights.items()
+    }
+    layer = "transformer_blocks.0.attn.to_q"
+    write_lora(tmp_path, layers, describe({layer: 1}, {layer: 1.0}, False, None))
+    assert cli.main(["sample", "a", "--lora", str(tmp_path)]) == 2
+    assert "--model" in capsys.readouterr().err
 
 
 def test_no_file_is_overwritten(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -139,6 +139,22 @@ def test_the_stages_of_a_recipe_have_their_states(tmp_path: Path) -> None:
     assert "1 of 3 stages done" in shown.text and "about 5 min left" in shown.text
 
 
+def test_the_table_of_a_recipe_is_a_table_with_its_report(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("stage: recipe\nstages: {the table: {stage: eval}}\n")
+    folder = tmp_path / "the table"
+    folder.mkdir()
+    (folder / "done.json").write_text("{}")
+    (folder / "report.html").touch()
+    lines = ["student: kept\\_it.", "", "| | ocr |", "|---|---|", "| a\\|b | **.5 ± .1** |"]
+    (folder / "table.md").write_text("\n".join([*lines, "", "Every metric:", "| x |", "|---|"]))
+    watch.write(tmp_path)
+    page = (tmp_path / "watch.html").read_text()
+    assert 'href="the%20table/report.html"' in page and "student: kept_it." in page
+    assert "<th>a|b</th><td>.5 ± .1</td>" in page and "|---|" not in page
+    (folder / "table.md").write_text("|")  # a file that something else wrote
+    watch.write(tmp_path)
+
+
 @pytest.mark.parametrize("content", [None, "", "a: 1", "{"])
 def test_a_folder_that_is_no_run_is_refused(
     tmp_path: Path, content: str | None, capsys: pytest.CaptureFixture[str]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -63,7 +63,8 @@ def parser() -> argparse.ArgumentParser:
     add("--model", default="tiny", help="tiny (default), a folder or a Hub id")
     help = "what scores the images, such as ocr, geneval or my_rewards:redness; one per task "
     many("--reward", metavar="NAME", help=f"{help}(grpo, nft, awm, opd, sft) or benchmark (eval)")
-    many("--options", metavar="key=value", help="of a single --reward")
+    help = "of a single --reward; of one of several: NAME.key=value"
+    many("--options", metavar="key=value", help=help)
     help = "adapter folders or Hub ids, by task (opd, sft, recipe), or what to merge or evaluate"
     many("--teachers", metavar="NAME=ADAPTER", help=help)
     many("--prompts", metavar="FILE", help="one per reward or teacher")
@@ -115,8 +116,12 @@ def _check(args: argparse.Namespace) -> None:
             raise ValueError(f"--teachers: got {text!r}; want NAME=ADAPTER, as in ocr={text}.")
     if args.prompts and args.stage == "eval" and not args.reward:
         raise ValueError("--prompts: say what scores their images, too: --reward, one for each.")
-    if args.options and len(args.reward) != 1:
-        raise ValueError("--options: they belong to one reward; give one --reward with them.")
+    names = {_short(name) for name in args.reward}
+    if wrong := [o for o in args.options if not names or len(names) > 1 and not _of(o, names)]:
+        raise ValueError(
+            f"--options: got {wrong[0]!r}; want key=value for one --reward, or for one of several "
+            f"NAME.key=value with a name of {', '.join(sorted(names)) or '--reward'}."
+        )
     if args.out.exists() and not args.force:
         raise ValueError(f"--out: {args.out} is there already. Name another, or give --force.")
 
@@ -296,7 +301,12 @@ class Draft:
         """A reward with the options that the shipped configs give it. Raises ValueError for one
         that does not exist or wants other options."""
         shipped = self.tasks.get(name, {}).get("reward", {}).get("options", {})
-        options = shipped | assignments(self.args.options)
+        names = {_short(reward) for reward in self.args.reward}
+        if len(names) > 1:
+            own = [o.partition(".")[2] for o in self.args.options if _of(o, {_short(name)})]
+        else:
+            own = self.args.options
+        options = shipped | assignments(own)
         reward_registry.check(name, options)
         return {"name": name, **({"options": options} if options else {})}
 
@@ -314,6 +324,11 @@ def _one_each(flag: str, given: Sequence[str], count: int) -> Sequence[str]:
             f"{flag}: got {len(given)} for {count} tasks or benchmarks; give one each."
         )
     return given or [""] * count
+
+
+def _of(option: str, names: Collection[str]) -> bool:
+    """Whether it begins with one of these names of rewards and a dot."""
+    return option.partition("=")[0].partition(".")[0] in names and "." in option.partition("=")[0]
 
 
 def _short(reward: str) -> str:

@@ -23,6 +23,7 @@ from flowalign.backbone import DTYPES, Backbone, family_of, load_pipeline, pipel
 from flowalign.backbone.adapters import Lora, read_lora
 from flowalign.backbone.family import default_length
 from flowalign.backbone.loading import card_of, text_length
+from flowalign.backbone.lora import misfit
 from flowalign.backbone.structure import family_without_text, model_family
 from flowalign.config import ConfigError, ModelConfig, SamplingConfig, TrainingStage, load
 from flowalign.system import devices
@@ -104,6 +105,8 @@ def settle(args: argparse.Namespace, lora: Lora | None) -> Plan:
     """The settings of a command. Raises ValueError for what cannot be sampled, or written, here.
     Nothing is loaded but small config files."""
     model = args.model or (lora and lora.base) or "tiny"
+    if lora and model == "tiny" and misfit(family_without_text("tiny").core, lora):
+        raise ValueError(f"--model: {args.lora} names no base, and is not of tiny. Give its base.")
     run = run_of(lora)
     steps, guidance = recommended(model)
     height, width, most = sizes(model)

@@ -25,6 +25,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="print the plan; write nothing")
     help = "dry run: also import the code that the config names, to check it"
     parser.add_argument("--trust", action="store_true", help=help)
+    help = "dry run: plan for this GPU, as `flowalign doctor --gpu`"
+    parser.add_argument("--gpu", type=str.lower, metavar="NAME", help=help)
     parser.add_argument("--variant", help="a YAML file of keys by stage: other hardware")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change the config")
     return parser
@@ -56,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.dry_run:
             from flowalign.commands.doctor import dry
 
-            dry.run(config, home, args.resume, any_world, args.trust)
+            dry.run(config, home, args.resume, any_world, args.trust, args.gpu)
         else:
             run.run_job(config, home, args.resume, began, any_world)
             if processes.state().is_main_process:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import argparse
 import base64
+import html
 import itertools
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from flowalign.commands.recipe import DONE
 from flowalign.config import AlarmConfig, ConfigError, read
@@ -113,7 +116,8 @@ class View:
     drifts: list[Panel]  # from the base: evaluation, rollout
     picture: str  # source of the base and the result side by side
     warnings: list[dict[str, Any]]  # the newest first
-    table: str  # of an evaluation, Markdown
+    table: list[str | list[list[str]]]  # of an evaluation: its paragraphs and tables
+    report: str  # address of its page
     config: str
     stages: Sequence[View] = ()
 
@@ -137,9 +141,12 @@ def read_view(folder: Path) -> View:
         config["stage"]
     except (ConfigError, TypeError, KeyError, OSError) as error:
         raise NoRun(_no_run(folder)) from error
-    view = _view(folder, folder.absolute().name, config, Status())
+    view = _view(folder, folder.absolute().name, config, Status(), "")
     stages: Mapping[str, Any] = config.get("stages") or {}
-    views = [_view(folder / name, name, keys, view.status) for name, keys in stages.items()]
+    views = [
+        _view(folder / name, name, keys, view.status, f"{quote(name)}/")
+        for name, keys in stages.items()
+    ]
     return replace(view, stages=views)
 
 
@@ -154,8 +161,26 @@ def _no_run(folder: Path) -> str:
     )
 
 
-def _view(folder: Path, name: str, config: Mapping[str, Any], recipe: Status) -> View:
-    """A run, or a stage of a recipe with this status."""
+def _tables(markdown: str) -> list[str | list[list[str]]]:
+    """The lines and the tables of a `table.md`, as plain text."""
+
+    def plain(text: str) -> str:
+        bare = text.strip().removeprefix("**").removesuffix("**")  # stars mark the best
+        return html.unescape(re.sub(r"\\(.)", r"\1", bare))
+
+    found: list[str | list[list[str]]] = []
+    for is_table, lines in itertools.groupby(markdown.splitlines(), lambda x: x.startswith("|")):
+        if is_table:
+            cells = (re.split(r"(?<!\\)\|", line)[1:-1] for line in lines)
+            heads, *rows = [list(map(plain, row)) for row in cells]
+            found.append([heads, *rows[1:]])
+        else:
+            found += [plain(line) for line in lines if line]
+    return found
+
+
+def _view(folder: Path, name: str, config: Mapping[str, Any], recipe: Status, address: str) -> View:
+    """A run, or a stage of a recipe with this status. address: of its folder, from the page."""
     now, kind = time.time(), str(config.get("stage"))
     status = read_status(folder)
     if status is None:  # a stage that has not begun, or a merge or an evaluation, which have none
@@ -181,7 +206,8 @@ def _view(folder: Path, name: str, config: Mapping[str, Any], recipe: Status) ->
         drifts=_drifts(folder, alarm.get("warn", AlarmConfig().warn)),
         picture=_embedded(folder / "before_after.png") if state == "finished" else "",
         warnings=read_lines(folder / WARNINGS)[::-1][:NEWEST],
-        table=_text(folder / "table.md").partition("\nEvery metric:")[0],
+        table=_tables(_text(folder / "table.md").partition("\nEvery metric:")[0]),
+        report=f"{address}report.html" if (folder / "report.html").is_file() else "",
         config=_text(folder / "config.yaml"),
     )
 

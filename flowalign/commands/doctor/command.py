@@ -38,7 +38,11 @@ def main(argv: Sequence[str]) -> int:
             if args.trust:
                 rewards.add_config_folder(args.config)
             return examine(args)
-        found, _ = reward.diagnose(args.reward, assignments(args.options), args.count, args.size)
+        options, prompts = (
+            assignments(args.options),
+            [args.prompts] if args.prompts else reward.PROBES,
+        )
+        found, _ = reward.diagnose(args.reward, options, args.count, args.size, prompts)
         show(found)
         return 0 if healthy(found) else 1
     finally:
@@ -67,6 +71,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--tflops", type=float, help="the rate to plan with, TFLOP/s a GPU")
     parser.add_argument("--count", type=int, default=16, help="reward: scenes (default 16)")
     parser.add_argument("--size", type=int, help="reward: enlarge the 64-pixel scenes to this")
+    help = "reward: score scenes with these prompts, not with those of the tiny world"
+    parser.add_argument("--prompts", metavar="FILE", help=help)
     help = "config: changes; reward: its options"
     parser.add_argument("options", nargs="*", metavar="key=value", help=help)
     return parser

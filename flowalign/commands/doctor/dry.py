@@ -9,6 +9,7 @@ from flowalign.commands import recipe
 from flowalign.commands.doctor import predictions
 from flowalign.commands.doctor.estimate import evaluated_images
 from flowalign.commands.doctor.findings import Finding, note, show
+from flowalign.commands.doctor.pace import GPUS
 from flowalign.config import ConfigError, Job, Stage, TrainingStage
 from flowalign.training.data import PromptSampler
 from flowalign.training.preflight import against_card, unexamined
@@ -17,9 +18,18 @@ from flowalign.training.run.processes import state
 PROMPTS = 6  # of the first batch that are printed
 
 
-def run(config: Job, home: Path, resume: bool, any_world: bool = False, trust: bool = True) -> None:
+def run(
+    config: Job,
+    home: Path,
+    resume: bool,
+    any_world: bool = False,
+    trust: bool = True,
+    gpu: str | None = None,
+) -> None:
     """Print the plan of every stage. Writes nothing; ConfigError with what `train` would refuse.
-    trust: as for `flowalign.training.preflight.world_problems`."""
+    trust: as for `flowalign.training.preflight.world_problems`. gpu: that it is planned for."""
+    if gpu not in (None, *GPUS):
+        raise ConfigError([f"--gpu: got {gpu!r}; want one of {', '.join(GPUS)}."])
     processes = state().num_processes
     stages, problems = recipe.examine(config, home, processes, resume, any_world, trust)
     if problems:
@@ -28,7 +38,7 @@ def run(config: Job, home: Path, resume: bool, any_world: bool = False, trust: b
         return
     if not trust:
         show(map(note, unexamined(stages)))
-    forecasts = predictions.forecasts(stages, predictions.Device(processes))
+    forecasts = predictions.forecasts(stages, predictions.Device(processes, gpu))
     for number, forecast in enumerate(forecasts, 1):
         stage = forecast.stage
         print(f"\n[{number}/{len(stages)}] {forecast.name} ({stage.stage}) -> {stage.output}")

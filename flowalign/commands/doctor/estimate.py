@@ -8,8 +8,9 @@ phase of an update. What is stored between them follows from what the algorithm 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -24,8 +25,15 @@ from flowalign.backbone.loading import store_in_fp8
 from flowalign.backbone.lora import adapted_layers
 from flowalign.backbone.structure import family_without_text, model_family, without_data
 from flowalign.backbone.text import BATCH as TEXT_BATCH
-from flowalign.commands.doctor.meter import DeviceAttention, Meter, measure, rounded, size, size_of
-from flowalign.config import Stage, TeacherConfig, TrainingStage, parse
+from flowalign.commands.doctor.meter import (
+    DeviceAttention,
+    Pass,
+    measure_blocks,
+    rounded,
+    size,
+    size_of,
+)
+from flowalign.config import Stage, TeacherConfig, TrainingStage, overlay, parse
 from flowalign.config.model import LoraConfig, ModelConfig
 from flowalign.training.algorithm import STUDENT, algorithm_class
 from flowalign.training.data import PromptError, load_prompts
@@ -37,6 +45,14 @@ NF4 = 0.5 + 4 / 64  # bytes a weight: four bits, and a float32 scale for each bl
 ADAM_8BIT = 0.26  # of the bytes of float32 moments: one byte each, and blockwise scales
 DRAWS = 64  # updates whose drawn states are averaged
 BENCHMARK_PROMPTS = 512  # assumed where a benchmark has no limit and its file is not here
+# Keys of `model` that change no shape; fp8 does, and 4 bits are counted by NF4
+FREE = {
+    "gradient_checkpointing",
+    "text_cache",
+    "offload_text_encoders",
+    "decode_batch",
+    "quantization",
+}
 SIXTEEN = 2  # bytes a weight of the files on the Hub
 
 
@@ -63,8 +79,17 @@ class Estimate:
     parts: Mapping[str, int]  # resident bytes by what they are
     phases: list[Phase]  # of an update
     evaluation: Phase | None  # None = the run has none
-    host: int  # bytes of CPU memory while the model loads
-    download: int  # bytes of the model's files, if the Hub has them in 16 bits
+    shapes: _Shapes  # what it was measured on
+
+    @property
+    def host(self) -> int:
+        """Bytes of CPU memory while the model loads."""
+        return self.shapes.host
+
+    @property
+    def download(self) -> int:
+        """Bytes of the model's files, if the Hub has them in 16 bits."""
+        return self.shapes.download
 
     @property
     def all_phases(self) -> list[Phase]:
@@ -86,12 +111,16 @@ class Estimate:
         """Peak bytes, as torch.cuda.max_memory_allocated counts them."""
         return self.resident + self.worst.bytes
 
-    def after(self, change: str) -> Estimate:
-        """The prediction after a change of the config, "key.path=value"."""
-        config = parse(self.config.model_dump(mode="json"), [change], stage=type(self.config))
+    def after(self, change: str | Mapping[str, Any]) -> Estimate:
+        """The prediction after a change of the config: "key.path=value", or keys that are laid over
+        it. What was measured for this one is not measured again."""
+        keys, texts = ({}, [change]) if isinstance(change, str) else (change, [])
+        data = overlay(self.config.model_dump(mode="json"), keys)
+        config = parse(data, texts, stage=type(self.config))
         return predict(
-            config, device_type=self.device_type, processes=self.processes, ranks=self.ranks
-        )
+            config, device_type=self.device_type, processes=self.processes, ranks=self.ranks,
+            shapes=self.shapes,
+        )  # fmt: skip
 
 
 def predict(
@@ -101,22 +130,26 @@ def predict(
     processes: int = 1,
     ranks: Mapping[str, Mapping[str, int]] | None = None,
     drawn: Sequence[int] | None = None,
+    shapes: _Shapes | None = None,
 ) -> Estimate:
     """The estimate of a training stage or an evaluation.
 
     ranks: {folder: {layer: rank}} of adapters that an earlier stage of a recipe will write. drawn:
-    the updates whose drawn states are averaged; None = the first DRAWS. Raises LookupError where
-    the shapes of model.id are not known. Of several sizes the largest counts, for all images. Not
+    the updates whose drawn states are averaged; None = the first DRAWS. shapes: of a config with
+    the same adapters, taken again where the model is the same. Raises LookupError where the shapes
+    of model.id are not known. Of several sizes the largest counts, for all images. Not
     included: torch.compile, and the memory of rewards, of kernels (cuDNN, GEMM workspaces) and of
     the device's context.
     """
     ranks = ranks or {}
+    again = shapes.after(config) if shapes else None
     if isinstance(config, TrainingStage):
-        shapes = _Run(config, device_type, processes, ranks, drawn)
-        parts, phases = shapes.parts(), list(shapes.phases())
-        evaluation = shapes.evaluation() if config.evaluations else None
+        run = again or _Run(config, device_type, processes, ranks, drawn)
+        assert isinstance(run, _Run)
+        parts, phases = run.parts(), list(run.phases())
+        shapes, evaluation = run, run.evaluation() if config.evaluations else None
     else:  # the base with the adapters of all models; the peak is that of a model with an adapter
-        shapes, default = _Shapes(config, device_type, processes), LoraConfig()
+        shapes, default = again or _Shapes(config, device_type, processes), LoraConfig()
         loras = [
             shapes.add_frozen(ranks_of(source, default, ranks, config.model))
             for source in config.inputs.values()
@@ -127,10 +160,7 @@ def predict(
         evaluation = shapes.sampled("sampling.batch_size", images, next(iter(loras), None))
         evaluation = replace(evaluation, bytes=max(evaluation.bytes, shapes.visiting))
     parts = {name: count for name, count in parts.items() if count}
-    return Estimate(
-        config, device_type, processes, ranks, parts, phases, evaluation,
-        shapes.host, shapes.download,
-    )  # fmt: skip
+    return Estimate(config, device_type, processes, ranks, parts, phases, evaluation, shapes)
 
 
 def evaluated_images(config: Stage) -> dict[str, int]:
@@ -180,9 +210,6 @@ class _Shapes:
         modules = (pipe.transformer, pipe.vae, *self.encoders)
         self.host = size_of(*modules)
         self.download = SIXTEEN * sum(p.numel() for part in modules for p in part.parameters())
-        encoders = size_of(*self.encoders)  # they stay on the device, or visit it
-        self.visiting = encoders if model.offload_text_encoders else 0
-        self.staying = encoders - self.visiting
         sizes = [height * width for height, width in model.image_sizes]
         largest = sizes.index(max(sizes))
         self.latent_shape = self.backbone.latent_shapes[largest]
@@ -190,6 +217,36 @@ class _Shapes:
         self.pixels = 4 * 3 * sizes[largest]  # bytes of an image, float32
         self.frozen: dict[str, list[nn.Parameter]] = {}
         self.names: dict[frozenset[tuple[str, int]], str] = {}  # of frozen adapters, by their ranks
+        self.meters: dict[tuple[Any, ...], Pass] = {}
+
+    @property
+    def visiting(self) -> int:
+        """Bytes of the text encoders, where they visit the device; else they stay there."""
+        return size_of(*self.encoders) if self.stage.model.offload_text_encoders else 0
+
+    def after(self, config: Stage) -> _Shapes | None:
+        """The same for a config that differs in sizes of batches and the like; None where the
+        model differs."""
+        now, then = (
+            stage.model.model_dump(exclude=FREE) | {"fp8": stage.model.quantization == "fp8"}
+            for stage in (config, self.stage)
+        )
+        if now != then:
+            return None
+        other = copy(self)
+        other.configure(config)
+        return other
+
+    def configure(self, config: Stage) -> None:
+        """Take over what a config says beside the model and its adapters."""
+        self.stage, self.backbone.decode_batch = config, config.model.decode_batch
+
+    def measured(self, call: Callable[[], object], *key: Any) -> Pass:
+        """A call, which this key tells from others."""
+        if key not in self.meters:
+            used = {"text": self.encoders, "VAE": ()}.get(key[0], [self.backbone.core])
+            self.meters[key] = measure_blocks(call, self.device_type, used)
+        return self.meters[key]
 
     def add(self, name: str, ranks: Mapping[str, int]) -> list[nn.Parameter]:
         """Add an adapter with these ranks of its layers; its weights."""
@@ -222,7 +279,7 @@ class _Shapes:
         return {
             f"transformer ({model.quantization or model.dtype})": base,
             f"VAE ({model.vae_dtype})": size_of(self.backbone.pipe.vae),
-            f"text encoders ({model.dtype})": self.staying,
+            f"text encoders ({model.dtype})": size_of(*self.encoders) - self.visiting,
         }
 
     def sampled(self, key: str, images: float, adapter: str | None) -> Phase:
@@ -238,7 +295,7 @@ class _Shapes:
         share = images / self.processes
         return Phase("evaluation", "sampling", peak, flops / batch * share, sizes)
 
-    def encoded(self, batch: int) -> Meter:
+    def encoded(self, batch: int) -> Pass:
         """The text encoders on `batch` prompts."""
         lengths = self.backbone.family.encoder_tokens(self.backbone.text.max_sequence_length)
 
@@ -248,9 +305,9 @@ class _Shapes:
                 with torch.no_grad():
                     encoder(ids, output_hidden_states=True)
 
-        return measure(encode, self.device_type)
+        return self.measured(encode, "text", batch)
 
-    def forward(self, batch: int, source: Source) -> Meter:
+    def forward(self, batch: int, source: Source) -> Pass:
         """A forward pass without gradient."""
         x, cond = self.latents(batch), self.conditioning(batch)
 
@@ -258,12 +315,13 @@ class _Shapes:
             with torch.no_grad(), self.backbone.adapter(source.adapter):
                 self.backbone.velocity(x, 0.5, cond, guidance=source.guidance)
 
-        return measure(forward, self.device_type)
+        return self.measured(forward, "forward", batch, source)
 
-    def decoded(self, batch: int) -> Meter:
+    def decoded(self, batch: int) -> Pass:
         """The VAE's decoder."""
         latents = self.latents(batch)
-        return measure(lambda: self.backbone.decode(latents, batch), self.device_type)
+        rows = self.stage.model.decode_batch or batch
+        return self.measured(lambda: self.backbone.decode(latents, batch), "VAE", batch, rows)
 
     def latents(self, rows: int) -> Tensor:  # [rows,C,h,w], float32
         return torch.empty(rows, *self.latent_shape, device="meta")
@@ -295,14 +353,20 @@ class _Run(_Shapes):
         drawn: Sequence[int] | None,
     ) -> None:
         super().__init__(config, device_type, processes)
-        self.config, self.algorithm = config, algorithm_class(config)
-        self.keeps = keeps = self.algorithm.keeps(config, drawn)
+        self.drawn, self.config = drawn, config
         self._add_adapters(ranks)
-        if config.model.gradient_checkpointing:
-            self.backbone.core.enable_gradient_checkpointing(self._checkpoint)
-        self.images = max(1, config.rollout.images // processes)
+        self.configure(config)
+
+    def configure(self, config: Stage) -> None:
+        """The sizes of an update."""
+        super().configure(config)
+        assert isinstance(config, TrainingStage)
+        self.config, self.algorithm = config, algorithm_class(config)
+        self.keeps = keeps = self.algorithm.keeps(config, self.drawn)
+        self.images = max(1, config.rollout.images // self.processes)
         self.prompts = math.ceil(self.images / config.rollout.copies)
-        self.states, self.forwards = self._steps(range(DRAWS) if drawn is None else drawn)
+        updates = range(DRAWS) if self.drawn is None else self.drawn
+        self.states, self.forwards = self._steps(updates)
         self.pairs = self.images * self.states  # (image, step) that are trained
         # bytes: trained states and, where needed, what came after them; labels, or the velocities
         # that are matched; a rollout, before images are noised and after it
@@ -431,7 +495,7 @@ class _Run(_Shapes):
         noise = batch * (1 + (self.states if self.sampled_states else 0)) * self.latent
         peak = self.rollout_bytes + max(meter.peak + noise, self.sampled_states)
         flops = meter.flops / batch * self.images * self.forwards
-        sizes = {"rollout.batch_size": rollout.batch_size}
+        sizes = {"rollout.batch_size": batch}
         return Phase("rollout", "sampling", peak, flops, sizes)
 
     def _decode(self) -> Phase:  # with the VAE; all images of the rollout are held
@@ -440,7 +504,7 @@ class _Run(_Shapes):
         meter = self.decoded(batch)
         pixels = self.images * self.pixels
         peak = self.rollout_bytes + max(meter.peak - batch * self.pixels, pixels)
-        sizes = {"model.decode_batch": self.config.model.decode_batch or size}
+        sizes = {"model.decode_batch": min(self.config.model.decode_batch or size, batch)}
         return Phase("VAE decode", "sampling", peak, meter.flops / batch * self.images, sizes)
 
     def _noising(self) -> Phase:  # clean images -> states and velocities, all at once
@@ -458,7 +522,7 @@ class _Run(_Shapes):
         peak = self.stored + self.label_bytes + max(meter.peak for meter in meters)
         if any(len(sources) > 1 for sources in self.targets.values()):
             peak += self.pairs * self.latent  # summed in float32
-        return Phase("labels", "labels", peak, flops, {"student.label_batch": size})
+        return Phase("labels", "labels", peak, flops, {"student.label_batch": batch})
 
     def _drift(self) -> Phase:
         """The base's images for some of the rollout, at every check; FLOPs are those an update."""
@@ -478,27 +542,33 @@ class _Run(_Shapes):
         batch = self.pairs // config.optimizer.updates_per_rollout
         batch = min(config.optimizer.micro_batch, batch)
         x, cond = self.latents(batch), self.conditioning(batch)
-        others = [(compared, Meter()) for compared in self.keeps.compared]
+        compared = self.keeps.compared
+        recomputes = config.model.gradient_checkpointing
+        if recomputes:
+            backbone.core.enable_gradient_checkpointing(self._checkpoint)
+        else:
+            backbone.core.disable_gradient_checkpointing()
 
         def learn() -> None:
             velocity, target = backbone.velocity(x, 0.5, cond, guidance=config.guidance), x
-            for compared, meter in others:
-                with torch.no_grad(), backbone.adapter(compared.adapter), meter:
+            for other in compared:
+                with torch.no_grad(), backbone.adapter(other.adapter):
                     target = backbone.velocity(x, 0.5, cond, guidance=config.guidance)
             ((velocity - target) ** 2).mean().backward()
             for parameter in self.student:
                 parameter.grad = None
 
-        meter = measure(learn, self.device_type)
+        meter = self.measured(learn, "update", batch, recomputes)
         tasks = len(config.tasks) if self.keeps.task_gradients else 1
         cosines = (tasks - 1) * lora  # the gradients of all tasks, side by side
         step = 3 * lora if self.device_type == "cuda" else lora  # gradients, and foreach's copies
         peak = self.stored + self.label_bytes + max(meter.peak + cosines, step)
-        flops = meter.flops - sum((1 - compared.share) * each.flops for compared, each in others)
-        sizes = {"optimizer.micro_batch": config.optimizer.micro_batch}
+        each = [self.forward(batch, Source(c.adapter, config.guidance)).flops for c in compared]
+        flops = meter.flops - sum((1 - c.share) * f for c, f in zip(compared, each, strict=True))
+        sizes = {"optimizer.micro_batch": batch}
         return Phase("update", "learning", peak, flops / batch * self.pairs, sizes)
 
-    def _teachers_forward(self, batch: int) -> Meter:
+    def _teachers_forward(self, batch: int) -> Pass:
         """A batch of the teacher with the highest peak; its FLOPs are the mean of all tasks'."""
         config = self.config
         asked = {
@@ -512,6 +582,4 @@ class _Run(_Shapes):
             for task in config.tasks
         )
         flops = sum(weighted) / sum(task.weight for task in config.tasks)
-        worst = max(meters.values(), key=lambda meter: meter.peak)
-        worst.flops = round(flops)
-        return worst
+        return Pass(max(meter.peak for meter in meters.values()), flops)

@@ -8,8 +8,9 @@ device's allocator does. What autograd saves is therefore counted, and needs no 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 BLOCK = 512  # bytes, the unit of the CUDA allocator
+
+
+class Pass(NamedTuple):
+    """What a call holds at most, in bytes, and computes."""
+
+    peak: int
+    flops: float
 
 
 class Meter(TorchDispatchMode):
@@ -98,6 +106,55 @@ def measure(call: Callable[[], object], device_type: str) -> Meter:
     with DeviceAttention(device_type), Meter() as meter:
         call()
     return meter
+
+
+def measure_blocks(
+    call: Callable[[], object], device_type: str, modules: Sequence[nn.Module]
+) -> Pass:
+    """As `measure`. Of equal blocks of the modules that follow one another two run,
+    and then three: every further one costs what the third did."""
+    runs = [
+        (blocks, index, count)
+        for module in modules
+        for blocks in module.modules()
+        if isinstance(blocks, nn.ModuleList)
+        for index, count in _runs(blocks)
+    ]
+
+    def measured(longer: int | None = None) -> Pass:
+        whole = {id(blocks): (blocks, dict(blocks._modules)) for blocks, _, _ in runs}
+        dropped: dict[int, set[int]] = {}
+        for number, (blocks, index, count) in enumerate(runs):
+            kept = 3 if number == longer else 2
+            dropped.setdefault(id(blocks), set()).update(range(index + kept, index + count))
+        try:
+            for key, (blocks, every) in whole.items():
+                left = (m for number, m in enumerate(every.values()) if number not in dropped[key])
+                blocks._modules = {str(number): module for number, module in enumerate(left)}
+            meter = measure(call, device_type)
+        finally:
+            for blocks, every in whole.values():
+                blocks._modules = every
+        return Pass(meter.peak, meter.flops)
+
+    first = peak, flops = measured()
+    for number, (*_, count) in enumerate(runs):
+        more = measured(number)
+        peak += (count - 2) * (more.peak - first.peak)
+        flops += (count - 2) * (more.flops - first.flops)
+    return Pass(peak, flops)
+
+
+def _runs(blocks: nn.ModuleList) -> Iterator[tuple[int, int]]:
+    """(index, number) of equal blocks that follow one another, four or more."""
+    index = 0
+    for _, run in groupby(
+        blocks, lambda m: (type(m), [(n, p.shape, p.dtype) for n, p in m.named_parameters()])
+    ):
+        count = len(list(run))
+        if count > 3:
+            yield index, count
+        index += count
 
 
 def size_of(*modules: nn.Module) -> int:

@@ -168,6 +168,19 @@ def held_out(plan: Plan) -> Iterator[Finding]:
             )
 
 
+def variety(plan: Plan) -> Iterator[Finding]:
+    """Fewer prompts than an update draws, so that each is drawn several times."""
+    tasks, drawn = plan.config.tasks, plan.config.rollout.prompts
+    for task in tasks:
+        different = len(set(load_prompts(task.prompts, task.name).prompts))
+        share = round(drawn * task.weight / sum(other.weight for other in tasks))
+        if different < share:
+            yield note(
+                f"prompts: task {task.name!r} has {different} different ones, and an update draws "
+                f"about {share}: the same again and again. Add prompts, or lower rollout.prompts."
+            )
+
+
 def lengths(plan: Plan) -> Iterator[Finding]:
     """Prompts that the text encoder cuts. Those of which nothing is left, the preflight refuses."""
     if (backbone := plan.backbone) is None:
@@ -208,5 +221,5 @@ def working(plan: Plan) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Callable[[Plan], Iterator[Finding]], ...] = (
-    dtypes, guidance, steps, card, noise, clip, average, held_out, lengths, working,
+    dtypes, guidance, steps, card, noise, clip, average, held_out, variety, lengths, working,
 )  # fmt: skip

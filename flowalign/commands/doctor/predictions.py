@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,12 +18,13 @@ from flowalign.backbone.structure import local_folder
 from flowalign.commands.doctor.estimate import Estimate, predict, ranks_of
 from flowalign.commands.doctor.findings import Finding, fault, note, ok, show
 from flowalign.commands.doctor.pace import DEFAULT_GPU, GPUS, Gpu, Pace, Times, present_gpu, times
-from flowalign.config import ADAPTER, Stage
+from flowalign.config import ADAPTER, ConfigError, Stage, read
 
 GB, GIB = 10**9, 2**30
 SHARE = 0.92  # of a device's memory that tensors can use; the rest is lost between blocks
 CONTEXT = 0.6 * GIB  # of CUDA, cuDNN and cuBLAS
 CHANGES = 12  # that are tried
+VARIANTS = Path(__file__).parents[1] / "configs" / "variants"
 
 
 @dataclass(frozen=True)
@@ -185,26 +187,43 @@ def fits(estimate: Estimate, memory: float | None, assumed: str = "") -> Iterato
         yield ok(f"memory: at most {text}")
         return
     yield (note if assumed else fault)(f"memory: does not fit: {text}. Changes:")
-    for change, after in advice(estimate, limit):
-        end = "fits" if after.peak <= limit else f"still too much, in {after.worst.name}"
-        yield note(f"  {change}: {after.peak / GIB:.3g} GiB, {end}")
-        estimate = after
-    if estimate.peak > limit:
+    reached = estimate
+    for change, reached in advice(estimate, limit):
+        end = "fits" if reached.peak <= limit else f"still too much, in {reached.worst.name}"
+        yield note(f"  {change}: {reached.peak / GIB:.3g} GiB, {end}")
+    variants = {name: e for name, e in _variants(estimate, size) if e.peak <= limit}
+    for name, after in list(variants.items())[:1]:
+        yield note(f"  or --variant {name}: {after.peak / GIB:.3g} GiB, fits")
+    if reached.peak > limit and not variants:
         yield note("  no other setting helps; use a larger device, or a smaller lora.rank.")
 
 
 def advice(estimate: Estimate, limit: float) -> Iterator[tuple[str, Estimate]]:
-    """(a change, the estimate after it and all before), until `limit` bytes suffice."""
+    """(a change that helps, the estimate after it and all before), until `limit` bytes suffice."""
     for _ in range(CHANGES):
-        change = next(_changes(estimate, limit), None)
-        if change is None or estimate.peak <= limit:
+        if estimate.peak <= limit:
             return
-        estimate = estimate.after(change)
-        yield change, estimate
+        tried = ((change, estimate.after(change)) for change in _changes(estimate, limit))
+        change, after = next(((c, e) for c, e in tried if e.peak < estimate.peak), (None, estimate))
+        if change is None:
+            return
+        estimate = after
+        yield change, after
+
+
+def _variants(estimate: Estimate, memory: float) -> Iterator[tuple[str, Estimate]]:
+    """The shipped variants for a GPU of at most this memory, the largest first."""
+    sizes = {file: int(file.name[2:4]) for file in VARIANTS.glob(f"{estimate.processes}x*.yaml")}
+    for file, size in sorted(sizes.items(), key=lambda item: -item[1]):
+        keys = read(file).get(estimate.config.stage)
+        if keys and size * 0.95 <= memory / GIB:
+            with suppress(ConfigError):  # keys that this stage does not have
+                yield f"configs/variants/{file.name}", estimate.after(keys)
 
 
 def _changes(estimate: Estimate, limit: float) -> Iterator[str]:
-    """What can be changed now, the cheapest first: the worst phase, then what is resident."""
+    """What can be changed now, the cheapest first: the worst phase, then what is resident, then
+    what a run can do without."""
     model, worst = estimate.config.model, estimate.worst
     sizes = {key: size for key, size in worst.sizes.items() if size > 1}
     share = (limit - estimate.resident) / worst.bytes  # of the phase's memory that is available
@@ -218,9 +237,13 @@ def _changes(estimate: Estimate, limit: float) -> Iterator[str]:
     if model.dtype == "float32":  # only from here on is something else learned
         yield "model.dtype=bfloat16"
     if model.quantization is None:
-        yield "model.quantization=fp8"
+        yield f"model.quantization={'nf4' if estimate.device_type == 'cuda' else 'fp8'}"
+    if worst.name == "text" and model.text_cache is None:
+        yield "model.text_cache=outputs/text_cache"
     for key in sizes:
         yield f"{key}=1"
+    if worst.name == "image drift":
+        yield "alarm=null"
 
 
 # Time --------------------------------------------------------------------------------------------

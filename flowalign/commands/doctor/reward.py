@@ -20,7 +20,7 @@ from flowalign.backbone.tiny.scenes import rendered
 from flowalign.commands.doctor.findings import Finding, fault, note, ok
 from flowalign.rewards.scoring import score
 from flowalign.training.data import load_prompts
-from flowalign.types import PromptBatch, Scores
+from flowalign.types import Metadata, PromptBatch, Scores
 
 PROBES = ("tiny/geneval_test", "tiny/ocr_test", "tiny/preference_test")
 COPIES = 4  # of a prompt, for a reward that compares them
@@ -32,30 +32,33 @@ class UnsuitedError(ValueError):
 
 
 def diagnose(
-    name: str, options: Mapping[str, Any], count: int, size: int | None
+    name: str,
+    options: Mapping[str, Any],
+    count: int,
+    size: int | None,
+    sources: Sequence[str] = PROBES,
 ) -> tuple[list[Finding], float]:
     """Build a reward and examine it on `count` scenes, enlarged to `size` pixels if given: the
-    findings, and its seconds for an image.
+    findings, and its seconds for an image. sources: prompt sets; the first that it can score
+    counts.
 
-    Raises ValueError for a name or options that do not work, UnsuitedError where no built-in
-    prompts suit it, and whatever its constructor raises.
+    Raises ValueError for a name or options that do not work, UnsuitedError where no prompts suit
+    it, and whatever its constructor raises.
     """
     rewards.check(name, options)
-    batch = suited(name, options, count)
+    batches = suited(name, options, count, sources)
     reward = rewards.build_on(None, name, options)
     copies = COPIES if reward.groupwise else 1
-    scenes = rendered(batch.metadata, seed=0, each=copies)
-    if size is not None:
-        shape = (size, size)
-        scenes = torch.nn.functional.interpolate(scenes, shape, mode="bicubic").clamp(0, 1)
-    batch = batch.select([row for row in range(len(batch)) for _ in range(copies)])
 
     def ask(images: Tensor, rows: Sequence[int]) -> Scores:
         asked = batch.select(rows)
         return score(reward, images, asked.prompts, asked.metadata)
 
-    rows = list(range(len(scenes)))
-    ask(scenes[:copies], rows[:copies])  # what is loaded or compiled on first use is not timed
+    for batch in batches:  # what is loaded or compiled on first use is not timed
+        batch = batch.select([row for row in range(len(batch)) for _ in range(copies)])
+        scenes, rows = _scenes(batch.metadata, size), list(range(len(batch)))
+        if bool(ask(scenes[:copies], rows[:copies]).valid.any()):
+            break
     probes = {
         "its prompt": scenes,
         "another prompt": scenes.roll(copies, 0),
@@ -74,6 +77,8 @@ def diagnose(
     if copies == 1:
         ways["one by one"] = lambda: torch.cat([ask(scenes[[r]], [r]).value for r in rows])
     first = answers["its prompt"]
+    if not bool(first.valid.any()):
+        return findings, cost
     for way, call in ways.items():
         gaps = (call() - first.value)[first.valid].abs().tolist()
         scale = max(first.value[first.valid].abs().tolist(), default=1.0)
@@ -83,10 +88,12 @@ def diagnose(
     return findings, cost
 
 
-def suited(name: str, options: Mapping[str, Any], count: int) -> PromptBatch:
-    """Prompts of the tiny world that the reward can score; UnsuitedError where there are none."""
-    problem = None
-    for source in PROBES:
+def suited(
+    name: str, options: Mapping[str, Any], count: int, sources: Sequence[str]
+) -> list[PromptBatch]:
+    """Those of these prompt sets that the reward says it can score; UnsuitedError for none."""
+    batches, problem = [], None
+    for source in sources:
         batch = load_prompts(source, "doctor")
         batch = batch.select(range(0, len(batch), max(1, len(batch) // count))[:count])
         try:
@@ -94,8 +101,24 @@ def suited(name: str, options: Mapping[str, Any], count: int) -> PromptBatch:
         except ValueError as error:
             problem = error
         else:
-            return batch
-    raise UnsuitedError(f"the built-in prompts do not suit reward {name!r}: {problem}")
+            batches.append(batch)
+    if not batches:
+        listed = ", ".join(sources)
+        raise UnsuitedError(f"the prompts of {listed} do not suit reward {name!r}: {problem}")
+    return batches
+
+
+def _scenes(rows: Metadata, size: int | None) -> Tensor:
+    """[B,3,H,W]: the scenes of these rows; any of the tiny world where the rows describe none."""
+    try:
+        scenes = rendered(rows, seed=0)
+    except ValueError:
+        others = load_prompts(PROBES[0], "doctor").metadata
+        scenes = rendered([others[row % len(others)] for row in range(len(rows))], seed=0)
+    if size is not None:
+        shape = (size, size)
+        scenes = torch.nn.functional.interpolate(scenes, shape, mode="bicubic").clamp(0, 1)
+    return scenes
 
 
 def _memory() -> str:

@@ -96,7 +96,7 @@ def show(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
-    """Tell what rewards refuse in a set, its repeats, lengths, and overlap with other sets."""
+    """Tell what rewards refuse in sets, their repeats, lengths, and overlap with other sets."""
     count: Callable[[str], int] | None = None
     if args.tokenizer:
         if not args.tokens:
@@ -107,13 +107,17 @@ def check(args: argparse.Namespace) -> int:
         # special tokens included
         count = lambda text: len(tokenizer(text, truncation=False, verbose=False)["input_ids"])  # noqa: E731
 
-    batch = load_prompts(args.set, "checked")
+    sets = {source: load_prompts(source, "checked") for source in args.sets}
     against = {source: load_prompts(source, "other") for source in args.against}
-    options = {name: {} for name in args.reward}
-    findings = list(examine(batch, options, against, args.tokens, count))
-    for finding in findings:
-        print(harmless(f"{finding.level:>5}  {finding.text}"))
-    return 0 if healthy(findings) else 1
+    options, sound = {name: {} for name in args.reward}, True
+    for source, batch in sets.items():
+        if len(sets) > 1:
+            print(source)
+        findings = list(examine(batch, options, against, args.tokens, count))
+        for finding in findings:
+            print(harmless(f"{finding.level:>5}  {finding.text}"))
+        sound &= healthy(findings)
+    return 0 if sound else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -145,7 +149,8 @@ def _parser() -> argparse.ArgumentParser:
     command("list", show)
 
     made = command("check", check)
-    made.add_argument("set", help="a .txt, .jsonl or .csv, a folder, or tiny/NAME")
+    help = "a .txt, .jsonl or .csv, a folder, or tiny/NAME"
+    made.add_argument("sets", nargs="+", metavar="SET", help=help)
     made.add_argument("--reward", nargs="+", default=[], metavar="NAME")
     made.add_argument("--against", nargs="+", default=[], metavar="SET", help="such as a test set")
     made.add_argument("--tokens", type=int, help="what a text encoder reads: 77 CLIP, 128 T5")

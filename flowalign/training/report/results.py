@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from flowalign.config import RecipeStage, Stage, TrainingStage
+from flowalign.backbone.adapters import read_lora
+from flowalign.config import ConfigError, RecipeStage, Stage, TrainingStage, read
 from flowalign.system.files import read_lines
 from flowalign.training import metrics
+from flowalign.training.data import load_prompts
 from flowalign.training.run.resume import checkpoints
 
 FILES = {  # below the folder of a run, in the order in which they are of use
@@ -59,6 +62,17 @@ def kept(folder: Path) -> Kept | None:
     return Kept(best["update"], best["headline"], last[metrics.UPDATE], last[metrics.HEADLINE])
 
 
+def unlearnt(adapter: str | None) -> str:
+    """What is to be said of the adapter of a run that kept the weights it began with, and what they
+    are; "" for any other."""
+    folder = Path(adapter or "").parent
+    chosen = kept(folder) if adapter else None
+    if chosen is None or chosen.update or not chosen.last:
+        return ""
+    start = (read(folder / "config.yaml").get("lora") or {}).get("init") or "the base model"
+    return f"kept: {chosen}. Nothing that was learnt is in it; it equals {start}"
+
+
 def untrained(config: TrainingStage) -> str | None:
     """A warning if the adapter of a run that was trained is the one that it began with."""
     chosen = kept(Path(config.output))
@@ -104,13 +118,20 @@ def _next_steps(paths: Mapping[str, Path]) -> Iterator[str]:
     pages = [path for what, path in paths.items() if what.endswith(("report", "page"))]
     for path in pages[:1]:
         yield f"open {path} in a browser"
-    if adapter := paths.get("adapter"):
+    adapters = [path for what, path in paths.items() if what.endswith("adapter")]
+    for adapter in adapters[-1:]:  # of a recipe the last one's, the student
         yield _sample_command(adapter)
         yield f"flowalign push {shlex.quote(str(adapter.parent))} --repo YOU/NAME --dry-run"
 
 
 def _sample_command(adapter: Path) -> str:
-    return f"flowalign sample 'a red sign that says \"CAT\"' --lora {shlex.quote(str(adapter))}"
+    """With a prompt of the run, or one that the model can draw."""
+    prompt = 'a red sign that says "CAT"'  # of the tiny world
+    with suppress(ConfigError, ValueError, OSError):
+        prompt = prompt if read_lora(adapter).base == "tiny" else "a lighthouse at dawn"
+        if tasks := read(adapter.parent / "config.yaml").get("tasks"):
+            prompt = load_prompts(tasks[0]["prompts"], "").prompts[0]
+    return f"flowalign sample {shlex.quote(prompt)} --lora {shlex.quote(str(adapter))}"
 
 
 def _text(paths: Mapping[str, Path], steps: Sequence[str]) -> str:
