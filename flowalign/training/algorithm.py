@@ -155,8 +155,8 @@ class Algorithm(ABC, Generic[P]):
         the run so far."""
 
     def held_out(self) -> Mapping[str, float]:
-        """What an evaluation measures of the averaged adapter besides its scores, the same on all
-        processes."""
+        """What an evaluation measures of the averaged adapter besides its scores. All processes
+        call it; the main one's numbers count."""
         return {}
 
     def tensors(self) -> Mapping[str, Sequence[Tensor]]:

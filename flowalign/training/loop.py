@@ -206,7 +206,8 @@ class Loop:
         self.requests.stop_point()  # it may take many minutes
         with ranks.phase("the evaluation", self.update), self.step.averaged():
             headline, report = self.evaluations.evaluate()
-            more = self.algorithm.held_out()
+            measured = self.algorithm.held_out()  # by all, as the base may be sharded
+            more = from_main(lambda: measured)  # whose numbers end the run on all, or on none
             with self.requests.uninterrupted():
                 if self.evaluations.note(self.update, headline, report, more, self._keep_adapter):
                     self._note_complete()
