@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flowalign.commands.python import evaluate, score, train
     from flowalign.training.report.pictures import gallery
 
-__all__ = ["__version__", "gallery", "load"]
+__all__ = ["__version__", "evaluate", "gallery", "load", "score", "train"]
 __version__ = "0.1.0"
 HUB = ("revision", "token", "cache_dir", "local_files_only")  # of `load`, for model_index.json
 
@@ -51,9 +53,8 @@ def load(model: str = "tiny", lora: str | Path | None = None, **kw: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """`flowalign.gallery`, imported when it is first asked for."""
-    if name == "gallery":
-        from flowalign.training.report.pictures import gallery
-
-        return gallery
+    """The other names of `__all__`, imported when they are first asked for."""
+    if name in __all__:
+        room = "training.report.pictures" if name == "gallery" else "commands.python"
+        return getattr(import_module(f"flowalign.{room}"), name)
     raise AttributeError(f"module 'flowalign' has no attribute {name!r}; it has {__all__}")

@@ -19,10 +19,12 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
+from PIL.Image import Image
 from torch import Tensor
 
 from flowalign.rewards.base import as_reward
 from flowalign.system.devices import SideStream
+from flowalign.system.images import stacked
 from flowalign.system.signals import Interrupted
 from flowalign.types import Metadata, PromptBatch, Reward, Scores
 
@@ -37,8 +39,14 @@ OUTSIDE = (ConnectionError, TimeoutError, ImportError)  # no image's fault: the 
 # One call ---------------------------------------------------------------------------------------
 
 
-def score(reward: Reward, images: Tensor, prompts: Sequence[str], metadata: Metadata) -> Scores:
+def score(
+    reward: Reward,
+    images: Tensor | Sequence[Tensor | Image],
+    prompts: Sequence[str],
+    metadata: Metadata | None = None,
+) -> Scores:
     """Call a reward on images [B,3,H,W]; the images it failed on are invalid. Returns on the CPU.
+    A list of PIL images or tensors [3,H,W] will do; metadata: None = the prompts have none.
 
     An image with pixels that are NaN or infinite is not shown to the reward: it is invalid.
     A reward whose attribute `groupwise` is true is called with the images of one prompt at a time,
@@ -51,8 +59,9 @@ def score(reward: Reward, images: Tensor, prompts: Sequence[str], metadata: Meta
     Raises ValueError if the inputs differ in length; Interrupted passes, and KeyboardInterrupt in
     the main thread, which alone is interrupted.
     """
-    reward = as_reward(reward)
+    reward, images = as_reward(reward), stacked(images)
     count = len(images)
+    metadata = [{}] * count if metadata is None else metadata
     if not count == len(prompts) == len(metadata):
         raise ValueError(
             f"got {count} images, {len(prompts)} prompts and {len(metadata)} metadata; "

@@ -455,7 +455,7 @@ def test_rewards_that_a_reader_writes_score_images(
                 scores = rewards.score(reward, torch.rand(2, 3, 8, 8), [SIGN] * 2, [{}] * 2)
                 assert scores.valid.all(), f"{block.place}: {attribute}"
             scored += own
-    assert set(scored) == {"redness", "OldDeQA"}
+    assert set(scored) == {"redness", "OldDeQA", "Poster"}
 
 
 def test_the_example_of_a_package_is_the_one_that_ships() -> None:

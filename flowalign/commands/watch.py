@@ -79,6 +79,7 @@ def write(run: Path, out: Path | None = None, *, every: float = 15.0) -> View:
         "watch.html.j2",
         title=f"{view.name} ({view.kind})",
         view=view,
+        as_table=page.table,
         refresh=0 if view.state in OVER else max(1, round(every)),
         written=time.strftime("%Y-%m-%d %H:%M:%S"),
         clock=lambda seconds: time.strftime("%m-%d %H:%M", time.localtime(seconds)),
@@ -161,7 +162,7 @@ def _no_run(folder: Path) -> str:
     )
 
 
-def _tables(markdown: str) -> list[str | list[list[str]]]:
+def read_tables(markdown: str) -> list[str | list[list[str]]]:
     """The lines and the tables of a `table.md`, as plain text."""
 
     def plain(text: str) -> str:
@@ -206,7 +207,7 @@ def _view(folder: Path, name: str, config: Mapping[str, Any], recipe: Status, ad
         drifts=_drifts(folder, alarm.get("warn", AlarmConfig().warn)),
         picture=_embedded(folder / "before_after.png") if state == "finished" else "",
         warnings=read_lines(folder / WARNINGS)[::-1][:NEWEST],
-        table=_tables(_text(folder / "table.md").partition("\nEvery metric:")[0]),
+        table=read_tables(_text(folder / "table.md").partition("\nEvery metric:")[0]),
         report=f"{address}report.html" if (folder / "report.html").is_file() else "",
         config=_text(folder / "config.yaml"),
     )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 
@@ -14,6 +17,21 @@ def to_uint8(image: Tensor) -> np.ndarray:
     # rounded to the nearest of 256 values, as diffusers does; a plain cast would cut and darken
     pixels = (image.detach().float().clamp(0, 1) * 255).round().to(torch.uint8)
     return pixels.permute(1, 2, 0).cpu().contiguous().numpy()
+
+
+def stacked(images: Tensor | Sequence[Tensor | Image.Image]) -> Tensor:
+    """[B,3,H,W] in [0,1] of images of one size: tensors [3,H,W], or PIL's, at 8 bits."""
+    if isinstance(images, Tensor):
+        return images
+    tensors = [
+        image
+        if isinstance(image, Tensor)
+        else to_float(torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1))
+        for image in images
+    ]
+    if len({tensor.shape for tensor in tensors}) > 1:
+        raise ValueError(f"the images have several sizes: {[list(t.shape) for t in tensors]}.")
+    return torch.stack(tensors) if tensors else torch.empty(0, 3, 1, 1)
 
 
 def to_float(pixels: Tensor) -> Tensor:

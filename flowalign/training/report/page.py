@@ -6,6 +6,8 @@ shown by the macro of `drift.html.j2`: in the page of a run and in the report of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from html import escape
 from typing import NamedTuple
 
 import jinja2
@@ -20,6 +22,16 @@ class Panel(NamedTuple):
     title: str
     warn: float
     check: Check
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """HTML of a table whose first row and column are heads."""
+    lines = []
+    for number, row in enumerate(rows):
+        kinds = ["td" if number and index else "th" for index in range(len(row))]
+        cells = (f"<{kind}>{escape(text)}</{kind}>" for kind, text in zip(kinds, row, strict=True))
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return f"<table class='numbers'>{''.join(lines)}</table>"
 
 
 def render(template: str, **content: object) -> str:

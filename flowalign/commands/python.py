@@ -1,0 +1,180 @@
+"""The commands for notebooks: `flowalign.score`, `flowalign.evaluate`, `flowalign.train`.
+
+They run the configs that the commands run; a mapping, a file and a typed config are the same thing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from torch import Tensor
+
+from flowalign import rewards as registry
+from flowalign.commands import run
+from flowalign.commands.init import SD35, family_folder
+from flowalign.commands.watch import read_tables
+from flowalign.config import EvalStage, Job, Stage, load, parse, read
+from flowalign.eval.evaluation import evaluate as run_evaluation
+from flowalign.system.files import read_lines, replacing
+from flowalign.system.images import stacked
+from flowalign.training.data import load_prompts
+from flowalign.training.report import page
+from flowalign.training.report.pictures import gallery, image_files
+from flowalign.types import Scores
+
+Prompts = str | Path | Sequence[str | Mapping[str, Any]]
+"""A prompt set as in a config, or a list: texts, or mappings with `prompt` and metadata."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Images with their scores. `scores` has the value, parts and reasons of each."""
+
+    images: Tensor  # [B,3,H,W] in [0,1]
+    prompts: list[str]
+    scores: Scores
+
+    def plot(self) -> Image.Image:
+        """The images with their prompts and scores."""
+        return gallery({"": self.images}, self.prompts, {"": self.scores.value})
+
+    def _repr_html_(self) -> str:
+        parts = {"value": self.scores.value, **self.scores.parts}
+        numbers = ([f"{x:.4g}" for x in part.tolist()] for part in parts.values())
+        return page.table([["prompt", *parts], *zip(self.prompts, *numbers, strict=True)])
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run or an evaluation left in its folder."""
+
+    folder: Path
+
+    @property
+    def adapter(self) -> Path:
+        """What `flowalign.load(model, lora=...)` takes."""
+        return self.folder / "adapter"
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of its log, an update each."""
+        return read_lines(self.folder / "metrics.jsonl")
+
+    @cached_property
+    def results(self) -> dict[str, Any]:
+        """results.json of an evaluation: every number of every model, and every image's scores."""
+        return json.loads((self.folder / "results.json").read_text(encoding="utf-8"))
+
+    def plot(self) -> Image.Image:
+        """The curves of a run, or the images of all models of an evaluation."""
+        grid = self.folder / "grid.png"
+        return _picture(grid if grid.is_file() else self.folder / "metrics.png")
+
+    def _repr_html_(self) -> str:
+        file = self.folder / "table.md"
+        parts = read_tables(file.read_text(encoding="utf-8")) if file.is_file() else []
+        return "".join(page.table(p) for p in parts if not isinstance(p, str)) or str(self.folder)
+
+
+def score(images: Any, prompts: Prompts, reward: Any, **options: Any) -> Scored:
+    """Scores of images, as a run takes them: one that the reward fails on is NaN, with a reason.
+
+    images: a list of PIL images or tensors [3,H,W] in [0,1], a batch [B,3,H,W], or a folder, whose
+    files are taken in order. prompts: one per image, in that order. reward: a name with its
+    options, or a callable (images, prompts, metadata) -> Scores.
+    """
+    if isinstance(images, str | Path):
+        images = list(map(_picture, image_files(Path(images))))
+    rows, pixels = _rows(prompts), stacked(images)
+    if isinstance(reward, str):
+        registry.check(reward, options)
+        reward = registry.build_on(None, reward, options)
+    texts = [row["prompt"] for row in rows]
+    return Scored(pixels, texts, registry.score(reward, pixels, texts, rows))
+
+
+def evaluate(
+    models: Mapping[str, str | Path | None],
+    prompts: Prompts,
+    rewards: Sequence[str] | Mapping[str, Mapping[str, Any]],
+    *,
+    model: str = "tiny",
+    output: str | Path = "outputs/evaluation",
+    **keys: Any,
+) -> Run:
+    """Score models on prompts, as `flowalign eval`: a table with errors and paired differences.
+
+    models: {name: adapter, or None for the base}; all are compared with the first. rewards: names,
+    or {name: options}. model: the base. keys: of the config (`flowalign.config.EvalStage`), over
+    those of the family's shipped evaluation, such as sampling={"steps": 10}.
+    """
+    shipped = read((family_folder(model) or SD35) / "eval.yaml")
+    named = rewards if isinstance(rewards, Mapping) else dict.fromkeys(rewards, {})
+    benchmarks = [
+        {
+            "name": name.rpartition(":")[2],
+            "prompts": prompts,
+            "reward": {"name": name, "options": o},
+        }
+        for name, o in named.items()
+    ]
+    adapters = {name: source and str(source) for name, source in models.items()}
+    data = {"stage": "eval", "sampling": shipped["sampling"], "benchmarks": benchmarks, **keys}
+    data |= {"model": shipped["model"] | {"id": model}, "models": adapters, "output": str(output)}
+    return train(data)
+
+
+def train(config: Stage | Mapping[str, Any] | str | Path, *, resume: bool = False) -> Run:
+    """Run a config: a typed one (`flowalign.config.NftStage(...)`), a mapping, or a YAML file.
+
+    Prompt sets may be lists. Raises ConfigError for what `flowalign train` refuses, TrainingError
+    or EvaluationError where a run has to stop. resume: go on from the last checkpoint.
+    """
+    home = Path()
+    if isinstance(config, str | Path):
+        home = Path(config).parent
+        registry.add_config_folder(config)
+        config = load(config, stage=Stage)
+    elif not isinstance(config, Stage):
+        config = parse(_with_files(config), stage=Stage)
+    if isinstance(config, EvalStage):
+        return Run(run_evaluation(config))
+    assert isinstance(config, Job)
+    run.run_job(config, home, resume)
+    return Run(Path(config.output))
+
+
+def _picture(file: Path) -> Image.Image:
+    with Image.open(file) as picture:
+        return picture.convert("RGB")
+
+
+def _rows(prompts: Prompts) -> list[dict[str, Any]]:
+    """{prompt, metadata} of each."""
+    if isinstance(prompts, str | Path):
+        batch = load_prompts(prompts, "")
+        both = zip(batch.prompts, batch.metadata, strict=True)
+        return [{**metadata, "prompt": prompt} for prompt, metadata in both]
+    return [{"prompt": row} if isinstance(row, str) else dict(row) for row in prompts]
+
+
+def _with_files(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with its lists of prompts as files below its output."""
+    data = dict(config)
+    for key in {"tasks", "benchmarks"} & data.keys():
+        data[key] = [dict(part) for part in data[key]]
+        for part in data[key]:
+            for kind in {"prompts", "validation"} & part.keys():
+                if isinstance(part[kind], str | Path | None):
+                    continue
+                file = Path(data["output"]) / "prompts" / f"{part['name']}_{kind}.jsonl"
+                with replacing(file) as written:
+                    written.write_text("".join(f"{json.dumps(r)}\n" for r in _rows(part[kind])))
+                part[kind] = str(file)
+    return data

@@ -1,0 +1,72 @@
+"""`flowalign.score`, `evaluate` and `train`: what the commands do, from Python."""
+
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pytest
+import torch
+from PIL import Image
+
+import flowalign
+from flowalign import config, rewards
+from flowalign.system.images import to_uint8
+
+SHADES = torch.tensor([0.2, 0.6, 1.0])[:, None, None, None].expand(3, 3, 8, 8) * torch.tensor(
+    [1.0, 0.5, 0.0]
+).view(3, 1, 1)
+PROMPTS = ["a", "b", "c"]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    fakes.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def pictures() -> list[Image.Image]:
+    return [Image.fromarray(to_uint8(image)) for image in SHADES]
+
+
+def test_images_of_any_kind_are_scored_alike(tmp_path: Path) -> None:
+    for number, picture in enumerate(pictures()):
+        picture.save(tmp_path / f"{number}.png")
+    expected = fakes.redness(SHADES, PROMPTS, []).value
+    for images in (SHADES, list(SHADES), pictures(), tmp_path, str(tmp_path)):
+        scored = flowalign.score(images, PROMPTS, "fakes:redness")
+        torch.testing.assert_close(scored.scores.value, expected, rtol=0, atol=1 / 255)
+    assert scored.plot().width > 100
+    assert scored._repr_html_().count("<tr>") == 4 and "<th>red</th>" in scored._repr_html_()
+    same = rewards.score(fakes.redness, pictures(), PROMPTS)  # metadata is optional
+    assert torch.equal(same.value, scored.scores.value)
+    with pytest.raises(ValueError, match="sizes"):
+        flowalign.score([*pictures(), Image.new("RGB", (4, 4))], [*PROMPTS, "d"], "fakes:redness")
+    with pytest.raises(ValueError, match="2 prompts"):
+        flowalign.score(pictures(), PROMPTS[:2], "fakes:redness")
+
+
+def test_metadata_stand_beside_the_prompt() -> None:
+    def asked(images: Any, prompts: Any, metadata: Any) -> Any:
+        return rewards.score(fakes.redness, images, prompts).of([row["x"] for row in metadata])
+
+    rows = [{"prompt": prompt, "x": float(i)} for i, prompt in enumerate(PROMPTS)]
+    assert flowalign.score(pictures(), rows, asked).scores.value.tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.slow
+def test_models_are_evaluated_and_a_mapping_is_trained(random_model: str) -> None:
+    small = {"sampling": {"steps": 2}, "report": {"images": 1}, "alarm": None}
+    models = {"base": None, "ocr": "tiny/ocr"}
+    table = flowalign.evaluate(models, PROMPTS, ["fakes:redness"], **small)
+    assert set(table.results["models"]) == {"base", "ocr"} and table.plot().width > 100
+    assert "<th>ocr</th>" in table._repr_html_()
+    fakes.AcceleratorState._reset_state(reset_partial_state=True)
+    data = fakes.settings(random_model, Path("run"), "train.updates=1").model_dump(mode="json")
+    data["tasks"][0]["prompts"] = [*fakes.PROMPTS]
+    run = flowalign.train(data)
+    assert len(run.metrics) == 1 and run.adapter.is_dir() and run.plot().width > 100
+    fakes.AcceleratorState._reset_state(reset_partial_state=True)
+    typed = config.parse(data | {"tasks": config.read("run/config.yaml")["tasks"], "output": "two"})
+    assert flowalign.train(typed).metrics[0]["loss"] == run.metrics[0]["loss"]
+    with pytest.raises(config.ConfigError):
+        flowalign.train({"stage": "nothing"})
