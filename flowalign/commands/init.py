@@ -301,11 +301,9 @@ class Draft:
         """A reward with the options that the shipped configs give it. Raises ValueError for one
         that does not exist or wants other options."""
         shipped = self.tasks.get(name, {}).get("reward", {}).get("options", {})
-        names = {_short(reward) for reward in self.args.reward}
-        if len(names) > 1:
-            own = [o.partition(".")[2] for o in self.args.options if _of(o, {_short(name)})]
-        else:
-            own = self.args.options
+        own = self.args.options
+        if len(set(map(_short, self.args.reward))) > 1:
+            own = [o.partition(".")[2] for o in own if _of(o, {_short(name)})]
         options = shipped | assignments(own)
         reward_registry.check(name, options)
         return {"name": name, **({"options": options} if options else {})}
@@ -328,7 +326,7 @@ def _one_each(flag: str, given: Sequence[str], count: int) -> Sequence[str]:
 
 def _of(option: str, names: Collection[str]) -> bool:
     """Whether it begins with one of these names of rewards and a dot."""
-    return option.partition("=")[0].partition(".")[0] in names and "." in option.partition("=")[0]
+    return any(option.startswith(f"{name}.") for name in names)
 
 
 def _short(reward: str) -> str:

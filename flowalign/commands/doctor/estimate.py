@@ -82,16 +82,6 @@ class Estimate:
     shapes: _Shapes  # what it was measured on
 
     @property
-    def host(self) -> int:
-        """Bytes of CPU memory while the model loads."""
-        return self.shapes.host
-
-    @property
-    def download(self) -> int:
-        """Bytes of the model's files, if the Hub has them in 16 bits."""
-        return self.shapes.download
-
-    @property
     def all_phases(self) -> list[Phase]:
         """The phases of an update, and the evaluation."""
         return [*self.phases, *([self.evaluation] if self.evaluation else [])]

@@ -145,10 +145,10 @@ def _needs(listed: Sequence[Forecast]) -> Iterator[Finding]:
     """
     sizes: dict[str, float | None] = {}  # GB; None = not known
     estimates = [forecast.estimate for forecast in listed if forecast.estimate]
-    largest = max(estimates, key=lambda estimate: estimate.host, default=None)
+    largest = max(estimates, key=lambda estimate: estimate.shapes.host, default=None)
     for stage in (forecast.stage for forecast in listed):
         if not is_here(stage):
-            sizes[stage.model.id] = largest and largest.download / GB
+            sizes[stage.model.id] = largest and largest.shapes.download / GB
         for reward in (r for judged in stage.judged for r in judged.rewards.values()):
             for name, options in rewards.leaves(reward.name, reward.options, imports=False):
                 files = rewards.declared(name, imports=False).files(**options)
@@ -158,7 +158,9 @@ def _needs(listed: Sequence[Forecast]) -> Iterator[Finding]:
         total = sum(size or 0 for size in sizes.values())
         yield note(f"downloads: about {total:.3g} GB unless cached: {', '.join(each)}")
     if largest:
-        yield ok(f"host memory: {largest.host / GIB:.3g} GiB a process while the model loads")
+        yield ok(
+            f"host memory: {largest.shapes.host / GIB:.3g} GiB a process while the model loads"
+        )
 
 
 # Memory ------------------------------------------------------------------------------------------
