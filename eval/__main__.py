@@ -1,8 +1,8 @@
-"""`python -m flowalign.eval --config FILE [key.path=value ...]`."""
+"""`python -m flowalign.eval ...` is `flowalign eval ...`, for `accelerate launch -m`."""
 
 import sys
 
 from flowalign.system.exit import end_process, run
 
 if __name__ == "__main__":
-    end_process(run("eval", "flowalign.eval.run:main", sys.argv[1:]))
+    end_process(run("eval", "flowalign.commands.evaluate:main", sys.argv[1:]))

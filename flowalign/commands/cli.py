@@ -20,7 +20,7 @@ COMMANDS = {
         "Train from a config, as `accelerate launch train.py`.",
     ),
     "watch": ("flowalign.commands.watch:main", "One page that shows a run while it goes on."),
-    "eval": ("flowalign.eval.run:main", "Score models on held-out prompts."),
+    "eval": ("flowalign.commands.evaluate:main", "Score models on held-out prompts."),
     "sample": (
         "flowalign.commands.sample:main",
         "Sample images with a model and an optional LoRA.",

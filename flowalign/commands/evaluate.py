@@ -1,0 +1,105 @@
+"""`flowalign eval`: from a config, or from a model and the names of benchmarks."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flowalign.eval import run
+
+CONFIGURED = "--config"  # or --config=FILE
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of an evaluation without a config."""
+    parser = argparse.ArgumentParser(
+        "flowalign eval",
+        description="Score a model and its LoRAs on benchmarks. `flowalign eval list` names them, "
+        "`flowalign eval --config FILE` runs a config, `flowalign eval compare A B` compares two "
+        "results.",
+    )
+    add = parser.add_argument
+    add("--model", default="tiny", help="tiny (default), a folder or a Hub id")
+    add("--lora", nargs="+", default=[], metavar="NAME=ADAPTER", help="folders or Hub ids")
+    add("--benchmarks", nargs="+", metavar="NAME", help="default: all of `flowalign eval list`")
+    add("--limit", type=int, help="only so many prompts of each, spread over the set")
+    add("--out", type=Path, required=True, help="folder of the results; the config is kept there")
+    add("overrides", nargs="*", metavar="key.path=value", help="change the config")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit status as that of `flowalign.eval.run.main`."""
+    if argv[:1] == ["compare"] or any(word.partition("=")[0] == CONFIGURED for word in argv):
+        return run.main(argv)
+    if argv[:1] == ["list"]:
+        return show(argv[1:])
+    from flowalign.config import ConfigError, EvalStage, parse
+    from flowalign.config.safe_yaml import dump_yaml
+    from flowalign.eval.evaluation import run_command
+    from flowalign.system.files import replacing
+
+    args = parser().parse_args(argv)
+    file = args.out / "eval.yaml"
+    try:
+        data = settings(args)
+        config = parse(data, args.overrides, source="flowalign eval", stage=EvalStage)
+    except (ConfigError, ValueError) as error:
+        print(f"flowalign eval: {error}", file=sys.stderr)
+        return 2
+    status = run_command(config, str(file))
+    if status != 2 and int(os.environ.get("RANK") or 0) == 0:  # where nothing else is written
+        with replacing(file) as part:
+            part.write_text(dump_yaml(config.model_dump(mode="json", exclude_unset=True)))
+    return status
+
+
+def settings(args: Namespace) -> dict[str, Any]:
+    """The raw config: the evaluation of the model's family, its benchmarks by name. Raises
+    ValueError for a name that it has not."""
+    from flowalign.commands.init import Draft
+
+    unused = {"reward": [], "options": [], "prompts": [], "validation": []}
+    draft = Draft(
+        Namespace(stage="eval", model=args.model, teachers=args.lora, out=args.out, **unused)
+    )
+    data: dict[str, Any] = {**draft.data(), "output": str(args.out)}
+    known = {benchmark["name"]: benchmark for benchmark in data["benchmarks"]}
+    if unknown := [name for name in args.benchmarks or () if name not in known]:
+        raise ValueError(f"--benchmarks: no {unknown[0]!r}; there are {', '.join(known)}.")
+    chosen = [known[name] for name in args.benchmarks or known]
+    if args.limit is not None:
+        data.pop("fidelity", None)  # a distance between sets, which needs all images
+        chosen = [benchmark | {"limit": args.limit} for benchmark in chosen]
+    return data | {"benchmarks": chosen}
+
+
+def show(argv: Sequence[str]) -> int:
+    """Print the benchmarks of a model's family."""
+    from flowalign.commands.init import SD35, family_folder
+    from flowalign.config import read
+    from flowalign.system.escape import table
+    from flowalign.training.data import PromptError, load_prompts
+    from flowalign.training.sources import commands
+
+    parser = argparse.ArgumentParser("flowalign eval list", description=show.__doc__)
+    parser.add_argument("--model", default="tiny", help="tiny (default), a folder or a Hub id")
+    model = parser.parse_args(argv).model
+    rows = []
+    for benchmark in read((family_folder(model) or SD35) / "eval.yaml")["benchmarks"]:
+        try:
+            there = f"{len(load_prompts(benchmark['prompts'], ''))} there"
+        except (PromptError, OSError):
+            there = " or ".join(commands(benchmark["prompts"])) or "missing"
+        reward = benchmark["reward"]
+        options = (f"{key}={value}" for key, value in reward.get("options", {}).items())
+        judge = " ".join([reward["name"], *options])
+        images = str(benchmark.get("images", 1))
+        rows.append([benchmark["name"], benchmark["prompts"], there, images, judge])
+    print("\n".join(table(["benchmark", "prompts", "here", "images a prompt", "judge"], rows)))
+    return 0
