@@ -234,7 +234,9 @@ class _Shapes:
     def measured(self, call: Callable[[], object], *key: Any) -> Pass:
         """A call, which this key tells from others."""
         if key not in self.meters:
-            used = {"text": self.encoders, "VAE": ()}.get(key[0], [self.backbone.core])
+            # an encoder's peak can be its hidden states, which few blocks do not show
+            whole = key[0] in ("text", "VAE")
+            used = [] if whole else [self.backbone.core]
             self.meters[key] = measure_blocks(call, self.device_type, used)
         return self.meters[key]
 
