@@ -92,13 +92,13 @@ class Bank:
             places = [(pair // steps, pair % steps) for pair in pairs]
             for source, weight in self.targets(name):
                 passes += [(source, weight, place) for place in places]
-        if known:
-            for source, weight, place in passes:
-                if source == known[0]:
-                    velocity[place] += weight * known[1][place]
-            passes = [part for part in passes if part[0] != known[0]]
-        # other processes may have more passes, in which all take part
         last, _, place = passes[-1]
+        if known:
+            field, there = known
+            for _, weight, at in (part for part in passes if part[0] == field):
+                velocity[at] += weight * there[at]
+            passes = [part for part in passes if part[0] != field]
+        # other processes may have more passes, in which all take part
         passes += [(last, 0.0, place)] * missing_steps(len(passes), self.backbone.sharded)
         for adapter, group in groupby(passes, key=lambda part: part[0].adapter):
             with self.backbone.adapter(adapter):  # once per teacher: switching costs time

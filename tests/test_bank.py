@@ -181,3 +181,7 @@ def test_what_is_known_is_not_asked_for_again(
     asked.clear()
     bank(found, (bank.source("base"), label.velocity))
     assert len(asked) == 2 and None not in asked
+    asked.clear()  # a teacher that is the anchor itself
+    alone = Bank(student, {"base": Member(None)}, dict.fromkeys(ROUTING, "base"))
+    same = alone(found, (alone.source("base"), label.velocity))
+    assert not asked and torch.equal(same.velocity, label.velocity)

@@ -215,7 +215,9 @@ def check_arguments(command: Command, what: str, namespace: argparse.Namespace) 
         options = assignments(given["options"] if "reward" in given else given["pairs"])
         if ":" not in name:  # a module of the reader's is checked with its page's blocks
             rewards.check(PLUGINS.get(name, name), options)
-    for folder in [*given.get("adapters", []), *filter(None, [given.get("lora")])]:
+    loras = given.get("lora") or []
+    named = [text.rpartition("=")[2] for text in ([loras] if isinstance(loras, str) else loras)]
+    for folder in [*given.get("adapters", []), *named]:
         assert folder in written() or (adapter_folder(folder) / ADAPTER).is_file(), folder
 
 

@@ -308,7 +308,7 @@ def test_advice_leads_to_what_fits(small):
     assert first.level == "fault" and last.level == "note" and "larger device" in last.text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_flux_on_24_gib_is_told_what_fits_in_half_a_minute():
     """A device that the base alone is too large for: 4 bits first, then the cache, then a variant;
     the alarm only where it is what does not fit."""
@@ -329,8 +329,14 @@ def test_flux_on_24_gib_is_told_what_fits_in_half_a_minute():
     assert (whole.peak, whole.phases) == (tight.peak, tight.phases)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["flux2", "z_image", "sd35_medium"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param("flux2", marks=pytest.mark.slow),
+        pytest.param("z_image", marks=pytest.mark.slow),
+        pytest.param("sd35_medium", marks=pytest.mark.long),
+    ],
+)
 def test_equal_blocks_cost_as_much_as_all_of_them_do(family, monkeypatch):
     run = config.load(CONFIGS / family / "teacher_ocr_nft.yaml", ["optimizer.micro_batch=2"])
     few = predict(run)

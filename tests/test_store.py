@@ -24,6 +24,7 @@ from flowalign.eval.run import main
 from flowalign.eval.store import Store
 from flowalign.eval.suite import Benchmark, ImageSet
 from flowalign.system.signals import Interrupted
+from flowalign.training.report.pictures import pixels_of
 from flowalign.types import PromptBatch, Scores
 
 PROMPTS = [f'a "{letter}"' for letter in "ABCDE"]
@@ -80,9 +81,12 @@ def judge(backbone: Backbone, mark: Benchmark, size: int = 2, **options: Any) ->
 
 def test_a_copy_has_its_own_noise_and_the_first_is_that_of_a_run_with_one(backbone: Backbone):
     one, three = judge(backbone, benchmark(), keep=5), judge(backbone, benchmark(3), 6, keep=2)
-    assert [row["value"] for row in three.rows[::3]] == [row["value"] for row in one.rows]
+    # about: the kernels of some machines round other batch sizes otherwise
+    firsts = [row["value"] for row in three.rows[::3]]
+    assert firsts == pytest.approx([row["value"] for row in one.rows], abs=1e-4)
     assert len(three.pictures) == 6
-    assert three.pictures[::3] == one.pictures[0:3:2]  # prompts 0 and 2
+    for a, b in zip(three.pictures[::3], one.pictures[0:3:2], strict=True):  # prompts 0 and 2
+        assert (pixels_of(a) - pixels_of(b)).abs().max() < 1.1 / 255
     assert len({row["value"] for row in three.rows}) == 15
 
 
